@@ -1,0 +1,168 @@
+"""Published models and GPUs, read from data/models.toml and data/hardware.toml: facts, each with its source.
+
+    GPTConfig(**catalog.model("gpt2"))         # the shape of a published model, as keyword arguments
+    catalog.hardware("a100-80").memory_bytes   # 85899345920
+
+A name is looked up as it is written in the file; one that is not there raises ValueError with the close ones.
+"""
+
+import difflib
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+# A wheel carries the files inside the package; a checkout has them beside it.
+FOLDERS = (Path(__file__).parent / "_data", Path(__file__).parent.parent / "data")
+
+MODEL_REQUIRED = {"vocab_size", "context_length", "layers", "hidden", "heads"}
+MODEL_CONFIG = MODEL_REQUIRED | {
+    "kv_heads", "mlp_hidden", "norm", "norm_eps", "activation", "positions", "rotary_fraction", "rotary_base", "bias",
+    "tied", "parallel_residual",
+}  # fmt: skip
+MODEL_METADATA = {"source", "recalled", "parameters", "note", "training"}
+TRAINING = {"micro_batch", "global_batch", "tensor_parallel", "pipeline_parallel", "interleave"}
+HARDWARE_REQUIRED = {"memory_bytes", "memory_bandwidth", "bf16_flops", "link_bandwidth"}
+HARDWARE_OPTIONAL = {"low_precision", "source", "recalled", "note"}
+LINKS = {"nvlink", "pcie"}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU, as its maker publishes it. Peaks, not what a program reaches.
+
+    Bandwidths of links are in one direction and sum over the GPU's links; None where the GPU has no such link.
+    """
+
+    name: str
+    memory_bytes: int  # the marketed number in GiB: an upper bound, drivers report up to 1.3% less
+    memory_bandwidth: float  # bytes/s
+    bf16_flops: float  # FLOP/s, dense (no sparsity), in `low_precision` with fp32 accumulation
+    low_precision: str  # "bf16", or "fp16" for a GPU without bf16
+    nvlink_bandwidth: float | None  # bytes/s
+    pcie_bandwidth: float | None  # bytes/s
+    source: str
+    recalled: tuple[str, ...]  # fields of the file that were not looked up
+    note: str
+
+
+def model(name):
+    """The config of a published model, as a new dict of keyword arguments for `GPTConfig`.
+
+    Fields equal to GPTConfig's default are absent. Raises ValueError for a name that is not in `model_names()`.
+    """
+    return {key: value for key, value in _model(name).items() if key in MODEL_CONFIG}
+
+
+def model_names():
+    """The names that `model` takes, in the order of the file."""
+    return list(_models())
+
+
+def published_parameters(name):
+    """The exact parameter count that is published for model `name`, or None where there is none.
+
+    Raises ValueError for a name that is not in `model_names()`.
+    """
+    return _model(name).get("parameters")
+
+
+def source(name):
+    """Where the config of model `name` is published: paper and table, or official config.
+
+    Raises ValueError for a name that is not in `model_names()`.
+    """
+    return _model(name)["source"]
+
+
+def training(name):
+    """The batch sizes and parallel degrees that are published with model `name`, as a new dict of integers.
+
+    Keys: micro_batch and global_batch (sequences), tensor_parallel, pipeline_parallel (GPUs), interleave (model chunks
+    per pipeline stage, m in Korthikanti et al. 2022). Raises ValueError for an unknown name and for a model whose
+    entry has no such facts.
+    """
+    facts = _model(name).get("training")
+    if facts is None:
+        known = ", ".join(each for each, entry in _models().items() if "training" in entry)
+        raise ValueError(f"no training facts for model {name!r}; these have some: {known}")
+    return dict(facts)
+
+
+def hardware(name):
+    """The `Hardware` called `name`. Raises ValueError for a name that is not in `hardware_names()`."""
+    return _lookup(_all_hardware(), name, "hardware")
+
+
+def hardware_names():
+    """The names that `hardware` takes, in the order of the file."""
+    return list(_all_hardware())
+
+
+def _model(name):
+    return _lookup(_models(), name, "model")
+
+
+def _lookup(entries, name, kind):
+    if name in entries:
+        return entries[name]
+    spelled = str(name).lower().replace("_", "-").replace(" ", "-")
+    close = difflib.get_close_matches(spelled, entries)
+    if close:
+        raise ValueError(f"unknown {kind} {name!r}; close names: {', '.join(close)}")
+    raise ValueError(f"unknown {kind} {name!r}; known names: {', '.join(entries)}")
+
+
+@cache
+def _models():
+    entries = _read("models.toml")
+    for name, entry in entries.items():
+        _check(f"model {name!r}", entry, MODEL_REQUIRED, MODEL_CONFIG | MODEL_METADATA)
+        if "training" in entry:
+            _check(f"model {name!r}, training", entry["training"], TRAINING, TRAINING)
+    return entries
+
+
+@cache
+def _all_hardware():
+    found = {}
+    for name, entry in _read("hardware.toml").items():
+        _check(f"hardware {name!r}", entry, HARDWARE_REQUIRED, HARDWARE_REQUIRED | HARDWARE_OPTIONAL)
+        links = entry.pop("link_bandwidth")
+        _check(f"hardware {name!r}, link_bandwidth", links, set(), LINKS)
+        found[name] = Hardware(
+            name=name,
+            nvlink_bandwidth=links.get("nvlink"),
+            pcie_bandwidth=links.get("pcie"),
+            recalled=tuple(entry.pop("recalled")),
+            low_precision=entry.pop("low_precision", "bf16"),
+            note=entry.pop("note", ""),
+            **entry,
+        )
+    return found
+
+
+def _check(where, entry, required, known):
+    """A misspelt key must not become a silent default: every key is known, none that is needed is missing."""
+    if "source" in known:
+        required = required | {"source", "recalled"}
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
+    for key in sorted(required):
+        if key not in entry:
+            raise ValueError(f"{where}: {key!r} is missing")
+    if "source" in known and not entry["source"].strip():
+        raise ValueError(f"{where}: 'source' is empty; cite the paper, table or config that the figures come from")
+
+
+def _read(filename):
+    for folder in FOLDERS:
+        path = folder / filename
+        if path.is_file():
+            try:
+                return tomllib.loads(path.read_text(encoding="utf-8"))
+            except tomllib.TOMLDecodeError as error:
+                raise ValueError(f"{path} is not valid TOML: {error}") from error
+    looked = " nor ".join(str(folder / filename) for folder in FOLDERS)
+    raise FileNotFoundError(f"no {looked}: reinstall refimpl, or restore data/{filename} in the checkout")

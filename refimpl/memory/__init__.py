@@ -1,0 +1,17 @@
+"""Where the bytes are: a tracker that counts every tensor storage by category, the allocator's own word, and a dry
+run."""
+
+from .activation_bytes import activation_bytes, activation_terms, block_terms, korthikanti_bytes, korthikanti_terms
+from .allocator import Reading, measure
+from .dry import dry_run
+from .figure import plot
+from .ledger import CATEGORIES, Ledger, beside, human
+from .state_bytes import bytes_per_parameter, model_state_bytes
+from .trace import Moment, Timeline, Trace
+from .tracker import Tracker, mark, track
+
+__all__ = [
+    "CATEGORIES", "Ledger", "Moment", "Reading", "Timeline", "Trace", "Tracker", "activation_bytes",
+    "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "human", "korthikanti_bytes",
+    "korthikanti_terms", "mark", "measure", "model_state_bytes", "plot", "track",
+]

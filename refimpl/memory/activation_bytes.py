@@ -1,0 +1,113 @@
+"""Activations in closed form: what autograd keeps of our GPT until backward.
+
+Symbols, as in "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022): s sequence,
+b batch, h hidden, a heads, L layers, v vocabulary; and ours: g key/value heads, f MLP hidden, e bytes per element.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the kernels of a device keep, where devices differ. Bytes per element; e is that of the activations."""
+
+    mask: int  # dropout: CPU keeps the noise it multiplied with (e), CUDA a boolean (1)
+    statistics: int  # LayerNorm's mean and 1/σ: e on CPU, fp32 on CUDA
+    fused_rms: bool  # RMSNorm in one kernel keeps its input and 1/σ; in pieces also the fp32 input and x/σ
+
+
+def kept_on(device, element):
+    """What `device` ("cpu" or "cuda") keeps for activations of `element` bytes."""
+    if torch.device(device).type == "cuda":
+        return Kept(mask=1, statistics=4, fused_rms=True)
+    return Kept(mask=element, statistics=element, fused_rms=False)
+
+
+def block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
+    """Bytes that one block keeps for backward, with the dense attention of `refimpl.model`: {term: bytes}.
+
+        e·sb·(2h + h + (h + 2hg/a) + h + h + 2f) + e·abs² + (a/g)·s² + statistics        GELU, no dropout
+
+    plus, with dropout, m·(2sbh + abs²) of masks (m bytes each) and e·abs² of what the softmax's dropout gave. Terms
+    carry Korthikanti's names (section 4.1), so that the two can stand side by side.
+    """
+    s, b, h, a, g, f = sequence, batch, config.hidden, config.heads, config.kv_heads, config.mlp_hidden
+    e, kept = dtype.itemsize, kept_on(device, dtype.itemsize)
+    token, score, dropped = s * b, a * b * s * s, config.dropout > 0
+    terms = norm_terms(config, 2 * token, e, kept)
+    terms["qkv input"] = e * token * h
+    terms["queries and keys"] = e * token * (h + h * g // a)
+    terms["values"] = e * token * h * g // a
+    terms["causal mask"] = a // g * s * s
+    terms["softmax output"] = e * score
+    terms["softmax dropout mask"] = kept.mask * score * dropped
+    terms["softmax dropout output"] = e * score * dropped
+    terms["projection input"] = e * token * h
+    terms["attention dropout mask"] = kept.mask * token * h * dropped
+    terms["MLP input"] = e * token * h
+    if config.activation == "swiglu":
+        terms["SiLU input"] = terms["SiLU output"] = terms["up output"] = e * token * f
+    else:
+        terms["GELU input"] = e * token * f
+    terms["down input"] = e * token * f
+    terms["MLP dropout mask"] = kept.mask * token * h * dropped
+    if config.parallel_residual:  # both norms read the same x
+        terms["norm inputs"] //= 2
+    return {name: nbytes for name, nbytes in terms.items() if nbytes}
+
+
+def norm_terms(config, tokens, e, kept):
+    """What norms over `tokens` vectors of h keep besides their output (which is the next matmul's input)."""
+    h = config.hidden
+    if config.norm == "layernorm":
+        return {"norm inputs": e * tokens * h, "norm statistics": 2 * kept.statistics * tokens}
+    if kept.fused_rms:
+        return {"norm inputs": e * tokens * h, "norm statistics": 4 * tokens}
+    # In pieces: x in fp32 (x itself if it is fp32), 1/σ, and x/σ before the gain.
+    return {"norm inputs": 4 * tokens * h, "norm statistics": 4 * tokens, "RMSNorm x/σ": 4 * tokens * h}
+
+
+def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
+    """Bytes that the whole GPT keeps when it is given targets: {term: bytes}; `blocks` is L times one block.
+
+    Outside the blocks: the positions, the embedding's dropout, the last norm, the head's input, and 4·sbv for the
+    log-probabilities, which are fp32 in any precision.
+    """
+    s, token, h, e = sequence, sequence * batch, config.hidden, dtype.itemsize
+    kept = kept_on(device, e)
+    block = block_terms(config, batch, sequence, dtype, device)
+    last = norm_terms(config, token, e, kept)
+    terms = {"blocks": config.layers * sum(block.values())}
+    if config.positions == "learned":
+        terms["positions"] = 8 * s
+    elif e != 4:
+        terms["rotation in low precision"] = 2 * e * s * config.rotary_dim
+    if config.dropout:
+        terms["embedding dropout mask"] = kept.mask * token * h
+    terms["last norm"] = sum(last.values())
+    terms["head input"] = e * token * h
+    terms["log-probabilities"] = 4 * token * config.vocab_size
+    terms["loss weight"] = 4  # what the mean was divided by
+    return terms
+
+
+def activation_bytes(config, batch, sequence, dtype=torch.float32, device="cpu"):
+    """Bytes of all activations of one forward of our GPT with targets: the sum of `activation_terms`."""
+    return sum(activation_terms(config, batch, sequence, dtype, device).values())
+
+
+def korthikanti_terms(config, batch, sequence):
+    """Their block in their terms: 16-bit, GELU, dropout with one-byte masks, nothing small counted: {term: bytes}."""
+    token_h, score = sequence * batch * config.hidden, config.heads * batch * sequence**2
+    per_token = {"norm inputs": 4, "qkv input": 2, "queries and keys": 4, "values": 2, "projection input": 2,
+                 "attention dropout mask": 1, "MLP input": 2, "GELU input": 8, "down input": 8, "MLP dropout mask": 1}
+    per_score = {"softmax output": 2, "softmax dropout mask": 1, "softmax dropout output": 2}
+    return {**{k: n * token_h for k, n in per_token.items()}, **{k: n * score for k, n in per_score.items()}}
+
+
+def korthikanti_bytes(config, batch, sequence):
+    """sbh · (34 + 5as/h), equation 1 of Korthikanti et al. 2022: bytes of one block."""
+    s, b, h, a = sequence, batch, config.hidden, config.heads
+    return 34 * s * b * h + 5 * a * b * s * s

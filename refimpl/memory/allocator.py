@@ -1,0 +1,148 @@
+"""What the real allocator says about a region: the second instrument, which knows nothing of the first.
+
+CPU: every allocation and release that PyTorch's CPU allocator made, as its profiler logs them. CUDA: the statistics
+of the caching allocator and of the driver. They include what a kernel takes inside one operation, which no tracker
+sees.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+# Kineto prints a line when a profiler starts and stops; above level 5 it does not. Read at its first start.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one device's allocator said about the region. Bytes above the start, unless the field says otherwise.
+
+    - `peak`, `net`: bytes that tensors asked for, at the highest moment and at the end.
+    - `requested`, `allocated`, `reserved` (CUDA): peaks of what was asked for, of the blocks given (multiples of 512
+      B), and of the segments taken from the driver.
+    - `driver` (CUDA): what the whole device had in use at the end, absolute, as `mem_get_info` tells it.
+    - `resident` (CPU): growth of the process's resident memory, as the operating system tells it.
+    - `segments`, `blocks`, `inactive` (CUDA, absolute): segments and blocks at the end, and bytes free inside segments.
+    """
+
+    device: str
+    peak: int
+    net: int
+    requested: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    driver: int | None = None
+    resident: int | None = None
+    segments: int | None = None
+    blocks: int | None = None
+    inactive: int | None = None
+
+    def rows(self):
+        """[(name, int)] of what this device tells."""
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, int)]
+
+    def __str__(self):
+        width = max(len(f"{value:,}") for _, value in self.rows())
+        return "\n".join([self.device, *(f"{name:<10}  {value:>{width},}" for name, value in self.rows())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        rows = "".join(f"<tr><td>{n}</td><td style='text-align:right'>{v:,}</td></tr>" for n, v in self.rows())
+        return f"<table><thead><tr><th>{self.device}</th><th>bytes</th></tr></thead><tbody>{rows}</tbody></table>"
+
+
+def measure(device=None):
+    """Ask the real allocator: `with memory.measure() as m: step()`, then `m.peak` and the other fields of `Reading`.
+
+    `device`: `"cpu"`, `"cuda"` …; by default a CUDA device where there is one. ValueError for a device with no
+    readings.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        return CUDAMeasurement(device)
+    if device.type == "cpu":
+        return CPUMeasurement()
+    raise ValueError(f"no allocator readings for device {str(device)!r}: expected 'cpu' or 'cuda'")
+
+
+class _Measurement:
+    """A context; after it, the fields of its Reading are its own."""
+
+    reading = None
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name not in Reading.__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        if self.reading is None:
+            raise RuntimeError(f"{name} is known when the context has ended")
+        return getattr(self.reading, name)
+
+    def __repr__(self):
+        return "(measuring)" if self.reading is None else repr(self.reading)
+
+    def _repr_html_(self):
+        return "(measuring)" if self.reading is None else self.reading._repr_html_()
+
+
+class CPUMeasurement(_Measurement):
+    """Sums the profiler's memory events in time order. `events`: [(ns, ± bytes)] of the region.
+
+    The profiler is one per process: RuntimeError if another is running.
+    """
+
+    def __enter__(self):
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise RuntimeError("memory.measure on CPU uses the profiler, and one is running: end that one first")
+        self._resident = psutil.Process().memory_info().rss
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        self._profiler = torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True)
+        self._profiler.start()
+        self._begin = time.time_ns()
+        return self
+
+    def __exit__(self, *exception):
+        self._profiler.stop()
+        logged = self._profiler.profiler.kineto_results.events()
+        self.events = sorted((event.start_ns(), event.nbytes()) for event in logged
+                             if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU)
+        del self._profiler
+        held = peak = 0
+        for _, nbytes in self.events:
+            held += nbytes
+            peak = max(peak, held)
+        resident = psutil.Process().memory_info().rss - self._resident
+        self.reading = Reading("cpu", peak, held, resident=resident)
+
+
+class CUDAMeasurement(_Measurement):
+    """Reads `torch.cuda.memory_stats` around the region. Resets the peak statistics of the device."""
+
+    def __init__(self, device):
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    def _stats(self):
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_stats(self._device)
+
+    def __enter__(self):
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._start = self._stats()
+        return self
+
+    def __exit__(self, *exception):
+        stats = self._stats()
+        requested, allocated, reserved = (
+            stats.get(f"{kind}_bytes.all.peak", 0) - self._start.get(f"{kind}_bytes.all.current", 0)
+            for kind in ("requested", "allocated", "reserved"))
+        net = stats.get("requested_bytes.all.current", 0) - self._start.get("requested_bytes.all.current", 0)
+        free, total = torch.cuda.mem_get_info(self._device)
+        segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == self._device.index]
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        self.reading = Reading(
+            str(self._device), requested, net, requested, allocated, reserved, driver=total - free,
+            segments=len(segments), blocks=len(blocks),
+            inactive=sum(b["size"] for b in blocks if b["state"] == "inactive"))

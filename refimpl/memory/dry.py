@@ -1,0 +1,50 @@
+"""The dry run: a program on tensors that have shapes and no memory, under the same tracker.
+
+Fake tensors run every operation's shape rules and none of its arithmetic, so the operations, the storages and their
+sizes are those of the real run.
+"""
+
+import copy
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
+
+from .tracker import track
+
+
+def dry_run(function, *args, **kwargs):
+    """Run `function(*args, **kwargs)` on fake tensors and return the Tracker; `.result` is what it returned.
+
+    No memory, no GPU: tensors may be on `"cuda"` where there is none. Models, optimizers and tensors in the arguments
+    are replaced by fake copies (the originals are not touched), and count as older than the step. What `function`
+    builds is fake from the start. Raises ValueError if `function` needs a tensor's values (`.item()`, a mask as
+    index), of which there are none, or uses a real tensor that it was not given.
+    """
+    fake = FakeTensorMode()
+    with FakeCopyMode(fake):
+        args, kwargs = copy.deepcopy((args, kwargs))
+    try:
+        with fake, track(*_trackable((args, kwargs))) as tracker:
+            tracker.result = function(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(f"dry_run: {error.func} needs the values of a tensor, and fake tensors have none: "
+                         "leave .item() and indexing by masks out of the step") from error
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise ValueError("dry_run: the step uses a real tensor that it was not given: build it inside the function, "
+                         f"or pass it (or its model) as an argument. {error}") from error
+    return tracker
+
+
+def _trackable(tree):
+    """The modules, optimizers and tensors in nested lists, tuples and dicts."""
+    if isinstance(tree, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [found for item in items for found in _trackable(item)]

@@ -1,0 +1,128 @@
+"""The one figure of every page: ledgers as bars, predicted above measured, over the bytes of the step in time."""
+
+import io
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from .ledger import CATEGORIES, Ledger, human
+from .trace import END, START
+
+# Okabe and Ito's palette: told apart with any colour vision. A category that somebody marked takes a grey.
+COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#F0E442", "#009E73", "#000000", "#D55E00"),
+                   strict=True))
+UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+
+
+class MemoryFigure(Figure):
+    """A matplotlib Figure that Jupyter shows by itself, with no backend chosen."""
+
+    def _repr_png_(self):
+        picture = io.BytesIO()
+        self.savefig(picture, format="png", dpi=110)
+        return picture.getvalue()
+
+    def __repr__(self):
+        return f"<memory figure: {', '.join(self.labels)}>"
+
+
+def plot(*traces, predicted=None, **labelled):
+    """Draw traces (Tracker or Trace) side by side, one column each. Returns a matplotlib Figure.
+
+    `plot(t)`, `plot(t, predicted=ledger)`, or with labels `plot(before=a, after=b, predicted={"after": ledger})`.
+    Bars: the ledger at the peak. Below: bytes by category after each operation, the phases, and the peak. ValueError
+    without a trace or for a prediction that no column has.
+    """
+    runs = {**{f"run {i}" if len(traces) > 1 else "measured": t for i, t in enumerate(traces)}, **labelled}
+    if not runs:
+        raise ValueError("plot needs at least one trace: plot(t) or plot(before=a, after=b)")
+    if isinstance(predicted, Ledger):
+        predicted = dict.fromkeys(runs, predicted)
+    predicted = predicted or {}
+    if set(predicted) - set(runs):
+        raise ValueError(f"predicted for {sorted(set(predicted) - set(runs))}: the columns are {list(runs)}")
+    timelines = {label: trace.timeline for label, trace in runs.items()}
+    peaks = {label: timeline.peak() for label, timeline in timelines.items()}
+    ledgers = [peak.ledger for peak in peaks.values()] + list(predicted.values())
+    highest = max(max(ledger.total for ledger in ledgers), 1)
+    divisor, unit = next((size, name) for size, name in UNITS if highest >= size)
+
+    figure = MemoryFigure(figsize=(max(8.5, 5.2 * len(runs)), 5.2), layout="constrained", facecolor="white")
+    figure.labels = list(runs)
+    rows = 2 if predicted else 1
+    axes = figure.subplots(2, len(runs), squeeze=False, sharex=False, height_ratios=[0.34 * rows + 0.25, 3.2])
+    for column, label in enumerate(runs):
+        bars, line = axes[0][column], axes[1][column]
+        draw_bars(bars, peaks[label].ledger, predicted.get(label), divisor, highest)
+        draw_timeline(line, timelines[label], peaks[label], divisor, highest)
+        bars.set_title(label.replace("_", " ") if len(runs) > 1 else "bytes at the peak", fontsize=10, loc="left")
+        line.set_ylabel(unit if column == 0 else "")
+    ever = [Ledger(zip(t.categories, t.nbytes.max(axis=0).tolist(), strict=True)) for t in timelines.values()]
+    shown = _names(ledgers + ever)
+    patches = [Patch(color=colour(name), label=name) for name in shown]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(shown), 8), frameon=False, fontsize=9)
+    return figure
+
+
+def colour(name):
+    """The colour of a category, on every page the same."""
+    return COLOURS.get(name, "#7F7F7F")
+
+
+def _names(ledgers):
+    held = {name for ledger in ledgers for name in ledger}
+    return [c for c in CATEGORIES if c in held] + sorted(held.difference(CATEGORIES))
+
+
+def draw_bars(axes, measured, predicted, divisor, highest):
+    """Ledgers as stacked horizontal bars, the total written at the end."""
+    bars = {"predicted": predicted, "measured": measured} if predicted else {"measured": measured}
+    for row, ledger in enumerate(bars.values()):
+        left = 0
+        for name in _names([ledger]):
+            axes.barh(row, ledger[name] / divisor, left=left / divisor, color=colour(name), height=0.7)
+            left += ledger[name]
+        axes.text(left / divisor + 0.01 * highest / divisor, row, human(ledger.total), va="center", fontsize=9)
+    axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_xlim(0, 1.17 * highest / divisor)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+
+
+def draw_timeline(axes, timeline, peak, divisor, highest):
+    """Bytes by category after each operation, stacked; phases at the top; a line at the peak."""
+    x, bottom = np.arange(len(timeline)), np.zeros(len(timeline))
+    for i, name in enumerate(timeline.categories):
+        top = bottom + timeline.nbytes[:, i] / divisor
+        if timeline.nbytes[:, i].any():
+            axes.fill_between(x, bottom, top, step="post", color=colour(name), linewidth=0)
+        bottom = top
+    ceiling = 1.25 * highest / divisor
+    for phase, begin, end in phases(timeline):
+        axes.axvline(begin, color="#999999", linewidth=0.6, linestyle=":")
+        if end - begin > 0.045 * len(timeline):
+            axes.text((begin + end) / 2, 0.985 * ceiling, phase, ha="center", va="top", fontsize=9, color="#444444")
+    axes.plot([peak.index], [peak.ledger.total / divisor], marker="v", color="black", markersize=6, clip_on=False)
+    left = peak.index < len(timeline) / 2
+    where = f"{human(peak.ledger.total)}\n{peak.operation}" + (f", {peak.module}" if peak.module else "")
+    axes.annotate(where, (peak.index, peak.ledger.total / divisor), (8 if left else -8, 6), va="bottom", fontsize=8,
+                  textcoords="offset points", ha="left" if left else "right")
+    axes.set_xlim(0, max(len(timeline) - 1, 1))
+    axes.set_ylim(0, ceiling)
+    axes.set_xlabel("operation", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def phases(timeline):
+    """[(phase, first row, last row)] of each run of rows in one phase."""
+    runs = []
+    for row, op in enumerate(timeline.ops):
+        if op.name in (START, END) and runs:
+            runs[-1][2] = row
+        elif runs and runs[-1][0] == op.phase:
+            runs[-1][2] = row
+        else:
+            runs.append([op.phase, row, row])
+    return [tuple(run) for run in runs]

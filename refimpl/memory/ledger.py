@@ -1,0 +1,146 @@
+"""Ledger: bytes by category, an immutable mapping that prints itself.
+
+Bytes are integers everywhere; MiB and GiB appear only in what a person reads.
+"""
+
+from collections.abc import Mapping
+
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+GRADIENTS = "gradients"
+OPTIMIZER_STATE = "optimizer state"
+ACTIVATIONS = "activations"
+INPUTS = "inputs"
+COMMUNICATION = "communication"
+TEMPORARIES = "temporaries"
+
+# The order of rows in a table and of layers in a figure: what lives longest is at the bottom of the stack.
+CATEGORIES = (PARAMETERS, BUFFERS, OPTIMIZER_STATE, GRADIENTS, INPUTS, ACTIVATIONS, COMMUNICATION, TEMPORARIES)
+
+
+def human(nbytes):
+    """`nbytes` for a person: `12 B`, `3.4 MiB`, `112.0 GiB` (binary units, one decimal)."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes:,} B" if unit == "B" else f"{size:,.1f} {unit}"
+
+
+def category_name(name):
+    """The canonical spelling of a category: `optimizer_state` and `optimizer state` are one."""
+    return str(name).replace("_", " ")
+
+
+class Ledger(Mapping):
+    """Category → bytes (int), and `.total`.
+
+    A category of `CATEGORIES` that holds nothing reads 0; any other unknown name raises KeyError. Ledgers add and
+    subtract, so that `t.peak - t.start` is what a step put on top of what was there.
+    """
+
+    def __init__(self, nbytes=(), **more):
+        given = {category_name(name): int(count) for name, count in {**dict(nbytes), **more}.items()}
+        known = {name: given[name] for name in CATEGORIES if given.get(name)}
+        others = {name: given[name] for name in sorted(given) if name not in CATEGORIES and given[name]}
+        self._bytes = {**known, **others}
+
+    @property
+    def total(self):
+        """Bytes over all categories."""
+        return sum(self._bytes.values())
+
+    def __getitem__(self, name):
+        name = category_name(name)
+        if name in self._bytes:
+            return self._bytes[name]
+        if name in CATEGORIES:
+            return 0
+        raise KeyError(f"no category {name!r} in this ledger; it has {', '.join(self._bytes) or 'none'}")
+
+    def __contains__(self, name):
+        return category_name(name) in self._bytes
+
+    def __iter__(self):
+        return iter(self._bytes)
+
+    def __len__(self):
+        return len(self._bytes)
+
+    def __eq__(self, other):
+        return isinstance(other, Mapping) and self._bytes == Ledger(other)._bytes
+
+    def __hash__(self):
+        return hash(tuple(self._bytes.items()))
+
+    def __add__(self, other):
+        return Ledger({name: self._get(name) + Ledger._get(other, name) for name in {*self, *other}})
+
+    def __sub__(self, other):
+        return Ledger({name: self._get(name) - Ledger._get(other, name) for name in {*self, *other}})
+
+    def _get(self, name):
+        return self._bytes.get(name, 0)
+
+    def __repr__(self):
+        return str(Table({"bytes": self}))
+
+    def _repr_html_(self):
+        return Table({"bytes": self})._repr_html_()
+
+
+class Table:
+    """Ledgers side by side, one column each; with exactly two, a third column holds second minus first.
+
+    Shows itself as a table in Jupyter and as aligned text in a terminal.
+    """
+
+    def __init__(self, columns):
+        self.columns = {title: ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+                        for title, ledger in columns.items()}
+        if not self.columns:
+            raise ValueError("a table needs at least one ledger: beside(predicted=…, measured=…)")
+
+    def rows(self):
+        """(category, (bytes, …)) for each category that any column holds, and the total last."""
+        held = {name for ledger in self.columns.values() for name in ledger}
+        names = [c for c in CATEGORIES if c in held] + sorted(held.difference(CATEGORIES))
+        rows = [(name, [ledger._get(name) for ledger in self.columns.values()]) for name in names]
+        rows.append(("total", [ledger.total for ledger in self.columns.values()]))
+        return [(name, (*v, v[1] - v[0]) if len(v) == 2 else tuple(v)) for name, v in rows]
+
+    def headers(self):
+        """Column titles, the category's column excluded."""
+        return [*self.columns, "difference"] if len(self.columns) == 2 else list(self.columns)
+
+    def _cells(self):
+        # One column has room for both spellings; several keep the exact bytes only.
+        single = len(self.columns) == 1
+        for name, values in self.rows():
+            yield name, [f"{v:,}" for v in values] + ([human(values[0])] if single else [])
+
+    def __str__(self):
+        titles = ["", *self.headers()] + ([""] if len(self.columns) == 1 else [])
+        lines = [titles] + [[name, *cells] for name, cells in self._cells()]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+        text = ["  ".join([line[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)])
+                for line in lines]
+        return "\n".join(line.rstrip() for line in text)
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        titles = ["", *self.headers()] + ([""] if len(self.columns) == 1 else [])
+        head = "".join(f"<th style='text-align:right'>{title}</th>" for title in titles)
+        body = ""
+        for name, cells in self._cells():
+            tag = "th" if name == "total" else "td"
+            cells = "".join(f"<{tag} style='text-align:right'>{cell}</{tag}>" for cell in cells)
+            body += f"<tr><{tag} style='text-align:left'>{name}</{tag}>{cells}</tr>"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def beside(**ledgers):
+    """Ledgers in one table: `beside(predicted=…, measured=t.peak)`. Two ledgers get a column of differences."""
+    return Table(ledgers)

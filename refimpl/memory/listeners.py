@@ -1,0 +1,150 @@
+"""What a tracker hears besides operations: modules, optimizers, autograd's savings, resized storages.
+
+PyTorch offers global hooks for modules and optimizers. It offers none for three things, so while a tracker is active
+three public methods are wrapped, once, whatever the number of trackers:
+- `saved_tensors_hooks.__enter__`, because only the innermost pair of hooks is called and a technique may install its
+own;
+- `autograd.Function.apply`, because a custom function may keep tensors on its `ctx` unseen;
+- `UntypedStorage.resize_`, because it frees and takes memory and is not dispatched.
+"""
+
+import functools
+from contextlib import ExitStack
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_trackers = []  # the active ones, outermost first
+_installed = ExitStack()
+
+
+def subscribe(tracker):
+    """Let `tracker` hear everything until `unsubscribe`."""
+    if not _trackers:
+        _install()
+    _trackers.append(tracker)
+
+
+def unsubscribe(tracker):
+    """Stop; when the last tracker leaves, PyTorch is as it was."""
+    _trackers.remove(tracker)
+    if not _trackers:
+        _installed.close()
+
+
+def tell(event, *args):
+    """Call the method `event` of every active tracker."""
+    for tracker in _trackers:
+        getattr(tracker, event)(*args)
+
+
+def _install():
+    handles = [
+        register_module_forward_pre_hook(lambda module, args: tell("enter_module", module, args)),
+        register_module_forward_hook(lambda module, args, out: tell("leave_module", module), always_call=True),
+        register_module_parameter_registration_hook(lambda module, name, p: tell("own_parameter", p, name)),
+        register_module_buffer_registration_hook(lambda module, name, b: tell("own_buffer", b)),
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: tell("enter_step", optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: tell("leave_step", optimizer)),
+    ]
+    for handle in handles:
+        _installed.callback(handle.remove)
+    _wrap(saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks)
+    _wrap(torch.UntypedStorage, "resize_", _resize)
+    _wrap(torch.autograd.Function, "apply", _apply)
+    _listen_to_autograd()
+
+
+def _wrap(owner, name, wrapper):
+    """Replace `owner.name` by `wrapper(original, …)` until uninstalled; a classmethod stays one."""
+    own = owner.__dict__.get(name)  # None where the method is inherited: then taking ours away is enough
+    original = getattr(owner, name)
+    if isinstance(own, classmethod):
+        original = own.__func__
+
+        def replacement(*args, **kwargs):
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, classmethod(functools.wraps(original)(replacement)))
+    else:
+
+        def replacement(*args, **kwargs):
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, functools.wraps(original)(replacement))
+    _installed.callback((lambda: delattr(owner, name)) if own is None else (lambda: setattr(owner, name, own)))
+
+
+def _resize(original, storage, size):
+    before = storage.nbytes()
+    result = original(storage, size)
+    tell("resized", storage, before)
+    return result
+
+
+def _apply(original, cls, *args, **kwargs):
+    tell("enter_packing")
+    try:
+        outputs = original(cls, *args, **kwargs)
+    finally:
+        tell("leave_packing")
+    tell("function_returned", outputs)
+    return outputs
+
+
+# --- what autograd saves -------------------------------------------------------------------------------------------
+
+
+def _listen_to_autograd():
+    """Our own pair, below any that a technique installs later; one that is there already goes on doing its work."""
+    already = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = _observed(*already) if already else (_pack, _unpack)
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    _installed.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+
+
+def _pack(tensor):
+    """Autograd saves `tensor` itself. Keeps what it would have kept: the storage, and the version for its check."""
+    tell("saved", tensor)
+    # An output that its own node holds is a reference cycle, never freed: hold an alias instead.
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+
+
+def _unpack(packed):
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{tensor.dtype} {list(tensor.shape)} is at version {tensor._version}, expected version {version}")
+    return tensor
+
+
+def _enter_saved_tensors_hooks(original, hooks):
+    """A technique installs its hooks: it keeps them, and we see what goes in and what comes out."""
+    given = hooks.pack_hook, hooks.unpack_hook
+    hooks.pack_hook, hooks.unpack_hook = _observed(*given)
+    try:
+        return original(hooks)
+    finally:
+        hooks.pack_hook, hooks.unpack_hook = given
+
+
+def _observed(pack, unpack):
+    def observed_pack(tensor):
+        tell("offered", tensor)
+        tell("enter_packing")
+        try:
+            packed = pack(tensor)
+        finally:
+            tell("leave_packing")
+        tell("packed", packed)
+        return packed
+
+    return observed_pack, unpack

@@ -1,0 +1,56 @@
+"""Model states in closed form: what a parameter costs before the first activation.
+
+With Ψ parameters, bytes = Ψ · (weight + gradient + master + k · state), k = 0 for SGD, 1 with momentum, 2 for Adam and
+AdamW. "ZeRO" (Rajbhandari et al. 2020), section 3.1, counts mixed-precision Adam so: 2 + 2 + 12 = 16.
+"""
+
+from dataclasses import dataclass
+
+from .ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, Ledger
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element of each thing that a recipe keeps for a parameter."""
+
+    weight: int
+    gradient: int
+    master: int  # an fp32 copy of the weight, 0 if there is none; the optimizer holds it
+    state: int
+
+
+PRECISIONS = {
+    "fp32": Precision(weight=4, gradient=4, master=0, state=4),
+    "bf16": Precision(weight=2, gradient=2, master=0, state=2),
+    "bf16 + fp32 master": Precision(weight=2, gradient=2, master=4, state=4),
+    "bf16 + fp32 master and gradients": Precision(weight=2, gradient=4, master=4, state=4),
+}
+STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+
+
+def model_state_bytes(parameters, optimizer="adamw", precision="fp32", tensors=0):
+    """Ledger (bytes) of the model states of `parameters` = Ψ, when every gradient is there.
+
+    `tensors`: how many parameter tensors there are; Adam keeps an fp32 step counter, 4 bytes, for each (on the CPU,
+    also when the model is on a GPU, unless it is capturable or fused). Raises ValueError for an unknown recipe or a
+    negative Ψ.
+    """
+    if optimizer not in STATES:
+        raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(STATES)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
+    if parameters < 0 or tensors < 0:
+        raise ValueError(f"parameters={parameters}, tensors={tensors}: expected counts, 0 or more")
+    p, k = PRECISIONS[precision], STATES[optimizer]
+    counters = 4 * tensors if optimizer in ("adam", "adamw") else 0
+    return Ledger({
+        PARAMETERS: parameters * p.weight,
+        GRADIENTS: parameters * p.gradient,
+        OPTIMIZER_STATE: parameters * (p.master + k * p.state) + counters,
+    })
+
+
+def bytes_per_parameter(optimizer="adamw", precision="fp32"):
+    """Bytes of model states for one parameter: 16 for Adam in fp32, and 16 again with bf16 weights and an fp32
+    master."""
+    return model_state_bytes(1, optimizer, precision).total

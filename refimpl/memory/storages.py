@@ -1,0 +1,141 @@
+"""The life of storages: who is born, resized and freed, by which operation. No word yet of what they are for.
+
+Each operation is seen below autograd (a `TorchDispatchMode`); a storage that it brings into the world is noted once,
+and a weak reference tells when it leaves. Views and tied weights share a storage and count once. What a kernel takes
+and returns inside one operation is not seen; see `memory.measure` for that.
+"""
+
+import threading
+import time
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .ledger import category_name
+from .tensors import dense_parts
+from .trace import START, Op, StorageRecord, Trace
+
+_marks = {}  # storage key -> (weak reference, category); outlives any tracker
+
+
+def remember_mark(storage, category):
+    """From now until it dies, `storage` has this category, whoever tracks it."""
+    key = storage._cdata
+    _marks[key] = weakref.ref(storage, lambda _: _marks.pop(key, None)), category_name(category)
+
+
+def mark_of(storage):
+    """The category that `storage` was marked with, or None."""
+    return _marks.get(storage._cdata, (None, None))[1]
+
+
+class _StorageRef(weakref.ref):
+    __slots__ = ("key",)
+
+
+class StorageMode(Trace, TorchDispatchMode):
+    """A Trace that is still being written. Subclasses say in which phase and module an operation runs."""
+
+    def __init__(self):
+        Trace.__init__(self)
+        TorchDispatchMode.__init__(self)
+        self._alive = {}  # storage key -> (record index, weak reference)
+        self._packing = 0  # deeper than 0: what is born is a technique's own copy
+        self._lock = threading.RLock()  # autograd has threads of its own on CUDA
+
+    def _where(self):
+        """(phase, module) of the operation that is running."""
+        return "forward", ""
+
+    def _before(self):
+        """Called before each operation."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # a question, which fake tensors ask of the dispatcher
+            return func(*args, **kwargs)
+        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) fills a storage first, then announces it
+            self._see((args, kwargs))
+        self._before()
+        outputs = func(*args, **kwargs)
+        if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
+            self._record(func._schema.name.removeprefix("aten::"), outputs)
+        return outputs
+
+    def _record(self, name, outputs):
+        """Note the operation `name`, and the storages that it made or resized."""
+        with self._lock:
+            op = Op(name, *self._where(), time.perf_counter_ns())
+            self.ops.append(op)
+            self._see(outputs, op)
+
+    def _see(self, tree, op=None):
+        """Register each storage in `tree` that is new: born by `op`, or older than the context if there is none."""
+        kind = type(tree)
+        if kind in (tuple, list):
+            for item in tree:
+                self._see(item, op)
+        elif kind is dict:
+            for item in tree.values():
+                self._see(item, op)
+        elif isinstance(tree, torch.Tensor):
+            for tensor in dense_parts(tree):
+                storage = tensor.untyped_storage()
+                entry = self._alive.get(storage._cdata)
+                if entry is None:
+                    self._register(storage, tensor.device, op)
+                elif op is not None:
+                    self._update_size(entry[0], storage.nbytes())
+
+    def _register(self, storage, device, op=None, nbytes=None):
+        """A new line in the register. Returns the record, or None for a meta tensor, which holds nothing."""
+        if device.type == "meta":
+            return None
+        if device.type == "cuda" and not torch.backends.cuda.is_built():  # autograd would end the process
+            raise ValueError(f"tensors on {device} need a torch built for CUDA, in a dry run too: use the CPU")
+        with self._lock:
+            index, nbytes = len(self.records), storage.nbytes() if nbytes is None else nbytes
+            name, phase, module, _ = op or (START, "forward", "", 0)
+            born = len(self.ops) - 1 if op else -1
+            record = StorageRecord(str(device), name, phase, module, born, nbytes, mark=mark_of(storage),
+                                   packed=self._packing > 0)
+            reference = _StorageRef(storage, self._freed)
+            reference.key = storage._cdata
+            self.records.append(record)
+            self.events.append((born, index, nbytes))
+            self._alive[reference.key] = index, reference
+            return record
+
+    def _freed(self, reference):
+        index, _ = self._alive.pop(reference.key, (None, None))
+        if index is not None:
+            record = self.records[index]
+            record.alive = False
+            record.freed_by_backward = record.kept and torch._C._current_graph_task_id() != -1
+            self.events.append((len(self.ops), index, -record.nbytes))
+
+    def _update_size(self, index, nbytes):
+        record = self.records[index]
+        if nbytes != record.nbytes:
+            self.events.append((len(self.ops) - 1, index, nbytes - record.nbytes))
+            record.nbytes = nbytes
+
+    def _of(self, tensor):
+        """The records of a tensor's storages; one not met before is older than the context."""
+        found = []
+        for dense in dense_parts(tensor):
+            storage = dense.untyped_storage()
+            entry = self._alive.get(storage._cdata)
+            record = self.records[entry[0]] if entry else self._register(storage, dense.device)
+            if record is not None:
+                found.append(record)
+        return found
+
+    def resized(self, storage, before):
+        """`untyped_storage().resize_` was called on a storage that had `before` bytes."""
+        if storage._cdata not in self._alive:
+            self._register(storage, storage.device, nbytes=before)
+        if storage._cdata in self._alive:
+            self._record("resize_", ())
+            self._update_size(self._alive[storage._cdata][0], storage.nbytes())

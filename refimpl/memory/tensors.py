@@ -1,0 +1,40 @@
+"""Which tensors are in a thing, and which storages are in a tensor."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def tensors_in(tree):
+    """Every tensor in nested lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_SPARSE = {  # layout -> the methods that give the dense tensors it is made of
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def dense_parts(tensor):
+    """The tensors that own the storages of `tensor`: itself, or the parts of a sparse or wrapper tensor."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly always; on every operation's way
+        return (tensor,)
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif tensor.layout in _SPARSE:
+        parts = [getattr(tensor, name)() for name in _SPARSE[tensor.layout]]
+    else:
+        return (tensor,) if tensor.layout is torch.strided else ()
+    return tuple(dense for part in parts for dense in dense_parts(part))

@@ -1,0 +1,240 @@
+"""Trace: what a tracker wrote down, and everything that can be read from it.
+
+A storage has one category for its whole life, settled only when the trace is read: that a tensor was saved for
+backward, or became a gradient, is known later than that it was born.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .ledger import (
+    ACTIVATIONS,
+    BUFFERS,
+    CATEGORIES,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    TEMPORARIES,
+    Ledger,
+)
+
+BUILD, FORWARD, BACKWARD, STEP = "build", "forward", "backward", "step"
+START, END = "(start)", "(end)"
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """One tensor storage: who made it, and what was learnt of it afterwards.
+
+    `roles` are categories that somebody vouched for (a module's parameter, an optimizer's state …). The flags below
+    it decide between activation and temporary.
+    """
+
+    device: str
+    op: str  # the operation that made it; START if it is older than the trace
+    phase: str
+    module: str
+    born: int  # index of that operation; -1 if older
+    nbytes: int  # as of now: a storage can be resized
+    alive: bool = True
+    mark: str | None = None  # a category that outranks every role
+    roles: set = field(default_factory=set)
+    held_by_optimizer: bool = False  # in an optimizer's param_groups
+    saved: bool = False  # autograd keeps it, seen by our own hook
+    offered: bool = False  # a technique's pack hook was asked to keep it
+    packed: bool = False  # made by a technique while packing, or inside an autograd.Function
+    kept: bool = False  # born before a backward and alive when it began
+    freed_by_backward: bool = False  # … and freed in it
+
+
+class Op(NamedTuple):
+    """One line of the timeline: an operation, its phase, the module it ran in, and when (ns, perf_counter)."""
+
+    name: str
+    phase: str
+    module: str
+    time_ns: int
+
+
+class Moment(NamedTuple):
+    """The bytes alive right after one operation."""
+
+    index: int
+    operation: str
+    phase: str
+    module: str
+    ledger: Ledger
+
+
+# Who wins when a storage has several roles, e.g. a weight that a matmul also saved for backward.
+_PRIORITY = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, INPUTS)
+
+
+def settle(record, master_weights):
+    """The category of one storage, from all that is known of it.
+
+    An activation is what autograd saved. Where a technique's own hooks hide that, it is what the technique was
+    offered or made, if it lives on until backward; or what backward alone was holding. A tensor that the user holds
+    (logits, say) survives backward and is a temporary. `master_weights`: whether tensors that only an optimizer holds
+    are copies of a module's parameters (then they are optimizer state) or the parameters themselves.
+    """
+    if record.mark is not None:
+        return record.mark
+    for role in _PRIORITY:
+        if role in record.roles:
+            return role
+    if record.held_by_optimizer:
+        return OPTIMIZER_STATE if master_weights else PARAMETERS
+    survives = record.kept or record.alive
+    recomputed = record.offered and record.phase == BACKWARD
+    if record.saved or recomputed or record.freed_by_backward or (survives and (record.offered or record.packed)):
+        return ACTIVATIONS
+    return TEMPORARIES
+
+
+class Timeline:
+    """Bytes by category after every operation: `.ops` (N) and `.nbytes`, an int64 array (N, len(.categories))."""
+
+    def __init__(self, ops, categories, nbytes):
+        self.ops, self.categories, self.nbytes = ops, categories, nbytes
+        self.totals = nbytes.sum(axis=1)
+
+    def __len__(self):
+        return len(self.ops)
+
+    def __getitem__(self, index):
+        index = range(len(self.ops))[index]
+        name, phase, module, _ = self.ops[index]
+        nbytes = self.nbytes[index].tolist()
+        return Moment(index, name, phase, module, Ledger(zip(self.categories, nbytes, strict=True)))
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def peak(self, phase=None):
+        """The Moment with the most bytes (the first of equals), over all operations or those of one `phase`."""
+        inside = np.array([phase is None or op.phase == phase for op in self.ops], dtype=bool)
+        if not inside.any():
+            phases = sorted({op.phase for op in self.ops})
+            raise ValueError(f"no operation ran in phase {phase!r}; this timeline has {', '.join(phases)}")
+        return self[int(np.where(inside, self.totals, -1).argmax())]
+
+
+class Trace:
+    """A finished recording: ops, storage records and the events (operation index, record index, ± bytes).
+
+    `device`: where the bytes are counted; by default a CUDA device if the trace saw one, else the CPU. `on(device)`
+    is the same recording read on another device.
+    """
+
+    def __init__(self, ops=(), records=(), events=(), first_call=None, device=None):
+        self.ops, self.records, self.events = list(ops), list(records), list(events)
+        self.first_call = first_call  # index of the first operation inside a module's forward
+        self._device = device
+
+    @property
+    def devices(self):
+        """Devices that held a storage, e.g. `["cpu", "cuda:0"]`."""
+        return sorted({record.device for record in self.records})
+
+    @property
+    def device(self):
+        """The device that the readings below are of."""
+        accelerators = [device for device in self.devices if device != "cpu"]
+        return self._device or (accelerators or ["cpu"])[0]
+
+    def on(self, device):
+        """The same recording read on `device` (`"cpu"`, `"cuda:0"`); ValueError if it held nothing there."""
+        device = str(device)
+        if device not in self.devices:
+            raise ValueError(f"nothing was allocated on {device!r}; this trace saw {', '.join(self.devices) or 'none'}")
+        return Trace(self.ops, self.records, self.events, self.first_call, device)
+
+    def categories(self):
+        """The settled category of every storage record, in order."""
+        modules_seen = any(PARAMETERS in record.roles for record in self.records)
+        return [settle(record, modules_seen) for record in self.records]
+
+    @property
+    def timeline(self):
+        """Bytes by category over time; the first row is what was there at the start, the last what is there now."""
+        settled, device = self.categories(), self.device
+        names = [*CATEGORIES, *sorted(set(settled).difference(CATEGORIES))]
+        column = {name: i for i, name in enumerate(names)}
+        deltas = np.zeros((len(self.ops) + 2, len(names)), dtype=np.int64)
+        for index, record, delta in self.events:
+            if self.records[record].device == device:
+                deltas[index + 1, column[settled[record]]] += delta
+        return Timeline(self._lines(), names, deltas.cumsum(axis=0))
+
+    def _lines(self):
+        """The operations with a line for the start and one for the end, and building told from forward."""
+        first = self.first_call or 0
+        ops = [op._replace(phase=BUILD) if i < first and op.phase == FORWARD else op for i, op in enumerate(self.ops)]
+        begin, end = (ops[0], ops[-1]) if ops else (Op("", FORWARD, "", 0),) * 2
+        return [begin._replace(name=START, module=""), *ops, end._replace(name=END, module="")]
+
+    @property
+    def start(self):
+        """Ledger of what was alive when the context was entered."""
+        return self.timeline[0].ledger
+
+    @property
+    def now(self):
+        """Ledger of what is alive; after the context, what was alive when it ended."""
+        return self.timeline[-1].ledger
+
+    @property
+    def peak(self):
+        """Ledger at the moment with the most bytes."""
+        return self.peak_moment().ledger
+
+    def peak_moment(self, phase=None):
+        """The Moment of the peak: operation, phase, module and ledger; of one phase if `phase` is given."""
+        return self.timeline.peak(phase)
+
+    def top(self, k=5, by="module", phase=None):
+        """The `k` largest holders of bytes at the peak (of `phase`, if given): [(name, bytes), …].
+
+        `by`: "category", or what made the storages: "module", "operation".
+        """
+        if by not in ("category", "module", "operation"):
+            raise ValueError(f"by={by!r}: expected 'category', 'module' or 'operation'")
+        row = self.peak_moment(phase).index
+        held, settled = Counter(), self.categories()
+        for index, i, delta in self.events:
+            record = self.records[i]
+            if index + 1 <= row and record.device == self.device:
+                names = {"category": settled[i], "module": record.module or "(no module)", "operation": record.op}
+                held[names[by]] += delta
+        return sorted(((n, b) for n, b in held.items() if b), key=lambda item: (-item[1], item[0]))[:k]
+
+    def __reduce__(self):
+        # What travels between processes is the recording, never the live listener.
+        return Trace, (self.ops, self.records, self.events, self.first_call, self._device)
+
+    def __repr__(self):
+        moment = self.peak_moment()
+        where = f"{moment.operation} in {moment.module or 'no module'}, {moment.phase}"
+        return f"peak on {self.device}, after {where}:\n{moment.ledger!r}"
+
+    def _repr_html_(self):
+        moment = self.peak_moment()
+        where = f"<code>{moment.operation}</code> in <code>{moment.module or 'no module'}</code>, {moment.phase}"
+        return f"<p>peak on {self.device}, after {where}</p>{moment.ledger._repr_html_()}"
+
+    def plot(self, predicted=None, **labels):
+        """This trace in the figure of every page; see `memory.plot`."""
+        from .figure import plot
+
+        return plot(self, predicted=predicted, **labels)
+
+    def export_chrome(self, path):
+        """Write the timeline as Chrome/Perfetto counters; see `memory.chrome.export_chrome`."""
+        from .chrome import export_chrome
+
+        return export_chrome(self, path)

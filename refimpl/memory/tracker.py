@@ -1,0 +1,241 @@
+"""The tracker: exact bytes of every tensor storage, by category, on any device and on fake tensors.
+
+`storages.py` counts; here it is found out what each storage is for, from what modules, optimizers and autograd tell.
+"""
+
+from bisect import bisect_right
+from operator import itemgetter
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import listeners
+from .ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
+from .storages import StorageMode, mark_of, remember_mark
+from .tensors import dense_parts, tensors_in
+from .trace import BACKWARD, FORWARD, STEP
+
+
+def track(*objects):
+    """Count the bytes of everything that happens in the context, by category.
+
+    `with memory.track(model, optimizer) as t: step()`, then `t.peak`, `t.now`, `t.start` (Ledgers, bytes),
+    `t.timeline`, `t.top(…)`, `t.plot()`. Modules and optimizers that run inside are found; `objects` (modules,
+    optimizers, tensors, or lists of these) names what existed before and might not be touched. TypeError for anything
+    else.
+    """
+    return Tracker(*objects)
+
+
+def mark(tensor, category):
+    """Give the storage of `tensor` a category, e.g. `"communication"`, in every tracker now and later. Returns
+    `tensor`.
+
+    Views share the mark. It ends with the storage.
+    """
+    for dense in dense_parts(tensor):
+        remember_mark(dense.untyped_storage(), category)
+        listeners.tell("marked", dense)
+    return tensor
+
+
+class Tracker(StorageMode):
+    """See `track`."""
+
+    def __init__(self, *objects):
+        super().__init__()
+        self._objects = objects
+        self._modules = []  # the modules whose forward is running, outermost first
+        self._names = {}  # id(module) -> path
+        self._switches = [(0, "")]  # (autograd sequence number, module): who made a backward node
+        self._leaves = WeakIdKeyDictionary()  # those whose .grad is a gradient
+        self._hooks = []
+        self._stepping = 0
+        self._backwards = set()  # ids of the backwards seen
+
+    # --- the context ---------------------------------------------------------------------------------------------
+
+    def __enter__(self):
+        if self.ops or self._alive:
+            raise RuntimeError("this tracker has recorded already: call memory.track(…) again for a new one")
+        for thing in self._objects:
+            self._adopt(thing)
+        listeners.subscribe(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self._find_gradients()
+        listeners.unsubscribe(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._alive.clear()  # the weak references with it: `now` stays as it is
+        self._objects = ()
+
+    # --- where and when --------------------------------------------------------------------------------------------
+
+    def _where(self):
+        return self._phase(), self._module()
+
+    def _phase(self):
+        if torch._C._current_graph_task_id() != -1:
+            return BACKWARD
+        return STEP if self._stepping else FORWARD
+
+    def _module(self):
+        """The path of the running module; in backward, of the module whose forward made the autograd node."""
+        if self._modules:
+            return self._names[id(self._modules[-1])]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        number = node._sequence_nr()
+        if number >= 2**63:  # the node that accumulates a gradient has no place in the order
+            return ""
+        return self._switches[bisect_right(self._switches, number, key=itemgetter(0)) - 1][1]
+
+    def _before(self):
+        """When a backward begins, everything from before that is still alive is being kept by somebody."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task not in self._backwards:
+            self._backwards.add(task)
+            for index, _ in list(self._alive.values()):
+                record = self.records[index]
+                record.kept = record.kept or record.phase != BACKWARD
+
+    # --- what the listeners tell -----------------------------------------------------------------------------------
+
+    def enter_module(self, module, args):
+        """A module's forward begins. The outermost one is adopted, and its arguments are inputs."""
+        if not self._modules:
+            self._stepping = 0  # a step that raised never told us that it ended
+            self._adopt(module)
+            for tensor in tensors_in(args):
+                if tensor.is_leaf:
+                    self._watch_gradient(tensor)
+                    for record in self._of(tensor):
+                        if not record.module:
+                            record.roles.add(INPUTS)
+            if self.first_call is None:
+                self.first_call = len(self.ops)
+        self._names.setdefault(id(module), type(module).__name__)
+        self._modules.append(module)
+        self._switch()
+
+    def leave_module(self, module):
+        """A module's forward ended, or raised."""
+        if module in self._modules:
+            while self._modules.pop() is not module:
+                pass
+            self._switch()
+
+    def _switch(self):
+        module = self._names[id(self._modules[-1])] if self._modules else ""
+        self._switches.append((torch._C._autograd._get_sequence_nr(), module))
+
+    def own_parameter(self, parameter, name=""):
+        """A module registered a parameter, or one was found in a module."""
+        if parameter is not None:
+            self._role(parameter, PARAMETERS)
+            self._watch_gradient(parameter)
+
+    def own_buffer(self, buffer):
+        """A module registered a buffer, or one was found."""
+        if buffer is not None:
+            self._role(buffer, BUFFERS)
+
+    def enter_step(self, optimizer):
+        """An optimizer's step begins: gradients that were assigned by hand are found now at the latest."""
+        self._adopt(optimizer)
+        self._find_gradients()
+        self._stepping += 1
+
+    def leave_step(self, optimizer):
+        """An optimizer's step ended: state that it created lazily has a name now."""
+        self._stepping = max(0, self._stepping - 1)
+        self._adopt(optimizer)
+
+    def saved(self, tensor):
+        """Autograd saved the tensor itself."""
+        for record in self._of(tensor):
+            record.saved = True
+
+    def offered(self, tensor):
+        """Autograd would save the tensor; a technique decides."""
+        for record in self._of(tensor):
+            record.offered = True
+
+    def packed(self, packed):
+        """What the technique's pack hook gave back."""
+        for tensor in tensors_in(packed):
+            for record in self._of(tensor):
+                record.packed = True
+
+    def enter_packing(self):
+        """Storages born from here on are a technique's own."""
+        self._packing += 1
+
+    def leave_packing(self):
+        """… until here."""
+        self._packing -= 1
+
+    def function_returned(self, outputs):
+        """The outputs of an autograd.Function are the caller's, not what the function kept."""
+        for tensor in tensors_in(outputs):
+            for record in self._of(tensor):
+                record.packed = False
+
+    def marked(self, tensor):
+        """Somebody marked this tensor's storage."""
+        for record in self._of(tensor):
+            record.mark = mark_of(tensor.untyped_storage())
+
+    # --- what existed before ---------------------------------------------------------------------------------------
+
+    def _adopt(self, thing):
+        if isinstance(thing, torch.nn.Module):
+            for path, module in thing.named_modules():
+                self._names.setdefault(id(module), path or type(module).__name__)
+            for parameter in thing.parameters():
+                self.own_parameter(parameter)
+            for buffer in thing.buffers():
+                self.own_buffer(buffer)
+        elif isinstance(thing, torch.optim.Optimizer):
+            for group in thing.param_groups:
+                for parameter in group["params"]:
+                    self._watch_gradient(parameter)
+                    for record in self._of(parameter):
+                        record.held_by_optimizer = True
+            for tensor in tensors_in(list(thing.state.values())):
+                self._role(tensor, OPTIMIZER_STATE)
+        elif isinstance(thing, torch.Tensor):
+            self._of(thing)
+        elif isinstance(thing, (list, tuple)):
+            for item in thing:
+                self._adopt(item)
+        else:
+            raise TypeError(f"track({type(thing).__name__}): expected modules, optimizers, tensors or lists of these")
+
+    def _role(self, tensor, category):
+        for record in self._of(tensor):
+            record.roles.add(category)
+
+    def _watch_gradient(self, leaf):
+        """See `leaf.grad` whenever autograd has written it, before any hook of the user's may free it."""
+        if leaf.grad is not None:
+            self._role(leaf.grad, GRADIENTS)
+        if leaf.requires_grad and leaf.is_leaf and leaf not in self._leaves:
+            self._leaves[leaf] = None
+            handle = leaf.register_post_accumulate_grad_hook(self._gradient_written)
+            hooks = leaf._post_accumulate_grad_hooks
+            for earlier in [key for key in hooks if key != handle.id]:
+                hooks[earlier] = hooks.pop(earlier)  # run in order of insertion: ours is the first now
+            self._hooks.append(handle)
+
+    def _gradient_written(self, leaf):
+        self._role(leaf.grad, GRADIENTS)
+
+    def _find_gradients(self):
+        for leaf in list(self._leaves):
+            if leaf.grad is not None:
+                self._role(leaf.grad, GRADIENTS)

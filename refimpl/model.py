@@ -1,0 +1,297 @@
+"""The GPT that every page uses: one decoder-only transformer that is GPT-2 or LLaMA, as its config says.
+
+Shapes carry a suffix: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim, C hidden (= H·D), V
+vocabulary. Techniques are applied from outside: the attention function is an argument, and nothing here knows of
+parallelism, recomputation or precision.
+"""
+
+import inspect
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from . import catalog
+
+CHOICES = {"norm": ("layernorm", "rmsnorm"), "activation": ("gelu", "swiglu"), "positions": ("learned", "rotary")}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """What a GPT is made of. The defaults are GPT-2 small; `GPTConfig.named(…)` knows published models.
+
+    Raises ValueError naming the field and its value when the numbers do not make a model.
+    """
+
+    vocab_size: int = 50257
+    context_length: int = 1024
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention; None: as many
+    mlp_hidden: int | None = None  # None: 4 · hidden
+    norm: str = "layernorm"  # or "rmsnorm"
+    norm_eps: float = 1e-5
+    activation: str = "gelu"  # the tanh approximation, as GPT-2 has it; or "swiglu"
+    positions: str = "learned"  # or "rotary"
+    rotary_fraction: float = 1.0  # of each head's dimensions; GPT-NeoX turns a quarter
+    rotary_base: float = 10000.0
+    bias: bool = True  # of linear layers and LayerNorm
+    tied: bool = True  # the output head is the token embedding
+    parallel_residual: bool = False  # attention and MLP read the same x, as in GPT-NeoX
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
+        object.__setattr__(self, "mlp_hidden", 4 * self.hidden if self.mlp_hidden is None else self.mlp_hidden)
+        for name in ("vocab_size", "context_length", "layers", "hidden", "heads", "kv_heads", "mlp_hidden"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer of at least 1")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected {' or '.join(map(repr, known))}")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden={self.hidden} is not a multiple of heads={self.heads}: heads have equal size")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: groups are equal")
+        if self.positions == "rotary" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(f"rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} turns "
+                             f"{self.rotary_dim} dimensions: expected an even number of at least 2")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: expected a probability in [0, 1)")
+
+    @classmethod
+    def named(cls, name, **changes):
+        """A published model (see `catalog.model_names()`) with `changes`; an unknown name lists the close ones."""
+        return cls(**{**catalog.model(name), **changes})
+
+    @property
+    def head_dim(self):
+        """D, the size of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def rotary_dim(self):
+        """How many of a head's D dimensions are turned by its position."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def parameter_count(self):
+        """Ψ in closed form: embeddings + layers · (attention + MLP + two norms) + last norm (+ head if untied).
+
+        Shared weights count once, so that it equals `sum(p.numel() for p in GPT(config).parameters())`.
+        """
+        C, M, b, kv = self.hidden, self.mlp_hidden, int(self.bias), self.kv_heads * self.head_dim
+        norm = C * (1 + (self.norm == "layernorm" and self.bias))
+        attention = (C + b) * (C + 2 * kv) + (C + b) * C  # q, k, v in one matrix; then the projection out
+        inputs = 2 if self.activation == "swiglu" else 1  # gate and up, or up alone
+        mlp = inputs * (C + b) * M + (M + b) * C
+        embeddings = (self.vocab_size + (self.context_length if self.positions == "learned" else 0)) * C
+        head = 0 if self.tied else self.vocab_size * C
+        return embeddings + self.layers * (attention + mlp + 2 * norm) + norm + head
+
+
+def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
+    """softmax(q kᵀ / √D) v, with the whole T×S matrix in memory. Returns (B, H, T, D).
+
+    G divides H: each key head serves H/G query heads, which are stacked as more rows of one matrix. `causal` is aligned
+    bottom-right: the last query sees every key (needs S ≥ T). The masked scores are written in place.
+    """
+    B, H, T, D = q_BHTD.shape
+    G, S = k_BGSD.shape[1:3]
+    rows_BGRD = (q_BHTD * D**-0.5).reshape(B, G, H // G * T, D)
+    scores_BGRS = rows_BGRD @ k_BGSD.transpose(-2, -1)
+    if causal:
+        last_seen_R = torch.arange(S - T, S, device=q_BHTD.device).repeat(H // G)
+        scores_BGRS.masked_fill_(torch.arange(S, device=q_BHTD.device) > last_seen_R[:, None], -math.inf)
+    weights_BGRS = F.dropout(scores_BGRS.softmax(dim=-1), dropout_p)
+    return (weights_BGRS @ v_BGSD).reshape(B, H, T, D)
+
+
+def _bind(attention, dropout):
+    """`attention` as the model calls it, `(q, k, v) -> out`: `causal` and `dropout_p` are set if it takes them."""
+    try:
+        taken = inspect.signature(attention).parameters
+    except ValueError:  # a builtin tells nothing: call it as it is
+        taken = {}
+    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    fixed = getattr(attention, "keywords", {})  # a functools.partial has settled these
+    ours = {"causal": True, "dropout_p": dropout}
+    options = {k: v for k, v in ours.items() if k not in fixed and (k in taken or anything)}
+    if dropout and "dropout_p" not in {**options, **fixed}:
+        raise ValueError(f"dropout={dropout}, but {attention} takes no dropout_p: use dropout=0.0 or another attention")
+    return options
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the function in the middle is given."""
+
+    def __init__(self, config, attention):
+        super().__init__()
+        self.config, self.attention, self.options = config, attention, _bind(attention, config.dropout)
+        kv = config.kv_heads * config.head_dim
+        self.qkv = nn.Linear(config.hidden, config.hidden + 2 * kv, bias=config.bias)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+
+    def forward(self, x_BTC, rotation=None):
+        (B, T, C), c = x_BTC.shape, self.config
+        qkv = self.qkv(x_BTC).view(B, T, c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
+        q_BHTD, k_BGTD, v_BGTD = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        if rotation is not None:
+            q_BHTD, k_BGTD = rotate(q_BHTD, *rotation), rotate(k_BGTD, *rotation)
+        options = self.options if self.training or not c.dropout else {**self.options, "dropout_p": 0.0}
+        out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, **options)
+        return self.out(out_BHTD.transpose(1, 2).reshape(B, T, C))
+
+
+def rotation_table(config):
+    """cos and sin of position · base^(−2i/n) for i < n/2, n = rotary_dim: two (context_length, n) tables in fp32.
+
+    RoFormer (Su et al. 2021), section 3.4.2, with the dimensions paired as halves, as GPT-NeoX pairs them.
+    """
+    n = config.rotary_dim
+    frequency = config.rotary_base ** (-torch.arange(0, n, 2, dtype=torch.float32) / n)
+    angle = torch.outer(torch.arange(config.context_length, dtype=torch.float32), frequency).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BHTD, cos_TN, sin_TN):
+    """Turn the first N dimensions of each head by its position's angle; the rest pass."""
+    n = cos_TN.shape[-1]
+    turned, passed = x_BHTD[..., :n], x_BHTD[..., n:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos_TN + torch.cat((-second, first), dim=-1) * sin_TN
+    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+
+class MLP(nn.Module):
+    """GELU(x W_up) W_down, or SwiGLU: (SiLU(x W_gate) ∘ x W_up) W_down (Shazeer 2020)."""
+
+    def __init__(self, config):
+        super().__init__()
+        swiglu = config.activation == "swiglu"
+        self.gate = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias) if swiglu else None
+        self.up = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias)
+        self.down = nn.Linear(config.mlp_hidden, config.hidden, bias=config.bias)
+
+    def forward(self, x_BTC):
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x_BTC), approximate="tanh"))
+        return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
+
+
+def _norm(config):
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)); both from the same x if the residual is parallel."""
+
+    def __init__(self, config, attention):
+        super().__init__()
+        self.parallel = config.parallel_residual
+        self.norm1, self.attention = _norm(config), Attention(config, attention)
+        self.norm2, self.mlp = _norm(config), MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTC, rotation=None):
+        attended = self.dropout(self.attention(self.norm1(x_BTC), rotation))
+        if self.parallel:
+            return x_BTC + attended + self.dropout(self.mlp(self.norm2(x_BTC)))
+        x_BTC = x_BTC + attended
+        return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
+
+
+class GPT(nn.Module):
+    """`GPT(config)(tokens, targets)`.
+
+    `attention`: any `(q_BHTD, k_BGSD, v_BGSD) -> out_BHTD`; if it takes `causal` and `dropout_p`, they are set.
+    `dtype` and `device`: what the parameters are built in (default: torch's own defaults).
+    """
+
+    def __init__(self, config, attention=softmax_attention, *, dtype=None, device=None):
+        super().__init__()
+        self.config = config
+        with _defaults(dtype, device):
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden)
+            self.positions = None
+            if config.positions == "learned":
+                self.positions = nn.Embedding(config.context_length, config.hidden)
+            else:
+                for name, table in zip(("cos", "sin"), rotation_table(config), strict=True):
+                    self.register_buffer(name, table, persistent=False)
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+            self.norm = _norm(config)
+            self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.apply(self._initialise)
+
+    def _initialise(self, module):
+        """As GPT-2: N(0, 0.02²), biases 0; what writes into the residual stream is smaller by √(2 · layers)."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            for linear in (module.attention.out, module.mlp.down):
+                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
+
+    def forward(self, tokens_BT, targets_BT=None, *, offset=0):
+        """tokens (B, T) ints → logits (B, T, V), or the mean cross-entropy if `targets` (B, T) are given.
+
+        A target of −100 is not counted. `offset`: the position of the first token, for a sequence fed in chunks.
+        Raises ValueError for a wrong shape or type, a sequence past the context, and (on a CPU; a GPU's own assertion
+        stops it there) a token id outside the vocabulary.
+        """
+        T = self._check(tokens_BT, targets_BT, offset)
+        x_BTC = _lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
+        rotation = None
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions(torch.arange(offset, offset + T, device=tokens_BT.device))
+        else:
+            rotation = [table[offset : offset + T].to(x_BTC.dtype) for table in (self.cos, self.sin)]
+        x_BTC = self.dropout(x_BTC)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, rotation)
+        logits_BTV = self.head(self.norm(x_BTC))
+        if targets_BT is None:
+            return logits_BTV
+        logits, targets = logits_BTV.float().flatten(0, 1), targets_BT.flatten().long()
+        return _lookup(F.cross_entropy, logits, targets, ids=targets_BT, name="targets")
+
+    def _check(self, tokens_BT, targets_BT, offset):
+        for name, ids in (("tokens", tokens_BT), ("targets", targets_BT)):
+            if ids is not None and (ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel()):
+                raise ValueError(f"{name} of shape {tuple(ids.shape)}, {ids.dtype}: expected int64 or int32, (B, T)")
+        if targets_BT is not None and targets_BT.shape != tokens_BT.shape:
+            raise ValueError(f"targets of shape {tuple(targets_BT.shape)} for tokens of {tuple(tokens_BT.shape)}")
+        T = tokens_BT.shape[1]
+        if offset < 0 or offset + T > self.config.context_length:
+            raise ValueError(f"{T} tokens from position {offset}: the context has {self.config.context_length}")
+        return T
+
+
+def _lookup(function, *args, ids, name):
+    """`function(*args)`; an id that it does not know becomes a ValueError with the value, at no cost when all is
+    well."""
+    try:
+        return function(*args)
+    except IndexError as error:
+        raise ValueError(f"{name} run from {ids.min()} to {ids.max()}, outside the vocabulary: {error}") from error
+
+
+@contextmanager
+def _defaults(dtype, device):
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or previous)
+    try:
+        with torch.device(device if device is not None else torch.get_default_device()):
+            yield
+    finally:
+        torch.set_default_dtype(previous)

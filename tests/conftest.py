@@ -1,0 +1,29 @@
+"""What several tests share: a small GPT, and a step to train it."""
+
+import pytest
+import torch
+
+from refimpl.model import GPT, GPTConfig
+
+SMALL = GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def trained():
+    """(model, optimizer, step): `step()` is one forward, backward and AdamW step on 2×32 tokens."""
+    model = GPT(SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 256, (2, 32))
+
+    def step():
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step

@@ -1,0 +1,328 @@
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+
+from refimpl import catalog
+
+EXACT_COUNTS = {
+    "gpt2": 124439808,
+    "gpt2-medium": 354823168,
+    "gpt2-large": 774030080,
+    "gpt2-xl": 1557611200,
+    "llama-7b": 6738415616,
+    "llama-13b": 13015864320,
+    "llama-65b": 65285660672,
+    "llama2-7b": 6738415616,
+    "llama2-70b": 68976648192,
+    "gpt-neox-20b": 20554567680,
+}
+NAMED_COUNTS = {
+    "gpt3-175b": 175e9,
+    "mt-nlg-530b": 530e9,
+    "korthikanti-22b": 22e9,
+    "korthikanti-175b": 175e9,
+    "korthikanti-530b": 530e9,
+    "korthikanti-1t": 1000e9,
+}
+GiB = 2**30
+MARKETED_GB = {
+    "v100-32": 32,
+    "a100-40": 40,
+    "a100-80": 80,
+    "h100-sxm": 80,
+    "h100-pcie": 80,
+    "h200": 141,
+    "b200": 180,
+    "rtx-3090": 24,
+    "rtx-4090": 24,
+}
+# What the driver or the runtime calls the total, from public logs of deviceQuery and nvidia-smi.
+REPORTED_BYTES = {
+    "v100-32": 34_058_272_768,
+    "a100-40": 42_405_855_232,
+    "a100-80": 85_198_045_184,
+    "h200": 143_771 * 2**20,
+    "b200": 183_359 * 2**20,
+}
+
+
+def parameter_count(
+    vocab_size, context_length, layers, hidden, heads, kv_heads=None, mlp_hidden=None, norm="layernorm",
+    activation="gelu", positions="learned", bias=True, tied=True, **no_parameters,
+):  # fmt: skip
+    """Ψ written out apart from refimpl.model, so that the file and the model cannot be wrong together."""
+    kv_hidden = hidden // heads * (kv_heads or heads)
+    mlp_hidden = mlp_hidden or 4 * hidden
+    attention = 2 * hidden * hidden + 2 * hidden * kv_hidden + bias * (2 * hidden + 2 * kv_hidden)
+    up = {"gelu": 1, "swiglu": 2}[activation]
+    mlp = (up + 1) * hidden * mlp_hidden + bias * (up * mlp_hidden + hidden)
+    one_norm = hidden * (2 if norm == "layernorm" and bias else 1)
+    embeddings = vocab_size * hidden * (1 if tied else 2) + context_length * hidden * (positions == "learned")
+    return embeddings + layers * (attention + mlp + 2 * one_norm) + one_norm
+
+
+@pytest.fixture
+def in_folder(monkeypatch, tmp_path):
+    """Write the two files in a folder of the test's own, and have the catalog read there."""
+
+    def use(models=None, hardware=None):
+        for filename, text in {"models.toml": models, "hardware.toml": hardware}.items():
+            if text is not None:
+                (tmp_path / filename).write_text(text, encoding="utf-8")
+        monkeypatch.setattr(catalog, "FOLDERS", (tmp_path / "missing", tmp_path))
+        forget()
+
+    def forget():
+        catalog._models.cache_clear()
+        catalog._all_hardware.cache_clear()
+
+    yield use
+    forget()
+
+
+SMALL_MODEL = """
+[small]
+vocab_size = 256
+context_length = 64
+layers = 2
+hidden = 32
+heads = 4
+source = "a test"
+recalled = []
+"""
+SMALL_HARDWARE = """
+[small]
+memory_bytes = 1024
+memory_bandwidth = 1e9
+bf16_flops = 1e12
+link_bandwidth = { pcie = 1e9 }
+source = "a test"
+recalled = []
+"""
+
+
+@pytest.mark.parametrize(("name", "count"), EXACT_COUNTS.items())
+def test_the_shape_gives_the_published_parameter_count(name, count):
+    assert parameter_count(**catalog.model(name)) == count
+    assert catalog.published_parameters(name) == count
+
+
+@pytest.mark.parametrize(("name", "count"), NAMED_COUNTS.items())
+def test_the_shape_gives_the_count_in_the_name(name, count):
+    assert parameter_count(**catalog.model(name)) == pytest.approx(count, rel=0.01)
+    assert catalog.published_parameters(name) is None
+
+
+def test_every_model_is_counted():
+    assert set(catalog.model_names()) == set(EXACT_COUNTS) | set(NAMED_COUNTS)
+
+
+def test_megatron_models_follow_megatron_s_formula():
+    """Narayanan et al. 2021, equation 2, which leaves out the final LayerNorm's 2h."""
+    for name in catalog.model_names():
+        if name.startswith(("korthikanti", "mt-nlg")):
+            config = catalog.model(name)
+            V, s, l, h = (config[key] for key in ("vocab_size", "context_length", "layers", "hidden"))  # noqa: E741
+            assert parameter_count(**config) == 12 * l * h * h + 13 * l * h + (V + s) * h + 2 * h
+            assert V == 51200  # 50257, padded to a multiple of 128 for each of 8 tensor-parallel ranks
+
+
+def test_a_model_is_its_config_only():
+    assert catalog.model("gpt2") == {
+        "vocab_size": 50257,
+        "context_length": 1024,
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+    }
+    for name in catalog.model_names():
+        assert catalog.model(name).keys() <= catalog.MODEL_CONFIG
+
+
+def test_a_caller_cannot_change_the_catalog():
+    catalog.model("gpt2")["layers"] = 1
+    catalog.training("korthikanti-22b")["micro_batch"] = 99
+    assert catalog.model("gpt2")["layers"] == 12
+    assert catalog.training("korthikanti-22b")["micro_batch"] == 4
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        catalog.hardware("h200").memory_bytes = 0
+
+
+def test_every_model_says_where_it_comes_from():
+    for name in catalog.model_names():
+        assert len(catalog.source(name)) > 20
+        recalled = catalog._model(name)["recalled"]
+        assert set(recalled) <= catalog.MODEL_CONFIG | {"parameters"}
+    assert "Korthikanti" in catalog.source("korthikanti-1t")
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batch", "global_batch", "tensor_parallel", "pipeline_parallel", "interleave"),
+    [
+        ("korthikanti-22b", 4, 4, 8, 1, 1),
+        ("korthikanti-175b", 1, 64, 8, 8, 3),
+        ("korthikanti-530b", 1, 280, 8, 35, 3),
+        ("korthikanti-1t", 1, 512, 8, 64, 1),
+    ],
+)
+def test_training_facts(name, micro_batch, global_batch, tensor_parallel, pipeline_parallel, interleave):
+    facts = catalog.training(name)
+    assert facts == {
+        "micro_batch": micro_batch,
+        "global_batch": global_batch,
+        "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
+        "interleave": interleave,
+    }
+    assert catalog.model(name)["layers"] % (facts["pipeline_parallel"] * facts["interleave"]) == 0
+
+
+def test_a_model_without_training_facts():
+    with pytest.raises(ValueError, match=r"no training facts for model 'gpt2'; these have some: korthikanti-22b, "):
+        catalog.training("gpt2")
+
+
+@pytest.mark.parametrize("lookup", [catalog.model, catalog.published_parameters, catalog.source, catalog.training])
+def test_an_unknown_model_names_the_close_ones(lookup):
+    with pytest.raises(ValueError, match=r"unknown model 'GPT2_XL'; close names: gpt2-xl, "):
+        lookup("GPT2_XL")
+
+
+def test_close_names_forgive_case_and_separators():
+    with pytest.raises(ValueError, match=r"unknown hardware 'H100_SXM'; close names: h100-sxm"):
+        catalog.hardware("H100_SXM")
+    with pytest.raises(ValueError, match=r"unknown hardware 'RTX 4090'; close names: rtx-4090"):
+        catalog.hardware("RTX 4090")
+
+
+def test_an_unknown_name_with_none_close_lists_them_all():
+    with pytest.raises(ValueError, match="unknown model 'zzzz'; known names: gpt2, ") as refused:
+        catalog.model("zzzz")
+    assert all(name in str(refused.value) for name in catalog.model_names())
+    with pytest.raises(ValueError, match="unknown hardware 'zzzz'; known names: v100-32, ") as refused:
+        catalog.hardware("zzzz")
+    assert all(name in str(refused.value) for name in catalog.hardware_names())
+
+
+def test_hardware_memory_is_the_marketed_number_in_gib():
+    assert set(catalog.hardware_names()) == set(MARKETED_GB)
+    for name, gigabytes in MARKETED_GB.items():
+        assert catalog.hardware(name).memory_bytes == gigabytes * GiB
+
+
+@pytest.mark.parametrize(("name", "reported"), REPORTED_BYTES.items())
+def test_drivers_report_a_little_less_than_the_catalog(name, reported):
+    """The reason for GiB: read as decimal, every one of these cards would have more memory than was sold."""
+    assert 0.985 < reported / catalog.hardware(name).memory_bytes < 1
+    assert reported > MARKETED_GB[name] * 10**9
+
+
+def test_peaks_are_dense():
+    """The figure with 2:4 sparsity, which datasheets print, is twice the dense one."""
+    printed_sparse = {
+        "a100-40": 624e12, "a100-80": 624e12, "h100-sxm": 1979e12, "h100-pcie": 1513e12, "h200": 1979e12,
+        "b200": 4500e12, "rtx-3090": 142e12, "rtx-4090": 330.4e12,
+    }  # fmt: skip
+    for name, sparse in printed_sparse.items():
+        assert catalog.hardware(name).bf16_flops == pytest.approx(sparse / 2, rel=1e-3)
+
+
+def test_links_are_in_one_direction():
+    """The NVLink and PCIe figures that datasheets print are both directions together."""
+    printed_both = {
+        "v100-32": (300e9, 32e9), "a100-40": (600e9, 64e9), "a100-80": (600e9, 64e9), "h100-sxm": (900e9, 128e9),
+        "h100-pcie": (600e9, 128e9), "h200": (900e9, 128e9), "b200": (1800e9, 128e9), "rtx-3090": (112.5e9, 64e9),
+        "rtx-4090": (None, 64e9),
+    }  # fmt: skip
+    for name, (nvlink, pcie) in printed_both.items():
+        gpu = catalog.hardware(name)
+        assert gpu.nvlink_bandwidth == (nvlink and nvlink / 2)
+        assert gpu.pcie_bandwidth == pcie / 2
+
+
+def test_only_the_v100_has_no_bf16():
+    assert {name: catalog.hardware(name).low_precision for name in catalog.hardware_names()} == {
+        name: "fp16" if name == "v100-32" else "bf16" for name in MARKETED_GB
+    }
+
+
+def test_hardware_travels_to_another_process():
+    for name in catalog.hardware_names():
+        gpu = catalog.hardware(name)
+        assert gpu.name == name
+        assert pickle.loads(pickle.dumps(gpu)) == gpu
+        assert gpu.memory_bandwidth > gpu.pcie_bandwidth
+        fields = {"memory_bytes", "memory_bandwidth", "bf16_flops", "link_bandwidth.nvlink", "link_bandwidth.pcie"}
+        assert set(gpu.recalled) <= fields
+
+
+def test_the_files_are_parsed_once(in_folder, tmp_path):
+    in_folder(SMALL_MODEL, SMALL_HARDWARE)
+    assert catalog.model_names() == catalog.hardware_names() == ["small"]
+    for filename in ("models.toml", "hardware.toml"):
+        (tmp_path / filename).unlink()
+    assert catalog.model_names() == catalog.hardware_names() == ["small"]
+
+
+def test_the_package_s_own_copy_comes_first(monkeypatch, in_folder, tmp_path):
+    assert Path(catalog.__file__).parent / "_data" == catalog.FOLDERS[0]
+    assert Path(catalog.__file__).parents[1] / "data" == catalog.FOLDERS[1]
+    in_folder(SMALL_MODEL)
+    inside = tmp_path / "_data"
+    inside.mkdir()
+    (inside / "models.toml").write_text(SMALL_MODEL.replace("small", "inside"), encoding="utf-8")
+    monkeypatch.setattr(catalog, "FOLDERS", (inside, tmp_path))
+    assert catalog.model_names() == ["inside"]
+
+
+def test_no_file_at_all(in_folder, tmp_path):
+    in_folder(models=SMALL_MODEL)
+    with pytest.raises(FileNotFoundError, match="reinstall refimpl, or restore data/hardware.toml") as missing:
+        catalog.hardware_names()
+    assert str(tmp_path / "missing" / "hardware.toml") in str(missing.value)
+    assert str(tmp_path / "hardware.toml") in str(missing.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layers = 2", "layer = 2", "model 'small': unknown key 'layer'; known keys: activation, bias, "),
+        ("layers = 2", "", "model 'small': 'layers' is missing"),
+        ('source = "a test"', "", "model 'small': 'source' is missing"),
+        ('source = "a test"', 'source = " "', "model 'small': 'source' is empty; cite the paper, table or config"),
+        ("recalled = []", "", "model 'small': 'recalled' is missing"),
+        ("recalled = []", "recalled = []\n[small.training]\nbatch = 1", "model 'small', training: unknown key 'batch'"),
+        ("recalled = []", "recalled = []\n[small.training]", "model 'small', training: 'global_batch' is missing"),
+        ("layers = 2", "layers = ", "models.toml is not valid TOML: "),
+    ],
+)
+def test_a_broken_model_is_refused(in_folder, old, new, message):
+    in_folder(models=SMALL_MODEL.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        catalog.model("small")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("bf16_flops", "fp8_flops", "hardware 'small': unknown key 'fp8_flops'; known keys: bf16_flops, "),
+        ("memory_bytes = 1024", "", "hardware 'small': 'memory_bytes' is missing"),
+        ('source = "a test"', "", "hardware 'small': 'source' is missing"),
+        ('source = "a test"', 'source = ""', "hardware 'small': 'source' is empty"),
+        ("recalled = []", "", "hardware 'small': 'recalled' is missing"),
+        ("pcie", "pci", "hardware 'small', link_bandwidth: unknown key 'pci'; known keys: nvlink, pcie"),
+    ],
+)
+def test_broken_hardware_is_refused(in_folder, old, new, message):
+    in_folder(hardware=SMALL_HARDWARE.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        catalog.hardware("small")
+
+
+def test_hardware_that_says_only_what_it_must(in_folder):
+    in_folder(hardware=SMALL_HARDWARE)
+    gpu = catalog.hardware("small")
+    assert (gpu.low_precision, gpu.note, gpu.recalled) == ("bf16", "", ())
+    assert (gpu.nvlink_bandwidth, gpu.pcie_bandwidth) == (None, 1e9)

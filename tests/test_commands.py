@@ -1,0 +1,103 @@
+"""The Makefile's set-up, and the tools behind `make notebooks` and `make gpu`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+MAKE = shutil.which("make")
+
+# A python3 that is too old, and one that stands for a new one: `-m venv` gives a .venv whose pip does what the file
+# `pip` says, so that a set-up takes no time and can be made to fail.
+TOO_OLD = '#!/bin/sh\ncase "$2" in *sys.exit*) exit 1;; *) echo "is 3.9.18";; esac\n'
+NEW = """#!/bin/sh
+case "$1 $2" in
+  "-m venv") rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
+  "-m pip")  echo pip runs; exit $(cat pip);;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with what `make` reads before anything is installed, and a PATH without any real Python."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "bin").mkdir()
+    for tool in ("cat", "cp", "id", "mkdir", "rm", "sed", "touch"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    return tmp_path
+
+
+def make(checkout, *arguments, python=None):
+    if python:
+        script = checkout / "bin" / "python3"
+        script.write_text(python)
+        script.chmod(0o755)
+    environment = {"PATH": str(checkout / "bin"), "HOME": str(checkout)}
+    return subprocess.run([MAKE, *arguments], cwd=checkout, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("python", "found"), [(TOO_OLD, "python3 is 3.9.18"), (None, "python3 does not run")])
+def test_without_a_new_python_one_line_says_so(checkout, python, found):
+    done = make(checkout, "test", python=python)
+    (line,) = (done.stdout + done.stderr).splitlines()
+    assert done.returncode != 0
+    assert "Python 3.11 or newer" in line
+    assert found in line
+
+
+def test_set_up_runs_once_and_again_only_when_it_must(checkout):
+    stamp, pip = checkout / ".venv" / ".installed", checkout / "pip"
+
+    def installs(*arguments):
+        done = make(checkout, ".venv/.installed", *arguments, python=NEW)
+        return done.returncode == 0, "pip runs" in done.stdout
+
+    pip.write_text("1")
+    assert installs() == (False, True)
+    assert not stamp.exists(), "a failed set-up was taken as done"
+    (checkout / ".venv" / "half-written").touch()
+    pip.write_text("0")
+    assert installs() == (True, True)
+    assert not (checkout / ".venv" / "half-written").exists(), "a failed set-up was built upon"
+    assert installs() == (True, False)
+    assert installs("CONSTRAINTS=") == (True, True)
+    assert installs() == (True, True)
+    os.utime(checkout / "constraints.txt", (stamp.stat().st_mtime + 5,) * 2)
+    assert installs() == (True, True)
+    stamp.write_text("/another/checkout constraints.txt\n")
+    assert installs() == (True, True), "a .venv copied from another checkout was taken as done"
+
+
+def run_tool(name, *arguments, **environment):
+    command = [sys.executable, ROOT / "tools" / name, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_notebooks_are_run_and_a_failing_one_names_its_cell(tmp_path):
+    cells = {"good": ["1 + 1"], "bad": ["x = 1", "raise ValueError(f'x is {x}')"]}
+    for name, sources in cells.items():
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+        nbformat.write(notebook, tmp_path / f"{name}.ipynb")
+    done = run_tool("notebooks.py", "--out", tmp_path / "out", tmp_path / "bad.ipynb", tmp_path / "good.ipynb")
+    assert done.returncode == 1
+    assert "cell 1: " in done.stdout
+    assert "ValueError: x is 1" in done.stdout
+    assert "FAILED: bad.ipynb" in done.stdout.splitlines()[-1]
+    (good,) = nbformat.read(tmp_path / "out" / "good.ipynb", as_version=4).cells
+    assert good.outputs[0].data["text/plain"] == "2"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_gpu_says_in_one_line_that_there_is_none():
+    done = run_tool("gpu.py", REFIMPL_ALLOW_CPU="0")
+    (line,) = (done.stdout + done.stderr).splitlines()
+    assert done.returncode != 0
+    assert "no GPU was found" in line

@@ -1,0 +1,321 @@
+import itertools
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from refimpl.data import PATTERNS, VOCAB_SIZE, TextData, decode, encode
+
+TEXT = "".join(chr(32 + i % 90) for i in range(1000))
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory):
+    """Texts of up to 128 bytes in which byte n is n, so that a token tells where it stands."""
+    folder = tmp_path_factory.mktemp("counting")
+
+    def text(length=128):
+        path = folder / f"{length}.txt"
+        path.write_bytes(bytes(range(length)))
+        return TextData(path, validation=0)
+
+    return text
+
+
+def first_tokens(batches):
+    return [row[0] for tokens_BT, _ in batches for row in tokens_BT.tolist()]
+
+
+def test_the_default_is_english_prose():
+    text = TextData(validation=0)
+    assert 300_000 < len(text.train) < 1_000_000
+    assert "statement" in decode(text.train)
+    assert decode(text.train).startswith('The "assert" statement')  # the first topic in sorted order
+
+
+def test_train_and_validation_are_bytes(text_file):
+    text = TextData(text_file, validation=0.25)
+    for split in (text.train, text.validation):
+        assert split.dtype == torch.uint8
+        assert split.ndim == 1
+    assert (len(text.train), len(text.validation)) == (750, 250)
+    assert decode(text.train) + decode(text.validation) == TEXT
+    assert repr(text) == f"TextData({text_file}: 750 bytes of train, 250 bytes of validation)"
+    assert len(TextData(text_file, validation=0).validation) == 0
+
+
+def test_a_path_may_be_a_string(text_file):
+    assert torch.equal(TextData(str(text_file)).train, TextData(text_file).train)
+
+
+def test_a_folder_is_its_matching_files_in_sorted_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name in ("b/two.md", "a.txt", "c.py", "b/one.rst", "notes.bin", "b/empty.txt"):
+        (tmp_path / name).write_text("" if "empty" in name else f"[{name}]", encoding="utf-8")
+    assert decode(TextData(tmp_path, validation=0).train) == "[a.txt][b/one.rst][b/two.md][c.py]"
+    assert decode(TextData(tmp_path, validation=0, patterns=("*.bin",)).train) == "[notes.bin]"
+    assert PATTERNS == ("*.txt", "*.md", "*.py", "*.rst")
+
+
+def test_targets_are_the_tokens_that_follow(text_file):
+    text = TextData(text_file, validation=0)
+    written = TEXT.encode()
+    for tokens_BT, targets_BT in text.batches(4, 16):
+        assert tokens_BT.shape == targets_BT.shape == (4, 16)
+        assert tokens_BT.dtype == targets_BT.dtype == torch.int64
+        assert tokens_BT.is_contiguous()
+        assert targets_BT.is_contiguous()
+        for row, target in zip(tokens_BT.tolist(), targets_BT.tolist(), strict=True):
+            assert row[1:] == target[:-1]
+            assert bytes(row + target[-1:]) in written
+        assert tokens_BT.max() < VOCAB_SIZE
+
+
+@given(
+    length=st.integers(2, 128),
+    sequence_length=st.integers(1, 16),
+    batch_size=st.integers(1, 4),
+    world_size=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+    epochs=st.integers(1, 3),
+)
+def test_ranks_share_the_windows(counting, length, sequence_length, batch_size, world_size, seed, epochs):
+    """Disjoint, covering but for the incomplete last global batch, and as many batches for every rank."""
+    text = counting(length)
+    windows = (length - 1) // sequence_length
+    global_batch = batch_size * world_size
+    if windows < global_batch:
+        with pytest.raises(ValueError):
+            text.batches(batch_size, sequence_length, world_size=world_size)
+        return
+    steps = text.steps(batch_size, sequence_length, world_size=world_size)
+    assert steps == windows // global_batch
+    by_rank = [
+        list(text.batches(batch_size, sequence_length, seed=seed, rank=rank, world_size=world_size, epochs=epochs))
+        for rank in range(world_size)
+    ]
+    assert {len(batches) for batches in by_rank} == {steps * epochs}
+    for epoch in range(epochs):
+        seen = []
+        for batches in by_rank:
+            seen += first_tokens(batches[epoch * steps : (epoch + 1) * steps])
+        assert len(set(seen)) == len(seen) == steps * global_batch  # each window at most once
+        assert all(start % sequence_length == 0 for start in seen)
+        assert max(seen) + sequence_length < length
+    # What one rank would draw with the whole global batch, only dealt out.
+    alone = list(text.batches(global_batch, sequence_length, seed=seed, epochs=epochs))
+    for step, (tokens_BT, targets_BT) in enumerate(alone):
+        assert torch.equal(tokens_BT, torch.cat([batches[step][0] for batches in by_rank]))
+        assert torch.equal(targets_BT, torch.cat([batches[step][1] for batches in by_rank]))
+
+
+def test_an_epoch_visits_every_window_once(counting):
+    assert sorted(first_tokens(counting().batches(1, 10))) == list(range(0, 120, 10))
+    targets = [token for _, targets_BT in counting().batches(1, 10) for token in targets_BT.flatten().tolist()]
+    assert sorted(targets) == list(range(1, 121))  # every byte but the first, and no more than fits
+
+
+def test_what_one_epoch_drops_another_visits(counting):
+    """63 windows, 60 of them an epoch: not always the same three are left out."""
+    seen = first_tokens(counting().batches(10, 2, epochs=1))
+    assert len(set(seen)) == 60
+    seen = first_tokens(counting().batches(10, 2, epochs=20))
+    assert set(seen) == set(range(0, 126, 2))
+
+
+def test_the_order_comes_from_seed_and_epoch(counting):
+    def order(**how):
+        return first_tokens(counting().batches(1, 2, **how))
+
+    assert order() == order()
+    assert order() != sorted(order())
+    assert order(seed=1) != order(seed=0)
+    two = order(epochs=2)
+    assert two[:63] == order()
+    assert two[63:] != two[:63]
+    assert sorted(two[63:]) == sorted(two[:63])
+    # (seed, epoch) and not their sum: epoch 1 of seed 0 is not epoch 0 of seed 1.
+    assert two[63:] != order(seed=1)
+
+
+def test_no_end_of_epochs(counting):
+    batches = counting().batches(4, 2, epochs=None)
+    steps = counting().steps(4, 2)
+    many = list(itertools.islice(batches, 10 * steps))
+    assert len(many) == 10 * steps
+    assert first_tokens(many[: 2 * steps]) == first_tokens(counting().batches(4, 2, epochs=2))
+
+
+def test_the_validation_split(text_file):
+    text = TextData(text_file, validation=0.3)
+    assert text.steps(1, 13, split="validation") == 299 // 13
+    tail = TEXT[700:]
+    for tokens_BT, _ in text.batches(1, 13, split="validation"):
+        assert decode(tokens_BT[0]) in tail
+
+
+def test_batches_go_to_the_device(text_file):
+    tokens_BT, targets_BT = next(TextData(text_file).batches(2, 8, device="meta"))
+    assert tokens_BT.device.type == targets_BT.device.type == "meta"
+    assert next(TextData(text_file).batches(2, 8))[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_a_dry_run_draws_fake_batches(text_file, made_inside):
+    text = TextData(text_file)
+    with FakeTensorMode():
+        if made_inside:
+            text = TextData(text_file)
+        drawn = list(text.batches(2, 8, epochs=2))
+    assert len(drawn) == 2 * text.steps(2, 8)
+    for tokens_BT, targets_BT in drawn:
+        for batch in (tokens_BT, targets_BT):
+            assert isinstance(batch, FakeTensor)
+            assert batch.shape == (2, 8)
+            assert batch.dtype == torch.int64
+
+
+@given(st.text())
+def test_decode_undoes_encode(text):
+    tokens = encode(text)
+    assert tokens.dtype == torch.uint8
+    assert tokens.shape == (len(text.encode()),)
+    assert decode(tokens) == text
+    assert decode(tokens.long()) == text
+
+
+def test_decode_shows_what_is_not_text():
+    assert decode(encode("né")[:2]) == "n\ufffd"
+    assert decode(torch.tensor([72, 255, 105])) == "H\ufffdi"
+
+
+def test_decode_refuses_what_is_not_bytes():
+    with pytest.raises(ValueError, match="token 256 at position 1 is not a byte: expected 0…255"):
+        decode(torch.tensor([1, 256]))
+    with pytest.raises(ValueError, match="token -1 at position 0 is not a byte"):
+        decode(torch.tensor([-1]))
+    with pytest.raises(ValueError, match=r"one sequence of tokens \(N,\), got shape \(2, 3\): pass it by rows"):
+        decode(torch.zeros(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("validation", [1, 1.0, -0.1, 2, float("nan")])
+def test_validation_is_a_fraction(validation):
+    with pytest.raises(ValueError, match=rf"validation={validation!r}: expected a fraction in \[0, 1\)"):
+        TextData(validation=validation)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0: expected an integer of at least 1$"),
+        ({"batch_size": 2.0}, "batch_size=2.0: expected an integer of at least 1$"),
+        ({"sequence_length": 0}, "sequence_length=0: expected an integer of at least 1$"),
+        ({"world_size": 0}, "world_size=0: expected an integer of at least 1$"),
+        ({"rank": 2, "world_size": 2}, r"rank=2: expected an integer from 0 to 1 \(world_size=2\)"),
+        ({"rank": -1}, r"rank=-1: expected an integer from 0 to 0 \(world_size=1\)"),
+        ({"seed": -1}, "seed=-1: expected an integer of at least 0"),
+        ({"epochs": 0}, "epochs=0: expected an integer of at least 1 or None, to go on for ever"),
+        ({"split": "test"}, "split='test': expected 'train' or 'validation'"),
+        (
+            {"sequence_length": 900},
+            r"the train split of .*text.txt has 900 bytes, and one sequence of sequence_length=900 needs 901: give a "
+            r"longer text, a shorter sequence_length",
+        ),
+        ({"split": "validation", "sequence_length": 100}, "the validation split of .* has 100 bytes, .* needs 101"),
+        (
+            {"batch_size": 30, "sequence_length": 10, "world_size": 3},
+            "the train split of .*text.txt has 89 windows of 10 tokens, fewer than one global batch of batch_size=30 "
+            "times world_size=3 = 90: lower batch_size or sequence_length, or give a longer text",
+        ),
+    ],
+)
+def test_batches_refuses_at_once(text_file, arguments, message):
+    """When it is called: the generator that it returns is never asked for a batch here."""
+    text = TextData(text_file)
+    with pytest.raises(ValueError, match=message):
+        text.batches(**{"batch_size": 2, "sequence_length": 8, **arguments})
+
+
+def test_steps_refuses_what_batches_refuses(text_file):
+    text = TextData(text_file)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        text.steps(0, 8)
+    with pytest.raises(ValueError, match="needs 1001"):
+        text.steps(1, 1000)
+    with pytest.raises(ValueError, match="has 0 bytes"):
+        TextData(text_file, validation=0).steps(1, 8, split="validation")
+
+
+def test_the_longest_sequence_and_the_largest_batch_that_fit(text_file):
+    text = TextData(text_file)
+    assert text.steps(1, 899) == 1
+    assert text.steps(89, 10) == 1
+    tokens_BT, targets_BT = next(text.batches(1, 899))
+    assert decode(tokens_BT[0]) == TEXT[:899]
+    assert decode(targets_BT[0]) == TEXT[1:900]
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match=r"empty\.txt is empty: give a file with text in it"):
+        TextData(tmp_path / "empty.txt")
+
+
+def test_a_folder_without_text(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "data.bin").write_bytes(b"not text")
+    with pytest.raises(ValueError, match=r"no text in .*: none of the files below it is called \*\.txt or \*\.md or "):
+        TextData(tmp_path)
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file or folder .*absent\.txt: give a UTF-8 text, a folder"):
+        TextData(tmp_path / "absent.txt")
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_file_that_is_not_utf_8(tmp_path, as_folder):
+    (tmp_path / "good.txt").write_text("good", encoding="utf-8")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    message = r"latin\.txt is not UTF-8: byte 0xe9 at offset 3; convert it \(iconv -t UTF-8\) or name another file"
+    with pytest.raises(ValueError, match=message):
+        TextData(tmp_path if as_folder else tmp_path / "latin.txt")
+
+
+def refuse_permission(monkeypatch, function):
+    """Root reads everything, so taking permissions away would test nothing where the tests run as root."""
+
+    def refuse(*arguments, **keywords):
+        raise PermissionError(13, "Permission denied", str(arguments[0]))
+
+    monkeypatch.setattr(function, refuse)
+
+
+def test_a_file_that_may_not_be_read(monkeypatch, text_file):
+    refuse_permission(monkeypatch, "pathlib.Path.read_bytes")
+    with pytest.raises(
+        PermissionError, match=rf"cannot read {text_file}: allow it \(chmod u\+r\) or name another file"
+    ):
+        TextData(text_file)
+
+
+def test_a_folder_that_may_not_be_listed(monkeypatch, text_file):
+    refuse_permission(monkeypatch, "os.scandir")
+    with pytest.raises(PermissionError, match=rf"cannot read {text_file.parent}: allow it"):
+        TextData(text_file.parent)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder is no file to open there")
+def test_other_errors_of_the_system_pass_unchanged(text_file):
+    with pytest.raises(NotADirectoryError, match=r"text\.txt/below"):
+        TextData(text_file / "below")

@@ -1,0 +1,93 @@
+"""pyproject.toml, constraints.txt, environment.yml and the CPU workflow name the same things."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+FILES = ("pyproject.toml", "constraints.txt", "environment.yml", ".github/workflows/cpu.yml")
+
+
+def requirements(lines):
+    """name -> Requirement, without comments, options such as `-e .`, and the package itself."""
+    parsed = [Requirement(line) for line in lines if line.strip() and not line.startswith(("#", "-"))]
+    return {canonicalize_name(r.name): r for r in parsed if r.name != "refimpl"}
+
+
+def exact_version(requirement):
+    """The X of `name==X`, or None for any other form."""
+    (spec, *more) = requirement.specifier or [None]
+    return spec.version if spec and not more and spec.operator == "==" and "*" not in spec.version else None
+
+
+def problems(pyproject, constraints, environment, workflow):
+    """Everything in which the four texts disagree; empty when they agree."""
+    project = tomllib.loads(pyproject)["project"]
+    direct = requirements(sum(project["optional-dependencies"].values(), project["dependencies"]))
+    pins = requirements(constraints.splitlines())
+    conda = yaml.safe_load(environment)["dependencies"]
+    pip_lines = next(entry["pip"] for entry in conda if isinstance(entry, dict))
+    conda_pins = requirements(pip_lines)
+    conda_python = SpecifierSet(next(e for e in conda if str(e).startswith("python")).removeprefix("python"))
+    found = []
+
+    for name, requirement in direct.items():
+        if any(spec.operator != ">=" for spec in requirement.specifier):
+            found.append(f"{name} is capped: {requirement}")
+        if name not in pins:
+            found.append(f"{name} is not in constraints.txt")
+        elif version := exact_version(pins[name]):
+            if not requirement.specifier.contains(version):
+                found.append(f"{name} {version} of constraints.txt is below {requirement}")
+        else:
+            found.append(f"{name} is not pinned exactly in constraints.txt: {pins[name]}")
+    for name in pins.keys() | conda_pins.keys():
+        ours, theirs = (exact_version(side[name]) if name in side else None for side in (pins, conda_pins))
+        if ours != theirs:
+            found.append(f"{name} is {ours} in constraints.txt and {theirs} in environment.yml")
+    if "linux" not in str(direct["triton"].marker) or "linux" not in str(conda_pins["triton"].marker):
+        found.append("triton is not for Linux only")
+    if "-e ." not in pip_lines:
+        found.append("environment.yml does not install refimpl")
+
+    ours = SpecifierSet(project["requires-python"])
+    tested = yaml.safe_load(workflow)["jobs"]["test"]["strategy"]["matrix"]["python"]
+    for minor in (f"3.{n}" for n in range(20)):
+        if conda_python.contains(minor) != (minor in tested):
+            found.append(f"Python {minor} is either tested or allowed by environment.yml, not both")
+        if minor in tested and not ours.contains(minor):
+            found.append(f"Python {minor} is tested, but requires-python is {ours}")
+    return found
+
+
+def test_the_files_agree():
+    assert problems(*((ROOT / name).read_text() for name in FILES)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        ("pyproject.toml", '"torch>=2.11"', '"torch>=2.11,<3"', "torch is capped"),
+        ("pyproject.toml", '"torch>=2.11"', '"torch>=99"', "torch 2.13.0 of constraints.txt is below"),
+        ("pyproject.toml", "; sys_platform == 'linux'", "", "triton is not for Linux only"),
+        ("pyproject.toml", '"tqdm>=', '"rich>=13", "tqdm>=', "rich is not in constraints.txt"),
+        ("pyproject.toml", 'requires-python = ">=3.11"', 'requires-python = ">=3.12"', "Python 3.11 is tested"),
+        ("constraints.txt", "torch==", "torch>=", "torch is not pinned exactly"),
+        ("constraints.txt", "numpy==2", "numpy==1", "below numpy>="),
+        ("environment.yml", "torch==2.13.0", "torch==2.12.0", "torch is 2.13.0 in constraints.txt and 2.12.0"),
+        ("environment.yml", "      - ruff==", "      # ruff==", "and None in environment.yml"),
+        ("environment.yml", "      - -e .", "", "does not install refimpl"),
+        ("environment.yml", "<3.14", "<3.13", "Python 3.13 is either"),
+        (".github/workflows/cpu.yml", '"3.11", ', "", "Python 3.11 is either"),
+    ],
+)
+def test_a_disagreement_is_found(file, old, new, problem):
+    texts = {name: (ROOT / name).read_text() for name in FILES}
+    assert old in texts[file]
+    texts[file] = texts[file].replace(old, new, 1)
+    assert any(problem in line for line in problems(*texts.values())), problems(*texts.values())
