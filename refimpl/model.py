@@ -102,6 +102,8 @@ def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
     B, H, T, D = q_BHTD.shape
     G, S = k_BGSD.shape[1:3]
     rows_BGRD = (q_BHTD * D**-0.5).reshape(B, G, H // G * T, D)
+    # A view would make autograd keep all of the storage that q, k and v were cut from.
+    k_BGSD, v_BGSD = k_BGSD.contiguous(), v_BGSD.contiguous()
     scores_BGRS = rows_BGRD @ k_BGSD.transpose(-2, -1)
     if causal:
         last_seen_R = torch.arange(S - T, S, device=q_BHTD.device).repeat(H // G)

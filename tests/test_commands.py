@@ -71,6 +71,10 @@ def test_set_up_runs_once_and_again_only_when_it_must(checkout):
     assert installs("CONSTRAINTS=") == (True, True)
     assert installs() == (True, True)
     os.utime(checkout / "constraints.txt", (stamp.stat().st_mtime + 5,) * 2)
+    pip.write_text("1")
+    assert installs() == (False, True)
+    assert not stamp.exists(), "a .venv whose renewal failed was taken as done"
+    pip.write_text("0")
     assert installs() == (True, True)
     stamp.write_text("/another/checkout constraints.txt\n")
     assert installs() == (True, True), "a .venv copied from another checkout was taken as done"

@@ -3,6 +3,7 @@ run."""
 
 from .activation_bytes import activation_bytes, activation_terms, block_terms, korthikanti_bytes, korthikanti_terms
 from .allocator import Reading, measure
+from .chrome import export_chrome
 from .dry import dry_run
 from .figure import plot
 from .ledger import CATEGORIES, Ledger, beside, human
@@ -12,6 +13,6 @@ from .tracker import Tracker, mark, track
 
 __all__ = [
     "CATEGORIES", "Ledger", "Moment", "Reading", "Timeline", "Trace", "Tracker", "activation_bytes",
-    "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "human", "korthikanti_bytes",
-    "korthikanti_terms", "mark", "measure", "model_state_bytes", "plot", "track",
+    "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "export_chrome", "human",
+    "korthikanti_bytes", "korthikanti_terms", "mark", "measure", "model_state_bytes", "plot", "track",
 ]

@@ -20,7 +20,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 class Reading:
     """What one device's allocator said about the region. Bytes above the start, unless the field says otherwise.
 
-    - `peak`, `net`: bytes that tensors asked for, at the highest moment and at the end.
+    - `peak`, `net`: bytes that tensors asked for, at the highest moment and at the end. On the CPU the profiler knows
+      the size only of what was allocated under it: releases of anything older are not counted.
     - `requested`, `allocated`, `reserved` (CUDA): peaks of what was asked for, of the blocks given (multiples of 512
       B), and of the segments taken from the driver.
     - `driver` (CUDA): what the whole device had in use at the end, absolute, as `mem_get_info` tells it.

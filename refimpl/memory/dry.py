@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from .tensors import tensors_in
 from .tracker import track
 
 
@@ -26,8 +27,9 @@ def dry_run(function, *args, **kwargs):
     index), of which there are none, or uses a real tensor that it was not given.
     """
     fake = FakeTensorMode()
+    counters = _step_counters(_trackable((args, kwargs)), fake)
     with FakeCopyMode(fake):
-        args, kwargs = copy.deepcopy((args, kwargs))
+        args, kwargs = copy.deepcopy((args, kwargs), counters)
     try:
         with fake, track(*_trackable((args, kwargs))) as tracker:
             tracker.result = function(*args, **kwargs)
@@ -40,6 +42,15 @@ def dry_run(function, *args, **kwargs):
         raise ValueError("dry_run: the step uses a real tensor that it was not given: build it inside the function, "
                          f"or pass it (or its model) as an argument. {error}") from error
     return tracker
+
+
+def _step_counters(things, fake):
+    """Adam reads its step counters: their copies know their values. {id(tensor): fake tensor}, as deepcopy's memo."""
+    states = [optimizer.state for optimizer in things if isinstance(optimizer, torch.optim.Optimizer)]
+    tensors = [t for t in tensors_in([list(state.values()) for state in states]) if t.ndim == 0 and t.is_cpu]
+    values = [tensor.item() for tensor in tensors]
+    with fake:
+        return {id(t): torch.tensor(value, dtype=t.dtype) for t, value in zip(tensors, values, strict=True)}
 
 
 def _trackable(tree):

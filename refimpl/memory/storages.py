@@ -30,6 +30,14 @@ def mark_of(storage):
     return _marks.get(storage._cdata, (None, None))[1]
 
 
+# Questions that fake tensors ask of the dispatcher, and the optimizer's notes to the profiler.
+_NO_TENSORS = frozenset({
+    torch.ops.prim.device.default,
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+})
+
+
 class _StorageRef(weakref.ref):
     __slots__ = ("key",)
 
@@ -53,7 +61,7 @@ class StorageMode(Trace, TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # a question, which fake tensors ask of the dispatcher
+        if func in _NO_TENSORS:
             return func(*args, **kwargs)
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) fills a storage first, then announces it
             self._see((args, kwargs))

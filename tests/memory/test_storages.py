@@ -1,0 +1,147 @@
+"""Storages: born, viewed, resized and freed, as the allocator sees them."""
+
+import threading
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refimpl import memory
+from refimpl.memory import Tracker
+from refimpl.model import GPT, GPTConfig
+
+MiB = 2**20
+
+
+PROGRAM = st.lists(st.tuples(st.sampled_from("new view inplace add delete resize cat".split()), st.integers(0, 7),
+                             st.integers(1, 400)), min_size=3, max_size=25)
+
+
+def run_program(program):
+    held = [torch.empty(10)]
+    for what, which, size in program:
+        x = held[which % len(held)]
+        if what == "new":
+            held.append(torch.empty(size))
+        elif what == "view":
+            held.append(x[: len(x) // 2])
+        elif what == "inplace":
+            x.mul_(x)
+        elif what == "add":
+            held.append(x + x)
+        elif what == "cat":
+            held.append(torch.cat([x, *held[:2]]))
+        elif what == "delete" and len(held) > 1:
+            held.pop(which % len(held))
+        elif what == "resize" and x._base is None and sum(x is not y and x.untyped_storage() is y.untyped_storage()
+                                                          for y in held) == 0:
+            x.untyped_storage().resize_(0)
+            x.untyped_storage().resize_(4 * len(x))
+        del x
+    return held
+
+
+@settings(max_examples=40, deadline=None)
+@given(PROGRAM)
+def test_any_program_of_tensors_reads_the_same_on_both_instruments(program):
+    with memory.track() as t, memory.measure("cpu") as m:
+        held = run_program(program)
+    scratch = 64  # a kernel's own scalars
+    assert m.peak - scratch <= t.peak.total <= m.peak
+    assert t.now.total == m.net
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in held}
+    assert t.now.total == sum(storages.values())
+    assert (t.timeline.nbytes >= 0).all()
+
+
+def test_views_and_tied_weights_count_once():
+    config = GPTConfig(vocab_size=256, context_length=64, layers=1, hidden=32, heads=4, tied=True)
+    with memory.track() as t:
+        model = GPT(config)
+        views = [model.embedding.weight.view(-1), model.embedding.weight.t(), model.embedding.weight.detach()]
+    assert t.now == {"parameters": 4 * config.parameter_count()}
+    del views
+
+
+def test_in_place_operations_take_nothing():
+    x = torch.zeros(MiB)
+    with memory.track(x) as t:
+        x.add_(1).mul_(2).relu_()
+    assert t.peak.total == t.start.total == 4 * MiB
+
+
+def test_storages_older_than_the_context_are_there_from_the_start():
+    named, touched, untouched = torch.zeros(100), torch.zeros(200), torch.zeros(300)
+    with memory.track(named) as t:
+        touched.sum()
+        assert t.now.total == 1200
+    assert t.start.total == 1200
+    assert untouched.sum() == 0
+
+
+def test_tensors_freed_on_another_thread_are_freed():
+    with memory.track() as t:
+        held = [torch.zeros(1000)]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+    assert t.peak.total == 4000 and t.now.total == 0
+
+
+class BlindToResize(Tracker):
+    def resized(self, storage, before):
+        pass
+
+
+def resize_step(tracker_type):
+    """Free a weight after forward and bring it back before backward, as ZeRO-3 does."""
+    linear, x = torch.nn.Linear(100, 100, bias=False), torch.randn(5, 100, requires_grad=True)
+    values = linear.weight.detach().clone()
+    with tracker_type(linear) as t:
+        y = linear(x).sum()
+        storage = linear.weight.untyped_storage()
+        storage.resize_(0)
+        low = t.now["parameters"]
+        storage.resize_(40_000)
+        linear.weight.data.copy_(values)
+        y.backward()
+    return low, t.now["parameters"]
+
+
+def test_a_storage_resized_to_nothing_and_back_is_followed():
+    assert resize_step(Tracker) == (0, 40_000)
+    assert resize_step(BlindToResize) != (0, 40_000)
+
+
+def test_resizing_operations_are_followed():
+    with memory.track() as t:
+        x = torch.empty(10)
+        x.resize_(1000)
+        x.resize_(0)
+        torch.add(torch.ones(2000), 1, out=x)
+    assert t.now.total == x.untyped_storage().nbytes() == 8000
+
+
+def test_a_marked_storage_has_that_category_before_and_after():
+    early = memory.mark(torch.zeros(100), "communication")
+    with memory.track(early) as t:
+        late = memory.mark(torch.zeros(50)[10:], "paged out")
+    assert t.start == {"communication": 400}
+    assert t.now == {"communication": 400, "paged out": 200}
+    with memory.track(late) as t:
+        pass
+    assert t.now == {"paged out": 200}
+
+
+def test_a_mark_ends_with_its_storage():
+    memory.mark(torch.zeros(100), "communication")
+    with memory.track() as t:
+        held = [torch.zeros(100) for _ in range(50)]
+    assert t.now == {"temporaries": 400 * len(held)}
+
+
+def test_two_trackers_at_once_read_the_same(trained):
+    model, optimizer, step = trained
+    with memory.track(model, optimizer) as outer, memory.track(model, optimizer) as inner:
+        step()
+    assert outer.peak == inner.peak and outer.now == inner.now
