@@ -5,6 +5,7 @@ and a weak reference tells when it leaves. Views and tied weights share a storag
 and returns inside one operation is not seen; see `memory.measure` for that.
 """
 
+import functools
 import threading
 import time
 import weakref
@@ -38,6 +39,11 @@ _NO_TENSORS = frozenset({
 })
 
 
+@functools.cache
+def _name(func):
+    return func._schema.name.removeprefix("aten::")
+
+
 class _StorageRef(weakref.ref):
     __slots__ = ("key",)
 
@@ -53,48 +59,44 @@ class StorageMode(Trace, TorchDispatchMode):
         self._lock = threading.RLock()  # autograd has threads of its own on CUDA
 
     def _where(self):
-        """(phase, module) of the operation that is running."""
+        """(phase, module) of the operation that just ran."""
         return "forward", ""
-
-    def _before(self):
-        """Called before each operation."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _NO_TENSORS:
             return func(*args, **kwargs)
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) fills a storage first, then announces it
-            self._see((args, kwargs))
-        self._before()
+            self._see(args)
+            if kwargs:
+                self._see(kwargs.values())
         outputs = func(*args, **kwargs)
         if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
-            self._record(func._schema.name.removeprefix("aten::"), outputs)
+            self._record(_name(func), outputs)
         return outputs
 
     def _record(self, name, outputs):
         """Note the operation `name`, and the storages that it made or resized."""
         with self._lock:
-            op = Op(name, *self._where(), time.perf_counter_ns())
+            op = Op(name, *self._where(), time.time_ns())
             self.ops.append(op)
-            self._see(outputs, op)
+            self._see((outputs,), op)
 
-    def _see(self, tree, op=None):
-        """Register each storage in `tree` that is new: born by `op`, or older than the context if there is none."""
-        kind = type(tree)
-        if kind in (tuple, list):
-            for item in tree:
+    def _see(self, items, op=None):
+        """Register each storage in `items` that is new: born by `op`, or older than the context if there is none."""
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                for tensor in dense_parts(item):
+                    storage = tensor.untyped_storage()
+                    entry = self._alive.get(storage._cdata)
+                    if entry is None:
+                        self._register(storage, tensor.device, op)
+                    elif op is not None:
+                        self._update_size(entry[0], storage.nbytes())
+            elif isinstance(item, (tuple, list)):
                 self._see(item, op)
-        elif kind is dict:
-            for item in tree.values():
-                self._see(item, op)
-        elif isinstance(tree, torch.Tensor):
-            for tensor in dense_parts(tree):
-                storage = tensor.untyped_storage()
-                entry = self._alive.get(storage._cdata)
-                if entry is None:
-                    self._register(storage, tensor.device, op)
-                elif op is not None:
-                    self._update_size(entry[0], storage.nbytes())
+            elif isinstance(item, dict):
+                self._see(item.values(), op)
 
     def _register(self, storage, device, op=None, nbytes=None):
         """A new line in the register. Returns the record, or None for a meta tensor, which holds nothing."""

@@ -52,7 +52,7 @@ class StorageRecord:
 
 
 class Op(NamedTuple):
-    """One line of the timeline: an operation, its phase, the module it ran in, and when (ns, perf_counter)."""
+    """One line of the timeline: an operation, its phase, the module it ran in, and when it was done (ns since 1970)."""
 
     name: str
     phase: str

@@ -46,6 +46,7 @@ class Tracker(StorageMode):
         super().__init__()
         self._objects = objects
         self._modules = []  # the modules whose forward is running, outermost first
+        self._adopted = set()  # ids of the modules and optimizers met
         self._names = {}  # id(module) -> path
         self._switches = [(0, "")]  # (autograd sequence number, module): who made a backward node
         self._leaves = WeakIdKeyDictionary()  # those whose .grad is a gradient
@@ -75,17 +76,15 @@ class Tracker(StorageMode):
     # --- where and when --------------------------------------------------------------------------------------------
 
     def _where(self):
-        return self._phase(), self._module()
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return STEP if self._stepping else FORWARD, self._switches[-1][1]
+        if task not in self._backwards:
+            self._backward_began(task)
+        return BACKWARD, self._switches[-1][1] or self._module_of_node()
 
-    def _phase(self):
-        if torch._C._current_graph_task_id() != -1:
-            return BACKWARD
-        return STEP if self._stepping else FORWARD
-
-    def _module(self):
-        """The path of the running module; in backward, of the module whose forward made the autograd node."""
-        if self._modules:
-            return self._names[id(self._modules[-1])]
+    def _module_of_node(self):
+        """In backward, the path of the module whose forward made the autograd node that runs."""
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
@@ -94,14 +93,12 @@ class Tracker(StorageMode):
             return ""
         return self._switches[bisect_right(self._switches, number, key=itemgetter(0)) - 1][1]
 
-    def _before(self):
-        """When a backward begins, everything from before that is still alive is being kept by somebody."""
-        task = torch._C._current_graph_task_id()
-        if task != -1 and task not in self._backwards:
-            self._backwards.add(task)
-            for index, _ in list(self._alive.values()):
-                record = self.records[index]
-                record.kept = record.kept or record.phase != BACKWARD
+    def _backward_began(self, task):
+        """What was born before it and is still alive is being kept by somebody."""
+        self._backwards.add(task)
+        for index, _ in list(self._alive.values()):
+            record = self.records[index]
+            record.kept = record.kept or record.phase != BACKWARD
 
     # --- what the listeners tell -----------------------------------------------------------------------------------
 
@@ -146,7 +143,8 @@ class Tracker(StorageMode):
 
     def enter_step(self, optimizer):
         """An optimizer's step begins: gradients that were assigned by hand are found now at the latest."""
-        self._adopt(optimizer)
+        if id(optimizer) not in self._adopted:
+            self._adopt(optimizer)
         self._find_gradients()
         self._stepping += 1
 
@@ -193,9 +191,11 @@ class Tracker(StorageMode):
     # --- what existed before ---------------------------------------------------------------------------------------
 
     def _adopt(self, thing):
+        """Give everything that belongs to `thing` its category; again and again, since it may have changed."""
         if isinstance(thing, torch.nn.Module):
-            for path, module in thing.named_modules():
-                self._names.setdefault(id(module), path or type(module).__name__)
+            if id(thing) not in self._adopted:
+                for path, module in thing.named_modules():
+                    self._names.setdefault(id(module), path or type(module).__name__)
             for parameter in thing.parameters():
                 self.own_parameter(parameter)
             for buffer in thing.buffers():
@@ -215,6 +215,7 @@ class Tracker(StorageMode):
                 self._adopt(item)
         else:
             raise TypeError(f"track({type(thing).__name__}): expected modules, optimizers, tensors or lists of these")
+        self._adopted.add(id(thing))
 
     def _role(self, tensor, category):
         for record in self._of(tensor):

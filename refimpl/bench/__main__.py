@@ -1,0 +1,48 @@
+"""python -m refimpl.bench NAME [--record] [--out DIR]"""
+
+import argparse
+import importlib
+from pathlib import Path
+
+import torch
+
+from . import NAMES, record
+
+
+def main(arguments=None):
+    """Run the benches that the command line names; print them, and write them if it says so."""
+    parser = argparse.ArgumentParser(prog="python -m refimpl.bench", description="Run a technique beside its peer.")
+    parser.add_argument("name", choices=[*NAMES, "all"], metavar="NAME", help=f"one of {', '.join(NAMES)}, or all")
+    parser.add_argument("--record", action="store_true", help="write data/measurements/<device>/NAME.json")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="with --record: write below DIR instead")
+    chosen = parser.parse_args(arguments)
+    if chosen.out and not chosen.record:
+        parser.error("--out says where --record writes: give both")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in NAMES if chosen.name == "all" else [chosen.name]:
+        settings, rows = importlib.import_module(f".{name}", __package__).run(device)
+        reading = record.describe(name, settings, rows, device)
+        print(f"{name} on {reading['device']['name']}, torch {reading['versions']['torch']}")
+        print(table(rows))
+        if chosen.record:
+            print(f"written to {record.write(reading, chosen.out)}")
+
+
+def table(rows):
+    """The rows as aligned text: what, its value, the peer, its value, the ratio."""
+    lines = [("", "", "beside", "", "ratio")]
+    for each in rows:
+        value, peer_value = (_number(each[key]) + " " + each["unit"] for key in ("value", "peer_value"))
+        ratio = "-" if each["ratio"] is None else f"{each['ratio']:.4f}"
+        lines.append((each["what"], value, each["peer"], peer_value, ratio))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    template = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><>>", widths, strict=True))
+    return "\n".join(template.format(*line) for line in lines)
+
+
+def _number(value):
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A measurement as a file: data/measurements/<device>/<name>.json, written by machines and read by notebooks.
+
+    {"name": …, "device": {"slug", "name", "memory_bytes", "cpus"}, "versions": {…}, "commit": …, "date": …,
+     "settings": {…}, "rows": [{"what", "peer", "unit", "value", "peer_value", "ratio", …}, …]}
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import torch
+
+CHECKOUT = Path(__file__).parents[2]
+FOLDER = CHECKOUT / "data" / "measurements"
+
+
+def row(what, peer, unit, value, peer_value, **more):
+    """One line of a record: `value` of `what` beside `peer_value` of `peer`, both in `unit`, and their ratio.
+
+    `more`: what explains the line, e.g. `spread=…`, `items={name: bytes}` that the difference is made of.
+    """
+    ratio = value / peer_value if peer_value else None
+    return {"what": what, "peer": peer, "unit": unit, "value": value, "peer_value": peer_value, "ratio": ratio, **more}
+
+
+def describe(name, settings, rows, device):
+    """The whole record, as a dict that JSON can hold. `device`: what was measured, `"cpu"` or `"cuda"`."""
+    return {
+        "name": name,
+        "device": device_facts(device),
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": settings,
+        "rows": rows,
+    }
+
+
+def write(record, folder=None):
+    """Write `record` below `folder` (default: the checkout's data/measurements). Returns the Path.
+
+    FileNotFoundError where there is no checkout and no folder is named.
+    """
+    if folder is None and not (CHECKOUT / "pyproject.toml").exists():
+        raise FileNotFoundError(f"refimpl is not run from a checkout ({CHECKOUT}): name a folder to write to (--out)")
+    path = Path(folder or FOLDER) / record["device"]["slug"] / f"{record['name']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def measurement(name, device=None, folder=None):
+    """The record of bench `name` as a dict, or None if it was not measured yet (or there is no checkout).
+
+    `device`: its slug or full name (`"cpu"`, `"nvidia-h200"`, `"NVIDIA H200"`); by default the newest record of any.
+    Raises ValueError for a file that is no record.
+    """
+    records = []
+    for path in sorted(Path(folder or FOLDER).glob(f"{slug(device) if device else '*'}/{name}.json")):
+        try:
+            record = json.loads(path.read_text())
+            records.append((datetime.fromisoformat(record["date"]), record))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is not a measurement: {error!r}; record it again (--record)") from error
+    return max(records, key=lambda dated: dated[0])[1] if records else None
+
+
+def slug(name):
+    """A device's name for a path: `NVIDIA H200` → `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def device_facts(device):
+    """Slug, full name, memory in bytes (of the device itself), and how many CPUs this process may use."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"slug": slug(properties.name), "name": properties.name, "memory_bytes": properties.total_memory,
+                "cpus": cpus}
+    return {"slug": "cpu", "name": processor(), "memory_bytes": psutil.virtual_memory().total, "cpus": cpus}
+
+
+def processor():
+    """The processor's model name."""
+    facts = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(), re.MULTILINE) if facts.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def versions():
+    """What the reading depends on: python, torch, and those of cuda, triton and refimpl that are there."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+             "triton": _installed("triton"), "refimpl": _installed("refimpl")}
+    project = CHECKOUT / "pyproject.toml"
+    if found["refimpl"] is None and project.exists():  # run from a checkout that was never installed
+        found["refimpl"] = tomllib.loads(project.read_text())["project"]["version"]
+    return {name: version for name, version in found.items() if version}
+
+
+def _installed(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit():
+    """The checkout's commit, `+dirty` if refimpl/ differs from it; None without git or a checkout."""
+    if not (CHECKOUT / ".git").exists():
+        return None
+    try:
+        head, changed = (subprocess.run(["git", *command], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+                         for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "refimpl"]))
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git here, or not a repository that it will read
+        return None
+    return head.stdout.strip() + ("+dirty" if changed.stdout.strip() else "")

@@ -1,0 +1,69 @@
+"""Times functions beside each other: in rounds, so that a machine that is busy for a while is busy for all of them."""
+
+import statistics
+import time
+
+import torch
+from tqdm import tqdm
+
+BAR_DELAY = 2  # seconds until a progress bar is shown
+
+
+class Comparison:
+    """What `compare` measured. `seconds`: name → the seconds of each round, in order."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def median(self, name):
+        """Median seconds of one call."""
+        return statistics.median(self.seconds[name])
+
+    def spread(self, name):
+        """Interquartile range, in seconds: half of the rounds lay within it."""
+        low, _, high = statistics.quantiles(self.seconds[name], n=4, method="inclusive")
+        return high - low
+
+    def ratio(self, name, peer):
+        """Median of `name` over median of `peer`: 2.0 means twice as slow."""
+        return self.median(name) / self.median(peer)
+
+    def __repr__(self):
+        width = max(map(len, self.seconds))
+        return "\n".join(f"{name:<{width}}  {self.median(name):.4g} s, interquartile range {self.spread(name):.2g} s"
+                         for name in self.seconds)
+
+
+def compare(candidates, *, rounds=11, warmup=2, title="comparing"):
+    """Time each of `candidates` (name → function without arguments) in alternation: A B A B …; returns a Comparison.
+
+    The first `warmup` rounds are not counted. Work on a CUDA device is waited for before and after each call.
+    Raises ValueError for no candidates, fewer than 2 rounds (which have no spread) or a negative `warmup`.
+    """
+    if not candidates:
+        raise ValueError("compare needs candidates: compare({'ours': f, 'peer': g})")
+    if rounds < 2 or warmup < 0:
+        raise ValueError(f"rounds={rounds}, warmup={warmup}: expected at least 2 rounds and 0 or more of warm-up")
+    seconds = {name: [] for name in candidates}
+    with tqdm(total=(warmup + rounds) * len(candidates), desc=title, delay=BAR_DELAY, leave=False) as progress:
+        for turn in range(warmup + rounds):
+            for name, function in candidates.items():
+                elapsed = _time(function)
+                if turn >= warmup:
+                    seconds[name].append(elapsed)
+                progress.update()
+    return Comparison(seconds)
+
+
+def _time(function):
+    synchronize()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize():
+    """Wait for the work that is queued on the CUDA device, if one is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,90 @@
+"""Exercises of notebook 01."""
+
+import torch
+
+from .. import memory
+from ..data import TextData
+from ..model import GPT, GPTConfig
+from . import verdict
+
+CONFIG = GPTConfig(vocab_size=256, context_length=128, layers=2, hidden=64, heads=4)
+
+
+def leaking_validation(model, batches):
+    """The mean loss over `batches`, and a leak: every loss in the list holds its batch's activations."""
+    losses = [model(tokens, targets) for tokens, targets in batches]
+    return (sum(losses) / len(losses)).item()
+
+
+def _model_and_batches(count=6):
+    torch.manual_seed(0)
+    batches = list(TextData().batches(2, 64, split="validation"))[:count]
+    return GPT(CONFIG), batches
+
+
+def first(validate):
+    """`validate(model, batches)`: the mean loss (a float), with a peak that does not grow with the number of
+    batches."""
+
+    def check(validate):
+        expected = leaking_validation(*_model_and_batches())
+        peaks = {}
+        for count in (2, 6):
+            model, batches = _model_and_batches(count)
+            with memory.track(model, batches) as t:
+                said = validate(model, batches)
+            peaks[count] = t.peak.total - t.start.total
+        if not isinstance(said, float) or abs(said - expected) > 1e-5:
+            return f"the mean loss is the float {expected:.5f}, you return {said!r}"
+        grown = peaks[6] - peaks[2]
+        return None if grown < 1024 else f"the mean is right, but 4 more batches raise the peak by {grown:,} bytes"
+
+    verdict("first", validate, check)
+
+
+def second(culprit):
+    """`culprit(trace)`: (module, bytes) of the module whose storages are the largest part of the peak."""
+
+    def check(culprit):
+        for heads, vocab_size in ((2, 256), (16, 256), (2, 20_000)):
+            config = GPTConfig(vocab_size=vocab_size, context_length=64, layers=1, hidden=64, heads=heads)
+            tokens = torch.randint(0, 256, (4, 64))
+            model = GPT(config)
+            with memory.track() as trace:
+                model(tokens, tokens).backward()
+            row, made = trace.peak_moment().index, {}
+            for index, i, delta in trace.events:
+                module = trace.records[i].module
+                if index < row and module:
+                    made[module] = made.get(module, 0) + delta
+            largest = max(made, key=made.get)
+            said = culprit(trace)
+            if tuple(said) != (largest, made[largest]):
+                return (f"with {heads} heads and a vocabulary of {vocab_size} it is {largest} with "
+                        f"{made[largest]:,} bytes, you say {said}")
+        return None
+
+    verdict("second", culprit, check)
+
+
+def third(fits):
+    """`fits(config, batch, sequence, budget)`: whether a first AdamW step in fp32 stays within `budget` bytes."""
+
+    def step(config, batch, sequence):
+        model = GPT(config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        tokens = torch.randint(0, config.vocab_size, (batch, sequence))
+        model(tokens, tokens).backward()
+        optimizer.step()
+
+    def check(fits):
+        for batch, sequence in ((1, 16), (8, 128)):
+            peak = memory.dry_run(step, CONFIG, batch, sequence).peak.total
+            for budget in (peak, peak - 1):
+                said = fits(CONFIG, batch, sequence, budget)
+                if said is not (budget >= peak):
+                    return (f"batch {batch}, sequence {sequence}: the dry run's peak is {peak:,} bytes; for a budget "
+                            f"of {budget:,} you say {said}")
+        return None
+
+    verdict("third", fits, check)

@@ -1,0 +1,94 @@
+"""Exercises of notebook 00."""
+
+import torch
+
+from .. import memory
+from ..data import TextData
+from ..model import GPT, GPTConfig
+from . import verdict
+
+CONFIGS = (
+    GPTConfig(vocab_size=256, context_length=64, layers=1, hidden=32, heads=2),
+    GPTConfig(vocab_size=300, context_length=32, layers=3, hidden=48, heads=4, tied=False, bias=False),
+    GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=64, heads=4, kv_heads=2, mlp_hidden=176,
+              norm="rmsnorm", activation="swiglu", positions="rotary", bias=False),
+)
+
+
+def _training(config=CONFIGS[0]):
+    """(model, optimizer, tokens, targets), the same at every call."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, *next(TextData().batches(4, 32))
+
+
+def first(predict):
+    """`predict(config)`: bytes of parameters, gradients and AdamW state of a GPT in fp32, step counters included."""
+
+    def check(predict):
+        for config in CONFIGS:
+            model, optimizer, tokens, targets = _training(config)
+            with memory.track(model, optimizer) as t:
+                model(tokens, targets).backward()
+                optimizer.step()
+            states = sum(t.now[name] for name in ("parameters", "gradients", "optimizer state"))
+            said = predict(config)
+            if said != states:
+                return f"for {config} you say {said}, the tracker reads {states:,} bytes"
+        return None
+
+    verdict("first", predict, check)
+
+
+def second(evaluate):
+    """`evaluate(model, tokens, targets)`: the loss of the model, keeping no activations at any moment."""
+
+    def check(evaluate):
+        model, _, tokens, targets = _training()
+        expected = model(tokens, targets).item()
+        with memory.track(model, tokens, targets) as t:
+            loss = torch.as_tensor(evaluate(model, tokens, targets)).detach()
+        if abs(loss.item() - expected) > 1e-6:
+            return f"the loss is {expected:.6f}, you return {loss}"
+        kept = t.timeline.nbytes[:, t.timeline.categories.index("activations")].max()
+        return None if kept == 0 else f"the loss is right, but {kept:,} bytes of activations were kept for no backward"
+
+    verdict("second", evaluate, check)
+
+
+def wasteful_step(model, optimizer, tokens, targets):
+    """A training step that holds more than it needs; the third exercise makes it leaner. Returns the loss."""
+    logits = model(tokens)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return loss
+
+
+def _two_steps(step, config=CONFIGS[0]):
+    model, optimizer, tokens, targets = _training(config)
+    step(model, optimizer, tokens, targets)
+    with memory.track(model, optimizer, tokens, targets) as t:
+        result = step(model, optimizer, tokens, targets)
+    return result, [p.detach() for p in model.parameters()], t.peak.total, config
+
+
+def third(step):
+    """`step(model, optimizer, tokens, targets)`: what `wasteful_step` does, at a lower peak. Returns the loss."""
+
+    def check(step):
+        loss, weights, wasteful, config = _two_steps(wasteful_step)
+        said, same, peak, _ = _two_steps(step)
+        if not torch.allclose(torch.as_tensor(said).detach(), loss.detach(), atol=1e-6):
+            return f"the second step's loss is {loss.item():.6f}, yours is {said}"
+        if not all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, same, strict=True)):
+            return "the loss is right, but the weights after two steps are not those of wasteful_step"
+        saved, logits = wasteful - peak, 4 * 4 * 32 * config.vocab_size
+        wanted = 4 * config.parameter_count() + logits
+        return None if saved >= wanted else (
+            f"the weights are right; the peak is {saved:,} bytes lower, and {wanted:,} can be had (every gradient, and "
+            f"the {logits:,} bytes of logits that somebody still holds)")
+
+    verdict("third", step, check)

@@ -1,0 +1,68 @@
+"""The command line: which bench, what it prints, what it writes, what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from refimpl.bench import NAMES, __main__, meter, record
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Replaces the bench by one that takes no time; the list fills with the devices it was run on."""
+    devices = []
+
+    def run(device):
+        devices.append(device)
+        rows = [record.row("tracked step", "untracked step", "s", 0.1234567, 0.1),
+                record.row("peak", "allocator", "bytes", 1234567, 1234568),
+                record.row("net", "allocator", "bytes", 0, 0)]
+        return {"rounds": 1}, rows
+
+    monkeypatch.setattr(meter, "run", run)
+    return devices
+
+
+def test_a_bench_prints_medians_and_ratios_and_writes_nothing(ran, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "FOLDER", tmp_path / "measurements")
+    __main__.main(["meter"])
+    title, head, step, peak, net = capsys.readouterr().out.splitlines()
+    assert title.startswith("meter on ") and "torch" in title
+    assert step.split() == "tracked step 0.1235 s untracked step 0.1 s 1.2346".split()
+    assert peak.split() == "peak 1,234,567 bytes allocator 1,234,568 bytes 1.0000".split()
+    assert net.split()[-1] == "-"
+    assert len({len(line) for line in (head, step, peak, net)}) == 1, "the columns are not aligned"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_record_writes_and_out_says_where(ran, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "FOLDER", tmp_path / "measurements")
+    __main__.main(["meter", "--record"])
+    (path,) = (tmp_path / "measurements").glob("*/meter.json")
+    assert f"written to {path}" in capsys.readouterr().out
+    assert json.loads(path.read_text())["settings"] == {"rounds": 1}
+    __main__.main(["meter", "--record", "--out", str(tmp_path / "elsewhere")])
+    assert list((tmp_path / "elsewhere").glob("*/meter.json"))
+
+
+def test_all_runs_every_bench(ran):
+    __main__.main(["all"])
+    assert len(ran) == len(NAMES) == 1
+
+
+def test_an_unknown_bench_lists_the_known_ones():
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-m", "refimpl.bench", "metre"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert all(name in done.stderr.splitlines()[-1] for name in ("'metre'", "meter", "all"))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [([], "NAME"), (["meter", "--out", "x"], "--record")])
+def test_what_makes_no_sense_is_refused(ran, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        __main__.main(arguments)
+    assert message in capsys.readouterr().err
+    assert not ran

@@ -1,0 +1,78 @@
+"""The meter's bench at a tiny size, and that it would show a tracker that is wrong."""
+
+import psutil
+import pytest
+import torch
+
+from refimpl import memory
+from refimpl.bench import meter
+from refimpl.memory import Tracker
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other make a tiny step a hundred times slower where something else is running."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def readings(rows, beginning):
+    return [row for row in rows if row["what"].startswith(beginning)]
+
+
+def test_a_run_reads_bytes_times_and_a_dry_run():
+    settings, rows = meter.run("cpu", size=meter.SMALL, models=("gpt2",), rounds=3)
+    assert settings["step"]["hidden"] == 32 and settings["rounds"] == 3
+    peaks, nets = readings(rows, "tracker's peak"), readings(rows, "tracker's net")
+    assert len(peaks) == len(nets) == 4
+    for row in peaks:
+        assert row["value"] > 10**5 and 0 <= row["items"]["inside kernels"] <= 0.005 * row["peer_value"]
+        assert row["value"] + sum(row["items"].values()) == row["peer_value"]
+        assert row["at"].endswith(("forward", "backward", "step"))
+    for row in nets:
+        assert row["value"] == row["peer_value"] and row["items"] == {"unknown": 0}
+    times = readings(rows, "tracked step")
+    assert len(times) == 3
+    for row in times:
+        assert row["unit"] == "s" and row["ratio"] == row["value"] / row["peer_value"] > 1
+        assert row["spread"] >= 0 and row["peer_spread"] >= 0
+    seconds, resident = readings(rows, "dry run of gpt2")
+    assert 0 < seconds["first_use"] < seconds["value"] < 60
+    assert seconds["parameters"] == 124_439_808 and seconds["peak_bytes"] > 8 * 124_439_808
+    assert 0 < resident["growth"] < resident["value"] < 2 * 10**9
+
+
+def test_a_tracker_that_never_frees_is_seen(monkeypatch):
+    class NeverFrees(Tracker):
+        def _freed(self, reference):
+            self._alive.pop(reference.key, None)
+
+    monkeypatch.setattr(meter.memory, "track", NeverFrees)
+    peak, net = meter.byte_rows(meter.SMALL, "fp32", 0.0, "cpu")
+    assert peak["ratio"] > 1.1 and peak["items"]["inside kernels"] < 0
+    assert net["value"] > 0 and net["items"]["unknown"] == -net["value"]
+
+
+def test_rounding_is_of_what_is_alive_at_the_peak():
+    older = torch.empty(100, dtype=torch.uint8)
+    with memory.track(older) as t:
+        gone = torch.empty(300, dtype=torch.uint8)
+        del gone
+        held = [torch.empty(n, dtype=torch.uint8) for n in (512, 513, 1, 0)]
+        peak = t.peak.total
+        held.pop(1)
+    assert (peak, t.peak.total) == (100 + 1026, 100 + 1026)
+    assert meter.rounding(t) == 412 + 0 + 511 + 511
+    assert meter.rounding(t, block=1) == 0
+
+
+def test_peak_resident_memory_is_this_process_s():
+    now = psutil.Process().memory_info().rss
+    assert 0.9 * now < meter.peak_resident() < psutil.virtual_memory().total
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_there_are_no_workspaces_to_release():
+    assert meter.release_workspaces() == 0

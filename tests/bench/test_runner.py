@@ -1,0 +1,61 @@
+"""Timing in alternation, on functions whose time is known."""
+
+import time
+
+import pytest
+
+from refimpl.bench.runner import Comparison, compare
+
+
+def test_the_ratio_of_two_sleeps_is_theirs():
+    timing = compare({"slow": lambda: time.sleep(0.08), "fast": lambda: time.sleep(0.02)}, rounds=5, warmup=0)
+    assert timing.median("fast") == pytest.approx(0.02, rel=0.3)
+    assert timing.ratio("slow", "fast") == pytest.approx(4, rel=0.3)
+    assert timing.ratio("fast", "slow") == pytest.approx(1 / timing.ratio("slow", "fast"))
+    assert "slow  0.08" in repr(timing)
+
+
+def test_candidates_alternate_and_warm_up_is_not_counted():
+    calls = []
+
+    def candidate(name):
+        def call():
+            calls.append(name)
+            time.sleep(0.1 if calls.count(name) <= 2 else 0)
+
+        return call
+
+    timing = compare({"a": candidate("a"), "b": candidate("b")}, rounds=3, warmup=2)
+    assert calls == ["a", "b"] * 5
+    assert [len(seconds) for seconds in timing.seconds.values()] == [3, 3]
+    assert max(timing.seconds["a"]) < 0.1
+
+
+def test_median_and_spread_are_those_of_the_rounds():
+    timing = Comparison({"a": [1.0, 2.0, 3.0, 4.0, 100.0], "b": [2.0] * 5})
+    assert (timing.median("a"), timing.spread("a"), timing.ratio("a", "b")) == (3.0, 2.0, 1.5)
+    assert timing.spread("b") == 0
+
+
+def test_a_bar_is_shown_when_it_takes_over_two_seconds(capsys, monkeypatch):
+    compare({"a": lambda: None}, rounds=2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("refimpl.bench.runner.BAR_DELAY", 0)
+    compare({"a": lambda: time.sleep(0.06)}, rounds=4, title="napping")
+    assert "napping" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (({},), "needs candidates"),
+    (({"a": print}, 1), "rounds=1"),
+    (({"a": print}, 5, -1), "warmup=-1"),
+])
+def test_what_cannot_be_compared_is_refused(arguments, message):
+    candidates, *numbers = arguments
+    with pytest.raises(ValueError, match=message):
+        compare(candidates, **dict(zip(("rounds", "warmup"), numbers, strict=False)))
+
+
+def test_an_error_in_a_candidate_is_not_dropped():
+    with pytest.raises(ZeroDivisionError):
+        compare({"a": lambda: 1 / 0})

@@ -1,0 +1,477 @@
+"""The GPT: its size in closed form, its logits against torch's own parts, its promises, and what it refuses."""
+
+import functools
+import math
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from refimpl import catalog
+from refimpl.data import TextData
+from refimpl.model import GPT, Attention, GPTConfig, rotate, rotation_table, softmax_attention
+
+GPT2 = GPTConfig(vocab_size=61, context_length=32, layers=2, hidden=48, heads=4)
+LLAMA = replace(GPT2, kv_heads=2, mlp_hidden=88, norm="rmsnorm", activation="swiglu", positions="rotary", bias=False,
+                tied=False)
+NEOX = replace(GPT2, positions="rotary", rotary_fraction=0.5, parallel_residual=True, tied=False)
+FAMILIES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "neox": NEOX,
+    "gpt2 without biases, one key head": replace(GPT2, bias=False, kv_heads=1),
+    "rmsnorm with biases, another eps and base": replace(LLAMA, bias=True, norm_eps=0.1, rotary_base=100.0),
+    "learned positions, swiglu, untied": replace(GPT2, activation="swiglu", tied=False, norm_eps=0.1),
+}
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 60], [0, 3, 5, 8, 9, 7, 9, 3]])
+
+
+def lively(config, attention=softmax_attention, dtype=torch.float64):
+    """A GPT whose every parameter matters: fresh from __init__, gains are 1, biases 0 and logits near 0."""
+    model, generator = GPT(config, attention, dtype=dtype).eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return model
+
+
+# --- how many parameters ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.fixed_dictionaries({
+    "vocab_size": st.integers(1, 50), "context_length": st.integers(1, 20), "layers": st.integers(1, 3),
+    "heads_and_groups": st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 3), (6, 1)]),
+    "head_dim": st.sampled_from([2, 4, 8]), "mlp_hidden": st.sampled_from([None, 1, 13]),
+    "norm": st.sampled_from(["layernorm", "rmsnorm"]),
+    "activation": st.sampled_from(["gelu", "swiglu"]), "positions": st.sampled_from(["learned", "rotary"]),
+    "bias": st.booleans(), "tied": st.booleans(), "parallel_residual": st.booleans(),
+}))
+def test_the_closed_form_counts_every_parameter_of_every_family(fields):
+    heads, groups = fields.pop("heads_and_groups")
+    config = GPTConfig(hidden=heads * fields.pop("head_dim"), heads=heads, kv_heads=groups, **fields)
+    assert config.parameter_count() == sum(p.numel() for p in GPT(config).parameters())
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_a_published_model_has_its_published_size(name):
+    config = GPTConfig.named(name)
+    assert config.parameter_count() == sum(p.numel() for p in GPT(config, device="meta").parameters())
+    assert config.parameter_count() == (catalog.published_parameters(name) or config.parameter_count())
+
+
+def test_the_counts_that_the_papers_are_known_by():
+    known = {"gpt2": 124_439_808, "gpt2-xl": 1_557_611_200, "llama2-7b": 6_738_415_616, "llama-65b": 65_285_660_672}
+    assert {name: GPTConfig.named(name).parameter_count() for name in known} == known
+
+
+def test_a_named_model_can_be_changed():
+    config = GPTConfig.named("gpt2", layers=1, dropout=0.1)
+    assert (config.layers, config.dropout, config.hidden) == (1, 0.1, 768)
+    with pytest.raises(ValueError, match="llama-7b"):
+        GPTConfig.named("llama-7")
+
+
+# --- logits, against torch's own parts -------------------------------------------------------------------------------
+
+
+def reference_logits(model, tokens_BT, offset=0):
+    """The same function of the same parameters, written apart: complex rotary, explicit norms, torch's attention."""
+    p, c = dict(model.named_parameters()), model.config
+    sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+
+    def linear(x, name):
+        return torch.einsum("btc,dc->btd", x, p[f"{name}.weight"]) + p.get(f"{name}.bias", 0)
+
+    def norm(x, name):
+        if c.norm == "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt()
+        return x * p[f"{name}.weight"] + p.get(f"{name}.bias", 0)
+
+    def turn(x_BHTD):
+        n = int(c.head_dim * c.rotary_fraction)
+        position = torch.arange(offset, offset + x_BHTD.shape[2], dtype=torch.float64)
+        angle = position[:, None] * c.rotary_base ** (-torch.arange(0, n, 2, dtype=torch.float64) / n)
+        z = torch.complex(x_BHTD[..., : n // 2], x_BHTD[..., n // 2 : n]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([z.real, z.imag, x_BHTD[..., n:]], dim=-1)
+
+    def attention(x, name):
+        sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
+        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in linear(x, f"{name}.qkv").split(sizes, -1))
+        if c.positions == "rotary":
+            q, k = turn(q), turn(k)
+        return linear(sdpa(q, k, v).transpose(1, 2).flatten(2), f"{name}.out")
+
+    def mlp(x, name):
+        up = linear(x, f"{name}.up")
+        if c.activation == "swiglu":
+            gate = linear(x, f"{name}.gate")
+            return linear(gate * torch.sigmoid(gate) * up, f"{name}.down")
+        return linear(0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))), f"{name}.down")
+
+    x = p["embedding.weight"][tokens_BT]
+    if c.positions == "learned":
+        x = x + p["positions.weight"][offset : offset + tokens_BT.shape[1]]
+    for i in range(c.layers):
+        name = f"blocks.{i}"
+        attended = x + attention(norm(x, f"{name}.norm1"), f"{name}.attention")
+        x = attended + mlp(norm(x if c.parallel_residual else attended, f"{name}.norm2"), f"{name}.mlp")
+    return norm(x, "norm") @ p["embedding.weight" if c.tied else "head.weight"].T
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("offset", [0, 5])
+def test_logits_are_those_of_the_written_out_model(name, offset):
+    model = lively(FAMILIES[name])
+    logits_BTV = model(TOKENS, offset=offset)
+    assert logits_BTV.shape == (2, 8, 61)
+    assert logits_BTV.std() > 0.1
+    torch.testing.assert_close(logits_BTV, reference_logits(model, TOKENS, offset), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_is_torchs_multihead_attention():
+    ours = Attention(GPT2, softmax_attention).double()
+    theirs = nn.MultiheadAttention(48, 4, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(ours.qkv.weight)
+        theirs.in_proj_bias.copy_(ours.qkv.bias)
+        theirs.out_proj.load_state_dict(ours.out.state_dict())
+    x_BTC = torch.randn(2, 9, 48, dtype=torch.float64)
+    masked_TT = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+    torch.testing.assert_close(ours(x_BTC), theirs(x_BTC, x_BTC, x_BTC, attn_mask=masked_TT, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_attention_is_torchs_with_grouped_heads(groups, causal):
+    q, k, v = (torch.randn(2, heads, 7, 6, dtype=torch.float64) for heads in (4, groups, groups))
+    torch.testing.assert_close(softmax_attention(q, k, v, causal=causal),
+                               F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True))
+
+
+def test_fewer_queries_than_keys_are_the_last_ones():
+    q, k, v = (torch.randn(1, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    whole = softmax_attention(q, k, v, causal=True)
+    torch.testing.assert_close(softmax_attention(q[:, :, 6:], k, v, causal=True), whole[:, :, 6:])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_attention_are_right(groups, causal):
+    q, k, v = (torch.randn(2, heads, 3, 2, dtype=torch.float64, requires_grad=True) for heads in (4, groups, groups))
+    assert torch.autograd.gradcheck(functools.partial(softmax_attention, causal=causal), (q, k, v))
+
+
+def test_attention_drops_weights_and_keeps_their_mean():
+    q_BHTD, v_BHSD = torch.zeros(4, 8, 50, 50), torch.eye(50).expand(4, 8, 50, 50)
+    weights = softmax_attention(q_BHTD, q_BHTD, v_BHSD, dropout_p=0.25)  # all were 1/50
+    kept = weights > 0
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.01)
+    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / 50 / 0.75))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_low_precision_is_near(name):
+    model = GPT(FAMILIES[name], dtype=torch.float32).eval()
+    low = GPT(FAMILIES[name], dtype=torch.bfloat16).eval()
+    low.load_state_dict(model.state_dict())
+    assert low(TOKENS).dtype == torch.bfloat16
+    assert {p.dtype for p in low.parameters()} == {torch.bfloat16}
+    assert low(TOKENS, TOKENS).dtype == torch.float32
+    torch.testing.assert_close(low(TOKENS).float(), model(TOKENS), rtol=0.1, atol=0.03)
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_later_tokens_do_not_change_earlier_logits(name):
+    model, changed = lively(FAMILIES[name]), TOKENS.clone()
+    changed[:, 5] = 20
+    before, after = model(TOKENS), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert all((before[:, t] - after[:, t]).abs().max() > 1e-3 for t in (5, 6, 7))
+
+
+class Spy:
+    """Softmax attention that keeps what it was called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, q, k, v, **options):
+        self.calls.append(((q, k, v), options))
+        return softmax_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_a_sequence_with_an_offset_is_the_same_positions_of_the_whole(name):
+    """The first block's q, k, v depend on a token and its position alone."""
+    spy = Spy()
+    model = lively(FAMILIES[name], spy)
+    model(TOKENS)
+    model(TOKENS[:, 3:], offset=3)
+    model(TOKENS[:, 3:])
+    (whole, _), (chunk, _), (elsewhere, _) = spy.calls[:: FAMILIES[name].layers]
+    for a, b in zip(whole, chunk, strict=True):
+        torch.testing.assert_close(a[:, :, 3:], b)
+    assert (whole[1][:, :, 3:] - elsewhere[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_rotary_attention_knows_relative_positions_only(name):
+    model = lively(FAMILIES[name])
+    torch.testing.assert_close(model(TOKENS, offset=20), model(TOKENS), rtol=1e-4, atol=1e-4)  # the tables are fp32
+    swapped = model(TOKENS[:, [1, 0, *range(2, 8)]])
+    assert (swapped - model(TOKENS))[:, 2:].abs().max() > 1e-3
+
+
+def test_rotation_turns_pairs_and_keeps_their_length():
+    cos, sin = rotation_table(replace(LLAMA, context_length=32))
+    x = torch.randn(1, 1, 32, 12)
+    turned = rotate(x, cos, sin)
+    assert torch.equal(turned[:, :, 0], x[:, :, 0])
+    torch.testing.assert_close(turned[..., :6] ** 2 + turned[..., 6:] ** 2, x[..., :6] ** 2 + x[..., 6:] ** 2)
+    partly = rotate(x, *rotation_table(NEOX))
+    assert torch.equal(partly[..., 6:], x[..., 6:])
+    assert not torch.equal(partly[..., :6], x[..., :6])
+
+
+# --- loss, initialisation, training ----------------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_what_counts():
+    model = lively(GPT2)
+    targets = TOKENS.roll(-1, 1)
+    targets[:, -1] = targets[0, 2] = -100
+    log_p = reference_logits(model, TOKENS).log_softmax(-1)
+    expected = -sum(log_p[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0) / 13
+    torch.testing.assert_close(model(TOKENS, targets).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_int32_tokens_do_as_well():
+    model = lively(GPT2)
+    assert torch.equal(model(TOKENS.int()), model(TOKENS))
+    assert torch.equal(model(TOKENS.int(), TOKENS.int()), model(TOKENS, TOKENS))
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA])
+def test_initialisation_is_gpt2s(family):
+    config = replace(family, vocab_size=500, context_length=500, layers=3, hidden=128, heads=4, mlp_hidden=384)
+    parameters = dict(GPT(config).named_parameters())
+    for name, p in parameters.items():
+        if name.endswith("bias"):
+            assert not p.any(), name
+        elif "norm" in name:
+            assert (p == 1).all(), name
+        else:
+            into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            std = 0.02 / math.sqrt(2 * 3) if into_residual else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(p.mean().item()) < 4 * std / math.sqrt(p.numel()), name
+    assert sum(name.endswith("weight") for name in parameters) == (3 * 6 + 3 if family is GPT2 else 3 * 7 + 3)
+
+
+def test_tied_embeddings_are_one_parameter():
+    tied, untied = GPT(GPT2), GPT(replace(GPT2, tied=False))
+    assert tied.head.weight is tied.embedding.weight
+    assert untied.head.weight is not untied.embedding.weight
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA, NEOX])
+def test_every_parameter_learns(family):
+    model = lively(family)
+    model(TOKENS, TOKENS.roll(-1, 1)).backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA])
+def test_the_loss_falls_on_real_text(family):
+    model, text = GPT(replace(family, vocab_size=256, context_length=64)), TextData()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for tokens, targets in islice(text.batches(8, 64), 120):
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(256), abs=0.1)
+    frequency = torch.bincount(text.train.int()) / len(text.train)
+    without_context = -torch.xlogy(frequency, frequency).sum().item()  # the best that single letters allow: 3.26
+    assert sum(losses[-5:]) / 5 < without_context
+
+
+def test_dropout_is_for_training_alone():
+    model = GPT(replace(GPT2, dropout=0.5))
+    plain = GPT(GPT2)
+    plain.load_state_dict(model.state_dict())
+    assert not torch.equal(model(TOKENS), model(TOKENS))
+    model.eval()
+    torch.testing.assert_close(model(TOKENS), plain(TOKENS))
+
+
+@pytest.mark.parametrize("family", [GPT2, NEOX])
+def test_dropout_drops_embeddings_attention_and_mlp(family):
+    """A dropout that drops (nearly) everything leaves the residual stream zero, if it is applied to all that enters."""
+    seen = []
+    model = lively(replace(family, dropout=0.999, layers=1), lambda q, k, v, dropout_p: v[:, :1].expand_as(q))
+    model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model.train()
+    model(TOKENS)
+    assert (seen[0] == 0).float().mean() > 0.98
+
+
+# --- attention given from outside ------------------------------------------------------------------------------------
+
+
+def test_attention_is_called_with_heads_groups_and_options():
+    spy = Spy()
+    model = GPT(replace(LLAMA, dropout=0.1), spy)
+    model(TOKENS)
+    model.eval()
+    model(TOKENS)
+    for (q, k, v), _ in spy.calls:
+        assert (q.shape, k.shape, v.shape) == ((2, 4, 8, 12), (2, 2, 8, 12), (2, 2, 8, 12))
+    assert [options for _, options in spy.calls] == 2 * [{"causal": True, "dropout_p": 0.1}] + 2 * [
+        {"causal": True, "dropout_p": 0.0}]
+
+
+def plain(q, k, v):
+    return softmax_attention(q, k, v, causal=True)
+
+
+def told_causal_only(q, k, v, causal):
+    assert causal is True
+    return softmax_attention(q, k, v, causal=causal)
+
+
+def told_dropout_only(q, k, v, dropout_p=None):
+    assert dropout_p == 0.0
+    return softmax_attention(q, k, v, causal=True)
+
+
+def told_anything(q, k, v, **options):
+    assert options == {"causal": True, "dropout_p": 0.0}
+    return softmax_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("attention", [
+    plain, told_causal_only, told_dropout_only, told_anything,
+    functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True),
+    functools.partial(softmax_attention, causal=True),
+    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+], ids=["plain", "causal", "dropout_p", "kwargs", "partial of torch's", "partial of ours", "lambda"])
+def test_any_attention_function_will_do(attention):
+    torch.testing.assert_close(lively(LLAMA, attention)(TOKENS), lively(LLAMA)(TOKENS))
+
+
+def test_what_a_partial_has_settled_stays():
+    model = lively(GPT2, functools.partial(softmax_attention, causal=False))
+    changed = TOKENS.clone()
+    changed[:, -1] = 20
+    assert not torch.allclose(model(TOKENS)[:, 0], model(changed)[:, 0])
+
+
+def test_attention_dropout_of_a_partial_is_off_in_eval():
+    attention = functools.partial(F.scaled_dot_product_attention, is_causal=True, dropout_p=0.5)
+    model = GPT(replace(GPT2, dropout=0.5), attention)
+    assert not torch.equal(model(TOKENS), model(TOKENS))
+    model.eval()
+    assert torch.equal(model(TOKENS), model(TOKENS))
+
+
+def test_dropout_that_the_attention_would_not_do_is_refused():
+    with pytest.raises(ValueError, match="dropout=0.1.*takes no dropout_p"):
+        GPT(replace(GPT2, dropout=0.1), plain)
+
+
+# --- dtype and device ------------------------------------------------------------------------------------------------
+
+
+def test_the_default_dtype_and_device_are_left_as_they_were():
+    before = torch.get_default_dtype(), torch.get_default_device()
+    model = GPT(LLAMA, dtype=torch.bfloat16, device="meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert (torch.get_default_dtype(), torch.get_default_device()) == before
+    with pytest.raises(RuntimeError), torch.device("meta"):
+        GPT(LLAMA, device="nowhere")
+    assert (torch.get_default_dtype(), torch.get_default_device()) == before
+    with torch.device("meta"):
+        assert GPT(GPT2).head.weight.device.type == "meta"
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+BAD_CONFIGS = [
+    ({"heads": 5}, "hidden=48 .*heads=5"),
+    ({"kv_heads": 3}, "heads=4 .*kv_heads=3"),
+    ({"kv_heads": 8}, "heads=4 .*kv_heads=8"),
+    ({"layers": 0}, "layers=0"),
+    ({"vocab_size": -3}, "vocab_size=-3"),
+    ({"hidden": 48.0}, "hidden=48.0"),
+    ({"context_length": 0}, "context_length=0"),
+    ({"mlp_hidden": 0}, "mlp_hidden=0"),
+    ({"norm": "batchnorm"}, "norm='batchnorm'.*'layernorm' or 'rmsnorm'"),
+    ({"activation": "relu"}, "activation='relu'.*'gelu' or 'swiglu'"),
+    ({"positions": "alibi"}, "positions='alibi'.*'learned' or 'rotary'"),
+    ({"dropout": 1.0}, r"dropout=1\.0"),
+    ({"dropout": -0.1}, r"dropout=-0\.1"),
+    ({"positions": "rotary", "rotary_fraction": 0.1}, "rotary_fraction=0.1 of head_dim=12 turns 1 "),
+    ({"positions": "rotary", "rotary_fraction": 0.0}, "turns 0 "),
+    ({"positions": "rotary", "heads": 16}, "head_dim=3 turns 3 "),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS, ids=[str(changes) for changes, _ in BAD_CONFIGS])
+def test_numbers_that_make_no_model_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**{"vocab_size": 61, "context_length": 32, "layers": 2, "hidden": 48, "heads": 4, **changes})
+
+
+def with_id(value):
+    tokens = TOKENS.clone()
+    tokens[1, 3] = value
+    return tokens
+
+
+BAD_INPUTS = [
+    ((with_id(61),), {}, "tokens run from 0 to 61"),
+    ((with_id(-1),), {}, "tokens run from -1 to 60"),
+    ((TOKENS, with_id(61)), {}, "targets run from 0 to 61"),
+    ((TOKENS, with_id(-5)), {}, "targets run from -5 to 60"),
+    ((torch.zeros(1, 33, dtype=torch.int64),), {}, "33 tokens from position 0: the context has 32"),
+    ((TOKENS,), {"offset": 25}, "8 tokens from position 25: the context has 32"),
+    ((TOKENS,), {"offset": -1}, "from position -1"),
+    ((TOKENS[0],), {}, r"tokens of shape \(8,\)"),
+    ((TOKENS[None],), {}, r"tokens of shape \(1, 2, 8\)"),
+    ((TOKENS.float(),), {}, r"tokens of shape \(2, 8\), torch.float32"),
+    ((TOKENS.bool(),), {}, "torch.bool"),
+    ((TOKENS[:0],), {}, r"tokens of shape \(0, 8\)"),
+    ((TOKENS[:, :0],), {}, r"tokens of shape \(2, 0\)"),
+    ((TOKENS, TOKENS[:, :7]), {}, r"targets of shape \(2, 7\) for tokens of \(2, 8\)"),
+    ((TOKENS, TOKENS[:1]), {}, r"targets of shape \(1, 8\) for tokens of \(2, 8\)"),
+    ((TOKENS, TOKENS.double()), {}, r"targets of shape \(2, 8\), torch.float64"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "message"), BAD_INPUTS, ids=[message for *_, message in BAD_INPUTS])
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_bad_input_is_refused_with_its_value(arguments, options, message, family):
+    with pytest.raises(ValueError, match=message):
+        GPT(family)(*arguments, **options)
+
+
+def test_the_longest_sequence_and_the_last_position_are_taken():
+    for family in (GPT2, LLAMA):
+        model = GPT(family)
+        assert model(torch.zeros(1, 32, dtype=torch.int64)).shape == (1, 32, 61)
+        assert model(TOKENS, offset=24).shape == (2, 8, 61)
+        assert model(TOKENS[:1, :1]).shape == (1, 1, 61)
