@@ -1,5 +1,7 @@
 """The meter's bench at a tiny size, and that it would show a tracker that is wrong."""
 
+import contextlib
+
 import psutil
 import pytest
 import torch
@@ -53,6 +55,32 @@ def test_a_tracker_that_never_frees_is_seen(monkeypatch):
     peak, net = meter.byte_rows(meter.SMALL, "fp32", 0.0, "cpu")
     assert peak["ratio"] > 1.1 and peak["items"]["inside kernels"] < 0
     assert net["value"] > 0 and net["items"]["unknown"] == -net["value"]
+
+
+def test_on_cuda_each_row_names_what_its_peer_counts_more(monkeypatch):
+    """The arithmetic of the rows, on an allocator whose numbers are made up; tests/gpu has the real one."""
+    step, workspace = meter.TrainingStep(meter.SMALL), 2**23
+    step()
+    with memory.track(step.model, step.optimizer, step.tokens) as t:
+        step()
+    start = {"requested_bytes.all.current": t.start.total + 7, "allocated_bytes.all.current": 2**20,
+             "reserved_bytes.all.current": 2**21}
+    requested = t.peak.total - t.start.total + workspace + 100
+    reading = memory.Reading("cuda:0", requested, workspace, requested, 2**24, 2**25, driver=2**30)
+    monkeypatch.setattr(meter.memory, "measure", lambda device: contextlib.nullcontext(reading))
+    monkeypatch.setattr(meter, "release_workspaces", lambda: workspace)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: start)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**26)
+    net, asked, blocks, segments, driver = meter.cuda_byte_rows(step, "fp32", "cuda")
+    named = {"cuBLAS workspace": workspace, "older and unknown to the tracker": 7, "inside kernels": 100}
+    assert net["items"] == {"cuBLAS workspace": workspace, "unknown": 0}
+    assert asked["items"] == named and asked["value"] == blocks["value"] == segments["value"] == t.peak.total
+    rounded = {**named, "rounding to 512 B": meter.rounding(t)}
+    unsplit = 2**20 + 2**24 - t.peak.total - sum(rounded.values())
+    assert blocks["items"] == {**rounded, "ends of blocks too small to split off": unsplit}
+    assert segments["items"] == {**blocks["items"], "free in segments": 2**21 + 2**25 - 2**20 - 2**24}
+    assert driver["items"] == {"CUDA context, kernels, other processes": 2**30 - 2**26}
 
 
 def test_rounding_is_of_what_is_alive_at_the_peak():

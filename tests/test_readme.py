@@ -1,0 +1,49 @@
+"""The README is true: its example runs, its links lead somewhere, its figures are those of the records."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from refimpl.bench.record import measurement
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs_as_written(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("peak on cpu, after ") and "optimizer state" in printed
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
+def test_links_lead_somewhere(link):
+    assert link.startswith("https://") or (ROOT / link).exists()
+
+
+def test_every_notebook_has_a_row():
+    rows = set(re.findall(r"\]\((notebooks/[^)]+)\)", README))
+    assert rows == {str(path.relative_to(ROOT)) for path in (ROOT / "notebooks").glob("*.ipynb")}
+
+
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE) + re.findall(r"`make (\w+)`", README):
+        assert f"\n{target}:" in makefile
+
+
+def rows_of(bench, device="cpu"):
+    return measurement(bench, device)["rows"]
+
+
+def test_figures_of_the_meter_are_the_recorded_ones():
+    rows = rows_of("meter")
+    fp32 = next(r for r in rows if "peak" in r["what"] and "fp32, dropout 0.0" in r["what"])
+    time = next(r for r in rows if r["what"].startswith("tracked step") and "fp32" in r["what"])
+    dry = [r for r in rows if r["what"].startswith("dry run") and r["unit"] == "s"]
+    seconds = {r["what"].split()[3].rstrip(","): r["value"] for r in dry}
+    assert f"{fp32['peer_value'] - fp32['value']} bytes of {fp32['peer_value'] / 1e6:.0f} MB" in README
+    assert f"a factor of {time['ratio']:.1f}" in README
+    assert f"{seconds['gpt3-175b']:.0f} s for GPT-3 175B, {seconds['llama2-7b']:.0f} s for LLaMA-2-7B" in README
