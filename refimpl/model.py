@@ -53,13 +53,12 @@ class GPTConfig:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected {' or '.join(map(repr, known))}")
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden={self.hidden} is not a multiple of heads={self.heads}: heads have equal size")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: groups are equal")
-        if self.positions == "rotary" and (self.rotary_dim < 2 or self.rotary_dim % 2):
-            raise ValueError(f"rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} turns "
-                             f"{self.rotary_dim} dimensions: expected an even number of at least 2")
+        for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}")
+        if self.positions == "rotary" and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
+            raise ValueError(f"rotary_fraction={self.rotary_fraction} turns {self.rotary_dim} of a head's "
+                             f"{self.head_dim} dimensions: expected an even number, at least 2")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: expected a probability in [0, 1)")
 
@@ -75,7 +74,7 @@ class GPTConfig:
 
     @property
     def rotary_dim(self):
-        """How many of a head's D dimensions are turned by its position."""
+        """How many of the D dimensions are turned."""
         return int(self.head_dim * self.rotary_fraction)
 
     def parameter_count(self):
@@ -97,13 +96,13 @@ def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
     """softmax(q kᵀ / √D) v, with the whole T×S matrix in memory. Returns (B, H, T, D).
 
     G divides H: each key head serves H/G query heads, which are stacked as more rows of one matrix. `causal` is aligned
-    bottom-right: the last query sees every key (needs S ≥ T). The masked scores are written in place.
+    bottom-right: the last query sees every key. ValueError if G does not divide H, or a query would see no key (T > S).
     """
-    B, H, T, D = q_BHTD.shape
-    G, S = k_BGSD.shape[1:3]
+    (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
+    if H % G or (causal and T > S):
+        raise ValueError(f"{T} queries in {H} heads, {S} keys in {G}: heads must divide, and causal needs T ≤ S")
     rows_BGRD = (q_BHTD * D**-0.5).reshape(B, G, H // G * T, D)
-    # A view would make autograd keep all of the storage that q, k and v were cut from.
-    k_BGSD, v_BGSD = k_BGSD.contiguous(), v_BGSD.contiguous()
+    k_BGSD, v_BGSD = k_BGSD.contiguous(), v_BGSD.contiguous()  # of views autograd would keep all of q, k and v
     scores_BGRS = rows_BGRD @ k_BGSD.transpose(-2, -1)
     if causal:
         last_seen_R = torch.arange(S - T, S, device=q_BHTD.device).repeat(H // G)
@@ -113,10 +112,12 @@ def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
 
 
 def _bind(attention, dropout):
-    """`attention` as the model calls it, `(q, k, v) -> out`: `causal` and `dropout_p` are set if it takes them."""
+    """`causal` and `dropout_p` as options of `attention`, if it takes them; a plain `(q, k, v) -> out` takes none."""
+    if attention is F.scaled_dot_product_attention:  # a builtin, which does not tell what it takes
+        return {"is_causal": True, "dropout_p": dropout, "enable_gqa": True}
     try:
-        taken = inspect.signature(attention).parameters
-    except ValueError:  # a builtin tells nothing: call it as it is
+        taken = inspect.signature(getattr(attention, "forward", attention)).parameters
+    except ValueError:  # another builtin, or a partial of one: call it as it is
         taken = {}
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     fixed = getattr(attention, "keywords", {})  # a functools.partial has settled these
@@ -133,8 +134,7 @@ class Attention(nn.Module):
     def __init__(self, config, attention):
         super().__init__()
         self.config, self.attention, self.options = config, attention, _bind(attention, config.dropout)
-        kv = config.kv_heads * config.head_dim
-        self.qkv = nn.Linear(config.hidden, config.hidden + 2 * kv, bias=config.bias)
+        self.qkv = nn.Linear(config.hidden, config.hidden + 2 * config.kv_heads * config.head_dim, bias=config.bias)
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
     def forward(self, x_BTC, rotation=None):
@@ -253,11 +253,11 @@ class GPT(nn.Module):
         """
         T = self._check(tokens_BT, targets_BT, offset)
         x_BTC = _lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
-        rotation = None
-        if self.positions is not None:
-            x_BTC = x_BTC + self.positions(torch.arange(offset, offset + T, device=tokens_BT.device))
-        else:
+        if self.positions is None:
             rotation = [table[offset : offset + T].to(x_BTC.dtype) for table in (self.cos, self.sin)]
+        else:
+            rotation = None
+            x_BTC = x_BTC + self.positions(torch.arange(offset, offset + T, device=tokens_BT.device))
         x_BTC = self.dropout(x_BTC)
         for block in self.blocks:
             x_BTC = block(x_BTC, rotation)
@@ -274,7 +274,7 @@ class GPT(nn.Module):
         if targets_BT is not None and targets_BT.shape != tokens_BT.shape:
             raise ValueError(f"targets of shape {tuple(targets_BT.shape)} for tokens of {tuple(tokens_BT.shape)}")
         T = tokens_BT.shape[1]
-        if offset < 0 or offset + T > self.config.context_length:
+        if not isinstance(offset, int) or not 0 <= offset <= self.config.context_length - T:
             raise ValueError(f"{T} tokens from position {offset}: the context has {self.config.context_length}")
         return T
 

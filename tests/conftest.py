@@ -5,6 +5,9 @@ import torch
 
 from refimpl.model import GPT, GPTConfig
 
+# On a busy machine threads that wait for each other take a hundred times as long as one that does all the work.
+torch.set_num_threads(1)
+
 SMALL = GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)
 
 

@@ -363,12 +363,17 @@ def told_anything(q, k, v, **options):
     return softmax_attention(q, k, v, **options)
 
 
+class AsModule(torch.nn.Module):
+    def forward(self, q, k, v):
+        return plain(q, k, v)
+
+
 @pytest.mark.parametrize("attention", [
-    plain, told_causal_only, told_dropout_only, told_anything,
+    AsModule(), F.scaled_dot_product_attention, plain, told_causal_only, told_dropout_only, told_anything,
     functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True),
     functools.partial(softmax_attention, causal=True),
     lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-], ids=["plain", "causal", "dropout_p", "kwargs", "partial of torch's", "partial of ours", "lambda"])
+], ids=["module", "torch's", "plain", "causal", "dropout_p", "kwargs", "partial torch's", "partial ours", "lambda"])
 def test_any_attention_function_will_do(attention):
     torch.testing.assert_close(lively(LLAMA, attention)(TOKENS), lively(LLAMA)(TOKENS))
 
@@ -411,6 +416,7 @@ def test_the_default_dtype_and_device_are_left_as_they_were():
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 BAD_CONFIGS = [
+    ({"positions": "rotary", "rotary_fraction": 2.0}, "rotary_fraction=2.0"),
     ({"heads": 5}, "hidden=48 .*heads=5"),
     ({"kv_heads": 3}, "heads=4 .*kv_heads=3"),
     ({"kv_heads": 8}, "heads=4 .*kv_heads=8"),
@@ -424,9 +430,9 @@ BAD_CONFIGS = [
     ({"positions": "alibi"}, "positions='alibi'.*'learned' or 'rotary'"),
     ({"dropout": 1.0}, r"dropout=1\.0"),
     ({"dropout": -0.1}, r"dropout=-0\.1"),
-    ({"positions": "rotary", "rotary_fraction": 0.1}, "rotary_fraction=0.1 of head_dim=12 turns 1 "),
+    ({"positions": "rotary", "rotary_fraction": 0.1}, "rotary_fraction=0.1 turns 1 of"),
     ({"positions": "rotary", "rotary_fraction": 0.0}, "turns 0 "),
-    ({"positions": "rotary", "heads": 16}, "head_dim=3 turns 3 "),
+    ({"positions": "rotary", "heads": 16}, "turns 3 of a head's 3"),
 ]
 
 
@@ -475,3 +481,10 @@ def test_the_longest_sequence_and_the_last_position_are_taken():
         assert model(torch.zeros(1, 32, dtype=torch.int64)).shape == (1, 32, 61)
         assert model(TOKENS, offset=24).shape == (2, 8, 61)
         assert model(TOKENS[:1, :1]).shape == (1, 1, 61)
+
+
+@pytest.mark.parametrize(("T", "S", "G", "causal"), [(5, 4, 2, True), (4, 4, 3, False)])
+def test_attention_that_makes_no_sense_is_refused(T, S, G, causal):
+    q, k = torch.zeros(1, 4, T, 8), torch.zeros(1, G, S, 8)
+    with pytest.raises(ValueError, match=f"{T} queries in 4 heads, {S} keys in {G}"):
+        softmax_attention(q, k, k, causal=causal)

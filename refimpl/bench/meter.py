@@ -103,8 +103,9 @@ def byte_rows(size, dtype, dropout, device):
     with memory.track(step.model, step.optimizer, step.tokens) as t, memory.measure(device) as m:
         step()
     peer = "allocator, bytes asked for"
-    return [byte_row(f"tracker's peak above the start, {case}", t.peak.total - t.start.total, peer, m.peak,
-                     rest="inside kernels", at=where(t)),
+    items = {"kernel workspace": memory.with_workspaces(t, m).peak.total - t.peak.total}
+    return [byte_row(f"tracker's peak above the start, {case}", t.peak.total - t.start.total, peer, m.peak, items,
+                     at=where(t)),
             byte_row(f"tracker's net, {case}", t.now.total - t.start.total, peer, m.net)]
 
 

@@ -123,6 +123,7 @@ class CUDAMeasurement(_Measurement):
     """Reads `torch.cuda.memory_stats` around the region. Resets the peak statistics of the device."""
 
     def __init__(self, device):
+        torch.cuda.init()  # there are no statistics to reset before
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
     def _stats(self):

@@ -5,14 +5,17 @@ sizes are those of the real run.
 """
 
 import copy
+from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
+    FakeTensor,
     FakeTensorMode,
 )
+from torch.optim.optimizer import _foreach_supported_types
 
 from .tensors import tensors_in
 from .tracker import track
@@ -21,17 +24,17 @@ from .tracker import track
 def dry_run(function, *args, **kwargs):
     """Run `function(*args, **kwargs)` on fake tensors and return the Tracker; `.result` is what it returned.
 
-    No memory, no GPU: tensors may be on `"cuda"` where there is none. Models, optimizers and tensors in the arguments
-    are replaced by fake copies (the originals are not touched), and count as older than the step. What `function`
-    builds is fake from the start. Raises ValueError if `function` needs a tensor's values (`.item()`, a mask as
-    index), of which there are none, or uses a real tensor that it was not given.
+    No memory is taken; what runs on `"cuda"` needs a GPU to be there, but none of its memory. Models, optimizers and
+    tensors in the arguments are replaced by fake copies (the originals are not touched), and count as older than the
+    step. What `function` builds is fake from the start. Raises ValueError if `function` needs a tensor's values
+    (`.item()`, a mask as index), of which there are none, or uses a real tensor that it was not given.
     """
     fake = FakeTensorMode()
     counters = _step_counters(_trackable((args, kwargs)), fake)
     with FakeCopyMode(fake):
         args, kwargs = copy.deepcopy((args, kwargs), counters)
     try:
-        with fake, track(*_trackable((args, kwargs))) as tracker:
+        with fake, _as_on_real_tensors(), track(*_trackable((args, kwargs))) as tracker:
             tracker.result = function(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(f"dry_run: {error.func} needs the values of a tensor, and fake tensors have none: "
@@ -42,6 +45,16 @@ def dry_run(function, *args, **kwargs):
         raise ValueError("dry_run: the step uses a real tensor that it was not given: build it inside the function, "
                          f"or pass it (or its model) as an argument. {error}") from error
     return tracker
+
+
+@contextmanager
+def _as_on_real_tensors():
+    """torch.optim takes its foreach kernels, by default on CUDA, for types that it knows: let it know fake ones."""
+    _foreach_supported_types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _foreach_supported_types.remove(FakeTensor)
 
 
 def _step_counters(things, fake):

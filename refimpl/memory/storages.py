@@ -102,8 +102,8 @@ class StorageMode(Trace, TorchDispatchMode):
         """A new line in the register. Returns the record, or None for a meta tensor, which holds nothing."""
         if device.type == "meta":
             return None
-        if device.type == "cuda" and not torch.backends.cuda.is_built():  # autograd would end the process
-            raise ValueError(f"tensors on {device} need a torch built for CUDA, in a dry run too: use the CPU")
+        if device.type == "cuda" and not torch.cuda.is_available():  # fake, and autograd would end the process
+            raise ValueError(f"tensors on {device} need a GPU, in a dry run too (none of its memory): use the CPU")
         with self._lock:
             index, nbytes = len(self.records), storage.nbytes() if nbytes is None else nbytes
             name, phase, module, _ = op or (START, "forward", "", 0)
