@@ -9,8 +9,8 @@ from matplotlib.patches import Patch
 from .ledger import CATEGORIES, Ledger, human
 from .trace import END, START
 
-# Okabe and Ito's palette: told apart with any colour vision. A category that somebody marked takes a grey.
-COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#F0E442", "#009E73", "#000000", "#D55E00"),
+# After Okabe and Ito's palette, told apart with any colour vision. A category that somebody marked takes a grey.
+COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#F0E442", "#009E73", "#7A6A9B", "#D55E00"),
                    strict=True))
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
@@ -109,6 +109,7 @@ def draw_timeline(axes, timeline, peak, divisor, highest):
     where = f"{human(peak.ledger.total)}\n{peak.operation}" + (f", {peak.module}" if peak.module else "")
     axes.annotate(where, (peak.index, peak.ledger.total / divisor), (8 if left else -8, 6), va="bottom", fontsize=8,
                   textcoords="offset points", ha="left" if left else "right")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlim(0, max(len(timeline) - 1, 1))
     axes.set_ylim(0, ceiling)
     axes.set_xlabel("operation", fontsize=9)

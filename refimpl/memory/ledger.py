@@ -43,7 +43,7 @@ class Ledger(Mapping):
     def __init__(self, nbytes=(), **more):
         given = {category_name(name): int(count) for name, count in {**dict(nbytes), **more}.items()}
         known = {name: given[name] for name in CATEGORIES if given.get(name)}
-        others = {name: given[name] for name in sorted(given) if name not in CATEGORIES and given[name]}
+        others = {name: count for name, count in given.items() if name not in CATEGORIES and count}
         self._bytes = {**known, **others}
 
     @property
@@ -104,8 +104,8 @@ class Table:
 
     def rows(self):
         """(category, (bytes, …)) for each category that any column holds, and the total last."""
-        held = {name for ledger in self.columns.values() for name in ledger}
-        names = [c for c in CATEGORIES if c in held] + sorted(held.difference(CATEGORIES))
+        held = dict.fromkeys(name for ledger in self.columns.values() for name in ledger)  # a set that keeps its order
+        names = [c for c in CATEGORIES if c in held] + [name for name in held if name not in CATEGORIES]
         rows = [(name, [ledger._get(name) for ledger in self.columns.values()]) for name in names]
         rows.append(("total", [ledger.total for ledger in self.columns.values()]))
         return [(name, (*v, v[1] - v[0]) if len(v) == 2 else tuple(v)) for name, v in rows]
