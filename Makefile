@@ -25,7 +25,7 @@ ITS_VERSION = $(shell $(FIRST) -c 'import sys; print("is %d.%d.%d" % sys.version
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export JUPYTER_PREFER_ENV_PATH = 1
 unexport MPLBACKEND
-# Threads that wait give their core away: several processes share few cores here, and spinning slows all of them.
+# Threads that wait give their core away: ranks share cores, and spinning slows all of them.
 export OMP_WAIT_POLICY = passive
 
 .PHONY: help lab test notebooks gpu again

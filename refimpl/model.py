@@ -252,7 +252,7 @@ class GPT(nn.Module):
         stops it there) a token id outside the vocabulary.
         """
         T = self._check(tokens_BT, targets_BT, offset)
-        x_BTC = _lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
+        x_BTC = self._lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
         if self.positions is None:
             rotation = [table[offset : offset + T].to(x_BTC.dtype) for table in (self.cos, self.sin)]
         else:
@@ -265,7 +265,15 @@ class GPT(nn.Module):
         if targets_BT is None:
             return logits_BTV
         logits, targets = logits_BTV.float().flatten(0, 1), targets_BT.flatten().long()
-        return _lookup(F.cross_entropy, logits, targets, ids=targets_BT, name="targets")
+        return self._lookup(F.cross_entropy, logits, targets, ids=targets_BT, name="targets")
+
+    def _lookup(self, function, *args, ids, name):
+        """An id that `function` does not know becomes a ValueError with the value, at no cost when all is well."""
+        try:
+            return function(*args)
+        except IndexError as error:
+            raise ValueError(f"{name} run from {ids.min()} to {ids.max()}: the vocabulary is 0…"
+                             f"{self.config.vocab_size - 1}") from error
 
     def _check(self, tokens_BT, targets_BT, offset):
         for name, ids in (("tokens", tokens_BT), ("targets", targets_BT)):
@@ -277,15 +285,6 @@ class GPT(nn.Module):
         if not isinstance(offset, int) or not 0 <= offset <= self.config.context_length - T:
             raise ValueError(f"{T} tokens from position {offset}: the context has {self.config.context_length}")
         return T
-
-
-def _lookup(function, *args, ids, name):
-    """`function(*args)`; an id that it does not know becomes a ValueError with the value, at no cost when all is
-    well."""
-    try:
-        return function(*args)
-    except IndexError as error:
-        raise ValueError(f"{name} run from {ids.min()} to {ids.max()}, outside the vocabulary: {error}") from error
 
 
 @contextmanager

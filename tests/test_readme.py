@@ -41,9 +41,13 @@ def rows_of(bench, device="cpu"):
 def test_figures_of_the_meter_are_the_recorded_ones():
     rows = rows_of("meter")
     fp32 = next(r for r in rows if "peak" in r["what"] and "fp32, dropout 0.0" in r["what"])
-    time = next(r for r in rows if r["what"].startswith("tracked step") and "fp32" in r["what"])
+    bf16 = next(r for r in rows if "peak" in r["what"] and "bf16, dropout 0.0" in r["what"])
+    steps = [r["ratio"] for r in rows if r["what"].startswith("tracked step")]
     dry = [r for r in rows if r["what"].startswith("dry run") and r["unit"] == "s"]
     seconds = {r["what"].split()[3].rstrip(","): r["value"] for r in dry}
     assert f"{fp32['peer_value'] - fp32['value']} bytes of {fp32['peer_value'] / 1e6:.0f} MB" in README
-    assert f"a factor of {time['ratio']:.1f}" in README
+    assert f"come on top, {100 - 100 * bf16['ratio']:.1f} % in the same step" in README
+    fp32_step, bf16_step, tiny = (f"{ratio:.1f}" for ratio in steps)
+    assert f"by a factor of {fp32_step} in fp32 and {bf16_step} in bf16, and a tiny model's by {tiny}" in " ".join(
+        README.split())
     assert f"{seconds['gpt3-175b']:.0f} s for GPT-3 175B, {seconds['llama2-7b']:.0f} s for LLaMA-2-7B" in README

@@ -1,7 +1,7 @@
 """The meter beside its peers: bytes beside the allocator's, a tracked step beside a plain one, a dry run's cost.
 
 Three questions: does the tracker read what the allocator gave out, and what is the difference made of; how much slower
-is a step under it; how long does a model take that no machine here holds.
+is a step under it; how long does a model take that no single machine holds.
 """
 
 import json
@@ -113,9 +113,7 @@ def cuda_byte_rows(step, case, device):
     """The rows of a CUDA device: each peer counts something more than the one before."""
     release_workspaces()
     torch.cuda.empty_cache()
-    start = torch.cuda.memory_stats()
-    requested, allocated, reserved = (start[f"{kind}_bytes.all.current"]
-                                      for kind in ("requested", "allocated", "reserved"))
+    requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
     with memory.track(step.model, step.optimizer, step.tokens) as t, memory.measure(device) as m:
         step()
     reserved_now = torch.cuda.memory_reserved()
@@ -123,12 +121,12 @@ def cuda_byte_rows(step, case, device):
     items = {"cuBLAS workspace": release_workspaces()}
     rows = [byte_row(f"tracker's net, {case}", net, "allocator, bytes asked for", m.net, items)]
     items["older and unknown to the tracker"] = requested - t.start.total
-    rows.append(byte_row(peak, ours, "allocator, bytes asked for", requested + m.requested, items, "inside kernels",
+    rows.append(byte_row(peak, ours, "allocator, bytes asked for", m.requested, items, "inside kernels",
                          at=where(t)))
     items = {**rows[-1]["items"], "rounding to 512 B": rounding(t)}
-    rows.append(byte_row(peak, ours, "allocator, blocks given", allocated + m.allocated, items,
+    rows.append(byte_row(peak, ours, "allocator, blocks given", m.allocated, items,
                          "ends of blocks too small to split off"))
-    rows.append(byte_row(peak, ours, "allocator, segments reserved", reserved + m.reserved, rows[-1]["items"],
+    rows.append(byte_row(peak, ours, "allocator, segments reserved", m.reserved, rows[-1]["items"],
                          "free in segments"))
     rows.append(byte_row(f"reserved at the end, {case}", reserved_now, "driver, in use on the device", m.driver,
                          rest="CUDA context, kernels, other processes"))

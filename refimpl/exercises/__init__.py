@@ -27,5 +27,5 @@ def verdict(name, answer, check):
     except Exception as error:
         if not isinstance(error, _Blank) and not isinstance(error.__cause__, _Blank):  # the cause: asked in a rank
             raise
-        complaint = "not answered yet"
+        complaint = "not answered yet (or is a `return` missing? the function gave None)"
     print(f"{name} exercise: {complaint or 'right, on parity and on bytes'}")

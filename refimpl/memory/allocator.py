@@ -6,7 +6,6 @@ sees.
 """
 
 import os
-import time
 from dataclasses import dataclass
 
 import psutil
@@ -18,15 +17,16 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 @dataclass(frozen=True)
 class Reading:
-    """What one device's allocator said about the region. Bytes above the start, unless the field says otherwise.
+    """What one device's allocator said about the region, in bytes.
 
-    - `peak`, `net`: bytes that tensors asked for, at the highest moment and at the end. On the CPU the profiler knows
-      the size only of what was allocated under it: releases of anything older are not counted.
-    - `requested`, `allocated`, `reserved` (CUDA): peaks of what was asked for, of the blocks given (multiples of 512
-      B), and of the segments taken from the driver.
-    - `driver` (CUDA): what the whole device had in use at the end, absolute, as `mem_get_info` tells it.
-    - `resident` (CPU): growth of the process's resident memory, as the operating system tells it.
-    - `segments`, `blocks`, `inactive` (CUDA, absolute): segments and blocks at the end, and bytes free inside segments.
+    - `peak`, `net`: what tensors asked for, at the highest moment and at the end, above the start. On the CPU the
+      profiler knows the size only of what was allocated under it: releases of anything older are not counted.
+    - `requested`, `allocated`, `reserved` (CUDA): absolute peaks of what was asked for, of the blocks given for it
+      (multiples of 512 B), and of the segments taken from the driver.
+    - `driver` (CUDA): what the whole device had in use at the end, other processes included, as `mem_get_info` tells.
+    - `resident` (CPU): growth of the process's resident memory, as the operating system tells it: less than `peak`
+      where pages of earlier tensors are used again.
+    - `segments`, `blocks` (CUDA): how many there are at the end, and in `inactive` the bytes free inside segments.
     """
 
     device: str
@@ -62,10 +62,13 @@ def measure(device=None):
     `device`: `"cpu"`, `"cuda"` …; by default a CUDA device where there is one. ValueError for a device with no
     readings.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        return CUDAMeasurement(device)
-    if device.type == "cpu":
+    try:
+        wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"no allocator readings for device {device!r}: expected 'cpu' or 'cuda'") from error
+    if wanted.type == "cuda":
+        return CUDAMeasurement(wanted)
+    if wanted.type == "cpu":
         return CPUMeasurement()
     raise ValueError(f"no allocator readings for device {str(device)!r}: expected 'cpu' or 'cuda'")
 
@@ -102,7 +105,6 @@ class CPUMeasurement(_Measurement):
         cpu = [torch.profiler.ProfilerActivity.CPU]
         self._profiler = torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True)
         self._profiler.start()
-        self._begin = time.time_ns()
         return self
 
     def __exit__(self, *exception):
@@ -137,14 +139,14 @@ class CUDAMeasurement(_Measurement):
 
     def __exit__(self, *exception):
         stats = self._stats()
-        requested, allocated, reserved = (
-            stats.get(f"{kind}_bytes.all.peak", 0) - self._start.get(f"{kind}_bytes.all.current", 0)
-            for kind in ("requested", "allocated", "reserved"))
-        net = stats.get("requested_bytes.all.current", 0) - self._start.get("requested_bytes.all.current", 0)
+        requested, allocated, reserved = (stats.get(f"{kind}_bytes.all.peak", 0)
+                                          for kind in ("requested", "allocated", "reserved"))
+        start = self._start.get("requested_bytes.all.current", 0)
+        net = stats.get("requested_bytes.all.current", 0) - start
         free, total = torch.cuda.mem_get_info(self._device)
         segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == self._device.index]
         blocks = [block for segment in segments for block in segment["blocks"]]
         self.reading = Reading(
-            str(self._device), requested, net, requested, allocated, reserved, driver=total - free,
+            str(self._device), requested - start, net, requested, allocated, reserved, driver=total - free,
             segments=len(segments), blocks=len(blocks),
             inactive=sum(b["size"] for b in blocks if b["state"] == "inactive"))

@@ -1,7 +1,8 @@
 """The dry run: a program on tensors that have shapes and no memory, under the same tracker.
 
 Fake tensors run every operation's shape rules and none of its arithmetic, so the operations, the storages and their
-sizes are those of the real run.
+sizes are those of the real run. (An operation that returns a library's workspace, such as oneDNN's LSTM on a CPU, may
+say less in its shape rule than it takes; none does in our GPT.)
 """
 
 import copy

@@ -61,7 +61,7 @@ def plot(*traces, predicted=None, **labelled):
     ever = [Ledger(zip(t.categories, t.nbytes.max(axis=0).tolist(), strict=True)) for t in timelines.values()]
     shown = _names(ledgers + ever)
     patches = [Patch(color=colour(name), label=name) for name in shown]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(shown), 8), frameon=False, fontsize=9)
+    figure.legend(handles=patches, loc="outside lower center", ncols=4 * len(runs), frameon=False, fontsize=9)
     return figure
 
 

@@ -142,5 +142,8 @@ class Table:
 
 
 def beside(**ledgers):
-    """Ledgers in one table: `beside(predicted=…, measured=t.peak)`. Two ledgers get a column of differences."""
-    return Table(ledgers)
+    """Ledgers in one table: `beside(predicted=…, measured=t.peak)`. Two ledgers get a column of differences.
+
+    A tracker or trace stands for its peak.
+    """
+    return Table({title: getattr(ledger, "peak", ledger) for title, ledger in ledgers.items()})

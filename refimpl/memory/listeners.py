@@ -47,8 +47,10 @@ def tell(event, *args):
 
 def _install():
     handles = [
-        register_module_forward_pre_hook(lambda module, args: tell("enter_module", module, args)),
-        register_module_forward_hook(lambda module, args, out: tell("leave_module", module), always_call=True),
+        register_module_forward_pre_hook(lambda module, args: tell("enter_module", module)),
+        # (args, kwargs, output), or (args, output) after an exception
+        register_module_forward_hook(lambda module, *given: tell("leave_module", module, given[:-1]),
+                                     with_kwargs=True, always_call=True),
         register_module_parameter_registration_hook(lambda module, name, p: tell("own_parameter", p, name)),
         register_module_buffer_registration_hook(lambda module, name, b: tell("own_buffer", b)),
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: tell("enter_step", optimizer)),

@@ -21,8 +21,8 @@ def track(*objects):
 
     `with memory.track(model, optimizer) as t: step()`, then `t.peak`, `t.now`, `t.start` (Ledgers, bytes),
     `t.timeline`, `t.top(…)`, `t.plot()`. Modules and optimizers that run inside are found; `objects` (modules,
-    optimizers, tensors, or lists of these) names what existed before and might not be touched. TypeError for anything
-    else.
+    optimizers, input tensors, or lists and dicts of these) names what existed before and might not be touched.
+    TypeError for anything else.
     """
     return Tracker(*objects)
 
@@ -59,19 +59,27 @@ class Tracker(StorageMode):
     def __enter__(self):
         if self.ops or self._alive:
             raise RuntimeError("this tracker has recorded already: call memory.track(…) again for a new one")
-        for thing in self._objects:
-            self._adopt(thing)
-        listeners.subscribe(self)
+        try:
+            for thing in self._objects:
+                self._adopt(thing)
+            listeners.subscribe(self)
+        except BaseException:
+            self._unhook()
+            raise
         return super().__enter__()
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
         self._find_gradients()
         listeners.unsubscribe(self)
-        for hook in self._hooks:
-            hook.remove()
+        self._unhook()
         self._alive.clear()  # the weak references with it: `now` stays as it is
         self._objects = ()
+
+    def _unhook(self):
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     # --- where and when --------------------------------------------------------------------------------------------
 
@@ -102,29 +110,29 @@ class Tracker(StorageMode):
 
     # --- what the listeners tell -----------------------------------------------------------------------------------
 
-    def enter_module(self, module, args):
-        """A module's forward begins. The outermost one is adopted, and its arguments are inputs."""
+    def enter_module(self, module):
+        """A module's forward begins. The outermost one is adopted."""
         if not self._modules:
             self._stepping = 0  # a step that raised never told us that it ended
             self._adopt(module)
-            for tensor in tensors_in(args):
-                if tensor.is_leaf:
-                    self._watch_gradient(tensor)
-                    for record in self._of(tensor):
-                        if not record.module:
-                            record.roles.add(INPUTS)
             if self.first_call is None:
                 self.first_call = len(self.ops)
         self._names.setdefault(id(module), type(module).__name__)
         self._modules.append(module)
         self._switch()
 
-    def leave_module(self, module):
-        """A module's forward ended, or raised."""
+    def leave_module(self, module, arguments):
+        """A module's forward ended, or raised. What came to the outermost one from outside are inputs."""
         if module in self._modules:
             while self._modules.pop() is not module:
                 pass
             self._switch()
+        if not self._modules:
+            for tensor in filter(lambda tensor: tensor.is_leaf, tensors_in(arguments)):
+                self._watch_gradient(tensor)
+                for record in self._of(tensor):
+                    if not record.module:
+                        record.roles.add(INPUTS)
 
     def _switch(self):
         module = self._names[id(self._modules[-1])] if self._modules else ""
@@ -209,12 +217,13 @@ class Tracker(StorageMode):
             for tensor in tensors_in(list(thing.state.values())):
                 self._role(tensor, OPTIMIZER_STATE)
         elif isinstance(thing, torch.Tensor):
-            self._of(thing)
-        elif isinstance(thing, (list, tuple)):
-            for item in thing:
+            self._role(thing, INPUTS)
+        elif isinstance(thing, (list, tuple, dict)):
+            for item in thing.values() if isinstance(thing, dict) else thing:
                 self._adopt(item)
         else:
-            raise TypeError(f"track({type(thing).__name__}): expected modules, optimizers, tensors or lists of these")
+            raise TypeError(f"track({type(thing).__name__}): expected models, optimizers, tensors, or lists and dicts "
+                            "of these (not a model's parameters: the model)")
         self._adopted.add(id(thing))
 
     def _role(self, tensor, category):

@@ -16,9 +16,9 @@ def with_workspaces(trace, measurement):
     """`trace` with the workspaces that `measurement` saw inside its operations, as a category of their own.
 
     `with memory.track(…) as t, memory.measure("cpu") as m: step()`, then `memory.with_workspaces(t, m)`: a Trace
-    whose peak is the allocator's, and whose `top(by="operation")` names the kernels. Its operation k holds, in
-    symbols, the largest prefix sum of the allocator's log between operations k−1 and k, above the sum at its end.
-    ValueError for a measurement without a log (CUDA's allocator keeps none by default).
+    whose peak is the allocator's, and whose `top(by="operation")` names the kernels. Its operation k holds the
+    largest prefix sum of the allocator's log between operations k−1 and k, above the sum at its end. ValueError for a
+    measurement without a log (CUDA's allocator keeps none by default).
     """
     log = getattr(measurement, "events", None)
     if log is None:

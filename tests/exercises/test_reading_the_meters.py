@@ -41,8 +41,8 @@ def test_right_answers(capsys, exercise, answer):
     (page.first, page.leaking_validation, "4 more batches raise the peak"),
     (page.first, lambda model, batches: 5.0, "the mean loss is"),
     (page.second, lambda trace: ("GPT", 1), "you say"),
-    (page.third, lambda *args: True, "the dry run's peak is"),
-    (page.third, lambda *args: False, "the dry run's peak is"),
+    (page.third, lambda *args: True, "build_and_step peaks at"),
+    (page.third, lambda *args: False, "build_and_step peaks at"),
 ])
 def test_wrong_answers(capsys, exercise, answer, complaint):
     assert complaint in said(capsys, exercise, answer)

@@ -54,8 +54,9 @@ def test_one_profiler_at_a_time():
 
 
 def test_an_unknown_device_is_named():
-    with pytest.raises(ValueError, match="'meta': expected 'cpu' or 'cuda'"):
-        memory.measure("meta")
+    for device in ("meta", "gpu"):
+        with pytest.raises(ValueError, match=f"'{device}': expected 'cpu' or 'cuda'"):
+            memory.measure(device)
 
 
 def test_it_shows_itself():

@@ -187,18 +187,27 @@ def test_master_weights_are_optimizer_state_and_bare_tensors_parameters():
     assert t.now == {"parameters": 400}
 
 
-def test_inputs_are_the_models_arguments():
+@pytest.mark.parametrize("by_name", [False, True])
+def test_inputs_are_the_models_arguments(by_name):
     model, tokens = torch.nn.Linear(8, 8), torch.randn(4, 8)
     with memory.track() as t:
-        model(tokens)
-        model(torch.randn(2, 8))
+        for x in (tokens, torch.randn(2, 8)):
+            model(input=x) if by_name else model(x)
+        del x
     assert t.start["inputs"] == 4 * 8 * 4
     assert t.timeline.nbytes[:, t.timeline.categories.index("inputs")].max() == 6 * 8 * 4
 
 
 def test_bad_objects_and_second_use_are_refused():
-    with pytest.raises(TypeError, match=r"track\(str\)"), memory.track("model"):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"track\(str\)"), memory.track(model, "model"):
         pass
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    with pytest.raises(TypeError, match="not a model's parameters: the model"), memory.track(model.parameters()):
+        pass
+    with memory.track({"batch": torch.zeros(25)}) as t:
+        pass
+    assert t.now == {"inputs": 100}
     with memory.track() as t:
         torch.zeros(1)
     with pytest.raises(RuntimeError, match="again for a new one"), t:
