@@ -28,20 +28,25 @@ class Handle:
     On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
     """
 
-    def __init__(self, works, result=None, landing=None, kept=None):
+    def __init__(self, works, result=None, landing=None, kept=None, pending=None):
         self._works, self._result, self._landing, self._kept = works, result, landing, kept
+        self._pending = set() if pending is None else pending
+        self._pending.difference_update([handle for handle in self._pending if handle.done()])
+        self._pending.add(self)  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
 
     def wait(self):
+        """End it; its result."""
         with unseen():
             for work in self._works:
                 work.wait()
         if self._landing is not None and not same_memory(self._landing, self._result):  # it landed beside it
             self._result.detach().copy_(self._landing)
         self._works, self._landing, self._kept = (), None, None
+        self._pending.discard(self)
         return self._result
 
     def done(self):
-        """Whether `wait()` would return at once."""
+        """Whether `wait()` would return at once. gloo cannot tell of a send: False until waited for."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -61,6 +66,7 @@ class Communicator:
         self.ranks = tuple(ranks or range(world_size))
         self._group, self._debug, self._parent = group, debug, parent
         self._sent = dict.fromkeys(COLLECTIVES, 0)
+        self._pending = set()  # handles that nobody has waited for
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
 
@@ -105,9 +111,9 @@ class Communicator:
         """
         x = self._given(x)
         self._chunk(x)
-        if out is not None and out is x:
-            raise ValueError("all_to_all cannot write to the tensor that it reads: give another out, or none")
         out = self._result(out, x.shape, x)
+        if x.numel() and same_memory(out, x):
+            raise ValueError("all_to_all cannot write to the tensor that it reads: give another out, or none")
         return self._run("all_to_all", x, out, async_op, call=lambda source, landing, **how:
                          dist.all_to_all_single(landing, source, **how))
 
@@ -194,7 +200,7 @@ class Communicator:
         else:  # torch takes one tensor, to read from and to write to
             source = landing.copy_(x)
         work = call(as_bytes(source), as_bytes(landing), group=self._group, async_op=async_op or watched())
-        handle = Handle([work] if work is not None else (), out, landing, source)
+        handle = Handle([work] if work is not None else (), out, landing, source, self._pending)
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):
@@ -212,7 +218,7 @@ class Communicator:
             else:
                 wanted.append(dist.P2POp(dist.irecv, as_bytes(landing), group=self._group, group_peer=src))
         works += dist.batch_isend_irecv(wanted) if wanted else []
-        handle = Handle(works, out, landing, source)
+        handle = Handle(works, out, landing, source, self._pending)
         return handle if async_op else handle.wait()
 
     def _count(self, collective, nbytes, itemsize=1, src=0):

@@ -45,12 +45,15 @@ def open_channel():
     global _current
     with _lock:
         freshness = _freshness()
-        if _current is not None and not _current.serves(freshness):
-            _current.close()
-            _current = None
-        if _current is None:
-            _current = ForkServer(freshness)
-        return _current.open_channel()
+        while True:
+            if _current is not None and not _current.serves(freshness):
+                _current.close()
+                _current = None
+            if _current is None:
+                _current = ForkServer(freshness)
+            with contextlib.suppress(ConnectionError):  # it has just ended: start another
+                return _current.open_channel()
+            _current.kill()
 
 
 def _freshness():
@@ -77,7 +80,7 @@ class ForkServer:
                 self._socket.settimeout(START_SECONDS)
                 ready = self._socket.recv(1)
             except BaseException:
-                self._process.kill()
+                self.kill()
                 self.close()
                 raise
             if not ready:
@@ -95,8 +98,17 @@ class ForkServer:
         """Our end of a new channel."""
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._socket, [b"C"], [theirs.fileno()])
+            try:
+                socket.send_fds(self._socket, [b"C"], [theirs.fileno()])
+            except BaseException:
+                ours.close()
+                raise
         return ours
+
+    def kill(self):
+        """End it at once, and its ranks."""
+        self._process.kill()
+        self._process.wait()
 
     def close(self):
         """End it; ranks of launches that are still running end first."""
@@ -123,6 +135,7 @@ def serve(fd, owner):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in PRELOADED:
         __import__(name)
+    _adopt_orphans()
     gc.collect()
     gc.freeze()  # what is here stays: a collection in a rank need not touch, and so copy, these pages
     Server(socket.socket(fileno=fd), owner).run()
@@ -209,18 +222,25 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             while woken.recv(4096):
                 pass
-        while self._ranks:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        ended = []
+        with contextlib.suppress(ChildProcessError):  # no child at all
+            while (event := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                ended += [event] if event[0] in self._ranks else []
+        for pid, _ in ended:
+            _kill(os.killpg, pid)
+        self._sweep()
+        for pid, status in ended:
             channel, rank = self._ranks.pop(pid)
-            _kill(os.killpg, pid)  # what the rank had started
             self._tell(channel, rank, pid, status)
             if channel in self._closed:
                 self._over(channel)
+
+    def _sweep(self):
+        """Kill what ranks had started and left behind: orphans become our children (see `_adopt_orphans`)."""
+        while orphans := [pid for pid in _children() if pid not in self._ranks]:
+            for pid in orphans:
+                _kill(os.kill, pid)
+                os.waitpid(pid, 0)
 
     def _over(self, channel):
         """The launch is over: kill its ranks; when all are reaped, the closing of the channel says so."""
@@ -246,7 +266,21 @@ def _kill(how, pid):
         how(pid, signal.SIGKILL)
 
 
+def _children():
+    """Pids of our children, those that have ended too. Elsewhere than on Linux orphans are not ours: none."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
 def _die_with_parent():
     """Linux: be killed if the server is (prctl PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def _adopt_orphans():
+    """Linux: what a rank started becomes our child when the rank ends (prctl PR_SET_CHILD_SUBREAPER)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

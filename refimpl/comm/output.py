@@ -2,6 +2,7 @@
 
 import codecs
 import sys
+from collections import deque
 
 STREAMS = ("stdout", "stderr")
 
@@ -10,7 +11,7 @@ class RankOutput:
     """Collects what each rank writes. The lowest rank that still runs is shown as it writes; the others wait."""
 
     def __init__(self, world_size):
-        self._lines = [[] for _ in range(world_size)]  # (stream, text): complete, and not shown yet
+        self._lines = [deque() for _ in range(world_size)]  # (stream, text): complete, and not shown yet
         self._partial = [dict.fromkeys(STREAMS, "") for _ in range(world_size)]
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoders = [{stream: decoder("replace") for stream in STREAMS} for _ in range(world_size)]

@@ -43,6 +43,7 @@ def pack_result(value):
     return buffer.getvalue()
 
 
+HOST = ("cpu", "meta")  # device types of tensors that any process can hold
 OPEN_FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
 
 
@@ -64,7 +65,7 @@ class _Outward(_Packer):
         if isinstance(obj, torch.Tensor):
             if isinstance(obj, FakeTensor):
                 raise TypeError("a fake tensor has no values")
-            if obj.device.type not in ("cpu", "meta"):
+            if obj.device.type not in HOST:
                 raise TypeError(f"a tensor on {obj.device} belongs to its process: pass its .cpu()")
         if not isinstance(obj, (type, types.FunctionType)):
             return super().reducer_override(obj)
@@ -98,7 +99,7 @@ class _Homeward(_Packer):
     """To the caller, who may have no GPU, or another one."""
 
     def reducer_override(self, obj):
-        if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+        if isinstance(obj, torch.Tensor) and obj.device.type not in HOST:
             host = obj.detach().cpu().requires_grad_(obj.requires_grad)
             if isinstance(obj, torch.nn.Parameter):
                 host = torch.nn.Parameter(host, obj.requires_grad)
@@ -171,7 +172,7 @@ def _parts(obj):
         yield from ((f"[{i}]", part) for i, part in enumerate(obj))
     elif isinstance(obj, (set, frozenset)):
         yield from (("an element", part) for part in obj)
-    if hasattr(obj, "__dict__") and not isinstance(obj, types.ModuleType):
+    if hasattr(obj, "__dict__") and not isinstance(obj, (types.ModuleType, torch.Tensor)):
         yield from ((f".{name}", part) for name, part in vars(obj).items())
 
 

@@ -4,39 +4,54 @@ import os
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
 
 
-def processes_left():
+def find_processes():
     """Child processes of this one, at any depth; the fork server, which stays to be used again, is none."""
     server = sys.modules["refimpl.comm.forkserver"]._current
     kept = server._process.pid if server is not None else None
     return [child for child in psutil.Process().children(recursive=True) if child.pid != kept]
 
 
-def things():
-    """What a launch could leave: files, threads, file descriptors."""
-    files = {(folder, name) for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)
-             for name in os.listdir(folder) if not name.startswith("pytest")}
-    return files, set(threading.enumerate()), len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else 0
+@pytest.fixture
+def processes_left():
+    """A function: the processes that are left at the moment."""
+    return find_processes
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm():
+def own_temporary_folder(tmp_path_factory):
+    """Where the caller and its ranks, and nobody else, put temporary files."""
+    folder, before = tmp_path_factory.mktemp("temporary"), (tempfile.tempdir, os.environ.get("TMPDIR"))
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    yield folder
+    tempfile.tempdir = before[0]
+    os.environ.pop("TMPDIR") if before[1] is None else os.environ.update(TMPDIR=before[1])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm(own_temporary_folder):
     """The fork server runs before the first test counts what there is."""
     from refimpl.comm import launch
 
     launch(lambda comm: None, 1)
 
 
+def open_files():
+    return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(warm):
-    before = things()
+def nothing_is_left(warm, own_temporary_folder, request):
+    threads, files = set(threading.enumerate()), open_files()
     yield
-    assert processes_left() == []
-    after = things()
-    assert after[1] == before[1], "a thread is left"
-    assert after[2] <= before[2], "a file descriptor is left"
-    assert {name for name in after[0] - before[0] if "torch" in name[1] or "tmp" in name[1]} == set()
+    assert find_processes() == []
+    assert set(threading.enumerate()) == threads, "a thread is left"
+    left = [path.name for path in own_temporary_folder.iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor")] == []  # torch._dynamo's cache, at import
+    if "notebook" not in request.node.name:  # nbclient keeps its event loop
+        assert open_files() <= files, "a file descriptor is left"

@@ -171,6 +171,21 @@ def test_sub_groups():
         assert whole == {"all_gather": 8, "all_reduce": 4, **broadcast}
 
 
+def drops_a_handle(comm):
+    """Rank 0 sends long before rank 1 receives, and holds nothing."""
+    with memory.track() as t:
+        if comm.rank == 0:
+            comm.send(torch.ones(100_000), 1, async_op=True)
+        comm.all_reduce(torch.ones(10), async_op=True).wait()
+        alive = t.now.total
+    comm.barrier()
+    return alive if comm.rank == 0 else comm.recv(torch.empty(100_000), 0).sum().item()
+
+
+def test_what_is_sent_arrives_though_its_handle_is_dropped_and_what_was_waited_for_is_not_held():
+    assert launch(drops_a_handle, 2) == [400_000, 100_000]
+
+
 def test_sub_groups_that_overlap_are_named():
     with pytest.raises(CollectiveMismatch, match=r"a sub-group of ranks \[0, 1\], and rank 1 one of \[1, 2\]"):
         launch(lambda comm: comm.split([0, 1] if comm.rank == 0 else [1, 2]) and comm.barrier(), 3)
