@@ -1,0 +1,283 @@
+"""Collectives over torch.distributed that count what they put on the wire.
+
+One rule for all of them: what a collective is given it leaves as it is; the result is a new tensor, or `out` if one is
+given. Where shapes allow, `out` may be the argument itself, `comm.all_reduce(x, out=x)`, and all_gather's argument may
+be this rank's chunk of its `out`. With `async_op=True` a Handle comes back at once, and its `wait()` returns the
+result; until then leave both tensors alone. Nothing here is differentiated through.
+
+What the communicator allocates (results, staging copies, contiguous copies) is "communication" in every tracker.
+"""
+
+from numbers import Integral
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .. import memory
+from .agreement import CheckedReceive, announce, check_agreement
+from .groups import new_group
+from .tensors import as_bytes, look, reduction, same_memory
+from .traffic import COLLECTIVES, Traffic, ring_traffic
+from .versions import all_gather_single, reduce_scatter_single, unseen, watched
+
+
+class Handle:
+    """A collective under way. `wait()` ends it and returns its result, however often it is called.
+
+    On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
+    """
+
+    def __init__(self, works, result=None, landing=None, kept=None, pending=None):
+        self._works, self._result, self._landing, self._kept = works, result, landing, kept
+        self._pending = set() if pending is None else pending
+        self._pending.difference_update([handle for handle in self._pending if handle.done()])
+        self._pending.add(self)  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
+
+    def wait(self):
+        """End it; its result."""
+        with unseen():
+            for work in self._works:
+                work.wait()
+        if self._landing is not None and not same_memory(self._landing, self._result):  # it landed beside it
+            self._result.detach().copy_(self._landing)
+        self._works, self._landing, self._kept = (), None, None
+        self._pending.discard(self)
+        return self._result
+
+    def done(self):
+        """Whether `wait()` would return at once. gloo cannot tell of a send: False until waited for."""
+        return all(work.is_completed() for work in self._works)
+
+
+class Communicator:
+    """N ranks that can call collectives together, as one of them sees it. `launch` makes it.
+
+    - `rank`, `world_size`: this rank's number here, and N.
+    - `ranks`: the numbers of all N in the world that `launch` made (a sub-group has fewer than the world).
+    - `device`: where this rank computes (`torch.device`).
+
+    Ranks in arguments (`src`, `dst`, `split`) are numbers in this communicator. CUDA tensors travel by NCCL when each
+    rank has a GPU of its own, else through host memory, where gloo takes them.
+    """
+
+    def __init__(self, rank, world_size, device="cpu", group=None, *, ranks=None, debug=False, parent=None):
+        self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
+        self.ranks = tuple(ranks or range(world_size))
+        self._group, self._debug, self._parent = group, debug, parent
+        self._sent = dict.fromkeys(COLLECTIVES, 0)
+        self._pending = set()  # handles that nobody has waited for
+        self._receives = {}  # debug mode: src -> receives that have not begun
+        self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
+
+    # --- collectives ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x, op="sum", *, out=None, async_op=False):
+        """Σ over ranks of x (or its `op`: sum, avg, max, min, product), on every rank. Shape of x.
+
+        ValueError for an unknown op, a dtype that cannot be reduced, or an average of integers. On bool tensors sum
+        and max mean any, product and min mean all.
+        """
+        x, reduce_op = self._given(x), reduction(op, x)
+        out = self._result(out, x.shape, x)
+        return self._run("all_reduce", x, out, async_op, op=op, in_place=True, call=lambda source, landing, **how:
+                         dist.all_reduce(landing, reduce_op, **how))
+
+    def reduce_scatter(self, x, op="sum", *, out=None, async_op=False):
+        """Chunk r, of N along dim 0, of what all_reduce would give, on rank r: (N·n, …) -> (n, …).
+
+        ValueError if N does not divide the size of dim 0 (pad it), and as for all_reduce.
+        """
+        x, reduce_op = self._given(x), reduction(op, x)
+        out = self._result(out, (self._chunk(x), *x.shape[1:]), x)
+        return self._run("reduce_scatter", x, out, async_op, op=op, call=lambda source, landing, **how:
+                         reduce_scatter_single(landing, source, reduce_op, **how))
+
+    def all_gather(self, x, *, out=None, async_op=False):
+        """Every rank's x, one after the other along dim 0, on every rank: (n, …) -> (N·n, …), scalars -> (N,).
+
+        x has the same shape on every rank.
+        """
+        x = self._given(x)
+        x = x if x.dim() else x.reshape(1)
+        out = self._result(out, (self.world_size * x.shape[0], *x.shape[1:]), x)
+        return self._run("all_gather", x, out, async_op, call=lambda source, landing, **how:
+                         all_gather_single(landing, source, **how))
+
+    def all_to_all(self, x, *, out=None, async_op=False):
+        """Chunk s of rank r's x becomes chunk r of rank s's result, of N chunks along dim 0. Shape of x.
+
+        ValueError if N does not divide the size of dim 0.
+        """
+        x = self._given(x)
+        self._chunk(x)
+        out = self._result(out, x.shape, x)
+        if x.numel() and same_memory(out, x):
+            raise ValueError("all_to_all cannot write to the tensor that it reads: give another out, or none")
+        return self._run("all_to_all", x, out, async_op, call=lambda source, landing, **how:
+                         dist.all_to_all_single(landing, source, **how))
+
+    def broadcast(self, x, src, *, out=None, async_op=False):
+        """Rank src's x, on every rank. Elsewhere x says which shape and dtype to expect."""
+        x, src = self._given(x), self._peer(src, "src")
+        out = self._result(out, x.shape, x)
+        return self._run("broadcast", x, out, async_op, src=src, in_place=True, call=lambda source, landing, **how:
+                         dist.broadcast(landing, group_src=src, **how))
+
+    def barrier(self):
+        """Return when every rank has called it. Moves no tensor and counts no bytes."""
+        if self._debug:
+            check_agreement(self, "barrier")
+        with unseen():
+            dist.barrier(self._group, device_ids=[self.device.index] if self._nccl else None)
+
+    # --- from one rank to another --------------------------------------------------------------------------------
+
+    def send(self, x, dst, *, async_op=False):
+        """Send x to rank dst, which calls recv. Returns None, or a Handle."""
+        x, dst = self._given(x), self._peer(dst, "dst", other=True)
+        return self._exchange(x, dst, None, None, None, async_op)
+
+    def recv(self, like, src, *, out=None, async_op=False):
+        """The tensor that rank src sends, which has the shape, dtype and device of `like`."""
+        like, src = self._given(like), self._peer(src, "src", other=True)
+        return self._exchange(None, None, self._result(out, like.shape, like), like, src, async_op)
+
+    def send_recv(self, x, dst, like, src, *, out=None, async_op=False):
+        """Send x to rank dst and receive from rank src, both at once. Returns what came.
+
+        In a ring, where each sends before it receives, `send` then `recv` could wait forever for each other.
+        """
+        x, dst = self._given(x), self._peer(dst, "dst", other=True)
+        like, src = self._given(like), self._peer(src, "src", other=True)
+        return self._exchange(x, dst, self._result(out, like.shape, like), like, src, async_op)
+
+    # --- sub-groups and bytes ------------------------------------------------------------------------------------
+
+    def split(self, ranks):
+        """The communicator of some of the ranks, in ascending order; None on a rank that is not among them.
+
+        Every rank of this communicator calls it. All may pass the same `ranks`, or each those of its own sub-group:
+        `comm.split([0, 1] if comm.rank < 2 else [2, 3])`. ValueError for a rank that does not exist, one twice, or
+        none; CollectiveMismatch if the members of a sub-group do not agree who they are.
+        """
+        members = self._members(ranks)
+        with unseen():
+            group = new_group(self, members)
+        if group is None:
+            return None
+        return Communicator(members.index(self.rank), len(members), self.device, group, debug=self._debug, parent=self,
+                            ranks=[self.ranks[member] for member in members])
+
+    @property
+    def traffic(self):
+        """Bytes that this rank sent through this communicator and its sub-groups, as a ring sends them, so far."""
+        return Traffic(self._sent)
+
+    def reset_traffic(self):
+        """Count from zero, here; what this communicator was split from keeps its own count."""
+        self._sent = dict.fromkeys(COLLECTIVES, 0)
+
+    def __repr__(self):
+        of = f" (world ranks {', '.join(map(str, self.ranks))})" if self._parent is not None else ""
+        return f"{type(self).__name__}(rank {self.rank} of {self.world_size}{of}, {self.device})"
+
+    def __deepcopy__(self, memo):
+        return self  # a connection has no copy: `memory.dry_run(step, comm)` counts in the comm that it was given
+
+    # --- how each of them runs -----------------------------------------------------------------------------------
+
+    def _run(self, collective, x, out, async_op, *, call, op=None, src=0, in_place=False):
+        """Count, then `call(source, landing, …)`: `source` holds x and `landing` is where the result comes to lie."""
+        self._count(collective, max(x.nbytes, out.nbytes), x.element_size(), src)  # the larger is the full tensor
+        if self._debug:
+            check_agreement(self, collective, x, op, src)
+        landing = self._landing(out)
+        if not in_place:
+            source = self._source(x)
+        elif same_memory(landing, x):  # out is x
+            source = landing
+        else:  # torch takes one tensor, to read from and to write to
+            source = landing.copy_(x)
+        work = call(as_bytes(source), as_bytes(landing), group=self._group, async_op=async_op or watched())
+        handle = Handle([work] if work is not None else (), out, landing, source, self._pending)
+        return handle if async_op else handle.wait()
+
+    def _exchange(self, x, dst, out, like, src, async_op):
+        """Send x to dst (if there is one), receive into `out` from src (if there is one)."""
+        works, wanted, source, landing = [], [], None, None
+        if x is not None:
+            self._count("send", x.nbytes)
+            source = self._source(x)
+            works += [announce(self, x, dst)] if self._debug else []
+            wanted.append(dist.P2POp(dist.isend, as_bytes(source), group=self._group, group_peer=dst))
+        if out is not None:
+            landing = self._landing(out)
+            if self._debug:
+                works.append(CheckedReceive(self, like, src, as_bytes(landing)))
+            else:
+                wanted.append(dist.P2POp(dist.irecv, as_bytes(landing), group=self._group, group_peer=src))
+        works += dist.batch_isend_irecv(wanted) if wanted else []
+        handle = Handle(works, out, landing, source, self._pending)
+        return handle if async_op else handle.wait()
+
+    def _count(self, collective, nbytes, itemsize=1, src=0):
+        sent = ring_traffic(collective, nbytes, self.world_size, rank=self.rank, itemsize=itemsize, src=src)
+        comm = self
+        while comm is not None:
+            comm._sent[collective] += sent
+            comm = comm._parent
+
+    def _result(self, out, shape, x):
+        """`out` if it fits, or a new tensor."""
+        if out is None:
+            return memory.mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"out={type(out).__name__}: expected a tensor")
+        if (out.shape, out.dtype, out.device) != (torch.Size(shape), x.dtype, x.device):
+            raise ValueError(f"out has {look(out)}: expected {look(x, shape)}")
+        return out
+
+    def _source(self, x):
+        """x where the backend can read it: contiguous, and on the host if it does not serve x's device."""
+        there = x if self._nccl or not x.is_cuda else x.cpu()
+        there = there.contiguous()
+        return there if there is x else memory.mark(there, "communication")
+
+    def _landing(self, out):
+        """`out`, or beside it a tensor that the backend can write to."""
+        if out.is_contiguous() and (self._nccl or not out.is_cuda):
+            return out.detach() if out.requires_grad else out
+        device = out.device if self._nccl else "cpu"
+        return memory.mark(torch.empty(out.shape, dtype=out.dtype, device=device), "communication")
+
+    def _given(self, x):
+        """x, if a collective can move it, outside of autograd."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: torch.tensor(…) makes one")
+        if x.layout is not torch.strided:
+            raise TypeError(f"a collective moves dense tensors, and this one is {x.layout}")
+        if self._group is not None and isinstance(x, FakeTensor):
+            raise TypeError("a fake tensor has nothing to send: give the dry run a FakeCommunicator(rank, world_size)")
+        return x.detach() if x.requires_grad else x
+
+    # --- bad input -----------------------------------------------------------------------------------------------
+
+    def _chunk(self, x):
+        if x.dim() == 0 or x.shape[0] % self.world_size:
+            raise ValueError(f"shape {tuple(x.shape)}: dim 0 has to be a multiple of world_size={self.world_size}, "
+                             "one chunk for each rank; pad it")
+        return x.shape[0] // self.world_size
+
+    def _peer(self, rank, name, other=False):
+        if not isinstance(rank, Integral) or isinstance(rank, bool) or not 0 <= rank < self.world_size:
+            raise ValueError(f"{name}={rank!r}: expected a rank from 0 to {self.world_size - 1}")
+        if other and rank == self.rank:
+            raise ValueError(f"{name}={rank}: a rank cannot send to itself")
+        return int(rank)
+
+    def _members(self, ranks):
+        ranks = [self._peer(rank, "ranks has") for rank in ranks]
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"split({ranks}): expected at least one rank, and each once")
+        return sorted(ranks)

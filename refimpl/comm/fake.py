@@ -1,0 +1,62 @@
+"""A communicator without the others: rank r of N, for dry runs and for counting."""
+
+import torch
+
+from .communicator import Communicator, Handle
+from .tensors import same_memory
+
+
+class FakeCommunicator(Communicator):
+    """Rank `rank` of `world_size`, alone. Same methods, same shapes, same traffic, no processes.
+
+    It answers as if every other rank held the same tensors as this one: a sum is N·x, an average x, all_gather N times
+    x, and recv a copy of `like`. On fake tensors (`memory.dry_run`) there are shapes only, which is
+    all that is needed to know what rank 0 of 1024 would hold and send.
+    """
+
+    def __init__(self, rank, world_size, device="cpu", *, ranks=None, parent=None):
+        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+            raise ValueError(f"world_size={world_size!r}: expected an integer of at least 1")
+        super().__init__(rank, world_size, device, ranks=ranks, parent=parent)
+        self._peer(rank, "rank")
+        self._nccl = True  # nothing is staged
+
+    def barrier(self):
+        """Nobody to wait for."""
+
+    def split(self, ranks):
+        """As of any communicator; the sub-group is fake too."""
+        members = self._members(ranks)
+        if self.rank not in members:
+            return None
+        return FakeCommunicator(members.index(self.rank), len(members), self.device,
+                                ranks=[self.ranks[member] for member in members], parent=self)
+
+    def _run(self, collective, x, out, async_op, *, call, op=None, src=0, in_place=False):
+        self._count(collective, max(x.nbytes, out.nbytes), x.element_size(), src)
+        source, landing, N = self._source(x), self._landing(out), self.world_size
+        if collective in ("reduce_scatter", "all_to_all"):
+            source = source.view(N, x.shape[0] // N, *x.shape[1:])[self.rank]
+        if collective in ("all_gather", "all_to_all"):
+            landing.view(N, *source.shape).copy_(source)
+        elif not same_memory(landing, source):
+            landing.copy_(source)
+        if op == "sum" and x.dtype is not torch.bool:
+            landing.mul_(N)
+        elif op == "product" and x.dtype is not torch.bool:
+            landing.pow_(N)
+        return self._answer(out, landing, async_op)
+
+    def _exchange(self, x, dst, out, like, src, async_op):
+        if x is not None:
+            self._count("send", x.nbytes)
+            self._source(x)
+        landing = None if out is None else self._landing(out)
+        if landing is not None and not same_memory(landing, like):
+            landing.copy_(like)
+        return self._answer(out, landing, async_op)
+
+    @staticmethod
+    def _answer(out, landing, async_op):
+        handle = Handle((), out, landing)
+        return handle if async_op else handle.wait()

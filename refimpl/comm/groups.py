@@ -1,0 +1,34 @@
+"""Sub-groups that any of the ranks can make, in any order, of a sub-group too."""
+
+import torch
+import torch.distributed as dist
+
+from .errors import CollectiveMismatch
+from .versions import all_gather_single
+
+
+def new_group(comm, members):
+    """torch's process group of `members` (ascending ranks of `comm`); None on a rank that is not one of them.
+
+    All ranks of `comm` call it, each with the members of its own sub-group. CollectiveMismatch if those differ.
+    """
+    mine = [_groups_made(), *(rank in members for rank in range(comm.world_size))]
+    said = torch.empty(comm.world_size * len(mine), dtype=torch.int64)
+    all_gather_single(said, torch.tensor(mine), group=comm._group)
+    said = said.view(comm.world_size, -1).tolist()
+    if comm.rank not in members:
+        return None
+    for rank in members:
+        if said[rank][1:] != said[comm.rank][1:]:
+            theirs = [member for member in range(comm.world_size) if said[rank][1 + member]]
+            raise CollectiveMismatch(f"split: rank {comm.ranks[comm.rank]} makes a sub-group of ranks {members}, and "
+                                     f"rank {comm.ranks[rank]} one of {theirs}", [comm.ranks[rank]])
+    # torch calls a group by its ranks and by how many groups the process has made. Members that have made different
+    # numbers would look for each other under different names, for ever: so who has made fewer catches up.
+    while _groups_made() < max(said[rank][0] for rank in members):
+        dist.new_group([comm.ranks[comm.rank]], use_local_synchronization=True)
+    return dist.new_group([comm.ranks[rank] for rank in members], use_local_synchronization=True)
+
+
+def _groups_made():
+    return len(dist.distributed_c10d._world.pg_names)

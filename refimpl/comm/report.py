@@ -1,0 +1,106 @@
+"""From what is known of failed ranks to one exception that names who began it."""
+
+import linecache
+import pickle
+import re
+import signal
+
+from .errors import CollectiveMismatch, RankError
+from .worker import OURS, Failure
+
+DEBUG_HINT = "launch(…, debug=True) compares what ranks are about to do before each collective, and names who differs"
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+STARTING = ("/comm/worker.py", "/comm/forkserver.py", "<string>")
+
+
+def died(rank, when):
+    """The Failure of a `watch.Rank` that ended before it was told to."""
+    errors, number = rank.errors.decode(errors="replace").strip(), rank.status & 0x7F
+    text = [f"the last that it wrote to stderr:\n{errors}"] if errors else []
+    text += [f"where it was:\n{show(frames)}" for frames in threads(rank.stacks.decode(errors="replace"))]
+    what = f"was killed by {signal.Signals(number).name} (signal {number})" if number else \
+        f"exited with code {rank.status >> 8}"
+    what += " after it had returned, while others ran" if rank.value is not None else " before it returned"
+    if number == signal.SIGKILL:
+        what += "; the kernel does that too when memory runs out"
+    if "Received data size doesn't match" in errors:
+        what += f"; tensors of different sizes met in a collective: {DEBUG_HINT}"
+    # gloo aborts when something is wrong with what others sent: perhaps another is to blame.
+    return Failure(rank.number, what, "\n\n".join(text), when, consequence=number == signal.SIGABRT)
+
+
+def blame(failures, dead):
+    """One RankError of all `failures`; `dead` are the ranks that ended.
+
+    First those that nothing else explains, then those that may be consequences (a broken connection); a death before
+    an exception, since it is what breaks connections; then the earliest.
+    """
+    first, *others = sorted(failures, key=lambda f: (f.consequence, f.rank not in dead, f.when))
+    message = f"rank {first.rank} {first.what}"
+    message += "".join(f"\nrank {f.rank} too {f.what.splitlines()[0]}" for f in others if not f.consequence)
+    message += f"\n\n{first.text}" if first.text else ""
+    try:
+        cause = pickle.loads(first.exception) if first.exception else None
+    except Exception as error:
+        cause, message = None, f"{message}\n(the exception itself could not be read: {error!r})"
+    if isinstance(cause, CollectiveMismatch):
+        return CollectiveMismatch(f"{cause}\n\n{first.text}", cause.ranks)
+    error = RankError(message, [first.rank])
+    error.__cause__ = cause
+    return error
+
+
+def hung(stacks, seconds, returned):
+    """A RankError of ranks that did not answer in time. `stacks`: rank -> what faulthandler wrote in it."""
+    seen = {rank: threads(text) for rank, text in stacks.items()}
+    waits = {rank: found for rank, frames in seen.items() if (found := waiting_in(frames))}
+    ranks = [rank for rank in stacks if rank not in waits] or list(stacks)
+    message = f"{names(ranks)} did not answer within {seconds:g} s"
+    silent = [rank for rank in ranks if not seen[rank]]
+    if silent:
+        message += f"; {names(silent)} did not even answer a signal, as if stopped or deep in C code"
+    if returned:
+        message += f"; {names(returned)} had returned"
+    for place in sorted(set(waits.values())):
+        message += f"\n{names([rank for rank in waits if waits[rank] == place])} waited for others in {place}"
+    if not set(ranks).difference(waits):
+        message += f"\n{DEBUG_HINT}"
+    for rank in ranks:
+        for frames in seen[rank]:
+            message += f"\n\nwhere rank {rank} was:\n{show(frames)}"
+    return RankError(message, ranks)
+
+
+def threads(text):
+    """What faulthandler wrote, as frames (file, line, function), innermost first, of each thread that has any."""
+    found = []
+    for block in re.split(r"^(?:Current t|T)hread 0x.*$", text, flags=re.MULTILINE):
+        frames = [(file, int(line), name) for file, line, name in FRAME.findall(block)]
+        frames = [frame for frame in frames if not frame[0].endswith(STARTING)]
+        if frames:
+            found.append(frames)
+    return found
+
+
+def waiting_in(found):
+    """The collective in which one of these threads waits for other ranks, or None."""
+    for frames in found:
+        if frames[0][0].startswith(OURS):
+            ours = [name for file, _, name in frames if file.startswith(OURS) and name != "wrapper"]
+            return ours[-1] if ours else frames[0][2]
+    return None
+
+
+def show(frames):
+    """Frames as a traceback shows them: the call that was made last comes last."""
+    lines = []
+    for file, line, name in reversed(frames):
+        source = linecache.getline(file, line).strip()
+        lines += [f'  File "{file}", line {line}, in {name}'] + ([f"    {source}"] if source else [])
+    return "\n".join(lines)
+
+
+def names(ranks):
+    """rank 1; ranks 0, 2 and 3."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

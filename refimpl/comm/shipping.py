@@ -1,0 +1,199 @@
+"""Carrying a function and its arguments to other processes, and results back; and saying what cannot go, and why.
+
+cloudpickle carries by value what no other process could import: what a notebook's cell or a script defines, closures,
+lambdas. Everything else goes by its name, and the ranks import it.
+"""
+
+import functools
+import io
+import linecache
+import os
+import pickle
+import sys
+import types
+
+import cloudpickle
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def pack(fn, args):
+    """((fn, args) as bytes, {file name: lines} of code that is in no file).
+
+    TypeError naming the variable, argument or attribute that cannot travel: a lock, an open file, a generator, a
+    tensor on a GPU, …
+    """
+    buffer = io.BytesIO()
+    packer = _Outward(buffer)
+    try:
+        packer.dump((fn, args))
+    except Exception as error:
+        named = {f"the function {_name(fn)}": fn, **{f"argument {i}": arg for i, arg in enumerate(args, 1)}}
+        raise TypeError(_explain(named, _Outward, "cannot travel to the ranks")) from error
+    return buffer.getbuffer(), packer.sources
+
+
+def pack_result(value):
+    """`value` as bytes, tensors on a GPU as copies on the host. TypeError naming the part that cannot travel."""
+    buffer = io.BytesIO()
+    try:
+        _Homeward(buffer).dump(value)
+    except Exception as error:
+        raise TypeError(_explain({"the result": value}, _Homeward, "cannot travel to the caller")) from error
+    return buffer.getvalue()
+
+
+HOST = ("cpu", "meta")  # device types of tensors that any process can hold
+OPEN_FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
+
+
+class _Packer(cloudpickle.Pickler):
+    def reducer_override(self, obj):
+        if isinstance(obj, OPEN_FILES) and obj not in (sys.stdout, sys.stderr):
+            raise TypeError("an open file belongs to its process: pass its path")  # cloudpickle would copy some
+        return super().reducer_override(obj)
+
+
+class _Outward(_Packer):
+    """To the ranks. Modules that they could not import are carried by value."""
+
+    def __init__(self, file):
+        super().__init__(file)
+        self.sources, self._importable = {}, {}
+
+    def reducer_override(self, obj):
+        if isinstance(obj, torch.Tensor):
+            if isinstance(obj, FakeTensor):
+                raise TypeError("a fake tensor has no values")
+            if obj.device.type not in HOST:
+                raise TypeError(f"a tensor on {obj.device} belongs to its process: pass its .cpu()")
+        if not isinstance(obj, (type, types.FunctionType)):
+            return super().reducer_override(obj)
+        self._keep_source(obj)
+        module = sys.modules.get(obj.__module__ or "")
+        if module is None or self._can_be_imported(module):
+            return super().reducer_override(obj)
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            return super().reducer_override(obj)
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+
+    def _can_be_imported(self, module):
+        name = module.__name__
+        if name not in self._importable:
+            self._importable[name] = name == "__main__" or _importable(module)
+        return self._importable[name]
+
+    def _keep_source(self, obj):
+        """A traceback in a rank shows the lines of a notebook's cell only if they come along."""
+        if isinstance(obj, types.FunctionType):
+            name = obj.__code__.co_filename
+            if name not in self.sources and not os.path.exists(name):
+                lines = linecache.getlines(name)
+                if lines:
+                    self.sources[name] = lines
+
+
+class _Homeward(_Packer):
+    """To the caller, who may have no GPU, or another one."""
+
+    def reducer_override(self, obj):
+        if isinstance(obj, torch.Tensor) and obj.device.type not in HOST:
+            host = obj.detach().cpu().requires_grad_(obj.requires_grad)
+            if isinstance(obj, torch.nn.Parameter):
+                host = torch.nn.Parameter(host, obj.requires_grad)
+            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def _importable(module):
+    """Whether a new process with the same sys.path would import the same file under the same name.
+
+    Not so for what pytest imported (it rewrites asserts), and for modules made by hand.
+    """
+    file = getattr(module, "__file__", None)
+    if file is None or not file.endswith(".py"):
+        return True  # built in, or compiled: cloudpickle knows best
+    loader = type(getattr(module, "__loader__", None))
+    if loader.__module__.startswith("_pytest."):
+        return False
+    path, found, name = None, None, ""
+    for part in module.__name__.split("."):
+        name = f"{name}.{part}" if name else part
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        found = next((spec for spec in specs if spec is not None), None)
+        if found is None:
+            return False
+        path = found.submodule_search_locations
+    return found.origin is not None and os.path.realpath(found.origin) == os.path.realpath(file)
+
+
+# --- what cannot travel ------------------------------------------------------------------------------------------
+
+
+def _explain(named, packer, complaint):
+    """A sentence about the first of `named` that cannot be packed, and the innermost part that is to blame."""
+    for name, obj in named.items():
+        if _error(obj, packer):
+            path, leaf, error = _blame(name, obj, packer, {id(obj)})
+            return f"{path} {complaint}: {type(leaf).__name__}: {error}"
+    return f"{', '.join(named)} {complaint} together, though each of them could"
+
+
+def _error(obj, packer):
+    try:
+        packer(io.BytesIO()).dump(obj)
+    except Exception as error:
+        return error
+    return None
+
+
+def _blame(path, obj, packer, seen):
+    for label, part in _parts(obj):
+        if id(part) not in seen and _error(part, packer):
+            return _blame(f"{path} → {label}", part, packer, seen | {id(part)})
+    return path, obj, _error(obj, packer)
+
+
+def _parts(obj):
+    """(label, part) of what `obj` would take along."""
+    if isinstance(obj, types.FunctionType):
+        yield from _parts_of_function(obj)
+    elif isinstance(obj, types.MethodType):
+        yield "its self", obj.__self__
+    elif isinstance(obj, functools.partial):
+        yield "its function", obj.func
+        yield from ((f"argument {i}", part) for i, part in enumerate(obj.args, 1))
+        yield from ((f"argument {name}", part) for name, part in obj.keywords.items())
+    elif isinstance(obj, dict):
+        yield from ((f"[{key!r}]", part) for key, part in obj.items())
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"[{i}]", part) for i, part in enumerate(obj))
+    elif isinstance(obj, (set, frozenset)):
+        yield from (("an element", part) for part in obj)
+    if hasattr(obj, "__dict__") and not isinstance(obj, (types.ModuleType, torch.Tensor)):
+        yield from ((f".{name}", part) for name, part in vars(obj).items())
+
+
+def _parts_of_function(fn):
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            yield f"closure variable {name!r}", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in _names(fn.__code__):
+        if name in fn.__globals__:
+            yield f"global variable {name!r}", fn.__globals__[name]
+    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    yield from (("a default", part) for part in defaults)
+
+
+def _names(code):
+    """Names that a function and those inside it look up, globals among them."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for one in inner for name in _names(one))]))
+
+
+def _name(fn):
+    return getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")

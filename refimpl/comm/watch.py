@@ -1,0 +1,205 @@
+"""The caller's side of a launch: start the ranks, hear what they say and print, notice how they end."""
+
+import os
+import pickle
+import selectors
+import signal
+import socket
+import time
+from contextlib import ExitStack, suppress
+
+from .forkserver import EVENT, STARTED, fork_rank, open_channel
+from .output import STREAMS, RankOutput
+from .report import blame, died, hung
+from .worker import FAILED, LENGTH, READY, RETURNED
+
+SECONDS_TO_START = 120  # to import what the function needs and to meet; from then on the caller's timeout runs
+SECONDS_TO_SETTLE = 0.05  # after a failure: an earlier one may still be on its way
+SECONDS_TO_EXPLAIN = 0.5  # after a broken connection: which death broke it?
+SECONDS_TO_LEAVE = 5
+STDERR_KEPT = 4000  # bytes, for the message when a rank dies
+
+
+class Rank:
+    """What is known of one rank."""
+
+    def __init__(self, number):
+        self.number = number
+        self.pid = self.status = self.failure = self.value = None
+        self.ready = False
+        self.noticed = 0.0  # when its failure was
+        self.inbox, self.stacks, self.errors = bytearray(), bytearray(), bytearray()
+        self.ends = {}  # our ends of its control socket and of its pipes, by name
+
+
+class Ranks:
+    """The ranks of one launch, as a context: when it is left, not one of them is.
+
+    `payload` is the file that `worker.read_payload` reads, `listener` the socket where rank 0 is to be met.
+    """
+
+    def __init__(self, world_size, payload, listener):
+        self._ranks = [Rank(number) for number in range(world_size)]
+        self._payload, self._listener = payload, listener
+        self._output, self._events = RankOutput(world_size), bytearray()
+        self._leaving = False  # from here on a rank may end
+
+    def __enter__(self):
+        with ExitStack() as stack:
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._channel = stack.enter_context(open_channel())
+            self._selector.register(self._channel, selectors.EVENT_READ, (None, "channel"))
+            ends = stack.enter_context(ExitStack())
+            stack.callback(self._end)  # before the ends are closed
+            for rank in self._ranks:
+                self._start(rank, ends)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def _start(self, rank, ends):
+        """Fork one, with the far ends of what connects us; ours go to `ends`, to be closed."""
+        with ExitStack() as far:
+            ours, theirs = socket.socketpair()
+            rank.ends["control"] = ends.enter_context(ours)
+            sent = [far.enter_context(theirs)]
+            for name in (*STREAMS, "stacks"):
+                ours, theirs = os.pipe()
+                rank.ends[name] = ends.enter_context(open(ours, "rb", buffering=0))
+                sent.append(far.enter_context(open(theirs, "wb", buffering=0)))
+            sent += [self._payload] + [self._listener] * (rank.number == 0)
+            for name, end in rank.ends.items():
+                os.set_blocking(end.fileno(), False)
+                self._selector.register(end, selectors.EVENT_READ, (rank, name))
+            fork_rank(self._channel, rank.number, [end.fileno() for end in sent])
+
+    def _end(self):
+        """Whatever happened: let the fork server kill what is left, and show what they printed."""
+        self._leaving = True
+        with suppress(OSError):  # the fork server is gone, and its ranks with it
+            self._channel.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + SECONDS_TO_LEAVE
+        while self._channel in self._selector.get_map() and time.monotonic() < deadline:
+            self._listen(deadline)
+        for rank in self._ranks:
+            self._drain(rank)
+            self._output.finish(rank.number)
+
+    # --- from start to answers -----------------------------------------------------------------------------------
+
+    def results(self, timeout):
+        """What each rank returned, pickled, in rank order. RankError if one did not; `timeout` in seconds."""
+        limit, deadline = SECONDS_TO_START, time.monotonic() + SECONDS_TO_START
+        while any(rank.value is None for rank in self._ranks):
+            failed = [rank for rank in self._ranks if rank.failure]
+            patience = [rank.noticed + (SECONDS_TO_EXPLAIN if rank.failure.consequence else SECONDS_TO_SETTLE)
+                        for rank in failed]
+            if failed and min(patience) <= time.monotonic():
+                raise blame([r.failure for r in failed], {r.number for r in failed if r.status is not None})
+            if not failed and deadline <= time.monotonic():
+                raise self._hung(limit)
+            self._listen(min([deadline, *patience]))
+            if limit == SECONDS_TO_START and all(rank.ready for rank in self._ranks):
+                limit, deadline = timeout, time.monotonic() + timeout
+        self._leaving = True
+        for rank in self._ranks:
+            rank.ends["control"].shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + SECONDS_TO_LEAVE
+        while any(rank.status is None for rank in self._ranks) and time.monotonic() < deadline:
+            self._listen(deadline)
+        return [rank.value for rank in self._ranks]
+
+    def _hung(self, seconds):
+        """Ask those that have not answered where they are, and tell."""
+        self._leaving = True
+        silent = [rank for rank in self._ranks if rank.value is None]
+        for rank in silent:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGUSR1)  # on which faulthandler writes every thread's stack
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            more = self._listen(time.monotonic() + 0.1)
+            if not more and all(rank.stacks for rank in silent):
+                break
+        stacks = {rank.number: rank.stacks.decode(errors="replace") for rank in silent}
+        return hung(stacks, seconds, [rank.number for rank in self._ranks if rank.value is not None])
+
+    # --- what comes in -------------------------------------------------------------------------------------------
+
+    def _listen(self, deadline):
+        """Wait for something until `deadline` and deal with it. False if nothing came."""
+        wait = deadline - time.monotonic()
+        ready = self._selector.select(None if wait == float("inf") else max(0, wait))
+        for key, _ in ready:
+            if key.fileobj in self._selector.get_map():  # it may have been drained for another's sake
+                self._read(key.fileobj, *key.data)
+        return bool(ready)
+
+    def _read(self, end, rank, name):
+        """Take what is there. False at the end."""
+        try:
+            data = os.read(end.fileno(), 1 << 20)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._selector.unregister(end)
+        if name == "channel":
+            self._events += data
+            self._note_events(over=not data)
+        elif name == "control":
+            rank.inbox += data
+            self._note_messages(rank)
+        elif name == "stacks":
+            rank.stacks += data
+        else:
+            self._output.feed(rank.number, name, data)
+            if name == "stderr":
+                rank.errors = (rank.errors + data)[-STDERR_KEPT:]
+        return bool(data)
+
+    def _drain(self, rank, names=(*STREAMS, "stacks", "control")):
+        for name in names:
+            end = rank.ends.get(name)
+            while end in self._selector.get_map() and self._read(end, rank, name):
+                pass
+
+    def _note_messages(self, rank):
+        while len(rank.inbox) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(rank.inbox)[0]
+            if len(rank.inbox) < end:
+                return
+            kind, content = pickle.loads(rank.inbox[LENGTH.size:end])
+            del rank.inbox[:end]
+            if kind == READY:
+                rank.ready = True
+                continue
+            if kind == RETURNED:
+                rank.value = content
+            elif kind == FAILED:
+                self._fail(rank, content)
+            self._drain(rank, STREAMS)
+            self._output.finish(rank.number)
+
+    def _note_events(self, over):
+        while len(self._events) >= EVENT.size:
+            number, pid, status = EVENT.unpack_from(self._events)
+            del self._events[:EVENT.size]
+            rank = self._ranks[number]
+            if status == STARTED:
+                rank.pid = pid
+                continue
+            self._drain(rank)
+            self._output.finish(number)
+            rank.status = status
+            if not self._leaving and rank.failure is None:
+                self._fail(rank, died(rank, time.monotonic()))
+        if over and not self._leaving:
+            raise RuntimeError("the process that forks ranks has ended, and the ranks with it: call launch again")
+
+    @staticmethod
+    def _fail(rank, failure):
+        rank.failure, rank.noticed = failure, time.monotonic()

@@ -1,0 +1,259 @@
+"""Each collective against what it means, computed from every rank's tensor in one place; with what it counts."""
+
+import pytest
+import torch
+
+from refimpl import memory
+from refimpl.comm import CollectiveMismatch, RankError, launch, ring_traffic
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
+          torch.int64]
+MOVED = [*DTYPES, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn]
+OPS = {"sum": lambda xs: torch.stack(xs).sum(0), "max": lambda xs: torch.stack(xs).amax(0),
+       "min": lambda xs: torch.stack(xs).amin(0), "product": lambda xs: torch.stack(xs).prod(0)}
+
+
+def given_to(rank, shape=(12, 3), dtype=torch.float32):
+    """Every rank can compute what any rank was given. Small integers, so that no sum depends on its order."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 3, shape, generator=generator).to(dtype)
+
+
+def everyones(comm, **how):
+    return [given_to(rank, **how) for rank in range(comm.world_size)]
+
+
+def same(result, expected):
+    return result.shape == expected.shape and result.dtype == expected.dtype and bool((result == expected).all())
+
+
+def check_reductions(comm):
+    for dtype in DTYPES:
+        x, xs = given_to(comm.rank, dtype=dtype), everyones(comm, dtype=dtype)
+        for op, reduce in OPS.items():
+            expected = reduce(xs).to(dtype)
+            assert same(comm.all_reduce(x, op), expected), (dtype, op)
+            assert same(comm.reduce_scatter(x, op), expected.chunk(comm.world_size)[comm.rank]), (dtype, op)
+        if dtype.is_floating_point:
+            expected = OPS["sum"](xs) / comm.world_size
+            torch.testing.assert_close(comm.all_reduce(x, "avg"), expected)
+            torch.testing.assert_close(comm.reduce_scatter(x, "avg"), expected.chunk(comm.world_size)[comm.rank])
+        assert same(x, given_to(comm.rank, dtype=dtype)), "the argument was changed"
+    bools = everyones(comm, dtype=torch.bool)
+    for op, expected in {"sum": torch.stack(bools).any(0), "max": torch.stack(bools).any(0),
+                         "product": torch.stack(bools).all(0), "min": torch.stack(bools).all(0)}.items():
+        assert same(comm.all_reduce(bools[comm.rank], op), expected), op
+
+
+def check_moves(comm):
+    N, r = comm.world_size, comm.rank
+    for dtype in MOVED:
+        x, xs = given_to(r, dtype=dtype), everyones(comm, dtype=dtype)
+
+        def equal(result, expected):
+            return same(result.view(torch.uint8), expected.view(torch.uint8)) and result.dtype == x.dtype  # noqa: B023
+
+        assert equal(comm.all_gather(x), torch.cat(xs)), dtype
+        assert equal(comm.broadcast(x, N - 1), xs[N - 1]), dtype
+        assert equal(comm.all_to_all(x), torch.cat([other.chunk(N)[r] for other in xs])), dtype
+        if N > 1:
+            came = comm.send_recv(x, (r + 1) % N, torch.empty_like(x), (r - 1) % N)
+            assert equal(came, xs[(r - 1) % N]), dtype
+    assert same(comm.all_gather(torch.tensor(float(r))), torch.arange(float(N)))
+    comm.barrier()
+
+
+def check_layouts(comm):
+    N, r = comm.world_size, comm.rank
+    strided = given_to(r, (3, 12)).t()
+    assert not strided.is_contiguous()
+    xs = [given_to(rank, (3, 12)).t() for rank in range(N)]
+    assert same(comm.all_reduce(strided), OPS["sum"](xs))
+    assert same(comm.all_gather(strided), torch.cat(xs))
+    out = torch.empty(3, 12 * N).t()
+    assert comm.all_gather(strided, out=out) is out and same(out, torch.cat(xs))
+    assert same(comm.all_reduce(torch.empty(0, 4)), torch.empty(0, 4))
+    parameter = torch.nn.Parameter(given_to(r))
+    assert not comm.all_reduce(parameter).requires_grad
+    assert comm.broadcast(parameter, 0, out=parameter) is parameter and same(parameter.detach(), given_to(0))
+
+
+def check_out(comm):
+    N, r = comm.world_size, comm.rank
+    xs = everyones(comm)
+    x = given_to(r)
+    assert comm.all_reduce(x, out=x) is x and same(x, OPS["sum"](xs))
+    full = torch.zeros(12 * N, 3)
+    mine = full.chunk(N)[r]
+    mine.copy_(given_to(r))
+    assert comm.all_gather(mine, out=full) is full and same(full, torch.cat(xs))
+    shard = torch.empty(12 // N, 3)
+    assert comm.reduce_scatter(given_to(r), out=shard) is shard and same(shard, OPS["sum"](xs).chunk(N)[r])
+
+
+def check_handles(comm):
+    N, r = comm.world_size, comm.rank
+    x, xs = given_to(r), everyones(comm)
+    handles = {"all_reduce": comm.all_reduce(x, async_op=True), "all_gather": comm.all_gather(x, async_op=True),
+               "reduce_scatter": comm.reduce_scatter(x, async_op=True), "all_to_all": comm.all_to_all(x, async_op=True),
+               "broadcast": comm.broadcast(x, 0, async_op=True), "bytes": comm.all_gather(x.bool(), async_op=True)}
+    results = {name: handle.wait() for name, handle in reversed(handles.items())}
+    assert all(handle.done() for handle in handles.values())
+    assert handles["all_reduce"].wait() is results["all_reduce"]
+    assert same(results["all_reduce"], OPS["sum"](xs)) and same(results["all_gather"], torch.cat(xs))
+    assert same(results["reduce_scatter"], OPS["sum"](xs).chunk(N)[r]) and same(results["broadcast"], xs[0])
+    assert same(results["bytes"], torch.cat(xs).bool())
+    if N > 1:
+        sending = comm.send(x, (r + 1) % N, async_op=True)
+        came = comm.recv(x, (r - 1) % N, async_op=True)
+        assert same(came.wait(), xs[(r - 1) % N]) and sending.wait() is None
+
+
+def check_traffic(comm):
+    N, r = comm.world_size, comm.rank
+    x = torch.zeros(N * 4, 3)
+    B, before = x.nbytes, comm.traffic
+    comm.all_reduce(x)
+    comm.all_gather(x.chunk(N)[r])
+    comm.reduce_scatter(x)
+    comm.all_to_all(x)
+    comm.barrier()
+    part = (N - 1) * B // N
+    expected = {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part, "all_to_all": part}
+    assert comm.traffic - before == expected
+    before = comm.traffic
+    comm.all_reduce(torch.zeros(N + 1, dtype=torch.float64))
+    assert (comm.traffic - before)["all_reduce"] == ring_traffic("all_reduce", 8 * (N + 1), N, rank=r, itemsize=8)
+    comm.reset_traffic()
+    comm.broadcast(x, 1 % N)
+    assert comm.traffic == ({"broadcast": B if r != 0 else 0} if N > 1 else {})
+
+
+def check_everything(comm):
+    for check in (check_reductions, check_moves, check_layouts, check_out, check_handles, check_traffic):
+        check(comm)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_collective_is_what_it_says_and_counts_what_it_sends(world_size):
+    launch(check_everything, world_size)
+
+
+def test_in_debug_mode_too():
+    launch(check_everything, 3, debug=True)
+
+
+def groups(comm):
+    x = torch.tensor([float(comm.rank)])
+    row = comm.split([0, 1] if comm.rank < 2 else [2, 3])
+    column = comm.split([comm.rank % 2, comm.rank % 2 + 2])
+    assert row.all_gather(x).tolist() == ([0, 1] if comm.rank < 2 else [2, 3])
+    assert column.all_gather(x).tolist() == [comm.rank % 2, comm.rank % 2 + 2]
+    assert (row.rank, row.world_size, column.rank) == (comm.rank % 2, 2, comm.rank // 2)
+    assert row.ranks == ((0, 1) if comm.rank < 2 else (2, 3))
+    odd = comm.split([3, 1])
+    assert (odd is None) == (comm.rank in (0, 2))
+    if odd is not None:
+        assert odd.ranks == (1, 3) and odd.rank == comm.rank // 2
+        assert odd.broadcast(x, src=1).item() == 3
+        alone = odd.split([odd.rank])  # a sub-group of a sub-group
+        assert alone.ranks == (comm.rank,) and alone.all_reduce(x).item() == comm.rank
+    same_again = comm.split([0, 1] if comm.rank < 2 else [2, 3])
+    assert same_again.all_reduce(x).item() == (1 if comm.rank < 2 else 5)
+    assert repr(row) == f"Communicator(rank {row.rank} of 2 (world ranks {row.ranks[0]}, {row.ranks[1]}), cpu)"
+    return comm.traffic, row.traffic
+
+
+def test_sub_groups():
+    for rank, (whole, row) in enumerate(launch(groups, 4)):
+        assert row == {"all_gather": 4}
+        broadcast = {"broadcast": 4} if rank == 3 else {}  # rank 1 is the end of the chain 3 -> 1
+        assert whole == {"all_gather": 8, "all_reduce": 4, **broadcast}
+
+
+def drops_a_handle(comm):
+    """Rank 0 sends long before rank 1 receives, and holds nothing."""
+    with memory.track() as t:
+        if comm.rank == 0:
+            comm.send(torch.ones(100_000), 1, async_op=True)
+        comm.all_reduce(torch.ones(10), async_op=True).wait()
+        alive = t.now.total
+    comm.barrier()
+    return alive if comm.rank == 0 else comm.recv(torch.empty(100_000), 0).sum().item()
+
+
+def test_what_is_sent_arrives_though_its_handle_is_dropped_and_what_was_waited_for_is_not_held():
+    assert launch(drops_a_handle, 2) == [400_000, 100_000]
+
+
+def test_sub_groups_that_overlap_are_named():
+    with pytest.raises(CollectiveMismatch, match=r"a sub-group of ranks \[0, 1\], and rank 1 one of \[1, 2\]"):
+        launch(lambda comm: comm.split([0, 1] if comm.rank == 0 else [1, 2]) and comm.barrier(), 3)
+
+
+def everything_that_is_refused(comm):
+    x = torch.zeros(4)
+    refused = {}
+    for name, call in {
+        "op": lambda: comm.all_reduce(x, "mean"),
+        "avg": lambda: comm.all_reduce(x.long(), "avg"),
+        "dtype": lambda: comm.all_reduce(x.short()),
+        "list": lambda: comm.all_reduce([1.0]),
+        "sparse": lambda: comm.all_gather(x.to_sparse()),
+        "src": lambda: comm.broadcast(x, 2),
+        "negative": lambda: comm.broadcast(x, -1),
+        "dst": lambda: comm.send(x, 7),
+        "float": lambda: comm.recv(x, 0.5),
+        "self": lambda: comm.send(x, comm.rank),
+        "indivisible": lambda: comm.reduce_scatter(torch.zeros(3, 2)),
+        "scalar": lambda: comm.all_to_all(torch.tensor(1.0)),
+        "in place": lambda: comm.all_to_all(x, out=x),
+        "out shape": lambda: comm.all_gather(x, out=torch.zeros(5)),
+        "out dtype": lambda: comm.all_reduce(x, out=torch.zeros(4, dtype=torch.float64)),
+        "out": lambda: comm.all_reduce(x, out=[0.0]),
+        "split range": lambda: comm.split([0, 2]),
+        "split twice": lambda: comm.split([0, 0]),
+        "split none": lambda: comm.split([]),
+    }.items():
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            refused[name] = f"{type(error).__name__}: {error}"
+    assert comm.traffic.total == 0
+    comm.barrier()
+    return refused
+
+
+def test_bad_input_is_refused_with_its_name_and_before_anything_is_sent():
+    refused, _ = launch(everything_that_is_refused, 2)
+    for name, words in {
+        "op": "ValueError: op='mean': expected one of sum, avg, max, min, product", "avg": "int64", "dtype": "int16",
+        "list": "TypeError: a collective moves tensors, and this is list", "sparse": "torch.sparse_coo",
+        "src": "src=2: expected a rank from 0 to 1", "negative": "src=-1", "dst": "dst=7", "float": "src=0.5",
+        "self": "cannot send to itself", "indivisible": "(3, 2)", "scalar": "()", "in place": "another out",
+        "out shape": "out has shape (5,), torch.float32 on cpu: expected shape (8,)", "out dtype": "torch.float64",
+        "out": "out=list", "split range": "ranks has=2", "split twice": "each once", "split none": "at least one rank",
+    }.items():
+        assert words in refused[name], name
+
+
+def step(comm):
+    with memory.track() as t:
+        x = torch.ones(1000)
+        everyone = comm.all_gather(x)
+        total = comm.all_reduce(x[::2])
+        del x, everyone, total
+    return t
+
+
+def test_a_tracker_in_a_rank_sees_communication_and_its_trace_comes_back():
+    for trace in launch(step, 2):
+        assert type(trace) is memory.Trace
+        assert trace.peak["communication"] == 8000 + 2000
+        assert trace.peak.total == 4000 + 8000 + 2000
+        assert trace.now.total == 0
+
+
+def test_the_communicator_stays_in_its_rank():
+    with pytest.raises(RankError, match="rank 0 returned what cannot travel: the result"):
+        launch(lambda comm: comm, 1)

@@ -1,0 +1,95 @@
+"""The fake communicator against the real one: same shapes, same traffic, same bytes by category."""
+
+import pytest
+import torch
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator, launch
+
+
+def program(comm):
+    """Something of everything; returns shapes. All ranks hold the same tensors."""
+    N = comm.world_size
+    x = torch.ones(N * 6, 5)
+    row = comm.split([rank for rank in range(N) if rank % 2 == comm.rank % 2])
+    results = [comm.all_reduce(x), comm.all_reduce(x, "avg"), comm.all_gather(x), comm.reduce_scatter(x, "max"),
+               comm.all_to_all(x), comm.broadcast(x, 1), row.all_gather(x[:, 0]), comm.all_gather(x.bool()),
+               comm.all_gather(torch.tensor(2.0)), comm.reduce_scatter(x, "product"),
+               comm.send_recv(x, (comm.rank + 1) % N, x, (comm.rank - 1) % N)]
+    shard = torch.empty(6, 5)
+    pending = comm.reduce_scatter(x, out=shard, async_op=True)
+    results.append(pending.wait())
+    if comm.rank % 2 == 0 and comm.rank + 1 < N:
+        comm.send(x, comm.rank + 1)
+    elif comm.rank % 2:
+        results.append(comm.recv(x, comm.rank - 1))
+    comm.barrier()
+    return [(tuple(result.shape), result.dtype) for result in results], results
+
+
+def real(comm):
+    with memory.track() as t:
+        shapes, results = program(comm)
+    return shapes, results, comm.traffic, t
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_same_shapes_values_traffic_and_bytes_as_real_ranks(world_size):
+    for rank, (shapes, results, traffic, trace) in enumerate(launch(real, world_size)):
+        comm = FakeCommunicator(rank, world_size)
+        assert program(comm)[0] == shapes
+        assert all(torch.equal(a, b) for a, b in zip(program(comm)[1], results, strict=True))
+        comm.reset_traffic()
+        dry = memory.dry_run(program, comm)
+        assert dry.result[0] == shapes
+        assert comm.traffic == traffic
+        assert dry.peak == trace.peak
+        assert dry.peak["communication"] > 0
+
+
+def test_rank_0_of_1024_needs_nobody():
+    def step(comm):
+        gathered = comm.all_gather(torch.empty(2**20))
+        comm.reduce_scatter(gathered, "avg")
+
+    comm = FakeCommunicator(0, 1024)
+    t = memory.dry_run(step, comm)
+    assert t.peak.total == 4 * 2**30 + 4 * 2**20
+    assert t.now["communication"] == 0
+    assert comm.traffic == {"all_gather": 1023 * 4 * 2**20, "reduce_scatter": 1023 * 4 * 2**20}
+
+
+def test_a_real_communicator_refuses_fake_tensors():
+    def fn(comm):
+        with pytest.raises(TypeError, match="FakeCommunicator"):
+            memory.dry_run(lambda: comm.all_reduce(torch.zeros(2)))
+
+    launch(fn, 1)
+
+
+def test_a_sub_group_counts_in_its_parent_too():
+    comm = FakeCommunicator(5, 8)
+    assert comm.split([0, 1]) is None
+    row = comm.split([4, 5, 6, 7])
+    assert (row.rank, row.world_size, row.ranks) == (1, 4, (4, 5, 6, 7))
+    pair = row.split([0, 1])
+    assert (pair.rank, pair.ranks) == (1, (4, 5))
+    pair.all_gather(torch.zeros(10))
+    assert pair.traffic == row.traffic == comm.traffic == {"all_gather": 40}
+    row.reset_traffic()
+    assert row.traffic.total == 0 and comm.traffic.total == 40
+
+
+@pytest.mark.parametrize("rank, world_size, name", [(0, 0, "world_size=0"), (4, 4, "rank=4"), (0, -1, "world_size=-1"),
+                                                    (-1, 2, "rank=-1"), (0, 2.0, "world_size=2.0")])
+def test_a_rank_that_cannot_be_is_named(rank, world_size, name):
+    with pytest.raises(ValueError, match=name):
+        FakeCommunicator(rank, world_size)
+
+
+def test_bad_input_is_refused_as_by_the_real_one():
+    comm = FakeCommunicator(0, 2)
+    with pytest.raises(ValueError, match="op='mean'"):
+        comm.all_reduce(torch.zeros(2), "mean")
+    with pytest.raises(ValueError, match=r"\(3,\)"):
+        comm.reduce_scatter(torch.zeros(3))

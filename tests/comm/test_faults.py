@@ -1,0 +1,297 @@
+"""Ranks that raise, exit, are killed, hang or return what cannot travel: the right one is named, and all are gone."""
+
+import itertools
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from refimpl.comm import RankError, launch
+
+
+def strike(fault):
+    """The end of this rank, one way or another."""
+    if fault == "raise":
+        raise ValueError("injected")
+    if fault == "exit":
+        os._exit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def strike_in_the_next_all_reduce(fault):
+    """As `strike`, when the collective has begun and cannot end, because another rank is late."""
+    if fault == "raise":
+        begin = dist.all_reduce
+
+        def begin_and_raise(*args, **how):
+            begin(*args, **{**how, "async_op": True})
+            strike(fault)
+
+        dist.all_reduce = begin_and_raise
+    elif fault == "hang":
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    else:
+        threading.Timer(0.05, strike, (fault,)).start()
+
+
+def faulty(comm, fault, when, culprit):
+    x = torch.ones(100)
+    comm.all_reduce(x)
+    if comm.rank == culprit and when == "before":
+        strike(fault)
+    if comm.rank == culprit and when == "in":
+        strike_in_the_next_all_reduce(fault)
+    if comm.rank == (culprit + 1) % comm.world_size and when == "in":
+        time.sleep(0.2)
+    comm.all_reduce(x)
+    if comm.rank == culprit and when == "after":
+        strike(fault)
+    comm.all_gather(x)
+    comm.barrier()
+
+
+TOLD = {"raise": "raised ValueError: injected", "exit": "exited with code 3", "kill": "was killed by SIGKILL",
+        "hang": "did not answer within 1 s"}
+
+
+def hundred_faults():
+    kinds = list(itertools.product(TOLD, ("before", "in", "after")))
+    for number in range(100):
+        fault, when = kinds[number % len(kinds)]
+        world_size = 2 + number * 3 % 7
+        yield fault, when, world_size, number * 5 % world_size
+
+
+def test_100_of_100_faults_name_the_rank_and_leave_no_process(processes_left):
+    assert len(set(hundred_faults())) >= 84
+    began, wrong = time.monotonic(), []
+    for fault, when, world_size, culprit in hundred_faults():
+        start = time.monotonic()
+        try:
+            launch(faulty, world_size, fault, when, culprit, timeout=1 if fault == "hang" else 60)
+            outcome = "no error"
+        except RankError as error:
+            named = error.ranks == (culprit,) and f"rank {culprit} {TOLD[fault]}" in str(error)
+            outcome = "" if named else str(error)
+        seconds, left = time.monotonic() - start, processes_left()
+        if outcome or left or seconds > 5:
+            wrong.append((fault, when, world_size, culprit, round(seconds, 1), left, outcome))
+    assert not wrong, f"{len(wrong)} of 100: {wrong}"
+    assert time.monotonic() - began < 120
+
+
+def elapsed(start, seconds=5):
+    assert time.monotonic() - start < seconds
+
+
+def test_an_exception_comes_with_the_traceback_of_its_rank_and_as_the_cause():
+    def deeper(comm):
+        if comm.rank == 1:
+            raise KeyError("the missing key")
+        comm.barrier()
+
+    def fn(comm):
+        deeper(comm)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 raised KeyError: 'the missing key'") as caught:
+        launch(fn, 3)
+    elapsed(start)
+    error = caught.value
+    assert (error.rank, error.ranks) == (1, (1,))
+    assert "in deeper" in str(error) and 'raise KeyError("the missing key")' in str(error)
+    assert "worker.py" not in str(error), "our own frames are of no interest"
+    assert isinstance(error.__cause__, KeyError) and error.__cause__.args == ("the missing key",)
+    assert pickle.loads(pickle.dumps(error)).ranks == (1,)
+
+
+def test_an_exception_that_cannot_travel_is_told_in_words():
+    class Stubborn(Exception):
+        def __init__(self, lock):
+            super().__init__("holds a lock")
+            self.lock = lock
+
+    def fn(comm):
+        raise Stubborn(threading.Lock())
+
+    with pytest.raises(RankError, match="rank 0 raised .*Stubborn: holds a lock") as caught:
+        launch(fn, 1)
+    assert caught.value.__cause__ is None
+
+
+def test_an_exception_that_cannot_be_made_again_is_told_in_words():
+    class TwoArguments(Exception):
+        def __init__(self, first, second):
+            super().__init__(f"{first} and {second}")
+
+    def fn(comm):
+        raise TwoArguments(1, 2)
+
+    with pytest.raises(RankError, match="rank 0 raised .*TwoArguments: 1 and 2") as caught:
+        launch(fn, 1)
+    assert caught.value.__cause__ is None
+
+
+def test_all_that_raise_are_named_the_first_first():
+    def fn(comm):
+        if comm.rank:
+            time.sleep(0.02 * (3 - comm.rank))
+            raise ValueError(f"I am {comm.rank}")
+        comm.barrier()
+
+    with pytest.raises(RankError, match="rank 2 raised ValueError: I am 2") as caught:
+        launch(fn, 3)
+    assert caught.value.rank == 2
+    assert "rank 1 too raised ValueError: I am 1" in str(caught.value)
+
+
+def test_whoever_breaks_a_connection_is_named_not_those_who_noticed_and_wrapped_it():
+    def fn(comm):
+        if comm.rank == 2:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.all_reduce(torch.ones(10))
+        except RuntimeError as error:
+            raise LookupError("the step failed") from error
+
+    for _ in range(5):
+        with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
+            launch(fn, 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGINT])
+def test_a_signal_is_named(number):
+    def fn(comm):
+        if comm.rank == 1:
+            signal.signal(number, signal.SIG_DFL) if number != signal.SIGSEGV else None
+            os.kill(os.getpid(), number)
+        comm.barrier()
+
+    with pytest.raises(RankError, match=f"rank 1 was killed by {number.name}") as caught:
+        launch(fn, 2)
+    if number == signal.SIGSEGV:  # faulthandler told where
+        assert "where it was" in str(caught.value) and "in fn" in str(caught.value)
+
+
+@pytest.mark.parametrize("code, told", [(0, "0"), (4, "4"), (None, "None"), ("no data", "'no data'")])
+def test_sys_exit_is_a_fault_too(code, told):
+    def fn(comm):
+        if comm.rank == 0:
+            sys.exit(code)
+        comm.barrier()
+
+    with pytest.raises(RankError, match=f"rank 0 exited with code {told} .sys.exit. before it returned"):
+        launch(fn, 2)
+
+
+def test_the_last_words_of_a_rank_that_dies_are_in_the_message():
+    def fn(comm):
+        if comm.rank == 1:
+            print("out of luck", file=sys.stderr)
+            os._exit(1)
+        comm.barrier()
+
+    with pytest.raises(RankError, match="rank 1 exited with code 1 before it returned") as caught:
+        launch(fn, 2)
+    assert "out of luck" in str(caught.value)
+
+
+def where_it_hangs(comm):
+    if comm.rank == 1:
+        time.sleep(1000)
+    comm.barrier()
+
+
+def test_a_hang_says_where():
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 did not answer within 1 s") as caught:
+        launch(where_it_hangs, 4, timeout=1)
+    elapsed(start)
+    assert caught.value.ranks == (1,)
+    assert "ranks 0, 2 and 3 waited for others in barrier" in str(caught.value)
+    assert "in where_it_hangs\n    time.sleep(1000)" in str(caught.value)
+
+
+def test_a_hang_in_c_code_that_holds_the_interpreter():
+    def fn(comm):
+        if comm.rank == 1:
+            while True:
+                sum(range(10**7))
+        comm.barrier()
+
+    with pytest.raises(RankError, match="rank 1 did not answer within 1 s"):
+        launch(fn, 2, timeout=1)
+
+
+def test_when_all_wait_for_each_other_all_are_named():
+    def fn(comm):
+        comm.recv(torch.zeros(1), 1 - comm.rank)
+
+    with pytest.raises(RankError, match="ranks 0 and 1 did not answer within 1 s") as caught:
+        launch(fn, 2, timeout=1)
+    assert "waited for others in recv" in str(caught.value) and "debug=True" in str(caught.value)
+
+
+def test_those_that_had_returned_are_named():
+    with pytest.raises(RankError, match="rank 1 did not answer within 1 s; rank 0 had returned"):
+        launch(lambda comm: comm.barrier() if comm.rank else None, 2, timeout=1)
+
+
+def test_a_rank_that_returns_early_breaks_no_connection():
+    def fn(comm):
+        if comm.rank == 0:
+            comm.send(torch.ones(100_000), 1, async_op=True)
+            return None
+        time.sleep(0.3)
+        return comm.recv(torch.empty(100_000), 0).sum().item() if comm.rank == 1 else None
+
+    assert launch(fn, 3) == [None, 100_000, None]
+
+
+def test_a_result_that_cannot_travel_is_named_with_its_path():
+    def fn(comm):
+        return {"model": 3, "loader": [1, threading.Lock()]} if comm.rank == 1 else comm.barrier()
+
+    with pytest.raises(RankError, match="rank 1 returned what cannot travel") as caught:
+        launch(fn, 1 + 1)
+    assert "the result → ['loader'] → [1] cannot travel to the caller: lock" in str(caught.value)
+
+
+def test_a_rank_that_cannot_begin():
+    class Unwilling:
+        def __reduce__(self):
+            return int, ("not a number",)
+
+    with pytest.raises(RankError, match="rank . raised ValueError: invalid literal for int") as caught:
+        launch(print, 2, Unwilling())
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_after_any_fault_the_next_launch_works():
+    with pytest.raises(RankError):
+        launch(lambda comm: 1 / 0, 2)
+    assert launch(lambda comm: comm.rank, 2) == [0, 1]
+
+
+def test_an_interrupt_leaves_nothing(processes_left):
+    def fn(comm):
+        comm.barrier()
+        time.sleep(1000)
+
+    timer = threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(fn, 4)
+    elapsed(start)
+    assert processes_left() == []
+    timer.join()

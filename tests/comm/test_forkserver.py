@@ -1,0 +1,161 @@
+"""The process that forks ranks: from a script, from a notebook, when the caller is interrupted or killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import nbclient
+import nbformat
+import psutil
+import pytest
+
+from refimpl.comm import forkserver, launch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(tmp_path, code):
+    """A running script without `if __name__ == "__main__"`, of whose imports some are found in its folder only."""
+    (tmp_path / "beside.py").write_text("def doubled(n):\n    return 2 * n\n")
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(code))
+    return subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}, cwd="/")
+
+
+def gone(pids, seconds=5):
+    """Whether all of these processes end in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_script_runs_once_an_interrupt_leaves_nothing_and_its_ranks_die_with_it(tmp_path):
+    process = script(tmp_path, """
+        import time
+        import psutil
+        from beside import doubled
+        from refimpl.comm import launch
+
+        print("the script begins")
+
+        def fn(comm):
+            print("hello")
+            return doubled(comm.rank)
+
+        def sleep(comm):
+            comm.barrier()
+            print("asleep" if comm.rank == 0 else "")
+            time.sleep(1000)
+
+        print(launch(fn, 2))
+        try:
+            launch(sleep, 3)
+        except KeyboardInterrupt:
+            print("interrupted,", len(psutil.Process().children(recursive=True)), "process left")
+        launch(sleep, 2)
+    """)
+
+    def lines_until(last):
+        lines = []
+        while not lines or lines[-1] != last:
+            lines.append(process.stdout.readline().strip())
+        return lines
+
+    with process:
+        assert lines_until("[rank 0] asleep") == ["the script begins", "[rank 0] hello", "[rank 1] hello", "[0, 2]",
+                                                  "[rank 0] asleep"]
+        time.sleep(0.3)  # interrupted while it writes, Python may write the same again
+        process.send_signal(signal.SIGINT)
+        assert "interrupted, 1 process left" in lines_until("[rank 0] asleep")  # the fork server, for the next call
+        pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert len(pids) == 3  # two ranks and the fork server
+        process.kill()
+        assert gone(pids)
+        assert process.stderr.read() == ""
+
+
+def test_a_notebook(tmp_path):
+    """Functions of cells, their output in the cell, a traceback with the cell's lines, an interrupted kernel."""
+    cells = ["""
+        import os, signal, threading, time
+        import psutil
+        import torch
+        from refimpl.comm import RankError, launch
+
+        def scale():
+            return 3
+
+        def fn(comm):
+            print("in the cell", comm.rank)
+            return comm.all_reduce(torch.tensor(scale())).item()
+    """, "launch(fn, 2)", """
+        def broken(comm):
+            if comm.rank == 1:
+                raise ValueError("on purpose")
+            comm.barrier()
+
+        try:
+            launch(broken, 2)
+        except RankError as error:
+            print(error)
+    """, """
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            launch(lambda comm: time.sleep(1000), 2)
+        except KeyboardInterrupt:
+            print("interrupted")
+        [child.name() for child in psutil.Process().children(recursive=True)].__len__()
+    """]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(c).strip()) for c in cells])
+    old = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(ROOT)
+    try:
+        nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    finally:
+        os.environ.pop("PYTHONPATH") if old is None else os.environ.update(PYTHONPATH=old)
+    _, answered, broke, interrupted = [cell.outputs for cell in notebook.cells]
+    assert answered[0].text == "[rank 0] in the cell 0\n[rank 1] in the cell 1\n"
+    assert answered[1].data["text/plain"] == "[6, 6]"
+    assert broke[0].text.startswith("rank 1 raised ValueError: on purpose\n")
+    assert '    raise ValueError("on purpose")\n' in broke[0].text
+    assert interrupted[0].text == "interrupted\n" and interrupted[1].data["text/plain"] == "1"
+
+
+def test_the_server_is_warm_and_stays():
+    launch(lambda comm: None, 1)
+    first = forkserver._current._process.pid
+    launch(lambda comm: None, 2)
+    assert forkserver._current._process.pid == first
+
+
+def test_code_that_changed_on_disk_is_imported_anew(monkeypatch):
+    first = forkserver._current._process
+    monkeypatch.setattr(forkserver, "_freshness", lambda: "edited")
+    assert launch(lambda comm: comm.rank, 1) == [0]
+    assert forkserver._current._process is not first and first.poll() == 0
+
+
+def test_what_is_written_changes_freshness(tmp_path, monkeypatch):
+    monkeypatch.setattr(forkserver, "PACKAGE", tmp_path)
+    (tmp_path / "a.py").write_text("")
+    before = forkserver._freshness()
+    assert forkserver._freshness() == before
+    os.utime(tmp_path / "a.py", (2e9, 2e9))
+    edited = forkserver._freshness()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert len({before, edited, forkserver._freshness()}) == 3
+
+
+def test_a_server_that_cannot_start_says_why(monkeypatch):
+    monkeypatch.setattr(forkserver, "PRELOADED", ("torch",))
+    monkeypatch.setattr(sys, "path", [str(Path("/nowhere"))])
+    with pytest.raises(RuntimeError, match="(?s)ended at its start.*No module named"):
+        forkserver.ForkServer("never")

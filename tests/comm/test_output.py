@@ -1,0 +1,105 @@
+"""What ranks print: in the caller's stdout and stderr, labelled, in rank order, nothing lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from refimpl.comm import RankError, launch
+from refimpl.comm.output import RankOutput
+
+
+def test_lines_come_in_rank_order_and_labelled(capsys):
+    def fn(comm):
+        time.sleep(0.05 * (3 - comm.rank))  # the last rank is the first to print
+        print(f"rank {comm.rank} of {comm.world_size}\nand a second line")
+        print("to stderr", file=sys.stderr)
+
+    launch(fn, 3)
+    out, err = capsys.readouterr()
+    assert out == "".join(f"[rank {r}] rank {r} of 3\n[rank {r}] and a second line\n" for r in range(3))
+    assert err == "".join(f"[rank {r}] to stderr\n" for r in range(3))
+
+
+def test_a_last_line_without_an_end_empty_lines_and_any_letters(capsys):
+    def fn(comm):
+        print("Σ → é\n\nno end", end="")
+
+    launch(fn, 2)
+    assert capsys.readouterr().out == "".join(f"[rank {r}] Σ → é\n[rank {r}] \n[rank {r}] no end\n" for r in (0, 1))
+
+
+def test_what_c_code_and_child_processes_write_is_seen(capsys):
+    def fn(comm):
+        import ctypes
+
+        ctypes.CDLL(None).puts(b"from C")
+        os.write(2, b"from the descriptor\n")
+        subprocess.run(["echo", "from a child"], check=True)
+
+    launch(fn, 1)
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 0] from C", "[rank 0] from a child"]
+    assert err == "[rank 0] from the descriptor\n"
+
+
+def test_nothing_is_lost_when_a_rank_is_killed_or_raises(capsys):
+    def fn(comm):
+        print("before the end", comm.rank, end="")
+        if comm.rank == 1:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier()
+
+    with pytest.raises(RankError):
+        launch(fn, 3)
+    assert capsys.readouterr().out == "".join(f"[rank {r}] before the end {r}\n" for r in range(3))
+
+
+def test_much_output_does_not_stop_a_rank(capsys):
+    def fn(comm):
+        print("\n".join(f"{comm.rank} {i}" for i in range(50_000)))
+
+    launch(fn, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"[rank {r}] {r} {i}" for r in range(2) for i in range(50_000)]
+
+
+def test_a_progress_bar_leaves_its_last_state(capsys):
+    def fn(comm):
+        from tqdm import tqdm
+
+        for _ in tqdm(range(5)):
+            pass
+
+    launch(fn, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"[rank {r}] 100%") and "5/5" in line for r, line in enumerate(lines))
+
+
+def test_the_lowest_rank_that_runs_is_shown_as_it_prints(capsys):
+    output = RankOutput(3)
+
+    def shown():
+        return capsys.readouterr().out
+
+    output.feed(1, "stdout", b"one\n")
+    assert shown() == ""
+    output.feed(0, "stdout", b"zero\nand")
+    assert shown() == "[rank 0] zero\n"
+    output.finish(0)
+    assert shown() == "[rank 0] and\n[rank 1] one\n"
+    output.feed(1, "stdout", "é\n".encode()[:1])
+    output.feed(1, "stdout", "é\n".encode()[1:])
+    assert shown() == "[rank 1] é\n"
+    output.finish(2)
+    output.feed(0, "stdout", b"late\n")
+    assert shown() == "[rank 0] late\n"
+    output.feed(2, "stdout", b"waits\n")
+    assert shown() == ""
+    output.finish(1)
+    assert shown() == "[rank 2] waits\n"

@@ -1,0 +1,142 @@
+"""What cannot travel is refused before anything is started, by the name of the variable that holds it."""
+
+import socket
+import threading
+import types
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from refimpl.comm import launch, shipping
+
+LOCK = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(request, monkeypatch):
+    """A refusal comes before the first process."""
+    if "works" not in request.node.name:
+        def refuse():
+            raise AssertionError("a process would have been started")
+
+        monkeypatch.setattr("refimpl.comm.watch.open_channel", refuse)
+
+
+class Holder:
+    def __init__(self, held):
+        self.held = held
+
+    def run(self, comm):
+        return self.held
+
+
+def uses_a_global(comm):
+    with LOCK:
+        return 1
+
+
+def refused(fn, *args):
+    with pytest.raises(TypeError) as caught:
+        launch(fn, 2, *args)
+    return str(caught.value)
+
+
+def test_a_closure_variable(tmp_path):
+    (tmp_path / "file.txt").write_text("text")
+    lock, generator, sock = threading.Lock(), (i for i in range(3)), socket.socket()
+    with open(tmp_path / "file.txt") as readable, open(tmp_path / "other.txt", "w") as writable, sock:
+        assert "closure variable 'lock' cannot travel to the ranks: lock" in refused(lambda comm: lock)
+        assert "closure variable 'generator' cannot travel" in refused(lambda comm: generator)
+        assert "closure variable 'sock' cannot travel" in refused(lambda comm: sock)
+        message = refused(lambda comm: readable)
+        assert "closure variable 'readable' cannot travel" in message and "pass its path" in message
+        assert "closure variable 'writable' cannot travel" in refused(lambda comm: writable)
+
+
+def test_a_tensor_on_a_gpu_belongs_to_its_process(monkeypatch):
+    x = torch.empty(3, device="meta")
+    monkeypatch.setattr(shipping, "HOST", ("cpu",))  # as if "meta" were a GPU: here there is none
+    message = refused(lambda comm: x)
+    assert "closure variable 'x' cannot travel" in message and "a tensor on meta" in message and ".cpu()" in message
+
+
+def test_a_fake_tensor():
+    with FakeTensorMode():
+        x = torch.empty(3)
+    assert "closure variable 'x' cannot travel" in refused(lambda comm: x)
+
+
+def test_an_argument_and_the_path_inside_it():
+    held = {"models": [1, Holder({"loader": LOCK})]}
+    message = refused(print, 1, held)
+    assert "argument 2 → ['models'] → [1] → .held → ['loader'] cannot travel to the ranks: lock" in message
+
+
+def test_a_global_variable():
+    assert "the function uses_a_global → global variable 'LOCK' cannot travel" in refused(uses_a_global)
+
+
+def test_a_function_inside_a_function():
+    def inner():
+        return LOCK
+
+    assert "closure variable 'inner' → global variable 'LOCK' cannot travel" in refused(lambda comm: inner())
+
+
+def test_a_method_a_default_and_a_partial():
+    import functools
+
+    assert "its self → .held cannot travel" in refused(Holder(LOCK).run)
+    assert "a default cannot travel" in refused(lambda comm, lock=LOCK: 1)
+    assert "argument held cannot travel" in refused(functools.partial(print, held=LOCK))
+
+
+def test_an_attribute_of_a_module():
+    model = torch.nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    assert "argument 1 → .lock cannot travel" in refused(print, model)
+
+
+def test_something_that_contains_itself():
+    held = [LOCK]
+    held.append(held)
+    assert "argument 1 → [0] cannot travel" in refused(print, held)
+
+
+def test_a_module_made_by_hand_goes_by_value_and_works():
+    module = types.ModuleType("made_by_hand")
+    exec("def answer(comm):\n    return comm.rank + OFFSET\nOFFSET = 5", module.__dict__)
+    assert launch(module.answer, 2) == [5, 6]
+
+
+def test_a_file_found_nowhere_goes_by_value_and_works(tmp_path, monkeypatch):
+    import importlib.util
+    import sys
+
+    path = tmp_path / "not_on_the_path.py"
+    path.write_text("def helper(n):\n    return n + 1\n\ndef answer(comm):\n    return helper(comm.rank)\n")
+    spec = importlib.util.spec_from_file_location("not_on_the_path", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "not_on_the_path", module)
+    spec.loader.exec_module(module)
+    assert launch(module.answer, 2) == [1, 2]
+
+
+def test_what_is_open_elsewhere_but_not_used_works():
+    lock = threading.Lock()  # in scope, and not in the closure
+    assert launch(lambda comm: comm.rank, 1) == [0] and lock
+
+
+def test_lines_of_code_that_is_in_no_file_come_along_and_works():
+    import linecache
+
+    from refimpl.comm import RankError
+
+    source = "def fn(comm):\n    raise ValueError('from a cell')\n"
+    linecache.cache["<cell 7>"] = (len(source), None, source.splitlines(True), "<cell 7>")
+    scope = {"__name__": "__main__"}
+    exec(compile(source, "<cell 7>", "exec"), scope)
+    with pytest.raises(RankError, match="    raise ValueError..from a cell.."):
+        launch(scope["fn"], 1)
+    del linecache.cache["<cell 7>"]

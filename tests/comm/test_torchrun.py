@@ -1,0 +1,77 @@
+"""The same call in a world that torchrun made: nothing is started, every worker gets every result."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from refimpl.comm import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(tmp_path, code, processes=2):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(code))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+               "--log-dir", tmp_path, path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_every_worker_runs_the_function_and_gets_every_result(tmp_path):
+    done = torchrun(tmp_path, """
+        import os
+        import psutil
+        import torch
+        from refimpl.comm import launch, ring_all_reduce
+
+        def fn(comm, offset):
+            total = ring_all_reduce(comm, torch.tensor([comm.rank + offset]))
+            pair = comm.split([0, 1])
+            return comm.rank, total.item(), pair.all_gather(torch.tensor(comm.rank)).tolist(), comm.traffic.total
+
+        world = int(os.environ["WORLD_SIZE"])
+        results = launch(fn, world, 10)
+        assert results == [(0, 21, [0, 1], 16), (1, 21, [0, 1], 16)], results
+        assert launch(lambda comm: comm.rank, world) == [0, 1]  # again, in the same world
+        assert not psutil.Process().children()
+        try:
+            launch(fn, 3, 1)
+        except ValueError as error:
+            assert "world_size=3, but torchrun made a world of 2" in str(error)
+            print("refused", flush=True)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("refused") == 2
+
+
+def test_a_worker_that_raises_is_named_and_torchrun_ends_the_others(tmp_path):
+    done = torchrun(tmp_path, """
+        from refimpl.comm import launch
+
+        def fn(comm):
+            if comm.rank == 1:
+                raise ValueError("on purpose")
+            comm.barrier()
+
+        launch(fn, 2)
+    """)
+    assert done.returncode != 0
+    assert "RankError: rank 1 raised ValueError: on purpose" in done.stderr
+
+
+def test_half_of_what_torchrun_sets_is_no_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("RANK", raising=False)
+    assert launch(lambda comm: comm.world_size, 2) == [2, 2]
+
+
+def test_the_world_sizes_have_to_agree(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="world_size=2, but torchrun made a world of 4"):
+        launch(print, 2)
