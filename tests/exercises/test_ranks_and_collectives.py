@@ -1,0 +1,54 @@
+"""Right answers pass, wrong and unanswered ones do not, on real ranks."""
+
+import pytest
+import torch
+
+from refimpl.comm import ring_traffic
+from refimpl.exercises import ranks_and_collectives as page
+
+
+def said(capsys, exercise, answer):
+    exercise(answer)
+    return capsys.readouterr().out
+
+
+def my_reduce_scatter(comm, x):
+    N, r = comm.world_size, comm.rank
+    chunks = list(x.chunk(N))
+    for step in range(N - 1):
+        give, take = (r - step - 1) % N, (r - step - 2) % N
+        chunks[take] = chunks[take] + comm.send_recv(chunks[give], (r + 1) % N, chunks[take], (r - 1) % N)
+    return chunks[r]
+
+
+def sum_in_place(comm, x):
+    return comm.all_reduce(x, out=x)
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, ring_traffic), (page.second, my_reduce_scatter), (page.third, sum_in_place),
+])
+def test_right_answers(capsys, exercise, answer):
+    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, lambda collective, nbytes, n: nbytes, "a rank sends"),
+    (page.second, lambda comm, x: comm.reduce_scatter(x), "all by send_recv"),
+    (page.second, lambda comm, x: x, "should have"),
+    (page.third, lambda comm, x: comm.all_reduce(x), "bytes were taken besides x"),
+    (page.third, lambda comm, x: x, "should return"),
+])
+def test_wrong_answers(capsys, exercise, answer, complaint):
+    assert complaint in said(capsys, exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+@pytest.mark.parametrize("blank", [None, ...])
+def test_blank_answers(capsys, exercise, blank):
+    assert "not answered yet" in said(capsys, exercise, lambda *args: blank)
+
+
+def test_an_error_in_the_answer_is_shown():
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        page.third(lambda comm, x: torch.tensor(1 / 0))
