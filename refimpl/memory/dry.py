@@ -40,6 +40,11 @@ def dry_run(function, *args, **kwargs):
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(f"dry_run: {error.func} needs the values of a tensor, and fake tensors have none: "
                          "leave .item() and indexing by masks out of the step") from error
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):
+            raise
+        raise ValueError("dry_run: PyTorch cannot change the dtype or device of a module whose tensors are fake: build "
+                         f"it in the right one, GPT(config, dtype=…) or torch.set_default_dtype. {error}") from error
     except AssertionError as error:
         if "convert all Tensors to FakeTensors" not in str(error):
             raise

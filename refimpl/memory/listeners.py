@@ -9,7 +9,7 @@ own;
 """
 
 import functools
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -107,9 +107,25 @@ def _apply(original, cls, *args, **kwargs):
 def _listen_to_autograd():
     """Our own pair, below any that a technique installs later; one that is there already goes on doing its work."""
     already = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack, unpack = _observed(*already) if already else (_pack, _unpack)
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    ours = _observed(*already) if already else (_pack, _unpack)
+    torch._C._autograd._push_saved_tensors_default_hooks(*ours)
     _installed.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+    if not already:
+        _wrap(torch.autograd.graph, "disable_saved_tensors_hooks", _step_aside)
+
+
+@contextmanager
+def _step_aside(disable, message):
+    """torch.func's transforms refuse to run under hooks. Ours leave while they run; what they save is not heard of."""
+    ours = torch._C._autograd._top_saved_tensors_default_hooks(True) == (_pack, _unpack)
+    if ours:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with disable(message):
+            yield
+    finally:
+        if ours:
+            torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
 
 
 def _pack(tensor):

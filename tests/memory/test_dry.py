@@ -94,6 +94,8 @@ def test_values_and_strange_tensors_are_refused_with_what_to_do():
         memory.dry_run(lambda: torch.ones(3)[torch.ones(3) > 0])
     with pytest.raises(ValueError, match="was not given: build it inside"):
         memory.dry_run(lambda: torch.ones(3) + outside)
+    with pytest.raises(ValueError, match="build it in the right one"):
+        memory.dry_run(lambda: torch.nn.Linear(3, 3).to(torch.bfloat16))
     with pytest.raises(ZeroDivisionError):
         memory.dry_run(lambda: 1 / 0)
 

@@ -215,3 +215,14 @@ def test_a_step_that_raises_does_not_stay_the_phase(trained):
             failing.step()
         model(tokens)
     assert t.ops[-1].phase == "forward"
+
+
+def test_transforms_that_refuse_hooks_run_and_hooks_come_back():
+    x = torch.randn(1000)
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+    with memory.track(x) as t:
+        gradient = torch.func.grad(lambda v: v.exp().sum())(x)
+        loss = x.clone().requires_grad_().exp().sum()
+        assert t.now["activations"] == 4000 and loss.isfinite()
+    assert torch.equal(gradient, x.exp())
+    assert torch.autograd.graph.disable_saved_tensors_hooks is disable
