@@ -19,7 +19,7 @@ from .agreement import CheckedReceive, announce, check_agreement
 from .groups import new_group
 from .tensors import as_bytes, look, reduction, same_memory
 from .traffic import COLLECTIVES, Traffic, ring_traffic
-from .versions import all_gather_single, reduce_scatter_single, unseen, watched
+from .versions import all_gather_single, lend, let_go, reduce_scatter_single, unseen, watched
 
 
 class Handle:
@@ -28,8 +28,8 @@ class Handle:
     On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
     """
 
-    def __init__(self, works, result=None, landing=None, kept=None, pending=None):
-        self._works, self._result, self._landing, self._kept = works, result, landing, kept
+    def __init__(self, works, result=None, landing=None, lent=((), None), pending=None):
+        self._works, self._result, self._landing, self._lent = works, result, landing, lent
         self._pending = set() if pending is None else pending
         self._pending.difference_update([handle for handle in self._pending if handle.done()])
         self._pending.add(self)  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
@@ -39,9 +39,12 @@ class Handle:
         with unseen():
             for work in self._works:
                 work.wait()
+                del work
+        self._works = ()
+        let_go(*self._lent)
         if self._landing is not None and not same_memory(self._landing, self._result):  # it landed beside it
             self._result.detach().copy_(self._landing)
-        self._works, self._landing, self._kept = (), None, None
+        self._landing, self._lent = None, ((), None)
         self._pending.discard(self)
         return self._result
 
@@ -199,8 +202,10 @@ class Communicator:
             source = landing
         else:  # torch takes one tensor, to read from and to write to
             source = landing.copy_(x)
-        work = call(as_bytes(source), as_bytes(landing), group=self._group, async_op=async_op or watched())
-        handle = Handle([work] if work is not None else (), out, landing, source, self._pending)
+        lent, references = lend(as_bytes(source), as_bytes(landing))
+        work = call(*lent, group=self._group, async_op=async_op or watched())
+        handle = Handle([work] if work is not None else (), out, landing, (lent, references), self._pending)
+        del work
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):
@@ -218,7 +223,7 @@ class Communicator:
             else:
                 wanted.append(dist.P2POp(dist.irecv, as_bytes(landing), group=self._group, group_peer=src))
         works += dist.batch_isend_irecv(wanted) if wanted else []
-        handle = Handle(works, out, landing, source, self._pending)
+        handle = Handle(works, out, landing, ([source], None), self._pending)
         return handle if async_op else handle.wait()
 
     def _count(self, collective, nbytes, itemsize=1, src=0):

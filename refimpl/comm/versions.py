@@ -1,5 +1,9 @@
 """What torch calls differently from version to version, or has no public name for."""
 
+import operator
+import sys
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -15,3 +19,31 @@ unseen = torch._C._DisableTorchDispatch
 def watched():
     """Whether a tracker sees each operation."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def lend(*tensors):
+    """`tensors` for torch to work on, and how many references there are to each, for `let_go`.
+
+    Where a tracker is interested, aliases that nobody else holds, so that only torch can add references to them.
+    """
+    lent = [tensor.detach() for tensor in tensors] if watched() else list(tensors)
+    return lent, _references(lent) if watched() else None
+
+
+def let_go(lent, before, seconds=1):
+    """Return when torch has dropped what was lent to it.
+
+    A thread of gloo's ends a collective, wakes who waits for it, and drops its tensors a moment later. Whoever frees
+    them in between has freed nothing yet, and a tracker would read bytes that come and go by chance.
+    """
+    deadline = time.monotonic() + seconds
+    while before and any(map(operator.gt, _references(lent), before)) and time.monotonic() < deadline:
+        time.sleep(0)
+
+
+def _references(tensors):
+    counts = []
+    for tensor in tensors:  # to the Python object, the tensor and the storage
+        storage = tensor.untyped_storage()._cdata
+        counts += [sys.getrefcount(tensor), tensor._use_count(), torch._C._storage_Use_Count(storage)]
+    return counts

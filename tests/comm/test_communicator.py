@@ -186,6 +186,26 @@ def test_what_is_sent_arrives_though_its_handle_is_dropped_and_what_was_waited_f
     assert launch(drops_a_handle, 2) == [400_000, 100_000]
 
 
+def bytes_that_stay(comm):
+    """Of every collective in turn, how often something is still alive when all that it had is deleted."""
+    other, stayed = 1 - comm.rank, {}
+    calls = [lambda x: comm.all_reduce(x, out=x), comm.all_reduce, comm.all_gather, comm.reduce_scatter,
+             comm.all_to_all, lambda x: comm.broadcast(x, 0, out=x), lambda x: comm.send_recv(x, other, x, other),
+             lambda x: comm.all_reduce(x, out=x, async_op=True).wait()]
+    for number, call in enumerate(calls * 150):
+        with memory.track() as t:
+            x = torch.ones(1000)
+            y = call(x)
+            del x, y
+            if t.now.total:
+                stayed[number % len(calls)] = stayed.get(number % len(calls), 0) + 1
+    return stayed
+
+
+def test_a_tracker_reads_the_same_every_time():
+    assert launch(bytes_that_stay, 2) == [{}, {}]
+
+
 def test_sub_groups_that_overlap_are_named():
     with pytest.raises(CollectiveMismatch, match=r"a sub-group of ranks \[0, 1\], and rank 1 one of \[1, 2\]"):
         launch(lambda comm: comm.split([0, 1] if comm.rank == 0 else [1, 2]) and comm.barrier(), 3)
