@@ -63,10 +63,10 @@ def test_on_cuda_each_row_names_what_its_peer_counts_more(monkeypatch):
     step()
     with memory.track(step.model, step.optimizer, step.tokens) as t:
         step()
-    start = {"requested_bytes.all.current": t.start.total + 7, "allocated_bytes.all.current": 2**20,
-             "reserved_bytes.all.current": 2**21}
+    start = {"requested_bytes.all.current": t.start.total + 7}
     requested = t.peak.total - t.start.total + workspace + 100
-    reading = memory.Reading("cuda:0", requested, workspace, requested, 2**24, 2**25, driver=2**30)
+    reading = memory.Reading("cuda:0", requested, workspace, t.start.total + 7 + requested, 2**20 + 2**24,
+                             2**21 + 2**25, driver=2**30)
     monkeypatch.setattr(meter.memory, "measure", lambda device: contextlib.nullcontext(reading))
     monkeypatch.setattr(meter, "release_workspaces", lambda: workspace)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -5,6 +5,8 @@ from matplotlib.colors import to_hex
 
 from refimpl.comm.drawing import COLOURS, COMPLETE, PARTIAL, colour, draw
 
+draw({"first": [[1]]})._repr_png_()  # matplotlib opens its fonts once, and keeps them open
+
 
 @pytest.mark.parametrize(("value", "expected"), [
     (3, COLOURS[0]), (3000, COLOURS[3]), (1111, COMPLETE), (110, PARTIAL), (1011, PARTIAL),
