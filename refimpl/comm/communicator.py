@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import memory
 from .agreement import CheckedReceive, announce, check_agreement
 from .groups import new_group
-from .tensors import as_bytes, look, reduction, same_memory
+from .tensors import NAMED, as_bytes, look, reduction, same_memory
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 from .versions import all_gather_single, lend, let_go, reduce_scatter_single, unseen, watched
 
@@ -28,8 +28,9 @@ class Handle:
     On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
     """
 
-    def __init__(self, works, result=None, landing=None, lent=((), None), pending=None):
+    def __init__(self, works, result=None, landing=None, lent=(), references=None, pending=None):
         self._works, self._result, self._landing, self._lent = works, result, landing, lent
+        self._references = references
         self._pending = set() if pending is None else pending
         self._pending.difference_update([handle for handle in self._pending if handle.done()])
         self._pending.add(self)  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
@@ -41,16 +42,23 @@ class Handle:
                 work.wait()
                 del work
         self._works = ()
-        let_go(*self._lent)
-        if self._landing is not None and not same_memory(self._landing, self._result):  # it landed beside it
-            self._result.detach().copy_(self._landing)
-        self._landing, self._lent = None, ((), None)
+        let_go(self._lent, self._references)
+        if self._landing is not None:
+            landed(self._landing, self._result)
+        self._landing, self._lent = None, ()
         self._pending.discard(self)
         return self._result
 
     def done(self):
         """Whether `wait()` would return at once. gloo cannot tell of a send: False until waited for."""
         return all(work.is_completed() for work in self._works)
+
+
+def landed(landing, out):
+    """`out`, with what came to lie in `landing`, which may be `out` itself or a tensor beside it."""
+    if not same_memory(landing, out):
+        out.detach().copy_(landing)
+    return out
 
 
 class Communicator:
@@ -202,10 +210,12 @@ class Communicator:
             source = landing
         else:  # torch takes one tensor, to read from and to write to
             source = landing.copy_(x)
-        lent, references = lend(as_bytes(source), as_bytes(landing))
-        work = call(*lent, group=self._group, async_op=async_op or watched())
-        handle = Handle([work] if work is not None else (), out, landing, (lent, references), self._pending)
-        del work
+        given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
+        if not async_op and not watched():
+            call(given, taken, group=self._group)
+            return out if landing is out else landed(landing, out)
+        lent, references = lend(given, taken)
+        handle = Handle([call(*lent, group=self._group, async_op=True)], out, landing, lent, references, self._pending)
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):
@@ -223,7 +233,7 @@ class Communicator:
             else:
                 wanted.append(dist.P2POp(dist.irecv, as_bytes(landing), group=self._group, group_peer=src))
         works += dist.batch_isend_irecv(wanted) if wanted else []
-        handle = Handle(works, out, landing, ([source], None), self._pending)
+        handle = Handle(works, out, landing, [source], pending=self._pending)
         return handle if async_op else handle.wait()
 
     def _count(self, collective, nbytes, itemsize=1, src=0):
@@ -239,7 +249,7 @@ class Communicator:
             return memory.mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
         if not isinstance(out, torch.Tensor):
             raise TypeError(f"out={type(out).__name__}: expected a tensor")
-        if (out.shape, out.dtype, out.device) != (torch.Size(shape), x.dtype, x.device):
+        if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
             raise ValueError(f"out has {look(out)}: expected {look(x, shape)}")
         return out
 
@@ -258,6 +268,8 @@ class Communicator:
 
     def _given(self, x):
         """x, if a collective can move it, outside of autograd."""
+        if type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad:  # nearly always
+            return x
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: torch.tensor(…) makes one")
         if x.layout is not torch.strided:
@@ -275,7 +287,8 @@ class Communicator:
         return x.shape[0] // self.world_size
 
     def _peer(self, rank, name, other=False):
-        if not isinstance(rank, Integral) or isinstance(rank, bool) or not 0 <= rank < self.world_size:
+        integer = type(rank) is int or isinstance(rank, Integral) and not isinstance(rank, bool)
+        if not integer or not 0 <= rank < self.world_size:
             raise ValueError(f"{name}={rank!r}: expected a rank from 0 to {self.world_size - 1}")
         if other and rank == self.rank:
             raise ValueError(f"{name}={rank}: a rank cannot send to itself")

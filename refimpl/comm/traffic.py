@@ -6,6 +6,8 @@ rank. No algorithm sends less per rank (Patarasuk & Yuan 2009, "Bandwidth optima
 workstations", theorem 1). all_reduce is both, one after the other: 2(N−1)/N · B.
 """
 
+from functools import lru_cache
+
 from ..memory import Ledger
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
@@ -16,6 +18,7 @@ def chunk_sizes(n, parts):
     return [n // parts + (i < n % parts) for i in range(parts)]
 
 
+@lru_cache(4096)  # a training step asks the same again and again
 def ring_traffic(collective, nbytes, world_size, *, rank=0, itemsize=1, src=0):
     """Bytes (int, exact) that `rank` of N = `world_size` sends in one collective on a tensor of B = `nbytes` bytes.
 

@@ -1,0 +1,134 @@
+"""Ranks and collectives beside their peers: how long a launch takes, and each collective beside torch.distributed's.
+
+Two questions: how long does a reader wait for eight ranks to answer; and what do the checks, the counting and the
+marking of `refimpl.comm` cost beside the same collective called directly, on the same tensors in the same ranks.
+"""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ..comm import launch
+from ..comm.versions import all_gather_single, reduce_scatter_single
+from ..memory.ledger import human
+from .record import row
+from .runner import BAR_DELAY, Comparison, compare
+
+SIZES = (2**10, 2**15, 2**20, 2**24)  # bytes of the full tensor
+WORLDS = (2, 4)
+LAUNCH_WORLD, LAUNCH_SECONDS = 8, 0.5  # what a launch may take
+LEAST_RATE = 0.95  # of torch.distributed's
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
+TORCH, OURS = "torch.distributed", "refimpl.comm"
+
+
+def run(device="cpu", sizes=SIZES, worlds=WORLDS, seconds=0.6, launches=11):
+    """Launch latency, and the rate of each collective: (settings, rows).
+
+    Ranks have a GPU each and NCCL where there are enough of them; else the tensors are the CPU's, and gloo moves them.
+    """
+    gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
+    devices = {world: "cuda" if world <= gpus else "cpu" for world in worlds}
+    settings = {"sizes": list(sizes), "worlds": list(worlds), "seconds of each": seconds, "launches": launches,
+                "tensors on": {str(world): devices[world] for world in worlds},
+                "rate": "bytes of the full tensor per second of one call, slowest rank, median over calls"}
+    rows = [launch_row(launches)]
+    for world in worlds:
+        for collective in tqdm(COLLECTIVES, f"{world} ranks", delay=BAR_DELAY, leave=False):
+            timings = slowest(launch(rates, world, collective, sizes, seconds, device=devices[world], timeout=300))
+            found = [rate_row(collective, world, nbytes, timing) for nbytes, timing in timings.items()]
+            rows += [*found, summary_row(collective, world, found)]
+    return settings, rows
+
+
+def launch_row(launches, world=LAUNCH_WORLD):
+    """Median seconds from the call to the answers of `world` ranks that met in one all_reduce; not the first call."""
+    seconds = []
+    for _ in tqdm(range(launches + 1), "launches", delay=BAR_DELAY, leave=False):
+        start = time.perf_counter()
+        assert launch(answer, world, device="cpu") == [world] * world
+        seconds.append(time.perf_counter() - start)
+    first, *rest = seconds
+    timing = Comparison({"launch": rest})
+    return row(f"launch of {world} ranks that all_reduce once", "limit", "s", timing.median("launch"), LAUNCH_SECONDS,
+               spread=timing.spread("launch"), first_call=first)
+
+
+def answer(comm):
+    """The least that ranks can do together."""
+    return comm.all_reduce(torch.tensor(1)).item()
+
+
+def rate_row(collective, world, nbytes, seconds):
+    """Bytes of the full tensor per second, ours beside torch's. Above 1 in `ratio`: ours is faster.
+
+    `paired` is the median ratio of two calls that followed each other: where a call takes either 0.1 or 5 ms, as the
+    operating system pleases, medians fall on one side or the other, and this does not.
+    """
+    timing = Comparison(seconds)
+    ours, theirs = (nbytes / timing.median(name) for name in (OURS, TORCH))
+    paired = statistics.median(t / o for t, o in zip(seconds[TORCH], seconds[OURS], strict=True))
+    return row(f"{collective} of {human(nbytes)} on {world} ranks", TORCH, "B/s", ours, theirs, paired=paired,
+               calls=len(seconds[OURS]), seconds=timing.median(OURS), spread=timing.spread(OURS),
+               peer_spread=timing.spread(TORCH))
+
+
+def slowest(ranks):
+    """What `rates` returned on each rank, as one: a collective lasts until the last rank has its result."""
+    return {nbytes: {name: list(map(max, *(rank[nbytes][name] for rank in ranks))) for name in timing}
+            for nbytes, timing in ranks[0].items()}
+
+
+def summary_row(collective, world, rows):
+    """The rate over all sizes (geometric mean of `paired`) beside what is held to."""
+    rate = statistics.geometric_mean(each["paired"] for each in rows)
+    return row(f"{collective} on {world} ranks, of {TORCH}'s rate", "at least", "x", rate, LEAST_RATE)
+
+
+# --- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def rates(comm, collective, sizes, seconds):
+    """{size: {name: seconds of each call}} of the collective, called directly and through `comm`, in alternation.
+
+    As many calls as take about `seconds`, and at least 15 of each: a single small one tells little, since a rank has to
+    wait until the operating system wakes the others.
+    """
+    found = {}
+    for nbytes in sizes:
+        calls = pair(comm, collective, nbytes)
+        for call in calls.values():
+            call()
+        start = time.perf_counter()
+        calls[TORCH]()
+        slowest = comm.all_reduce(torch.tensor(time.perf_counter() - start), "max").item()  # every rank agrees
+        rounds = max(15, min(1000, int(seconds / slowest / len(calls))))
+        found[nbytes] = compare(calls, rounds=rounds).seconds
+    return found
+
+
+def pair(comm, collective, nbytes):
+    """{name: function} of one collective on one tensor of `nbytes` bytes, ours and torch's, into the same memory."""
+    N, r = comm.world_size, comm.rank
+    full = torch.ones(nbytes // 4, device=comm.device)
+    other, part = torch.empty_like(full), full.chunk(N)[r].clone()
+    following, preceding = (r + 1) % N, (r - 1) % N
+
+    def exchange():
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, full, following),
+                                            dist.P2POp(dist.irecv, other, preceding)]):
+            work.wait()
+
+    return {
+        "all_reduce": {TORCH: lambda: dist.all_reduce(full), OURS: lambda: comm.all_reduce(full, out=full)},
+        "reduce_scatter": {TORCH: lambda: reduce_scatter_single(part, full),
+                           OURS: lambda: comm.reduce_scatter(full, out=part)},
+        "all_gather": {TORCH: lambda: all_gather_single(full, part), OURS: lambda: comm.all_gather(part, out=full)},
+        "all_to_all": {TORCH: lambda: dist.all_to_all_single(other, full),
+                       OURS: lambda: comm.all_to_all(full, out=other)},
+        "broadcast": {TORCH: lambda: dist.broadcast(full, 0), OURS: lambda: comm.broadcast(full, 0, out=full)},
+        "send_recv": {TORCH: exchange, OURS: lambda: comm.send_recv(full, following, other, preceding, out=other)},
+    }[collective]
