@@ -255,16 +255,21 @@ class Communicator:
 
     def _source(self, x):
         """x where the backend can read it: contiguous, and on the host if it does not serve x's device."""
-        there = x if self._nccl or not x.is_cuda else x.cpu()
+        there = x.to("cpu", copy=True) if self._staged(x) else x
         there = there.contiguous()
         return there if there is x else memory.mark(there, "communication")
 
     def _landing(self, out):
         """`out`, or beside it a tensor that the backend can write to."""
-        if out.is_contiguous() and (self._nccl or not out.is_cuda):
+        staged = self._staged(out)
+        if out.is_contiguous() and not staged:
             return out.detach() if out.requires_grad else out
-        device = out.device if self._nccl else "cpu"
+        device = "cpu" if staged else out.device
         return memory.mark(torch.empty(out.shape, dtype=out.dtype, device=device), "communication")
+
+    def _staged(self, x):
+        """Whether x goes through host memory: gloo does not take it where it is."""
+        return x.is_cuda and not self._nccl
 
     def _given(self, x):
         """x, if a collective can move it, outside of autograd."""

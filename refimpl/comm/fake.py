@@ -19,10 +19,12 @@ class FakeCommunicator(Communicator):
             raise ValueError(f"world_size={world_size!r}: expected an integer of at least 1")
         super().__init__(rank, world_size, device, ranks=ranks, parent=parent)
         self._peer(rank, "rank")
-        self._nccl = True  # nothing is staged
 
     def barrier(self):
         """Nobody to wait for."""
+
+    def _staged(self, x):
+        return False
 
     def split(self, ranks):
         """As of any communicator; the sub-group is fake too."""

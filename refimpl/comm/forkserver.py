@@ -70,7 +70,8 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = {sys.path!r}; from refimpl.comm.forkserver import serve; " \
                f"serve({theirs.fileno()}, {os.getpid()})"
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # numpy's threads would not survive a fork
+        # Neither numpy's threads nor a CUDA driver that an import has asked for GPUs would survive a fork.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with tempfile.TemporaryFile() as log, theirs:
             self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=log,
                                              stderr=log, pass_fds=[theirs.fileno()], start_new_session=True,

@@ -23,7 +23,7 @@ def processes_left():
     return find_processes
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def own_temporary_folder(tmp_path_factory):
     """Where the caller and its ranks, and nobody else, put temporary files."""
     folder, before = tmp_path_factory.mktemp("temporary"), (tempfile.tempdir, os.environ.get("TMPDIR"))
@@ -34,7 +34,7 @@ def own_temporary_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm(own_temporary_folder):
+def warm():
     """The fork server runs before the first test counts what there is."""
     from refimpl.comm import launch
 

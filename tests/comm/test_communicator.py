@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refimpl import memory
-from refimpl.comm import CollectiveMismatch, RankError, launch, ring_traffic
+from refimpl.comm import CollectiveMismatch, Communicator, RankError, launch, ring_traffic
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
           torch.int64]
@@ -137,6 +137,24 @@ def check_everything(comm):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_collective_is_what_it_says_and_counts_what_it_sends(world_size):
     launch(check_everything, world_size)
+
+
+def test_through_staging_copies_too():
+    """As if gloo could not read where the tensors are; tests/gpu has GPUs for it."""
+    class Staging(Communicator):
+        def _staged(self, x):
+            return True
+
+    def fn(comm):
+        staging = Staging(comm.rank, comm.world_size, group=comm._group)
+        for check in (check_reductions, check_moves, check_layouts, check_out, check_handles, check_traffic):
+            check(staging)
+        with memory.track() as t:
+            x = torch.ones(1000)
+            staging.all_reduce(x, out=x)
+        return t.peak["communication"], t.now["communication"]
+
+    assert launch(fn, 2) == [(4000, 0)] * 2
 
 
 def test_in_debug_mode_too():

@@ -136,11 +136,10 @@ def test_the_server_is_warm_and_stays():
     assert forkserver._current._process.pid == first
 
 
-def test_code_that_changed_on_disk_is_imported_anew(monkeypatch):
-    first = forkserver._current._process
-    monkeypatch.setattr(forkserver, "_freshness", lambda: "edited")
-    assert launch(lambda comm: comm.rank, 1) == [0]
-    assert forkserver._current._process is not first and first.poll() == 0
+def test_a_server_with_old_code_does_not_serve():
+    launch(lambda comm: None, 1)
+    assert forkserver._current.serves(forkserver._freshness())
+    assert not forkserver._current.serves("edited")  # then `open_channel` starts another, as for one that has ended
 
 
 def test_what_is_written_changes_freshness(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def torchrun(tmp_path, code, processes=2):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
-def test_every_worker_runs_the_function_and_gets_every_result(tmp_path):
+def test_every_worker_gets_every_result_and_one_that_raises_is_named(tmp_path):
     done = torchrun(tmp_path, """
         import os
         import psutil
@@ -44,23 +44,17 @@ def test_every_worker_runs_the_function_and_gets_every_result(tmp_path):
         except ValueError as error:
             assert "world_size=3, but torchrun made a world of 2" in str(error)
             print("refused", flush=True)
-    """)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("refused") == 2
 
-
-def test_a_worker_that_raises_is_named_and_torchrun_ends_the_others(tmp_path):
-    done = torchrun(tmp_path, """
-        from refimpl.comm import launch
-
-        def fn(comm):
+        def broken(comm):
             if comm.rank == 1:
                 raise ValueError("on purpose")
             comm.barrier()
 
-        launch(fn, 2)
+        launch(broken, world)
+        print("not reached")
     """)
-    assert done.returncode != 0
+    assert done.stdout.count("refused") == 2, done.stderr
+    assert done.returncode != 0 and "not reached" not in done.stdout  # torchrun has ended rank 0
     assert "RankError: rank 1 raised ValueError: on purpose" in done.stderr
 
 
