@@ -32,6 +32,8 @@ class TextData:
     """
 
     def __init__(self, path=None, validation=0.1, *, patterns=PATTERNS):
+        if isinstance(patterns, str):
+            raise ValueError(f"patterns={patterns!r}: expected several, ({patterns!r},)")
         if not 0 <= validation < 1:
             raise ValueError(f"validation={validation!r}: expected a fraction in [0, 1)")
         if path is None:

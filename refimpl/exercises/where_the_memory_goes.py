@@ -52,7 +52,7 @@ def second(evaluate):
         expected = model(tokens, targets).item()
         with memory.track(model, tokens, targets) as t:
             loss = torch.as_tensor(evaluate(model, tokens, targets)).detach()
-        if loss.numel() != 1 or abs(loss.item() - expected) > 1e-6:
+        if loss.numel() != 1 or not abs(loss.item() - expected) <= 1e-6:  # NaN is never <=
             what = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else f"{loss.item():.6f}"
             return f"the loss is {expected:.6f}, you return {what}"
         kept = t.timeline.nbytes[:, t.timeline.categories.index("activations")].max()

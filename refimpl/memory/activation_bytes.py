@@ -53,7 +53,8 @@ def block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
         terms["GELU input"] = e * token * f
     terms["down input"] = e * token * f
     terms["MLP dropout mask"] = kept.mask * token * h * dropped
-    if config.parallel_residual:  # both norms read the same x
+    copied = config.norm == "rmsnorm" and not kept.fused_rms and e < 4  # to fp32, by each norm for itself
+    if config.parallel_residual and not copied:  # both norms read the same x
         terms["norm inputs"] //= 2
     return {name: nbytes for name, nbytes in terms.items() if nbytes}
 
@@ -65,8 +66,8 @@ def norm_terms(config, tokens, e, kept):
         return {"norm inputs": e * tokens * h, "norm statistics": 2 * kept.statistics * tokens}
     if kept.fused_rms:
         return {"norm inputs": e * tokens * h, "norm statistics": 4 * tokens}
-    # In pieces: x in fp32 (x itself if it is fp32), 1/σ, and x/σ before the gain.
-    return {"norm inputs": 4 * tokens * h, "norm statistics": 4 * tokens, "RMSNorm x/σ": 4 * tokens * h}
+    wide = max(4, e)  # in pieces: x in fp32 or wider (x itself if it is), 1/σ, and x/σ before the gain
+    return {"norm inputs": wide * tokens * h, "norm statistics": wide * tokens, "RMSNorm x/σ": wide * tokens * h}
 
 
 def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):

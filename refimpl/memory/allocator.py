@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 import torch
+from torch._C._profiler import _EventType
 
 # Kineto prints a line when a profiler starts and stops; above level 5 it does not. Read at its first start.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -109,9 +110,7 @@ class CPUMeasurement(_Measurement):
 
     def __exit__(self, *exception):
         self._profiler.stop()
-        logged = self._profiler.profiler.kineto_results.events()
-        self.events = sorted((event.start_ns(), event.nbytes()) for event in logged
-                             if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU)
+        self.events = _of_this_region(self._profiler.profiler.kineto_results.experimental_event_tree())
         del self._profiler
         held = peak = 0
         for _, nbytes in self.events:
@@ -119,6 +118,23 @@ class CPUMeasurement(_Measurement):
             peak = max(peak, held)
         resident = psutil.Process().memory_info().rss - self._resident
         self.reading = Reading("cpu", peak, held, resident=resident)
+
+
+def _of_this_region(tree):
+    """[(ns, ± bytes)] in time order. A release counts if its address was given out here: the profiler keeps the
+    sizes of earlier regions, and would take them for those of what lies at the same address today."""
+    allocations, events = [], list(tree)
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            allocations.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
+    here, kept = set(), []
+    for ns, nbytes, address in sorted(allocations):
+        if nbytes > 0 or address in here:
+            (here.add if nbytes > 0 else here.discard)(address)
+            kept.append((ns, nbytes))
+    return kept
 
 
 class CUDAMeasurement(_Measurement):

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim.optimizer import _foreach_supported_types
 
-from .tensors import tensors_in
 from .tracker import track
 
 
@@ -31,9 +30,8 @@ def dry_run(function, *args, **kwargs):
     (`.item()`, a mask as index), of which there are none, or uses a real tensor that it was not given.
     """
     fake = FakeTensorMode()
-    counters = _step_counters(_trackable((args, kwargs)), fake)
-    with FakeCopyMode(fake):
-        args, kwargs = copy.deepcopy((args, kwargs), counters)
+    fake.__deepcopy__ = lambda memo: fake  # a copy of a fake tensor, made inside, stays in this mode
+    args, kwargs = _fake_copies((args, kwargs), fake)
     try:
         with fake, _as_on_real_tensors(), track(*_trackable((args, kwargs))) as tracker:
             tracker.result = function(*args, **kwargs)
@@ -63,13 +61,29 @@ def _as_on_real_tensors():
         _foreach_supported_types.remove(FakeTensor)
 
 
-def _step_counters(things, fake):
-    """Adam reads its step counters: their copies know their values. {id(tensor): fake tensor}, as deepcopy's memo."""
-    states = [optimizer.state for optimizer in things if isinstance(optimizer, torch.optim.Optimizer)]
-    tensors = [t for t in tensors_in([list(state.values()) for state in states]) if t.ndim == 0 and t.is_cpu]
-    values = [tensor.item() for tensor in tensors]
-    with fake:
-        return {id(t): torch.tensor(value, dtype=t.dtype) for t, value in zip(tensors, values, strict=True)}
+def _fake_copies(things, fake):
+    """Copies of `things`, with the gradients that deepcopy leaves behind. The memo holds them all: it ends here."""
+    memo = {}
+    with _FakeCopies(fake):
+        copies = copy.deepcopy(things, memo)
+        for tensor in [each for each in memo.get(id(memo), ()) if isinstance(each, torch.Tensor)]:
+            if tensor.is_leaf and tensor.grad is not None:
+                memo[id(tensor)].grad = copy.deepcopy(tensor.grad, memo)
+    return copies
+
+
+class _FakeCopies(FakeCopyMode):
+    """deepcopy under it makes fake tensors. Those of numbers on the CPU know their values: optimizers read their step
+    counters and learning rates."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo and tensor.ndim == 0 and tensor.is_cpu and not tensor.requires_grad:
+                value = tensor.item()
+                with self.fake_mode:
+                    memo[id(tensor)] = torch.tensor(value, dtype=tensor.dtype)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _trackable(tree):

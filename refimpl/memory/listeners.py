@@ -28,7 +28,11 @@ _installed = ExitStack()
 def subscribe(tracker):
     """Let `tracker` hear everything until `unsubscribe`."""
     if not _trackers:
-        _install()
+        try:
+            _install()
+        except BaseException:
+            _installed.close()
+            raise
     _trackers.append(tracker)
 
 
@@ -53,7 +57,7 @@ def _install():
                                      with_kwargs=True, always_call=True),
         register_module_parameter_registration_hook(lambda module, name, p: tell("own_parameter", p, name)),
         register_module_buffer_registration_hook(lambda module, name, b: tell("own_buffer", b)),
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: tell("enter_step", optimizer)),
+        register_optimizer_step_pre_hook(_enter_step),
         register_optimizer_step_post_hook(lambda optimizer, args, kwargs: tell("leave_step", optimizer)),
     ]
     for handle in handles:
@@ -61,7 +65,26 @@ def _install():
     _wrap(saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks)
     _wrap(torch.UntypedStorage, "resize_", _resize)
     _wrap(torch.autograd.Function, "apply", _apply)
+    for name in ("frombuffer", "from_dlpack", "get_rng_state"):  # they make a tensor by no operation
+        _wrap(torch, name, _make)
     _listen_to_autograd()
+
+
+def _enter_step(optimizer, args, kwargs):
+    """A step begins. The forward and backward of its closure, if it is given one, are no part of it."""
+    tell("enter_step", optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def outside():
+        tell("enter_closure")
+        try:
+            return closure()
+        finally:
+            tell("leave_closure")
+
+    return ((args[0], outside, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": outside})
 
 
 def _wrap(owner, name, wrapper):
@@ -89,6 +112,12 @@ def _resize(original, storage, size):
     result = original(storage, size)
     tell("resized", storage, before)
     return result
+
+
+def _make(original, *args, **kwargs):
+    tensor = original(*args, **kwargs)
+    tell("made", original.__name__, tensor)
+    return tensor
 
 
 def _apply(original, cls, *args, **kwargs):

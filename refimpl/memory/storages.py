@@ -11,6 +11,8 @@ import time
 import weakref
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ledger import category_name
@@ -41,7 +43,7 @@ _NO_TENSORS = frozenset({
 
 @functools.cache
 def _name(func):
-    return func._schema.name.removeprefix("aten::")
+    return func.name().removeprefix("aten::").partition(".")[0]
 
 
 class _StorageRef(weakref.ref):
@@ -51,11 +53,14 @@ class _StorageRef(weakref.ref):
 class StorageMode(Trace, TorchDispatchMode):
     """A Trace that is still being written. Subclasses say in which phase and module an operation runs."""
 
+    supports_higher_order_operators = True  # torch.cond, flex_attention: seen as one operation
+
     def __init__(self):
         Trace.__init__(self)
         TorchDispatchMode.__init__(self)
         self._alive = {}  # storage key -> (record index, weak reference)
         self._packing = 0  # deeper than 0: what is born is a technique's own copy
+        self._under_fake_mode = True
         self._lock = threading.RLock()  # autograd has threads of its own on CUDA
 
     def _where(self):
@@ -100,8 +105,8 @@ class StorageMode(Trace, TorchDispatchMode):
 
     def _register(self, storage, device, op=None, nbytes=None):
         """A new line in the register. Returns the record, or None for a meta tensor, which holds nothing."""
-        if device.type == "meta":
-            return None
+        if device.type == "meta" or (storage.device.type == "meta" and not self._under_fake_mode):
+            return None  # a fake tensor's storage is on meta: a dry run inside takes nothing either
         if device.type == "cuda" and not torch.cuda.is_available():  # fake, and autograd would end the process
             raise ValueError(f"tensors on {device} need a GPU, in a dry run too (none of its memory): use the CPU")
         with self._lock:
@@ -134,13 +139,19 @@ class StorageMode(Trace, TorchDispatchMode):
     def _of(self, tensor):
         """The records of a tensor's storages; one not met before is older than the context."""
         found = []
-        for dense in dense_parts(tensor):
+        while is_functorch_wrapped_tensor(tensor):  # an argument of vmap or grad: what it wraps has the storage
+            tensor = get_unwrapped(tensor)
+        for dense in () if is_lazy(tensor) else dense_parts(tensor):
             storage = dense.untyped_storage()
             entry = self._alive.get(storage._cdata)
             record = self.records[entry[0]] if entry else self._register(storage, dense.device)
             if record is not None:
                 found.append(record)
         return found
+
+    def made(self, name, tensor):
+        """A tensor that no operation announced was born just now."""
+        self._record(name, tensor)
 
     def resized(self, storage, before):
         """`untyped_storage().resize_` was called on a storage that had `before` bytes."""

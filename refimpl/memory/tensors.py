@@ -33,6 +33,7 @@ def dense_parts(tensor):
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        parts = [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor's mesh is among them
     elif tensor.layout in _SPARSE:
         parts = [getattr(tensor, name)() for name in _SPARSE[tensor.layout]]
     else:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from operator import itemgetter
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import listeners
@@ -46,12 +47,12 @@ class Tracker(StorageMode):
         super().__init__()
         self._objects = objects
         self._modules = []  # the modules whose forward is running, outermost first
-        self._adopted = set()  # ids of the modules and optimizers met
-        self._names = {}  # id(module) -> path
+        self._met = WeakIdKeyDictionary()  # the modules and optimizers, while they live: an id is used again
+        self._names = WeakIdKeyDictionary()  # module -> path
         self._switches = [(0, "")]  # (autograd sequence number, module): who made a backward node
-        self._leaves = WeakIdKeyDictionary()  # those whose .grad is a gradient
         self._hooks = []
         self._stepping = 0
+        self._waiting = []  # steps whose closure runs
         self._backwards = set()  # ids of the backwards seen
 
     # --- the context ---------------------------------------------------------------------------------------------
@@ -59,8 +60,10 @@ class Tracker(StorageMode):
     def __enter__(self):
         if self.ops or self._alive:
             raise RuntimeError("this tracker has recorded already: call memory.track(…) again for a new one")
+        self._under_fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        objects, self._objects = self._objects, ()  # what the program lets go inside goes
         try:
-            for thing in self._objects:
+            for thing in objects:
                 self._adopt(thing)
             listeners.subscribe(self)
         except BaseException:
@@ -70,11 +73,10 @@ class Tracker(StorageMode):
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        self._find_gradients()
+        self._adopt_again()
         listeners.unsubscribe(self)
         self._unhook()
         self._alive.clear()  # the weak references with it: `now` stays as it is
-        self._objects = ()
 
     def _unhook(self):
         for hook in self._hooks:
@@ -117,7 +119,7 @@ class Tracker(StorageMode):
             self._adopt(module)
             if self.first_call is None:
                 self.first_call = len(self.ops)
-        self._names.setdefault(id(module), type(module).__name__)
+        self._names.setdefault(module, type(module).__name__)
         self._modules.append(module)
         self._switch()
 
@@ -127,7 +129,8 @@ class Tracker(StorageMode):
             while self._modules.pop() is not module:
                 pass
             self._switch()
-        if not self._modules:
+        recomputes = self._packing or torch._C._current_graph_task_id() != -1  # a technique: what it feeds is no input
+        if not self._modules and not recomputes:
             for tensor in filter(lambda tensor: tensor.is_leaf, tensors_in(arguments)):
                 self._watch_gradient(tensor)
                 for record in self._of(tensor):
@@ -135,12 +138,12 @@ class Tracker(StorageMode):
                         record.roles.add(INPUTS)
 
     def _switch(self):
-        module = self._names[id(self._modules[-1])] if self._modules else ""
+        module = self._names[self._modules[-1]] if self._modules else ""
         self._switches.append((torch._C._autograd._get_sequence_nr(), module))
 
     def own_parameter(self, parameter, name=""):
         """A module registered a parameter, or one was found in a module."""
-        if parameter is not None:
+        if parameter is not None and not is_lazy(parameter):
             self._role(parameter, PARAMETERS)
             self._watch_gradient(parameter)
 
@@ -151,10 +154,17 @@ class Tracker(StorageMode):
 
     def enter_step(self, optimizer):
         """An optimizer's step begins: gradients that were assigned by hand are found now at the latest."""
-        if id(optimizer) not in self._adopted:
-            self._adopt(optimizer)
-        self._find_gradients()
+        self._adopt(optimizer)
         self._stepping += 1
+
+    def enter_closure(self):
+        """A step calls the function that computes the loss."""
+        self._waiting.append(self._stepping)
+        self._stepping = 0
+
+    def leave_closure(self):
+        """… and goes on."""
+        self._stepping = self._waiting.pop()
 
     def leave_step(self, optimizer):
         """An optimizer's step ended: state that it created lazily has a name now."""
@@ -201,14 +211,16 @@ class Tracker(StorageMode):
     def _adopt(self, thing):
         """Give everything that belongs to `thing` its category; again and again, since it may have changed."""
         if isinstance(thing, torch.nn.Module):
-            if id(thing) not in self._adopted:
+            if thing not in self._met:
+                self._met[thing] = None
                 for path, module in thing.named_modules():
-                    self._names.setdefault(id(module), path or type(module).__name__)
+                    self._names.setdefault(module, path or type(module).__name__)
             for parameter in thing.parameters():
                 self.own_parameter(parameter)
             for buffer in thing.buffers():
                 self.own_buffer(buffer)
         elif isinstance(thing, torch.optim.Optimizer):
+            self._met[thing] = None
             for group in thing.param_groups:
                 for parameter in group["params"]:
                     self._watch_gradient(parameter)
@@ -224,7 +236,11 @@ class Tracker(StorageMode):
         else:
             raise TypeError(f"track({type(thing).__name__}): expected models, optimizers, tensors, or lists and dicts "
                             "of these (not a model's parameters: the model)")
-        self._adopted.add(id(thing))
+
+    def _adopt_again(self):
+        """At the end: what was assigned by hand, gradients, loaded state, parameters in another type."""
+        for thing in list(self._met):
+            self._adopt(thing)
 
     def _role(self, tensor, category):
         for record in self._of(tensor):
@@ -232,10 +248,14 @@ class Tracker(StorageMode):
 
     def _watch_gradient(self, leaf):
         """See `leaf.grad` whenever autograd has written it, before any hook of the user's may free it."""
+        if not leaf.is_leaf:  # functional_call puts other tensors in a parameter's place
+            return
         if leaf.grad is not None:
             self._role(leaf.grad, GRADIENTS)
-        if leaf.requires_grad and leaf.is_leaf and leaf not in self._leaves:
-            self._leaves[leaf] = None
+        if not leaf.requires_grad:
+            return
+        hooks = leaf._post_accumulate_grad_hooks
+        if hooks is None or self._gradient_written not in hooks.values():
             handle = leaf.register_post_accumulate_grad_hook(self._gradient_written)
             hooks = leaf._post_accumulate_grad_hooks
             for earlier in [key for key in hooks if key != handle.id]:
@@ -244,8 +264,3 @@ class Tracker(StorageMode):
 
     def _gradient_written(self, leaf):
         self._role(leaf.grad, GRADIENTS)
-
-    def _find_gradients(self):
-        for leaf in list(self._leaves):
-            if leaf.grad is not None:
-                self._role(leaf.grad, GRADIENTS)

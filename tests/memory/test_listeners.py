@@ -132,7 +132,8 @@ def test_checkpointing_leaves_the_block_inputs_and_recomputes_activations(reentr
             del loss
         assert t.now["activations"] == 0
     assert readings[False][0] == 16 * width - 8 * width  # Tanh's outputs, which the next Linear shares
-    assert readings[True][0] == 3 * width  # the inputs of blocks 2 to 4; the first is x itself
+    rng_states = 4 * torch.get_rng_state().nbytes if reentrant else 0  # reentrant: kept by the autograd.Function
+    assert readings[True][0] == 3 * width + rng_states  # the inputs of blocks 2 to 4; the first is x itself
     assert readings[True][1] >= 3 * width + width  # one block's worth, made again in backward
 
 

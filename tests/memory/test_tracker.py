@@ -205,7 +205,8 @@ def test_bad_objects_and_second_use_are_refused():
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     with pytest.raises(TypeError, match="not a model's parameters: the model"), memory.track(model.parameters()):
         pass
-    with memory.track({"batch": torch.zeros(25)}) as t:
+    batch = torch.zeros(25)
+    with memory.track({"batch": batch}) as t:
         pass
     assert t.now == {"inputs": 100}
     with memory.track() as t:
