@@ -7,6 +7,7 @@ say less in its shape rule than it takes; none does in our GPT.)
 
 import copy
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils import _foreach_utils
 
 from .tracker import track
 
@@ -27,49 +29,83 @@ def dry_run(function, *args, **kwargs):
     No memory is taken; what runs on `"cuda"` needs a GPU to be there, but none of its memory. Models, optimizers and
     tensors in the arguments are replaced by fake copies (the originals are not touched), and count as older than the
     step. What `function` builds is fake from the start. Raises ValueError if `function` needs a tensor's values
-    (`.item()`, a mask as index), of which there are none, or uses a real tensor that it was not given.
+    (`.item()`, a mask as index, a sparse tensor), of which there are none, uses a real tensor that it was not given,
+    or if an argument cannot be copied.
     """
     fake = FakeTensorMode()
     fake.__deepcopy__ = lambda memo: fake  # a copy of a fake tensor, made inside, stays in this mode
     args, kwargs = _fake_copies((args, kwargs), fake)
-    try:
-        with fake, _as_on_real_tensors(), track(*_trackable((args, kwargs))) as tracker:
-            tracker.result = function(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(f"dry_run: {error.func} needs the values of a tensor, and fake tensors have none: "
-                         "leave .item() and indexing by masks out of the step") from error
-    except RuntimeError as error:
-        if "Couldn't swap" not in str(error):
-            raise
-        raise ValueError("dry_run: PyTorch cannot change the dtype or device of a module whose tensors are fake: build "
-                         f"it in the right one, GPT(config, dtype=…) or torch.set_default_dtype. {error}") from error
-    except AssertionError as error:
-        if "convert all Tensors to FakeTensors" not in str(error):
-            raise
-        raise ValueError("dry_run: the step uses a real tensor that it was not given: build it inside the function, "
-                         f"or pass it (or its model) as an argument. {error}") from error
+    with _explained(), fake, _as_on_real_tensors(), track(*_trackable((args, kwargs))) as tracker:
+        tracker.result = function(*args, **kwargs)
     return tracker
+
+
+# What an error of PyTorch's says when a step cannot be run on fake tensors -> (what it means, what to do).
+_VALUES = "the step needs the values of a tensor, and fake tensors have none"
+_MEANINGS = {
+    "convert all Tensors to FakeTensors": (
+        "the step uses a real tensor that it was not given",
+        "build it inside the function, or pass it (or its model) as an argument"),
+    "Couldn't swap": (
+        "PyTorch cannot change the dtype or device of a module whose tensors are fake",
+        "build it in the right one, GPT(config, dtype=…) or torch.set_default_dtype"),
+    ".numpy() is not supported": (_VALUES, "leave .numpy() out of it"),
+    "FakeTensor.__format__": (_VALUES, "leave printing them out of it"),
+}
+
+
+@contextmanager
+def _explained():
+    """What fake tensors cannot do comes out as a ValueError that says what to do instead."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(f"dry_run: {error.func} needs the values of a tensor, and fake tensors have none: leave "
+                         ".item(), `if tensor`, printing and indexing by masks out of the step") from error
+    except (RuntimeError, AssertionError, TypeError) as error:
+        for words, (meaning, remedy) in _MEANINGS.items():
+            if words in str(error):
+                raise ValueError(f"dry_run: {meaning}: {remedy}. {error}") from error
+        raise
 
 
 @contextmanager
 def _as_on_real_tensors():
-    """torch.optim takes its foreach kernels, by default on CUDA, for types that it knows: let it know fake ones."""
-    _foreach_supported_types.append(FakeTensor)
+    """PyTorch takes its foreach kernels for types that it knows (by default on CUDA in torch.optim, and everywhere to
+    clip gradients): let it know fake ones."""
+    known = [_foreach_supported_types, getattr(_foreach_utils, "_foreach_supported_types", [])]
+    for types in known:
+        types.append(FakeTensor)
     try:
         yield
     finally:
-        _foreach_supported_types.remove(FakeTensor)
+        for types in known:
+            types.remove(FakeTensor)
 
 
 def _fake_copies(things, fake):
-    """Copies of `things`, with the gradients that deepcopy leaves behind. The memo holds them all: it ends here."""
+    """Copies of `things`, with what deepcopy leaves behind: gradients, and optimizers' own attributes. Its memo holds
+    them all, and ends here."""
     memo = {}
     with _FakeCopies(fake):
-        copies = copy.deepcopy(things, memo)
-        for tensor in [each for each in memo.get(id(memo), ()) if isinstance(each, torch.Tensor)]:
-            if tensor.is_leaf and tensor.grad is not None:
-                memo[id(tensor)].grad = copy.deepcopy(tensor.grad, memo)
+        try:
+            copies = copy.deepcopy(things, memo)
+            for original in list(memo.get(id(memo), ())):
+                if isinstance(original, torch.Tensor) and original.is_leaf and original.grad is not None:
+                    memo[id(original)].grad = copy.deepcopy(original.grad, memo)
+                elif isinstance(original, torch.optim.Optimizer):
+                    _copy_attributes(original, memo)
+        except (TypeError, SystemError, RuntimeError) as error:
+            raise ValueError(f"dry_run: an argument cannot be copied: build it inside the function. {error}") from error
     return copies
+
+
+def _copy_attributes(optimizer, memo):
+    """An optimizer's copy has its state and groups; here it gets what a subclass added (a wrapped `step` is not)."""
+    twin = memo[id(optimizer)]
+    for name in vars(optimizer).keys() - vars(twin).keys():
+        if not isinstance(vars(optimizer)[name], (FunctionType, MethodType)):
+            setattr(twin, name, copy.deepcopy(vars(optimizer)[name], memo))
 
 
 class _FakeCopies(FakeCopyMode):

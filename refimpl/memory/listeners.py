@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
     register_module_buffer_registration_hook,
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -62,6 +63,7 @@ def _install():
     ]
     for handle in handles:
         _installed.callback(handle.remove)
+    _installed.callback(_global_forward_hooks_with_kwargs.pop, handles[1].id)  # `remove` leaves it behind
     _wrap(saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks)
     _wrap(torch.UntypedStorage, "resize_", _resize)
     _wrap(torch.autograd.Function, "apply", _apply)

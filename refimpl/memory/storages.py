@@ -95,7 +95,8 @@ class StorageMode(Trace, TorchDispatchMode):
                     storage = tensor.untyped_storage()
                     entry = self._alive.get(storage._cdata)
                     if entry is None:
-                        self._register(storage, tensor.device, op)
+                        if not tensor._is_zerotensor():  # a forward derivative's: it has no memory
+                            self._register(storage, tensor.device, op)
                     elif op is not None:
                         self._update_size(entry[0], storage.nbytes())
             elif isinstance(item, (tuple, list)):
@@ -141,7 +142,7 @@ class StorageMode(Trace, TorchDispatchMode):
         found = []
         while is_functorch_wrapped_tensor(tensor):  # an argument of vmap or grad: what it wraps has the storage
             tensor = get_unwrapped(tensor)
-        for dense in () if is_lazy(tensor) else dense_parts(tensor):
+        for dense in () if is_lazy(tensor) or tensor._is_zerotensor() else dense_parts(tensor):
             storage = dense.untyped_storage()
             entry = self._alive.get(storage._cdata)
             record = self.records[entry[0]] if entry else self._register(storage, dense.device)

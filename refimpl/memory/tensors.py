@@ -35,6 +35,9 @@ def dense_parts(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         parts = [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor's mesh is among them
     elif tensor.layout in _SPARSE:
+        if isinstance(tensor, FakeTensor):
+            raise ValueError(f"a fake {tensor.layout} tensor of shape {tuple(tensor.shape)}: its bytes depend on its "
+                             "values, and it has none: make it dense, or track a real run")
         parts = [getattr(tensor, name)() for name in _SPARSE[tensor.layout]]
     else:
         return (tensor,) if tensor.layout is torch.strided else ()

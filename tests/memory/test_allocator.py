@@ -1,9 +1,13 @@
 """The allocator's readings."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._C._profiler import _EventType
 
 from refimpl import memory
+from refimpl.memory.allocator import _of_this_region
 
 
 def test_peak_and_net_are_what_was_allocated():
@@ -31,6 +35,32 @@ def test_the_release_of_older_memory_is_the_one_thing_the_cpus_log_leaves_out():
         new = torch.empty(10)
     assert (m.peak, m.net) == (40, 40)
     assert t.now.total - t.start.total == 40 - 4000 and new.numel() == 10
+
+
+def test_a_later_region_does_not_count_what_an_earlier_one_gave_out():
+    """The profiler remembers sizes from one region to the next; what is freed here but older is not ours."""
+    held = []
+    for size in range(100, 140):
+        with memory.measure("cpu") as m:
+            kept, freed = torch.empty(size), torch.empty(7)
+            held.clear()
+            del freed
+        assert (m.peak, m.net) == (4 * size + 28, 4 * size)
+        held.append(kept)
+        del kept
+
+
+def allocation(time, nbytes, address, device="cpu", children=()):
+    fields = SimpleNamespace(device=torch.device(device), alloc_size=nbytes, ptr=address)
+    return SimpleNamespace(tag=_EventType.Allocation, start_time_ns=time, extra_fields=fields, children=children)
+
+
+def test_a_release_counts_if_its_address_was_given_out_here():
+    operation = SimpleNamespace(tag=_EventType.TorchOp, children=[
+        allocation(3, 50, 0xB), allocation(2, -8, 0xA), allocation(2, 70, 0xC, "cuda")])
+    tree = [allocation(6, -60, 0xB), operation, allocation(1, -100, 0xB), allocation(4, -50, 0xB),
+            allocation(5, -50, 0xB)]
+    assert _of_this_region(tree) == [(3, 50), (4, -50)]
 
 
 def test_readings_exist_after_the_context_only_and_survive_an_exception():

@@ -227,3 +227,112 @@ def test_transforms_that_refuse_hooks_run_and_hooks_come_back():
         assert t.now["activations"] == 4000 and loss.isfinite()
     assert torch.equal(gradient, x.exp())
     assert torch.autograd.graph.disable_saved_tensors_hooks is disable
+
+
+def test_what_a_pack_hook_had_ready_is_an_activation():
+    x = torch.randn(1000, requires_grad=True)
+    with memory.track(x) as t:
+        ready = [Held(torch.zeros(500))]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: ready.pop().tensor, lambda t: torch.zeros(1000)):
+            loss = x.exp().sum()
+        assert t.now["activations"] == 2000
+        del loss
+
+
+def test_a_pair_of_hooks_keeps_its_own_functions():
+    def pack(tensor):
+        return tensor.bfloat16()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.float)
+    with memory.track(), hooks:
+        assert hooks.pack_hook is pack
+    assert (hooks.pack_hook, hooks.unpack_hook) == (pack, torch.Tensor.float)
+
+
+class Interrupted(torch.nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+
+class Recovers(torch.nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.part, self.last = Interrupted(error), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        with contextlib.suppress(BaseException):
+            self.part(x)
+        return self.last(x.exp())
+
+
+@pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt()])
+def test_a_module_that_raises_is_left(error):
+    model = Recovers(error)
+    with memory.track(model) as t:
+        with contextlib.suppress(ValueError):
+            Interrupted(ValueError())(torch.ones(1, 4))
+        torch.zeros(3)
+        model(torch.ones(1, 4))
+        torch.zeros(5)
+    modules = {op.name: op.module for op in t.ops}
+    assert modules["addmm"] == "last" and modules["zeros"] == ""
+    assert [op.module for op in t.ops if op.name == "zeros"] == ["", ""]
+    if isinstance(error, ValueError):  # PyTorch tells of no other: until the outer module is left, the inner one runs
+        assert modules["exp"] == "Recovers"
+
+
+def test_a_closure_is_no_part_of_the_step(trained):
+    model, _, _ = trained
+    tokens = torch.randint(0, 256, (2, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(tokens, tokens)
+        loss.backward()
+        return loss
+
+    for call in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+        with memory.track(model, optimizer) as t:
+            loss = call()
+        assert loss.ndim == 0
+        assert {op.phase for op in t.ops if op.name == "addmm"} == {"forward"}
+        assert {op.phase for op in t.ops if op.name == "native_layer_norm_backward"} == {"backward"}
+        assert t.ops[-1].phase == "step"
+    with memory.track(model, optimizer) as t, contextlib.suppress(ArithmeticError):
+        optimizer.step(lambda: 1 / 0)
+    assert not t._waiting
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_recomputation_feeds_a_module_is_no_input(reentrant):
+    first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    tokens, embedding = torch.randint(0, 100, (4, 32)), torch.nn.Embedding(100, 64)
+
+    def block(x):
+        middle = x + first(x)
+        return middle + second(middle).tanh()
+
+    with memory.track(embedding, first, second, tokens) as t:
+        y = checkpoint(block, embedding(tokens) * 2, use_reentrant=reentrant)
+        y.square().sum().backward()
+        del y
+    assert t.peak["inputs"] == tokens.nbytes
+    assert t.timeline.nbytes[:, t.timeline.categories.index("inputs")].max() == tokens.nbytes
+
+
+def test_a_failed_entry_leaves_nothing_behind(trained):
+    model, optimizer, step = trained
+    resize = torch.UntypedStorage.resize_
+    with (torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"),
+          memory.track(model)):
+        pass
+    assert torch.UntypedStorage.resize_ is resize and not torch.nn.modules.module._global_forward_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    with memory.track(model, optimizer) as t:
+        step()
+    assert t.peak_moment("step").ledger["gradients"] == 4 * model.config.parameter_count()

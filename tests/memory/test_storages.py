@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,6 +112,46 @@ def resize_step(tracker_type):
 def test_a_storage_resized_to_nothing_and_back_is_followed():
     assert resize_step(Tracker) == (0, 40_000)
     assert resize_step(BlindToResize) != (0, 40_000)
+
+
+def test_an_older_storage_is_known_by_its_size_before_it_was_resized():
+    old = torch.zeros(100)
+    with memory.track() as t:
+        torch.zeros(1)
+        old.untyped_storage().resize_(4000)
+        torch.zeros(2)
+    assert t.start.total == 400
+    assert [row.ledger.total for row in t.timeline if row.operation == "resize_"] == [4000]
+    assert t.timeline.totals.tolist() == [400, 404, 4000, 4008, 4000]
+
+
+def test_an_older_tensor_that_an_operation_writes_to_is_older():
+    old = torch.zeros(100)
+    with memory.track() as t:
+        torch.add(torch.zeros(100), 1, out=old)
+    assert t.start.total == t.now.total == 400
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensors_without_memory_count_nothing():
+    x = torch.ones(100)
+    with memory.track(x) as t:
+        shape = torch.empty(1000, device="meta") * 2
+        _, tangent = torch.func.jvp(lambda v: (v * 2, v.detach()), (x,), (x,))  # no derivative: a tensor of zeros
+        assert t.now == {"inputs": 400, "temporaries": 1200}, t.now
+    assert shape.is_meta and not tangent[1].any()
+
+
+def test_a_dry_run_inside_takes_nothing_of_the_real_memory():
+    with memory.track() as t:
+        inner = memory.dry_run(lambda: torch.nn.Linear(1000, 1000)(torch.ones(1, 1000)).sum().backward())
+    assert t.peak.total == 0 and inner.peak["parameters"] == 4_004_000
+
+
+def test_aliases_made_by_autograd_are_no_operations():
+    with memory.track() as t:
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+    assert not any("detach" in op.name for op in t.ops)
 
 
 def test_resizing_operations_are_followed():

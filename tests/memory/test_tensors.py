@@ -30,6 +30,21 @@ def test_sparse_tensors_are_their_indices_and_values(layout, index_shapes):
     assert [tuple(part.shape) for part in parts] == [*index_shapes, (2,)]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(("layout", "pointers"), [(torch.sparse_bsr, 3), (torch.sparse_bsc, 4)])
+def test_sparse_blocks_are_their_indices_and_values(layout, pointers):
+    dense = torch.zeros(4, 3)
+    dense[0, 1] = 1
+    parts = dense_parts(dense.to_sparse(layout=layout, blocksize=(2, 1)))
+    assert [tuple(part.shape) for part in parts] == [(pointers,), (1,), (1, 2, 1)]
+
+
+def test_a_fake_sparse_tensor_is_refused_because_its_bytes_depend_on_values():
+    sparse = FakeTensorMode().from_tensor(torch.eye(5).to_sparse())
+    with pytest.raises(ValueError, match=r"torch.sparse_coo tensor of shape \(5, 5\).*make it dense"):
+        dense_parts(sparse)
+
+
 def test_wrapper_tensors_are_what_they_wrap():
     with memory.track() as t:
         both = TwoTensor(torch.zeros(10), torch.zeros(10)) + 1

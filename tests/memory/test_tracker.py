@@ -1,9 +1,11 @@
 """The tracker against the CPU allocator, and every category; each with a tracker that is broken."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from refimpl import memory
 from refimpl.bench.meter import Size, TrainingStep
@@ -196,6 +198,113 @@ def test_inputs_are_the_models_arguments(by_name):
         del x
     assert t.start["inputs"] == 4 * 8 * 4
     assert t.timeline.nbytes[:, t.timeline.categories.index("inputs")].max() == 6 * 8 * 4
+
+
+def test_gradients_assigned_by_hand_are_gradients():
+    model = torch.nn.Linear(50, 50, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory.track(model) as t:
+        model.weight.grad = torch.ones(50, 50)
+    assert t.now["gradients"] == 10_000
+    model.weight.grad = None
+    with memory.track(model) as t:
+        model.weight.grad = torch.ones(50, 50)
+        optimizer.step()
+        model.weight.grad = None
+    assert t.peak["gradients"] == 10_000 and t.now["gradients"] == 0
+
+
+def test_older_gradients_of_a_model_that_is_found_are_gradients():
+    model, x = torch.nn.Linear(50, 50, bias=False), torch.ones(2, 50)
+    model(x).sum().backward()
+    with memory.track() as t:
+        model(x)
+        model.zero_grad()
+    assert t.start == {"parameters": 10_000, "gradients": 10_000, "inputs": 400}
+
+
+def test_an_inputs_gradient_is_a_gradient():
+    model, x = torch.nn.Linear(50, 50, bias=False), torch.ones(20, 50, requires_grad=True)
+    model.requires_grad_(False)
+    with memory.track() as t:
+        model(x).sum().backward()
+    assert t.now == {"parameters": 10_000, "inputs": 4000, "gradients": 4000}
+
+
+def test_what_one_model_makes_is_no_input_of_the_next():
+    first, second, x = torch.nn.Linear(50, 50), torch.nn.Linear(50, 50), torch.ones(2, 50)
+    with torch.no_grad(), memory.track(first, second, x) as t:
+        second(first(x))
+    assert t.peak["inputs"] == 400
+    shift = torch.ones(50, requires_grad=True)
+    with memory.track(first, x, shift) as t:
+        first(x + shift)
+    assert t.peak["inputs"] == 400 + 200
+
+
+def test_what_one_backward_made_and_another_freed_is_no_activation():
+    held = []
+    x = torch.ones(1000, requires_grad=True)
+    with memory.track(x) as t:
+        for act in (lambda grad: held.append(grad * 1), lambda grad: held.clear()):
+            y = x * 2
+            y.register_hook(act)
+            y.sum().backward()
+            del y
+    assert "activations" not in {t.categories()[i] for i, record in enumerate(t.records) if record.phase == "backward"}
+
+
+def test_what_the_program_lets_go_goes():
+    x, model = torch.zeros(1000), torch.nn.Linear(10, 10, bias=False)
+    with memory.track([x], model) as t:
+        del x
+        assert t.now == {"parameters": 400}
+        del model
+        gc.collect()
+        assert t.now.total == 0
+    assert t.start == {"inputs": 4000, "parameters": 400}
+
+
+def test_parameters_can_be_exchanged_afterwards():
+    model = torch.nn.Linear(10, 10)
+    with memory.track(model):
+        model(torch.ones(1, 10)).sum().backward()
+    model.zero_grad()
+    torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.zeros(10, 10)))
+    assert not model.weight.any()
+
+
+def test_a_name_ends_with_its_module():
+    """Ids are used again: a model built where another was deleted has names of its own."""
+    with memory.track() as t:
+        for i in range(6):
+            model = torch.nn.Sequential()
+            model.add_module(f"layer{i}", torch.nn.Linear(4, 4))
+            model(torch.ones(1, 4))
+            del model
+    assert [op.module for op in t.ops if op.name == "addmm"] == [f"layer{i}" for i in range(6)]
+
+
+def test_sharded_parameters_are_read_as_the_allocator_reads_them():
+    """FSDP2 on one rank: its parameters are DTensors, and it frees and takes them by resizing."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        count = sum(p.numel() for p in model.parameters())
+        with memory.track(model, optimizer) as t, memory.measure("cpu") as m:
+            for _ in range(2):
+                model(torch.randn(4, 32)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert t.start == {"parameters": 4 * count}
+        assert t.now == {"parameters": 4 * count, "optimizer state": 8 * count + 4 * 4}
+        assert t.peak.total - t.start.total == m.peak
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_bad_objects_and_second_use_are_refused():
