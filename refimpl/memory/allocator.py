@@ -2,7 +2,7 @@
 
 CPU: every allocation and release that PyTorch's CPU allocator made, as its profiler logs them. CUDA: the statistics
 of the caching allocator and of the driver. They include what a kernel takes inside one operation, which no tracker
-sees.
+sees; they leave out what another library allocated (a NumPy array under a tensor) and, on the CPU, other threads.
 """
 
 import os

@@ -1,6 +1,11 @@
 """The tracker: exact bytes of every tensor storage, by category, on any device and on fake tensors.
 
 `storages.py` counts; here it is found out what each storage is for, from what modules, optimizers and autograd tell.
+
+What it does not see: what a kernel takes and returns inside one operation (`memory.measure` does); operations on
+threads that the program starts (those of autograd are seen); a bare `UntypedStorage` until a tensor is on it; tensors
+in oneDNN's own layout. What C++ takes behind the dispatcher's back, such as the buckets of DistributedDataParallel,
+counts as older than the trace once it is met. A model under `torch.compile` runs uncompiled.
 """
 
 from bisect import bisect_right

@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,6 +79,15 @@ def test_storages_older_than_the_context_are_there_from_the_start():
         assert t.now.total == 1200
     assert t.start.total == 1200
     assert untouched.sum() == 0
+
+
+def test_memory_of_another_library_counts_while_a_tensor_is_on_it():
+    with memory.track() as t, memory.measure("cpu") as m:
+        x = torch.from_numpy(np.zeros(1000))
+        y = x.clone()
+        del x
+    assert (t.peak.total, t.now.total) == (16_000, 8000) and (m.peak, m.net) == (8000, 8000)
+    assert not y.any()
 
 
 def test_tensors_freed_on_another_thread_are_freed():
