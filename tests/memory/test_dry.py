@@ -163,6 +163,12 @@ def averaged(model, x):
     average.update_parameters(model)
 
 
+def with_schedule():
+    """The scheduler has put a step of its own in the optimizer's place."""
+    model, optimizer, x = after_a_step(torch.optim.AdamW)
+    return model, optimizer, x, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 STEPS = {  # name -> (what makes the arguments, the step)
     "views of one storage": (halves, lambda a, b: (a * b).sum()),
     "a view of a large storage": (lambda: (torch.randn(1000)[10:20],), lambda a: a * 2),
@@ -178,6 +184,8 @@ STEPS = {  # name -> (what makes the arguments, the step)
     "in an object": (lambda: (Run(*after_a_step(torch.optim.AdamW)),), Run.step),
     "an optimizer's own attributes": (lambda: after_a_step(Averaged), train),
     "a scheduler": (lambda: after_a_step(torch.optim.AdamW), scheduled),
+    "a scheduler that is there": (with_schedule, lambda m, o, x, schedule: (train(m, o, x), schedule.step())),
+    "a number in a tensor": (lambda: (torch.tensor(3),), lambda a: a * 2),
     "state made smaller": (lambda: after_a_step(torch.optim.AdamW), state_to_bf16),
     "arguments let go": (lambda: ([torch.zeros(1000), torch.zeros(10)],), list.pop),
     "a gradient of the input": (lambda: (mlp(), batch().requires_grad_()), backward),
@@ -192,7 +200,8 @@ STEPS = {  # name -> (what makes the arguments, the step)
 }
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor", "ignore:Detected call of `lr_scheduler")
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor", "ignore:Detected call of `lr_scheduler",
+                            "ignore:Seems like `optimizer.step")
 @pytest.mark.parametrize("name", STEPS)
 def test_what_is_given_reads_as_the_real_thing(name):
     make, step = STEPS[name]
@@ -211,6 +220,11 @@ def test_what_is_given_reads_as_the_real_thing(name):
 
 # Inside an object or a partial the dry run finds models and optimizers when they run, by category; totals are the same.
 NOT_FOUND_BEFORE_THEY_RUN = ("in an object", "a model in a partial")
+
+
+def test_what_is_given_and_not_used_was_there():
+    dry = memory.dry_run(lambda *given: None, {"a": torch.zeros(100), "b": [(torch.zeros(10),)]}, torch.nn.Linear(5, 5))
+    assert dry.start == {"inputs": 440, "parameters": 120}
 
 
 def test_the_originals_keep_their_values_and_gradients(trained):

@@ -306,6 +306,9 @@ def test_a_closure_is_no_part_of_the_step(trained):
     with memory.track(model, optimizer) as t, contextlib.suppress(ArithmeticError):
         optimizer.step(lambda: 1 / 0)
     assert not t._waiting
+    with memory.track(model, optimizer) as t:
+        optimizer.step(lambda: torch.ones(3).exp())
+    assert {op.phase for op in t.ops if op.name == "exp"} == {"forward"}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

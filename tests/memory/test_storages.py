@@ -150,6 +150,10 @@ def test_tensors_without_memory_count_nothing():
         _, tangent = torch.func.jvp(lambda v: (v * 2, v.detach()), (x,), (x,))  # no derivative: a tensor of zeros
         assert t.now == {"inputs": 400, "temporaries": 1200}, t.now
     assert shape.is_meta and not tangent[1].any()
+    assert memory.dry_run(lambda: torch.empty(1000, device="meta") * 2).peak.total == 0
+    with memory.track(torch._efficientzerotensor((1000,))) as t:
+        pass
+    assert t.start.total == 0
 
 
 def test_a_dry_run_inside_takes_nothing_of_the_real_memory():
@@ -160,7 +164,8 @@ def test_a_dry_run_inside_takes_nothing_of_the_real_memory():
 
 def test_aliases_made_by_autograd_are_no_operations():
     with memory.track() as t:
-        torch.ones(3, requires_grad=True).exp().sum().backward()
+        (torch.ones(3, requires_grad=True) + 1).exp().sum().backward()
+    assert [op.name for op in t.ops if op.phase == "forward"] == ["ones", "add", "exp", "sum", "ones_like"]
     assert not any("detach" in op.name for op in t.ops)
 
 

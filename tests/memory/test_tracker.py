@@ -200,6 +200,12 @@ def test_inputs_are_the_models_arguments(by_name):
     assert t.timeline.nbytes[:, t.timeline.categories.index("inputs")].max() == 6 * 8 * 4
 
 
+class FreesGradients(torch.optim.SGD):
+    def step(self):
+        super().step()
+        self.zero_grad()
+
+
 def test_gradients_assigned_by_hand_are_gradients():
     model = torch.nn.Linear(50, 50, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -212,6 +218,11 @@ def test_gradients_assigned_by_hand_are_gradients():
         optimizer.step()
         model.weight.grad = None
     assert t.peak["gradients"] == 10_000 and t.now["gradients"] == 0
+    x = torch.ones(1000, requires_grad=True)
+    with memory.track() as t:
+        x.grad = torch.ones(1000)
+        FreesGradients([x]).step()
+    assert t.peak["gradients"] == 4000 and t.now["gradients"] == 0
 
 
 def test_older_gradients_of_a_model_that_is_found_are_gradients():
