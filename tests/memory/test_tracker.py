@@ -234,6 +234,14 @@ def test_older_gradients_of_a_model_that_is_found_are_gradients():
     assert t.start == {"parameters": 10_000, "gradients": 10_000, "inputs": 400}
 
 
+def test_a_parameter_is_watched_once(trained):
+    model, optimizer, step = trained
+    with memory.track(model, optimizer):
+        step()
+        step()
+        assert {len(p._post_accumulate_grad_hooks) for p in model.parameters()} == {1}
+
+
 def test_an_inputs_gradient_is_a_gradient():
     model, x = torch.nn.Linear(50, 50, bias=False), torch.ones(20, 50, requires_grad=True)
     model.requires_grad_(False)
