@@ -1,5 +1,7 @@
 """The figure draws the numbers it is given."""
 
+import itertools
+
 import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgb
@@ -41,6 +43,12 @@ def test_bars_are_the_ledgers_and_the_peak_is_marked(trace):
     scale = trace.peak.total / max(trace.peak.total, 1)
     divisor = trace.peak["parameters"] / bar_bytes(bars)[COLOURS["parameters"]] * scale
     assert widths == sorted(v / divisor for v in [*trace.peak.values(), *predicted.values()])
+    for row in (0, 1):  # end to end, in the order of the categories
+        parts = [bar for bar in bars.patches if round(bar.get_y() + 0.35) == row]
+        ends = [0, *itertools.accumulate(bar.get_width() for bar in parts)]
+        assert [bar.get_x() for bar in parts] == pytest.approx(ends[:-1]) and len(parts) >= 2
+        shown = [to_hex(bar.get_facecolor()).upper() for bar in parts]
+        assert shown == sorted(shown, key=list(COLOURS.values()).index)
     assert [label.get_text() for label in bars.get_yticklabels()] == ["predicted", "measured"]
     peak = trace.peak_moment()
     assert line.lines[-1].get_xdata()[0] == peak.index
