@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from . import catalog
 
 CHOICES = {"norm": ("layernorm", "rmsnorm"), "activation": ("gelu", "swiglu"), "positions": ("learned", "rotary")}
+NUMBERS = (("dropout", 0, 1), ("norm_eps", 0, math.inf), ("rotary_base", 1, math.inf), ("rotary_fraction", 0, math.inf))
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class GPTConfig:
     hidden: int = 768
     heads: int = 12
     kv_heads: int | None = None  # fewer than heads: grouped-query attention; None: as many
-    mlp_hidden: int | None = None  # None: 4 · hidden
+    mlp_hidden: int | None = None  # None: 4 · hidden. dataclasses.replace hands on what None became: give None again
     norm: str = "layernorm"  # or "rmsnorm"
     norm_eps: float = 1e-5
     activation: str = "gelu"  # the tanh approximation, as GPT-2 has it; or "swiglu"
@@ -48,8 +49,11 @@ class GPTConfig:
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "mlp_hidden", 4 * self.hidden if self.mlp_hidden is None else self.mlp_hidden)
         for name in ("vocab_size", "context_length", "layers", "hidden", "heads", "kv_heads", "mlp_hidden"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:  # True is an int, too
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer of at least 1")
+        for name, low, high in NUMBERS:
+            if not isinstance(getattr(self, name), (int, float)) or not low <= getattr(self, name) < high:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number in [{low}, {high})")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected {' or '.join(map(repr, known))}")
@@ -59,8 +63,6 @@ class GPTConfig:
         if self.positions == "rotary" and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
             raise ValueError(f"rotary_fraction={self.rotary_fraction} turns {self.rotary_dim} of a head's "
                              f"{self.head_dim} dimensions: expected an even number, at least 2")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: expected a probability in [0, 1)")
 
     @classmethod
     def named(cls, name, **changes):
@@ -195,10 +197,9 @@ class Block(nn.Module):
 
     def __init__(self, config, attention):
         super().__init__()
-        self.parallel = config.parallel_residual
         self.norm1, self.attention = _norm(config), Attention(config, attention)
         self.norm2, self.mlp = _norm(config), MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.parallel, self.dropout = config.parallel_residual, nn.Dropout(config.dropout)
 
     def forward(self, x_BTC, rotation=None):
         attended = self.dropout(self.attention(self.norm1(x_BTC), rotation))
@@ -220,16 +221,14 @@ class GPT(nn.Module):
         self.config = config
         with _defaults(dtype, device):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden)
-            self.positions = None
-            if config.positions == "learned":
-                self.positions = nn.Embedding(config.context_length, config.hidden)
-            else:
+            rotary = config.positions == "rotary"
+            self.positions = None if rotary else nn.Embedding(config.context_length, config.hidden)
+            if rotary:
                 for name, table in zip(("cos", "sin"), rotation_table(config), strict=True):
                     self.register_buffer(name, table, persistent=False)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
-            self.norm = _norm(config)
-            self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+            self.norm, self.head = _norm(config), nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
         self.apply(self._initialise)
@@ -248,8 +247,8 @@ class GPT(nn.Module):
         """tokens (B, T) ints → logits (B, T, V), or the mean cross-entropy if `targets` (B, T) are given.
 
         A target of −100 is not counted. `offset`: the position of the first token, for a sequence fed in chunks.
-        Raises ValueError for a wrong shape or type, a sequence past the context, and (on a CPU; a GPU's own assertion
-        stops it there) a token id outside the vocabulary.
+        TypeError for what is no tensor; ValueError for a wrong shape or dtype, a sequence past the context, and (on a
+        CPU; a GPU's own assertion stops it there) a token id outside the vocabulary.
         """
         T = self._check(tokens_BT, targets_BT, offset)
         x_BTC = self._lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
@@ -276,8 +275,10 @@ class GPT(nn.Module):
                              f"{self.config.vocab_size - 1}") from error
 
     def _check(self, tokens_BT, targets_BT, offset):
-        for name, ids in (("tokens", tokens_BT), ("targets", targets_BT)):
-            if ids is not None and (ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel()):
+        for name, ids in (("tokens", tokens_BT), ("targets", tokens_BT if targets_BT is None else targets_BT)):
+            if not isinstance(ids, torch.Tensor):
+                raise TypeError(f"{name} as a {type(ids).__name__}: expected a tensor (B, T), torch.tensor([[…]])")
+            if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
                 raise ValueError(f"{name} of shape {tuple(ids.shape)}, {ids.dtype}: expected int64 or int32, (B, T)")
         if targets_BT is not None and targets_BT.shape != tokens_BT.shape:
             raise ValueError(f"targets of shape {tuple(targets_BT.shape)} for tokens of {tuple(tokens_BT.shape)}")

@@ -67,6 +67,14 @@ def test_a_folder_is_its_matching_files_in_sorted_order(tmp_path):
     assert PATTERNS == ("*.txt", "*.md", "*.py", "*.rst")
 
 
+def test_one_pattern_alone_is_refused(tmp_path):
+    """A string is a sequence of letters, and "*" among them would match every file."""
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"patterns='\*\.txt': expected several, \('\*\.txt',\)"):
+        TextData(tmp_path, patterns="*.txt")
+    assert decode(TextData(tmp_path, validation=0, patterns=["*.txt"]).train) == "text"
+
+
 def test_targets_are_the_tokens_that_follow(text_file):
     text = TextData(text_file, validation=0)
     written = TEXT.encode()

@@ -433,6 +433,20 @@ BAD_CONFIGS = [
     ({"positions": "rotary", "rotary_fraction": 0.1}, "rotary_fraction=0.1 turns 1 of"),
     ({"positions": "rotary", "rotary_fraction": 0.0}, "turns 0 "),
     ({"positions": "rotary", "heads": 16}, "turns 3 of a head's 3"),
+    ({"layers": True}, "layers=True: expected an integer of at least 1"),
+    ({"kv_heads": False}, "kv_heads=False"),
+    ({"dropout": "0.1"}, r"dropout='0\.1': expected a number in \[0, 1\)"),
+    ({"dropout": math.nan}, r"dropout=nan: expected a number in \[0, 1\)"),
+    ({"norm_eps": -1e-5}, r"norm_eps=-1e-05: expected a number in \[0, inf\)"),
+    ({"norm_eps": math.nan}, "norm_eps=nan"),
+    ({"norm_eps": math.inf}, "norm_eps=inf"),
+    ({"norm_eps": None}, "norm_eps=None"),
+    ({"rotary_base": 0}, r"rotary_base=0: expected a number in \[1, inf\)"),
+    ({"rotary_base": -10000.0}, r"rotary_base=-10000\.0"),
+    ({"rotary_base": math.nan}, "rotary_base=nan"),
+    ({"rotary_fraction": math.nan}, r"rotary_fraction=nan: expected a number in \[0, inf\)"),
+    ({"rotary_fraction": -1.0}, r"rotary_fraction=-1\.0"),
+    ({"rotary_fraction": "all"}, "rotary_fraction='all'"),
 ]
 
 
@@ -440,6 +454,20 @@ BAD_CONFIGS = [
 def test_numbers_that_make_no_model_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**{"vocab_size": 61, "context_length": 32, "layers": 2, "hidden": 48, "heads": 4, **changes})
+
+
+def test_the_limits_themselves_are_taken():
+    config = replace(GPT2, dropout=0, norm_eps=0, rotary_base=1, rotary_fraction=0)
+    assert (config.dropout, config.norm_eps, config.rotary_base) == (0, 0, 1)
+    for rotary_fraction, turned in ((1 / 6, 2), (1.0, 12)):
+        assert replace(GPT2, positions="rotary", rotary_fraction=rotary_fraction).rotary_dim == turned
+
+
+def test_what_was_derived_is_handed_on_and_none_derives_it_anew():
+    wider = replace(GPT2, hidden=96, heads=8)
+    assert (wider.kv_heads, wider.mlp_hidden) == (GPT2.kv_heads, GPT2.mlp_hidden) == (4, 192)
+    wider = replace(GPT2, hidden=96, heads=8, kv_heads=None, mlp_hidden=None)
+    assert (wider.kv_heads, wider.mlp_hidden) == (8, 384)
 
 
 def with_id(value):
@@ -473,6 +501,17 @@ BAD_INPUTS = [
 def test_bad_input_is_refused_with_its_value(arguments, options, message, family):
     with pytest.raises(ValueError, match=message):
         GPT(family)(*arguments, **options)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (([[1, 2]],), r"tokens as a list: expected a tensor \(B, T\), torch\.tensor\(\[\[…\]\]\)"),
+    ((None,), "tokens as a NoneType"),
+    ((TOKENS, TOKENS.tolist()), "targets as a list"),
+    ((TOKENS.numpy(),), "tokens as a ndarray"),
+])
+def test_tokens_are_tensors(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        GPT(GPT2)(*arguments)
 
 
 def test_the_longest_sequence_and_the_last_position_are_taken():

@@ -34,11 +34,12 @@ def first(predict):
                 optimizer.step()
             states = sum(t.now[name] for name in ("parameters", "gradients", "optimizer state"))
             said = predict(config)
-            said = int(getattr(said, "total", said))  # a Ledger will do
+            said = getattr(said, "total", said)  # a Ledger will do
             if said != states:
                 defaults = vars(GPTConfig())
                 shape = ", ".join(f"{name}={value}" for name, value in vars(config).items() if value != defaults[name])
-                return f"for GPTConfig({shape}) you say {said:,}, the tracker reads {states:,} bytes"
+                said = f"{said:,}" if isinstance(said, (int, float)) else repr(said)
+                return f"for GPTConfig({shape}) you say {said}, the tracker reads {states:,} bytes"
         return None
 
     verdict("first", predict, check)

@@ -14,15 +14,27 @@ class Kept:
     """What the kernels of a device keep, where devices differ. Bytes per element; e is that of the activations."""
 
     mask: int  # dropout: CPU keeps the noise it multiplied with (e), CUDA a boolean (1)
-    statistics: int  # LayerNorm's mean and 1/σ: e on CPU, fp32 on CUDA
+    statistics: int  # LayerNorm's mean and 1/σ: e on CPU, fp32 or wider on CUDA
     fused_rms: bool  # RMSNorm in one kernel keeps its input and 1/σ; in pieces also the fp32 input and x/σ
 
 
 def kept_on(device, element):
-    """What `device` ("cpu" or "cuda") keeps for activations of `element` bytes."""
-    if torch.device(device).type == "cuda":
-        return Kept(mask=1, statistics=4, fused_rms=True)
+    """What `device` ("cpu" or "cuda") keeps for activations of `element` bytes. ValueError for another device."""
+    kind = str(device).partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r}: what its kernels keep is not known here; expected 'cpu' or 'cuda'")
+    if kind == "cuda":
+        return Kept(mask=1, statistics=max(4, element), fused_rms=True)
     return Kept(mask=element, statistics=element, fused_rms=False)
+
+
+def check_sizes(batch, sequence, dtype=torch.float32):
+    """ValueError for what cannot be the shape and type of activations."""
+    for name, size in (("batch", batch), ("sequence", sequence)):
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{name}={size!r}: expected an integer of at least 1")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype!r}: expected that of the activations, such as torch.bfloat16")
 
 
 def block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
@@ -31,8 +43,10 @@ def block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
         e·sb·(2h + h + (h + 2hg/a) + h + h + 2f) + e·abs² + (a/g)·s² + statistics        GELU, no dropout
 
     plus, with dropout, m·(2sbh + abs²) of masks (m bytes each) and e·abs² of what the softmax's dropout gave. Terms
-    carry Korthikanti's names (section 4.1), so that the two can stand side by side.
+    carry Korthikanti's names (section 4.1), so that the two can stand side by side. ValueError for a batch or sequence
+    that is no positive integer, a dtype that is not floating, and another device than "cpu" and "cuda".
     """
+    check_sizes(batch, sequence, dtype)
     s, b, h, a, g, f = sequence, batch, config.hidden, config.heads, config.kv_heads, config.mlp_hidden
     e, kept = dtype.itemsize, kept_on(device, dtype.itemsize)
     token, score, dropped = s * b, a * b * s * s, config.dropout > 0
@@ -64,9 +78,10 @@ def norm_terms(config, tokens, e, kept):
     h = config.hidden
     if config.norm == "layernorm":
         return {"norm inputs": e * tokens * h, "norm statistics": 2 * kept.statistics * tokens}
+    wide = max(4, e)  # a kernel reckons 1/σ in fp32 or wider
     if kept.fused_rms:
-        return {"norm inputs": e * tokens * h, "norm statistics": 4 * tokens}
-    wide = max(4, e)  # in pieces: x in fp32 or wider (x itself if it is), 1/σ, and x/σ before the gain
+        return {"norm inputs": e * tokens * h, "norm statistics": wide * tokens}
+    # In pieces: x in fp32 or wider (x itself if it is), 1/σ, and x/σ before the gain.
     return {"norm inputs": wide * tokens * h, "norm statistics": wide * tokens, "RMSNorm x/σ": wide * tokens * h}
 
 
@@ -74,8 +89,11 @@ def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu")
     """Bytes that the whole GPT keeps when it is given targets: {term: bytes}; `blocks` is L times one block.
 
     Outside the blocks: the positions, the embedding's dropout, the last norm, the head's input, and 4·sbv for the
-    log-probabilities, which are fp32 in any precision.
+    log-probabilities, which are fp32 in any precision. Tokens and targets are inputs; but the loss takes int64 alone,
+    and of int32 targets it keeps a copy, 8·sb bytes more. (One token alone, s = b = 1, keeps up to 2eh more in a block:
+    its q, k and v stay views of one matrix.) ValueError as in `block_terms`.
     """
+    check_sizes(batch, sequence, dtype)
     s, token, h, e = sequence, sequence * batch, config.hidden, dtype.itemsize
     kept = kept_on(device, e)
     block = block_terms(config, batch, sequence, dtype, device)
@@ -101,6 +119,7 @@ def activation_bytes(config, batch, sequence, dtype=torch.float32, device="cpu")
 
 def korthikanti_terms(config, batch, sequence):
     """Their block in their terms: 16-bit, GELU, dropout with one-byte masks, nothing small counted: {term: bytes}."""
+    check_sizes(batch, sequence)
     token_h, score = sequence * batch * config.hidden, config.heads * batch * sequence**2
     per_token = {"norm inputs": 4, "qkv input": 2, "queries and keys": 4, "values": 2, "projection input": 2,
                  "attention dropout mask": 1, "MLP input": 2, "GELU input": 8, "down input": 8, "MLP dropout mask": 1}
@@ -110,5 +129,6 @@ def korthikanti_terms(config, batch, sequence):
 
 def korthikanti_bytes(config, batch, sequence):
     """sbh · (34 + 5as/h), equation 1 of Korthikanti et al. 2022: bytes of one block."""
+    check_sizes(batch, sequence)
     s, b, h, a = sequence, batch, config.hidden, config.heads
     return 34 * s * b * h + 5 * a * b * s * s

@@ -1,8 +1,11 @@
 """The one figure of every page: ledgers as bars, predicted above measured, over the bytes of the step in time."""
 
 import io
+from collections.abc import Mapping
+from numbers import Number
 
 import numpy as np
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -30,18 +33,13 @@ class MemoryFigure(Figure):
 def plot(*traces, predicted=None, **labelled):
     """Draw traces (Tracker or Trace) side by side, one column each. Returns a matplotlib Figure.
 
-    `plot(t)`, `plot(t, predicted=ledger)`, or with labels `plot(before=a, after=b, predicted={"after": ledger})`.
-    Bars: the ledger at the peak. Below: bytes by category after each operation, the phases, and the peak. ValueError
-    without a trace or for a prediction that no column has.
+    `plot(t)`, `plot(t, predicted=ledger)`, or with labels `plot(before=a, after=b, predicted={"after": ledger})`; a
+    dict of bytes, or a trace for its peak, does for a ledger. Bars: the ledger at the peak. Below: bytes by category
+    after each operation, the phases, and the peak. ValueError without a trace, for two of one label and for a
+    prediction that no column has; TypeError for what is no trace and no ledger.
     """
-    runs = {**{f"run {i}" if len(traces) > 1 else "measured": t for i, t in enumerate(traces)}, **labelled}
-    if not runs:
-        raise ValueError("plot needs at least one trace: plot(t) or plot(before=a, after=b)")
-    if isinstance(predicted, Ledger):
-        predicted = dict.fromkeys(runs, predicted)
-    predicted = predicted or {}
-    if set(predicted) - set(runs):
-        raise ValueError(f"predicted for {sorted(set(predicted) - set(runs))}: the columns are {list(runs)}")
+    runs = _columns(traces, labelled)
+    predicted = _predictions(predicted, runs)
     timelines = {label: trace.timeline for label, trace in runs.items()}
     peaks = {label: timeline.peak() for label, timeline in timelines.items()}
     ledgers = [peak.ledger for peak in peaks.values()] + list(predicted.values())
@@ -54,7 +52,8 @@ def plot(*traces, predicted=None, **labelled):
     axes = figure.subplots(2, len(runs), squeeze=False, sharex=False, height_ratios=[0.34 * rows + 0.25, 3.2])
     for column, label in enumerate(runs):
         bars, line = axes[0][column], axes[1][column]
-        draw_bars(bars, peaks[label].ledger, predicted.get(label), divisor, highest)
+        inches = 0.85 * figure.get_figwidth() / len(runs)
+        draw_bars(bars, peaks[label].ledger, predicted.get(label), divisor, highest, rows, inches)
         draw_timeline(line, timelines[label], peaks[label], divisor, highest)
         bars.set_title(label.replace("_", " ") if len(runs) > 1 else "bytes at the peak", fontsize=10, loc="left")
         line.set_ylabel(unit if column == 0 else "")
@@ -63,6 +62,37 @@ def plot(*traces, predicted=None, **labelled):
     patches = [Patch(color=colour(name), label=name) for name in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=4 * len(runs), frameon=False, fontsize=9)
     return figure
+
+
+def _columns(traces, labelled):
+    """{label: trace} of `plot`'s arguments."""
+    unnamed = {f"run {i}" if len(traces) > 1 else "measured": trace for i, trace in enumerate(traces)}
+    if not unnamed and not labelled:
+        raise ValueError("plot needs at least one trace: plot(t) or plot(before=a, after=b)")
+    if unnamed.keys() & labelled:
+        raise ValueError(f"two traces are called {(unnamed.keys() & labelled).pop()!r}: label them all")
+    for label, trace in {**unnamed, **labelled}.items():
+        if not hasattr(trace, "timeline"):
+            raise TypeError(f"plot: {label} is a {type(trace).__name__}, expected what memory.track or dry_run gave")
+    return {**unnamed, **labelled}
+
+
+def _predictions(predicted, columns):
+    """{label: Ledger} of `plot`'s `predicted`: one for all columns, or one for each that it names."""
+    given = getattr(predicted, "peak", predicted)
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"predicted={given!r}: expected a Ledger, or a dict of Ledgers by column")
+    one = isinstance(given, Ledger) or all(isinstance(n, Number) and name not in columns for name, n in given.items())
+    each = dict.fromkeys(columns, given) if one else given
+    if set(each) - set(columns):
+        raise ValueError(f"predicted for {sorted(set(each) - set(columns))}: the columns are {list(columns)}")
+    ledgers = {label: getattr(ledger, "peak", ledger) for label, ledger in each.items()}
+    for label, ledger in ledgers.items():
+        if not isinstance(ledger, Mapping):
+            raise TypeError(f"predicted for {label!r} is {ledger!r}: expected a Ledger")
+    return {label: Ledger(ledger) for label, ledger in ledgers.items() if ledger}
 
 
 def colour(name):
@@ -75,20 +105,34 @@ def _names(ledgers):
     return [c for c in CATEGORIES if c in held] + sorted(held.difference(CATEGORIES))
 
 
-def draw_bars(axes, measured, predicted, divisor, highest):
-    """Ledgers as stacked horizontal bars, the total written at the end."""
+def draw_bars(axes, measured, predicted, divisor, highest, rows, inches):
+    """Ledgers as stacked horizontal bars; bytes are written in each part that has room, and the total at the end.
+
+    `rows`: how many bars the figure's columns have at most; `inches`: how wide the axes are, roughly.
+    """
     bars = {"predicted": predicted, "measured": measured} if predicted else {"measured": measured}
-    for row, ledger in enumerate(bars.values()):
+    below = range(rows - len(bars), rows)  # measured stands beside measured
+    longest = 1.17 * highest
+    for row, ledger in zip(below, bars.values(), strict=True):
         left = 0
         for name in _names([ledger]):
-            axes.barh(row, ledger[name] / divisor, left=left / divisor, color=colour(name), height=0.7)
-            left += ledger[name]
+            nbytes = ledger[name]
+            axes.barh(row, nbytes / divisor, left=left / divisor, color=colour(name), height=0.7)
+            if nbytes / longest * inches > 0.08 * len(human(nbytes)):
+                axes.text((left + nbytes / 2) / divisor, row, human(nbytes), color=_readable_on(colour(name)),
+                          ha="center", va="center", fontsize=8)
+            left += nbytes
         axes.text(left / divisor + 0.01 * highest / divisor, row, human(ledger.total), va="center", fontsize=9)
-    axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
-    axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlim(0, 1.17 * highest / divisor)
+    axes.set_yticks(below, list(bars), fontsize=9)
+    axes.set_ylim(rows - 0.5, -0.5)
+    axes.set_xlim(0, longest / divisor)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
+
+
+def _readable_on(background):
+    red, green, blue = to_rgb(background)
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
 
 
 def draw_timeline(axes, timeline, peak, divisor, highest):

@@ -3,6 +3,8 @@
 Bytes are integers everywhere; MiB and GiB appear only in what a person reads.
 """
 
+import difflib
+import functools
 from collections.abc import Mapping
 
 PARAMETERS = "parameters"
@@ -28,20 +30,47 @@ def human(nbytes):
     return f"{nbytes:,} B" if unit == "B" else f"{size:,.1f} {unit}"
 
 
+@functools.cache
 def category_name(name):
-    """The canonical spelling of a category: `optimizer_state` and `optimizer state` are one."""
+    """The canonical spelling of a category: `optimizer_state` and `optimizer state` are one.
+
+    Any name makes a category of its own, but for those that would stand unnoticed beside a known one: its short or
+    singular form (`grads`, `parameter`) and a misspelling (`paramters`). ValueError names the one that was meant.
+    """
+    spelled = _spelled(name)
+    lower = spelled.lower()
+    stem = lower.removesuffix("s").removesuffix("y")
+    meant = [c for c in CATEGORIES if len(stem) >= 3 and c.startswith(stem)]
+    meant = meant or difflib.get_close_matches(lower, CATEGORIES, n=1, cutoff=0.9)
+    if meant and spelled not in CATEGORIES:
+        raise ValueError(f"category {name!r}: is it {meant[0]!r}? If not, choose a name that is less like it")
+    return spelled
+
+
+def _spelled(name):
     return str(name).replace("_", " ")
+
+
+def _whole(name, count):
+    try:
+        whole = int(count)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}={count!r}: expected a number of bytes") from error
+    if whole != count:
+        raise ValueError(f"{name}={count!r}: expected a whole number of bytes")
+    return whole
 
 
 class Ledger(Mapping):
     """Category → bytes (int), and `.total`.
 
     A category of `CATEGORIES` that holds nothing reads 0; any other unknown name raises KeyError. Ledgers add and
-    subtract, so that `t.peak - t.start` is what a step put on top of what was there.
+    subtract, with each other and with dicts, so that `t.peak - t.start` is what a step put on top of what was there.
+    ValueError for a name that is nearly one of `CATEGORIES`, and for bytes that are no whole number.
     """
 
     def __init__(self, nbytes=(), **more):
-        given = {category_name(name): int(count) for name, count in {**dict(nbytes), **more}.items()}
+        given = {category_name(name): _whole(name, count) for name, count in {**dict(nbytes), **more}.items()}
         known = {name: given[name] for name in CATEGORIES if given.get(name)}
         others = {name: count for name, count in given.items() if name not in CATEGORIES and count}
         self._bytes = {**known, **others}
@@ -52,7 +81,7 @@ class Ledger(Mapping):
         return sum(self._bytes.values())
 
     def __getitem__(self, name):
-        name = category_name(name)
+        name = _spelled(name)
         if name in self._bytes:
             return self._bytes[name]
         if name in CATEGORIES:
@@ -60,7 +89,7 @@ class Ledger(Mapping):
         raise KeyError(f"no category {name!r} in this ledger; it has {', '.join(self._bytes) or 'none'}")
 
     def __contains__(self, name):
-        return category_name(name) in self._bytes
+        return _spelled(name) in self._bytes
 
     def __iter__(self):
         return iter(self._bytes)
@@ -69,16 +98,27 @@ class Ledger(Mapping):
         return len(self._bytes)
 
     def __eq__(self, other):
-        return isinstance(other, Mapping) and self._bytes == Ledger(other)._bytes
+        return isinstance(other, Mapping) and self._bytes == {_spelled(name): n for name, n in other.items() if n}
 
     def __hash__(self):
-        return hash(tuple(self._bytes.items()))
+        return hash(frozenset(self._bytes.items()))  # of equal ledgers equal, whatever the order of their rows
 
     def __add__(self, other):
-        return Ledger({name: self._get(name) + Ledger._get(other, name) for name in {*self, *other}})
+        return self._plus(other, 1)
+
+    __radd__ = __add__
 
     def __sub__(self, other):
-        return Ledger({name: self._get(name) - Ledger._get(other, name) for name in {*self, *other}})
+        return self._plus(other, -1)
+
+    def __rsub__(self, other):
+        return Ledger(other) - self if isinstance(other, Mapping) else NotImplemented
+
+    def _plus(self, other, sign):
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        other = Ledger(other)
+        return Ledger({name: self._get(name) + sign * other._get(name) for name in (*self, *other)})
 
     def _get(self, name):
         return self._bytes.get(name, 0)

@@ -5,6 +5,7 @@ AdamW. "ZeRO" (Rajbhandari et al. 2020), section 3.1, counts mixed-precision Ada
 """
 
 from dataclasses import dataclass
+from numbers import Real
 
 from .ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, Ledger
 
@@ -32,15 +33,16 @@ def model_state_bytes(parameters, optimizer="adamw", precision="fp32", tensors=0
     """Ledger (bytes) of the model states of `parameters` = Ψ, when every gradient is there.
 
     `tensors`: how many parameter tensors there are; Adam keeps an fp32 step counter, 4 bytes, for each (on the CPU,
-    also when the model is on a GPU, unless it is capturable or fused). Raises ValueError for an unknown recipe or a
-    negative Ψ.
+    also when the model is on a GPU, unless it is capturable or fused). Raises ValueError for an unknown recipe and for
+    what is no count (7e9 is one).
     """
     if optimizer not in STATES:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(STATES)}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
-    if parameters < 0 or tensors < 0:
-        raise ValueError(f"parameters={parameters}, tensors={tensors}: expected counts, 0 or more")
+    for name, count in (("parameters", parameters), ("tensors", tensors)):
+        if isinstance(count, bool) or not isinstance(count, Real) or not count >= 0 or count % 1:
+            raise ValueError(f"{name}={count!r}: expected a count, 0 or more")
     p, k = PRECISIONS[precision], STATES[optimizer]
     counters = 4 * tensors if optimizer in ("adam", "adamw") else 0
     return Ledger({

@@ -4,6 +4,7 @@ A storage has one category for its whole life, settled only when the trace is re
 backward, or became a gradient, is known later than that it was born.
 """
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -97,7 +98,10 @@ def settle(record, master_weights):
 
 
 class Timeline:
-    """Bytes by category after every operation: `.ops` (N) and `.nbytes`, an int64 array (N, len(.categories))."""
+    """Bytes by category after every operation: `.ops` (N) and `.nbytes`, an int64 array (N, len(.categories)).
+
+    Indexed or iterated it gives Moments; a slice, a list of them.
+    """
 
     def __init__(self, ops, categories, nbytes):
         self.ops, self.categories, self.nbytes = ops, categories, nbytes
@@ -107,6 +111,8 @@ class Timeline:
         return len(self.ops)
 
     def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[row] for row in range(len(self))[index]]
         index = range(len(self.ops))[index]
         name, phase, module, _ = self.ops[index]
         nbytes = self.nbytes[index].tolist()
@@ -128,13 +134,14 @@ class Trace:
     """A finished recording: ops, storage records and the events (operation index, record index, ± bytes).
 
     `device`: where the bytes are counted; by default a CUDA device if the trace saw one, else the CPU. `on(device)`
-    is the same recording read on another device.
+    is the same recording read on another device. `began_ns`: when it began (ns since 1970), None if that is not known.
     """
 
-    def __init__(self, ops=(), records=(), events=(), first_call=None, device=None):
+    def __init__(self, ops=(), records=(), events=(), first_call=None, device=None, began_ns=None):
         self.ops, self.records, self.events = list(ops), list(records), list(events)
         self.first_call = first_call  # index of the first operation inside a module's forward
         self._device = device
+        self.began_ns = began_ns if began_ns or self.ops else time.time_ns()  # with nothing in it yet: it begins now
 
     @property
     def devices(self):
@@ -152,7 +159,7 @@ class Trace:
         device = str(device)
         if device not in self.devices:
             raise ValueError(f"nothing was allocated on {device!r}; this trace saw {', '.join(self.devices) or 'none'}")
-        return Trace(self.ops, self.records, self.events, self.first_call, device)
+        return Trace(self.ops, self.records, self.events, self.first_call, device, self.began_ns)
 
     def categories(self):
         """The settled category of every storage record, in order."""
@@ -176,7 +183,8 @@ class Trace:
         first = self.first_call or 0
         ops = [op._replace(phase=BUILD) if i < first and op.phase == FORWARD else op for i, op in enumerate(self.ops)]
         begin, end = (ops[0], ops[-1]) if ops else (Op("", FORWARD, "", 0),) * 2
-        return [begin._replace(name=START, module=""), *ops, end._replace(name=END, module="")]
+        began = self.began_ns or begin.time_ns
+        return [begin._replace(name=START, module="", time_ns=began), *ops, end._replace(name=END, module="")]
 
     @property
     def start(self):
@@ -215,7 +223,7 @@ class Trace:
 
     def __reduce__(self):
         # What travels between processes is the recording, never the live listener.
-        return Trace, (self.ops, self.records, self.events, self.first_call, self._device)
+        return Trace, (self.ops, self.records, self.events, self.first_call, self._device, self.began_ns)
 
     def __repr__(self):
         moment = self.peak_moment()

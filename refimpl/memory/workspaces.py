@@ -6,10 +6,13 @@ its workspace.
 """
 
 from bisect import bisect_left
+from collections import Counter
 
+from .ledger import human
 from .trace import StorageRecord, Trace
 
 WORKSPACE = "kernel workspace"
+_NO_ALLOCATION = {"frombuffer", "from_dlpack"}  # their tensors lie in memory that somebody else took
 
 
 def with_workspaces(trace, measurement):
@@ -18,22 +21,54 @@ def with_workspaces(trace, measurement):
     `with memory.track(…) as t, memory.measure("cpu") as m: step()`, then `memory.with_workspaces(t, m)`: a Trace
     whose peak is the allocator's, and whose `top(by="operation")` names the kernels. Its operation k holds the
     largest prefix sum of the allocator's log between operations k−1 and k, above the sum at its end. ValueError for a
-    measurement without a log (CUDA's allocator keeps none by default).
+    measurement without a log (CUDA's allocator keeps none by default), one that has not ended, and one of another
+    region than the trace's.
     """
     log = getattr(measurement, "events", None)
     if log is None:
-        raise ValueError(f"{type(measurement).__name__} has no log of allocations: measure on the CPU")
+        raise ValueError(f"{type(measurement).__name__} has no log of allocations: measure on the CPU, and to the end")
     records, events = list(trace.records), list(trace.events)
-    times, begin = [ns for ns, _ in log], 0
-    for index, op in enumerate(trace.ops):
-        end = bisect_left(times, op.time_ns, lo=begin)
-        nbytes = _workspace([nbytes for _, nbytes in log[begin:end]])
-        begin = end
+    spans = _spans(trace.ops, log)
+    _check_same_region(trace, log, spans)
+    for index, (op, changes) in enumerate(zip(trace.ops, spans, strict=True)):
+        nbytes = _workspace(changes)
         if nbytes:
             record = StorageRecord("cpu", op.name, op.phase, op.module, index, nbytes, alive=False, mark=WORKSPACE)
             records.append(record)
             events += [(index, len(records) - 1, nbytes), (index + 1, len(records) - 1, -nbytes)]
-    return Trace(trace.ops, records, events, trace.first_call, "cpu")
+    return Trace(trace.ops, records, events, trace.first_call, "cpu", trace.began_ns)
+
+
+def _spans(ops, log):
+    """For each operation the changes in `log` after the operation before it and up to its own end."""
+    times, spans, begin = [ns for ns, _ in log], [], 0
+    for op in ops:
+        end = bisect_left(times, op.time_ns, lo=begin)
+        spans.append([nbytes for _, nbytes in log[begin:end]])
+        begin = end
+    return spans
+
+
+def _check_same_region(trace, log, spans):
+    """What operations returned must be in the log, and the log's allocations inside the trace. Two regions that are
+    not one differ by most of their bytes; a hundredth is left to clocks."""
+    born = Counter()
+    for index, record, delta in trace.events:
+        if index >= 0 and delta > 0 and trace.records[record].device == "cpu":
+            born[index] += delta
+    taken = [_taken(changes) for changes in spans]
+    unseen = sum(max(born[index] - taken[index], 0) for index, op in enumerate(trace.ops)
+                 if op.name not in _NO_ALLOCATION)
+    outside = _taken(nbytes for _, nbytes in log) - sum(taken)
+    outside += _taken(nbytes for ns, nbytes in log if trace.began_ns and ns < trace.began_ns)
+    if unseen + outside > 0.01 * born.total():
+        raise ValueError(f"the trace and the measurement are of two regions: {human(unseen)} of what the trace saw is "
+                         f"not in the measurement's log, {human(outside)} of the log was taken outside the trace. Put "
+                         "both around the same code: with memory.track(…) as t, memory.measure(\"cpu\") as m: …")
+
+
+def _taken(changes):
+    return sum(nbytes for nbytes in changes if nbytes > 0)
 
 
 def _workspace(changes):

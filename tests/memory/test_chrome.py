@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from refimpl import memory
+from refimpl.memory.trace import Op, StorageRecord, Trace
 
 
 def test_counters_are_the_timeline(trained, tmp_path):
@@ -27,3 +30,41 @@ def test_ranks_are_told_apart(tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {3}
     assert events[0] == {"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3 on cpu"}}
+
+
+def by_hand():
+    """Six milliseconds, in ns since 1970 as `time.time_ns` gives them: building, forward, backward; on two devices."""
+    start = 1_700_000_000_000_000_000
+    ops = [Op("a", "forward", "", start + 1_000_000), Op("b", "forward", "", start + 2_500_000),
+           Op("c", "backward", "", start + 6_000_500)]
+    records = [StorageRecord("cpu", "a", "forward", "", 0, 8), StorageRecord("cuda:0", "b", "forward", "", 1, 16)]
+    return Trace(ops, records, [(0, 0, 8), (1, 1, 16)], first_call=1, began_ns=start)
+
+
+@pytest.mark.parametrize(("device", "bytes_after"), [("cpu", [0, 8, 8, 8, 8]), ("cuda:0", [0, 0, 16, 16, 16])])
+def test_times_are_microseconds_since_the_start_and_bytes_those_of_the_device(tmp_path, device, bytes_after):
+    path = memory.export_chrome(by_hand().on(device), str(tmp_path / "hand.json"), name="m")
+    assert path == tmp_path / "hand.json"
+    written = json.loads(path.read_text())
+    process, *events = written["traceEvents"]
+    assert process == {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"m on {device}"}}
+    counters, spans = [e for e in events if e["ph"] == "C"], [e for e in events if e["ph"] == "X"]
+    assert [counter["ts"] for counter in counters] == [0, 1000, 2500, 6000.5, 6000.5]
+    assert [sum(counter["args"].values()) for counter in counters] == bytes_after
+    assert {(counter["name"], counter["pid"]) for counter in counters} == {("m", 0)}
+    # A span lasts to the first operation of the next one: what it ended with is its own.
+    assert spans == [
+        {"name": "build", "ph": "X", "ts": 0, "dur": 2500, "pid": 0, "tid": 0},
+        {"name": "forward", "ph": "X", "ts": 2500, "dur": 3500.5, "pid": 0, "tid": 0},
+        {"name": "backward", "ph": "X", "ts": 6000.5, "dur": 0, "pid": 0, "tid": 0}]
+    assert len(events) == len(counters) + len(spans) and written["displayTimeUnit"] == "ms"
+
+
+def test_without_a_device_named_it_is_the_accelerator(tmp_path):
+    process, *_ = json.loads(by_hand().export_chrome(tmp_path / "hand.json").read_text())["traceEvents"]
+    assert process["args"]["name"] == "memory on cuda:0"
+
+
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        by_hand().export_chrome(tmp_path / "missing" / "hand.json")

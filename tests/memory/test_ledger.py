@@ -1,6 +1,10 @@
-import pytest
+"""The ledger: its names, its arithmetic, and how it shows itself."""
 
-from refimpl.memory import Ledger, beside, human
+import numpy as np
+import pytest
+import torch
+
+from refimpl.memory import CATEGORIES, Ledger, beside, human, mark
 
 
 def test_total_and_lookup():
@@ -17,16 +21,72 @@ def test_an_unknown_category_is_an_error_that_names_it():
         Ledger(parameters=1)["activation"]
 
 
+@pytest.mark.parametrize(("name", "meant"), [
+    ("params", "parameters"), ("parameter", "parameters"), ("paramters", "parameters"), ("Parameters", "parameters"),
+    ("grads", "gradients"), ("gradient", "gradients"), ("act", "activations"), ("activaitons", "activations"),
+    ("optimizer", "optimizer state"), ("optimizer_states", "optimizer state"), ("temporary", "temporaries"),
+    ("input", "inputs"), ("buffer", "buffers"), ("comm", "communication"),
+])
+def test_a_category_that_is_nearly_a_known_one_is_refused(name, meant):
+    with pytest.raises(ValueError, match=f"category '{name}': is it '{meant}'"):
+        Ledger({name: 3})
+    with pytest.raises(ValueError, match=f"category '{name}': is it '{meant}'"):
+        mark(torch.zeros(1), name)
+    ledger = Ledger(parameters=1)
+    assert name not in ledger and ledger != {name: 3}
+
+
+@pytest.mark.parametrize("name", [
+    "kernel workspace", "parameter shard", "gradient buckets", "norm inputs", "head input", "paged out", "in", "s", "",
+    "values", "positions", "optimizer averages", "copies of parameters", "comm buffers",
+])
+def test_any_other_category_is_taken_as_it_is(name):
+    assert list(Ledger({name: 3, "parameters": 1})) == ["parameters", name]
+
+
+@pytest.mark.parametrize("count", [1.5, float("nan"), float("inf"), "12", None])
+def test_bytes_are_whole_numbers(count):
+    with pytest.raises(ValueError, match=f"parameters={count!r}: expected a "):
+        Ledger(parameters=count)
+    assert Ledger(parameters=8.0, inputs=torch.tensor(3), buffers=np.int64(2)).total == 13
+
+
 def test_ledgers_add_and_subtract():
     peak, start = Ledger(parameters=10, activations=5), Ledger(parameters=10, inputs=2)
     assert peak - start == {"activations": 5, "inputs": -2}
     assert (peak - start).total == peak.total - start.total
     assert peak + start == {"parameters": 20, "activations": 5, "inputs": 2}
+    assert peak != start and peak != 15
+
+
+def test_dicts_take_part_on_either_side():
+    peak, known = Ledger(optimizer_state=10, activations=5), {"optimizer_state": 4, "zebra": 1}
+    assert peak - known == {"optimizer state": 6, "activations": 5, "zebra": -1}
+    assert known - peak == {"optimizer state": -6, "activations": -5, "zebra": 1}
+    assert peak + known == known + peak == {"optimizer state": 14, "activations": 5, "zebra": 1}
+    assert all(isinstance(made, Ledger) for made in (peak - known, known - peak, known + peak))
+    assert sum([peak, peak], Ledger()) == {"optimizer state": 20, "activations": 10}
+    for wrong in (lambda: peak - 3, lambda: 3 - peak, lambda: peak + 3, lambda: 3 + peak, lambda: peak - [("a", 1)]):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            wrong()
+
+
+def test_rows_keep_one_order_through_arithmetic():
+    """Not that of a set, which changes from one process to the next."""
+    marked = [f"of its own {i}" for i in range(20)]
+    first, second = Ledger(dict.fromkeys(marked[:12], 2)), Ledger(dict.fromkeys(marked[8:], 1))
+    assert list(first + second) == list(first - second) == marked
+    assert list(second - first) == marked[8:] + marked[:8]
+    assert hash(first + second) == hash(second + first) and first + second == second + first
 
 
 def test_categories_have_one_order_and_marked_ones_come_last():
     ledger = Ledger({"zebra": 1, "temporaries": 1, "communication": 1, "parameters": 1})
     assert list(ledger) == ["parameters", "communication", "temporaries", "zebra"]
+    assert list(Ledger(dict.fromkeys(reversed(CATEGORIES), 1))) == list(CATEGORIES) == [
+        "parameters", "buffers", "optimizer state", "gradients", "inputs", "activations", "communication",
+        "temporaries"]
+    assert len(ledger) == 4 and len(Ledger(parameters=0, zebra=0)) == 0
 
 
 def test_text_table_has_bytes_and_a_readable_size():

@@ -77,5 +77,10 @@ def test_bad_recipes_are_named():
         model_state_bytes(1, "lion")
     with pytest.raises(ValueError, match="precision='fp8': expected one of fp32"):
         model_state_bytes(1, precision="fp8")
-    with pytest.raises(ValueError, match="parameters=-1"):
-        model_state_bytes(-1)
+    for wrong in (-1, 1.5, float("nan"), float("inf"), True, "7B", None):
+        with pytest.raises(ValueError, match=f"parameters={wrong!r}: expected a count, 0 or more"):
+            model_state_bytes(wrong)
+        with pytest.raises(ValueError, match=f"tensors={wrong!r}: expected a count, 0 or more"):
+            model_state_bytes(1, tensors=wrong)
+    assert model_state_bytes(7e9).total == 112 * 10**9
+    assert model_state_bytes(0) == {}

@@ -1,9 +1,12 @@
 """What kernels take inside operations, found by laying the two instruments over each other."""
 
+import pickle
+
 import pytest
 import torch
 
 from refimpl import memory
+from refimpl.memory.trace import Op, StorageRecord, Trace
 from refimpl.memory.workspaces import WORKSPACE, _workspace
 from refimpl.model import GPT, GPTConfig
 
@@ -50,6 +53,94 @@ def test_with_them_a_training_step_reads_what_the_allocator_reads(dtype, dropout
     assert abs(both.peak.total - both.start.total - m.peak) <= scalars
     taken = {r.op for r in both.records if r.mark == WORKSPACE and r.nbytes > scalars}
     assert dtype is torch.float32 or taken <= {"mm", "addmm", "bmm", "native_layer_norm_backward", "sum"}
+
+
+def step():
+    return (torch.randn(100, 100) @ torch.randn(100, 100)).exp().sum()
+
+
+def two_readings():
+    """(trace, measurement) of two runs of the same code."""
+    with memory.track() as t, memory.measure("cpu") as m:
+        step()
+    return t, m
+
+
+def test_two_regions_are_told_apart_from_one():
+    (first, of_first), (second, of_second) = two_readings(), two_readings()
+    for t, m in ((first, of_first), (second, of_second)):
+        assert memory.with_workspaces(t, m).peak.total == m.peak
+        assert memory.with_workspaces(pickle.loads(pickle.dumps(t)), m).peak.total == m.peak
+    for t, m in ((first, of_second), (second, of_first)):
+        with pytest.raises(ValueError, match=r"of two regions: 1\d\d\.\d KiB of what the trace saw is not"):
+            memory.with_workspaces(t, m)
+
+
+def test_a_region_that_is_larger_on_one_side_is_refused():
+    with memory.measure("cpu") as m:  # longer at its beginning, and at its end
+        step()
+        with memory.track() as t:
+            step()
+        step()
+    with pytest.raises(ValueError, match="0 B of what the trace saw .* 31.* KiB of the log was taken outside"):
+        memory.with_workspaces(t, m)
+    with memory.track() as t:
+        step()
+        with memory.measure("cpu") as m:
+            step()
+        step()
+    with pytest.raises(ValueError, match="31.* KiB of what the trace saw .* 0 B of the log"):
+        memory.with_workspaces(t, m)
+
+
+def test_either_instrument_may_be_the_outer_one():
+    with memory.measure("cpu") as m, memory.track() as t:
+        step()
+    assert memory.with_workspaces(t, m).peak.total == m.peak
+
+
+def test_memory_that_no_allocator_gave_is_no_other_region():
+    with memory.track() as t, memory.measure("cpu") as m:
+        torch.frombuffer(bytearray(10**6), dtype=torch.uint8)
+        step()
+    assert memory.with_workspaces(t, m).peak["temporaries"] == t.peak["temporaries"]
+
+
+class Log:
+    """A measurement whose log is written by hand."""
+
+    def __init__(self, *events):
+        self.events = list(events)
+
+
+def test_what_lies_between_two_operations_belongs_to_the_later_one():
+    """The log by hand, on a trace by hand: operations end at 10, 20 and 30; the last one returns nothing."""
+    ops = [Op("a", "forward", "", 10), Op("b", "backward", "m", 20), Op("c", "step", "", 30)]
+    records = [StorageRecord("cpu", "a", "forward", "", 0, 100), StorageRecord("cpu", "b", "backward", "m", 1, 50)]
+    trace = Trace(ops, records, [(0, 0, 100), (1, 1, 50)], first_call=0, began_ns=1)
+    log = Log((2, 100), (3, 30), (9, -30), (11, 7), (12, 50), (19, -7), (20, 64), (29, -64))
+    both = memory.with_workspaces(trace, log)
+    assert [(r.op, r.phase, r.module, r.nbytes) for r in both.records if r.mark == WORKSPACE] == [
+        ("a", "forward", "", 30), ("b", "backward", "m", 7), ("c", "step", "", 64)]
+    assert [moment.ledger.total for moment in both.timeline] == [0, 130, 157, 214, 150]
+    assert (both.first_call, both.began_ns, both.device) == (0, 1, "cpu")
+    assert len(trace.records) == 2 and len(trace.events) == 2
+    # An operation's bytes that come in the log only after it has ended are another region's.
+    with pytest.raises(ValueError, match="50 B of what the trace saw"):
+        memory.with_workspaces(trace, Log((2, 100), (21, 50)))
+    with pytest.raises(ValueError, match="0 B of what the trace saw .* 2 B of the log"):
+        memory.with_workspaces(trace, Log((0, 2), (2, 100), (12, 50)))
+    with pytest.raises(ValueError, match="2 B of the log"):
+        memory.with_workspaces(trace, Log((2, 100), (12, 50), (30, 2)))
+    assert memory.with_workspaces(trace, Log((0, 1), (2, 100), (12, 50))).peak.total == 150  # within a hundredth
+
+
+def test_what_lies_on_a_gpu_is_not_asked_of_the_cpus_log():
+    ops = [Op("a", "forward", "", 10)]
+    records = [StorageRecord("cuda:0", "a", "forward", "", 0, 100), StorageRecord("cpu", "a", "forward", "", 0, 8)]
+    trace = Trace(ops, records, [(0, 0, 100), (0, 1, 8)])
+    both = memory.with_workspaces(trace, Log((2, 8), (3, 4), (4, -4)))
+    assert trace.device == "cuda:0" and both.device == "cpu" and both.peak == {"temporaries": 8, WORKSPACE: 4}
 
 
 def test_a_measurement_without_a_log_is_refused():
