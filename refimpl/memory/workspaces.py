@@ -12,7 +12,7 @@ from .ledger import human
 from .trace import StorageRecord, Trace
 
 WORKSPACE = "kernel workspace"
-_NO_ALLOCATION = {"frombuffer", "from_dlpack"}  # their tensors lie in memory that somebody else took
+_ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in somebody else's memory
 
 
 def with_workspaces(trace, measurement):
@@ -50,16 +50,17 @@ def _spans(ops, log):
 
 
 def _check_same_region(trace, log, spans):
-    """What operations returned must be in the log, and the log's allocations inside the trace. Two regions that are
-    not one differ by most of their bytes; a hundredth is left to clocks."""
+    """What the trace saw must have been born while the log was kept, and the log while the trace was. Two regions that
+    are not one differ by most of their bytes; a hundredth is left to clocks."""
+    taken = [ns for ns, nbytes in log if nbytes > 0]
+    first, last = (taken[0], taken[-1]) if taken else (float("inf"), 0)
     born = Counter()
     for index, record, delta in trace.events:
         if index >= 0 and delta > 0 and trace.records[record].device == "cpu":
             born[index] += delta
-    taken = [_taken(changes) for changes in spans]
-    unseen = sum(max(born[index] - taken[index], 0) for index, op in enumerate(trace.ops)
-                 if op.name not in _NO_ALLOCATION)
-    outside = _taken(nbytes for _, nbytes in log) - sum(taken)
+    unseen = sum(nbytes for index, nbytes in born.items() if trace.ops[index].name not in _ELSEWHERE and (
+        trace.ops[index].time_ns < first or (trace.ops[index - 1].time_ns if index else 0) > last))
+    outside = _taken(nbytes for _, nbytes in log) - sum(map(_taken, spans))
     outside += _taken(nbytes for ns, nbytes in log if trace.began_ns and ns < trace.began_ns)
     if unseen + outside > 0.01 * born.total():
         raise ValueError(f"the trace and the measurement are of two regions: {human(unseen)} of what the trace saw is "

@@ -125,9 +125,12 @@ def test_what_lies_between_two_operations_belongs_to_the_later_one():
     assert [moment.ledger.total for moment in both.timeline] == [0, 130, 157, 214, 150]
     assert (both.first_call, both.began_ns, both.device) == (0, 1, "cpu")
     assert len(trace.records) == 2 and len(trace.events) == 2
-    # An operation's bytes that come in the log only after it has ended are another region's.
-    with pytest.raises(ValueError, match="50 B of what the trace saw"):
-        memory.with_workspaces(trace, Log((2, 100), (21, 50)))
+    with pytest.raises(ValueError, match="50 B of what the trace saw"):  # b ended when the log had nothing of it
+        memory.with_workspaces(trace, Log((2, 100), (21, -1)))
+    with pytest.raises(ValueError, match="100 B of what the trace saw"):
+        memory.with_workspaces(trace, Log((12, 50)))
+    with pytest.raises(ValueError, match="150 B of what the trace saw"):
+        memory.with_workspaces(trace, Log())
     with pytest.raises(ValueError, match="0 B of what the trace saw .* 2 B of the log"):
         memory.with_workspaces(trace, Log((0, 2), (2, 100), (12, 50)))
     with pytest.raises(ValueError, match="2 B of the log"):
