@@ -114,7 +114,8 @@ def test_a_prediction_may_be_a_dict_or_a_trace(trace):
         bars = [bar.get_width() for bar in figure.axes[0].patches]
         assert bars[: len(bars) // 2] == bars[len(bars) // 2 :]
     for nothing in (None, {}, memory.Ledger(), {"measured": {}}):
-        assert len(trace.plot(predicted=nothing).axes[0].get_yticklabels()) == 1
+        bars = trace.plot(predicted=nothing).axes[0]
+        assert len(bars.get_yticklabels()) == 1 and bars.get_ylim() == (0.5, -0.5)  # and no room left for a second
     both = memory.plot(a=trace, b=trace, predicted=given)
     assert [len(axes.get_yticklabels()) for axes in both.axes[:2]] == [2, 2]
 
