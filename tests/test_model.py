@@ -484,6 +484,7 @@ BAD_INPUTS = [
     ((torch.zeros(1, 33, dtype=torch.int64),), {}, "33 tokens from position 0: the context has 32"),
     ((TOKENS,), {"offset": 25}, "8 tokens from position 25: the context has 32"),
     ((TOKENS,), {"offset": -1}, "from position -1"),
+    ((TOKENS,), {"offset": 1.0}, r"from position 1\.0"),
     ((TOKENS[0],), {}, r"tokens of shape \(8,\)"),
     ((TOKENS[None],), {}, r"tokens of shape \(1, 2, 8\)"),
     ((TOKENS.float(),), {}, r"tokens of shape \(2, 8\), torch.float32"),

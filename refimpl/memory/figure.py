@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .ledger import CATEGORIES, Ledger, human
-from .trace import END, START
 
 # After Okabe and Ito's palette, told apart with any colour vision. A category that somebody marked takes a grey.
 COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#F0E442", "#009E73", "#7A6A9B", "#D55E00"),
@@ -164,9 +163,7 @@ def phases(timeline):
     """[(phase, first row, last row)] of each run of rows in one phase."""
     runs = []
     for row, op in enumerate(timeline.ops):
-        if op.name in (START, END) and runs:
-            runs[-1][2] = row
-        elif runs and runs[-1][0] == op.phase:
+        if runs and runs[-1][0] == op.phase:
             runs[-1][2] = row
         else:
             runs.append([op.phase, row, row])

@@ -66,6 +66,7 @@ def test_several_runs_stand_side_by_side_on_one_scale(trace):
     assert figure.axes[2].get_ylim() == figure.axes[3].get_ylim()
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
     assert [axes.get_ylabel() for axes in figure.axes[2:]] == ["KiB", ""]
+    assert [axes.lines[-1].get_ydata()[0] for axes in figure.axes[2:]] == [trace.peak.total / 1024, 400 / 1024]
     # Measured stands beside measured, as thick, whether a prediction is above it or not.
     assert [label.get_text() for label in figure.axes[1].get_yticklabels()] == ["measured"]
     assert figure.axes[1].get_yticks().tolist() == [1] and figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
@@ -114,7 +115,8 @@ def test_a_prediction_may_be_a_dict_or_a_trace(trace):
         bars = [bar.get_width() for bar in figure.axes[0].patches]
         assert bars[: len(bars) // 2] == bars[len(bars) // 2 :]
     for nothing in (None, {}, memory.Ledger(), {"measured": {}}):
-        assert len(trace.plot(predicted=nothing).axes[0].get_yticklabels()) == 1
+        bars = trace.plot(predicted=nothing).axes[0]
+        assert len(bars.get_yticklabels()) == 1 and bars.get_ylim() == (0.5, -0.5)  # and no room left for a second
     both = memory.plot(a=trace, b=trace, predicted=given)
     assert [len(axes.get_yticklabels()) for axes in both.axes[:2]] == [2, 2]
 
@@ -161,6 +163,9 @@ def test_the_timeline_is_the_numbers_in_their_colours(by_hand):
     assert {name: (areas[COLOURS[name]].y0, areas[COLOURS[name]].y1) for name in ("parameters", "activations")} == {
         "parameters": (0, 2), "activations": (2, 6)}
     assert len(areas) == 2 and line.get_ylabel() == "KiB"
+    outline = line.collections[1].get_paths()[0].vertices
+    high = [x for x, y in outline if y == 6]
+    assert (min(high), max(high)) == (2, 4)  # from the operation that took it to the one that gave it back
     assert (line.get_xlim(), line.get_ylim()) == ((0, 5), (0, 1.25 * 6))
     mark = line.lines[-1]
     assert (mark.get_xdata().tolist(), mark.get_ydata().tolist()) == ([2], [6])

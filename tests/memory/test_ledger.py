@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from refimpl.memory import CATEGORIES, Ledger, beside, human, mark
+from refimpl.memory import CATEGORIES, Ledger, beside, human, mark, track
 
 
 def test_total_and_lookup():
@@ -12,7 +12,9 @@ def test_total_and_lookup():
     assert ledger.total == 24 == sum(ledger.values())
     assert ledger["optimizer state"] == ledger["optimizer_state"] == 16
     assert ledger["activations"] == 0 and "activations" not in ledger
-    assert ledger == {"parameters": 8, "optimizer state": 16}
+    assert ledger == {"parameters": 8, "optimizer state": 16} == ledger
+    assert ledger == {"parameters": 8, "optimizer_state": 16, "inputs": 0}
+    assert "optimizer_state" in ledger and "optimizer state" in ledger
     assert hash(ledger) == hash(Ledger(parameters=8, optimizer_state=16))
 
 
@@ -103,6 +105,9 @@ def test_two_ledgers_side_by_side_show_the_difference():
     assert "difference" in str(table).splitlines()[0]
     html = table._repr_html_()
     assert html.count("<tr>") == 5 and "<th style='text-align:right'>-2</th>" in html
+    with track() as t:
+        torch.zeros(25)
+    assert beside(measured=t).rows() == [("temporaries", (100,)), ("total", (100,))]
     three = beside(a=Ledger(inputs=1), b=Ledger(inputs=2), c=Ledger(inputs=3))
     assert three.headers() == ["a", "b", "c"]
     with pytest.raises(ValueError, match="at least one ledger"):

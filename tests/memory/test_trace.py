@@ -184,6 +184,7 @@ def test_each_device_has_its_own_readings(by_hand):
     assert by_hand.on("cuda:1").now == by_hand.on(torch.device("cuda:1")).peak == {"temporaries": 500}
     cpu = by_hand.on("cpu")
     assert (cpu.start, cpu.peak) == ({"of its own": 1}, {"temporaries": 1000, "of its own": 1})
+    assert cpu.now == {"of its own": 1}  # what left after the last operation is gone
     assert (cpu.device, cpu.first_call, cpu.began_ns) == ("cpu", 2, 4000)
     assert cpu.on("cuda:0").peak == by_hand.peak
     with pytest.raises(ValueError, match="nothing was allocated on 'cuda:2'; this trace saw cpu, cuda:0, cuda:1"):
@@ -231,6 +232,8 @@ def test_building_is_what_runs_forward_before_the_first_call(by_hand):
 def test_the_lines_of_start_and_end(by_hand):
     start, *_, end = by_hand.timeline.ops
     assert start == Op("(start)", "build", "", 4000) and end == Op("(end)", "step", "", 12_000)
+    inside = Trace([Op("a", "forward", "net", 1)], first_call=0).timeline.ops
+    assert [op.module for op in inside] == ["", "net", ""]
     assert Trace(by_hand.ops, first_call=0).timeline.ops[0].time_ns == 5000  # not known when it began
     assert [op[:3] for op in Trace().timeline.ops] == [("(start)", "forward", ""), ("(end)", "forward", "")]
 

@@ -125,6 +125,9 @@ def test_what_lies_between_two_operations_belongs_to_the_later_one():
     assert [moment.ledger.total for moment in both.timeline] == [0, 130, 157, 214, 150]
     assert (both.first_call, both.began_ns, both.device) == (0, 1, "cpu")
     assert len(trace.records) == 2 and len(trace.events) == 2
+    # What was there before is no measure for what may be missing.
+    trace = Trace(ops, [*records, StorageRecord("cpu", "(start)", "forward", "", -1, 10_000)],
+                  [(-1, 2, 10_000), *trace.events], began_ns=1)
     with pytest.raises(ValueError, match="50 B of what the trace saw"):  # b ended when the log had nothing of it
         memory.with_workspaces(trace, Log((2, 100), (21, -1)))
     with pytest.raises(ValueError, match="100 B of what the trace saw"):
@@ -135,7 +138,7 @@ def test_what_lies_between_two_operations_belongs_to_the_later_one():
         memory.with_workspaces(trace, Log((0, 2), (2, 100), (12, 50)))
     with pytest.raises(ValueError, match="2 B of the log"):
         memory.with_workspaces(trace, Log((2, 100), (12, 50), (30, 2)))
-    assert memory.with_workspaces(trace, Log((0, 1), (2, 100), (12, 50))).peak.total == 150  # within a hundredth
+    assert memory.with_workspaces(trace, Log((0, 1), (2, 100), (12, 50))).peak.total == 10_150  # within a hundredth
 
 
 def test_what_lies_on_a_gpu_is_not_asked_of_the_cpus_log():
