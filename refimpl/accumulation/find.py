@@ -1,0 +1,179 @@
+"""The largest micro-batch that fits: found by dry runs, or on a device that may run out of memory.
+
+The effective batch stays what it is, cut in fewer or more micro-batches, so the optimizer's step and the learning rate
+see no difference.
+"""
+
+import gc
+import math
+import traceback
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from tqdm import tqdm
+
+from .. import memory
+from ..memory.ledger import human
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What `find_micro_batch` found.
+
+    - `micro_batch`: the rows of one, for `accumulate(…, micro_batch=…)`; `micro_batches`: how many of them the
+      effective batch makes, the last with fewer rows where they do not divide it.
+    - `nbytes`: the peak of a step with it, in bytes; `budget`: what it had to fit into, or None.
+    - `tried`: {rows: bytes} of every size that was run, None for one that ran out of memory.
+    """
+
+    micro_batch: int
+    micro_batches: int
+    effective_batch: int
+    nbytes: int
+    budget: int | None
+    tried: dict
+
+    def __str__(self):
+        parts, rest = divmod(self.effective_batch, self.micro_batch)
+        cut = f"{parts} × {self.micro_batch}" + (f" + {rest}" if rest else "")
+        of = "" if self.budget is None else f" of {human(self.budget)}"
+        return f"micro_batch={self.micro_batch}: {self.effective_batch} rows = {cut}, peak {human(self.nbytes)}{of}"
+
+
+def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=False, device=None):
+    """The largest number of rows for which `step(rows, *args)` peaks at no more than `budget` bytes: a MicroBatch.
+
+        def step(rows, model, optimizer):
+            tokens = torch.zeros(min(3 * rows, 64), 1024, dtype=torch.int64)    # three micro-batches tell the peak
+            accumulate(model, tokens, tokens, micro_batch=rows)
+            optimizer.step()
+
+        find_micro_batch(step, 64, 8 * 2**30, model, optimizer).micro_batch
+
+    The sizes 1…`effective_batch` are searched by doubling and halving, about 2·log₂ of them run. `equal`: only those
+    that divide the effective batch, so that all micro-batches have one shape.
+
+    Each is a dry run (`memory.dry_run`): no memory is taken and `args` (models, optimizers, tensors) stay as they are.
+    Its peak counts all tensors, also those of `args`; a kernel's workspace and rounding are not in it, so leave some
+    room. With `probe` the step is really run on `device` (default: CUDA where it is), as often as there are sizes to
+    try: it trains what it is given. One that runs out of memory is cleared away: its frames' tensors, the allocator's
+    cache. Peaks are then the allocator's: on CUDA what it reserved in all, on a CPU what came on top of the start. The
+    budget may then be None on CUDA, for all that the device has. Random number generators are left as they were.
+
+    ValueError if one row does not fit, with the bytes that it takes; for an `effective_batch` or `budget` that is not
+    an integer above 0, or a probe of a CPU without a budget, where running out of memory ends the process. What
+    the step raises for another reason than memory goes through.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _check(step, effective_batch, budget, probe, device)
+    sizes = [rows for rows in range(1, effective_batch + 1) if not equal or effective_batch % rows == 0]
+    tried = {}
+    with tqdm(desc="micro-batches", delay=2, leave=False) as progress, torch.random.fork_rng(
+            [device] if device.type == "cuda" else []):
+
+        def fits(index):
+            rows = sizes[index]
+            if rows not in tried:
+                tried[rows] = _probe(step, rows, args, device) if probe else _dry(step, rows, args)
+                progress.update()
+            return tried[rows] is not None and (budget is None or tried[rows] <= budget)
+
+        best = _largest(len(sizes), fits, last_first=not probe)
+    if best is None:
+        raise ValueError(_nothing_fits(tried[1], budget, device))
+    rows = sizes[best]
+    return MicroBatch(rows, math.ceil(effective_batch / rows), effective_batch, tried[rows], budget, tried)
+
+
+def _largest(count, fits, last_first):
+    """The largest index below `count` that fits; None if 0 does not. Doubles until one does not fit, then halves.
+
+    `last_first`: ask for the last at once. It is the whole batch, and may fit where slightly smaller ones do not: with
+    one micro-batch no gradients wait while the next runs forward.
+    """
+    if last_first and fits(count - 1):
+        return count - 1
+    if not fits(0):
+        return None
+    low, high, stride = 0, count, 1
+    while low + stride < high:
+        if fits(low + stride):
+            low, stride = low + stride, 2 * stride
+        else:
+            high = low + stride
+            break
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _dry(step, rows, args):
+    return memory.dry_run(step, rows, *args).peak.total
+
+
+def _probe(step, rows, args, device):
+    """The peak of a real run, or None if it ran out of memory; then nothing of it is left."""
+    _empty(device)
+    reading = memory.measure(device)
+    try:
+        with reading:
+            step(rows, *args)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _forget(error)
+        reading = None
+    _empty(device)
+    if reading is None:
+        return None
+    return reading.peak if reading.reserved is None else reading.reserved
+
+
+def is_out_of_memory(error):
+    """Whether an exception says that a device, or the CPU's allocator, has no memory left."""
+    known = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough")
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in known))
+
+
+def _forget(error):
+    """An exception holds its traceback, that the frames, and those every tensor that they name: let them go."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _empty(device):
+    """Give back what nobody holds: reference cycles first, then the allocator's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _nothing_fits(nbytes, budget, device):
+    """What to say when one row is too much."""
+    advice = "shorter sequences, recomputed activations or a smaller model would take less"
+    if nbytes is None:
+        return f"{device} runs out of memory with a micro-batch of 1 row: {advice}"
+    return (f"a micro-batch of 1 row needs {nbytes:,} bytes, {human(nbytes)}, and the budget is {budget:,}: "
+            f"that is the least; {advice}")
+
+
+def _check(step, effective_batch, budget, probe, device):
+    if not callable(step):
+        raise TypeError(f"step={step!r}: expected a function of the rows of a micro-batch")
+    if isinstance(effective_batch, bool) or not isinstance(effective_batch, Integral) or effective_batch < 1:
+        raise ValueError(f"effective_batch={effective_batch!r}: expected an integer of at least 1, the rows of a step")
+    if budget is None and probe and device.type == "cuda":
+        return
+    if budget is None and probe:
+        raise ValueError("budget=None: a CPU gives no error when memory is out, the operating system ends the process: "
+                         "give the bytes that a step may take")
+    if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget < math.inf:
+        raise ValueError(f"budget={budget!r}: expected bytes, a number above 0" + (
+            "" if budget is not None else " (None, all that a GPU has, is for probe=True)"))
