@@ -7,6 +7,7 @@ see no difference.
 import gc
 import math
 import traceback
+from bisect import bisect_right
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -51,7 +52,7 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
 
         find_micro_batch(step, 64, 8 * 2**30, model, optimizer).micro_batch
 
-    The sizes 1…`effective_batch` are searched by doubling and halving, about 2·log₂ of them run. `equal`: only those
+    The sizes 1…`effective_batch` are searched by doubling and halving, about 3·log₂ of them run. `equal`: only those
     that divide the effective batch, so that all micro-batches have one shape.
 
     Each is a dry run (`memory.dry_run`): no memory is taken and `args` (models, optimizers, tensors) stay as they are.
@@ -61,7 +62,7 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
     cache. Peaks are then the allocator's: on CUDA what it reserved in all, on a CPU what came on top of the start. The
     budget may then be None on CUDA, for all that the device has. Random number generators are left as they were.
 
-    ValueError if one row does not fit, with the bytes that it takes; for an `effective_batch` or `budget` that is not
+    ValueError if no size fits, with the least that one takes; for an `effective_batch` or `budget` that is not
     an integer above 0, or a probe of a CPU without a budget, where running out of memory ends the process. What
     the step raises for another reason than memory goes through.
     """
@@ -79,34 +80,54 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
                 progress.update()
             return tried[rows] is not None and (budget is None or tried[rows] <= budget)
 
-        best = _largest(len(sizes), fits, last_first=not probe)
+        best = _largest(sizes, fits, None if probe else tried)
     if best is None:
-        raise ValueError(_nothing_fits(tried[1], budget, device))
+        raise ValueError(_nothing_fits(tried, budget, device))
     rows = sizes[best]
     return MicroBatch(rows, math.ceil(effective_batch / rows), effective_batch, tried[rows], budget, tried)
 
 
-def _largest(count, fits, last_first):
-    """The largest index below `count` that fits; None if 0 does not. Doubles until one does not fit, then halves.
+def _largest(sizes, fits, peaks):
+    """The index of the largest of `sizes` that fits; None if the first does not. Doubles, then halves.
 
-    `last_first`: ask for the last at once. It is the whole batch, and may fit where slightly smaller ones do not: with
-    one micro-batch no gradients wait while the next runs forward.
+    Up to half of the batch peaks rise with the rows. Beyond, there are two micro-batches or one, and the second, which
+    runs on top of the gradients of the first, has what the first leaves: peaks fall until the first is the larger, then
+    rise. So the whole batch is asked for at once, and then the valley is searched by its slope, if `peaks` (rows →
+    bytes, of the sizes asked for so far) are known: not in a probe, which stops where memory ends.
     """
-    if last_first and fits(count - 1):
-        return count - 1
-    if not fits(0):
-        return None
-    low, high, stride = 0, count, 1
-    while low + stride < high:
-        if fits(low + stride):
-            low, stride = low + stride, 2 * stride
-        else:
-            high = low + stride
-            break
+    last = len(sizes) - 1
+    if peaks is not None and fits(last):
+        return last
+    low, high, stride = (0, len(sizes), 1) if fits(0) else (None, 0, 0)
+    while high - (low or 0) > stride > 0:
+        low, high = (low + stride, high) if fits(low + stride) else (low, low + stride)
+        stride *= 2
+    if low is not None:
+        low = _rising(low, high, fits)
+    if peaks is not None:
+        half = bisect_right(sizes, sizes[-1] // 2)
+        inside = _valley(max(half, 0 if low is None else low + 1), last, sizes, fits, peaks)
+        low = low if inside is None else _rising(inside, last, fits)
+    return low
+
+
+def _rising(low, high, fits):
+    """The largest index from `low`, which fits, to below `high`, which does not, where peaks rise."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _valley(low, high, sizes, fits, peaks):
+    """An index from `low` to below `high` that fits, where peaks fall and then rise; None if there is none."""
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            return middle
+        falling = middle + 1 < high and (fits(middle + 1) or peaks[sizes[middle + 1]] <= peaks[sizes[middle]])
+        low, high = (middle + 1, high) if falling else (low, middle)
+    return None
 
 
 def _dry(step, rows, args):
@@ -115,7 +136,8 @@ def _dry(step, rows, args):
 
 def _probe(step, rows, args, device):
     """The peak of a real run, or None if it ran out of memory; then nothing of it is left."""
-    _empty(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what earlier sizes left in it is none of this one's need
     reading = memory.measure(device)
     try:
         with reading:
@@ -125,8 +147,8 @@ def _probe(step, rows, args, device):
             raise
         _forget(error)
         reading = None
-    _empty(device)
     if reading is None:
+        gc.collect()  # the error is gone; reference cycles that its frames were part of are not yet
         return None
     return reading.peak if reading.reserved is None else reading.reserved
 
@@ -148,20 +170,15 @@ def _forget(error):
         error = error.__cause__ or error.__context__
 
 
-def _empty(device):
-    """Give back what nobody holds: reference cycles first, then the allocator's cache."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _nothing_fits(nbytes, budget, device):
-    """What to say when one row is too much."""
+def _nothing_fits(tried, budget, device):
+    """What to say when every size is too much: the least need, if anything ran to its end."""
     advice = "shorter sequences, recomputed activations or a smaller model would take less"
-    if nbytes is None:
+    needs = {rows: nbytes for rows, nbytes in tried.items() if nbytes is not None}
+    if not needs:
         return f"{device} runs out of memory with a micro-batch of 1 row: {advice}"
-    return (f"a micro-batch of 1 row needs {nbytes:,} bytes, {human(nbytes)}, and the budget is {budget:,}: "
-            f"that is the least; {advice}")
+    rows = min(needs, key=needs.get)
+    return (f"no micro-batch fits: the least, of {rows} row{'s' * (rows > 1)}, needs {needs[rows]:,} bytes, "
+            f"{human(needs[rows])}, and the budget is {budget:,}; {advice}")
 
 
 def _check(step, effective_batch, budget, probe, device):
