@@ -84,7 +84,7 @@ def _forward_backward(loss_fn, model, part, weight, factor, scale):
 
 def _one_number(loss):
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"the loss is of type {type(loss).__name__}: expected a tensor; to take it from what your model "
+        raise TypeError(f"the loss is of type {type(loss).__name__}: expected a tensor; to take it from what a model "
                         "returns, loss_fn=lambda model, batch: model(batch).loss")
     if loss.numel() != 1:
         raise ValueError(f"the loss has shape {tuple(loss.shape)}: expected one number, a mean or a sum (reduction=)")
@@ -97,8 +97,8 @@ def _one_number(loss):
 def _trainable(model):
     """The parameters that get gradients, each once."""
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"accumulate({type(model).__name__}, …): expected a module, whose gradients are summed; a function "
-                        "goes to loss_fn=")
+        raise TypeError(f"accumulate({type(model).__name__}, …): expected a module, whose gradients are summed; "
+                        "a function goes to loss_fn=")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameter that asks for a gradient: requires_grad_(True)")
@@ -124,9 +124,9 @@ def accumulation_bytes(parameters, activations, micro_batches, gradient=torch.fl
         gradients      Ψ · max(e, s)    if N > 1, else 0: there is none before the first backward
         activations    A
 
-    N is not in it: that is the technique. The whole batch at once would have N · A. If e < s, backward also has one
-    gradient of e bytes an element, of the parameter at hand, and at the end of the step Ψ · e are left. ValueError for
-    counts that are none.
+    N is not in it: that is the technique. The whole batch at once would have N · A. If e < s, backward also has the
+    gradients that one operation gives, e bytes an element (a weight's and its bias's), and Ψ · e are left at the end.
+    ValueError for counts that are none.
     """
     for name, number, least in (("parameters", parameters, 0), ("activations", activations, 0),
                                 ("micro_batches", micro_batches, 1)):

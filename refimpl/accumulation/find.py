@@ -71,7 +71,7 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
     sizes = [rows for rows in range(1, effective_batch + 1) if not equal or effective_batch % rows == 0]
     tried = {}
     with tqdm(desc="micro-batches", delay=2, leave=False) as progress, torch.random.fork_rng(
-            [device] if device.type == "cuda" else []):
+            [device] if probe and device.type == "cuda" else []):
 
         def fits(index):
             rows = sizes[index]
@@ -81,6 +81,8 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
             return tried[rows] is not None and (budget is None or tried[rows] <= budget)
 
         best = _largest(sizes, fits, None if probe else tried)
+    if probe:
+        _empty(device)
     if best is None:
         raise ValueError(_nothing_fits(tried, budget, device))
     rows = sizes[best]
@@ -136,8 +138,7 @@ def _dry(step, rows, args):
 
 def _probe(step, rows, args, device):
     """The peak of a real run, or None if it ran out of memory; then nothing of it is left."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what earlier sizes left in it is none of this one's need
+    _empty(device)  # what an earlier size left behind is none of this one's need
     reading = memory.measure(device)
     try:
         with reading:
@@ -148,16 +149,18 @@ def _probe(step, rows, args, device):
         _forget(error)
         reading = None
     if reading is None:
-        gc.collect()  # the error is gone; reference cycles that its frames were part of are not yet
         return None
     return reading.peak if reading.reserved is None else reading.reserved
 
 
+OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory",
+                 "DefaultCPUAllocator: not enough memory")  # in RuntimeErrors that have no type of their own
+
+
 def is_out_of_memory(error):
     """Whether an exception says that a device, or the CPU's allocator, has no memory left."""
-    known = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough")
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in known))
+    named = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    return named or isinstance(error, torch.OutOfMemoryError)
 
 
 def _forget(error):
@@ -168,6 +171,13 @@ def _forget(error):
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+def _empty(device):
+    """Give back what nobody holds: reference cycles first, then the allocator's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _nothing_fits(tried, budget, device):

@@ -105,7 +105,7 @@ class InModel(Alone):
         low = [p for p in self.parameters if dtype is not None and is_narrower(p, dtype)]
         if low and len(parts) > 1:
             raise ValueError(f"{type(self.model).__name__} reduces gradients itself, in {gradient_dtype(low[0])}: they "
-                             f"cannot be summed in {dtype} beside it. Give the model inside (model.module) and comm=, or "
+                             f"cannot be summed in {dtype} beside it. Give the module inside it and comm=, or "
                              "dtype=None to sum in .grad")
         return None
 
