@@ -110,7 +110,7 @@ def third(step):
         backward = [op.phase == "backward" for op in t.timeline.ops]
         in_bf16 = t.timeline.nbytes[backward, t.timeline.categories.index("gradients")].max()
         limit = 2 * max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-        return None if in_bf16 <= limit else (f"the gradient is right, but {in_bf16:,} bytes of `.grad` were there in a "
-                                              f"backward; the largest layer's weight and bias have {limit:,}")
+        return None if in_bf16 <= limit else (f"the gradient is right, but {in_bf16:,} bytes of `.grad` were there in "
+                                              f"a backward; the largest layer's weight and bias have {limit:,}")
 
     verdict("third", step, check)
