@@ -1,0 +1,136 @@
+"""Gradient accumulation: one large batch as several small ones, and the gradient of the whole.
+
+Activations grow with the rows of a batch and gradients do not: a gradient is a sum over rows. So the rows can come in
+parts, each with its forward and backward, before the optimizer steps once.
+"""
+
+import torch
+
+from ..memory import Ledger
+from .batches import count_targets, cut, weights
+from .ranks import ranks_of
+from .sums import GradientSums
+
+
+def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None, reduction="mean",
+               count=count_targets, dtype=torch.float32, scale=None, comm=None):
+    """Add the gradient of `loss_fn(model, *batch)`, computed in parts, to `.grad`. Returns that loss, without a graph.
+
+        loss = accumulate(model, tokens, targets, micro_batch=8)     # instead of loss = model(tokens, targets)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)      #        and loss.backward()
+        optimizer.step()
+
+    What follows sees no difference: the gradient is that of the whole batch, so clip it once, after this, and leave
+    the learning rate as it is. Of activations there are those of one micro-batch (`accumulation_bytes`).
+
+    - `batch`: tensors, or lists and dicts of them, with the rows in their first dimension. `micro_batch`: the rows of a
+      part; the last part has what is left. Or give the parts themselves as `micro_batches`, each padded to its own
+      length, say; a tuple holds the arguments of one.
+    - `loss_fn(model, *micro_batch)`: a number with its graph. By default `model(*micro_batch)`.
+    - `reduction`: what that number is, the `"mean"` or the `"sum"` over the part. A mean weighs by its number of terms,
+      `count(*micro_batch)`: by default the targets in the last tensor, those of −100 left out (`count_targets`). A
+      part with none of them is not run.
+    - `dtype`: what gradients of fewer bytes are summed in. fp32 takes 4 bytes a parameter, and the sum is rounded once,
+      at the end. None sums in `.grad`. For gradients that stay in fp32, set `parameter.grad_dtype` beforehand.
+    - `scale`: a function of each loss before its backward, such as a loss scaler's.
+    - `comm`: the ranks that hold a part of the batch each. Loss and gradient are those of all ranks' rows together, and
+      gradients travel once, after the last micro-batch (`accumulation_traffic`). A `model` with a method `no_sync`, as
+      torch's DDP, averages gradients over ranks in its last backward; `comm` is then that of its `process_group`.
+
+    A batch that cannot be cut or has no target, an option that makes no sense and a model that learns nothing raise
+    TypeError or ValueError, and gradients are as they were. What a loss, a backward or a collective raises goes
+    through; then every `.grad` is None, since half a sum is nothing's gradient, and no hook is left.
+
+    Modules that mix rows, BatchNorm in training above all, see a micro-batch where they saw the batch, and have another
+    gradient. Dropout draws other masks than for the whole batch, no less random. Counting targets waits for a GPU once.
+    """
+    parameters = _trainable(model)
+    _check_options(reduction, dtype, loss_fn=loss_fn, count=count, scale=scale)
+    parts = cut(batch, micro_batch, micro_batches)
+    ranks = ranks_of(model, parameters, comm)
+    weighted = zip(parts, weights(parts, reduction, count, ranks.total), strict=True)
+    work = [(part, weight) for part, weight in weighted if weight]
+    sums = GradientSums(parameters, ranks.sum_in(dtype, work))
+    loss_fn = loss_fn or _call
+    try:
+        loss = 0.0
+        with sums:
+            for number, (part, weight) in enumerate(work, 1):
+                with ranks.backward(last=number == len(work)):
+                    loss = loss + _forward_backward(loss_fn, model, part, weight, ranks.factor, scale)
+            if not work:
+                ranks.join(lambda: loss_fn(model, *parts[-1]))
+        loss = ranks.loss(loss)
+        ranks.reduce_gradients(sums)
+        sums.settle()
+    except BaseException:
+        for parameter in parameters:
+            parameter.grad = None
+        raise
+    return loss
+
+
+def _call(model, *part):
+    return model(*part)
+
+
+def _forward_backward(loss_fn, model, part, weight, factor, scale):
+    """This part's share of the loss, at least in fp32. Nothing else outlives the call: the graph ends with it."""
+    loss = _one_number(loss_fn(model, *part)) * weight
+    scaled = loss * factor if factor != 1 else loss
+    (scaled if scale is None else scale(scaled)).backward()
+    return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def _one_number(loss):
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"the loss is of type {type(loss).__name__}: expected a tensor; to take it from what a model "
+                        "returns, loss_fn=lambda model, batch: model(batch).loss")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}: expected one number, a mean or a sum (reduction=)")
+    if not loss.requires_grad:
+        raise ValueError("the loss depends on no parameter that asks for a gradient: was it computed under no_grad, "
+                         "detached, or by frozen modules alone?")
+    return loss.reshape(())
+
+
+def _trainable(model):
+    """The parameters that get gradients, each once."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"accumulate({type(model).__name__}, …): expected a module, whose gradients are summed; "
+                        "a function goes to loss_fn=")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no parameter that asks for a gradient: requires_grad_(True)")
+    return parameters
+
+
+def _check_options(reduction, dtype, **functions):
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum', what the loss of a micro-batch is")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype!r}: expected a floating-point type to sum gradients in, or None")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}={function!r}: expected a function")
+
+
+def accumulation_bytes(parameters, activations, micro_batches, gradient=torch.float32, dtype=torch.float32):
+    """Ledger (bytes): gradients and activations where they are together, at the start of the last backward.
+
+    With Ψ = `parameters`, N = `micro_batches`, e = size of `gradient` (the type of `.grad`), s = size of `dtype` (what
+    it is summed in; None: e) and A = `activations`, the bytes of one micro-batch (`memory.activation_bytes`):
+
+        gradients      Ψ · max(e, s)    if N > 1, else 0: there is none before the first backward
+        activations    A
+
+    N is not in it: that is the technique. The whole batch at once would have N · A. If e < s, backward also has the
+    gradients that one operation gives, e bytes an element (a weight's and its bias's), and Ψ · e are left at the end.
+    ValueError for counts that are none.
+    """
+    for name, number, least in (("parameters", parameters, 0), ("activations", activations, 0),
+                                ("micro_batches", micro_batches, 1)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ValueError(f"{name}={number!r}: expected an integer of at least {least}")
+    element = max(gradient.itemsize, 0 if dtype is None else dtype.itemsize)
+    return Ledger(gradients=parameters * element * (micro_batches > 1), activations=activations)

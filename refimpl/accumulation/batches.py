@@ -1,0 +1,103 @@
+"""Micro-batches: how a batch is cut, and how much each part weighs in the mean over the whole.
+
+With n targets in the batch and nₘ of them in micro-batch m, whose own mean loss is Lₘ, the mean over the batch is
+
+    L = Σₘ (nₘ / n) · Lₘ
+
+The mean of the means, Σₘ Lₘ / N over N micro-batches, is L only if all nₘ are equal.
+"""
+
+import math
+from numbers import Integral
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def split(batch, size):
+    """`batch` in micro-batches of `size` rows, the last with what is left: a list of things shaped like `batch`.
+
+    `batch`: a tensor, or lists, tuples and dicts of tensors, all of the same first dimension (or None, which every
+    micro-batch gets). The parts are views: no byte is copied. TypeError for anything else in it; ValueError for a
+    `size` that is not an integer of at least 1, no rows, or first dimensions that differ.
+    """
+    if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+        raise ValueError(f"micro_batch={size!r}: expected an integer of at least 1, the rows of each micro-batch")
+    leaves, structure = tree_flatten(batch)
+    rows = _rows(leaves)
+    return [tree_unflatten([leaf if leaf is None else leaf[first : first + size] for leaf in leaves], structure)
+            for first in range(0, rows, int(size))]
+
+
+def _rows(leaves):
+    """The first dimension that all tensors in `leaves` share."""
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"a batch is made of tensors, and this one holds {type(leaf).__name__}: give what is the "
+                            "same for every micro-batch to loss_fn, not to the batch")
+        if leaf is not None and leaf.dim() == 0:
+            raise ValueError("the batch holds a tensor without dimensions: the first dimension has the rows")
+    shapes = [tuple(leaf.shape) for leaf in leaves if leaf is not None]
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(f"tensors of shapes {', '.join(map(str, shapes))}: their first dimensions, the rows, differ")
+    if not shapes or shapes[0][0] == 0:
+        raise ValueError(f"an empty batch, {shapes[0] if shapes else 'no tensors'}: there is nothing to learn from")
+    return shapes[0][0]
+
+
+def count_targets(*micro_batch, ignore_index=-100):
+    """What the mean loss of a micro-batch is taken over, if its last tensor holds the targets: their number.
+
+    Integers: those that are not `ignore_index`, as `cross_entropy` and `refimpl.model.GPT` count them, a tensor without
+    dimensions (so that a GPU does not have to be waited for). Floating-point numbers: all. Raises ValueError for a last
+    argument that is no such tensor (a dict, a mask): only you know what your loss is a mean over.
+    """
+    last = micro_batch[-1]
+    if not isinstance(last, torch.Tensor) or last.dtype is torch.bool:
+        what = "a mask" if isinstance(last, torch.Tensor) else type(last).__name__
+        raise ValueError(f"the last part of the batch is {what}, not targets: give count=, a function of a micro-batch "
+                         "that says how many terms its mean loss has")
+    return last.numel() if last.is_floating_point() else (last != ignore_index).sum()
+
+
+def cut(batch, micro_batch, micro_batches):
+    """The arguments of each micro-batch, from either way to give them. ValueError if both are given, or neither."""
+    if (micro_batch is None) == (micro_batches is None) or bool(batch) == (micro_batches is not None):
+        raise ValueError("expected a batch and micro_batch=, the rows of a part: accumulate(model, tokens, targets, "
+                         "micro_batch=8); or micro_batches=, the parts themselves, and nothing else")
+    if micro_batches is None:
+        return split(batch, micro_batch)
+    parts = [part if isinstance(part, tuple) else (part,) for part in micro_batches]
+    for part in parts:
+        _rows(tree_flatten(part)[0])
+    if not parts:
+        raise ValueError("micro_batches holds none: there is nothing to learn from")
+    return parts
+
+
+def weights(parts, reduction, count, total):
+    """What each part's loss is multiplied by: nₘ / n for a mean, 1 for a sum.
+
+    `total(n)` is n over all ranks. Raises ValueError if that is 0.
+    """
+    if reduction == "sum":
+        return [1.0] * len(parts)
+    terms = _counts(parts, count)
+    n = total(sum(terms))
+    if n == 0:
+        raise ValueError("every target of the batch is ignored (or count gave 0 for all of it): a mean over no terms")
+    return [each / n for each in terms]
+
+
+def _counts(parts, count):
+    """nₘ of each part, as numbers; one synchronisation with a GPU for all. In a dry run nobody knows: 1 for each."""
+    found = [count(*part) for part in parts]
+    if any(isinstance(each, FakeTensor) for each in found):
+        return [1] * len(found)
+    if all(isinstance(each, torch.Tensor) and each.numel() == 1 for each in found):
+        found = torch.stack([each.detach().reshape(()) for each in found]).tolist()
+    for number, each in enumerate(found):
+        if not isinstance(each, (int, float)) or not 0 <= each < math.inf:
+            raise ValueError(f"count gave {each!r} for micro-batch {number}: expected one number, 0 or more")
+    return found

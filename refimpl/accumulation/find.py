@@ -1,0 +1,206 @@
+"""The largest micro-batch that fits: found by dry runs, or on a device that may run out of memory.
+
+The effective batch stays what it is, cut in fewer or more micro-batches, so the optimizer's step and the learning rate
+see no difference.
+"""
+
+import gc
+import math
+import traceback
+from bisect import bisect_right
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from tqdm import tqdm
+
+from .. import memory
+from ..memory.ledger import human
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What `find_micro_batch` found.
+
+    - `micro_batch`: the rows of one, for `accumulate(…, micro_batch=…)`; `micro_batches`: how many of them the
+      effective batch makes, the last with fewer rows where they do not divide it.
+    - `nbytes`: the peak of a step with it, in bytes; `budget`: what it had to fit into, or None.
+    - `tried`: {rows: bytes} of every size that was run, None for one that ran out of memory.
+    """
+
+    micro_batch: int
+    micro_batches: int
+    effective_batch: int
+    nbytes: int
+    budget: int | None
+    tried: dict
+
+    def __str__(self):
+        parts, rest = divmod(self.effective_batch, self.micro_batch)
+        cut = f"{parts} × {self.micro_batch}" + (f" + {rest}" if rest else "")
+        of = "" if self.budget is None else f" of {human(self.budget)}"
+        return f"micro_batch={self.micro_batch}: {self.effective_batch} rows = {cut}, peak {human(self.nbytes)}{of}"
+
+
+def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=False, device=None):
+    """The largest number of rows for which `step(rows, *args)` peaks at no more than `budget` bytes: a MicroBatch.
+
+        def step(rows, model, optimizer):
+            tokens = torch.zeros(min(3 * rows, 64), 1024, dtype=torch.int64)    # three micro-batches tell the peak
+            accumulate(model, tokens, tokens, micro_batch=rows)
+            optimizer.step()
+
+        find_micro_batch(step, 64, 8 * 2**30, model, optimizer).micro_batch
+
+    The sizes 1…`effective_batch` are searched by doubling and halving, about 3·log₂ of them run. `equal`: only those
+    that divide the effective batch, so that all micro-batches have one shape.
+
+    Each is a dry run (`memory.dry_run`): no memory is taken and `args` (models, optimizers, tensors) stay as they are.
+    Its peak counts all tensors, also those of `args`; a kernel's workspace and rounding are not in it, so leave some
+    room. With `probe` the step is really run on `device` (default: CUDA where it is), as often as there are sizes to
+    try: it trains what it is given. One that runs out of memory is cleared away: its frames' tensors, the allocator's
+    cache. Peaks are then the allocator's: on CUDA what it reserved in all, on a CPU what came on top of the start. The
+    budget may then be None on CUDA, for all that the device has. Random number generators are left as they were.
+
+    ValueError if no size fits, with the least that one takes; for an `effective_batch` or `budget` that is not
+    an integer above 0, or a probe of a CPU without a budget, where running out of memory ends the process. What
+    the step raises for another reason than memory goes through.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _check(step, effective_batch, budget, probe, device)
+    sizes = [rows for rows in range(1, effective_batch + 1) if not equal or effective_batch % rows == 0]
+    tried = {}
+    with tqdm(desc="micro-batches", delay=2, leave=False) as progress, torch.random.fork_rng(
+            [device] if probe and device.type == "cuda" else []):
+
+        def fits(index):
+            rows = sizes[index]
+            if rows not in tried:
+                tried[rows] = _probe(step, rows, args, device) if probe else _dry(step, rows, args)
+                progress.update()
+            return tried[rows] is not None and (budget is None or tried[rows] <= budget)
+
+        best = _largest(sizes, fits, None if probe else tried)
+    if probe:
+        _empty(device)
+    if best is None:
+        raise ValueError(_nothing_fits(tried, budget, device))
+    rows = sizes[best]
+    return MicroBatch(rows, math.ceil(effective_batch / rows), effective_batch, tried[rows], budget, tried)
+
+
+def _largest(sizes, fits, peaks):
+    """The index of the largest of `sizes` that fits; None if the first does not. Doubles, then halves.
+
+    Up to half of the batch peaks rise with the rows. Beyond, there are two micro-batches or one, and the second, which
+    runs on top of the gradients of the first, has what the first leaves: peaks fall until the first is the larger, then
+    rise. So the whole batch is asked for at once, and then the valley is searched by its slope, if `peaks` (rows →
+    bytes, of the sizes asked for so far) are known: not in a probe, which stops where memory ends.
+    """
+    last = len(sizes) - 1
+    if peaks is not None and fits(last):
+        return last
+    low, high, stride = (0, len(sizes), 1) if fits(0) else (None, 0, 0)
+    while high - (low or 0) > stride > 0:
+        low, high = (low + stride, high) if fits(low + stride) else (low, low + stride)
+        stride *= 2
+    if low is not None:
+        low = _rising(low, high, fits)
+    if peaks is not None:
+        half = bisect_right(sizes, sizes[-1] // 2)
+        inside = _valley(max(half, 0 if low is None else low + 1), last, sizes, fits, peaks)
+        low = low if inside is None else _rising(inside, last, fits)
+    return low
+
+
+def _rising(low, high, fits):
+    """The largest index from `low`, which fits, to below `high`, which does not, where peaks rise."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _valley(low, high, sizes, fits, peaks):
+    """An index from `low` to below `high` that fits, where peaks fall and then rise; None if there is none."""
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            return middle
+        falling = middle + 1 < high and (fits(middle + 1) or peaks[sizes[middle + 1]] <= peaks[sizes[middle]])
+        low, high = (middle + 1, high) if falling else (low, middle)
+    return None
+
+
+def _dry(step, rows, args):
+    return memory.dry_run(step, rows, *args).peak.total
+
+
+def _probe(step, rows, args, device):
+    """The peak of a real run, or None if it ran out of memory; then nothing of it is left."""
+    _empty(device)  # what an earlier size left behind is none of this one's need
+    reading = memory.measure(device)
+    try:
+        with reading:
+            step(rows, *args)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _forget(error)
+        reading = None
+    if reading is None:
+        return None
+    return reading.peak if reading.reserved is None else reading.reserved
+
+
+OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory",
+                 "DefaultCPUAllocator: not enough memory")  # in RuntimeErrors that have no type of their own
+
+
+def is_out_of_memory(error):
+    """Whether an exception says that a device, or the CPU's allocator, has no memory left."""
+    named = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    return named or isinstance(error, torch.OutOfMemoryError)
+
+
+def _forget(error):
+    """An exception holds its traceback, that the frames, and those every tensor that they name: let them go."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _empty(device):
+    """Give back what nobody holds: reference cycles first, then the allocator's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _nothing_fits(tried, budget, device):
+    """What to say when every size is too much: the least need, if anything ran to its end."""
+    advice = "shorter sequences, recomputed activations or a smaller model would take less"
+    needs = {rows: nbytes for rows, nbytes in tried.items() if nbytes is not None}
+    if not needs:
+        return f"{device} runs out of memory with a micro-batch of 1 row: {advice}"
+    rows = min(needs, key=needs.get)
+    return (f"no micro-batch fits: the least, of {rows} row{'s' * (rows > 1)}, needs {needs[rows]:,} bytes, "
+            f"{human(needs[rows])}, and the budget is {budget:,}; {advice}")
+
+
+def _check(step, effective_batch, budget, probe, device):
+    if not callable(step):
+        raise TypeError(f"step={step!r}: expected a function of the rows of a micro-batch")
+    if isinstance(effective_batch, bool) or not isinstance(effective_batch, Integral) or effective_batch < 1:
+        raise ValueError(f"effective_batch={effective_batch!r}: expected an integer of at least 1, the rows of a step")
+    if budget is None and probe and device.type == "cuda":
+        return
+    if budget is None and probe:
+        raise ValueError("budget=None: a CPU gives no error when memory is out, the operating system ends the process: "
+                         "give the bytes that a step may take")
+    if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget < math.inf:
+        raise ValueError(f"budget={budget!r}: expected bytes, a number above 0" + (
+            "" if budget is not None else " (None, all that a GPU has, is for probe=True)"))

@@ -1,0 +1,135 @@
+"""Who else has a part of the batch, and when gradients travel: once a step, with the last micro-batch.
+
+Three cases with the same methods: nobody else; ranks that a Communicator connects; a model that averages its gradients
+in every backward but those under its `no_sync()`, as torch's DistributedDataParallel does.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..comm import Communicator, ring_traffic
+from .sums import gradient_dtype, is_narrower
+
+
+def ranks_of(model, parameters, comm):
+    """The case that `model` and `comm` make."""
+    if hasattr(model, "no_sync"):
+        return InModel(model, parameters, comm or _communicator_of(model, parameters))
+    return Alone(parameters) if comm is None else Connected(parameters, comm)
+
+
+def _communicator_of(model, parameters):
+    """Of the process group that torch's own wrappers carry."""
+    group = getattr(model, "process_group", None)
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    return Communicator(dist.get_rank(group), dist.get_world_size(group), parameters[0].device, group)
+
+
+class Alone:
+    """One process has the whole batch."""
+
+    comm = None
+    factor = 1  # of each loss, so that gradients come out right
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def sum_in(self, dtype, parts):
+        """The type to sum in: None where there are no two gradients to be summed."""
+        return dtype if len(parts) > 1 else None
+
+    def backward(self, last):
+        """A context for a micro-batch, forward and backward; `last`: the one in which gradients may travel."""
+        return nullcontext()
+
+    def join(self, forward):
+        """This rank has no target in any micro-batch."""
+
+    def reduce_gradients(self, sums):
+        """Put gradients over all ranks where those of this rank are."""
+
+    def total(self, terms):
+        """`terms`, a number, over all ranks. They need it before the first backward: 8 bytes."""
+        if self.comm is None:
+            return terms
+        told = self.comm.all_reduce(torch.tensor(terms, dtype=torch.float64, device=self.comm.device))
+        return terms * self.comm.world_size if isinstance(told, FakeTensor) else told.item()
+
+    def loss(self, loss):
+        """The loss over all ranks, of this rank's share."""
+        if self.comm is None:
+            return loss
+        return self.comm.all_reduce(torch.as_tensor(loss, dtype=torch.float64, device=self.comm.device)).float()
+
+
+class Connected(Alone):
+    """`comm` connects the ranks. Each has the model as it is, and gradients are summed here."""
+
+    def __init__(self, parameters, comm):
+        super().__init__(parameters)
+        self.comm = comm
+        if any(parameter.grad is not None for parameter in parameters):
+            raise ValueError("gradients are there already, and would be summed over ranks a second time: call "
+                             "optimizer.zero_grad() first, and give the batch of a step in one call")
+
+    def sum_in(self, dtype, parts):
+        """All ranks the same, however many parts each has: the sums travel."""
+        return dtype
+
+    def reduce_gradients(self, sums):
+        """One parameter after the other and in place: no buffer. What no rank has a gradient of is left without."""
+        here = [sums.so_far(parameter) is not None for parameter in self.parameters]
+        told = self.comm.all_reduce(torch.tensor(here, dtype=torch.uint8, device=self.comm.device), "max")
+        wanted = here if isinstance(told, FakeTensor) else told.tolist()
+        for parameter, is_wanted in zip(self.parameters, wanted, strict=True):
+            if is_wanted:
+                gradient = sums.so_far(parameter)
+                gradient = sums.begin(parameter) if gradient is None else gradient
+                self.comm.all_reduce(gradient, out=gradient)
+
+
+class InModel(Alone):
+    """The model reduces. It averages: what is to be a sum over W ranks is multiplied by W first."""
+
+    def __init__(self, model, parameters, comm):
+        super().__init__(parameters)
+        self.model, self.comm = model, comm
+        self.factor = 1 if comm is None else comm.world_size
+
+    def sum_in(self, dtype, parts):
+        """In `.grad`: sums beside it would miss the last backward, in which the model reduces what is in `.grad`."""
+        low = [p for p in self.parameters if dtype is not None and is_narrower(p, dtype)]
+        if low and len(parts) > 1:
+            raise ValueError(f"{type(self.model).__name__} reduces gradients itself, in {gradient_dtype(low[0])}: they "
+                             f"cannot be summed in {dtype} beside it. Give the module inside it and comm=, or "
+                             "dtype=None to sum in .grad")
+        return None
+
+    def backward(self, last):
+        """The model's own context for all but the last."""
+        return nullcontext() if last else self.model.no_sync()
+
+    def join(self, forward):
+        """The others wait in their last backward: run one, of zeros. (The mean over no targets would be NaN.)"""
+        forward()
+        torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in self.parameters])
+
+
+def accumulation_traffic(parameters, world_size, rank=0, dtype=torch.float32):
+    """Bytes (int) that `rank` of N = `world_size` sends in one `accumulate(…, comm=comm)`, of any number of
+    micro-batches.
+
+        Σ over parameters of 2(N−1)/N · Ψᵢ · max(eᵢ, size of dtype)
+        + the same of 8 (number of targets), 8 (loss) and one byte for each parameter (who has a gradient)
+
+    `parameters`: those with gradients, of eᵢ bytes an element (their `grad_dtype`); chunks that N does not divide are
+    counted as `comm.ring_traffic` does. A reduction in every micro-batch sends the first line once for each of them.
+    """
+    parameters = list(parameters)
+    sizes = [(p.numel(), max(gradient_dtype(p).itemsize, 0 if dtype is None else dtype.itemsize)) for p in parameters]
+    sizes += [(1, 8), (1, 8), (len(parameters), 1)]
+    return sum(ring_traffic("all_reduce", n * element, world_size, rank=rank, itemsize=element) for n, element in sizes)

@@ -1,0 +1,74 @@
+"""Gradients in low precision, summed in a higher one.
+
+bf16 has 8 significant bits: once a sum is 256 times as large as what is to be added, adding changes nothing any more
+(Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 4.2). So the sum is kept in fp32, 4 bytes a
+parameter, and autograd's own gradient is added to it and freed as soon as it is there, one parameter at a time.
+"""
+
+from .. import memory
+
+
+class GradientSums:
+    """A context in which gradients narrower than `dtype` are summed in `dtype`, while `.grad` stays None.
+
+    Gradients that were there before are part of the sums. After the context, `settle()` puts the sums into `.grad`.
+    With `dtype` None, and for parameters whose gradient is wide enough, autograd sums in `.grad` as it always does.
+    """
+
+    def __init__(self, parameters, dtype):
+        self._dtype, self._sums, self._hooks = dtype, {}, []
+        self.parameters = [] if dtype is None else [p for p in parameters if is_narrower(p, dtype)]
+
+    def __enter__(self):
+        try:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    self._add(parameter)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception):
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _add(self, parameter):
+        """autograd has just written `parameter.grad`."""
+        gradient, parameter.grad = parameter.grad, None
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = memory.mark(gradient.to(self._dtype), "gradients")
+
+    def so_far(self, parameter):
+        """The gradient of `parameter`, wherever it is summed; None if there is none."""
+        return self._sums.get(parameter, parameter.grad)
+
+    def begin(self, parameter):
+        """Zeros as the gradient of a parameter that has none, where and in the type in which it would be summed."""
+        summed = any(each is parameter for each in self.parameters)
+        dtype = self._dtype if summed else gradient_dtype(parameter)
+        zeros = memory.mark(parameter.detach().new_zeros(parameter.shape, dtype=dtype), "gradients")
+        if summed:
+            self._sums[parameter] = zeros
+        else:
+            parameter.grad = zeros
+        return zeros
+
+    def settle(self):
+        """Round each sum once, to the type that its parameter's gradient has, into `.grad`, and free it."""
+        while self._sums:
+            parameter, total = self._sums.popitem()
+            parameter.grad = memory.mark(total.to(gradient_dtype(parameter)), "gradients")
+
+
+def gradient_dtype(parameter):
+    """The type of `.grad`: the parameter's own, unless its owner chose another (`parameter.grad_dtype`)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def is_narrower(parameter, dtype):
+    """Whether the gradient of `parameter` has fewer bytes than `dtype`, and both are real numbers."""
+    return parameter.is_floating_point() and gradient_dtype(parameter).itemsize < dtype.itemsize

@@ -1,0 +1,96 @@
+"""Accumulated steps beside the whole batch at once, and beside the loop that is written by hand.
+
+Two questions: what do parts cost in time and save in bytes, the effective batch being constant; and what does
+`refimpl.accumulation.accumulate` cost beside a plain loop, whose gradient is right if every part has as many targets.
+"""
+
+from dataclasses import asdict
+
+import torch
+from tqdm import tqdm
+
+from .. import memory
+from ..accumulation import accumulate, accumulation_bytes
+from ..model import GPT, GPTConfig
+from .meter import DTYPES, REALISTIC
+from .record import row
+from .runner import BAR_DELAY, compare
+
+ROWS, PARTS = 16, (1, 2, 4, 8, 16)  # the effective batch, and in how many micro-batches it comes
+OURS, PLAIN, WHOLE = "refimpl.accumulation", "a plain loop", "the whole batch at once"
+
+
+class Steps:
+    """A GPT, its AdamW and a batch; `ours`, `plain` and `whole` make the same step in three ways."""
+
+    def __init__(self, size, dtype, device):
+        self.config = GPTConfig(vocab_size=size.vocab_size, context_length=size.sequence, layers=size.layers,
+                                hidden=size.hidden, heads=size.heads)
+        self.model = GPT(self.config, dtype=dtype, device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.tokens = torch.randint(0, size.vocab_size, (ROWS, size.sequence), device=device)
+
+    def ours(self, parts):
+        """With `accumulate`."""
+        accumulate(self.model, self.tokens, self.tokens, micro_batch=ROWS // parts)
+        self._step()
+
+    def plain(self, parts):
+        """As in most scripts: each mean divided by the number of micro-batches, gradients summed in `.grad`."""
+        for part in self.tokens.split(ROWS // parts):
+            (self.model(part, part) / parts).backward()
+        self._step()
+
+    def whole(self):
+        """One forward, one backward."""
+        self.model(self.tokens, self.tokens).backward()
+        self._step()
+
+    def _step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def run(device="cpu", size=None, rounds=9):
+    """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one."""
+    size = size or REALISTIC[torch.device(device).type]
+    settings = {"step": {**asdict(size), "batch": ROWS}, "optimizer": "AdamW", "rounds": rounds,
+                "threads": torch.get_num_threads(), "micro-batches": list(PARTS)}
+    rows = []
+    for name, dtype in tqdm(DTYPES.items(), "precisions", delay=BAR_DELAY, leave=False):
+        steps = Steps(size, dtype, device)
+        steps.whole()
+        rows += byte_rows(steps, name, dtype, device) + time_rows(steps, name, rounds)
+    return settings, rows
+
+
+def byte_rows(steps, name, dtype, device):
+    """Peaks above the start of a step by the allocator, ours beside the whole batch's and beside the plain loop's."""
+    whole, rows = peak(steps.whole, device), []
+    for parts in PARTS[1:]:
+        ours, plain = (peak(lambda step=step, parts=parts: step(parts), device) for step in (steps.ours, steps.plain))
+        held = accumulation_bytes(steps.config.parameter_count(), memory.activation_bytes(
+            steps.config, ROWS // parts, steps.tokens.shape[1], dtype, device), parts, gradient=dtype)
+        case = f"{parts} micro-batches, {name}"
+        rows.append(row(f"peak above the start, {case}", WHOLE, "bytes", ours, whole, predicted=held.total))
+        rows.append(row(f"peak above the start, {case}", PLAIN, "bytes", ours, plain))
+    return rows
+
+
+def peak(step, device):
+    """Bytes above the start, as the allocator was asked for them."""
+    with memory.measure(device) as m:
+        step()
+    return m.peak
+
+
+def time_rows(steps, name, rounds):
+    """Median seconds of a step, ours beside the whole batch's and beside the plain loop's, in alternation."""
+    rows = []
+    for parts in PARTS:
+        timing = compare({OURS: lambda parts=parts: steps.ours(parts), PLAIN: lambda parts=parts: steps.plain(parts),
+                          WHOLE: steps.whole}, rounds=rounds, title=f"{parts} micro-batches, {name}")
+        rows += [row(f"step in {parts} micro-batch{'es' * (parts > 1)}, {name}", peer, "s", timing.median(OURS),
+                     timing.median(peer), spread=timing.spread(OURS), peer_spread=timing.spread(peer))
+                 for peer in (WHOLE, PLAIN)]
+    return rows

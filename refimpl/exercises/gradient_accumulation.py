@@ -1,0 +1,115 @@
+"""Exercises of notebook 04."""
+
+import torch
+
+from .. import memory
+from ..model import GPT, GPTConfig
+from . import verdict
+
+CONFIG = GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=64, heads=4)
+LENGTHS = (32, 3, 17, 1, 0, 30, 2, 9, 24, 5, 1, 12)  # targets of each row
+
+
+def mean_of_means(model, tokens, targets, micro_batch):
+    """The loop that is in many scripts. Right if every micro-batch has as many targets as the others."""
+    parts = list(zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True))
+    for part in parts:
+        (model(*part) / len(parts)).backward()
+
+
+def ragged(rows):
+    """(model, tokens, targets), the same at every call: rows of unequal length, filled up with targets of −100."""
+    torch.manual_seed(0)
+    model, tokens, targets = GPT(CONFIG), *torch.randint(0, 256, (2, rows, 32))
+    for row in range(rows):
+        targets[row, LENGTHS[row % len(LENGTHS)] :] = -100
+    return model, tokens, targets
+
+
+def _distance(model, expected):
+    """Of the model's gradients from `expected`, as a share of its norm; None if one is missing."""
+    found = [parameter.grad for parameter in model.parameters()]
+    if any(gradient is None for gradient in found):
+        return None
+    apart = sum((a.double() - b.double()).square().sum() for a, b in zip(found, expected, strict=True))
+    return (apart / sum(each.double().square().sum() for each in expected)).sqrt().item()
+
+
+def _gradients(model, *batch):
+    model(*batch).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def first(step):
+    """`step(model, tokens, targets, micro_batch)`: leave the gradient of the mean loss over all targets of the batch in
+    `.grad`, at a peak that does not grow with the batch, and return something."""
+
+    def check(step):
+        expected = _gradients(*ragged(12))
+        peaks = {}
+        for rows in (6, 12):
+            model, tokens, targets = ragged(rows)
+            with memory.track(model, tokens, targets) as t:
+                step(model, tokens, targets, 3)
+            peaks[rows] = t.peak.total - t.start.total
+        apart = _distance(model, expected)
+        if apart is None:
+            return "a parameter has no gradient"
+        if not apart <= 1e-5:
+            return f"the gradient of the whole batch is another one: yours is off by {apart:.1%} of its norm"
+        grown = peaks[12] - peaks[6]
+        return None if grown < 4096 else f"the gradient is right, but 6 more rows raise the peak by {grown:,} bytes"
+
+    verdict("first", step, check)
+
+
+def second(predict):
+    """`predict(config, effective_batch, micro_batch, sequence)`: bytes of gradients and activations at the peak of a
+    step in fp32, with gradients None before."""
+
+    def check(predict):
+        for batch, micro_batch, layers in ((8, 2, 1), (8, 8, 1), (4, 1, 2), (6, 3, 1)):
+            config = GPTConfig(vocab_size=256, context_length=64, layers=layers, hidden=32, heads=2)
+            model, tokens = GPT(config), torch.zeros(batch, 32, dtype=torch.int64)
+            with memory.track(model) as t:
+                mean_of_means(model, tokens, tokens, micro_batch)
+            read = t.peak["gradients"] + t.peak["activations"]
+            said = predict(config, batch, micro_batch, 32)
+            said = int(getattr(said, "total", said))  # a Ledger will do
+            if not abs(said - read) <= 4:  # the loss's own number of targets: gone or not
+                return (f"{batch} rows by {micro_batch}, {layers} layer{'s' * (layers > 1)}: you say {said:,}, the "
+                        f"tracker reads {read:,} bytes")
+        return None
+
+    verdict("second", predict, check)
+
+
+def third(step):
+    """`step(model, tokens, targets, micro_batch)`: as the first, of full rows, for a model in bf16: sum in fp32 and
+    leave bf16 in `.grad`, with never more than one layer's bf16 gradients beside the sums in a backward."""
+
+    def check(step):
+        torch.manual_seed(0)
+        model, tokens = GPT(CONFIG, dtype=torch.bfloat16), torch.randint(0, 256, (64, 8))
+        exact = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
+        for part in tokens:
+            for total, gradient in zip(exact, _gradients(model, part[None], part[None]), strict=True):
+                total += gradient.double() / len(tokens)
+            model.zero_grad()
+        before = [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in model.parameters()]
+        with memory.track(model, tokens) as t:
+            step(model, tokens, tokens, 1)
+        if [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in model.parameters()] != before:
+            return "hooks of yours are left on the parameters: remove() them"
+        apart = _distance(model, exact)
+        if apart is None:
+            return "a parameter has no gradient"
+        if not apart <= 2**-8:
+            return f"summed in fp32 the gradient is within {2**-8:.2%} of the exact sum, yours is off by {apart:.2%}"
+        backward = [op.phase == "backward" for op in t.timeline.ops]
+        in_bf16 = t.timeline.nbytes[backward, t.timeline.categories.index("gradients")].max()
+        limit = 2 * max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+        return None if in_bf16 <= limit else (f"the gradient is right, but {in_bf16:,} bytes of `.grad` were there in "
+                                              f"a backward; the largest layer's weight and bias have {limit:,}")
+
+    verdict("third", step, check)

@@ -1,0 +1,98 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import pytest
+
+from refimpl import memory
+from refimpl.exercises import gradient_accumulation as page
+
+
+def said(capsys, exercise, answer):
+    exercise(answer)
+    return capsys.readouterr().out
+
+
+def parts(tokens, targets, micro_batch):
+    return zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True)
+
+
+def step(model, tokens, targets, micro_batch):
+    n = (targets != -100).sum()
+    for x, y in parts(tokens, targets, micro_batch):
+        if (y != -100).any():
+            (model(x, y) * (y != -100).sum() / n).backward()
+    return True
+
+
+def losses_kept(model, tokens, targets, micro_batch):
+    n = (targets != -100).sum()
+    sum(model(x, y) * (y != -100).sum() / n for x, y in parts(tokens, targets, micro_batch)).backward()
+    return True
+
+
+def predict(config, effective_batch, micro_batch, sequence):
+    gradients = 4 * config.parameter_count() if micro_batch < effective_batch else 0
+    return gradients + memory.activation_bytes(config, micro_batch, sequence)
+
+
+def gradients_always(config, effective_batch, micro_batch, sequence):
+    return 4 * config.parameter_count() + memory.activation_bytes(config, micro_batch, sequence)
+
+
+def sum_in_fp32(model, tokens, targets, micro_batch, leave=True):
+    sums = {}
+
+    def add(parameter):
+        gradient, parameter.grad = parameter.grad, None
+        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient.float()
+
+    hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in model.parameters()]
+    for x, y in parts(tokens, targets, micro_batch):
+        (model(x, y) * micro_batch / len(tokens)).backward()
+    for hook in hooks if leave else ():
+        hook.remove()
+    while sums:
+        parameter, total = sums.popitem()
+        parameter.grad = total.to(parameter.dtype)
+    return True
+
+
+def sum_after_each_backward(model, tokens, targets, micro_batch):
+    sums = [0.0 for _ in model.parameters()]
+    for x, y in parts(tokens, targets, micro_batch):
+        (model(x, y) * micro_batch / len(tokens)).backward()
+        sums = [total + parameter.grad.float() for total, parameter in zip(sums, model.parameters(), strict=True)]
+        model.zero_grad()
+    for total, parameter in zip(sums, model.parameters(), strict=True):
+        parameter.grad = total.to(parameter.dtype)
+    return True
+
+
+def mean_of_means(*arguments):
+    page.mean_of_means(*arguments)
+    return True
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, step), (page.second, predict), (page.third, sum_in_fp32),
+])
+def test_right_answers(capsys, exercise, answer):
+    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, mean_of_means, "the gradient of the whole batch is another one"),
+    (page.first, losses_kept, "6 more rows raise the peak by"),
+    (page.first, lambda *_: True, "a parameter has no gradient"),
+    (page.second, gradients_always, "8 rows by 8, 1 layer: you say"),
+    (page.third, mean_of_means, "summed in fp32 the gradient is within"),
+    (page.third, sum_after_each_backward, "`.grad` were there in a backward"),
+    (page.third, lambda *arguments: sum_in_fp32(*arguments, leave=False), "hooks of yours are left"),
+    (page.third, lambda *_: True, "a parameter has no gradient"),
+])
+def test_wrong_answers(capsys, exercise, answer, complaint):
+    assert complaint in said(capsys, exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(capsys, exercise):
+    assert "not answered yet" in said(capsys, exercise, lambda *args: None)
