@@ -53,7 +53,7 @@ def plot(*traces, predicted=None, **labelled):
         bars, line = axes[0][column], axes[1][column]
         inches = 0.85 * figure.get_figwidth() / len(runs)
         draw_bars(bars, peaks[label].ledger, predicted.get(label), divisor, highest, rows, inches)
-        draw_timeline(line, timelines[label], peaks[label], divisor, highest)
+        draw_timeline(line, timelines[label], peaks[label], divisor, highest, inches)
         bars.set_title(label.replace("_", " ") if len(runs) > 1 else "bytes at the peak", fontsize=10, loc="left")
         line.set_ylabel(unit if column == 0 else "")
     ever = [Ledger(zip(t.categories, t.nbytes.max(axis=0).tolist(), strict=True)) for t in timelines.values()]
@@ -134,8 +134,8 @@ def _readable_on(background):
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
 
 
-def draw_timeline(axes, timeline, peak, divisor, highest):
-    """Bytes by category after each operation, stacked; phases at the top; a line at the peak."""
+def draw_timeline(axes, timeline, peak, divisor, highest, inches):
+    """Bytes by category after each operation, stacked; phases at the top, where there is room; the peak marked."""
     x, bottom = np.arange(len(timeline)), np.zeros(len(timeline))
     for i, name in enumerate(timeline.categories):
         top = bottom + timeline.nbytes[:, i] / divisor
@@ -145,7 +145,7 @@ def draw_timeline(axes, timeline, peak, divisor, highest):
     ceiling = 1.25 * highest / divisor
     for phase, begin, end in phases(timeline):
         axes.axvline(begin, color="#999999", linewidth=0.6, linestyle=":")
-        if end - begin > 0.045 * len(timeline):
+        if (end - begin) / len(timeline) * inches > 0.07 * len(phase):  # a letter at this size is 0.07 inches wide
             axes.text((begin + end) / 2, 0.985 * ceiling, phase, ha="center", va="top", fontsize=9, color="#444444")
     axes.plot([peak.index], [peak.ledger.total / divisor], marker="v", color="black", markersize=6, clip_on=False)
     left = peak.index < len(timeline) / 2

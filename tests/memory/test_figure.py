@@ -196,3 +196,15 @@ def test_phases_that_are_short_have_no_name():
     trace = Trace(ops, first_call=0)
     assert phases(trace.timeline) == [("forward", 0, 60), ("backward", 61, 62), ("step", 63, 123)]
     assert [text.get_text() for text in trace.plot().axes[1].texts[:-1]] == ["forward", "step"]
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(1, 5), (3, 1)])
+def test_names_of_phases_stand_where_they_have_room(columns, shown):
+    ops = [Op("mm", phase, "", 0) for _ in range(4) for phase in ["forward"] * 10 + ["backward"] * 16]
+    trace = Trace(ops + [Op("mul", "step", "", 0)] * 60, first_call=0)
+    figure = memory.plot(**{f"run {i}": trace for i in range(columns)})
+    figure._repr_png_()
+    axes = figure.axes[-1]
+    boxes = sorted([text.get_window_extent() for text in axes.texts
+                    if text.get_text() in ("forward", "backward", "step")], key=lambda box: box.x0)
+    assert len(boxes) == shown and all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
