@@ -72,24 +72,32 @@ class ForkServer:
                f"serve({theirs.fileno()}, {os.getpid()})"
         # Neither numpy's threads nor a CUDA driver that an import has asked for GPUs would survive a fork.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        with tempfile.TemporaryFile() as log, theirs:
-            self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=log, pass_fds=[theirs.fileno()], start_new_session=True,
+        self._log = tempfile.TemporaryFile()  # what it writes itself: an error, should it end
+        with theirs:
+            self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=self._log,
+                                             stderr=self._log, pass_fds=[theirs.fileno()], start_new_session=True,
                                              env=environment)
-            theirs.close()
-            try:
-                self._socket.settimeout(START_SECONDS)
-                ready = self._socket.recv(1)
-            except BaseException:
-                self.kill()
-                self.close()
-                raise
-            if not ready:
-                self.close()
-                log.seek(0)
-                raise RuntimeError(f"the process that starts ranks ended at its start (exit status "
-                                   f"{self._process.returncode}):\n{log.read().decode(errors='replace')}")
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
         atexit.register(self.close)
+
+    def _wait_until_ready(self):
+        self._socket.settimeout(START_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            if self._socket.recv(1):
+                return
+        self.kill()
+        raise RuntimeError(f"the process that starts ranks did not start (exit status {self._process.returncode}):\n"
+                           f"{self.last_words()}")
+
+    def last_words(self):
+        """What it wrote."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
 
     def serves(self, freshness):
         """Whether it is alive, ours, and up to date."""
@@ -114,6 +122,7 @@ class ForkServer:
     def close(self):
         """End it; ranks of launches that are still running end first."""
         self._socket.close()
+        self._log.close()
         if self._owner != os.getpid():
             return
         atexit.unregister(self.close)
@@ -121,6 +130,12 @@ class ForkServer:
             self._process.wait(5)
         except subprocess.TimeoutExpired:  # a launch in another thread: it goes when that has ended
             threading.Thread(target=self._process.wait, daemon=True).start()
+
+
+def last_words():
+    """What the running fork server, or the one that has just ended, wrote."""
+    with _lock:
+        return _current.last_words() if _current is not None else ""
 
 
 def fork_rank(channel, rank, fds):

@@ -8,7 +8,7 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 
-from .forkserver import EVENT, STARTED, fork_rank, open_channel
+from .forkserver import EVENT, STARTED, fork_rank, last_words, open_channel
 from .output import STREAMS, RankOutput
 from .report import blame, died, hung
 from .worker import FAILED, LENGTH, READY, RETURNED
@@ -198,7 +198,8 @@ class Ranks:
             if not self._leaving and rank.failure is None:
                 self._fail(rank, died(rank, time.monotonic()))
         if over and not self._leaving:
-            raise RuntimeError("the process that forks ranks has ended, and the ranks with it: call launch again")
+            raise RuntimeError("the process that forks ranks has ended, and the ranks with it; the next launch starts "
+                               f"another\n{last_words()}".rstrip())
 
     @staticmethod
     def _fail(rank, failure):

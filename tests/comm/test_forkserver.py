@@ -156,5 +156,16 @@ def test_what_is_written_changes_freshness(tmp_path, monkeypatch):
 def test_a_server_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr(forkserver, "PRELOADED", ("torch",))
     monkeypatch.setattr(sys, "path", [str(Path("/nowhere"))])
-    with pytest.raises(RuntimeError, match="(?s)ended at its start.*No module named"):
+    with pytest.raises(RuntimeError, match="(?s)did not start.*No module named"):
         forkserver.ForkServer("never")
+
+
+def test_a_server_that_ends_by_an_error_is_quoted():
+    launch(lambda comm: None, 1)
+    channel = forkserver.open_channel()
+    with channel:
+        channel.send(b"nonsense")  # a request without descriptors
+        deadline = time.monotonic() + 5
+        while forkserver._current._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "Error" in forkserver.last_words()
