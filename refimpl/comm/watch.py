@@ -91,7 +91,7 @@ class Ranks:
 
     def results(self, timeout):
         """What each rank returned, pickled, in rank order. RankError if one did not; `timeout` in seconds."""
-        limit, deadline = SECONDS_TO_START, time.monotonic() + SECONDS_TO_START
+        started, limit, deadline = False, SECONDS_TO_START, time.monotonic() + SECONDS_TO_START
         while any(rank.value is None for rank in self._ranks):
             failed = [rank for rank in self._ranks if rank.failure]
             patience = [rank.noticed + (SECONDS_TO_EXPLAIN if rank.failure.consequence else SECONDS_TO_SETTLE)
@@ -101,8 +101,8 @@ class Ranks:
             if not failed and deadline <= time.monotonic():
                 raise self._hung(limit)
             self._listen(min([deadline, *patience]))
-            if limit == SECONDS_TO_START and all(rank.ready for rank in self._ranks):
-                limit, deadline = timeout, time.monotonic() + timeout
+            if not started and all(rank.ready for rank in self._ranks):
+                started, limit, deadline = True, timeout, time.monotonic() + timeout
         self._leaving = True
         for rank in self._ranks:
             rank.ends["control"].shutdown(socket.SHUT_WR)
@@ -115,7 +115,7 @@ class Ranks:
         """Ask those that have not answered where they are, and tell."""
         self._leaving = True
         silent = [rank for rank in self._ranks if rank.value is None]
-        for rank in silent:
+        for rank in [rank for rank in silent if rank.pid]:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)  # on which faulthandler writes every thread's stack
         deadline = time.monotonic() + 1
