@@ -47,11 +47,34 @@ HOST = ("cpu", "meta")  # device types of tensors that any process can hold
 OPEN_FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
 
 
+# torch cannot read back what pickle writes of tensors of any other dtype (uint16, float8_e4m3fn, …).
+PICKLED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,
+           torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128)
+
+
 class _Packer(cloudpickle.Pickler):
     def reducer_override(self, obj):
         if isinstance(obj, OPEN_FILES) and obj not in (sys.stdout, sys.stderr):
             raise TypeError("an open file belongs to its process: pass its path")  # cloudpickle would copy some
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
+            return _reduced(obj) if not obj.is_quantized and not vars(obj) else super().reducer_override(obj)
         return super().reducer_override(obj)
+
+
+def _reduced(tensor):
+    """How pickle takes a tensor apart, with no more bytes than it has elements: of a view torch takes all of the
+    storage, 1 GiB for a row of a large matrix."""
+    plain = tensor.detach()
+    if plain.untyped_storage().nbytes() > plain.nbytes:
+        plain = plain.clone()
+    if tensor.dtype in PICKLED:
+        return plain.requires_grad_(tensor.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    raw = plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    return _from_bytes, (raw, tensor.dtype, tensor.shape, tensor.requires_grad)
+
+
+def _from_bytes(raw, dtype, shape, requires_grad):
+    return raw.view(dtype).view(shape).requires_grad_(requires_grad)
 
 
 class _Outward(_Packer):
@@ -102,8 +125,8 @@ class _Homeward(_Packer):
         if isinstance(obj, torch.Tensor) and obj.device.type not in HOST:
             host = obj.detach().cpu().requires_grad_(obj.requires_grad)
             if isinstance(obj, torch.nn.Parameter):
-                host = torch.nn.Parameter(host, obj.requires_grad)
-            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                return torch.nn.Parameter(host, obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return _reduced(host)
         return super().reducer_override(obj)
 
 

@@ -26,7 +26,10 @@ def reduction(op, x):
 
 def as_bytes(tensor):
     """`tensor` as the backends take it: where they have no name for its dtype, its bytes."""
-    return tensor if tensor.dtype in NAMED else tensor.reshape(-1).view(torch.uint8)
+    if tensor.dtype in NAMED:
+        return tensor
+    # A contiguous tensor of no or one element may have any stride, and `view` takes none but 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_memory(a, b):
