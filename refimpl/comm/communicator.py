@@ -14,6 +14,7 @@ from numbers import Integral
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import memory
@@ -23,6 +24,8 @@ from .handle import Handle, landed
 from .tensors import NAMED, as_bytes, check_out, look, reduction, resolved, same_memory
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 from .versions import all_gather_single, lend, reduce_scatter_single, unseen, watched
+
+IN_PLACE = ("all_reduce", "broadcast")  # torch takes one tensor, to read from and to write to
 
 
 class Communicator:
@@ -59,8 +62,8 @@ class Communicator:
         """
         x, reduce_op = self._given(x), reduction(op, x)
         out = self._result(out, x.shape, x, "all_reduce")
-        return self._run("all_reduce", x, out, async_op, op=op, in_place=True, call=lambda source, landing, **how:
-                         dist.all_reduce(landing, reduce_op, **how))
+        return self._run("all_reduce", x, out, async_op, lambda source, landing, group, later:
+                         dist.all_reduce(landing, reduce_op, group, later), op)
 
     def reduce_scatter(self, x, op="sum", *, out=None, async_op=False):
         """Chunk r, of N along dim 0, of what all_reduce would give, on rank r: (N·n, …) -> (n, …).
@@ -69,8 +72,8 @@ class Communicator:
         """
         x, reduce_op = self._given(x), reduction(op, x)
         out = self._result(out, (self._chunk(x), *x.shape[1:]), x, "reduce_scatter")
-        return self._run("reduce_scatter", x, out, async_op, op=op, call=lambda source, landing, **how:
-                         reduce_scatter_single(landing, source, reduce_op, **how))
+        return self._run("reduce_scatter", x, out, async_op, lambda source, landing, group, later:
+                         reduce_scatter_single(landing, source, reduce_op, group, later), op)
 
     def all_gather(self, x, *, out=None, async_op=False):
         """Every rank's x, one after the other along dim 0, on every rank: (n, …) -> (N·n, …), scalars -> (N,).
@@ -80,8 +83,8 @@ class Communicator:
         x = self._given(x)
         x = x if x.dim() else x.reshape(1)
         out = self._result(out, (self.world_size * x.shape[0], *x.shape[1:]), x, "all_gather")
-        return self._run("all_gather", x, out, async_op, call=lambda source, landing, **how:
-                         all_gather_single(landing, source, **how))
+        return self._run("all_gather", x, out, async_op, lambda source, landing, group, later:
+                         all_gather_single(landing, source, group, later))
 
     def all_to_all(self, x, *, out=None, async_op=False):
         """Chunk s of rank r's x becomes chunk r of rank s's result, of N chunks along dim 0. Shape of x.
@@ -91,15 +94,15 @@ class Communicator:
         x = self._given(x)
         self._chunk(x)
         out = self._result(out, x.shape, x, "all_to_all")
-        return self._run("all_to_all", x, out, async_op, call=lambda source, landing, **how:
-                         dist.all_to_all_single(landing, source, **how))
+        return self._run("all_to_all", x, out, async_op, lambda source, landing, group, later:
+                         dist.all_to_all_single(landing, source, None, None, group, later))
 
     def broadcast(self, x, src, *, out=None, async_op=False):
         """Rank src's x, on every rank. Elsewhere x says which shape and dtype to expect."""
         x, src = self._given(x), self._peer(src, "src")
         out = self._result(out, x.shape, x, "broadcast")
-        return self._run("broadcast", x, out, async_op, src=src, in_place=True, call=lambda source, landing, **how:
-                         dist.broadcast(landing, group_src=src, **how))
+        return self._run("broadcast", x, out, async_op, lambda source, landing, group, later:
+                         dist.broadcast(landing, None, group, later, src), None, src)
 
     def barrier(self):
         """Return when every rank has called it. Moves no tensor and counts no bytes."""
@@ -171,18 +174,18 @@ class Communicator:
         with unseen():
             dist.barrier(self._group, device_ids=[self.device.index] if self._nccl else None)
 
-    def _run(self, collective, x, out, async_op, *, call, op=None, src=0, in_place=False):
-        """Count, then `call(source, landing, …)`: `source` holds x and `landing` is where the result comes to lie."""
-        self._count(collective, max(x.nbytes, out.nbytes), x.element_size(), src)  # the larger is the full tensor
+    def _run(self, collective, x, out, async_op, call, op=None, src=0):
+        """Count, then `call(source, landing, group, async_op)`: x is in `source`, the result comes to `landing`."""
+        self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
         if self._debug:
             check_agreement(self, collective, x, op, src)
-        source, landing = self._ready(x, out, in_place)
+        source, landing = self._ready(x, out, collective in IN_PLACE)
         given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
         if not async_op and not watched():
-            call(given, taken, group=self._group)
+            call(given, taken, self._group, False)
             return out if landing is out else landed(landing, out)
         lent, references = lend(given, taken)
-        handle = Handle([call(*lent, group=self._group, async_op=True)], out, landing, lent, references, self._pending)
+        handle = Handle([call(*lent, self._group, True)], out, landing, lent, references, self._pending)
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):
@@ -204,7 +207,7 @@ class Communicator:
         return handle if async_op else handle.wait()
 
     def _count(self, collective, nbytes, itemsize=1, src=0):
-        sent = ring_traffic(collective, nbytes, self.world_size, rank=self.rank, itemsize=itemsize, src=src)
+        sent = ring_traffic(collective, nbytes, self.world_size, self.rank, itemsize, src)
         comm = self
         while comm is not None:
             comm._sent[collective] += sent
@@ -213,12 +216,12 @@ class Communicator:
     def _ready(self, x, out, in_place=False):
         """(source, landing): x where the backend can read it, and a tensor like `out` that it can write to.
 
-        With `in_place` they are one, with x in it: torch takes one tensor, to read from and to write to.
+        With `in_place` they are one, with x in it.
         """
         landing = self._landing(out)
         if not in_place:
             return self._source(x), landing
-        if not same_memory(landing, x):  # out is not x
+        if landing is not x and not same_memory(landing, x):  # out is not x
             landing.copy_(x)
         return landing, landing
 
@@ -226,7 +229,9 @@ class Communicator:
         """`out` if it fits, or a new tensor."""
         if out is None:
             return memory.mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
-        if not isinstance(out, torch.Tensor):
+        if out is x and collective in IN_PLACE and x.is_contiguous():  # nearly always
+            return out
+        if not isinstance(out, Tensor):
             raise TypeError(f"out={type(out).__name__}: expected a tensor")
         if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
             raise ValueError(f"out has {look(out)}: expected {look(x, shape)}")
@@ -235,6 +240,8 @@ class Communicator:
 
     def _source(self, x):
         """x where the backend can read it: contiguous, and on the host if it does not serve x's device."""
+        if x.is_contiguous() and not self._staged(x):
+            return x
         there = x.to("cpu", copy=True) if self._staged(x) else x
         there = there.contiguous()
         return there if there is x else memory.mark(there, "communication")
@@ -253,12 +260,12 @@ class Communicator:
 
     def _given(self, x):
         """x, if a collective can move it, outside of autograd."""
-        if type(x) is torch.Tensor and x.dtype in NAMED and x.layout is torch.strided and not (
+        if type(x) is Tensor and x.dtype in NAMED and x.layout is strided and not (
                 x.requires_grad or x.is_meta or x.is_neg() or x.is_nested):  # nearly always
             return x
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, Tensor):
             raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: torch.tensor(…) makes one")
-        if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        if x.layout is not strided or x.is_nested or x.is_quantized:
             kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
             raise TypeError(f"a collective moves dense tensors, and this one is {kind}")
         if self._group is not None and (isinstance(x, FakeTensor) or x.is_meta):

@@ -4,7 +4,8 @@ from numbers import Integral
 
 import torch
 
-from .communicator import Communicator, Handle
+from .communicator import IN_PLACE, Communicator
+from .handle import Handle
 from .tensors import same_memory
 
 
@@ -36,9 +37,9 @@ class FakeCommunicator(Communicator):
         return FakeCommunicator(members.index(self.rank), len(members), self.device,
                                 ranks=[self.ranks[member] for member in members], parent=self)
 
-    def _run(self, collective, x, out, async_op, *, call, op=None, src=0, in_place=False):
-        self._count(collective, max(x.nbytes, out.nbytes), x.element_size(), src)
-        (source, landing), N = self._ready(x, out, in_place), self.world_size
+    def _run(self, collective, x, out, async_op, call, op=None, src=0):
+        self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
+        (source, landing), N = self._ready(x, out, collective in IN_PLACE), self.world_size
         if collective in ("reduce_scatter", "all_to_all"):
             source = source.view(N, x.shape[0] // N, *x.shape[1:])[self.rank]
         if collective in ("all_gather", "all_to_all"):

@@ -28,9 +28,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 # Optimizers import torch._dynamo when the first one is made, 1.4 s in every rank; here it is paid once.
 PRELOADED = ("torch", "torch._dynamo", "refimpl.comm.worker")
+READ_AT_IMPORT = ("TORCH_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_INTERPRET")  # beginnings of names in the environment
 EVENT = struct.Struct("iii")  # rank, pid, status as from waitpid; STARTED is no such status
 REQUEST = struct.Struct("i")  # rank
 STARTED = -1
+OPEN = b"O"  # the server's first word on a channel
 FDS = 8  # at most, with one request
 START_SECONDS = 120
 
@@ -57,9 +59,9 @@ def open_channel():
 
 
 def _freshness():
-    """What the server has baked in: our code as it is on disk, and the choice that triton makes when imported."""
+    """What the server has baked in: our code as it is on disk, and what torch and triton read when imported."""
     written = max(path.stat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
-    return written, os.environ.get("TRITON_INTERPRET")
+    return written, sorted((name, value) for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT))
 
 
 class ForkServer:
@@ -104,14 +106,18 @@ class ForkServer:
         return self._owner == os.getpid() and self._process.poll() is None and self._freshness == freshness
 
     def open_channel(self):
-        """Our end of a new channel."""
+        """Our end of a new channel. ConnectionError if the server has ended."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
+        try:
+            with theirs:
                 socket.send_fds(self._socket, [b"C"], [theirs.fileno()])
-            except BaseException:
-                ours.close()
-                raise
+            ours.settimeout(START_SECONDS)
+            if not ours.recv(len(OPEN)):
+                raise ConnectionError("the process that starts ranks has ended")
+            ours.settimeout(None)
+        except BaseException:
+            ours.close()
+            raise
         return ours
 
     def kill(self):
@@ -190,8 +196,14 @@ class Server:
         if not message:
             return self._stop_accepting()
         channel = socket.socket(fileno=fds[0])
+        try:
+            channel.sendall(OPEN)
+        except ConnectionError:  # the caller has given up already
+            channel.close()
+            return None
         self._channels.add(channel)
         self._selector.register(channel, selectors.EVENT_READ, self._request)
+        return None
 
     def _stop_accepting(self):
         if self._requests.fileno() != -1:

@@ -5,6 +5,7 @@ lambdas. Everything else goes by its name, and the ranks import it.
 """
 
 import functools
+import importlib
 import io
 import linecache
 import os
@@ -90,6 +91,9 @@ class _Outward(_Packer):
                 raise TypeError("a fake tensor has no values")
             if obj.device.type not in HOST:
                 raise TypeError(f"a tensor on {obj.device} belongs to its process: pass its .cpu()")
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            if sys.modules.get(obj.__name__) is obj:  # torch._dynamo.config, which cloudpickle takes for an object
+                return importlib.import_module, (obj.__name__,)
         if not isinstance(obj, (type, types.FunctionType)):
             return super().reducer_override(obj)
         self._keep_source(obj)
@@ -201,10 +205,8 @@ def _parts(obj):
 
 def _parts_of_function(fn):
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
+        if cell != types.CellType():  # an empty one: the variable is not assigned yet
             yield f"closure variable {name!r}", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
     for name in _names(fn.__code__):
         if name in fn.__globals__:
             yield f"global variable {name!r}", fn.__globals__[name]

@@ -50,6 +50,7 @@ class Ranks:
             self._channel = stack.enter_context(open_channel())
             self._selector.register(self._channel, selectors.EVENT_READ, (None, "channel"))
             ends = stack.enter_context(ExitStack())
+            stack.callback(self._wait_until_gone)
             stack.callback(self._end)  # before the ends are closed
             for rank in self._ranks:
                 self._start(rank, ends)
@@ -78,14 +79,26 @@ class Ranks:
     def _end(self):
         """Whatever happened: let the fork server kill what is left, and show what they printed."""
         self._leaving = True
-        with suppress(OSError):  # the fork server is gone, and its ranks with it
-            self._channel.shutdown(socket.SHUT_WR)
+        self._dismiss()
         deadline = time.monotonic() + SECONDS_TO_LEAVE
         while self._channel in self._selector.get_map() and time.monotonic() < deadline:
             self._listen(deadline)
         for rank in self._ranks:
             self._drain(rank)
             self._output.finish(rank.number)
+
+    def _dismiss(self):
+        with suppress(OSError):  # the fork server is gone, and its ranks with it
+            self._channel.shutdown(socket.SHUT_WR)
+
+    def _wait_until_gone(self):
+        """The channel ends when the last rank has. After `_end` it mostly has; not so if showing or another Ctrl-C
+        cut that short."""
+        self._dismiss()
+        self._channel.settimeout(SECONDS_TO_LEAVE)
+        with suppress(OSError):
+            while self._channel.recv(1 << 16):
+                pass
 
     # --- from start to answers -----------------------------------------------------------------------------------
 
@@ -163,8 +176,8 @@ class Ranks:
 
     def _drain(self, rank, names=(*STREAMS, "stacks", "control")):
         for name in names:
-            end = rank.ends.get(name)
-            while end in self._selector.get_map() and self._read(end, rank, name):
+            end = rank.ends.get(name)  # none yet, if the launch was interrupted before
+            while end is not None and end in self._selector.get_map() and self._read(end, rank, name):
                 pass
 
     def _note_messages(self, rank):
