@@ -91,13 +91,12 @@ def one_case(comm, name, dtype, shape, op, layout, in_place):
     return (result, dict(comm.traffic - before), taken, t.peak["communication"]), values
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_collective_on_every_dtype_shape_and_layout_as_real_ranks(world_size):
-    everything = launch(lambda comm: [one_case(comm, *case) for case in every_case()], world_size)
+def test_every_collective_on_every_dtype_shape_and_layout_as_real_ranks():
+    everything = launch(lambda comm: [one_case(comm, *case) for case in every_case()], 3)
     for rank, read in enumerate(everything):
         for case, (expected, values) in zip(every_case(), read, strict=True):
-            assert one_case(FakeCommunicator(rank, world_size), *case) == (expected, values), case
-            dry = memory.dry_run(one_case, FakeCommunicator(rank, world_size), *case)
+            assert one_case(FakeCommunicator(rank, 3), *case) == (expected, values), case
+            dry = memory.dry_run(one_case, FakeCommunicator(rank, 3), *case)
             assert dry.result[0] == expected, case
 
 
