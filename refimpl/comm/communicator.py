@@ -203,6 +203,10 @@ class Communicator:
             else:
                 wanted.append(dist.P2POp(dist.irecv, as_bytes(landing), group=self._group, group_peer=src))
         works += dist.batch_isend_irecv(wanted) if wanted else []
+        if not async_op and not watched():
+            for work in works:
+                work.wait()
+            return out if landing is out else landed(landing, out)
         handle = Handle(works, out, landing, [source], pending=self._pending)
         return handle if async_op else handle.wait()
 

@@ -53,6 +53,8 @@ def check_out(collective, x, out, rank):
         if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
             raise ValueError(f"out has {look(out)} and strides {out.stride()}: its elements share memory; give another")
         return  # the result comes to lie in another tensor first
+    if collective == "recv":  # which reads nothing
+        return
     if x.untyped_storage()._cdata != out.untyped_storage()._cdata or not x.is_contiguous():
         return
     begin = x.storage_offset() - out.storage_offset()
@@ -64,8 +66,7 @@ def check_out(collective, x, out, rank):
         return
     if collective == "reduce_scatter" and begin == -rank * out.numel():
         return
-    if collective != "recv":  # which reads nothing
-        raise ValueError(f"{collective} cannot write to the memory that it reads: give another out, or none")
+    raise ValueError(f"{collective} cannot write to the memory that it reads: give another out, or none")
 
 
 def look(tensor, shape=None):
