@@ -47,10 +47,8 @@ class Communicator:
         self._pending = set()  # handles that nobody has waited for
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
-        if self._nccl and world_size > 1:
-            # NCCL connects a group in its first collective, in which all must take part: were that a send between
-            # two, they would wait for ever.
-            self._meet()
+        if self._nccl and world_size > 1:  # it connects a group in its first collective, in which all take part:
+            self._meet()  # were that a send between two, they would wait for ever
 
     # --- collectives ---------------------------------------------------------------------------------------------
 
@@ -247,8 +245,7 @@ class Communicator:
         if x.is_contiguous() and not self._staged(x):
             return x
         there = x.to("cpu", copy=True) if self._staged(x) else x
-        there = there.contiguous()
-        return there if there is x else memory.mark(there, "communication")
+        return memory.mark(there.contiguous(), "communication")
 
     def _landing(self, out):
         """`out`, or beside it a tensor that the backend can write to."""
