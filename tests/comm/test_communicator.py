@@ -176,9 +176,11 @@ def test_through_staging_copies_too():
         with memory.track() as t:
             x = torch.ones(1000)
             staging.all_reduce(x, out=x)
-        return t.peak["communication"], t.now["communication"]
+        with memory.track(x) as gather:
+            staging.all_gather(x)
+        return t.peak["communication"], t.now["communication"], gather.peak.total
 
-    assert launch(fn, 2) == [(4000, 0)] * 2
+    assert launch(fn, 2) == [(4000, 0, 4000 + 4000 + 8000 + 8000)] * 2  # x and its copy, the landing and the result
 
 
 def test_in_debug_mode_too():
