@@ -31,8 +31,8 @@ def strike_in_the_next_all_reduce(fault):
     if fault == "raise":
         begin = dist.all_reduce
 
-        def begin_and_raise(*args, **how):
-            begin(*args, **{**how, "async_op": True})
+        def begin_and_raise(x, op, group, async_op):
+            begin(x, op, group, async_op=True)
             strike(fault)
 
         dist.all_reduce = begin_and_raise
