@@ -21,11 +21,12 @@ SIZES = (2**10, 2**15, 2**20, 2**24)  # bytes of the full tensor
 WORLDS = (2, 4)
 LAUNCH_WORLD, LAUNCH_SECONDS = 8, 0.5  # what a launch may take
 LEAST_RATE = 0.95  # of torch.distributed's
+LEAST_CALLS = 61  # of each: where single calls differ by 40 %, a median of 15 would be off by a tenth
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
 TORCH, OURS = "torch.distributed", "refimpl.comm"
 
 
-def run(device="cpu", sizes=SIZES, worlds=WORLDS, seconds=0.6, launches=11):
+def run(device="cpu", sizes=SIZES, worlds=WORLDS, seconds=0.6, launches=11, least_calls=LEAST_CALLS):
     """Launch latency, and the rate of each collective: (settings, rows).
 
     Ranks have a GPU each and NCCL where there are enough of them; else the tensors are the CPU's, and gloo moves them.
@@ -33,12 +34,14 @@ def run(device="cpu", sizes=SIZES, worlds=WORLDS, seconds=0.6, launches=11):
     gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
     devices = {world: "cuda" if world <= gpus else "cpu" for world in worlds}
     settings = {"sizes": list(sizes), "worlds": list(worlds), "seconds of each": seconds, "launches": launches,
+                "least calls of each": least_calls,
                 "tensors on": {str(world): devices[world] for world in worlds},
                 "rate": "bytes of the full tensor per second of one call, slowest rank, median over calls"}
     rows = [launch_row(launches)]
     for world in worlds:
         for collective in tqdm(COLLECTIVES, f"{world} ranks", delay=BAR_DELAY, leave=False):
-            timings = slowest(launch(rates, world, collective, sizes, seconds, device=devices[world], timeout=300))
+            timings = slowest(launch(rates, world, collective, sizes, seconds, least_calls, device=devices[world],
+                                     timeout=300))
             found = [rate_row(collective, world, nbytes, timing) for nbytes, timing in timings.items()]
             rows += [*found, summary_row(collective, world, found)]
     return settings, rows
@@ -91,11 +94,11 @@ def summary_row(collective, world, rows):
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def rates(comm, collective, sizes, seconds):
+def rates(comm, collective, sizes, seconds, least_calls):
     """{size: {name: seconds of each call}} of the collective, called directly and through `comm`, in alternation.
 
-    As many calls as take about `seconds`, and at least 15 of each: a single small one tells little, since a rank has to
-    wait until the operating system wakes the others.
+    As many calls as take about `seconds`, and at least `least_calls` of each: a single one tells little, since a rank
+    has to wait until the operating system wakes the others.
     """
     found = {}
     for nbytes in sizes:
@@ -105,7 +108,7 @@ def rates(comm, collective, sizes, seconds):
         start = time.perf_counter()
         calls[TORCH]()
         slowest = comm.all_reduce(torch.tensor(time.perf_counter() - start), "max").item()  # every rank agrees
-        rounds = max(15, min(1000, int(seconds / slowest / len(calls))))
+        rounds = max(least_calls, min(1000, int(seconds / slowest / len(calls))))
         found[nbytes] = compare(calls, rounds=rounds).seconds
     return found
 

@@ -46,17 +46,18 @@ class CheckedReceive:
         with unseen():
             self._card = torch.empty(CARD, dtype=torch.uint8)
             self._reading = dist.irecv(self._card, group=comm._group, group_src=src, tag=TAG)
-        self._work = None
+        self._works = None
         self._queue = comm._receives.setdefault(src, [])
         self._queue.append(self)
 
     def wait(self):
-        while self._work is None:
+        while self._works is None:
             self._queue.pop(0)._begin()
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
     def is_completed(self):
-        return self._work is not None and self._work.is_completed()
+        return self._works is not None and all(work.is_completed() for work in self._works)
 
     def _begin(self):
         self._reading.wait()
@@ -64,7 +65,9 @@ class CheckedReceive:
             me, them = self._comm.ranks[self._comm.rank], self._comm.ranks[self._src]
             raise CollectiveMismatch(f"ranks {them} and {me} do not agree:\n  rank {them}: {_read(self._card)}\n"
                                      f"  rank {me}: {_describe('recv', self._like)}", (them, me))
-        self._work = dist.irecv(self._landing, group=self._comm._group, group_src=self._src)
+        # A batch of one, as the send is: NCCL connects two ranks for a send alone, and a group for batches.
+        self._works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, self._landing, group=self._comm._group,
+                                                         group_peer=self._src)])
 
 
 def _describe(collective, x=None, op=None, src=None):

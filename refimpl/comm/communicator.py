@@ -1,64 +1,31 @@
 """Collectives over torch.distributed that count what they put on the wire.
 
 One rule for all of them: what a collective is given it leaves as it is; the result is a new tensor, or `out` if one is
-given. Where shapes allow, `out` may be the argument itself, `comm.all_reduce(x, out=x)`, and all_gather's argument may
-be this rank's chunk of its `out`. With `async_op=True` a Handle comes back at once, and its `wait()` returns the
-result; until then leave both tensors alone. Nothing here is differentiated through.
+given. `out` may be the argument itself, `comm.all_reduce(x, out=x)`, where the result has its shape (not in all_to_all
+and send_recv); or share this rank's chunk: all_gather's x in its `out`, reduce_scatter's `out` in its x. With
+`async_op=True` a Handle comes back at once, and its `wait()` returns the result; until then leave both tensors alone.
+Nothing here is differentiated through.
 
 What the communicator allocates (results, staging copies, contiguous copies) is "communication" in every tracker.
 """
 
+from collections.abc import Iterable
 from numbers import Integral
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import memory
 from .agreement import CheckedReceive, announce, check_agreement
 from .groups import new_group
-from .tensors import NAMED, as_bytes, look, reduction, same_memory
+from .handle import Handle, landed
+from .tensors import NAMED, as_bytes, check_out, look, reduction, resolved, same_memory
 from .traffic import COLLECTIVES, Traffic, ring_traffic
-from .versions import all_gather_single, lend, let_go, reduce_scatter_single, unseen, watched
+from .versions import all_gather_single, lend, reduce_scatter_single, unseen, watched
 
-
-class Handle:
-    """A collective under way. `wait()` ends it and returns its result, however often it is called.
-
-    On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
-    """
-
-    def __init__(self, works, result=None, landing=None, lent=(), references=None, pending=None):
-        self._works, self._result, self._landing, self._lent = works, result, landing, lent
-        self._references = references
-        self._pending = set() if pending is None else pending
-        self._pending.difference_update([handle for handle in self._pending if handle.done()])
-        self._pending.add(self)  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
-
-    def wait(self):
-        """End it; its result."""
-        with unseen():
-            for work in self._works:
-                work.wait()
-                del work
-        self._works = ()
-        let_go(self._lent, self._references)
-        if self._landing is not None:
-            landed(self._landing, self._result)
-        self._landing, self._lent = None, ()
-        self._pending.discard(self)
-        return self._result
-
-    def done(self):
-        """Whether `wait()` would return at once. gloo cannot tell of a send: False until waited for."""
-        return all(work.is_completed() for work in self._works)
-
-
-def landed(landing, out):
-    """`out`, with what came to lie in `landing`, which may be `out` itself or a tensor beside it."""
-    if not same_memory(landing, out):
-        out.detach().copy_(landing)
-    return out
+IN_PLACE = ("all_reduce", "broadcast")  # torch takes one tensor, to read from and to write to
 
 
 class Communicator:
@@ -80,6 +47,8 @@ class Communicator:
         self._pending = set()  # handles that nobody has waited for
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
+        if self._nccl and world_size > 1:  # it connects a group in its first collective, in which all take part:
+            self._meet()  # were that a send between two, they would wait for ever
 
     # --- collectives ---------------------------------------------------------------------------------------------
 
@@ -90,9 +59,9 @@ class Communicator:
         and max mean any, product and min mean all.
         """
         x, reduce_op = self._given(x), reduction(op, x)
-        out = self._result(out, x.shape, x)
-        return self._run("all_reduce", x, out, async_op, op=op, in_place=True, call=lambda source, landing, **how:
-                         dist.all_reduce(landing, reduce_op, **how))
+        out = self._result(out, x.shape, x, "all_reduce")
+        return self._run("all_reduce", x, out, async_op, lambda source, landing, group, later:
+                         dist.all_reduce(landing, reduce_op, group, later), op)
 
     def reduce_scatter(self, x, op="sum", *, out=None, async_op=False):
         """Chunk r, of N along dim 0, of what all_reduce would give, on rank r: (N·n, …) -> (n, …).
@@ -100,9 +69,9 @@ class Communicator:
         ValueError if N does not divide the size of dim 0 (pad it), and as for all_reduce.
         """
         x, reduce_op = self._given(x), reduction(op, x)
-        out = self._result(out, (self._chunk(x), *x.shape[1:]), x)
-        return self._run("reduce_scatter", x, out, async_op, op=op, call=lambda source, landing, **how:
-                         reduce_scatter_single(landing, source, reduce_op, **how))
+        out = self._result(out, (self._chunk(x), *x.shape[1:]), x, "reduce_scatter")
+        return self._run("reduce_scatter", x, out, async_op, lambda source, landing, group, later:
+                         reduce_scatter_single(landing, source, reduce_op, group, later), op)
 
     def all_gather(self, x, *, out=None, async_op=False):
         """Every rank's x, one after the other along dim 0, on every rank: (n, …) -> (N·n, …), scalars -> (N,).
@@ -111,9 +80,9 @@ class Communicator:
         """
         x = self._given(x)
         x = x if x.dim() else x.reshape(1)
-        out = self._result(out, (self.world_size * x.shape[0], *x.shape[1:]), x)
-        return self._run("all_gather", x, out, async_op, call=lambda source, landing, **how:
-                         all_gather_single(landing, source, **how))
+        out = self._result(out, (self.world_size * x.shape[0], *x.shape[1:]), x, "all_gather")
+        return self._run("all_gather", x, out, async_op, lambda source, landing, group, later:
+                         all_gather_single(landing, source, group, later))
 
     def all_to_all(self, x, *, out=None, async_op=False):
         """Chunk s of rank r's x becomes chunk r of rank s's result, of N chunks along dim 0. Shape of x.
@@ -122,25 +91,22 @@ class Communicator:
         """
         x = self._given(x)
         self._chunk(x)
-        out = self._result(out, x.shape, x)
-        if x.numel() and same_memory(out, x):
-            raise ValueError("all_to_all cannot write to the tensor that it reads: give another out, or none")
-        return self._run("all_to_all", x, out, async_op, call=lambda source, landing, **how:
-                         dist.all_to_all_single(landing, source, **how))
+        out = self._result(out, x.shape, x, "all_to_all")
+        return self._run("all_to_all", x, out, async_op, lambda source, landing, group, later:
+                         dist.all_to_all_single(landing, source, None, None, group, later))
 
     def broadcast(self, x, src, *, out=None, async_op=False):
         """Rank src's x, on every rank. Elsewhere x says which shape and dtype to expect."""
         x, src = self._given(x), self._peer(src, "src")
-        out = self._result(out, x.shape, x)
-        return self._run("broadcast", x, out, async_op, src=src, in_place=True, call=lambda source, landing, **how:
-                         dist.broadcast(landing, group_src=src, **how))
+        out = self._result(out, x.shape, x, "broadcast")
+        return self._run("broadcast", x, out, async_op, lambda source, landing, group, later:
+                         dist.broadcast(landing, None, group, later, src), None, src)
 
     def barrier(self):
         """Return when every rank has called it. Moves no tensor and counts no bytes."""
         if self._debug:
             check_agreement(self, "barrier")
-        with unseen():
-            dist.barrier(self._group, device_ids=[self.device.index] if self._nccl else None)
+        self._meet()
 
     # --- from one rank to another --------------------------------------------------------------------------------
 
@@ -152,7 +118,7 @@ class Communicator:
     def recv(self, like, src, *, out=None, async_op=False):
         """The tensor that rank src sends, which has the shape, dtype and device of `like`."""
         like, src = self._given(like), self._peer(src, "src", other=True)
-        return self._exchange(None, None, self._result(out, like.shape, like), like, src, async_op)
+        return self._exchange(None, None, self._result(out, like.shape, like, "recv"), like, src, async_op)
 
     def send_recv(self, x, dst, like, src, *, out=None, async_op=False):
         """Send x to rank dst and receive from rank src, both at once. Returns what came.
@@ -161,7 +127,9 @@ class Communicator:
         """
         x, dst = self._given(x), self._peer(dst, "dst", other=True)
         like, src = self._given(like), self._peer(src, "src", other=True)
-        return self._exchange(x, dst, self._result(out, like.shape, like), like, src, async_op)
+        out = self._result(out, like.shape, like, "recv")
+        check_out("send_recv", x, out, self.rank)
+        return self._exchange(x, dst, out, like, src, async_op)
 
     # --- sub-groups and bytes ------------------------------------------------------------------------------------
 
@@ -173,6 +141,8 @@ class Communicator:
         none; CollectiveMismatch if the members of a sub-group do not agree who they are.
         """
         members = self._members(ranks)
+        if self._debug:
+            check_agreement(self, "split")
         with unseen():
             group = new_group(self, members)
         if group is None:
@@ -198,24 +168,22 @@ class Communicator:
 
     # --- how each of them runs -----------------------------------------------------------------------------------
 
-    def _run(self, collective, x, out, async_op, *, call, op=None, src=0, in_place=False):
-        """Count, then `call(source, landing, …)`: `source` holds x and `landing` is where the result comes to lie."""
-        self._count(collective, max(x.nbytes, out.nbytes), x.element_size(), src)  # the larger is the full tensor
+    def _meet(self):
+        with unseen():
+            dist.barrier(self._group, device_ids=[self.device.index] if self._nccl else None)
+
+    def _run(self, collective, x, out, async_op, call, op=None, src=0):
+        """Count, then `call(source, landing, group, async_op)`: x is in `source`, the result comes to `landing`."""
+        self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
         if self._debug:
             check_agreement(self, collective, x, op, src)
-        landing = self._landing(out)
-        if not in_place:
-            source = self._source(x)
-        elif same_memory(landing, x):  # out is x
-            source = landing
-        else:  # torch takes one tensor, to read from and to write to
-            source = landing.copy_(x)
+        source, landing = self._ready(x, out, collective in IN_PLACE)
         given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
         if not async_op and not watched():
-            call(given, taken, group=self._group)
+            call(given, taken, self._group, False)
             return out if landing is out else landed(landing, out)
         lent, references = lend(given, taken)
-        handle = Handle([call(*lent, group=self._group, async_op=True)], out, landing, lent, references, self._pending)
+        handle = Handle([call(*lent, self._group, True)], out, landing, lent, references, self._pending)
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):
@@ -233,36 +201,56 @@ class Communicator:
             else:
                 wanted.append(dist.P2POp(dist.irecv, as_bytes(landing), group=self._group, group_peer=src))
         works += dist.batch_isend_irecv(wanted) if wanted else []
+        if not async_op and not watched():
+            for work in works:
+                work.wait()
+            return out if landing is out else landed(landing, out)
         handle = Handle(works, out, landing, [source], pending=self._pending)
         return handle if async_op else handle.wait()
 
     def _count(self, collective, nbytes, itemsize=1, src=0):
-        sent = ring_traffic(collective, nbytes, self.world_size, rank=self.rank, itemsize=itemsize, src=src)
+        sent = ring_traffic(collective, nbytes, self.world_size, self.rank, itemsize, src)
         comm = self
         while comm is not None:
             comm._sent[collective] += sent
             comm = comm._parent
 
-    def _result(self, out, shape, x):
+    def _ready(self, x, out, in_place=False):
+        """(source, landing): x where the backend can read it, and a tensor like `out` that it can write to.
+
+        With `in_place` they are one, with x in it.
+        """
+        landing = self._landing(out)
+        if not in_place:
+            return self._source(x), landing
+        if landing is not x and not same_memory(landing, x):  # out is not x
+            landing.copy_(x)
+        return landing, landing
+
+    def _result(self, out, shape, x, collective):
         """`out` if it fits, or a new tensor."""
         if out is None:
             return memory.mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
-        if not isinstance(out, torch.Tensor):
+        if out is x and collective in IN_PLACE and x.is_contiguous():  # nearly always
+            return out
+        if not isinstance(out, Tensor):
             raise TypeError(f"out={type(out).__name__}: expected a tensor")
         if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
             raise ValueError(f"out has {look(out)}: expected {look(x, shape)}")
+        check_out(collective, x, out, self.rank)
         return out
 
     def _source(self, x):
         """x where the backend can read it: contiguous, and on the host if it does not serve x's device."""
+        if x.is_contiguous() and not self._staged(x):
+            return x
         there = x.to("cpu", copy=True) if self._staged(x) else x
-        there = there.contiguous()
-        return there if there is x else memory.mark(there, "communication")
+        return memory.mark(there.contiguous(), "communication")
 
     def _landing(self, out):
         """`out`, or beside it a tensor that the backend can write to."""
         staged = self._staged(out)
-        if out.is_contiguous() and not staged:
+        if out.is_contiguous() and not (staged or out.is_neg() or out.is_conj()):
             return out.detach() if out.requires_grad else out
         device = "cpu" if staged else out.device
         return memory.mark(torch.empty(out.shape, dtype=out.dtype, device=device), "communication")
@@ -273,15 +261,18 @@ class Communicator:
 
     def _given(self, x):
         """x, if a collective can move it, outside of autograd."""
-        if type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad:  # nearly always
+        if type(x) is Tensor and x.dtype in NAMED and x.layout is strided and not (
+                x.requires_grad or x.is_meta or x.is_neg() or x.is_nested):  # nearly always
             return x
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, Tensor):
             raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: torch.tensor(…) makes one")
-        if x.layout is not torch.strided:
-            raise TypeError(f"a collective moves dense tensors, and this one is {x.layout}")
-        if self._group is not None and isinstance(x, FakeTensor):
-            raise TypeError("a fake tensor has nothing to send: give the dry run a FakeCommunicator(rank, world_size)")
-        return x.detach() if x.requires_grad else x
+        if x.layout is not strided or x.is_nested or x.is_quantized:
+            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
+            raise TypeError(f"a collective moves dense tensors, and this one is {kind}")
+        if self._group is not None and (isinstance(x, FakeTensor) or x.is_meta):
+            raise TypeError("a fake or meta tensor has nothing to send: give the dry run a "
+                            "FakeCommunicator(rank, world_size)")
+        return resolved(x.detach() if x.requires_grad else x)
 
     # --- bad input -----------------------------------------------------------------------------------------------
 
@@ -300,6 +291,8 @@ class Communicator:
         return int(rank)
 
     def _members(self, ranks):
+        if not isinstance(ranks, Iterable):
+            raise TypeError(f"split({ranks!r}): expected a list of ranks")
         ranks = [self._peer(rank, "ranks has") for rank in ranks]
         if not ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"split({ranks}): expected at least one rank, and each once")

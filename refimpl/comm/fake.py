@@ -1,8 +1,11 @@
 """A communicator without the others: rank r of N, for dry runs and for counting."""
 
+from numbers import Integral
+
 import torch
 
-from .communicator import Communicator, Handle
+from .communicator import IN_PLACE, Communicator
+from .handle import Handle
 from .tensors import same_memory
 
 
@@ -15,9 +18,9 @@ class FakeCommunicator(Communicator):
     """
 
     def __init__(self, rank, world_size, device="cpu", *, ranks=None, parent=None):
-        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        if not isinstance(world_size, Integral) or isinstance(world_size, bool) or world_size < 1:
             raise ValueError(f"world_size={world_size!r}: expected an integer of at least 1")
-        super().__init__(rank, world_size, device, ranks=ranks, parent=parent)
+        super().__init__(rank, int(world_size), device, ranks=ranks, parent=parent)
         self._peer(rank, "rank")
 
     def barrier(self):
@@ -34,31 +37,41 @@ class FakeCommunicator(Communicator):
         return FakeCommunicator(members.index(self.rank), len(members), self.device,
                                 ranks=[self.ranks[member] for member in members], parent=self)
 
-    def _run(self, collective, x, out, async_op, *, call, op=None, src=0, in_place=False):
-        self._count(collective, max(x.nbytes, out.nbytes), x.element_size(), src)
-        source, landing, N = self._source(x), self._landing(out), self.world_size
+    def _run(self, collective, x, out, async_op, call, op=None, src=0):
+        self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
+        (source, landing), N = self._ready(x, out, collective in IN_PLACE), self.world_size
         if collective in ("reduce_scatter", "all_to_all"):
             source = source.view(N, x.shape[0] // N, *x.shape[1:])[self.rank]
         if collective in ("all_gather", "all_to_all"):
-            landing.view(N, *source.shape).copy_(source)
+            self._repeat(source, landing.view(N, *source.shape))
         elif not same_memory(landing, source):
             landing.copy_(source)
         if op == "sum" and x.dtype is not torch.bool:
             landing.mul_(N)
         elif op == "product" and x.dtype is not torch.bool:
             landing.pow_(N)
-        return self._answer(out, landing, async_op)
+        return self._answer(source, landing, out, async_op)
+
+    def _repeat(self, source, chunks):
+        """Copy `source` to every one of `chunks`; it may be this rank's own."""
+        if not same_memory(chunks[self.rank], source):
+            chunks.copy_(source)
+            return
+        chunks[:self.rank].copy_(source)
+        chunks[self.rank + 1:].copy_(source)
 
     def _exchange(self, x, dst, out, like, src, async_op):
+        source = landing = None
         if x is not None:
             self._count("send", x.nbytes)
-            self._source(x)
-        landing = None if out is None else self._landing(out)
-        if landing is not None and not same_memory(landing, like):
-            landing.copy_(like)
-        return self._answer(out, landing, async_op)
+            source = self._source(x)
+        if out is not None:
+            landing = self._landing(out)
+            if not same_memory(landing, like):
+                landing.copy_(like)
+        return self._answer(source, landing, out, async_op)
 
     @staticmethod
-    def _answer(out, landing, async_op):
-        handle = Handle((), out, landing)
+    def _answer(source, landing, out, async_op):
+        handle = Handle((), out, landing, [source])  # held as long as one that is really sent
         return handle if async_op else handle.wait()

@@ -28,9 +28,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 # Optimizers import torch._dynamo when the first one is made, 1.4 s in every rank; here it is paid once.
 PRELOADED = ("torch", "torch._dynamo", "refimpl.comm.worker")
+READ_AT_IMPORT = ("TORCH_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_INTERPRET")  # beginnings of names in the environment
 EVENT = struct.Struct("iii")  # rank, pid, status as from waitpid; STARTED is no such status
 REQUEST = struct.Struct("i")  # rank
 STARTED = -1
+OPEN = b"O"  # the server's first word on a channel
 FDS = 8  # at most, with one request
 START_SECONDS = 120
 
@@ -57,9 +59,9 @@ def open_channel():
 
 
 def _freshness():
-    """What the server has baked in: our code as it is on disk, and the choice that triton makes when imported."""
+    """What the server has baked in: our code as it is on disk, and what torch and triton read when imported."""
     written = max(path.stat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
-    return written, os.environ.get("TRITON_INTERPRET")
+    return written, sorted((name, value) for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT))
 
 
 class ForkServer:
@@ -72,38 +74,50 @@ class ForkServer:
                f"serve({theirs.fileno()}, {os.getpid()})"
         # Neither numpy's threads nor a CUDA driver that an import has asked for GPUs would survive a fork.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        with tempfile.TemporaryFile() as log, theirs:
-            self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=log, pass_fds=[theirs.fileno()], start_new_session=True,
+        self._log = tempfile.TemporaryFile()  # what it writes itself: an error, should it end
+        with theirs:
+            self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=self._log,
+                                             stderr=self._log, pass_fds=[theirs.fileno()], start_new_session=True,
                                              env=environment)
-            theirs.close()
-            try:
-                self._socket.settimeout(START_SECONDS)
-                ready = self._socket.recv(1)
-            except BaseException:
-                self.kill()
-                self.close()
-                raise
-            if not ready:
-                self.close()
-                log.seek(0)
-                raise RuntimeError(f"the process that starts ranks ended at its start (exit status "
-                                   f"{self._process.returncode}):\n{log.read().decode(errors='replace')}")
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
         atexit.register(self.close)
+
+    def _wait_until_ready(self):
+        self._socket.settimeout(START_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            if self._socket.recv(1):
+                return
+        self.kill()
+        raise RuntimeError(f"the process that starts ranks did not start (exit status {self._process.returncode}):\n"
+                           f"{self.last_words()}")
+
+    def last_words(self):
+        """What it wrote."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
 
     def serves(self, freshness):
         """Whether it is alive, ours, and up to date."""
         return self._owner == os.getpid() and self._process.poll() is None and self._freshness == freshness
 
     def open_channel(self):
-        """Our end of a new channel."""
+        """Our end of a new channel. ConnectionError if the server has ended."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
+        try:
+            with theirs:
                 socket.send_fds(self._socket, [b"C"], [theirs.fileno()])
-            except BaseException:
-                ours.close()
-                raise
+            ours.settimeout(START_SECONDS)
+            if not ours.recv(len(OPEN)):
+                raise ConnectionError("the process that starts ranks has ended")
+            ours.settimeout(None)
+        except BaseException:
+            ours.close()
+            raise
         return ours
 
     def kill(self):
@@ -114,6 +128,7 @@ class ForkServer:
     def close(self):
         """End it; ranks of launches that are still running end first."""
         self._socket.close()
+        self._log.close()
         if self._owner != os.getpid():
             return
         atexit.unregister(self.close)
@@ -121,6 +136,12 @@ class ForkServer:
             self._process.wait(5)
         except subprocess.TimeoutExpired:  # a launch in another thread: it goes when that has ended
             threading.Thread(target=self._process.wait, daemon=True).start()
+
+
+def last_words():
+    """What the running fork server, or the one that has just ended, wrote."""
+    with _lock:
+        return _current.last_words() if _current is not None else ""
 
 
 def fork_rank(channel, rank, fds):
@@ -175,8 +196,14 @@ class Server:
         if not message:
             return self._stop_accepting()
         channel = socket.socket(fileno=fds[0])
+        try:
+            channel.sendall(OPEN)
+        except ConnectionError:  # the caller has given up already
+            channel.close()
+            return None
         self._channels.add(channel)
         self._selector.register(channel, selectors.EVENT_READ, self._request)
+        return None
 
     def _stop_accepting(self):
         if self._requests.fileno() != -1:

@@ -16,7 +16,7 @@ from .communicator import Communicator
 from .errors import RankError
 from .shipping import pack
 from .watch import Ranks
-from .worker import LENGTH, Setup
+from .worker import LENGTH, CannotReturn, Setup, packed_result
 
 NCCL = "cpu:gloo,cuda:nccl"
 
@@ -55,13 +55,30 @@ def launch(fn, world_size, *args, device=None, timeout=60, debug=None):
     devices, backend = place(world_size, device)
     packed, sources = pack(fn, args)
     with socket.create_server(("127.0.0.1", 0), backlog=world_size) as listener, tempfile.TemporaryFile() as payload:
-        setup = pickle.dumps(Setup(world_size, devices, backend, listener.getsockname()[1], debug, os.getcwd(),
+        setup = pickle.dumps(Setup(world_size, devices, backend, listener.getsockname()[1], debug, _directory(),
                                    list(sys.path), dict(os.environ), sources))
         for part in (LENGTH.pack(len(setup)), setup, packed):
             payload.write(part)
         payload.flush()
         with Ranks(world_size, payload, listener) as ranks:
-            return [pickle.loads(value) for value in ranks.results(timeout)]
+            return [_read(rank, value) for rank, value in enumerate(ranks.results(timeout))]
+
+
+def _read(rank, value):
+    """What `rank` returned. RankError if it cannot be made again here, such as an exception of two arguments."""
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise RankError(f"rank {rank} returned what cannot be read here: {type(error).__name__}: {error}",
+                        [rank]) from error
+
+
+def _directory():
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError("the current directory, in which ranks would start, was deleted: os.chdir to one that "
+                                "exists") from None
 
 
 def place(world_size, device=None, gpus=None):
@@ -70,7 +87,12 @@ def place(world_size, device=None, gpus=None):
     ValueError for a device that is not there, or that ranks cannot use.
     """
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    device = torch.device(device or ("cuda" if gpus else "cpu"))
+    if device is None:
+        device = "cuda" if gpus else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: ranks run on 'cpu' or 'cuda'") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r}: ranks run on 'cpu' or 'cuda'")
     if device.type == "cpu":
@@ -106,9 +128,11 @@ def _run_under_torchrun(fn, world_size, args, device, timeout, debug):
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     comm = Communicator(rank, world, device, dist.group.WORLD, debug=debug)
     try:
-        value = fn(comm, *args)
+        value = packed_result(fn(comm, *args))
+    except CannotReturn as error:
+        raise RankError(f"rank {rank} returned what cannot travel: {error}", [rank]) from error
     except Exception as error:
         raise RankError(f"rank {rank} raised {type(error).__name__}: {error}", [rank]) from error
     results = [None] * world
     dist.all_gather_object(results, value)
-    return results
+    return [_read(rank, result) for rank, result in enumerate(results)]

@@ -12,7 +12,7 @@ class RankOutput:
 
     def __init__(self, world_size):
         self._lines = [deque() for _ in range(world_size)]  # (stream, text): complete, and not shown yet
-        self._partial = [dict.fromkeys(STREAMS, "") for _ in range(world_size)]
+        self._partial = [{stream: [] for stream in STREAMS} for _ in range(world_size)]  # pieces of a line
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoders = [{stream: decoder("replace") for stream in STREAMS} for _ in range(world_size)]
         self._finished = [False] * world_size
@@ -20,18 +20,21 @@ class RankOutput:
 
     def feed(self, rank, stream, data):
         """`rank` wrote the bytes `data` to "stdout" or "stderr"."""
-        text = self._partial[rank][stream] + self._decoders[rank][stream].decode(data)
-        *complete, self._partial[rank][stream] = text.split("\n")
-        self._lines[rank] += [(stream, line) for line in complete]
+        partial = self._partial[rank][stream]
+        *ends, beginning = self._decoders[rank][stream].decode(data).split("\n")
+        for end in ends:
+            self._lines[rank].append((stream, "".join(partial) + end))
+            partial.clear()
+        partial += [beginning] if beginning else []
         if rank <= self._turn:
             self._show(rank)
 
     def finish(self, rank):
         """`rank` has no more to say: a last line without an end is complete, and the next rank has its turn."""
-        for stream, text in self._partial[rank].items():
-            if text:
-                self._lines[rank].append((stream, text))
-                self._partial[rank][stream] = ""
+        for stream, partial in self._partial[rank].items():
+            if partial:
+                self._lines[rank].append((stream, "".join(partial)))
+                partial.clear()
         self._finished[rank] = True
         if rank < self._turn:
             self._show(rank)
@@ -43,6 +46,9 @@ class RankOutput:
 
     def _show(self, rank):
         for stream, line in self._lines[rank]:
-            # A progress bar rewrites its line: what stands there last is what a terminal would show.
-            print(f"[rank {rank}] {line.rstrip(chr(13)).rpartition(chr(13))[2]}", file=getattr(sys, stream))
+            # A progress bar rewrites its line: what stands there last is what a terminal would show. Blanks, if the
+            # bar has wiped itself away.
+            _, rewritten, line = line.rstrip("\r").rpartition("\r")
+            if not rewritten or line.strip():
+                print(f"[rank {rank}] {line}", file=getattr(sys, stream))
         self._lines[rank].clear()

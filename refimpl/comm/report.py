@@ -37,7 +37,7 @@ def blame(failures, dead):
     """
     first, *others = sorted(failures, key=lambda f: (f.consequence, f.rank not in dead, f.when))
     message = f"rank {first.rank} {first.what}"
-    message += "".join(f"\nrank {f.rank} too {f.what.splitlines()[0]}" for f in others if not f.consequence)
+    message += "".join(f"\nrank {f.rank}, too, {f.what.splitlines()[0]}" for f in others if not f.consequence)
     message += f"\n\n{first.text}" if first.text else ""
     try:
         cause = pickle.loads(first.exception) if first.exception else None

@@ -5,6 +5,7 @@ lambdas. Everything else goes by its name, and the ranks import it.
 """
 
 import functools
+import importlib
 import io
 import linecache
 import os
@@ -47,11 +48,34 @@ HOST = ("cpu", "meta")  # device types of tensors that any process can hold
 OPEN_FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
 
 
+# torch cannot read back what pickle writes of tensors of any other dtype (uint16, float8_e4m3fn, …).
+PICKLED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,
+           torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128)
+
+
 class _Packer(cloudpickle.Pickler):
     def reducer_override(self, obj):
         if isinstance(obj, OPEN_FILES) and obj not in (sys.stdout, sys.stderr):
             raise TypeError("an open file belongs to its process: pass its path")  # cloudpickle would copy some
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
+            return _reduced(obj) if not obj.is_quantized and not vars(obj) else super().reducer_override(obj)
         return super().reducer_override(obj)
+
+
+def _reduced(tensor):
+    """How pickle takes a tensor apart, with no more bytes than it has elements: of a view torch takes all of the
+    storage, 1 GiB for a row of a large matrix."""
+    plain = tensor.detach()
+    if plain.untyped_storage().nbytes() > plain.nbytes:
+        plain = plain.clone()
+    if tensor.dtype in PICKLED:
+        return plain.requires_grad_(tensor.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    raw = plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    return _from_bytes, (raw, tensor.dtype, tensor.shape, tensor.requires_grad)
+
+
+def _from_bytes(raw, dtype, shape, requires_grad):
+    return raw.view(dtype).view(shape).requires_grad_(requires_grad)
 
 
 class _Outward(_Packer):
@@ -67,6 +91,9 @@ class _Outward(_Packer):
                 raise TypeError("a fake tensor has no values")
             if obj.device.type not in HOST:
                 raise TypeError(f"a tensor on {obj.device} belongs to its process: pass its .cpu()")
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            if sys.modules.get(obj.__name__) is obj:  # torch._dynamo.config, which cloudpickle takes for an object
+                return importlib.import_module, (obj.__name__,)
         if not isinstance(obj, (type, types.FunctionType)):
             return super().reducer_override(obj)
         self._keep_source(obj)
@@ -102,8 +129,8 @@ class _Homeward(_Packer):
         if isinstance(obj, torch.Tensor) and obj.device.type not in HOST:
             host = obj.detach().cpu().requires_grad_(obj.requires_grad)
             if isinstance(obj, torch.nn.Parameter):
-                host = torch.nn.Parameter(host, obj.requires_grad)
-            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                return torch.nn.Parameter(host, obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return _reduced(host)
         return super().reducer_override(obj)
 
 
@@ -178,10 +205,8 @@ def _parts(obj):
 
 def _parts_of_function(fn):
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
+        if cell != types.CellType():  # an empty one: the variable is not assigned yet
             yield f"closure variable {name!r}", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
     for name in _names(fn.__code__):
         if name in fn.__globals__:
             yield f"global variable {name!r}", fn.__globals__[name]

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from .. import memory
+
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
        "product": dist.ReduceOp.PRODUCT}
 BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}  # any, any, all, all: on bytes of 0 and 1
@@ -12,7 +14,7 @@ NAMED = (*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)  # gloo and
 
 def reduction(op, x):
     """torch's name of `op`, if x can be reduced by it; ValueError if not."""
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"op={op!r}: expected one of {', '.join(OPS)}")
     if op == "avg" and x.dtype not in FLOATS:
         raise ValueError(f"op='avg' of {x.dtype}: only float32, float64, float16 and bfloat16 have an average")
@@ -26,13 +28,45 @@ def reduction(op, x):
 
 def as_bytes(tensor):
     """`tensor` as the backends take it: where they have no name for its dtype, its bytes."""
-    return tensor if tensor.dtype in NAMED else tensor.reshape(-1).view(torch.uint8)
+    if tensor.dtype in NAMED:
+        return tensor
+    # A contiguous tensor of no or one element may have any stride, and `view` takes none but 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_memory(a, b):
     """Whether two tensors of one shape are one, or aliases."""
     return a is b or (a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.stride() == b.stride()
                       and a.storage_offset() == b.storage_offset())
+
+
+def resolved(x):
+    """x as it reads: `z.conj()` and `z.conj().imag` hold other numbers, and a bit that says what to do with them."""
+    if x.is_conj() or x.is_neg():
+        return memory.mark(x.resolve_conj().resolve_neg(), "communication")
+    return x
+
+
+def check_out(collective, x, out, rank):
+    """ValueError unless a collective on x can write to `out`: while x is read, and element by element."""
+    if not out.is_contiguous():
+        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+            raise ValueError(f"out has {look(out)} and strides {out.stride()}: its elements share memory; give another")
+        return  # the result comes to lie in another tensor first
+    if collective == "recv":  # which reads nothing
+        return
+    if x.untyped_storage()._cdata != out.untyped_storage()._cdata or not x.is_contiguous():
+        return
+    begin = x.storage_offset() - out.storage_offset()
+    if begin >= out.numel() or begin + x.numel() <= 0:  # one ends before the other begins
+        return
+    if collective in ("all_reduce", "broadcast") and begin == 0:
+        return
+    if collective == "all_gather" and begin == rank * x.numel():
+        return
+    if collective == "reduce_scatter" and begin == -rank * out.numel():
+        return
+    raise ValueError(f"{collective} cannot write to the memory that it reads: give another out, or none")
 
 
 def look(tensor, shape=None):

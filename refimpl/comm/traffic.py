@@ -19,7 +19,7 @@ def chunk_sizes(n, parts):
 
 
 @lru_cache(4096)  # a training step asks the same again and again
-def ring_traffic(collective, nbytes, world_size, *, rank=0, itemsize=1, src=0):
+def ring_traffic(collective, nbytes, world_size, rank=0, itemsize=1, src=0):
     """Bytes (int, exact) that `rank` of N = `world_size` sends in one collective on a tensor of B = `nbytes` bytes.
 
         all_gather, reduce_scatter, all_to_all    (N−1)/N · B

@@ -8,7 +8,7 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 
-from .forkserver import EVENT, STARTED, fork_rank, open_channel
+from .forkserver import EVENT, STARTED, fork_rank, last_words, open_channel
 from .output import STREAMS, RankOutput
 from .report import blame, died, hung
 from .worker import FAILED, LENGTH, READY, RETURNED
@@ -50,6 +50,7 @@ class Ranks:
             self._channel = stack.enter_context(open_channel())
             self._selector.register(self._channel, selectors.EVENT_READ, (None, "channel"))
             ends = stack.enter_context(ExitStack())
+            stack.callback(self._wait_until_gone)
             stack.callback(self._end)  # before the ends are closed
             for rank in self._ranks:
                 self._start(rank, ends)
@@ -78,8 +79,7 @@ class Ranks:
     def _end(self):
         """Whatever happened: let the fork server kill what is left, and show what they printed."""
         self._leaving = True
-        with suppress(OSError):  # the fork server is gone, and its ranks with it
-            self._channel.shutdown(socket.SHUT_WR)
+        self._dismiss()
         deadline = time.monotonic() + SECONDS_TO_LEAVE
         while self._channel in self._selector.get_map() and time.monotonic() < deadline:
             self._listen(deadline)
@@ -87,11 +87,24 @@ class Ranks:
             self._drain(rank)
             self._output.finish(rank.number)
 
+    def _dismiss(self):
+        with suppress(OSError):  # the fork server is gone, and its ranks with it
+            self._channel.shutdown(socket.SHUT_WR)
+
+    def _wait_until_gone(self):
+        """The channel ends when the last rank has. After `_end` it mostly has; not so if showing or another Ctrl-C
+        cut that short."""
+        self._dismiss()
+        self._channel.settimeout(SECONDS_TO_LEAVE)
+        with suppress(OSError):
+            while self._channel.recv(1 << 16):
+                pass
+
     # --- from start to answers -----------------------------------------------------------------------------------
 
     def results(self, timeout):
         """What each rank returned, pickled, in rank order. RankError if one did not; `timeout` in seconds."""
-        limit, deadline = SECONDS_TO_START, time.monotonic() + SECONDS_TO_START
+        started, limit, deadline = False, SECONDS_TO_START, time.monotonic() + SECONDS_TO_START
         while any(rank.value is None for rank in self._ranks):
             failed = [rank for rank in self._ranks if rank.failure]
             patience = [rank.noticed + (SECONDS_TO_EXPLAIN if rank.failure.consequence else SECONDS_TO_SETTLE)
@@ -101,8 +114,8 @@ class Ranks:
             if not failed and deadline <= time.monotonic():
                 raise self._hung(limit)
             self._listen(min([deadline, *patience]))
-            if limit == SECONDS_TO_START and all(rank.ready for rank in self._ranks):
-                limit, deadline = timeout, time.monotonic() + timeout
+            if not started and all(rank.ready for rank in self._ranks):
+                started, limit, deadline = True, timeout, time.monotonic() + timeout
         self._leaving = True
         for rank in self._ranks:
             rank.ends["control"].shutdown(socket.SHUT_WR)
@@ -115,7 +128,7 @@ class Ranks:
         """Ask those that have not answered where they are, and tell."""
         self._leaving = True
         silent = [rank for rank in self._ranks if rank.value is None]
-        for rank in silent:
+        for rank in [rank for rank in silent if rank.pid]:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)  # on which faulthandler writes every thread's stack
         deadline = time.monotonic() + 1
@@ -163,8 +176,8 @@ class Ranks:
 
     def _drain(self, rank, names=(*STREAMS, "stacks", "control")):
         for name in names:
-            end = rank.ends.get(name)
-            while end in self._selector.get_map() and self._read(end, rank, name):
+            end = rank.ends.get(name)  # none yet, if the launch was interrupted before
+            while end is not None and end in self._selector.get_map() and self._read(end, rank, name):
                 pass
 
     def _note_messages(self, rank):
@@ -198,7 +211,8 @@ class Ranks:
             if not self._leaving and rank.failure is None:
                 self._fail(rank, died(rank, time.monotonic()))
         if over and not self._leaving:
-            raise RuntimeError("the process that forks ranks has ended, and the ranks with it: call launch again")
+            raise RuntimeError("the process that forks ranks has ended, and the ranks with it; the next launch starts "
+                               f"another\n{last_words()}".rstrip())
 
     @staticmethod
     def _fail(rank, failure):

@@ -96,9 +96,10 @@ def redirect(out, err):
 
 
 def flush():
-    """Python's buffers and those of C's stdio."""
+    """Python's buffers, if the function has left streams that have any, and those of C's stdio."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if not getattr(stream, "closed", True):
+            stream.flush()
     ctypes.CDLL(None).fflush(None)
 
 

@@ -8,7 +8,8 @@ from refimpl.comm import Communicator
 
 
 def test_a_run_reads_latency_and_rates():
-    settings, rows = comm.run("cpu", sizes=(1024, 4096), worlds=(2,), seconds=0.02, launches=3)
+    settings, rows = comm.run("cpu", sizes=(1024, 4096), worlds=(2,), seconds=0.02, launches=3,
+                              least_calls=15)
     assert settings["tensors on"] == {"2": "cpu"} and settings["sizes"] == [1024, 4096]
     launch, *rates = rows
     assert launch["unit"] == "s" and 0 < launch["value"] < launch["first_call"] + 5 and launch["peer_value"] == 0.5
@@ -28,7 +29,7 @@ def test_a_collective_that_is_slow_is_seen():
 
     def in_a_rank(real, seconds):
         slow = Slow(real.rank, real.world_size, group=real._group)
-        return comm.rates(slow, "all_reduce", (1024,), seconds)
+        return comm.rates(slow, "all_reduce", (1024,), seconds, least_calls=15)
 
     seconds = comm.slowest(comm.launch(in_a_rank, 2, 0.1))[1024]
     row = comm.rate_row("all_reduce", 2, 1024, seconds)

@@ -1,7 +1,11 @@
 """The fake communicator against the real one: same shapes, same traffic, same bytes by category."""
 
+import itertools
+import math
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -45,6 +49,61 @@ def test_same_shapes_values_traffic_and_bytes_as_real_ranks(world_size):
         assert comm.traffic == traffic
         assert dry.peak == trace.peak
         assert dry.peak["communication"] > 0
+
+
+COLLECTIVES = {
+    "all_reduce": lambda comm, x, op, **how: comm.all_reduce(x, op, **how),
+    "reduce_scatter": lambda comm, x, op, **how: comm.reduce_scatter(x, op, **how),
+    "all_gather": lambda comm, x, op, **how: comm.all_gather(x, **how),
+    "all_to_all": lambda comm, x, op, **how: comm.all_to_all(x, **how),
+    "broadcast": lambda comm, x, op, **how: comm.broadcast(x, comm.world_size - 1, **how),
+    "send_recv": lambda comm, x, op, **how: comm.send_recv(x, (comm.rank + 1) % comm.world_size, x,
+                                                           (comm.rank - 1) % comm.world_size, **how),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+SHAPES = [(), (0,), (4,), (6,), (6, 0), (6, 2)]
+
+
+def every_case():
+    for name, dtype, shape in itertools.product(COLLECTIVES, DTYPES, SHAPES):
+        for op in ("sum", "avg", "max", "min", "product") if "reduce" in name else ("sum",):
+            yield name, dtype, shape, op, "contiguous", False
+        if dtype in (torch.float32, torch.complex64) and len(shape) and shape[0]:
+            for layout, in_place in itertools.product(("contiguous", "strided"), (False, True)):
+                yield name, dtype, shape, "sum", layout, in_place
+
+
+def one_case(comm, name, dtype, shape, op, layout, in_place):
+    """What it gives or refuses, what was sent, and the sizes of the buffers it took."""
+    before = comm.traffic
+    x = (torch.arange(math.prod(shape)) % 2).view(shape).to(dtype)
+    if layout == "strided":
+        x = x.repeat_interleave(2, dim=0)[::2]
+    with memory.track(x) as t:
+        try:
+            y = COLLECTIVES[name](comm, x, op, **({"out": x} if in_place else {}))
+            result, values = (tuple(y.shape), y.dtype, y.is_contiguous()), None
+        except (ValueError, TypeError) as error:
+            y, result, values = None, f"{type(error).__name__}: {error}", None
+    if y is not None and not isinstance(y, FakeTensor):
+        values = y.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).tolist()
+    taken = [record.nbytes for record in t.records if record.mark == "communication"]
+    return (result, dict(comm.traffic - before), taken, t.peak["communication"]), values
+
+
+def test_every_collective_on_every_dtype_shape_and_layout_as_real_ranks():
+    everything = launch(lambda comm: [one_case(comm, *case) for case in every_case()], 3)
+    for rank, read in enumerate(everything):
+        for case, (expected, values) in zip(every_case(), read, strict=True):
+            assert one_case(FakeCommunicator(rank, 3), *case) == (expected, values), case
+            dry = memory.dry_run(one_case, FakeCommunicator(rank, 3), *case)
+            assert dry.result[0] == expected, case
+
+
+def test_this_ranks_chunk_of_out_may_be_gathered():
+    comm = FakeCommunicator(1, 3)
+    out = torch.arange(6.0)
+    assert comm.all_gather(out[2:4], out=out).tolist() == [2, 3] * 3
 
 
 def test_rank_0_of_1024_needs_nobody():

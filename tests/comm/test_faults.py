@@ -31,8 +31,8 @@ def strike_in_the_next_all_reduce(fault):
     if fault == "raise":
         begin = dist.all_reduce
 
-        def begin_and_raise(*args, **how):
-            begin(*args, **{**how, "async_op": True})
+        def begin_and_raise(x, op, group, async_op):
+            begin(x, op, group, async_op=True)
             strike(fault)
 
         dist.all_reduce = begin_and_raise
@@ -150,7 +150,7 @@ def test_all_that_raise_are_named_the_first_first():
     with pytest.raises(RankError, match="rank 2 raised ValueError: I am 2") as caught:
         launch(fn, 3)
     assert caught.value.rank == 2
-    assert "rank 1 too raised ValueError: I am 1" in str(caught.value)
+    assert "rank 1, too, raised ValueError: I am 1" in str(caught.value)
 
 
 def test_whoever_breaks_a_connection_is_named_not_those_who_noticed_and_wrapped_it():
@@ -219,6 +219,20 @@ def test_a_hang_says_where():
     assert caught.value.ranks == (1,)
     assert "ranks 0, 2 and 3 waited for others in barrier" in str(caught.value)
     assert "in where_it_hangs\n    time.sleep(1000)" in str(caught.value)
+
+
+def test_a_hang_at_the_start_counts_from_the_start(monkeypatch):
+    class SlowToArrive:
+        def __reduce__(self):
+            return time.sleep, (1000,)
+
+    monkeypatch.setattr("refimpl.comm.watch.SECONDS_TO_START", 1)
+    with pytest.raises(RankError, match="ranks 0 and 1 did not answer within 1 s"):
+        launch(print, 2, SlowToArrive(), timeout=1000)
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 did not answer within 1 s"):  # the same limit for both
+        launch(where_it_hangs, 2, timeout=1)
+    elapsed(start)
 
 
 def test_a_hang_in_c_code_that_holds_the_interpreter():

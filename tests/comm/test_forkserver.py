@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -142,19 +143,45 @@ def test_a_server_with_old_code_does_not_serve():
     assert not forkserver._current.serves("edited")  # then `open_channel` starts another, as for one that has ended
 
 
+def test_a_server_that_was_killed_a_moment_ago_is_replaced():
+    launch(lambda comm: None, 1)
+    killed = forkserver._current._process
+    os.kill(killed.pid, signal.SIGSTOP)  # it still seems to run, and never answers
+    timer = threading.Timer(0.2, killed.kill)
+    timer.start()
+    assert launch(lambda comm: comm.rank, 2) == [0, 1]
+    assert forkserver._current._process is not killed
+    timer.join()
+
+
 def test_what_is_written_changes_freshness(tmp_path, monkeypatch):
     monkeypatch.setattr(forkserver, "PACKAGE", tmp_path)
     (tmp_path / "a.py").write_text("")
     before = forkserver._freshness()
     assert forkserver._freshness() == before
     os.utime(tmp_path / "a.py", (2e9, 2e9))
-    edited = forkserver._freshness()
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert len({before, edited, forkserver._freshness()}) == 3
+    seen = [before, forkserver._freshness()]
+    for name in ("TRITON_INTERPRET", "TORCH_DISTRIBUTED_DEBUG", "PYTORCH_ALLOC_CONF"):  # read when torch is imported
+        monkeypatch.setenv(name, "1")
+        seen.append(forkserver._freshness())
+    monkeypatch.setenv("REFIMPL_ANYTHING", "1")
+    assert forkserver._freshness() == seen[-1] and all(seen.count(each) == 1 for each in seen)
 
 
 def test_a_server_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr(forkserver, "PRELOADED", ("torch",))
     monkeypatch.setattr(sys, "path", [str(Path("/nowhere"))])
-    with pytest.raises(RuntimeError, match="(?s)ended at its start.*No module named"):
+    with pytest.raises(RuntimeError, match="(?s)did not start.*No module named"):
         forkserver.ForkServer("never")
+
+
+def test_a_server_that_ends_by_an_error_is_quoted():
+    launch(lambda comm: None, 1)
+    channel = forkserver.open_channel()
+    with channel:
+        channel.send(b"?")  # no request is as short
+        deadline = time.monotonic() + 5
+        while forkserver._current._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert forkserver._current._process.poll() == 1
+    assert "struct.error" in forkserver.last_words()

@@ -135,6 +135,22 @@ def test_torch_distributed_is_there_for_what_needs_it():
     assert launch(fn, 2) == [(2, 2), (2, 2)]
 
 
+def test_a_directory_that_was_deleted_is_told_before_anything_starts(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(FileNotFoundError, match="was deleted: os.chdir"):
+        launch(print, 1)
+
+
+def test_workers_of_a_data_loader_run_in_a_rank():
+    def fn(comm):
+        return [batch.tolist() for batch in torch.utils.data.DataLoader(range(4), batch_size=2, num_workers=1)]
+
+    assert launch(fn, 2) == [[[0, 1], [2, 3]]] * 2
+
+
 def test_an_optimizer_in_a_rank_costs_no_import():
     def fn(comm):
         start = time.perf_counter()
@@ -226,8 +242,9 @@ def test_where_ranks_are_placed():
     for device in ("cuda", "cuda:3"):
         with pytest.raises(ValueError, match=f"device='{device}': this machine has 0 CUDA GPUs"):
             place(2, device, gpus=0)
-    with pytest.raises(ValueError, match="device='meta'"):
-        launch(print, 1, device="meta")
+    for device in ("meta", "nonsense", "", 0):
+        with pytest.raises(ValueError, match=f"device={device!r}: "):
+            launch(print, 1, device=device)
 
 
 def test_the_devices_of_ranks_on_the_cpu():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch, ring_all_reduce, ring_traffic
 
 SIZES = [0, 1, 2, 3, 7, 8, 24, 1000, 1003]
@@ -69,3 +70,5 @@ def test_a_dry_run_of_the_ring_counts_the_same():
         comm = FakeCommunicator(rank, 4)
         ring_all_reduce(comm, torch.ones(10))
         assert comm.traffic == {"send": ring_traffic("all_reduce", 40, 4, rank=rank, itemsize=4)}
+    t = memory.dry_run(ring_all_reduce, FakeCommunicator(0, 4), torch.ones(10**6))
+    assert t.peak["communication"] == 10**6  # one chunk at a time

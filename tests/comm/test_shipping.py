@@ -1,5 +1,6 @@
 """What cannot travel is refused before anything is started, by the name of the variable that holds it."""
 
+import pickle
 import socket
 import threading
 import types
@@ -126,6 +127,62 @@ def test_a_file_found_nowhere_goes_by_value_and_works(tmp_path, monkeypatch):
 def test_what_is_open_elsewhere_but_not_used_works():
     lock = threading.Lock()  # in scope, and not in the closure
     assert launch(lambda comm: comm.rank, 1) == [0] and lock
+
+
+def there_and_back(value):
+    return pickle.loads(shipping.pack_result(value)), pickle.loads(shipping.pack(print, (value,))[0])[1][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.uint16, torch.uint64,
+                                   torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_tensors_of_every_dtype_travel_both_ways(dtype):
+    raw = torch.arange(64, dtype=torch.uint8).remainder(2) if dtype is torch.bool else torch.arange(64).byte()
+    for x in (raw.view(dtype), raw.view(8, 8).view(dtype)[1:3, :1], raw[:0].view(dtype), raw.view(dtype)[0]):
+        for came in there_and_back(x):
+            assert came.dtype == dtype and came.shape == x.shape
+            raw_x, raw_came = (each.clone(memory_format=torch.contiguous_format).view(-1) for each in (x, came))
+            assert raw_came.view(torch.uint8).tolist() == raw_x.view(torch.uint8).tolist()
+
+
+def test_a_view_travels_without_the_rest_of_its_storage():
+    large = torch.arange(10**6, dtype=torch.float32)
+    for part in (large[5:7], large.view(1000, 1000)[:, 3], large[9], torch.ones(1).expand(10**6), large.conj()[:3]):
+        for came in there_and_back(part):
+            assert torch.equal(came, part)
+        assert len(shipping.pack_result(part)) < 4 * 1000 + 1000
+    parameter = torch.nn.Parameter(large[:2])
+    assert len(shipping.pack_result(parameter)) < 1000
+    assert type(there_and_back(parameter)[0]) is torch.nn.Parameter
+
+
+def test_what_a_tensor_is_besides_its_numbers_travels_too():
+    x = torch.ones(4, requires_grad=True)
+    assert all(came.requires_grad for came in there_and_back(x) + there_and_back(x[:1]))
+    assert there_and_back(torch.zeros(2, 3).t())[0].stride() == (1, 3)
+    assert there_and_back(torch.eye(2).to_sparse())[0].layout is torch.sparse_coo
+    assert there_and_back(torch.empty(3, device="meta"))[0].device.type == "meta"
+    x = torch.ones(2)
+    x.tag = "mine"
+    assert there_and_back(x)[0].tag == "mine"
+    twice = there_and_back([x, x])[0]
+    assert twice[0] is twice[1]
+
+
+def test_a_module_that_is_no_plain_module_works():
+    import torch._dynamo
+
+    assert launch(lambda comm: torch._dynamo.config.disable, 1) == [False]
+
+
+def test_a_variable_that_is_not_assigned_yet_hides_no_other():
+    def outer():
+        def fn(comm):
+            return later, LOCK
+
+        return fn
+        later = 1
+
+    assert "global variable 'LOCK' cannot travel" in refused(outer())
 
 
 def test_lines_of_code_that_is_in_no_file_come_along_and_works():

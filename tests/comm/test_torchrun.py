@@ -38,6 +38,8 @@ def test_every_worker_gets_every_result_and_one_that_raises_is_named(tmp_path):
         results = launch(fn, world, 10)
         assert results == [(0, 21, [0, 1], 16), (1, 21, [0, 1], 16)], results
         assert launch(lambda comm: comm.rank, world) == [0, 1]  # again, in the same world
+        made, = {f(2) for f in launch(lambda comm: (lambda n: n + 1) if comm.rank else (lambda n: n + 1), world)}
+        assert made == 3  # what travels between processes is what `launch` lets travel, and no more
         assert not psutil.Process().children()
         try:
             launch(fn, 3, 1)

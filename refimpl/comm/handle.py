@@ -1,0 +1,43 @@
+"""A collective under way, and how its result comes to lie where it was asked for."""
+
+from .tensors import same_memory
+from .versions import let_go, unseen
+
+
+class Handle:
+    """A collective under way. `wait()` ends it and returns its result, however often it is called.
+
+    On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
+    """
+
+    def __init__(self, works, result=None, landing=None, lent=(), references=None, pending=None):
+        self._works, self._result, self._landing, self._lent = works, result, landing, lent
+        self._references = references
+        self._pending = set() if pending is None else pending
+        self._pending.difference_update([handle for handle in self._pending if handle.done()])
+        self._pending.add(self)  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
+
+    def wait(self):
+        """End it; its result."""
+        with unseen():
+            for work in self._works:
+                work.wait()
+                del work
+        self._works = ()
+        let_go(self._lent, self._references)
+        if self._landing is not None:
+            landed(self._landing, self._result)
+        self._landing, self._lent = None, ()
+        self._pending.discard(self)
+        return self._result
+
+    def done(self):
+        """Whether `wait()` would return at once. gloo cannot tell of a send: False until waited for."""
+        return all(work.is_completed() for work in self._works)
+
+
+def landed(landing, out):
+    """`out`, with what came to lie in `landing`, which may be `out` itself or a tensor beside it."""
+    if not same_memory(landing, out):
+        out.detach().copy_(landing)
+    return out

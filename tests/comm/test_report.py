@@ -1,0 +1,101 @@
+"""From what is known of failed ranks to one message, with nothing started."""
+
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+
+from refimpl.comm import CollectiveMismatch
+from refimpl.comm.report import blame, died, hung, names, show, threads, waiting_in
+from refimpl.comm.watch import Rank
+from refimpl.comm.worker import OURS, Failure
+
+STACK = f'''Thread 0x00007f01 (most recent call first):
+  File "/lib/threading.py", line 3 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "{OURS[1]}/distributed_c10d.py", line 10 in barrier
+  File "{OURS[1]}/c10d_logger.py", line 11 in wrapper
+  File "{OURS[0]}/communicator.py", line 12 in barrier
+  File "/home/cell.py", line 13 in step
+  File "{OURS[0]}/worker.py", line 14 in run
+  File "<string>", line 1 in <module>
+'''
+
+
+def ended(status, value=None, errors=b"", stacks=b""):
+    rank = Rank(2)
+    rank.status, rank.value, rank.errors, rank.stacks = status, value, errors, stacks
+    return died(rank, 7.0)
+
+
+@pytest.mark.parametrize("status, value, what", [
+    (3 << 8, None, "exited with code 3 before it returned"),
+    (0, b"result", "exited with code 0 after it had returned, while others ran"),
+    (signal.SIGTERM, None, "was killed by SIGTERM (signal 15) before it returned"),
+    (signal.SIGSEGV | 0x80, None, "was killed by SIGSEGV (signal 11) before it returned"),  # with a core dump
+    (signal.SIGKILL, None, "was killed by SIGKILL (signal 9) before it returned; the kernel does that too when memory "
+                           "runs out"),
+])
+def test_how_a_rank_ended(status, value, what):
+    failure = ended(status, value)
+    assert (failure.rank, failure.what, failure.when, failure.consequence) == (2, what, 7.0, False)
+
+
+def test_a_rank_that_gloo_aborts_may_be_a_consequence_and_its_last_words_are_told():
+    failure = ended(signal.SIGABRT, errors=b"Received data size doesn't match \xff", stacks=STACK.encode())
+    assert failure.consequence and "debug=True" in failure.what
+    assert failure.text.startswith("the last that it wrote to stderr:\nReceived data size")
+    assert 'where it was:\n  File "/home/cell.py", line 13, in step' in failure.text
+
+
+def test_blame_goes_to_what_nothing_else_explains_then_to_the_dead_then_to_the_earliest():
+    broken = Failure(0, "raised RuntimeError: Connection closed", when=1, consequence=True)
+    late = Failure(1, "raised ValueError: b", when=3)
+    early = Failure(2, "raised KeyError: a\nmore", "its lines", when=2)
+    dead = Failure(3, "exited with code 1", when=4)
+    error = blame([broken, late, early], set())
+    assert error.ranks == (2,)
+    assert str(error) == "rank 2 raised KeyError: a\nmore\nrank 1, too, raised ValueError: b\n\nits lines"
+    assert blame([broken, late, early, dead], {3}).rank == 3
+    assert blame([broken], set()).rank == 0
+    aborted = Failure(1, "was killed by SIGABRT", when=5, consequence=True)
+    assert blame([broken, aborted], {1}).rank == 1
+
+
+def test_the_exception_itself_is_the_cause_or_its_loss_is_told():
+    raised = Failure(1, "raised ValueError: x", exception=pickle.dumps(ValueError("x")))
+    assert isinstance(blame([raised], set()).__cause__, ValueError)
+    lost = blame([Failure(1, "raised Odd: x", exception=b"no pickle")], set())
+    assert lost.__cause__ is None and "(the exception itself could not be read: " in str(lost)
+    mismatch = Failure(1, "raised …", "lines", exception=pickle.dumps(CollectiveMismatch("rank 2 differs", [2])))
+    error = blame([mismatch], set())
+    assert (type(error), error.ranks, str(error)) == (CollectiveMismatch, (2,), "rank 2 differs\n\nlines")
+
+
+def test_threads_of_a_stack_without_our_own_beginning():
+    waits, works = threads(STACK)
+    assert waits == [("/lib/threading.py", 3, "wait")]
+    assert [name for _, _, name in works] == ["barrier", "wrapper", "barrier", "step"]
+    assert waiting_in([waits, works]) == "barrier" and waiting_in([waits]) is None
+    assert threads("") == []
+
+
+def test_a_hang_names_those_that_do_not_wait():
+    busy = 'Current thread 0x01 (most recent call first):\n  File "/home/cell.py", line 5 in spin\n'
+    error = hung({0: STACK, 1: busy, 3: ""}, 2.5, [2])
+    assert error.ranks == (1, 3)
+    assert str(error).startswith(
+        "ranks 1 and 3 did not answer within 2.5 s; rank 3 did not even answer a signal, as if stopped or deep in C "
+        "code; rank 2 had returned\nrank 0 waited for others in barrier\n\nwhere rank 1 was:\n")
+    assert "debug=True" not in str(error)
+    error = hung({0: STACK, 1: STACK}, 1, [])
+    assert error.ranks == (0, 1) and "ranks 0 and 1 waited for others in barrier\nlaunch(…, debug=True)" in str(error)
+
+
+def test_frames_are_shown_as_a_traceback_shows_them():
+    shown = show([(__file__, 1, "inner"), ("/no/such/file", 2, "outer")])
+    assert shown == (f'  File "/no/such/file", line 2, in outer\n  File "{__file__}", line 1, in inner\n'
+                     f'    {Path(__file__).read_text().splitlines()[0]}')
+    assert (names([1]), names([0, 2, 3])) == ("rank 1", "ranks 0, 2 and 3")

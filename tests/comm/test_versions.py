@@ -1,0 +1,53 @@
+"""What hides torch's own work from trackers, and waits until torch has let go of what was lent to it."""
+
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from refimpl import memory
+from refimpl.comm import versions
+
+
+def test_the_collectives_that_torch_renamed_are_those_of_this_version():
+    names = {versions.all_gather_single.__name__, versions.reduce_scatter_single.__name__}
+    assert names == ({"all_gather_single", "reduce_scatter_single"} if hasattr(dist, "all_gather_single")
+                     else {"all_gather_into_tensor", "reduce_scatter_tensor"})
+
+
+def test_what_is_unseen_is_in_no_tracker():
+    assert not versions.watched()
+    with memory.track() as t:
+        assert versions.watched()
+        with versions.unseen():
+            hidden = torch.ones(1000)
+        seen = torch.ones(10)
+    assert t.peak.total == seen.nbytes and hidden.sum() == 1000
+
+
+def test_unwatched_tensors_are_lent_as_they_are_and_nobody_waits():
+    x = torch.ones(3)
+    lent, references = versions.lend(x)
+    assert lent[0] is x and references is None
+    held, start = lent[0].detach(), time.monotonic()
+    versions.let_go(lent, references)
+    assert time.monotonic() - start < 0.5 and held is not None
+
+
+def test_a_watched_tensor_is_waited_for_until_the_last_other_reference_is_gone():
+    x = torch.ones(3)
+    with memory.track():
+        lent, references = versions.lend(x)
+        assert lent[0] is not x and lent[0].data_ptr() == x.data_ptr()
+        versions.let_go(lent, references)  # nobody has it
+        held = [lent[0].view(3)]
+        timer = threading.Timer(0.1, held.clear)
+        start = time.monotonic()
+        timer.start()
+        versions.let_go(lent, references)
+        assert held == [] and 0.05 < time.monotonic() - start < 1
+        timer.join()
+        kept, start = lent[0].view(3), time.monotonic()
+        versions.let_go(lent, references, seconds=0.1)  # not for ever
+        assert 0.1 <= time.monotonic() - start < 1 and kept is not None

@@ -1,0 +1,80 @@
+"""The caller's side when it is the caller that fails: the error is its own, and no process and no file is left."""
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import threading
+import time
+
+import pytest
+
+from refimpl.comm import RankError, launch
+from refimpl.comm import watch as watching
+
+
+def test_too_many_open_files_say_so_and_leave_nothing(processes_left):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    for more in (0, 3, 6, 9, 12, 15):  # runs out in one place after the other
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                launch(lambda comm: comm.rank, 8)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert processes_left() == []
+    assert launch(lambda comm: comm.rank, 2) == [0, 1]
+
+
+def test_an_interrupt_at_any_moment_stays_an_interrupt(processes_left, monkeypatch):
+    """While ranks are started, when some have no pipe yet; later moments have their own tests."""
+    start = watching.Ranks._start
+    for moment in range(3):
+        def interrupted(self, rank, ends, moment=moment):
+            if rank.number == moment:
+                raise KeyboardInterrupt
+            start(self, rank, ends)
+
+        monkeypatch.setattr(watching.Ranks, "_start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launch(lambda comm: comm.barrier(), 3)
+        assert processes_left() == []
+
+
+def test_a_second_interrupt_does_not_leave_ranks_behind(processes_left, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watching.Ranks, "_end", interrupted)
+    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(lambda comm: time.sleep(1000), 3)
+    timer.join()
+    assert processes_left() == []
+
+
+def test_a_caller_who_cannot_print_gets_that_error_and_no_process_is_left(processes_left):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError("nobody reads")
+
+    def fn(comm):
+        print("something")
+        time.sleep(1000)
+
+    with contextlib.redirect_stdout(Closed()), pytest.raises(BrokenPipeError, match="nobody reads"):
+        launch(fn, 3)
+    assert processes_left() == []
+
+
+def test_a_result_that_can_be_read_nowhere_is_named():
+    class TwoArguments(Exception):
+        def __init__(self, first, second):
+            super().__init__(first)
+
+    with pytest.raises(RankError, match="rank 1 returned what cannot be read here: TypeError.*'second'") as caught:
+        launch(lambda comm: TwoArguments(1, 2) if comm.rank else None, 2)
+    assert caught.value.ranks == (1,) and isinstance(caught.value.__cause__, TypeError)
