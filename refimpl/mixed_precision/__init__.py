@@ -1,0 +1,2 @@
+from .autocasting import autocast
+from .recompute import keep_precision
