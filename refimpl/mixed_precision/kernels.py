@@ -93,14 +93,16 @@ def eligible(region, x):
             and x.dtype is not torch.float64)
 
 
+WITH_DTYPE = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}  # overloads of norm
+
+
 def fp32_result(op):
     """`dtype=torch.float32`, unless the caller gave a dtype. Where `op` takes none, its overload that does."""
     names = [argument.name for argument in op._schema.arguments]
     if "dtype" in names:
         place, other = names.index("dtype"), op
-    else:  # norm.Scalar -> norm.ScalarOpt_dtype, norm.ScalarOpt_dim -> norm.ScalarOpt_dim_dtype
-        place, other = len(names), getattr(op.overloadpacket, op._overloadname.replace("Scalar", "ScalarOpt")
-                                           .replace("OptOpt", "Opt") + "_dtype")
+    else:
+        place, other = len(names), getattr(op.overloadpacket, WITH_DTYPE[op._overloadname])
     defaults = [argument.default_value for argument in op._schema.arguments]
 
     def apply(region, call, args, kwargs):

@@ -1,0 +1,2 @@
+def autocast_activation_bytes():pass
+autocast_activation_terms=weight_cast_bytes=autocast_activation_bytes
