@@ -41,6 +41,13 @@ def _buckets(items, limit, nbytes=lambda item: item):
         yield bucket
 
 
+def _replace_options(group, other):
+    """Make the options of `group` those of `other`. Its parameters stay."""
+    parameters = group["params"]
+    group.clear()
+    group.update({**other, "params": parameters})
+
+
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
     """Wrap an optimizer: `MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))`.
 
@@ -251,11 +258,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _give_options(self):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            theirs.update({name: value for name, value in ours.items() if name != "params"})
+            _replace_options(theirs, ours)
 
     def _take_options(self):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            ours.update({name: value for name, value in theirs.items() if name != "params"})
+            _replace_options(ours, theirs)
 
     # --- save, resume, copy ------------------------------------------------------------------------------------------
 

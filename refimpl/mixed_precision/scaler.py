@@ -5,6 +5,7 @@ times S gives gradients times S; they are divided by S again in fp32. The larges
 it changes as training goes on. "Mixed Precision Training" (Micikevicius et al. 2018), section 3.2.
 """
 
+import ctypes
 import math
 from collections import defaultdict
 
@@ -218,7 +219,7 @@ class AdaptiveLossScaler:
 
 def _fp32(x):
     """`x` rounded to fp32, in which the loss is multiplied; inf past its range."""
-    return torch.tensor(x, dtype=torch.float64, device="cpu").float().item() if math.isfinite(x) else x
+    return ctypes.c_float(x).value
 
 
 def _refuse_fp16(gradients):
