@@ -465,7 +465,7 @@ def test_buckets_count_as_one_step():
         p.grad = torch.ones(4).bfloat16()
     optimizer.step()
     assert optimizer.param_groups[0]["count"] == 1
-    assert all(m[0] == pytest.approx(0.9) for m in masters(optimizer))
+    assert all(m[0].item() == pytest.approx(0.9) for m in masters(optimizer))
 
 
 def test_an_exception_in_a_step_leaves_groups_and_gradients_as_they_were():
