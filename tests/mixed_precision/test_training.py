@@ -9,7 +9,8 @@ from refimpl.data import TextData
 from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, autocast
 from refimpl.model import GPT, GPTConfig
 
-STEPS, CONFIG = 300, GPTConfig(vocab_size=256, context_length=32, layers=2, hidden=64, heads=4)
+# Small, since a CPU that has no arithmetic in fp16 takes five times as long in it.
+STEPS, CONFIG = 250, GPTConfig(vocab_size=256, context_length=16, layers=1, hidden=32, heads=4)
 TEXT = TextData()
 
 
@@ -17,8 +18,8 @@ def train(region=lambda: autocast(enabled=False), wrap=lambda optimizer: optimiz
     """Losses of `steps` steps, the same data and the same beginning each time."""
     torch.manual_seed(0)
     model, losses = GPT(CONFIG), []
-    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=3e-3))
-    batches = TEXT.batches(8, 32, epochs=None)
+    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    batches = TEXT.batches(8, 16, epochs=None)
     for _ in range(steps):
         tokens, targets = next(batches)
         optimizer.zero_grad()
@@ -42,7 +43,7 @@ def final(losses):
 @pytest.fixture(scope="module")
 def fp32():
     losses = train()
-    assert final(losses) < 0.55 * losses[0]  # it learns
+    assert final(losses) < 0.6 * losses[0]  # it learns
     return losses
 
 
