@@ -75,10 +75,11 @@ def beside_torch(size, device, dtype, rounds):
     timing = compare(steps, rounds=rounds, title=f"steps in {name}")
     peaks = {each: peak_of(step, device) for each, step in steps.items()}
     what = f"{OURS}, {name}, {size}"
-    # Two steps that follow each other share what else the machine does: their median ratio is steadier than the medians'.
+    # Two steps that follow each other share what else the machine does: the median of their ratios is steadier.
     paired = statistics.median(o / t for o, t in zip(timing.seconds[OURS], timing.seconds[TORCH], strict=True))
     return [row(f"step with {what}", TORCH, "s", timing.median(OURS), timing.median(TORCH), paired=paired,
-                limit=MOST_TIME[torch.device(device).type], spread=timing.spread(OURS), peer_spread=timing.spread(TORCH)),
+                limit=MOST_TIME[torch.device(device).type], spread=timing.spread(OURS),
+                peer_spread=timing.spread(TORCH)),
             row(f"peak with {what}", TORCH, "bytes", peaks[OURS], peaks[TORCH], limit=MOST_PEAK)]
 
 
@@ -117,5 +118,5 @@ def recipes(size, device, rounds):
 
 def states(trace):
     """Bytes of parameters, gradients and optimizer state at the end of backward, where all are there."""
-    end = max(index for index, op in enumerate(trace.ops) if op.phase == "backward")
-    return sum(trace.timeline[end].ledger[name] for name in ("parameters", "gradients", "optimizer state"))
+    *_, end = (moment for moment in trace.timeline if moment.phase == "backward")
+    return sum(end.ledger[name] for name in ("parameters", "gradients", "optimizer state"))

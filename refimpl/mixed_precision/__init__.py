@@ -5,7 +5,8 @@ Each stands alone, and takes a model, an optimizer or a loss that it is given.
 
 from .activations import autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes
 from .autocasting import autocast
-from .optimizer import MixedPrecisionOptimizer, step_bytes
+from .masters import step_bytes
+from .optimizer import MixedPrecisionOptimizer
 from .plan import DynamicPrecisionModel, plan_bytes, precision_context
 from .recompute import keep_precision
 from .scaler import AdaptiveLossScaler

@@ -16,7 +16,9 @@ NORMS = ("norm inputs", "norm statistics", "RMSNorm x/σ")
 def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
     """Bytes of the casts of weights that a region holds after one forward: every linear layer's, once.
 
-        e · (L·(h·(h + 2gh/a) + h² + n·h·f + f·h) + v·h)       n = 2 with SwiGLU, else 1;  biases: + e·L·(2h + 2gh/a + n·f + h)
+        e · (L·(h·(h + 2gh/a) + h² + n·h·f + f·h) + v·h) + e · L·(3h + 2gh/a + n·f)     weights, then biases
+
+    with n = 2 for SwiGLU, else 1.
 
     Autograd keeps them until backward, but not those of the biases (`biases=False`), which it does not need.
     """

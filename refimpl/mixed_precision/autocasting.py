@@ -54,8 +54,8 @@ class autocast(_DecoratorContextManager):
     def __call__(self, function):
         """Decorate: every call of `function` (or every stretch of a generator) is a region of its own."""
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(f"autocast cannot decorate {function.__name__}, which is async: its body runs later, between "
-                            "other tasks; write `with autocast(…)` around the operations inside it")
+            raise TypeError(f"autocast cannot decorate {function.__name__}, which is async: its body runs later, "
+                            "between other tasks; write `with autocast(…)` around the operations inside it")
         return super().__call__(function)
 
     def clone(self):

@@ -1,4 +1,5 @@
-"""What is done to a weight and its fp32 master: made, compared, rounded; and to gradients on their way to it."""
+"""What is done to a weight and its fp32 master: made, compared, rounded; and to gradients, on their way to it in
+buckets."""
 
 from collections import defaultdict
 
@@ -87,3 +88,26 @@ def norm(gradients):
     norms = [each.to(first) for values in by_device.values()
              for each in torch._foreach_norm(values, 2, torch.float32)]
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def step_bytes(sizes, bucket_bytes=2**25):
+    """Bytes of fp32 gradients that a step on 16-bit gradients takes at a time: the largest bucket.
+
+        max over buckets of Σ 4·n,   each Σ ≤ bucket_bytes, or one parameter alone
+
+    `sizes`: the elements n of each parameter, in the optimizer's order. `bucket_bytes=None`: one bucket, 4Ψ.
+    """
+    return max((sum(bucket) for bucket in buckets([4 * n for n in sizes], bucket_bytes)), default=0)
+
+
+def buckets(items, limit, nbytes=lambda item: item):
+    """`items` in order, in lists of at most `limit` bytes together; a larger item is a list of its own."""
+    bucket, held = [], 0
+    for item in items:
+        if bucket and limit is not None and held + nbytes(item) > limit:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(item)
+        held += nbytes(item)
+    if bucket:
+        yield bucket

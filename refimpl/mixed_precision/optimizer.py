@@ -18,29 +18,6 @@ from . import masters
 from .support import check_dtype
 
 
-def step_bytes(sizes, bucket_bytes=2**25):
-    """Bytes of fp32 gradients that a step on 16-bit gradients takes at a time: the largest bucket.
-
-        max over buckets of Σ 4·n,   each Σ ≤ bucket_bytes, or one parameter alone
-
-    `sizes`: the elements n of each parameter, in the optimizer's order. `bucket_bytes=None`: one bucket, 4Ψ.
-    """
-    return max((sum(bucket) for bucket in _buckets([4 * n for n in sizes], bucket_bytes)), default=0)
-
-
-def _buckets(items, limit, nbytes=lambda item: item):
-    """`items` in order, in lists of at most `limit` bytes together; a larger item is a list of its own."""
-    bucket, held = [], 0
-    for item in items:
-        if bucket and limit is not None and held + nbytes(item) > limit:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(item)
-        held += nbytes(item)
-    if bucket:
-        yield bucket
-
-
 def _replace_options(group, other):
     """Make the options of `group` those of `other`. Its parameters stay."""
     parameters = group["params"]
@@ -71,8 +48,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer, dtype=torch.bfloat16, *, fp32_gradients=False, max_grad_norm=None,
                  bucket_bytes=2**25):
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, MixedPrecisionOptimizer):
-            raise TypeError(f"MixedPrecisionOptimizer({type(optimizer).__name__}): expected an optimizer of the model's "
-                            "parameters, such as torch.optim.AdamW(model.parameters())")
+            raise TypeError(f"MixedPrecisionOptimizer({type(optimizer).__name__}): expected an optimizer of the "
+                            "model's parameters, such as torch.optim.AdamW(model.parameters())")
         if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
             raise ValueError(f"max_grad_norm={max_grad_norm}: expected a finite number above 0, or None not to clip")
         if bucket_bytes is not None and not bucket_bytes > 0:
@@ -106,7 +83,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._show(group["params"])
 
     def _adopt(self, parameter):
-        """Make the parameter low. Returns what stands for it in the inner optimizer: its master, or itself if frozen."""
+        """Make the parameter low. Returns what stands for it in the inner optimizer: its master; itself if frozen."""
         master = masters.master_of(parameter) if parameter.requires_grad else None
         masters.narrow(parameter, self.dtype, self.fp32_gradients)
         self._note(parameter)
@@ -181,7 +158,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             else:
                 loss, ready = None, self._ready()
                 factor = self._clip(ready)
-                for bucket in _buckets(ready, self.bucket_bytes, lambda p: 4 * p.numel()):
+                for bucket in masters.buckets(ready, self.bucket_bytes, lambda p: 4 * p.numel()):
                     self._step_on(bucket, factor)
         finally:
             for master in self._masters.values():

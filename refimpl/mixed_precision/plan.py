@@ -21,8 +21,8 @@ from .support import LOW_DTYPES, check_dtype
 def resolve(model, plan):
     """{path of every module: its dtype, or None where the plan says nothing}.
 
-    TypeError for a plan that is no mapping; ValueError for a dtype that is none of float32, bfloat16, float16, and for a
-    pattern that matches no module.
+    TypeError for a plan that is no mapping; ValueError for a dtype that is none of float32, bfloat16, float16, and for
+    a pattern that matches no module.
     """
     if not hasattr(plan, "items"):
         raise TypeError(f"plan={plan!r}: expected a mapping of patterns to dtypes, {{'blocks.*': torch.bfloat16}}")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch._C import DispatchKey
 
-KEY = DispatchKey.AutocastPrivateUse1  # a place above autograd, where `torch.autocast` has its own: free on CPU and CUDA
+KEY = DispatchKey.AutocastPrivateUse1  # above autograd, beside torch.autocast's own; free on CPU and CUDA
 _SLOT = "refimpl.mixed_precision"
 
 

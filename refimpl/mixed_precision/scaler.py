@@ -1,4 +1,4 @@
-"""AdaptiveLossScaler: keeps fp16 gradients inside fp16's range by multiplying the loss, and skips the steps that overflow.
+"""AdaptiveLossScaler: multiplies the loss so that gradients fit into fp16, and skips the steps that overflow.
 
 fp16 ends at 65504 above and at 2⁻²⁴ ≈ 6·10⁻⁸ below, and many gradients are smaller than that. By the chain rule a loss
 times S gives gradients times S; they are divided by S again in fp32. The largest S that does not overflow is best, and
@@ -74,7 +74,8 @@ class AdaptiveLossScaler:
         if isinstance(loss, (list, tuple)):
             return type(loss)(self.scale(each) for each in loss)
         if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
-            raise TypeError(f"scale({type(loss).__name__}): expected a floating-point tensor, the loss, or a list of them")
+            raise TypeError(f"scale({type(loss).__name__}): expected a floating-point tensor, the loss, or a list of "
+                            "them")
         return (loss.float() if loss.dtype in LOW_DTYPES else loss) * self._scale
 
     # --- after backward ----------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class AdaptiveLossScaler:
         self._found[optimizer] = self._look(gradients)
 
     def step(self, optimizer, closure=None):
-        """`optimizer.step()`, or nothing if a gradient is inf or NaN (on any rank). Returns what it returns, or None."""
+        """`optimizer.step()`, or nothing if a gradient is inf or NaN, on any rank. Returns what it returns, or None."""
         if closure is not None:
             raise ValueError("step(optimizer, closure): a closure computes gradients of its own, which nobody would "
                              "scale; compute the loss before, and call step(optimizer)")
@@ -146,8 +147,8 @@ class AdaptiveLossScaler:
             return
         if self._scale <= self.min_scale:
             raise FloatingPointError(f"gradients overflow with the loss scale at min_scale={self.min_scale}: training "
-                                     "has diverged (look for inf or NaN in the loss, lower the learning rate, clip), or "
-                                     "min_scale is too high")
+                                     "has diverged (look for inf or NaN in the loss, lower the learning rate, clip), "
+                                     "or min_scale is too high")
         self._scale = max(_fp32(self._scale * self.backoff_factor), self.min_scale)
 
     def _went_well(self):
@@ -225,8 +226,8 @@ def _fp32(x):
 def _refuse_fp16(gradients):
     if any(gradient.dtype is torch.float16 for gradient in gradients):
         raise ValueError("gradients in float16 cannot be divided by the scale: what is below 6e-8 would become 0. Keep "
-                         "the weights in fp32 (under autocast), or wrap the optimizer: MixedPrecisionOptimizer(optimizer, "
-                         "torch.float16)")
+                         "the weights in fp32 (under autocast), or wrap the optimizer: MixedPrecisionOptimizer("
+                         "optimizer, torch.float16)")
 
 
 def _by_device_and_dtype(gradients):

@@ -22,7 +22,7 @@ def check_device(device_type):
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r}: expected 'cpu' or 'cuda', or None for what there is")
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device_type='cuda', but torch {torch.__version__} sees no GPU: leave device_type out, or 'cpu'")
+        raise ValueError(f"device_type='cuda', but torch {torch.__version__} sees no GPU: leave device_type out")
     return device_type
 
 

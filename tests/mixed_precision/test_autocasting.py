@@ -134,7 +134,7 @@ def test_float64_and_integers_are_left_alone():
     with autocast():
         assert product(torch.float64).dtype is torch.float64
         assert product(torch.int64).dtype is torch.int64
-        assert F.linear(torch.ones(2, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)).dtype is torch.float64
+        assert F.linear(torch.ones(2, 3).double(), torch.ones(4, 3).double()).dtype is torch.float64
         with pytest.raises(RuntimeError, match="dtype"):  # as under torch.autocast: only the fp32 one was cast
             torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2)
 

@@ -35,7 +35,8 @@ def test_low():
 def test_fp32():
     h = x.half()
     with cuda_table():
-        for y in (h.exp(), h.abs().log(), h**2, 2**h, h.rsqrt(), F.softplus(h), F.layer_norm(h, (4,)), F.rms_norm(h, (4,)),
+        for y in (h.exp(), h.abs().log(), h**2, 2**h, h.rsqrt(), F.softplus(h), F.layer_norm(h, (4,)),
+                  F.rms_norm(h, (4,)),
                   F.mse_loss(h, h), torch.cdist(h, h), h.logsumexp(0), F.group_norm(h, 2), F.cosine_similarity(h, h)):
             assert y.dtype is torch.float32
         assert h.double().exp().dtype is torch.float64
@@ -44,7 +45,8 @@ def test_fp32():
 def test_fp32_result_reads_the_low_tensor_itself():
     h, seen = x.half(), []
     with cuda_table(), Names(seen):
-        for y in (h.softmax(-1), F.softmax(h, -1), F.log_softmax(h, dim=-1), h.sum(), h.sum(0), h.sum(dim=(0, 1)), h.prod(),
+        for y in (h.softmax(-1), F.softmax(h, -1), F.log_softmax(h, dim=-1), h.sum(), h.sum(0), h.sum(dim=(0, 1)),
+                  h.prod(),
                   h.prod(0), h.cumsum(0), torch.cumprod(h, dim=0), h.norm(), h.norm(3), torch.norm(h, p=2, dim=1),
                   torch.linalg.vector_norm(h), torch.linalg.matrix_norm(h),
                   torch.linalg.norm(h)):

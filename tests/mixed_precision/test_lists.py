@@ -81,7 +81,7 @@ CASES = {  # an operation of each line of the CPU's table: a function of a cast
     "fake_quantize": lambda c: torch.fake_quantize_per_tensor_affine(c(x), 0.1, 0, 0, 255),
     "cat": lambda c: torch.cat([c(x), x]), "stack": lambda c: torch.stack([x, c(x)]),
     "index_copy": lambda c: c(x).index_copy(0, labels[:2], x[:2]),
-    "in no table": lambda c: (c(x).softmax(-1), c(x).sum(), c(x).exp(), c(x) + x, F.gelu(c(x)), F.layer_norm(c(x), (4,))),
+    "in no table": lambda c: (c(x).softmax(-1), c(x).sum(), c(x).exp(), c(x) + x, F.gelu(c(x))),
 }
 
 

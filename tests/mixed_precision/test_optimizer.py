@@ -9,7 +9,7 @@ from torch import nn
 
 from refimpl import memory
 from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, step_bytes
-from refimpl.mixed_precision.optimizer import _buckets
+from refimpl.mixed_precision.masters import buckets
 
 RECIPES = {"16 bytes": (False, "bf16 + fp32 master", 16), "18 bytes": (True, "bf16 + fp32 master and gradients", 18)}
 LOW = [torch.bfloat16, torch.float16]
@@ -132,9 +132,9 @@ def test_fp32_gradients_are_lent_and_not_copied(small):
 
 
 def test_buckets():
-    assert list(_buckets([1, 2, 3], None, lambda n: n)) == [[1, 2, 3]]
-    assert list(_buckets([4, 4, 9, 1, 1], 8, lambda n: n)) == [[4, 4], [9], [1, 1]]
-    assert list(_buckets([], 8, lambda n: n)) == []
+    assert list(buckets([1, 2, 3], None, lambda n: n)) == [[1, 2, 3]]
+    assert list(buckets([4, 4, 9, 1, 1], 8, lambda n: n)) == [[4, 4], [9], [1, 1]]
+    assert list(buckets([], 8, lambda n: n)) == []
     assert step_bytes([1, 1, 3, 1], 8) == 12 and step_bytes([5, 5], None) == 40 and step_bytes([]) == 0
 
 

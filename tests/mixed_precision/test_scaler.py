@@ -84,7 +84,7 @@ def test_limits():
         train(scaler, optimizer, weight, overflow)
         scales.append(scaler.get_scale())
     assert scales == [8.0, 8.0, 4.0, 2.0, 1.0]
-    with pytest.raises(FloatingPointError, match="overflow with the loss scale at min_scale=1.0: training has diverged"):
+    with pytest.raises(FloatingPointError, match="overflow with the loss scale at min_scale=1.0: training"):
         train(scaler, optimizer, weight, True)
     train(scaler, optimizer, weight, False)  # who catches it can go on
     assert scaler.get_scale() == 2.0

@@ -23,8 +23,8 @@ def refuse(monkeypatch, message):
 
 def test_a_dtype_that_the_device_cannot_compute_in(monkeypatch):
     refuse(monkeypatch, "\"addmm_impl_cpu_\" not implemented for 'Half'")
-    with pytest.raises(ValueError, match=r"cpu cannot compute in torch.float16 here \(.*not implemented for 'Half'\): use "
-                                         r"torch.bfloat16 or float32$"):
+    with pytest.raises(ValueError, match=r"cpu cannot compute in torch.float16 here \(.*not implemented for "
+                                         r"'Half'\): use torch.bfloat16 or float32$"):
         autocast(torch.float16, "cpu")
     autocast(torch.float16, "cpu", enabled=False)  # computes nothing in it
 
