@@ -105,7 +105,7 @@ def third(plan):
             high = config.parameter_count() - blocks + norms - sum(p.numel() for p in model.norm.parameters())
             wanted = 2 * config.parameter_count() + 2 * high
             if plan_bytes(model, said) != wanted:
-                return f"the parameters take {plan_bytes(model, said):,} bytes under your plan, and {wanted:,} under mine"
+                return f"the parameters take {plan_bytes(model, said):,} bytes under your plan, not {wanted:,}"
             with DynamicPrecisionModel(model, said) as low:
                 logits = low(torch.arange(16)[None])
                 wrong = [name for name, p in model.named_parameters()
