@@ -167,12 +167,8 @@ class AdaptiveLossScaler:
         return gradients
 
     def _look(self, gradients):
-        """FINITE or OVERFLOW, of all ranks, as a tensor of one number on the gradients' device: nobody waits for it.
-
-        The largest magnitude of each gradient is inf or NaN exactly if an element is.
-        """
-        flags = [torch.stack(torch._foreach_norm(parts, math.inf)).isfinite().all()
-                 for parts in _by_device_and_dtype(gradients).values()]
+        """FINITE or OVERFLOW, of all ranks, as a tensor of one number on the gradients' device: nobody waits for it."""
+        flags = [torch.stack(_extremes(parts)).isfinite().all() for parts in _by_device_and_dtype(gradients).values()]
         device = flags[0].device if flags else self.comm.device
         found = torch.full((), FINITE if flags else NO_GRADIENTS, device=device)
         for flag in flags:
@@ -228,6 +224,16 @@ def _refuse_fp16(gradients):
         raise ValueError("gradients in float16 cannot be divided by the scale: what is below 6e-8 would become 0. Keep "
                          "the weights in fp32 (under autocast), or wrap the optimizer: MixedPrecisionOptimizer("
                          "optimizer, torch.float16)")
+
+
+def _extremes(tensors):
+    """Numbers of which one is inf or NaN exactly if an element is: each tensor's largest magnitude, or both ends.
+
+    CUDA reads all tensors in a few kernels; a CPU has a fast kernel for minimum and maximum, and a slow one for that.
+    """
+    if tensors[0].is_cpu:
+        return [end for tensor in tensors for end in tensor.aminmax()]
+    return torch._foreach_norm(tensors, math.inf)
 
 
 def _by_device_and_dtype(gradients):
