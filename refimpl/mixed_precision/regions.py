@@ -5,6 +5,8 @@ has neither, and autograd's own threads, which run the backward of CUDA tensors,
 called `backward`.
 """
 
+import ctypes
+import sys
 import weakref
 from typing import NamedTuple
 
@@ -61,6 +63,26 @@ class State(NamedTuple):
 NONE = State()
 
 
+def _stash_steals():
+    """Whether this PyTorch stashes an object without a reference of its own, and drops one later: 2.11 does."""
+    probe = State()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_SLOT, probe)
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
+
+
+_STASH_STEALS = _stash_steals()
+
+
+def _stash(value):
+    if _STASH_STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(_SLOT, value)
+
+
 def state():
     """The State of this thread."""
     return torch._C._get_obj_in_tls(_SLOT) if torch._C._is_key_in_tls(_SLOT) else NONE
@@ -76,6 +98,6 @@ def set_stack(stack):
     innermost = {region.device_type: region for region in stack}
     active = tuple(innermost[device] for device in ("cuda", "cpu")
                    if device in innermost and innermost[device].dtype is not None)
-    torch._C._stash_obj_in_tls(_SLOT, State(tuple(stack), active) if stack else NONE)
+    _stash(State(tuple(stack), active) if stack else NONE)
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not active)
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, bool(active))

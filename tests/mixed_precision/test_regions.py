@@ -1,6 +1,8 @@
 """The state of a thread, and what a region casts."""
 
+import sys
 import threading
+import weakref
 
 import torch
 
@@ -56,3 +58,21 @@ def test_a_cast_is_not_taken_for_another_weight_s_that_got_its_id():
     for value in range(20):
         with torch.no_grad():
             assert region.cast(torch.nn.Parameter(torch.full((1,), float(value))), torch.bfloat16).item() == value
+
+
+def test_the_state_is_kept_alive_while_it_is_needed_and_no_longer():
+    """PyTorch 2.11 takes no reference of its own to what is stashed."""
+    before = sys.getrefcount(NONE)
+    for _ in range(1000):
+        casts = CountsAsAlive()
+        set_stack((Region(None, "cpu", torch.bfloat16, casts),))
+        alive = weakref.ref(casts)
+        del casts
+        assert state().stack[0].casts is alive() is not None
+        set_stack(())
+        assert alive() is None
+    assert abs(sys.getrefcount(NONE) - before) <= 2
+
+
+class CountsAsAlive(dict):
+    pass
