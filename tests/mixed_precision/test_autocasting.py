@@ -191,7 +191,7 @@ def test_a_weight_that_changes_is_cast_again():
 
 
 def test_a_cast_made_without_gradients_does_not_lose_them():
-    """torch.autocast's cache did (PyTorch issue 48049): its cast under no_grad has no way back to the weight."""
+    """A cast under no_grad has no way back to the weight: it must not be found again when autograd is on."""
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
     with autocast():
         with torch.no_grad():
