@@ -1,0 +1,122 @@
+"""Mixed precision beside PyTorch's own: autocast and loss scaler beside `torch.autocast` and `torch.amp.GradScaler`.
+
+Three questions: is our step as fast; does it take as much memory; and what do the recipes cost beside fp32, in bytes at
+the peak, in bytes that stay, and in seconds.
+"""
+
+import statistics
+from dataclasses import asdict
+
+import torch
+from tqdm import tqdm
+
+from .. import memory
+from ..mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, autocast
+from .meter import REALISTIC, TrainingStep
+from .record import row
+from .runner import BAR_DELAY, compare
+
+MOST_TIME = {"cpu": 1.10, "cuda": 1.05}  # of torch's
+MOST_PEAK = 1.00
+OURS, TORCH = "autocast and AdaptiveLossScaler", "torch.autocast and GradScaler"
+
+
+class PrecisionStep(TrainingStep):
+    """A training step whose forward runs in `region()`, and whose loss `scaler` scales if there is one."""
+
+    def __init__(self, size, device, region, scaler=None, wrap=None):
+        super().__init__(size, device=device)
+        self.region, self.scaler = region, scaler
+        self.optimizer = wrap(self.optimizer) if wrap else self.optimizer
+
+    def __call__(self):
+        with self.region():
+            loss = self.model(self.tokens, self.tokens)
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def run(device="cpu", size=None, rounds=31):
+    """Time and bytes of each recipe on `device`: (settings, rows). `size`: instead of the device's realistic one.
+
+    On a CPU bf16 only: few have arithmetic in fp16.
+    """
+    kind = torch.device(device).type
+    size = size or REALISTIC[kind]
+    dtypes = [torch.bfloat16] if kind == "cpu" else [torch.bfloat16, torch.float16]
+    settings = {"step": asdict(size), "optimizer": "AdamW", "rounds": rounds, "threads": torch.get_num_threads(),
+                "most time, of torch's": MOST_TIME[kind], "most peak": MOST_PEAK}
+    rows = []
+    for dtype in tqdm(dtypes, "dtypes", delay=BAR_DELAY, leave=False):
+        rows += beside_torch(size, device, dtype, rounds)
+    return settings, rows + recipes(size, device, rounds)
+
+
+def pair(size, device, dtype):
+    """{name: step}: our step in `dtype`, and torch's, from the same beginning."""
+    kind = torch.device(device).type
+    steps = {}
+    for name, region, scaler in ((OURS, lambda: autocast(dtype, kind), AdaptiveLossScaler()),
+                                 (TORCH, lambda: torch.autocast(kind, dtype), torch.amp.GradScaler(kind))):
+        torch.manual_seed(0)
+        steps[name] = PrecisionStep(size, device, region, scaler)
+    return steps
+
+
+def beside_torch(size, device, dtype, rounds):
+    """Seconds of a step and bytes of its peak, ours and torch's."""
+    steps, name = pair(size, device, dtype), str(dtype).removeprefix("torch.")
+    timing = compare(steps, rounds=rounds, title=f"steps in {name}")
+    peaks = {each: peak_of(step, device) for each, step in steps.items()}
+    what = f"{OURS}, {name}, {size}"
+    # Two steps that follow each other share what else the machine does: the median of their ratios is steadier.
+    paired = statistics.median(o / t for o, t in zip(timing.seconds[OURS], timing.seconds[TORCH], strict=True))
+    return [row(f"step with {what}", TORCH, "s", timing.median(OURS), timing.median(TORCH), paired=paired,
+                limit=MOST_TIME[torch.device(device).type], spread=timing.spread(OURS),
+                peer_spread=timing.spread(TORCH)),
+            row(f"peak with {what}", TORCH, "bytes", peaks[OURS], peaks[TORCH], limit=MOST_PEAK)]
+
+
+def peak_of(step, device):
+    """Bytes at the peak of one step (not the first), above its start, as the allocator reads them."""
+    step()
+    with memory.measure(device) as m:
+        step()
+    return m.peak
+
+
+def recipes(size, device, rounds):
+    """Each bf16 recipe beside fp32: seconds, and from the tracker the bytes at the peak and of model states."""
+    kind = torch.device(device).type
+    off = lambda: autocast(device_type=kind, enabled=False)  # noqa: E731
+    low = lambda: autocast(torch.bfloat16, kind)  # noqa: E731
+    made = {
+        "fp32": (off, None),
+        "bf16 autocast": (low, None),
+        "bf16 weights, fp32 masters": (off, MixedPrecisionOptimizer),
+        "bf16 weights, fp32 masters and gradients": (off, lambda o: MixedPrecisionOptimizer(o, fp32_gradients=True)),
+    }
+    steps = {name: PrecisionStep(size, device, region, wrap=wrap) for name, (region, wrap) in made.items()}
+    timing = compare(steps, rounds=max(3, rounds // 3), title="recipes beside fp32")
+    rows = []
+    readings = {name: step.tracked() for name, step in steps.items()}
+    for name in list(made)[1:]:
+        peak, plain = readings[name].peak, readings["fp32"].peak
+        rows += [row(f"step of {name}, {size}", "fp32", "s", timing.median(name), timing.median("fp32"),
+                     spread=timing.spread(name), peer_spread=timing.spread("fp32")),
+                 row(f"peak of {name}", "fp32", "bytes", peak.total, plain.total, items=dict(peak),
+                     peer_items=dict(plain)),
+                 row(f"model states of {name}", "fp32", "bytes", states(readings[name]), states(readings["fp32"]))]
+    return rows
+
+
+def states(trace):
+    """Bytes of parameters, gradients and optimizer state at the end of backward, where all are there."""
+    *_, end = (moment for moment in trace.timeline if moment.phase == "backward")
+    return sum(end.ledger[name] for name in ("parameters", "gradients", "optimizer state"))

@@ -1,0 +1,18 @@
+"""Mixed precision, from scratch: low-precision operations, a loss scale, fp32 master weights, a dtype for each part.
+
+Each stands alone, and takes a model, an optimizer or a loss that it is given.
+"""
+
+from .activations import autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes
+from .autocasting import autocast
+from .masters import step_bytes
+from .optimizer import MixedPrecisionOptimizer
+from .plan import DynamicPrecisionModel, plan_bytes, precision_context
+from .recompute import keep_precision
+from .scaler import AdaptiveLossScaler
+
+__all__ = [
+    "AdaptiveLossScaler", "DynamicPrecisionModel", "MixedPrecisionOptimizer", "autocast",
+    "autocast_activation_bytes", "autocast_activation_terms", "keep_precision", "plan_bytes", "precision_context",
+    "step_bytes", "weight_cast_bytes",
+]

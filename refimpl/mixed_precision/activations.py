@@ -1,0 +1,60 @@
+"""Activations under autocast, in closed form: what autograd keeps of our GPT, and the casts of weights among it.
+
+Autocast leaves the residual stream in fp32, since embeddings are looked up in fp32 and fp32 + 16 bits is fp32. So the
+norms keep fp32 inputs; the matrix products keep 16-bit ones, and 16-bit casts of their weights until backward. Symbols
+as in `memory.block_terms`: s sequence, b batch, h hidden, a heads, g key/value heads, f MLP hidden, L layers,
+v vocabulary, e bytes of the low dtype.
+"""
+
+import torch
+
+from .. import memory
+
+NORMS = ("norm inputs", "norm statistics", "RMSNorm x/σ")
+
+
+def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
+    """Bytes of the casts of weights that a region holds after one forward: every linear layer's, once.
+
+        e · (L·(h·(h + 2gh/a) + h² + n·h·f + f·h) + v·h) + e · L·(3h + 2gh/a + n·f)     weights, then biases
+
+    with n = 2 for SwiGLU, else 1.
+
+    Autograd keeps them until backward, but not those of the biases (`biases=False`), which it does not need.
+    """
+    h, f, kv = config.hidden, config.mlp_hidden, config.kv_heads * config.head_dim
+    n = 2 if config.activation == "swiglu" else 1
+    weights = config.layers * (h * (h + 2 * kv) + h * h + n * h * f + f * h) + config.vocab_size * h
+    if biases and config.bias:
+        weights += config.layers * (h + 2 * kv + h + n * f + h)
+    return dtype.itemsize * weights
+
+
+def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
+    """Bytes that autograd keeps when the forward, with targets, runs under `autocast(dtype)`: {term: bytes}.
+
+    Per block, GELU, no dropout, on a CPU:
+
+        4·(2·sbh + 4·sb) + e·sb·(4h + 2hg/a + 2f) + e·abs² + (a/g)·s²
+
+    With everything low the first bracket is times e too: here the norms' inputs and statistics stay fp32. With SwiGLU,
+    x is cast once for the gate and once for the way up (only weights are cached), e·sbh more. On CUDA the softmax runs
+    in fp32 and its cast is kept too: 4·abs² + e·abs².
+    """
+    low, high = (memory.block_terms(config, batch, sequence, each, device) for each in (dtype, torch.float32))
+    block = {**low, **{name: high[name] for name in NORMS if name in high}}
+    if config.activation == "swiglu":
+        block["MLP input"] *= 2
+    if torch.device(device).type == "cuda":
+        block["softmax output"] = high["softmax output"]
+        block.pop("softmax dropout output", None)
+        block["softmax cast"] = low["softmax output"]
+    outside = memory.activation_terms(config, batch, sequence, torch.float32, device)
+    outside["head input"] = dtype.itemsize * batch * sequence * config.hidden
+    return {**outside, "blocks": config.layers * sum(block.values()),
+            "weight casts": weight_cast_bytes(config, dtype, biases=False)}
+
+
+def autocast_activation_bytes(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
+    """Bytes of all of them: the sum of `autocast_activation_terms`."""
+    return sum(autocast_activation_terms(config, batch, sequence, dtype, device).values())

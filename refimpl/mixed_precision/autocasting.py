@@ -1,0 +1,66 @@
+"""autocast: inside a region, each operation runs in the type that its kind needs; the weights stay in fp32."""
+
+import inspect
+
+import torch
+from torch.utils._contextlib import _DecoratorContextManager
+
+from . import kernels, recompute
+from .regions import Region, current, set_stack, state
+from .support import check_computes, check_device, check_dtype
+
+
+class autocast(_DecoratorContextManager):
+    """`with autocast(torch.bfloat16): loss = model(tokens, targets)`; `loss.backward()` outside. Also a decorator.
+
+    - `dtype`: `torch.bfloat16` or `torch.float16`, for the operations that run low (see `lists.py`).
+    - `device_type`: whose tensors are cast, "cpu" or "cuda"; by default CUDA's where there is a GPU, else the CPU's.
+    - `enabled=False`: inside another region, operations run as called (their inputs may be low: `x.float()`).
+    - `cache`: cast each weight once in the region, not at each use.
+
+    Regions nest, the innermost counts; they belong to their thread. Reading a result outside, cast it: `y.float()`.
+    Raises ValueError for another dtype or device, and for a dtype that the device cannot compute in.
+    """
+
+    def __init__(self, dtype=torch.bfloat16, device_type=None, *, enabled=True, cache=True):
+        super().__init__()
+        self.device_type, self.dtype = check_device(device_type), check_dtype(dtype)
+        self.enabled, self.cache = bool(enabled), bool(cache)
+        if self.enabled:
+            check_computes(self.device_type, self.dtype)
+
+    def __enter__(self):
+        kernels.register(self.device_type)
+        outer, dtype = current(self.device_type), self.dtype if self.enabled else None
+        casts, shared = {} if self.cache and self.enabled else None, False
+        if casts is not None and outer is not None and outer.dtype is dtype and outer.casts is not None:
+            casts, shared = outer.casts, True
+        recompute.region_opened()
+        set_stack((*state().stack, Region(self, self.device_type, dtype, casts, shared)))
+        return self
+
+    def __exit__(self, *exception):
+        stack = list(state().stack)
+        mine = [region for region in stack if region.owner is self]
+        if not mine:
+            raise RuntimeError(f"{self!r} ends in a thread in which it was not entered: a generator that another "
+                               "thread goes on with? Enter and leave it in one")
+        stack.remove(mine[-1])  # not always the last: generators may end in another order than they began
+        set_stack(stack)
+        if mine[-1].casts is not None and not mine[-1].shared:
+            mine[-1].casts.clear()
+        recompute.region_closed()
+
+    def __call__(self, function):
+        """Decorate: every call of `function` (or every stretch of a generator) is a region of its own."""
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"autocast cannot decorate {function.__name__}, which is async: its body runs later, "
+                            "between other tasks; write `with autocast(…)` around the operations inside it")
+        return super().__call__(function)
+
+    def clone(self):
+        """A region with the same options (for one call of a decorated function)."""
+        return type(self)(self.dtype, self.device_type, enabled=self.enabled, cache=self.cache)
+
+    def __repr__(self):
+        return f"autocast({self.dtype}, {self.device_type!r}, enabled={self.enabled}, cache={self.cache})"

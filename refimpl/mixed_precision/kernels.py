@@ -1,0 +1,149 @@
+"""Between a program and autograd: for each operation of the tables a kernel that casts its arguments and goes on.
+
+PyTorch sends every operation through a list of places ("dispatch keys"): autocast's, then autograd's, then the
+device's. Ours are registered at a place for autocast that no CPU or CUDA tensor uses by itself; a region switches it on
+for its thread. Operations that are in no table pass without a stop, and since the place is below Python, what PyTorch
+itself calls (the matmul of an einsum, the parts of a composite norm) comes by as well. That is what a
+`TorchFunctionMode`, which stands at Python's door, could not see, and why this costs nothing per operation that it
+leaves alone.
+"""
+
+import functools
+import threading
+
+import torch
+from torch._C import DispatchKeySet
+
+from . import lists
+from .regions import KEY, state
+
+_lock = threading.Lock()
+_libraries = []  # a registration lasts as long as these objects
+_registered = set()  # operations
+
+
+def register(device_type):
+    """Register the kernels of a device's table, once a process. They rest until a region switches their place on.
+
+    A device at a time: on a machine without a GPU, what only CUDA's table names should not stop here either.
+    """
+    with _lock:
+        if not _libraries:
+            everywhere = torch.library.Library("_", "IMPL")
+            everywhere.fallback(torch.library.fallthrough_kernel, KEY.name)
+            _libraries.extend((everywhere, torch.library.Library("aten", "IMPL")))
+        for name in sorted(set(lists.POLICIES[device_type]) - _registered):
+            op = operation(name)
+            if op is not None:
+                policies = {device: table[name] for device, table in lists.POLICIES.items() if name in table}
+                _libraries[1].impl(name, kernel(op, policies), KEY.name)
+            _registered.add(name)
+
+
+def operation(name):
+    """`torch.ops.aten`'s operation `name` or `name.overload`; None if this version of PyTorch has none."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+def kernel(op, policies):
+    """What stands before `op`: casts its arguments as the open regions say, then calls it, with our place closed."""
+    apply = {device: POLICIES[policy](op) for device, policy in policies.items()}
+    closed = DispatchKeySet(KEY)
+
+    def cast_and_call(*args, **kwargs):
+        call = op
+        with torch._C._ExcludeDispatchKeyGuard(closed):
+            for region in state().active:
+                if region.device_type in apply:
+                    call, args, kwargs = apply[region.device_type](region, call, args, kwargs)
+            return call(*args, **kwargs)
+
+    return cast_and_call
+
+
+# --- the policies: (operation) -> (region, operation, args, kwargs) -> what to call, on what --------------------------
+
+
+def each(region, items, dtype):
+    """The list of `items` (tensors, nested lists and tuples of them, anything else) with the tensors cast."""
+    return [region.cast(item, dtype) if isinstance(item, torch.Tensor) else
+            each(region, item, dtype) if isinstance(item, (list, tuple)) else item for item in items]
+
+
+def everything(region, args, kwargs, dtype):
+    """All arguments cast to `dtype`."""
+    return (each(region, args, dtype),
+            dict(zip(kwargs, each(region, kwargs.values(), dtype), strict=True)) if kwargs else kwargs)
+
+
+def low(op):
+    """Everything in the region's dtype."""
+    return lambda region, call, args, kwargs: (call, *everything(region, args, kwargs, region.dtype))
+
+
+def fp32(op):
+    """Everything in fp32."""
+    return lambda region, call, args, kwargs: (call, *everything(region, args, kwargs, torch.float32))
+
+
+def eligible(region, x):
+    """Whether autocast may change the type of `x`."""
+    return (isinstance(x, torch.Tensor) and getattr(x, region.on) and x.is_floating_point()
+            and x.dtype is not torch.float64)
+
+
+WITH_DTYPE = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}  # overloads of norm
+
+
+def fp32_result(op):
+    """`dtype=torch.float32`, unless the caller gave a dtype. Where `op` takes none, its overload that does."""
+    names = [argument.name for argument in op._schema.arguments]
+    if "dtype" in names:
+        place, other = names.index("dtype"), op
+    else:
+        place, other = len(names), getattr(op.overloadpacket, WITH_DTYPE[op._overloadname])
+    defaults = [argument.default_value for argument in op._schema.arguments]
+
+    def apply(region, call, args, kwargs):
+        given = args[place] if len(args) > place else kwargs.get("dtype")
+        if given is not None or not eligible(region, args[0]):
+            return call, args, kwargs
+        if other is not op:
+            args = (*args, *defaults[len(args):])
+        return other, args[:place], {**kwargs, "dtype": torch.float32}
+
+    return apply
+
+
+def widest(region, tree, found):
+    """The widest type of the tensors in `tree` that autocast may change, starting from `found`."""
+    if eligible(region, tree):
+        return torch.promote_types(found, tree.dtype)
+    if isinstance(tree, (list, tuple)):
+        return functools.reduce(lambda so_far, item: widest(region, item, so_far), tree, found)
+    return found
+
+
+def promote(op):
+    """Everything in the widest type among the arguments, at least the region's."""
+
+    def apply(region, call, args, kwargs):
+        dtype = widest(region, list(kwargs.values()), widest(region, args, region.dtype))
+        return call, *everything(region, args, kwargs, dtype)
+
+    return apply
+
+
+def refuse(op):
+    """An error that names the operation to use."""
+
+    def apply(region, call, args, kwargs):
+        raise RuntimeError(f"{op} is not safe in {region.dtype}: take binary_cross_entropy_with_logits of the values "
+                           "before the sigmoid, or autocast(enabled=False) around it and x.float()")
+
+    return apply
+
+
+POLICIES = {lists.LOW: low, lists.FP32: fp32, lists.FP32_RESULT: fp32_result, lists.PROMOTE: promote,
+            lists.REFUSE: refuse}

@@ -1,0 +1,182 @@
+"""A dtype for each part of a model: embeddings and head in fp32, blocks in bf16, and casts only where two parts meet.
+
+A plan maps patterns of module paths to dtypes: `{"*": torch.float32, "blocks.*": torch.bfloat16}`. A later line
+outranks an earlier one; a module without a line of its own has its parent's, and where no line applies it stays as it
+is. Autocast decides per operation and keeps fp32 weights; here the weights themselves are in the part's dtype, so that
+they cost its bytes:
+
+    bytes of parameters = Σ over parameters of numel · itemsize(dtype of the module that owns it)
+"""
+
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from . import masters
+from .support import LOW_DTYPES, check_dtype
+
+
+def resolve(model, plan):
+    """{path of every module: its dtype, or None where the plan says nothing}.
+
+    TypeError for a plan that is no mapping; ValueError for a dtype that is none of float32, bfloat16, float16, and for
+    a pattern that matches no module.
+    """
+    if not hasattr(plan, "items"):
+        raise TypeError(f"plan={plan!r}: expected a mapping of patterns to dtypes, {{'blocks.*': torch.bfloat16}}")
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    own = {}
+    for pattern, dtype in plan.items():
+        check_dtype(dtype, (torch.float32, *LOW_DTYPES), name=f"plan[{pattern!r}]")
+        matched = [path for path in paths if fnmatchcase(path, pattern)]
+        if not matched:
+            raise ValueError(f"plan[{pattern!r}] matches no module: this model has {', '.join(paths[1:8])} …")
+        own.update(dict.fromkeys(matched, dtype))
+    found = {}
+    for path in paths:  # parents come before their children
+        found[path] = own.get(path, found.get(path.rpartition(".")[0]) if path else None)
+    return found
+
+
+def plan_bytes(model, plan):
+    """Bytes of the model's parameters under `plan`, each shared one counted once (the equation above)."""
+    dtypes = dict(_dtype_of_parameters(model, resolve(model, plan)).values())
+    return sum(p.numel() * dtypes.get(p, p.dtype).itemsize for p in model.parameters())
+
+
+def _dtype_of_parameters(model, dtypes):
+    """{id: (parameter, dtype)}. ValueError for one that is shared by modules of two dtypes."""
+    found, owners = {}, {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, p in module.named_parameters(recurse=False):
+            if dtypes[path] is None or not p.is_floating_point():
+                continue
+            owner = f"{path}.{name}".lstrip(".")
+            if id(p) in found and found[id(p)][1] is not dtypes[path]:
+                raise ValueError(f"{owners[id(p)]} and {owner} are one parameter, and the plan wants it in "
+                                 f"{found[id(p)][1]} and in {dtypes[path]}: give both modules the same dtype")
+            found[id(p)], owners[id(p)] = (p, dtypes[path]), owner
+    return found
+
+
+class Applied:
+    """A plan in force on a model: parameters cast, and what comes into a part cast at its door. `undo()` ends both.
+
+    With `keep`, the old values are held: a parameter that nobody wrote to gets them back, to the bit; one that was
+    trained keeps what it became, element by element. Without, they are let go, and their bytes with them.
+    """
+
+    def __init__(self, model, plan, keep):
+        self.dtypes = resolve(model, plan)
+        self._handles, self._old = [], []
+        try:
+            for p, dtype in _dtype_of_parameters(model, self.dtypes).values():
+                if p.dtype is not dtype:
+                    self._old.append((p, p.dtype, p.data if keep else None))
+                    masters.narrow(p, dtype)
+            for path, module in model.named_modules():
+                self._guard(module, self.dtypes[path], self.dtypes[path.rpartition(".")[0]] if path else None)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _guard(self, module, dtype, around):
+        """Cast what comes in, where the module has parameters or another dtype than the module around it.
+
+        Where both sides have the same dtype, nothing is cast: `Tensor.to` returns its argument.
+        """
+        own = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), None)
+        dtype = dtype or own
+        if own is None and dtype is around:
+            return
+        self._handles.append(module.register_forward_pre_hook(
+            lambda module, args, kwargs: cast((args, kwargs), dtype), with_kwargs=True))
+
+    def undo(self):
+        """The model as it was. Gradients go with their parameters, in the old dtype."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for p, dtype, old in self._old:
+            if old is None:
+                masters.narrow(p, dtype)
+            else:
+                masters.sync(old, p)
+                gradient, p.grad = p.grad, None
+                p.data, p.grad_dtype = old, dtype
+                p.grad = None if gradient is None else gradient.to(dtype)
+        self._old.clear()
+
+
+def cast(tree, dtype):
+    """`tree` (nested lists, tuples, dicts) with its floating-point tensors in `dtype`; float64 stays."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype) if tree.is_floating_point() and tree.dtype.itemsize <= 4 else tree
+    if isinstance(tree, dict):
+        return type(tree)((name, cast(item, dtype)) for name, item in tree.items())
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(cast(item, dtype) for item in tree))
+    return type(tree)(cast(item, dtype) for item in tree) if isinstance(tree, (list, tuple)) else tree
+
+
+@contextmanager
+def precision_context(model, plan):
+    """`with precision_context(model, {"blocks.*": torch.bfloat16}): …`: the model in these dtypes, and then as it was.
+
+    `plan` may be one dtype, for the whole model. After it, also after an exception, nothing is left: the same
+    parameters with the same values where nobody wrote, and no hooks. The old values are held meanwhile, so this takes
+    `plan_bytes` of what changes and frees nothing; to save, see DynamicPrecisionModel. Yields the model. Raises as
+    `resolve` does, and ValueError for a parameter shared by parts of two dtypes.
+    """
+    applied = Applied(model, {"*": plan} if isinstance(plan, torch.dtype) else plan, keep=True)
+    try:
+        yield model
+    finally:
+        applied.undo()
+
+
+class DynamicPrecisionModel(nn.Module):
+    """`DynamicPrecisionModel(model, plan)`: the model with a dtype per submodule, which may change as it trains.
+
+    Its parameters take `plan_bytes(model, plan)`. `.plan = {…}` puts another plan in force; `restore()` gives the model
+    back in the dtypes that it had, and so does the end of `with DynamicPrecisionModel(model, plan) as m:`. Values that
+    were rounded stay rounded, unless `keep=True` holds the old ones (and their bytes). Call it as the model itself.
+    Give its parameters to an optimizer after this. Raises as `precision_context` does.
+    """
+
+    def __init__(self, model, plan, *, keep=False):
+        super().__init__()
+        self.model, self.keep = model, keep
+        self._applied = Applied(model, plan, keep)
+        self._plan = dict(plan)
+
+    @property
+    def plan(self):
+        """Pattern → dtype, as in force; None after `restore()`."""
+        return None if self._applied is None else dict(self._plan)
+
+    @plan.setter
+    def plan(self, plan):
+        _dtype_of_parameters(self.model, resolve(self.model, plan))  # what is wrong is said before anything changes
+        self.restore()
+        self._applied = Applied(self.model, plan, self.keep)
+        self._plan = dict(plan)
+
+    def restore(self):
+        """Take casts and hooks away; the model is returned. Calling it again does nothing."""
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied = None
+        return self.model
+
+    def forward(self, *args, **kwargs):
+        """The model's."""
+        return self.model(*args, **kwargs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.restore()

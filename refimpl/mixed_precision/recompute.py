@@ -1,0 +1,74 @@
+"""Checkpointed functions run twice, the second time in backward, after the region has ended: it is opened again.
+
+`torch.utils.checkpoint` restores `torch.autocast`, which it knows, and not us. While a region is open anywhere, two of
+its functions are wrapped: those that take what will be recomputed. Another implementation of checkpointing can be given
+`keep_precision(function)`, and so can a thread.
+"""
+
+import functools
+import threading
+from contextlib import ExitStack
+
+import torch.utils.checkpoint
+
+from .regions import Region, set_stack, state
+
+_lock = threading.Lock()
+_open = 0  # regions, over all threads
+_installed = ExitStack()
+
+
+def keep_precision(function):
+    """`function`, which will run in the autocast regions that are open now, whenever and in whichever thread it runs.
+
+    Casts of weights made in such a run last until its end.
+    """
+    then = state().stack
+
+    @functools.wraps(function, updated=())
+    def reopened(*args, **kwargs):
+        now = state().stack
+        set_stack([Region(r.owner, r.device_type, r.dtype, None if r.casts is None else {}) for r in then])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_stack(now)
+
+    return reopened
+
+
+def region_opened():
+    """The first of all regions installs the wrappers."""
+    global _open
+    with _lock:
+        _open += 1
+        if _open == 1:
+            _install()
+
+
+def region_closed():
+    """The last one takes them away."""
+    global _open
+    with _lock:
+        _open -= 1
+        if _open == 0:
+            _installed.close()
+
+
+def _install():
+    checkpoint = torch.utils.checkpoint
+    reentrant, frame = checkpoint.CheckpointFunction, checkpoint._CheckpointFrame
+    forward, init = reentrant.__dict__["forward"], frame.__init__
+
+    @staticmethod
+    @functools.wraps(forward.__func__)
+    def forward_keeping(ctx, run_function, *args):
+        return forward.__func__(ctx, keep_precision(run_function), *args)
+
+    @functools.wraps(init)
+    def init_keeping(self, recompute_fn, *args, **kwargs):
+        init(self, keep_precision(recompute_fn), *args, **kwargs)
+
+    reentrant.forward, frame.__init__ = forward_keeping, init_keeping
+    _installed.callback(setattr, reentrant, "forward", forward)
+    _installed.callback(setattr, frame, "__init__", init)

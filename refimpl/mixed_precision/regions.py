@@ -1,0 +1,103 @@
+"""The autocast regions of a thread: which are open, and the dtype that each device's operations take in them.
+
+The state lies in PyTorch's thread-local storage, beside the switch that lets operations reach our kernels: a new thread
+has neither, and autograd's own threads, which run the backward of CUDA tensors, inherit both from the thread that
+called `backward`.
+"""
+
+import ctypes
+import sys
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch._C import DispatchKey
+
+KEY = DispatchKey.AutocastPrivateUse1  # above autograd, beside torch.autocast's own; free on CPU and CUDA
+_SLOT = "refimpl.mixed_precision"
+
+
+class Region:
+    """One `with autocast(…)`, open: what it says for `device_type`, and the casts of weights made in it.
+
+    `dtype` is None where it is disabled. `casts`: id of a weight -> (weak reference, version, storage, whether autograd
+    was on, cast); regions inside one another with the same dtype share it, and who began it empties it.
+    """
+
+    __slots__ = ("casts", "device_type", "dtype", "on", "owner", "shared")
+
+    def __init__(self, owner, device_type, dtype, casts=None, shared=False):
+        self.owner, self.device_type, self.dtype, self.casts, self.shared = owner, device_type, dtype, casts, shared
+        self.on = "is_cuda" if device_type == "cuda" else "is_cpu"  # the property that tells its tensors
+
+    def cast(self, x, dtype):
+        """`x` in `dtype`, if it is a floating-point tensor of this device (but not float64: that was chosen)."""
+        if x.dtype is dtype or not getattr(x, self.on) or not x.is_floating_point() or x.dtype is torch.float64:
+            return x
+        if self.casts is None or dtype is not self.dtype or not (x.requires_grad and x.is_leaf) or x._is_view():
+            return x.to(dtype)
+        return self._cast_once(x, dtype)
+
+    def _cast_once(self, weight, dtype):
+        """The cast made before, unless the weight was written to or given another storage since.
+
+        A cast made under `no_grad` has no way back to the weight, so autograd's switch is part of what must agree.
+        """
+        if weight.is_inference():  # has no version to compare
+            return weight.to(dtype)
+        now = weight._version, weight.untyped_storage()._cdata, torch.is_grad_enabled()
+        reference, *then, cast = self.casts.get(id(weight), (None, None))
+        if reference is None or reference() is not weight or tuple(then) != now:
+            cast = weight.to(dtype)
+            self.casts[id(weight)] = (weakref.ref(weight), *now, cast)
+        return cast
+
+
+class State(NamedTuple):
+    """`stack`: the open regions, outermost first. `active`: the innermost of each device, if enabled, CUDA first."""
+
+    stack: tuple = ()
+    active: tuple = ()
+
+
+NONE = State()
+
+
+def _stash_steals():
+    """Whether this PyTorch stashes an object without a reference of its own, and drops one later: 2.11 does."""
+    probe = State()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_SLOT, probe)
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
+
+
+_STASH_STEALS = _stash_steals()
+
+
+def _stash(value):
+    if _STASH_STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(_SLOT, value)
+
+
+def state():
+    """The State of this thread."""
+    return torch._C._get_obj_in_tls(_SLOT) if torch._C._is_key_in_tls(_SLOT) else NONE
+
+
+def current(device_type):
+    """The innermost open region for `device_type`, or None."""
+    return next((region for region in reversed(state().stack) if region.device_type == device_type), None)
+
+
+def set_stack(stack):
+    """Make `stack` this thread's regions. Operations come to our kernels while one of them is enabled."""
+    innermost = {region.device_type: region for region in stack}
+    active = tuple(innermost[device] for device in ("cuda", "cpu")
+                   if device in innermost and innermost[device].dtype is not None)
+    _stash(State(tuple(stack), active) if stack else NONE)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not active)
+    torch._C._dispatch_tls_set_dispatch_key_included(KEY, bool(active))

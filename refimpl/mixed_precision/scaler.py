@@ -1,0 +1,246 @@
+"""AdaptiveLossScaler: multiplies the loss so that gradients fit into fp16, and skips the steps that overflow.
+
+fp16 ends at 65504 above and at 2⁻²⁴ ≈ 6·10⁻⁸ below, and many gradients are smaller than that. By the chain rule a loss
+times S gives gradients times S; they are divided by S again in fp32. The largest S that does not overflow is best, and
+it changes as training goes on. "Mixed Precision Training" (Micikevicius et al. 2018), section 3.2.
+"""
+
+import ctypes
+import math
+from collections import defaultdict
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .support import LOW_DTYPES
+
+NO_GRADIENTS, FINITE, OVERFLOW = 0.0, 1.0, 2.0  # of a rank; the largest over ranks is what holds for all
+SETTINGS = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
+
+
+class AdaptiveLossScaler:
+    """`scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()`, as with `torch.amp.GradScaler`.
+
+    - After an overflow (an inf or NaN in a gradient) the step is skipped and the scale times `backoff_factor`, not
+      below `min_scale`; after `growth_interval` steps without one it is times `growth_factor`, not above `max_scale`.
+    - `hysteresis`: how many overflows it takes to back off. Those before the last only skip their step; the count
+      begins anew when the scale grows (DeepSpeed's DynamicLossScaler with `consecutive_hysteresis=False`).
+    - `comm`: a Communicator; then an overflow on one rank is one on all, and all call `step` together.
+
+    A step asks the device once, however many gradients there are. Raises ValueError for settings that make no sense.
+    """
+
+    def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1,
+                 min_scale=1.0, max_scale=2.0**24, *, comm=None):
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        self.hysteresis, self.min_scale, self.max_scale, self.comm = hysteresis, min_scale, max_scale, comm
+        self._check()
+        self._scale = self._checked_scale(init_scale, "init_scale")
+        self._good_steps, self._tolerated = 0, hysteresis
+        self.skipped_steps = 0  # since the beginning
+        self._found = {}  # optimizer -> what its gradients were: since unscale_, until update
+        self._stepped = set()
+
+    def _check(self):
+        if not (1 < self.growth_factor < math.inf):
+            raise ValueError(f"growth_factor={self.growth_factor}: expected more than 1, or the scale would never grow")
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(f"backoff_factor={self.backoff_factor}: expected between 0 and 1, or the scale would not "
+                             "shrink after an overflow")
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a number of steps, an integer of at least 1")
+        if not 0 < self.min_scale <= self.max_scale < math.inf:
+            raise ValueError(f"min_scale={self.min_scale}, max_scale={self.max_scale}: expected 0 < min_scale <= "
+                             "max_scale, both finite")
+
+    def _checked_scale(self, scale, name):
+        if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"{name}={scale!r}: expected a finite number above 0, such as 2.0**16")
+        if not self.min_scale <= scale <= self.max_scale:
+            raise ValueError(f"{name}={scale}: expected from min_scale={self.min_scale} to max_scale={self.max_scale}; "
+                             "widen the two or choose another scale")
+        return _fp32(scale)
+
+    # --- before backward ---------------------------------------------------------------------------------------------
+
+    def get_scale(self):
+        """S, a float."""
+        return self._scale
+
+    def scale(self, loss):
+        """`loss` · S, in fp32 at least; tensors in lists and tuples too. TypeError for anything else."""
+        if isinstance(loss, (list, tuple)):
+            return type(loss)(self.scale(each) for each in loss)
+        if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+            raise TypeError(f"scale({type(loss).__name__}): expected a floating-point tensor, the loss, or a list of "
+                            "them")
+        return (loss.float() if loss.dtype in LOW_DTYPES else loss) * self._scale
+
+    # --- after backward ----------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer):
+        """Divide the gradients by S in place, so that they can be clipped. Once for each step; `step` does it if not.
+
+        Gradients of a MixedPrecisionOptimizer become fp32 here (2 bytes a parameter more, until its step), since fp16
+        could not hold them. ValueError for fp16 gradients of any other optimizer, and if there are no gradients.
+        """
+        if optimizer in self._found:
+            raise RuntimeError("unscale_ was called twice for this optimizer: the gradients would be divided twice; "
+                               "call it once between backward() and update()")
+        widen = getattr(optimizer, "widen_gradients", None)
+        if widen is not None:
+            widen()
+        gradients = self._gradients(optimizer)
+        _refuse_fp16(gradients)
+        for parts in _by_device_and_dtype(gradients).values():
+            torch._foreach_mul_(parts, 1 / self._scale)
+        self._found[optimizer] = self._look(gradients)
+
+    def step(self, optimizer, closure=None):
+        """`optimizer.step()`, or nothing if a gradient is inf or NaN, on any rank. Returns what it returns, or None."""
+        if closure is not None:
+            raise ValueError("step(optimizer, closure): a closure computes gradients of its own, which nobody would "
+                             "scale; compute the loss before, and call step(optimizer)")
+        if optimizer in self._stepped:
+            raise RuntimeError("step was called twice for this optimizer: call update() after each step")
+        postpone = getattr(optimizer, "multiply_gradients", None)
+        if optimizer not in self._found:
+            if postpone is None:
+                self.unscale_(optimizer)
+            else:  # it divides in fp32, on the way to its master weights
+                self._found[optimizer] = self._look(self._gradients(optimizer))
+                postpone(1 / self._scale)
+        found = self._ask(self._found[optimizer])
+        self._found[optimizer] = found
+        self._stepped.add(optimizer)
+        if found == NO_GRADIENTS:
+            raise ValueError("no rank has a gradient: call scaler.scale(loss).backward() before step()")
+        if found == FINITE:
+            return optimizer.step()
+        self.skipped_steps += 1
+        skip = getattr(optimizer, "skip_step", None)
+        return skip() if skip is not None else None
+
+    def update(self, new_scale=None):
+        """Grow, back off or keep S, by what the steps since the last update found. `new_scale` sets it instead.
+
+        Raises FloatingPointError if gradients overflow although S is `min_scale`: the run has diverged, and a smaller
+        loss would not help.
+        """
+        found, self._found, self._stepped = list(self._found.values()), {}, set()
+        if new_scale is not None:
+            self._scale = self._checked_scale(new_scale, "new_scale")
+            return
+        if not found:
+            raise RuntimeError("update() before any step: call step(optimizer), or unscale_(optimizer), first")
+        if any(self._ask(each) == OVERFLOW for each in found):
+            self._overflowed()
+        else:
+            self._went_well()
+
+    def _overflowed(self):
+        self._good_steps = 0
+        if self._tolerated > 1:
+            self._tolerated -= 1
+            return
+        if self._scale <= self.min_scale:
+            raise FloatingPointError(f"gradients overflow with the loss scale at min_scale={self.min_scale}: training "
+                                     "has diverged (look for inf or NaN in the loss, lower the learning rate, clip), "
+                                     "or min_scale is too high")
+        self._scale = max(_fp32(self._scale * self.backoff_factor), self.min_scale)
+
+    def _went_well(self):
+        self._good_steps += 1
+        if self._good_steps == self.growth_interval:
+            self._scale = min(_fp32(self._scale * self.growth_factor), self.max_scale)
+            self._good_steps, self._tolerated = 0, self.hysteresis
+
+    # --- what the gradients are --------------------------------------------------------------------------------------
+
+    def _gradients(self, optimizer):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients and self.comm is None:
+            raise ValueError("the optimizer's parameters have no gradients: call scaler.scale(loss).backward() before "
+                             "step(), and check that the model has parameters that require them")
+        return gradients
+
+    def _look(self, gradients):
+        """FINITE or OVERFLOW, of all ranks, as a tensor of one number on the gradients' device: nobody waits for it."""
+        flags = [torch.stack(_extremes(parts)).isfinite().all() for parts in _by_device_and_dtype(gradients).values()]
+        device = flags[0].device if flags else self.comm.device
+        found = torch.full((), FINITE if flags else NO_GRADIENTS, device=device)
+        for flag in flags:
+            found = torch.where(flag.to(device, non_blocking=True), found, OVERFLOW)
+        return found if self.comm is None else self.comm.all_reduce(found, "max")
+
+    @staticmethod
+    def _ask(found):
+        """The number itself: here the CPU waits for the device. A dry run, which has no numbers, goes well."""
+        if isinstance(found, torch.Tensor):
+            return FINITE if isinstance(found, FakeTensor) else found.item()
+        return found
+
+    # --- save and resume ---------------------------------------------------------------------------------------------
+
+    def state_dict(self):
+        """S, how far it is to the next growth, and the settings."""
+        return {"scale": self._scale, "good_steps": self._good_steps, "tolerated": self._tolerated,
+                "skipped_steps": self.skipped_steps, **{name: getattr(self, name) for name in SETTINGS}}
+
+    def load_state_dict(self, state):
+        """Go on where `state_dict()` was taken, with its settings. ValueError if something is missing or wrong."""
+        missing = set(self.state_dict()) - set(state)
+        if missing:
+            raise ValueError(f"no {', '.join(sorted(missing))} in this state: expected what AdaptiveLossScaler's "
+                             "state_dict() gives")
+        before = self.state_dict()
+        try:
+            self._take(state)
+            self._check()
+            self._checked_scale(self._scale, "scale")
+        except ValueError:
+            self._take(before)
+            raise
+
+    def _take(self, state):
+        for name in SETTINGS:
+            setattr(self, name, state[name])
+        self._scale, self._good_steps, self._tolerated = state["scale"], state["good_steps"], state["tolerated"]
+        self.skipped_steps = state["skipped_steps"]
+
+    def __repr__(self):
+        return f"AdaptiveLossScaler(scale {self._scale:g}, {self.skipped_steps} steps skipped)"
+
+
+def _fp32(x):
+    """`x` rounded to fp32, in which the loss is multiplied; inf past its range."""
+    return ctypes.c_float(x).value
+
+
+def _refuse_fp16(gradients):
+    if any(gradient.dtype is torch.float16 for gradient in gradients):
+        raise ValueError("gradients in float16 cannot be divided by the scale: what is below 6e-8 would become 0. Keep "
+                         "the weights in fp32 (under autocast), or wrap the optimizer: MixedPrecisionOptimizer("
+                         "optimizer, torch.float16)")
+
+
+def _extremes(tensors):
+    """Numbers of which one is inf or NaN exactly if an element is: each tensor's largest magnitude, or both ends.
+
+    CUDA reads all tensors in a few kernels; a CPU has a fast kernel for minimum and maximum, and a slow one for that.
+    """
+    if tensors[0].is_cpu:
+        return [end for tensor in tensors for end in tensor.aminmax()]
+    return torch._foreach_norm(tensors, math.inf)
+
+
+def _by_device_and_dtype(gradients):
+    """{(device, dtype): dense tensors}; of a sparse gradient the values that are stored."""
+    groups = defaultdict(list)
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient
+        if values.numel():
+            groups[values.device, values.dtype].append(values.detach())
+    return groups

@@ -1,0 +1,359 @@
+"""autocast beside torch.autocast: the same dtypes out of every operation, the same gradients; and regions end."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from refimpl import memory
+from refimpl.mixed_precision import autocast, keep_precision, recompute
+from refimpl.mixed_precision.regions import KEY, state
+from refimpl.model import GPT, GPTConfig
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """After each test no region is open, nothing is wrapped, and no operation comes to our kernels."""
+    checkpoint = torch.utils.checkpoint
+    before = checkpoint.CheckpointFunction.forward, checkpoint._CheckpointFrame.__init__
+    yield
+    assert not state().stack and recompute._open == 0
+    assert torch._C._dispatch_tls_is_dispatch_key_excluded(KEY)
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(KEY)
+    assert (checkpoint.CheckpointFunction.forward, checkpoint._CheckpointFrame.__init__) == before
+
+
+def product(dtype=torch.float32):
+    """A matrix product: low inside a region."""
+    return torch.ones(2, 2, dtype=dtype) @ torch.ones(2, 2, dtype=dtype)
+
+
+# --- the same as torch.autocast --------------------------------------------------------------------------------------
+
+
+def recorded(region, model, tokens, dtypes, attention=None):
+    torch.manual_seed(2)
+    model.zero_grad()
+    with dtypes() as record:
+        with region:
+            loss = model(tokens, tokens)
+        loss.backward()
+    return record, loss, [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_every_operation_of_our_gpt_has_the_dtype_that_torch_gives_it(gpt, dtypes, dtype):
+    theirs, loss, gradients = recorded(torch.autocast("cpu", dtype), *gpt, dtypes)
+    ours, our_loss, our_gradients = recorded(autocast(dtype), *gpt, dtypes)
+    assert ours.forward == theirs.forward and len(ours.forward) > 50
+    assert ours.backward == theirs.backward and len(ours.backward) > 50
+    assert ours.casts == theirs.casts and len(ours.casts) > 20
+    assert ours.saved == theirs.saved and len(ours.saved) > 20
+    assert torch.equal(our_loss, loss) and our_loss.dtype is torch.float32
+    for one, other in zip(our_gradients, gradients, strict=True):
+        assert torch.equal(one, other) and one.dtype is torch.float32
+
+
+@pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, None])
+def test_dtypes_with_another_attention_and_without_targets(dtypes, attention):
+    config = GPTConfig(vocab_size=64, context_length=32, layers=1, hidden=32, heads=4, kv_heads=2)
+    model = GPT(config) if attention is None else GPT(config, attention)
+    tokens, records = torch.randint(0, 64, (2, 16)), []
+    for region in (torch.autocast("cpu"), autocast(), autocast(enabled=False)):
+        with dtypes() as record, region:
+            logits = model(tokens)
+        records.append((record.everything(), logits.dtype))
+    assert records[0] == records[1] != records[2]
+    assert records[1][1] is torch.bfloat16 and records[2][1] is torch.float32
+
+
+def test_a_region_that_casts_nothing_is_seen(small, dtypes):
+    """The mutant of the test above: it computes the same loss within rounding, in fp32."""
+    theirs, *_ = recorded(torch.autocast("cpu"), *small, dtypes)
+    ours, *_ = recorded(autocast(enabled=False), *small, dtypes)
+    assert ours.forward != theirs.forward and ours.saved != theirs.saved
+
+
+def test_backward_inside_the_region_is_as_torch_s(small, dtypes):
+    model, tokens = small
+    records = []
+    for region in (torch.autocast("cpu"), autocast()):
+        model.zero_grad()
+        with dtypes() as record, region:
+            model(tokens, tokens).backward()
+        records.append(record.everything())
+    assert records[0] == records[1]
+
+
+def test_layers_beyond_our_gpt():
+    """Convolutions, recurrent layers, torch's own transformer: the same dtypes and results."""
+    torch.manual_seed(0)
+    cases = [
+        (nn.Conv2d(2, 3, 3, padding=1), torch.randn(1, 2, 5, 5)),
+        (nn.Conv1d(2, 3, 3, padding="same"), torch.randn(1, 2, 5)),
+        (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), torch.randn(2, 3, 16)),
+        (nn.MultiheadAttention(16, 2), (torch.randn(3, 2, 16),) * 3),
+        (nn.GRUCell(4, 4), (torch.randn(2, 4), torch.randn(2, 4))),
+        (nn.LSTM(4, 4), torch.randn(3, 2, 4)),
+        (nn.BatchNorm1d(4), torch.randn(2, 4)),
+        (nn.GroupNorm(2, 4), torch.randn(2, 4)),
+        (nn.Bilinear(4, 4, 3), (torch.randn(2, 4), torch.randn(2, 4))),
+        (nn.EmbeddingBag(9, 4), torch.randint(0, 9, (2, 3))),
+    ]
+    for module, given in cases:
+        given = given if isinstance(given, tuple) else (given,)
+        with torch.autocast("cpu"):
+            theirs = module(*given)
+        with autocast():
+            ours = module(*given)
+        for one, other in zip(memory.tensors.tensors_in(ours), memory.tensors.tensors_in(theirs), strict=True):
+            assert one.dtype is other.dtype and torch.equal(one, other), module
+
+
+# --- what is cast, and what is not -----------------------------------------------------------------------------------
+
+
+def test_keywords_lists_and_functions_of_either_spelling():
+    x, w, b = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
+    with autocast():
+        for result in (F.linear(x, w, b), F.linear(input=x, weight=w, bias=b), torch.matmul(x, other=w.T), x @ w.T,
+                       x.mm(mat2=w.T), torch.addmm(b, x, w.T, beta=2, alpha=0.5), torch.einsum("bi,oi->bo", x, w)):
+            assert result.dtype is torch.bfloat16
+        assert F.cross_entropy(input=x.bfloat16(), target=torch.tensor([0, 1])).dtype is torch.float32
+        joined = torch.cat([x, x.bfloat16()]), torch.stack(tensors=(x.bfloat16(), x))
+        assert all(each.dtype is torch.float32 for each in joined)
+        assert torch.cat([x.bfloat16(), x.bfloat16()]).dtype is torch.bfloat16
+        assert (x + x.bfloat16()).dtype is torch.float32 and x.bfloat16().exp().dtype is torch.bfloat16
+
+
+def test_float64_and_integers_are_left_alone():
+    with autocast():
+        assert product(torch.float64).dtype is torch.float64
+        assert product(torch.int64).dtype is torch.int64
+        assert F.linear(torch.ones(2, 3).double(), torch.ones(4, 3).double()).dtype is torch.float64
+        with pytest.raises(RuntimeError, match="dtype"):  # as under torch.autocast: only the fp32 one was cast
+            torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2)
+
+
+def test_in_place_operations_and_out_write_into_what_they_are_given():
+    a, b, out = torch.ones(2, 2), torch.ones(2, 2), torch.zeros(2, 2)
+    with autocast():
+        assert torch.mm(a, b, out=out) is out and out.dtype is torch.float32 and out.sum() == 8
+        out.addmm_(a, b)
+        assert out.dtype is torch.float32 and out.sum() == 16
+        out += a
+        assert out.dtype is torch.float32
+
+
+# --- casts of weights ------------------------------------------------------------------------------------------------
+
+
+def casts_of(weight, region, times=3):
+    """How many casts of `weight` are made in `times` uses in `region`, as the tracker sees them."""
+    x = torch.randn(1, weight.shape[1])
+    with memory.track(weight, x) as t, region:
+        for _ in range(times):
+            F.linear(x, weight)
+    nbytes = weight.numel() * 2
+    return sum(record.op == "_to_copy" and record.nbytes == nbytes for record in t.records)
+
+
+def test_a_weight_is_cast_once_in_a_region():
+    weight = nn.Parameter(torch.randn(8, 16))
+    assert casts_of(weight, autocast()) == 1
+    assert casts_of(weight, autocast(cache=False)) == 3
+    assert casts_of(weight.detach(), autocast()) == 3  # no weight of anybody's: nothing says that it stays
+
+
+def test_casts_are_dropped_when_the_region_ends():
+    weight, x = nn.Parameter(torch.randn(8, 16)), torch.randn(1, 16)
+    with memory.track(weight, x) as t:
+        with autocast():
+            y = F.linear(x, weight)
+            del y
+            assert t.now.total - t.start.total == weight.numel() * 2
+        assert t.now.total == t.start.total
+
+
+def test_a_weight_that_changes_is_cast_again():
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    with autocast():
+        assert F.linear(x, weight)[0, 0] == 2
+        with torch.no_grad():
+            weight.mul_(2)
+        assert F.linear(x, weight)[0, 0] == 4
+        weight.data = torch.full((2, 2), 5.0)
+        assert F.linear(x, weight)[0, 0] == 10
+
+
+def test_a_cast_made_without_gradients_does_not_lose_them():
+    """A cast under no_grad has no way back to the weight: it must not be found again when autograd is on."""
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    with autocast():
+        with torch.no_grad():
+            F.linear(x, weight)
+        F.linear(x, weight).sum().backward()
+        with torch.inference_mode():
+            assert F.linear(x, weight).dtype is torch.bfloat16
+        assert F.linear(x, weight).requires_grad
+    assert torch.equal(weight.grad, torch.ones(2, 2))
+
+
+def test_regions_inside_share_the_casts_of_the_same_dtype_only():
+    weight, x = nn.Parameter(torch.randn(8, 16)), torch.randn(1, 16)
+    with memory.track(weight, x) as t:
+        with autocast():
+            F.linear(x, weight)
+            for _ in range(3):
+                with autocast():
+                    F.linear(x, weight)
+            assert t.now.total - t.start.total == 2 * weight.numel()
+            with autocast(torch.float16):
+                F.linear(x, weight)
+                assert t.now.total - t.start.total == 4 * weight.numel()
+            assert t.now.total - t.start.total == 2 * weight.numel()
+
+
+# --- regions ---------------------------------------------------------------------------------------------------------
+
+
+def test_nesting_disabling_and_the_way_back():
+    assert product().dtype is torch.float32
+    with autocast():
+        assert product().dtype is torch.bfloat16
+        with autocast(torch.float16):
+            assert product().dtype is torch.float16
+            with autocast(enabled=False):
+                assert product().dtype is torch.float32
+                with autocast():
+                    assert product().dtype is torch.bfloat16
+            assert product().dtype is torch.float16
+        assert product().dtype is torch.bfloat16
+    assert product().dtype is torch.float32
+
+
+def test_an_exception_ends_the_region():
+    with pytest.raises(ZeroDivisionError), autocast():
+        product()[0, 0].item() / 0
+    assert product().dtype is torch.float32
+    with autocast():
+        with pytest.raises(RuntimeError, match="shapes"):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+        assert product().dtype is torch.bfloat16
+
+
+def test_an_instance_can_be_entered_again_and_inside_itself():
+    region = autocast()
+    for _ in range(2):
+        with region:
+            with region:
+                assert product().dtype is torch.bfloat16
+            assert product().dtype is torch.bfloat16
+        assert product().dtype is torch.float32
+
+
+def test_as_a_decorator_of_functions_recursion_and_generators():
+    @autocast()
+    def deep(n):
+        """Documented."""
+        return product().dtype if n == 0 else deep(n - 1)
+
+    @autocast()
+    def generator():
+        while True:
+            received = yield product().dtype
+            assert received in (None, "sent")
+
+    assert deep(3) is torch.bfloat16 and deep.__doc__ == "Documented."
+    running = generator()
+    assert next(running) is torch.bfloat16
+    assert product().dtype is torch.float32  # between two stretches of the generator
+    assert running.send("sent") is torch.bfloat16
+    running.close()
+    with pytest.raises(TypeError, match="autocast cannot decorate waits, which is async.*with autocast"):
+        @autocast()
+        async def waits():
+            pass
+
+
+def test_generators_that_end_in_another_order_than_they_began():
+    def holding(dtype):
+        with autocast(dtype):
+            yield
+
+    first, second = holding(torch.bfloat16), holding(torch.float16)
+    next(first)
+    next(second)
+    assert product().dtype is torch.float16
+    first.close()
+    assert product().dtype is torch.float16
+    second.close()
+    assert product().dtype is torch.float32
+
+
+def test_a_region_is_its_thread_s():
+    found = {}
+
+    def work(name):
+        found[name] = product().dtype
+        with autocast(torch.float16):
+            found[name + ", own region"] = product().dtype
+
+    with autocast():
+        for name, target in (("plain", work), ("kept", keep_precision(work))):
+            thread = threading.Thread(target=target, args=(name,))
+            thread.start()
+            thread.join()
+        assert product().dtype is torch.bfloat16
+    assert found == {"plain": torch.float32, "plain, own region": torch.float16, "kept": torch.bfloat16,
+                     "kept, own region": torch.float16}
+
+
+def test_a_region_cannot_be_left_in_another_thread():
+    region, errors = autocast(), []
+
+    def leave():
+        try:
+            region.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with region:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1 and "in which it was not entered" in errors[0]
+
+
+def test_a_dry_run_reads_what_the_real_run_reads(small):
+    model, tokens = small
+
+    def step(model, tokens):
+        with autocast():
+            loss = model(tokens, tokens)
+        loss.backward()
+
+    step(model, tokens)
+    model.zero_grad()
+    dry = memory.dry_run(step, model, tokens)
+    with memory.track(model, tokens) as real:
+        step(model, tokens)
+    assert dry.peak == real.peak and dry.now == real.now
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_asked_for():
+    for dtype in (torch.float32, torch.float64, torch.int8, "bf16", None):
+        with pytest.raises(ValueError, match=r"dtype=.*: expected torch.bfloat16 or torch.float16"):
+            autocast(dtype)
+    with pytest.raises(ValueError, match="device_type='tpu': expected 'cpu' or 'cuda'"):
+        autocast(device_type="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device_type='cuda', but torch .* sees no GPU"):
+            autocast(device_type="cuda")

@@ -1,0 +1,121 @@
+"""The kernels: each policy, the table of CUDA too. On a CPU its region is told that CPU tensors are its own."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from refimpl.mixed_precision import kernels, lists
+from refimpl.mixed_precision.regions import Region, set_stack, state
+
+x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@contextmanager
+def cuda_table(dtype=torch.float16):
+    """A region in which CPU tensors are treated as CUDA's are."""
+    kernels.register("cuda")
+    region, before = Region(None, "cuda", dtype, {}), state().stack
+    region.on = "is_cpu"
+    set_stack((*before, region))
+    try:
+        yield
+    finally:
+        set_stack(before)
+
+
+def test_low():
+    with cuda_table():
+        for y in (x @ x, F.linear(x, x), torch.einsum("ij,jk->ik", x, x), torch.mv(x, x[0]), torch.addr(x, x[0], x[0]),
+                  torch.linalg.multi_dot([x, x]), F.conv1d(x[None], x[:, :, None])):
+            assert y.dtype is torch.float16
+
+
+def test_fp32():
+    h = x.half()
+    with cuda_table():
+        for y in (h.exp(), h.abs().log(), h**2, 2**h, h.rsqrt(), F.softplus(h), F.layer_norm(h, (4,)),
+                  F.rms_norm(h, (4,)),
+                  F.mse_loss(h, h), torch.cdist(h, h), h.logsumexp(0), F.group_norm(h, 2), F.cosine_similarity(h, h)):
+            assert y.dtype is torch.float32
+        assert h.double().exp().dtype is torch.float64
+
+
+def test_fp32_result_reads_the_low_tensor_itself():
+    h, seen = x.half(), []
+    with cuda_table(), Names(seen):
+        for y in (h.softmax(-1), F.softmax(h, -1), F.log_softmax(h, dim=-1), h.sum(), h.sum(0), h.sum(dim=(0, 1)),
+                  h.prod(),
+                  h.prod(0), h.cumsum(0), torch.cumprod(h, dim=0), h.norm(), h.norm(3), torch.norm(h, p=2, dim=1),
+                  torch.linalg.vector_norm(h), torch.linalg.matrix_norm(h),
+                  torch.linalg.norm(h)):
+            assert y.dtype is torch.float32
+        assert h.sum(dtype=torch.float16).dtype is torch.float16  # who asks for a dtype gets it
+        assert h.softmax(-1, torch.float64).dtype is torch.float64
+        assert torch.ones(2, dtype=torch.int64).sum().dtype is torch.int64
+        assert h.double().sum().dtype is torch.float64
+    assert torch.allclose(torch.norm(h, p=2, dim=1, keepdim=True).float(), x.norm(dim=1, keepdim=True), rtol=1e-2)
+    assert "aten::sum.dim_IntList" in seen
+
+
+class Names(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_promote_to_the_widest_and_at_least_the_region_s():
+    h, b = x.half(), x.bfloat16()
+    with cuda_table():
+        assert torch.addcmul(x, h, h).dtype is torch.float32
+        assert torch.addcmul(h, h, h).dtype is torch.float16
+        assert torch.dot(x[0], h[0]).dtype is torch.float32
+        assert torch.tensordot(h, x, 1).dtype is torch.float32
+        assert h.index_put((torch.tensor([0]),), x[0]).dtype is torch.float32  # tensors in lists
+        assert h.scatter_add(0, torch.zeros(4, 4, dtype=torch.int64), x).dtype is torch.float32
+        assert torch.atan2(b, h).dtype is torch.float32  # neither holds the other
+        assert torch.atan2(x.double(), x.double()).dtype is torch.float64
+
+
+def test_refuse_says_what_to_use():
+    with cuda_table(), pytest.raises(RuntimeError, match="binary_cross_entropy.* is not safe in torch.float16: take "
+                                                         "binary_cross_entropy_with_logits"):
+        F.binary_cross_entropy(x.sigmoid(), x.sigmoid())
+    assert F.binary_cross_entropy(x.sigmoid(), x.sigmoid()).dtype is torch.float32
+
+
+def test_our_gpt_under_cuda_s_table(gpt, dtypes):
+    """Softmax, norms and loss in fp32, products low; tests/gpu holds it against torch.autocast("cuda")."""
+    model, tokens = gpt
+    with dtypes() as record:
+        with cuda_table():
+            loss = model(tokens, tokens)
+        loss.backward()
+    by_name = {}
+    for name, _, dtype in record.forward:
+        by_name.setdefault(name, set()).add(dtype)
+    assert by_name["aten::bmm"] == {"torch.float16"}
+    assert by_name["aten::_softmax"] == by_name["aten::_log_softmax"] == {"torch.float32"}
+    norm = "aten::native_layer_norm" if model.config.norm == "layernorm" else "aten::rsqrt"
+    assert by_name[norm] == {"torch.float32"}
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_an_operation_that_this_pytorch_does_not_have_is_passed_over(monkeypatch):
+    monkeypatch.setitem(lists.POLICIES, "cpu", {**lists.POLICIES["cpu"], "not_an_operation.int": lists.LOW})
+    kernels.register("cpu")
+    assert kernels.operation("not_an_operation.int") is None
+    kernels._registered.discard("not_an_operation.int")
+
+
+def test_kernels_rest_outside_of_regions():
+    kernels.register("cpu")
+    kernels.register("cuda")
+    assert (x @ x).dtype is torch.float32 and x.half().exp().dtype is torch.float16
+    with torch.autocast("cpu"):  # and torch's own go on as ever
+        assert (x @ x).dtype is torch.bfloat16

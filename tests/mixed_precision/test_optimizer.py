@@ -1,0 +1,531 @@
+"""The optimizer with fp32 masters: its bytes, its arithmetic, and everything that one expects of an optimizer."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from refimpl import memory
+from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, step_bytes
+from refimpl.mixed_precision.masters import buckets
+
+RECIPES = {"16 bytes": (False, "bf16 + fp32 master", 16), "18 bytes": (True, "bf16 + fp32 master and gradients", 18)}
+LOW = [torch.bfloat16, torch.float16]
+
+
+def wrapped(model, dtype=torch.bfloat16, inner=None, **options):
+    return MixedPrecisionOptimizer((inner or torch.optim.AdamW)(model.parameters(), lr=1e-3), dtype, **options)
+
+
+def step(model, optimizer, tokens):
+    model(tokens, tokens).backward()
+    optimizer.step()
+
+
+def masters(optimizer):
+    return [optimizer.state[p]["master"] for group in optimizer.param_groups for p in group["params"]]
+
+
+def weights(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def agree(optimizer):
+    """Whether every weight is its master, rounded."""
+    return all(torch.equal(m.to(p.dtype), p) for m, p in zip(masters(optimizer), weights(optimizer), strict=True))
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def check_bytes(model, tokens, make, precision):
+    """Two steps of what `make` wraps: the tracker and the allocator read the closed form of `precision`."""
+    count, tensors = model.config.parameter_count(), len(list(model.parameters()))
+    expected = memory.model_state_bytes(count, "adamw", precision, tensors)
+    with memory.track() as t:
+        optimizer = make(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            step(model, optimizer, tokens)
+    assert {name: t.now[name] for name in expected} == dict(expected)
+    states = sum(t.now[name] for name in ("parameters", "gradients", "optimizer state"))
+    assert states == expected.total == t.now.total - t.now["inputs"] - t.now["buffers"]
+    optimizer.zero_grad()
+    with memory.measure("cpu") as m:
+        step(model, optimizer, tokens)
+    assert m.net == expected["gradients"]  # the gradients are new, everything else was there
+    return expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", LOW)
+def test_sixteen_and_eighteen_bytes_a_parameter(gpt, recipe, dtype):
+    fp32_gradients, precision, each = RECIPES[recipe]
+    expected = check_bytes(*gpt, lambda model: wrapped(model, dtype, fp32_gradients=fp32_gradients), precision)
+    count, tensors = gpt[0].config.parameter_count(), len(list(gpt[0].parameters()))
+    assert expected.total == each * count + 4 * tensors
+
+
+class NoMaster(torch.optim.AdamW):
+    """The mutant that saves too much: 16-bit weights, and everything else as low."""
+
+    def __init__(self, model):
+        super().__init__(model.bfloat16().parameters(), lr=1e-3)
+
+
+class TwoMasters(MixedPrecisionOptimizer):
+    """The mutant that saves too little: a second fp32 copy."""
+
+    def __init__(self, model):
+        super().__init__(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for p in weights(self):
+            self.inner.state[self._masters[p]]["again"] = self._masters[p].detach().clone()
+
+    def step(self, closure=None):
+        for p in weights(self):  # AdamW fills an empty state only
+            self.inner.state[self._masters[p]].pop("again", None)
+        super().step(closure)
+        for p in weights(self):
+            self.inner.state[self._masters[p]]["again"] = self._masters[p].detach().clone()
+
+
+class KeepsWideGradients(MixedPrecisionOptimizer):
+    """The mutant that forgets to let the fp32 gradients of its masters go."""
+
+    def __init__(self, model):
+        super().__init__(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in weights(self):
+            self._masters[p].grad = p.grad.float()
+
+
+@pytest.mark.parametrize("mutant", [NoMaster, TwoMasters, KeepsWideGradients])
+def test_the_byte_test_sees_other_numbers_of_copies(small, mutant):
+    with pytest.raises(AssertionError):
+        check_bytes(*small, mutant, RECIPES["16 bytes"][1])
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**12, 2**25, None])
+def test_a_step_takes_one_bucket_of_fp32_gradients(small, bucket_bytes):
+    model, tokens = small
+    optimizer = wrapped(model, inner=torch.optim.SGD, bucket_bytes=bucket_bytes)
+    model(tokens, tokens).backward()
+    with memory.track(model, optimizer) as t:
+        optimizer.step()
+    sizes = [p.numel() for p in model.parameters()]
+    assert t.peak.total - t.start.total == t.peak["gradients"] - t.start["gradients"] == step_bytes(sizes, bucket_bytes)
+    assert (t.peak.total - t.start.total == 4 * sum(sizes)) == (bucket_bytes != 2**12)
+
+
+def test_fp32_gradients_are_lent_and_not_copied(small):
+    model, tokens = small
+    optimizer = wrapped(model, inner=torch.optim.SGD, fp32_gradients=True)
+    model(tokens, tokens).backward()
+    assert all(p.grad.dtype is torch.float32 and p.dtype is torch.bfloat16 for p in model.parameters())
+    with memory.track(model, optimizer) as t:
+        optimizer.step()
+    assert t.peak.total == t.start.total
+
+
+def test_buckets():
+    assert list(buckets([1, 2, 3], None, lambda n: n)) == [[1, 2, 3]]
+    assert list(buckets([4, 4, 9, 1, 1], 8, lambda n: n)) == [[4, 4], [9], [1, 1]]
+    assert list(buckets([], 8, lambda n: n)) == []
+    assert step_bytes([1, 1, 3, 1], 8) == 12 and step_bytes([5, 5], None) == 40 and step_bytes([]) == 0
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(model, tokens, steps, dtype):
+    """Low weights, fp32 masters under AdamW, written out: what the optimizer has to give."""
+    kept = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(kept, lr=1e-3)
+    model.to(dtype)
+    for _ in range(steps):
+        model.zero_grad()
+        model(tokens, tokens).backward()
+        for master, p in zip(kept, model.parameters(), strict=True):
+            master.grad = p.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(kept, model.parameters(), strict=True):
+                p.copy_(master)
+    return list(model.parameters()), kept
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**12, None])
+@pytest.mark.parametrize("dtype", LOW)
+def test_steps_are_those_of_masters_kept_by_hand(gpt, bucket_bytes, dtype):
+    model, tokens = gpt
+    if model.config.dropout:
+        model.eval()
+    other = copy.deepcopy(model)
+    optimizer = wrapped(model, dtype, bucket_bytes=bucket_bytes)
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(model, optimizer, tokens)
+    expected, kept = by_hand(other, tokens, 3, dtype)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(masters(optimizer), kept, strict=True))
+
+
+def test_small_updates_are_not_lost():
+    """Without a master the mutant stands still: 1 − 10⁻³ rounds to 1 in bf16."""
+    for wrap, expected in ((MixedPrecisionOptimizer, 0.9), (lambda optimizer: optimizer, 1.0)):
+        weight = nn.Parameter(torch.ones(1).bfloat16())
+        optimizer = wrap(torch.optim.SGD([weight], lr=1e-3))
+        for _ in range(100):
+            weight.grad = torch.ones(1).bfloat16()
+            optimizer.step()
+        assert weight.item() == pytest.approx(expected, abs=2**-9)
+
+
+def test_fp32_gradients_add_up_what_16_bits_would_lose():
+    sums = {}
+    for fp32_gradients in (True, False):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), fp32_gradients=fp32_gradients)
+        for _ in range(1000):
+            weight.sum().backward()
+        sums[fp32_gradients] = weight.grad.item()
+        optimizer.step()
+        assert weight.grad.item() == sums[fp32_gradients] and masters(optimizer)[0].item() == 1 - sums[fp32_gradients]
+    assert sums == {True: 1000.0, False: 256.0}  # 256 + 1 = 256 in bf16
+
+
+def test_clipping_on_the_way_to_fp32_is_torch_s(small):
+    model, tokens = small
+    other = copy.deepcopy(model)
+    ours = wrapped(model, max_grad_norm=0.1, inner=torch.optim.SGD)
+    theirs = wrapped(other, inner=torch.optim.SGD, fp32_gradients=True)
+    for each in (model, other):
+        each(tokens, tokens).backward()
+    norm = nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    ours.step()
+    theirs.step()
+    assert norm > 0.1 and ours.grad_norm.item() == pytest.approx(norm.item(), rel=1e-2)
+    for one, other in zip(masters(ours), masters(theirs), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("fp32_gradients", [False, True])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_with_a_loss_scaler_clipping_sees_unscaled_gradients(fp32_gradients, unscale_first):
+    """3 and 4 have norm 5; a gradient of 2⁻³⁰, times 2¹⁶, is one that fp16 holds, and without it would be 0."""
+    tiny = 2.0**-30
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), torch.float16, fp32_gradients=fp32_gradients,
+                                        max_grad_norm=None if unscale_first else 1.0)
+    scaler = AdaptiveLossScaler(2.0**12)
+    scaler.scale((weight.float() * torch.tensor([3.0, 4.0, tiny * 2.0**4])).sum()).backward()
+    if unscale_first:
+        scaler.unscale_(optimizer)
+        assert weight.grad.dtype is torch.float32 and weight.grad.tolist() == [3.0, 4.0, tiny * 2.0**4]
+        nn.utils.clip_grad_norm_([weight], 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.allclose(masters(optimizer)[0].detach(), -torch.tensor([0.6, 0.8, tiny * 2.0**4 / 5]), rtol=1e-4)
+    assert masters(optimizer)[0][2] != 0
+    optimizer.zero_grad()
+    weight.float().sum().backward()
+    assert weight.grad.dtype is (torch.float32 if fp32_gradients else torch.float16)  # 16 bytes again
+
+
+def test_an_overflow_skips_the_step():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), torch.float16)
+    scaler = AdaptiveLossScaler(8.0)
+    for unscale_first, value in ((True, math.inf), (False, math.nan), (False, 8.0)):
+        weight.grad = torch.tensor([value, 8.0]).half()
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert weight.grad.dtype is torch.float16
+        scaler.update(new_scale=8.0)
+        optimizer.zero_grad()
+    assert scaler.skipped_steps == 2 and weight.tolist() == masters(optimizer)[0].tolist() == [0.0, 0.0]
+
+
+# --- master and weight -----------------------------------------------------------------------------------------------
+
+
+def test_master_and_weight_never_drift_apart(small):
+    model, tokens = small
+    optimizer = wrapped(model)
+    assert agree(optimizer)
+    for _ in range(5):
+        optimizer.zero_grad()
+        step(model, optimizer, tokens)
+        assert agree(optimizer)
+
+
+def test_loading_the_model_s_own_weights_changes_no_master(small):
+    model, tokens = small
+    optimizer = wrapped(model)
+    step(model, optimizer, tokens)
+    before = [m.clone() for m in masters(optimizer)]
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    optimizer.sync_masters()
+    assert all(torch.equal(*pair) for pair in zip(before, masters(optimizer), strict=True))
+
+
+@pytest.mark.parametrize("write", ["load_state_dict", "copy_", "data, then sync_masters", "another tensor"])
+def test_weights_that_somebody_writes_win_element_by_element(write):
+    weight = nn.Parameter(torch.tensor([1.0, 1.0]))
+    model = nn.ParameterDict({"weight": weight})
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1e-3))
+    weight.grad = torch.ones(2).bfloat16()
+    optimizer.step()  # the masters are 0.999, which rounds to 1
+    new = torch.tensor([1.0, 5.0]).bfloat16()
+    if write == "load_state_dict":
+        model.load_state_dict({"weight": new})
+    elif write == "copy_":
+        with torch.no_grad():
+            weight.copy_(new)
+    elif write == "another tensor":
+        weight.data = new
+    else:
+        weight.data.copy_(new)
+        optimizer.sync_masters()
+    optimizer.step()
+    assert torch.allclose(masters(optimizer)[0].detach(), torch.tensor([0.998, 4.999]), atol=1e-6)
+    assert agree(optimizer)
+
+
+def test_a_model_that_is_converted_or_moved_afterwards_is_refused():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0))
+    nn.ParameterList([weight]).half()
+    weight.grad_dtype = torch.float16
+    weight.grad = torch.ones(2).half()
+    with pytest.raises(ValueError, match=r"a weight of shape \(2,\) is torch.float16, and was made torch.bfloat16"):
+        optimizer.step()
+    moved = nn.Parameter(torch.ones(2))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([moved], lr=1.0))
+    optimizer._masters[moved] = torch.ones(2, device="meta")
+    moved.grad = torch.ones(2).bfloat16()
+    with pytest.raises(ValueError, match="is on cpu, its master on meta: move the model before"):
+        optimizer.step()
+
+
+# --- as any optimizer ------------------------------------------------------------------------------------------------
+
+
+def test_save_and_resume_is_bit_equal(small, tmp_path):
+    model, tokens = small
+    fresh = copy.deepcopy(model)
+    optimizer = wrapped(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(model, optimizer, tokens)
+        schedule.step()
+    torch.save([each.state_dict() for each in (model, optimizer, schedule)], tmp_path / "saved")
+    again = wrapped(fresh)
+    schedule_again = torch.optim.lr_scheduler.StepLR(again, 2, 0.5)
+    for each, state in zip((fresh, again, schedule_again), torch.load(tmp_path / "saved"), strict=True):
+        each.load_state_dict(state)
+    for _ in range(3):
+        for m, o, s in ((model, optimizer, schedule), (fresh, again, schedule_again)):
+            o.zero_grad()
+            step(m, o, tokens)
+            s.step()
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), fresh.parameters(), strict=True))
+        assert all(torch.equal(*pair) for pair in zip(masters(optimizer), masters(again), strict=True))
+        assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_states_that_cannot_be_loaded(small):
+    model, tokens = small
+    plain = torch.optim.AdamW(copy.deepcopy(model).parameters())
+    optimizer = wrapped(model)
+    step(model, optimizer, tokens)
+    before = [m.clone() for m in masters(optimizer)]
+    with pytest.raises(ValueError, match=r"no master weight in the state of parameters \[0\]"):
+        optimizer.load_state_dict({"state": {0: {"step": 1}}, "param_groups": plain.state_dict()["param_groups"]})
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    assert all(torch.equal(*pair) for pair in zip(before, masters(optimizer), strict=True))
+
+
+def test_a_state_from_before_goes_to_the_masters(small):
+    """An optimizer that has stepped in fp32 is wrapped later: its moments go on."""
+    model, tokens = small
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step(model, inner, tokens)
+    moments = [inner.state[p]["exp_avg"] for p in model.parameters()]
+    optimizer = MixedPrecisionOptimizer(inner)
+    assert all(optimizer.state[p]["exp_avg"] is m for p, m in zip(model.parameters(), moments, strict=True))
+    assert all(p.grad.dtype is torch.bfloat16 for p in model.parameters())
+    step(model, optimizer, tokens)
+    assert optimizer.state[weights(optimizer)[0]]["step"] == 2
+
+
+def test_groups_schedulers_and_add_param_group():
+    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    inner = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": [second], "lr": 0.1}], lr=9.0)
+    optimizer = MixedPrecisionOptimizer(inner, bucket_bytes=4)
+    optimizer.add_param_group({"params": [third], "lr": 0.01})
+    schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.5)
+    assert third.dtype is torch.bfloat16 and third in optimizer.state
+    for p in (first, second, third):
+        p.grad = torch.ones(2).bfloat16()
+    optimizer.step()
+    schedule.step()
+    optimizer.step()
+    assert [m[0].item() for m in masters(optimizer)] == pytest.approx([-0.5, 0.85, 0.985])
+    with pytest.raises(ValueError, match="parameter 3 of shape"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))]})
+    assert len(optimizer.param_groups) == len(inner.param_groups) == 3
+
+
+def test_tied_weights_stay_tied(small):
+    model, tokens = small
+    assert model.head.weight is model.embedding.weight
+    optimizer = wrapped(model)
+    step(model, optimizer, tokens)
+    assert model.head.weight is model.embedding.weight
+    assert model.embedding.weight.dtype is torch.bfloat16
+    assert len(masters(optimizer)) == len(list(model.parameters()))
+    one = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match="parameters 0 and 1 are two tensors in one memory"):
+        MixedPrecisionOptimizer(torch.optim.SGD([one, nn.Parameter(one.data)]))
+
+
+def test_frozen_parameters_cost_their_weight_only():
+    frozen, other = nn.Parameter(torch.ones(8), requires_grad=False), nn.Parameter(torch.ones(8))
+    with memory.track() as t:
+        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW([frozen, other], lr=0.1))
+        other.grad = torch.ones(8).bfloat16()
+        optimizer.step()
+    assert t.now["optimizer state"] == 12 * 8 + 4 and frozen.dtype is torch.bfloat16
+    frozen.requires_grad_()
+    for p in (frozen, other):
+        p.grad = torch.ones(8).bfloat16()
+    optimizer.step()
+    assert optimizer.state[frozen]["step"] == 1 and optimizer.state[other]["step"] == 2 and frozen[0] < 1
+    again = MixedPrecisionOptimizer(torch.optim.AdamW([nn.Parameter(torch.ones(8), requires_grad=False),
+                                                       nn.Parameter(torch.ones(8))]))
+    again.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(*pair) for pair in zip(masters(optimizer), masters(again), strict=True))
+
+
+def test_parameters_that_the_optimizer_does_not_hold_stay():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1))
+    assert model[0].weight.dtype is torch.float32
+    model.to(torch.bfloat16)
+    model(torch.ones(1, 2).bfloat16()).sum().backward()
+    optimizer.step()
+    assert agree(optimizer)
+
+
+def test_closures(small):
+    """Adam calls it once, LBFGS often; the result is that of fp32, within the rounding of the weights."""
+    target = torch.tensor([1.0, -2.0, 3.0])
+    for inner, steps in ((lambda p: torch.optim.Adam(p, lr=0.1), 200), (lambda p: torch.optim.LBFGS(p), 2)):
+        weight = nn.Parameter(torch.zeros(3))
+        optimizer = MixedPrecisionOptimizer(inner([weight]), fp32_gradients=False)
+        calls = []
+
+        def closure(weight=weight, optimizer=optimizer, calls=calls):
+            optimizer.zero_grad()
+            loss = (weight.float() - target).square().sum()
+            loss.backward()
+            calls.append(loss.item())
+            return loss
+
+        first = optimizer.step(closure)
+        assert first.item() == 14.0
+        for _ in range(steps):
+            optimizer.step(closure)
+        assert calls[-1] < 1e-3 and agree(optimizer)
+        assert torch.allclose(masters(optimizer)[0].detach(), target, atol=0.05)
+        assert all(m.grad is None for m in masters(optimizer))
+
+
+class CountsInItsGroup(torch.optim.SGD):
+    """Some optimizers count steps for a group, not for a parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+def test_buckets_count_as_one_step():
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = MixedPrecisionOptimizer(CountsInItsGroup(parameters, lr=0.1), bucket_bytes=16)
+    for p in parameters:
+        p.grad = torch.ones(4).bfloat16()
+    optimizer.step()
+    assert optimizer.param_groups[0]["count"] == 1
+    assert all(m[0].item() == pytest.approx(0.9) for m in masters(optimizer))
+
+
+def test_an_exception_in_a_step_leaves_groups_and_gradients_as_they_were():
+    class Breaks(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = MixedPrecisionOptimizer(Breaks(parameters, lr=0.1), bucket_bytes=16)
+    for p in parameters:
+        p.grad = torch.ones(4).bfloat16()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert len(optimizer.inner.param_groups[0]["params"]) == 3 and all(m.grad is None for m in masters(optimizer))
+
+
+def test_sparse_gradients():
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SparseAdam(table.parameters(), lr=0.1), max_grad_norm=100.0)
+    before = table.weight.detach().clone()
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    optimizer.step()
+    assert (table.weight != before).any(1).tolist() == [False, True, False, True, False]
+    assert optimizer.grad_norm.item() == pytest.approx((2 * 4 + 2) ** 0.5) and agree(optimizer)
+
+
+def test_copies_are_independent_and_dry_runs_read_the_same(small):
+    model, tokens = small
+    optimizer = wrapped(model, fp32_gradients=True)
+    step(model, optimizer, tokens)
+    optimizer.zero_grad()
+    other_model, other = copy.deepcopy((model, optimizer))
+    dry = memory.dry_run(step, model, optimizer, tokens)
+    with memory.track(model, optimizer, tokens) as real:
+        step(model, optimizer, tokens)
+    assert dry.peak == real.peak and dry.now == real.now
+    step(other_model, other, tokens)
+    assert all(torch.equal(*pair) for pair in zip(masters(optimizer), masters(other), strict=True))
+    assert {id(m) for m in masters(optimizer)}.isdisjoint(map(id, masters(other)))
+
+
+def test_what_cannot_be_wrapped():
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"MixedPrecisionOptimizer\(generator\): expected an optimizer"):
+        MixedPrecisionOptimizer(nn.Linear(2, 2).parameters())
+    inner = torch.optim.SGD([weight])
+    for dtype in (torch.float32, torch.int8, "bf16"):
+        with pytest.raises(ValueError, match="dtype=.*: expected torch.bfloat16 or torch.float16"):
+            MixedPrecisionOptimizer(inner, dtype)
+    for norm in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="max_grad_norm=.*: expected a finite number above 0"):
+            MixedPrecisionOptimizer(inner, max_grad_norm=norm)
+    for size in (0, -1, math.nan):
+        with pytest.raises(ValueError, match="bucket_bytes=.*: expected bytes above 0"):
+            MixedPrecisionOptimizer(inner, bucket_bytes=size)
+    with pytest.raises(ValueError, match=r"parameter 0 of shape \(2,\) is torch.float64: expected float32"):
+        MixedPrecisionOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.float64))]))
+    assert weight.dtype is torch.float32  # nothing was touched
+    optimizer = MixedPrecisionOptimizer(inner)
+    with pytest.raises(TypeError, match="MixedPrecisionOptimizer.MixedPrecisionOptimizer"):
+        MixedPrecisionOptimizer(optimizer)
+    with pytest.raises(ValueError, match="no parameter of this optimizer has a gradient: call loss.backward"):
+        optimizer.step()

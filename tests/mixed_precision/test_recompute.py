@@ -1,0 +1,152 @@
+"""A checkpointed function is computed again in backward, when the region is over: in the same dtypes."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from refimpl import memory
+from refimpl.mixed_precision import autocast, keep_precision, recompute
+
+KINDS = {"reentrant": True, "not reentrant": False}
+
+
+def loss_of(model, tokens, use_reentrant):
+    """The model's loss, its blocks checkpointed (`None`: not)."""
+    x = model.embedding(tokens) + model.positions(torch.arange(tokens.shape[1]))
+    for block in model.blocks:
+        x = block(x) if use_reentrant is None else checkpoint(block, x, use_reentrant=use_reentrant)
+    logits = model.head(model.norm(x))
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def gradients(model, tokens, use_reentrant, region=autocast, backward=lambda loss: loss.backward()):
+    model.zero_grad()
+    with region():
+        loss = loss_of(model, tokens, use_reentrant)
+    backward(loss)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def in_a_thread(loss):
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
+def in_another_region(loss):
+    with autocast(torch.float16):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backward", [lambda loss: loss.backward(), in_a_thread], ids=["here", "in a thread"])
+def test_recomputed_blocks_give_the_same_gradients(small, kind, backward):
+    plain = gradients(*small, None)
+    for _ in range(2):
+        again = gradients(*small, KINDS[kind], backward=backward)
+        assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputation_runs_the_operations_of_the_forward(small, kind, dtypes):
+    model, tokens = small
+    with dtypes() as record:
+        gradients(model, tokens, KINDS[kind])
+    products = [line for line in record.forward if line[0] in ("aten::addmm", "aten::bmm")]
+    again = [line for line in record.backward if line[0] in ("aten::addmm", "aten::bmm")]
+    assert len(products) > 8 and all(dtype == "torch.bfloat16" for _, _, dtype in [*products, *again])
+    for line in set(products) - {products[-1]}:
+        assert line in again
+
+
+def test_the_region_of_the_forward_counts_and_not_that_of_backward(small):
+    plain = gradients(*small, None)
+    again = gradients(*small, False, backward=in_another_region)
+    close = [torch.allclose(one, other, atol=1e-2) for one, other in zip(plain, again, strict=True)]
+    assert all(close)  # the rest of backward runs in float16 there
+    disabled = gradients(*small, False, region=lambda: autocast(enabled=False), backward=in_another_region)
+    fp32 = gradients(*small, None, region=lambda: autocast(enabled=False))
+    assert all(torch.allclose(one, other, atol=1e-2) for one, other in zip(disabled, fp32, strict=True))
+
+
+def test_without_the_wrappers_it_fails(small, monkeypatch):
+    """The mutant: fp32 in backward is noticed by the one kind, and gives other gradients in the other."""
+    plain = gradients(*small, None)
+    monkeypatch.setattr(recompute, "_install", lambda: None)
+    with pytest.raises(CheckpointError, match="different metadata"):
+        gradients(*small, False)
+    other = gradients(*small, True)
+    assert not all(torch.equal(one, another) for one, another in zip(plain, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_casts_of_a_recomputation_end_with_it(small, kind):
+    model, tokens = small
+    gradients(model, tokens, KINDS[kind])
+    model.zero_grad()
+    with memory.track(model, tokens) as t:
+        with autocast():
+            loss = loss_of(model, tokens, KINDS[kind])
+        loss.backward()
+        del loss
+        model.zero_grad()
+    assert t.now.total == t.start.total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_in_a_recomputation_leaves_nothing(kind):
+    calls = []
+
+    def breaks_the_second_time(x):
+        calls.append((x @ x).dtype)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return x @ x
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with autocast():
+        y = checkpoint(breaks_the_second_time, x, use_reentrant=KINDS[kind])
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert calls == [torch.bfloat16] * 2
+    assert (x @ x).dtype is torch.float32
+
+
+def test_keep_precision_is_of_the_regions_that_are_open_when_it_is_called():
+    def product(x):
+        """Documented."""
+        return (x @ x).dtype
+
+    x = torch.ones(2, 2)
+    with autocast():
+        low = keep_precision(product)
+        with autocast(enabled=False):
+            high = keep_precision(product)
+    with autocast(torch.float16):
+        assert (low(x), high(x), product(x)) == (torch.bfloat16, torch.float32, torch.float16)
+    assert (low(x), high(x), product(x)) == (torch.bfloat16, torch.float32, torch.float32)
+    assert low.__doc__ == "Documented."
+    assert keep_precision(torch.nn.Linear(2, 2))(x).dtype is torch.float32  # a module, which has no __name__
+
+
+def test_wrappers_are_there_while_a_region_is_open_in_any_thread():
+    before = torch.utils.checkpoint._CheckpointFrame.__init__
+    inside, go_on, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        with autocast():
+            inside.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    with autocast():
+        pass
+    seen.append(torch.utils.checkpoint._CheckpointFrame.__init__ is before)
+    go_on.set()
+    thread.join()
+    seen.append(torch.utils.checkpoint._CheckpointFrame.__init__ is before)
+    assert seen == [False, True]

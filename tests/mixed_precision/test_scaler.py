@@ -1,0 +1,339 @@
+"""The loss scaler beside torch's and DeepSpeed's rules, and what it asks of the device."""
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator, launch
+from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer
+
+
+def problem(dtype=torch.float32, numbers=(3.0, 4.0)):
+    """(parameter, optimizer): SGD of rate 1."""
+    weight = torch.nn.Parameter(torch.tensor(numbers, dtype=dtype))
+    return weight, torch.optim.SGD([weight], lr=1.0)
+
+
+def train(scaler, optimizer, weight, overflow):
+    """One step whose gradient is 1, or inf."""
+    optimizer.zero_grad()
+    scaler.scale(weight.sum()).backward()
+    if overflow:
+        weight.grad[0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# --- the scale -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"growth_factor": 1.7, "backoff_factor": 0.37, "growth_interval": 5,
+                                           "init_scale": 1000.0}])
+def test_the_scale_of_10000_steps_is_that_of_torch(settings):
+    """Overflows where fp16 would have them, past a limit that moves, and at random."""
+    draw = random.Random(0)
+    weight, optimizer = problem()
+    ours = AdaptiveLossScaler(**settings, min_scale=1e-30, max_scale=1e30)
+    theirs = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**16, "growth_interval": 2000, **settings})
+    skipped = grown = 0
+    for step in range(10_000):
+        overflow = ours.get_scale() > 2.0 ** (14 + 6 * math.sin(step / 500)) or draw.random() < 0.002
+        before = ours.get_scale()
+        for scaler in (ours, theirs):
+            train(scaler, optimizer, weight, overflow)
+        assert ours.get_scale() == theirs.get_scale(), step
+        skipped, grown = skipped + overflow, grown + (ours.get_scale() > before)
+    assert ours.skipped_steps == skipped > 10 and (grown > 100 or not settings)
+
+
+def scale_by_deepspeed(overflows, scale, interval, hysteresis):
+    """What DeepSpeed's DynamicLossScaler (consecutive_hysteresis=False) makes of overflows, from its description."""
+    left, last = hysteresis, -1
+    for step, overflow in enumerate(overflows):
+        if overflow:
+            scale, left, last = (max(scale / 2, 1), left, step) if left == 1 else (scale, left - 1, step)
+        elif (step - last) % interval == 0:
+            scale, left = scale * 2, hysteresis
+        yield scale
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_hysteresis_is_deepspeed_s(hysteresis):
+    draw, scaler = random.Random(hysteresis), AdaptiveLossScaler(2.0**20, growth_interval=10, hysteresis=hysteresis)
+    scaler.max_scale, (weight, optimizer) = 2.0**100, problem()
+    overflows = [draw.random() < 0.02 * (1 + hysteresis) for _ in range(1000)]
+    backed_off = 0
+    for overflow, expected in zip(overflows, scale_by_deepspeed(overflows, 2.0**20, 10, hysteresis), strict=True):
+        before = scaler.get_scale()
+        train(scaler, optimizer, weight, overflow)
+        assert scaler.get_scale() == expected
+        backed_off += scaler.get_scale() < before
+    assert 3 < backed_off < sum(overflows) or hysteresis == 1
+
+
+def test_limits():
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler(4.0, growth_interval=1, max_scale=8.0)
+    scales = []
+    for overflow in (False, False, True, True, True):
+        train(scaler, optimizer, weight, overflow)
+        scales.append(scaler.get_scale())
+    assert scales == [8.0, 8.0, 4.0, 2.0, 1.0]
+    with pytest.raises(FloatingPointError, match="overflow with the loss scale at min_scale=1.0: training"):
+        train(scaler, optimizer, weight, True)
+    train(scaler, optimizer, weight, False)  # who catches it can go on
+    assert scaler.get_scale() == 2.0
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_overflow_skips_the_step_and_nothing_else():
+    for bad in (math.inf, -math.inf, math.nan):
+        weight, optimizer = problem()
+        scaler = AdaptiveLossScaler(8.0)
+        scaler.scale(weight.sum()).backward()
+        weight.grad[1] = bad
+        assert scaler.step(optimizer) is None
+        assert weight.tolist() == [3.0, 4.0] and scaler.skipped_steps == 1
+        scaler.update()
+        train(scaler, optimizer, weight, False)
+        assert weight.tolist() == [2.0, 3.0] and scaler.get_scale() == 4.0
+
+
+def test_gradients_are_divided_once_and_can_be_clipped():
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler()
+    scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+    assert weight.grad.tolist() == [3 * 2.0**16, 4 * 2.0**16]
+    scaler.unscale_(optimizer)
+    assert weight.grad.tolist() == [3.0, 4.0]
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    with pytest.raises(RuntimeError, match="unscale_ was called twice"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert torch.allclose(weight.detach(), torch.tensor([2.4, 3.2]))
+    with pytest.raises(RuntimeError, match="step was called twice for this optimizer: call update"):
+        scaler.step(optimizer)
+    scaler.update()
+
+
+def test_several_optimizers_skip_for_themselves_and_back_off_together():
+    (one, first), (two, second) = problem(), problem()
+    scaler = AdaptiveLossScaler(8.0)
+    scaler.scale([one.sum(), two.sum()])[0].backward()
+    scaler.scale(two.sum()).backward()
+    two.grad[0] = math.nan
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert one.tolist() == [2.0, 3.0] and two.tolist() == [3.0, 4.0] and scaler.get_scale() == 4.0
+
+
+class Synchronisations(TorchDispatchMode):
+    """Counts what makes the CPU wait for a device: reading a number, and finding where something is not zero."""
+
+    names = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in self.names
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, MixedPrecisionOptimizer])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_step_asks_the_device_once(wrap, unscale_first, overflow):
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = AdaptiveLossScaler(8.0)
+    scaler.scale(model(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum()).backward()
+    if overflow:
+        model[3].weight.grad[0, 0] = math.inf
+    with Synchronisations() as waits:
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert waits.count == 1 and scaler.skipped_steps == overflow
+    with Synchronisations() as waits:  # the counter does count
+        [p.grad.sum().item() for p in model.parameters()]
+    assert waits.count == 40
+
+
+def test_sparse_gradients():
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    scaler = AdaptiveLossScaler(8.0)
+    before = table.weight.detach().clone()
+    for bad in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(table(torch.tensor([1, 1, 3])).sum()).backward()
+        if bad:
+            table.weight.grad._values()[0, 0] = math.nan
+        scaler.unscale_(optimizer)
+        assert table.weight.grad.is_sparse
+        if not bad:
+            assert table.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 1, 0]
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.skipped_steps == 1 and not torch.equal(table.weight, before)
+
+
+def test_low_precision_gradients():
+    weight, optimizer = problem(torch.bfloat16)  # the range of fp32: they can be divided where they are
+    train(AdaptiveLossScaler(), optimizer, weight, False)
+    assert weight.tolist() == [2.0, 3.0]
+    weight, optimizer = problem(torch.float16)
+    with pytest.raises(ValueError, match="gradients in float16 cannot be divided.*MixedPrecisionOptimizer"):
+        train(AdaptiveLossScaler(8.0), optimizer, weight, False)
+
+
+def test_a_low_precision_loss_is_scaled_in_fp32():
+    loss = torch.tensor(3.0, dtype=torch.float16)
+    assert AdaptiveLossScaler().scale(loss).item() == 3 * 2.0**16  # inf in fp16
+    assert AdaptiveLossScaler().scale(loss.double()).dtype is torch.float64
+    assert [x.item() for x in AdaptiveLossScaler(2.0).scale((loss, loss))] == [6.0, 6.0]
+    with pytest.raises(TypeError, match=r"scale\(float\): expected a floating-point tensor"):
+        AdaptiveLossScaler().scale(3.0)
+
+
+def test_a_step_of_a_dry_run_goes_well():
+    def step(weight):
+        optimizer, scaler = torch.optim.SGD([weight]), AdaptiveLossScaler()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert memory.dry_run(step, torch.nn.Parameter(torch.ones(3))).result == 2.0**16
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def in_a_rank(comm, bad_rank):
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler(8.0, comm=comm)
+    for overflow in (True, False):
+        train(scaler, optimizer, weight, overflow and comm.rank == bad_rank)
+    return weight.tolist(), scaler.get_scale(), scaler.skipped_steps, dict(comm.traffic)
+
+
+def test_an_overflow_on_one_rank_is_one_on_all():
+    for weights, scale, skipped, traffic in launch(in_a_rank, 3, 1, device="cpu"):
+        assert (weights, scale, skipped) == ([2.0, 3.0], 4.0, 1)
+        assert list(traffic) == ["all_reduce"] and traffic["all_reduce"] <= 2 * 2 * 4  # one number a step
+    alone = launch(in_a_rank_without_comm, 2, 1, device="cpu")
+    assert alone[0] != alone[1]  # the mutant: ranks that decide for themselves drift apart
+
+
+def in_a_rank_without_comm(comm, bad_rank):
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler(8.0)
+    train(scaler, optimizer, weight, comm.rank == bad_rank)
+    return weight.tolist()
+
+
+def without_gradients(comm, some):
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler(8.0, comm=comm)
+    if comm.rank in some:
+        scaler.scale(weight.sum()).backward()
+    try:
+        scaler.step(optimizer)
+    except ValueError as error:
+        return str(error)
+    return weight.tolist()
+
+
+def test_a_rank_without_gradients_steps_with_the_others():
+    assert launch(without_gradients, 2, [0], device="cpu") == [[2.0, 3.0], [3.0, 4.0]]
+    for message in launch(without_gradients, 2, [], device="cpu"):
+        assert message.startswith("no rank has a gradient: call scaler.scale(loss).backward()")
+
+
+def test_with_a_fake_communicator():
+    comm = FakeCommunicator(0, 1024)
+    weights, scale, skipped, traffic = in_a_rank(comm, 0)
+    assert (weights, scale, skipped) == ([2.0, 3.0], 4.0, 1) and list(traffic) == ["all_reduce"]
+
+
+# --- save and resume, bad input --------------------------------------------------------------------------------------
+
+
+def test_save_and_resume():
+    weight, optimizer = problem()
+    first = AdaptiveLossScaler(2.0**10, growth_interval=4, hysteresis=2)
+    for overflow in (False, True, False, False, False):
+        train(first, optimizer, weight, overflow)
+    saved = copy.deepcopy(first.state_dict())
+    second = AdaptiveLossScaler()
+    second.load_state_dict(saved)
+    for overflow in (False, True, True, False, False, False, False, False):
+        for scaler in (first, second):
+            train(scaler, optimizer, weight, overflow)
+        assert first.state_dict() == second.state_dict()
+    assert repr(first) == f"AdaptiveLossScaler(scale {first.get_scale():g}, {first.skipped_steps} steps skipped)"
+
+
+def test_a_state_that_is_none():
+    scaler = AdaptiveLossScaler()
+    with pytest.raises(ValueError, match="no good_steps, .*scale.* in this state"):
+        scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict() | {"growth_factor": 2.0})
+    good = scaler.state_dict()
+    for name, value in (("scale", math.nan), ("growth_factor", 0.5), ("hysteresis", 0)):
+        with pytest.raises(ValueError, match=name):
+            scaler.load_state_dict({**good, name: value})
+        assert scaler.state_dict() == good
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"init_scale": 0}, "init_scale=0: expected a finite number above 0"),
+    ({"init_scale": -1.0}, "init_scale=-1.0: expected a finite number above 0"),
+    ({"init_scale": math.nan}, "init_scale=nan: expected a finite number above 0"),
+    ({"init_scale": math.inf}, "init_scale=inf: expected a finite number above 0"),
+    ({"init_scale": "2"}, "init_scale='2': expected a finite number above 0"),
+    ({"init_scale": 2.0**25}, "init_scale=33554432.0: expected from min_scale=1.0 to max_scale=16777216.0"),
+    ({"growth_factor": 1.0}, "growth_factor=1.0: expected more than 1, or the scale would never grow"),
+    ({"growth_factor": 0.5}, "growth_factor=0.5: expected more than 1"),
+    ({"growth_factor": math.nan}, "growth_factor=nan: expected more than 1"),
+    ({"backoff_factor": 1.0}, "backoff_factor=1.0: expected between 0 and 1"),
+    ({"backoff_factor": 0.0}, "backoff_factor=0.0: expected between 0 and 1"),
+    ({"growth_interval": 0}, "growth_interval=0: expected a number of steps"),
+    ({"growth_interval": 2.5}, "growth_interval=2.5: expected a number of steps"),
+    ({"hysteresis": 0}, "hysteresis=0: expected a number of steps"),
+    ({"min_scale": 0.0}, "min_scale=0.0, max_scale=16777216.0: expected 0 < min_scale"),
+    ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale=8.0, max_scale=4.0: expected 0 < min_scale"),
+    ({"max_scale": math.nan}, "max_scale=nan: expected 0 < min_scale"),
+])
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveLossScaler(**settings)
+
+
+def test_calls_that_make_no_sense():
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler()
+    with pytest.raises(ValueError, match="the optimizer's parameters have no gradients: call scaler.scale"):
+        scaler.step(optimizer)
+    with pytest.raises(ValueError, match="have no gradients"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"update\(\) before any step"):
+        scaler.update()
+    with pytest.raises(ValueError, match="a closure computes gradients of its own"):
+        scaler.step(optimizer, lambda: None)
+    for scale in (0, math.nan):
+        with pytest.raises(ValueError, match="new_scale=.*expected a finite number above 0"):
+            scaler.update(new_scale=scale)
+    scaler.update(new_scale=16.0)
+    assert scaler.get_scale() == 16.0
