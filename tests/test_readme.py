@@ -51,3 +51,27 @@ def test_figures_of_the_meter_are_the_recorded_ones():
     assert f"by a factor of {fp32_step} in fp32 and {bf16_step} in bf16, and a tiny model's by {tiny}" in " ".join(
         README.split())
     assert f"{seconds['gpt3-175b']:.0f} s for GPT-3 175B, {seconds['llama2-7b']:.0f} s for LLaMA-2-7B" in README
+
+
+def readme_row(start):
+    """The line of the course's table that begins so."""
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {start}")]
+    return line
+
+
+def test_figures_of_mixed_precision_are_the_recorded_ones():
+    line, rows = readme_row("mixed precision"), {row["what"]: row for row in rows_of("precision")}
+    peak, states = rows["peak of bf16 autocast"], rows["model states of bf16 autocast"]
+    step = next(row for what, row in rows.items() if what.startswith("step of bf16 autocast"))
+    activations = 1 - peak["items"]["activations"] / peak["peer_items"]["activations"]
+    assert f"{100 * activations:.0f} % of a small GPT's activations and {100 - 100 * peak['ratio']:.0f} %" in line
+    assert states["ratio"] == 1 and f"takes {step['ratio']:.2f} of fp32's" in line
+
+
+def test_figures_of_accumulation_are_the_recorded_ones():
+    line = readme_row("gradient accumulation")
+    ratios = {row["what"]: row["ratio"] for row in rows_of("accumulation") if row["peer"] == "the whole batch at once"}
+    for parts in (2, 8):
+        peak = ratios[f"peak above the start, {parts} micro-batches, fp32"]
+        assert f"{100 - 100 * peak:.0f} % in {parts}" in line
+    assert f"{ratios['step in 8 micro-batches, fp32']:.2f} times the time in 8 parts" in line
