@@ -2,5 +2,6 @@
 
 from .reentrant import reentrant_checkpoint
 from .region import RecomputeError, checkpoint
+from .statistics import frozen_statistics
 
-__all__ = ["RecomputeError", "checkpoint", "reentrant_checkpoint"]
+__all__ = ["RecomputeError", "checkpoint", "frozen_statistics", "reentrant_checkpoint"]

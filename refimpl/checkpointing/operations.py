@@ -133,8 +133,8 @@ class _Replaying(TorchDispatchMode):
         if call is None:
             return func(*args, **kwargs)
         if call.operation is not func:
-            raise RuntimeError(f"recomputing reached {func} where the forward ran {call.operation}, call {index} of the "
-                               "save-list: the function is not the same twice")
+            raise RuntimeError(f"recomputing reached {func} where the forward ran {call.operation}, call {index} of "
+                               "the save-list: the function is not the same twice")
         if call.changed():
             raise RuntimeError(f"the output of {func} that was kept for the recomputation has been changed in place "
                                "since: clone it before, or take the operation off the save-list")

@@ -3,10 +3,10 @@
 Forward runs `fn` without a graph, so that nothing is saved but the inputs. Backward runs it once more, with a graph,
 and goes back through that. "Training Deep Nets with Sublinear Memory Cost" (Chen et al. 2016), section 3.
 
-What it cannot do, each of which `checkpoint` can: keyword arguments and tensors inside lists (autograd.Function sees
-positional tensors); a gradient for the parameters where no input asks for one (tokens, the first block); the same random
-numbers again, so dropout's gradient is wrong; `torch.autograd.grad` and a second derivative; two outputs of which one
-is an integer; letting a recomputed tensor go before the whole region is through its backward.
+What it cannot do, each of which `checkpoint` can: keyword arguments, and tensors inside lists (autograd.Function sees
+positional tensors); a gradient for the parameters where no input asks for one (tokens, the first block); the same
+random numbers again, so that dropout's gradient is wrong; `torch.autograd.grad` and second derivatives; letting a
+recomputed tensor go before the whole region is through its backward.
 """
 
 import torch

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from .environment import Environment
 from .operations import KeepOperations, operations
 
-
 ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, state that the first call "
           "changes, random numbers not torch's own")
 
@@ -46,8 +45,8 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
     dtype or device or the count of them, and RuntimeError for an argument that was changed in place.
     """
     if not callable(fn):
-        raise TypeError(f"checkpoint({fn!r}): expected a function and its arguments, checkpoint(block, x), "
-                        "not what it returned")
+        raise TypeError(f"checkpoint({type(fn).__name__}, …): expected a function and its arguments, as in "
+                        "checkpoint(block, x), not what it returned")
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     region = Region(fn, args, kwargs, early_stop, operations(save), recompute_context)
@@ -64,7 +63,8 @@ class Slot:
 
 
 class Description(NamedTuple):
-    """What must be the same twice. The values are not compared: that would take them both."""
+    """What must be the same twice. The values are not compared (that would take them both), and an operation for which
+    autograd saves nothing goes unseen."""
 
     dtype: torch.dtype
     shape: tuple
