@@ -58,9 +58,13 @@ def segments_plan(n, segments):
 def checkpoint_sequential(functions, segments, x, *args, **kwargs):
     """x through `functions` one after another, each called as f(x, *args, **kwargs), in `segments` regions.
 
-    All but the last region are recomputed: what the last one keeps is needed at once. With n equal functions backward
-    holds about n/segments of what they all would keep, and an input a segment: least at √n segments ("Training Deep
-    Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1). ValueError unless 1 ≤ segments ≤ n.
+    All but the last region are recomputed: what the last one keeps is needed at once. With n equal functions that keep
+    s bytes each and take a bytes, backward holds about
+
+        s · n / segments + a · segments, least at √(n · s / a) segments
+
+    which is √n where s = a ("Training Deep Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1). ValueError
+    unless 1 ≤ segments ≤ n.
     """
     functions = list(functions)
     return run_chain(functions, segments_plan(len(functions), segments), x, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Which parts of a model to recompute, said from outside: no class changes, no key of `state_dict` changes.
 
 A policy gives chosen modules a `forward` of their own that is the old one under `checkpoint`. It is a context, and can
-be taken away at any time. Bytes of each policy are in `bytes.py`.
+be taken away at any time. The bytes of each policy are in `closed_forms.py`.
 """
 
 import weakref
@@ -24,14 +24,14 @@ class Recomputing:
         self.modules = []
         self._undo = []
 
-    def add(self, module, **options):
-        """Recompute the whole of `module`. `options` are those of `checkpoint`."""
+    def add(self, module, how=checkpoint, **options):
+        """Recompute the whole of `module`: its forward becomes `how(forward, …)`. `options` are those of `how`."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"cannot recompute a {type(module).__name__}: expected modules, e.g. model.blocks")
         if isinstance(vars(module).get("forward"), _Forward):
             raise ValueError(f"this {type(module).__name__} is recomputed already: remove() the other policy first")
         previous = vars(module).get("forward")  # another technique's
-        module.forward = _Forward(module, previous, options)
+        module.forward = _Forward(module, previous, how, options)
         self._undo.append(partial(_restore, module, "forward", previous))
         self.modules.append(module)
 
@@ -73,20 +73,20 @@ class _Forward:
     """The `forward` of one recomputed module. It refers to the module weakly, or no model would be freed when its last
     name goes; and a copy of the module gets a copy of this that refers to the copy."""
 
-    def __init__(self, module, previous, options):
-        self._module, self._previous, self._options = weakref.ref(module), previous, options
+    def __init__(self, module, previous, how, options):
+        self._module, self._previous, self._how, self._options = weakref.ref(module), previous, how, options
 
     def __call__(self, *args, **kwargs):
         module = self._module()
         forward = self._previous or partial(type(module).forward, module)
-        return checkpoint(forward, *args, **self._options, **kwargs)
+        return self._how(forward, *args, **self._options, **kwargs)
 
     def __deepcopy__(self, memo):
         module = self._module()
-        return _Forward(memo.get(id(module), module), self._previous, self._options)
+        return _Forward(memo.get(id(module), module), self._previous, self._how, self._options)
 
     def __reduce__(self):
-        return _Forward, (self._module(), self._previous, self._options)
+        return _Forward, (self._module(), self._previous, self._how, self._options)
 
 
 def recompute(modules, **options):
@@ -150,6 +150,11 @@ class DynamicCheckpoint(Recomputing):
         for i in chosen:
             self.add(self._blocks[i], **self._options)
         self.chosen = chosen
+
+    @property
+    def plan(self):
+        """The choice as a plan, for the closed forms: `[(0,), 1, (2,), 3]`."""
+        return [(i,) if i in self.chosen else i for i in range(len(self._blocks))]
 
 
 def selective(blocks, part="attention core", **options):
