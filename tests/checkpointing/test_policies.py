@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import weakref
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from refimpl import memory
-from refimpl.checkpointing import DynamicCheckpoint, RecomputeError, Recomputing, recompute, selective
+from refimpl.checkpointing import DynamicCheckpoint, RecomputeError, Recomputing, recompute, return_on_time, selective
 from refimpl.checkpointing.policies import PARTS, every, spread
 from refimpl.model import GPT, GPTConfig
 
@@ -190,3 +191,9 @@ def test_options_reach_checkpoint(model, tokens):
     with recompute(model.blocks):
         assert kept(model, tokens) < more
     assert issubclass(RecomputeError, RuntimeError) and len(Recomputing()) == 0
+
+
+@pytest.mark.parametrize(("saved", "slower", "expected"), [
+    (0.4, 0.25, 1.6), (0.4, 0.0, math.inf), (0.4, -0.02, math.inf), (0.0, 0.3, 0.0), (-0.1, 0.0, 0.0)])
+def test_a_return_on_no_time_is_infinite_or_nothing(saved, slower, expected):
+    assert return_on_time(saved, slower) == pytest.approx(expected)
