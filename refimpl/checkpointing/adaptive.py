@@ -13,7 +13,7 @@ from .region import checkpoint
 
 
 class AdaptiveCheckpoint(Recomputing):
-    """Keep what a block saves while it fits, and recompute the block from then on.
+    """Recompute blocks until the rest of them can be kept.
 
     `AdaptiveCheckpoint(0.8).apply(model.blocks)`: then every forward decides for each block. Or call it in place of a
     function: `adaptive(block, x)`. `.recomputed`: the decisions of the last forward over all blocks, one bool each.
@@ -23,11 +23,13 @@ class AdaptiveCheckpoint(Recomputing):
     - `budget`: bytes; by default what the device can give this process (CUDA: free and reserved; CPU: all its memory).
     - `used`: a function that tells the bytes in use now; by default the device's allocator, on a CPU the process.
 
-    The rule for a block with inputs of a bytes that kept c when it was last kept (unknown: as the largest known), with
-    n blocks from it to the end, and limit = memory_threshold · budget:
+    The rule for a block that kept c bytes when it was last kept (unknown: as the largest known), with n blocks from it
+    to the end:
 
-        keep if used + n·c ≤ limit                   all the rest can be kept
-             or used + 2·c + n·a ≤ limit             this one, one that is recomputed, and the inputs of the rest
+        keep if used + n·c ≤ memory_threshold · budget
+
+    So the first blocks are recomputed and the last are kept, which is the cheap order: what a block keeps is there from
+    its forward to its backward, and the last ones' is gone before the first ones are recomputed.
 
     A past peak says what this model needed, not what there is, so it plays no part. ValueError for a threshold or a
     budget out of range.
@@ -65,8 +67,7 @@ class AdaptiveCheckpoint(Recomputing):
             return fn(*args, **kwargs)
         before, left = self._used(), 1 if index is None else self._blocks - index
         cost = self._costs.get(index, max(self._costs.values(), default=0))
-        inputs = sum(x.nbytes for x in args if isinstance(x, torch.Tensor) and x.requires_grad)
-        keep = before + min(left * cost, 2 * cost + left * inputs) <= self.limit
+        keep = before + left * cost <= self.limit
         outputs = fn(*args, **kwargs) if keep else checkpoint(fn, *args, **kwargs)
         if keep:
             self._costs[index] = max(0, self._used() - before)
