@@ -51,3 +51,9 @@ def test_figures_of_the_meter_are_the_recorded_ones():
     assert f"by a factor of {fp32_step} in fp32 and {bf16_step} in bf16, and a tiny model's by {tiny}" in " ".join(
         README.split())
     assert f"{seconds['gpt3-175b']:.0f} s for GPT-3 175B, {seconds['llama2-7b']:.0f} s for LLaMA-2-7B" in README
+
+
+def test_figures_of_recomputation_are_the_recorded_ones():
+    rows = {row["what"]: row for row in rows_of("checkpointing")}
+    assert f"{1 - rows['peak: every block']['ratio']:.0%}".replace("%", " % of the peak") in README
+    assert f"{rows['time: every block']['ratio'] - 1:.0%}".replace("%", " % of the step's time on a CPU") in README

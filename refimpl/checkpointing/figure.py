@@ -18,9 +18,10 @@ def plot_time_peak(curve, points=(), unit="FLOPs of a step, without recomputatio
     right = 1.08 * max([*peaks, *(p / 2**20 for p, _ in dict(points).values())])
     axes.step([*peaks, right], [*times, times[-1]], where="post", color="#0072B2", label="optimal schedule")
     axes.plot(peaks, times, ".", color="#0072B2")
-    for i, (name, (peak, time)) in enumerate(dict(points).items()):
+    for i, ((peak, time), names) in enumerate(_together(dict(points)).items()):
         axes.plot([peak / 2**20], [time / least], "ox^sDvP*"[i % 8], color="#D55E00", markersize=7)
-        axes.annotate(name, (peak / 2**20, time / least), (7, 5), textcoords="offset points", fontsize=9)
+        axes.annotate(", ".join(names), (peak / 2**20, time / least), (7, 5 if i % 2 else -13),
+                      textcoords="offset points", fontsize=9)
     axes.axvline(peaks[0], color="#999999", linewidth=0.6, linestyle=":")
     axes.text(peaks[0], times[-1], f" least: {human(curve[0][0])}", fontsize=8, color="#444444", va="top")
     axes.set_xlim(0, right)
@@ -29,3 +30,12 @@ def plot_time_peak(curve, points=(), unit="FLOPs of a step, without recomputatio
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     return figure
+
+
+def _together(points):
+    """{(peak, time): names}: points that nobody can tell apart get one label."""
+    found = {}
+    for name, (peak, time) in points.items():
+        near = [at for at in found if abs(at[0] - peak) < 0.01 * peak and abs(at[1] - time) < 0.01 * time]
+        found.setdefault(near[0] if near else (peak, time), []).append(name)
+    return found

@@ -197,3 +197,23 @@ def test_options_reach_checkpoint(model, tokens):
     (0.4, 0.25, 1.6), (0.4, 0.0, math.inf), (0.4, -0.02, math.inf), (0.0, 0.3, 0.0), (-0.1, 0.0, 0.0)])
 def test_a_return_on_no_time_is_infinite_or_nothing(saved, slower, expected):
     assert return_on_time(saved, slower) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("regions", ["the whole model", "single Linears"])
+def test_what_saves_nothing(regions):
+    """One region holds everything at once in backward; a Linear keeps its input anyway. Blocks are in between."""
+    config = GPTConfig(vocab_size=64, context_length=64, layers=4, hidden=32, heads=4)
+    model, tokens = GPT(config), torch.randint(0, 64, (2, 64))
+    model(tokens, tokens).backward()
+
+    def peak():
+        with memory.track(model, tokens) as t:
+            model(tokens, tokens).backward()
+        return t.peak.total - t.start.total
+
+    linears = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+    whole = peak()
+    with recompute([model] if regions == "the whole model" else linears):
+        assert peak() == pytest.approx(whole, rel=0.01)
+    with recompute(model.blocks):
+        assert peak() < 0.5 * whole
