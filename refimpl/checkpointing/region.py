@@ -41,6 +41,8 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
     - `save`: operations (`[torch.ops.aten.addmm, …]`) whose outputs are kept and not computed again; see `operations`.
     - `recompute_context`: makes a context to recompute in; see `frozen_statistics`.
 
+    If `fn` has keywords of these names itself, give it as a `functools.partial`.
+
     Raises TypeError if `fn` is not callable; in backward RecomputeError, naming the first tensor that differs in shape,
     dtype or device or the count of them, and RuntimeError for an argument that was changed in place.
     """

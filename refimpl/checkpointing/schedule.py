@@ -9,8 +9,12 @@ PyTorch: a stage's output is not held for its own backward.
     Fall(i)        the same, and keeps s_i bytes for backward. At its peak q_i bytes besides x_{i-1}
     B(i)           x_{i-1}, s_i, δ_i → δ_{i-1}. At its peak r_i bytes besides x_{i-1}, those three included
 
-A value that was kept stays until backward has used it ("persistent" schedules). T(s, t, m) is the least time for
-forward and backward of the stages s … t, given x_{s-1} (not counted) and δ_t (counted), within m bytes:
+A value that was kept stays until backward has used it: "persistent" schedules, as in the paper. (Keeping a value for a
+while and dropping it before its backward can be faster where stages differ much, and is not looked for: by up to a
+fifth on random chains of five stages, by nothing on a GPT's equal blocks.)
+
+T(s, t, m) is the least time for forward and backward of the stages s … t, given x_{s-1} (not counted) and δ_t
+(counted), within m bytes:
 
     keep s         f_s + b_s + T(s+1, t, m − s_s − a_s)                    if m ≥ max(d_t + q_s, r_s)
     recompute      f_s + … + f_{j-1} + T(j, t, m − a_{j-1}) + T(s, j−1, m)       if m ≥ d_t + p_s, d_t + a_{i-1} + p_i

@@ -1,5 +1,7 @@
 """Peak within 1 % of the tracker, kept bytes and FLOPs exact: each policy, each family, with and without dropout."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,15 +31,21 @@ POLICIES = {
 }
 
 
+@functools.cache
+def plain(config, dtype, sequence):
+    """(a model whose gradients are there, its tokens, the FLOPs of a step)."""
+    torch.manual_seed(0)
+    model, tokens = GPT(config, dtype=dtype), torch.randint(0, 256, (2, sequence))
+    with FlopCounterMode(display=False) as counted:
+        model(tokens, tokens).backward()
+    return model, tokens, counted.get_total_flops()
+
+
 class Read:
     """What a GPT under a policy keeps, peaks at, and computes."""
 
     def __init__(self, config, dtype, sequence, plan, part):
-        torch.manual_seed(0)
-        model, tokens = GPT(config, dtype=dtype), torch.randint(0, 256, (2, sequence))
-        model(tokens, tokens).backward()  # the gradients are there
-        with FlopCounterMode(display=False) as plain:
-            model(tokens, tokens).backward()
+        model, tokens, flops = plain(config, dtype, sequence)
         blocks = model.blocks
         if plan is not None:
             model.blocks = PlannedBlocks(blocks, plan)
@@ -48,8 +56,9 @@ class Read:
                 loss.backward()
             with FlopCounterMode(display=False) as counted:
                 model(tokens, tokens).backward()
+        model.blocks = blocks
         self.peak = t.peak.total - t.start.total
-        self.flops = counted.get_total_flops() - plain.get_total_flops()
+        self.flops = counted.get_total_flops() - flops
 
 
 @pytest.mark.parametrize(("family", "dropout", "dtype", "sequence"), [

@@ -45,6 +45,21 @@ def test_tensors_in_a_list_are_not_seen(pair):
     assert not reentrant_checkpoint(lambda both: chain(*both), pair).requires_grad
 
 
+def test_gradients_go_to_parameters_and_to_nobody_who_asks(pair):
+    x, w = pair
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(reentrant_checkpoint(lambda x: chain(x, w), x).sum(), w)
+    torch.autograd.grad(checkpoint(lambda x: chain(x, w), x).sum(), w)
+
+
+def test_no_second_derivatives(pair):
+    def slope(how):
+        return torch.autograd.grad(how(lambda x: x.sin(), pair[0]).sum(), pair[0], create_graph=True)[0]
+
+    assert slope(checkpoint).requires_grad
+    assert not slope(reentrant_checkpoint).requires_grad
+
+
 def test_other_random_numbers_the_second_time(pair):
     def run(how):
         torch.manual_seed(0)
