@@ -411,6 +411,31 @@ def test_an_exception_in_the_recomputation_leaves_everything_as_it_was(x, w, tra
     assert same(found, expected)
 
 
+def test_a_recomputation_that_fails_holds_no_bytes(x, w):
+    runs = []
+
+    def fn(x):
+        runs.append(1)
+        y = tanh_chain(x, w)
+        return y.sin() if len(runs) == 1 else y.reshape(-1).sin()
+
+    loss = checkpoint(fn, x).sum()
+    with memory.track(x, w) as t, pytest.raises(RecomputeError):
+        torch.autograd.grad(loss, (x, w), retain_graph=True)
+    assert t.now.total == t.start.total
+    assert loss.requires_grad
+
+
+def test_a_function_that_writes_into_its_input_makes_no_cycle(x):
+    gc.collect()
+    hidden = x.sin()
+    y = checkpoint(lambda h: h.exp_() * 2, hidden)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+    del hidden, y
+    assert not [o for o in gc.get_objects() if type(o) is Region], "it waits for the collector of cycles"
+
+
 def test_an_exception_in_the_forward_leaves_no_hooks(x):
     with pytest.raises(ZeroDivisionError):
         checkpoint(lambda x: x.sin() / (1 // 0), x)
