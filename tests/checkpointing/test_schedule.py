@@ -63,7 +63,7 @@ def random_chain(n, rng):
     kept = [rng.randint(0, 10) for _ in range(n)]
     more = {}
     if rng.random() < 0.5:
-        more = {"forward_peaks": [a + rng.randint(0, 5) for a in outputs],
+        more = {"forward_peaks": [a + rng.randint(0, 25) for a in outputs],
                 "saving_peaks": [a + s + rng.randint(0, 5) for a, s in zip(outputs, kept, strict=True)],
                 "backward_peaks": [rng.randint(0, 25) for _ in range(n)]}
     return costs([rng.randint(1, 9) for _ in range(n)], kept, outputs, input_bytes=rng.randint(0, 4),
