@@ -75,3 +75,9 @@ def test_figures_of_accumulation_are_the_recorded_ones():
         peak = ratios[f"peak above the start, {parts} micro-batches, fp32"]
         assert f"{100 - 100 * peak:.0f} % in {parts}" in line
     assert f"{ratios['step in 8 micro-batches, fp32']:.2f} times the time in 8 parts" in line
+
+
+def test_figures_of_recomputation_are_the_recorded_ones():
+    rows = {row["what"]: row for row in rows_of("checkpointing")}
+    assert f"{1 - rows['peak: every block']['ratio']:.0%}".replace("%", " % of the peak") in README
+    assert f"{rows['time: every block']['ratio'] - 1:.0%}".replace("%", " % of the step's time on a CPU") in README

@@ -1,0 +1,155 @@
+"""Recomputation beside torch.utils.checkpoint: the time and the peak of the same step, and what each policy costs.
+
+Two questions: is `refimpl.checkpointing` as fast and as small as its peer, held to a time of 1.00 within a noise of 3 %
+and a peak of at most 1.00; and for each policy, what does it save of a step without recomputation, and how much slower
+is it.
+"""
+
+import statistics
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint_sequential as torch_sequential
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from tqdm import tqdm
+
+from .. import checkpointing as ours
+from .. import memory
+from ..model import GPT, GPTConfig
+from .meter import DTYPES, REALISTIC, SMALL
+from .record import row
+from .runner import BAR_DELAY, compare
+
+TORCH = "torch.utils.checkpoint"
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+
+def run(device="cpu", size=None, rounds=15):
+    """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one."""
+    size = size or REALISTIC[torch.device(device).type]
+    settings = {"step": asdict(size), "small step": asdict(SMALL), "rounds": rounds,
+                "threads": torch.get_num_threads(), "a step": "forward and backward; gradients are there and added to",
+                "held to": "time 1.00 within 3 %, peak 1.00"}
+    rows = []
+    cases = [(size, "fp32", 0.0), (size, "fp32", 0.1), (size, "bf16", 0.0), (SMALL, "fp32", 0.0)]
+    for case in tqdm(cases, "beside torch", delay=BAR_DELAY, leave=False):
+        rows += beside_torch(*case, device, rounds, pairs=("blocks",))
+    rows += beside_torch(size, "fp32", 0.0, device, rounds, pairs=("segments", "save-list"))
+    return settings, rows + policy_rows(size, device, rounds)
+
+
+class Step:
+    """A GPT's forward and backward on random tokens."""
+
+    def __init__(self, size, dtype="fp32", dropout=0.0, device="cpu"):
+        self.config = GPTConfig(vocab_size=size.vocab_size, context_length=size.sequence, layers=size.layers,
+                                hidden=size.hidden, heads=size.heads, dropout=dropout)
+        torch.manual_seed(0)
+        self.model = GPT(self.config, dtype=DTYPES[dtype], device=device)
+        self.tokens = torch.randint(0, size.vocab_size, (size.batch, size.sequence), device=device)
+        self.blocks, self.device = self.model.blocks, device
+
+    def __call__(self):
+        torch.manual_seed(1)
+        self.model(self.tokens, self.tokens).backward()
+
+    def peak(self):
+        """Bytes above the start, as the allocator says. Not the first step."""
+        self()
+        with memory.measure(self.device) as m:
+            self()
+        return m.peak
+
+
+def beside_torch(size, dtype, dropout, device, rounds, pairs):
+    """Time and peak of each pair: ours and torch's, in alternation, of one model."""
+    rows = []
+    for pair in pairs:
+        steps = {name: install(Step(size, dtype, dropout, device)) for name, install in PAIRS[pair].items()}
+        gradients = [[p.grad for p in step.model.parameters()] for step in steps.values() if step() is None]
+        assert all(map(torch.equal, *gradients)), f"{pair}: the gradients differ"
+        what = f"{pair}, {size.layers} x {size.hidden}, {dtype}, dropout {dropout}"
+        peaks = {name: step.peak() for name, step in steps.items()}
+        timing = compare(steps, rounds=rounds, title=what)
+        paired = statistics.median(a / b for a, b in zip(timing.seconds["ours"], timing.seconds[TORCH], strict=True))
+        rows += [row(f"time: {what}", TORCH, "s", timing.median("ours"), timing.median(TORCH), paired=paired,
+                     spread=timing.spread("ours"), peer_spread=timing.spread(TORCH)),
+                 row(f"peak: {what}", TORCH, "bytes", peaks["ours"], peaks[TORCH])]
+    return rows
+
+
+def policy_rows(size, device, rounds):
+    """Each policy beside the same step without: seconds, peak, and what the closed form says of it."""
+    rows, n = [], size.layers
+    plain = Step(size, device=device)
+    whole = plain.peak()
+    policies = {"every block": ([(i,) for i in range(n)], None),
+                "every second block": ([(i,) if i % 2 == 0 else i for i in range(n)], None),
+                "attention core": (None, "attention core"), "attention": (None, "attention"), "mlp": (None, "mlp")}
+    steps = {name: with_policy(Step(size, device=device), *policy) for name, policy in policies.items()}
+    timing = compare({"none": plain, **steps}, rounds=rounds, title="policies")
+    for name, (plan, part) in policies.items():
+        slower = timing.ratio(name, "none") - 1
+        peak, saved = steps[name].peak(), 1 - steps[name].peak() / whole
+        predicted = ours.gpt_peak_bytes(plain.config, size.batch, size.sequence, plan, part, device=device)
+        rows += [row(f"time: {name}", "no recomputation", "s", timing.median(name), timing.median("none"),
+                     spread=timing.spread(name), return_on_time=ours.return_on_time(saved, slower)),
+                 row(f"peak: {name}", "no recomputation", "bytes", peak, whole),
+                 row(f"predicted peak: {name}", "allocator", "bytes", predicted, peak)]
+    return rows
+
+
+def with_policy(step, plan, part):
+    """The step with its blocks run by a plan, or a part of each recomputed."""
+    if part is not None:
+        step.policy = ours.selective(step.blocks, part)
+    else:
+        step.model.blocks = ours.PlannedBlocks(step.blocks, plan)
+    return step
+
+
+# --- pairs: what is put into one step, ours and torch's --------------------------------------------------------------
+
+
+def _every_block(step, how, **options):
+    step.policy = ours.Recomputing()
+    for block in step.blocks:
+        step.policy.add(block, how=how, **options)
+    return step
+
+
+def _torch_blocks(step, **options):
+    return _every_block(step, lambda forward, *args: torch_checkpoint(forward, *args, use_reentrant=False, **options))
+
+
+def _segments(step, how):
+    def forward(x, rotation):
+        return how([partial(block, rotation=rotation) for block in step.blocks], 2, x)
+
+    step.model.blocks = _One(forward)
+    return step
+
+
+class _One(torch.nn.Module):
+    """A loop over it runs one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self._function = function
+
+    def __iter__(self):
+        yield self._function
+
+
+def _saving(step):
+    return _torch_blocks(step, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS))
+
+
+PAIRS = {
+    "blocks": {"ours": lambda step: _every_block(step, ours.checkpoint), TORCH: _torch_blocks},
+    "segments": {"ours": lambda step: _segments(step, ours.checkpoint_sequential),
+                 TORCH: lambda step: _segments(step, partial(torch_sequential, use_reentrant=False))},
+    "save-list": {"ours": lambda step: _every_block(step, ours.checkpoint, save=PRODUCTS), TORCH: _saving},
+}

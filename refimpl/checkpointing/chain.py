@@ -1,0 +1,99 @@
+"""A chain of functions run by a plan that says which of them are recomputed together, region within region.
+
+A plan is data: a list of stage numbers in order, where a tuple is a region that is checkpointed, and tuples inside it
+are regions of its recomputation. `[(0, 1), (2, 3), 4]` recomputes two and two and keeps what stage 4 saves;
+`[((0, 1), 2, 3), 4]` recomputes 0 to 3 from one input, and 0 and 1 in that once more.
+"""
+
+from torch import nn
+
+from .region import checkpoint
+
+
+def run_chain(functions, plan, x, *args, **kwargs):
+    """x through `functions` in order, each called as f(x, *args, **kwargs), with the regions of `plan`.
+
+    ValueError for a plan that does not name every function once, in order.
+    """
+    functions = list(functions)
+    if list(stages_of(plan)) != list(range(len(functions))):
+        raise ValueError(f"plan {plan!r} has the stages {list(stages_of(plan))}: expected 0 to {len(functions) - 1}, "
+                         "each once and in order")
+    return _run(functions, plan, x, *args, **kwargs)
+
+
+def _run(functions, plan, x, *args, **kwargs):
+    for item in plan:
+        if isinstance(item, tuple):
+            x = checkpoint(_run, functions, item, x, *args, **kwargs)
+        else:
+            x = functions[item](x, *args, **kwargs)
+    return x
+
+
+def stages_of(plan):
+    """The stage numbers of a plan, without its regions."""
+    for item in plan:
+        if isinstance(item, tuple):
+            yield from stages_of(item)
+        else:
+            yield item
+
+
+def segments_plan(n, segments):
+    """The plan of `checkpoint_sequential`. The first n mod segments regions have one stage more.
+
+    ValueError unless 1 ≤ segments ≤ n.
+    """
+    if not isinstance(segments, int) or isinstance(segments, bool) or not 1 <= segments <= n:
+        raise ValueError(f"segments={segments!r}: expected an integer from 1 to {n}, the functions given")
+    plan, first = [], 0
+    for i in range(segments):
+        last = first + n // segments + (i < n % segments)
+        plan.append(tuple(range(first, last)))
+        first = last
+    return [*plan[:-1], *plan[-1]]
+
+
+def checkpoint_sequential(functions, segments, x, *args, **kwargs):
+    """x through `functions` one after another, each called as f(x, *args, **kwargs), in `segments` regions.
+
+    All but the last region are recomputed: what the last one keeps is needed at once. With n equal functions that keep
+    s bytes each and take a bytes, backward holds about
+
+        s · n / segments + a · segments, least at √(n · s / a) segments
+
+    which is √n where s = a ("Training Deep Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1). ValueError
+    unless 1 ≤ segments ≤ n.
+    """
+    functions = list(functions)
+    return run_chain(functions, segments_plan(len(functions), segments), x, *args, **kwargs)
+
+
+class PlannedBlocks(nn.ModuleList):
+    """A model's blocks with the same keys, run by a plan: `model.blocks = PlannedBlocks(model.blocks, plan)`.
+
+    A loop `for block in model.blocks: x = block(x)` gets one callable for each item of the plan; indexing, `len` and
+    `state_dict` are those of the blocks.
+    """
+
+    def __init__(self, blocks=(), plan=None):
+        blocks = [blocks[i] for i in range(len(blocks))]
+        super().__init__(blocks)
+        self.plan = list(range(len(blocks))) if plan is None else plan
+        if list(stages_of(self.plan)) != list(range(len(blocks))):
+            raise ValueError(f"plan {plan!r}: expected the blocks 0 to {len(blocks) - 1}, each once and in order")
+
+    def __iter__(self):
+        for item in self.plan:
+            yield _Item(self, item)
+
+
+class _Item:
+    """One item of the plan, as a block."""
+
+    def __init__(self, blocks, item):
+        self._blocks, self._item = blocks, item
+
+    def __call__(self, x, *args, **kwargs):
+        return _run(self._blocks, [self._item], x, *args, **kwargs)

@@ -1,0 +1,80 @@
+"""What a function's result depends on besides its arguments: random numbers and autocast, as they were at a moment."""
+
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+CPU = "cpu"
+
+
+class Environment:
+    """The random states of the CPU and of the devices used, and both autocasts, at the moment of the call.
+
+    A random state is 5,056 bytes on a CPU and 16 on CUDA. A region that drew no number needs none of it: `settle` after
+    its forward lets go of the states that did not change.
+    """
+
+    def __init__(self, fn, tensors):
+        accelerator = torch.accelerator.current_accelerator()
+        devices, kinds = [CPU], [CPU]
+        if accelerator is not None:
+            kinds.append(accelerator.type)
+            devices += _devices_used(accelerator.type, fn, tensors)
+        self._random = {device: random_state(device) for device in devices}
+        self._autocast = {kind: _autocast(kind) for kind in kinds}
+
+    def settle(self):
+        """The forward is done: keep the random states that it changed."""
+        self._random = {device: state for device, state in self._random.items() if has_drawn(device, state)}
+
+    @contextmanager
+    def restored(self):
+        """A context in which random numbers and autocast are as they were. Afterwards they go on as if nothing had
+        been drawn."""
+        now = {device: random_state(device) for device in self._random}
+        with ExitStack() as stack:
+            for kind, options in self._autocast.items():
+                if options != _autocast(kind):
+                    enabled, dtype, cache = options
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
+            try:
+                for device, state in self._random.items():
+                    set_random_state(device, state)
+                yield
+            finally:
+                for device, state in now.items():
+                    set_random_state(device, state)
+
+
+def _devices_used(kind, fn, tensors):
+    """Devices of this kind that hold an argument or a parameter of `fn`, and the current one if it is in use."""
+    owner = getattr(fn, "__self__", fn)  # of a bound method
+    if isinstance(owner, torch.nn.Module):
+        tensors = [*tensors, *list(owner.parameters())[:1]]
+    used = {tensor.device for tensor in tensors if tensor.device.type == kind}
+    if getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        used.add(torch.device(kind, torch.accelerator.current_device_index()))
+    return used
+
+
+def _autocast(kind):
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+def random_state(device):
+    """The state of the device's generator: a tensor of bytes, on the CPU."""
+    return torch.get_rng_state() if device == CPU else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_random_state(device, state):
+    """Continue from `state` on the device."""
+    if device == CPU:
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def has_drawn(device, before):
+    """Whether numbers were drawn on the device since it was in the state `before`. Fake tensors draw none."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return not fake and not torch.equal(before, random_state(device))

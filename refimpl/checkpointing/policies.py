@@ -1,0 +1,201 @@
+"""Which parts of a model to recompute, said from outside: no class changes, no key of `state_dict` changes.
+
+A policy gives chosen modules a `forward` of their own that is the old one under `checkpoint`. It is a context, and can
+be taken away at any time. The bytes of each policy are in `closed_forms.py`.
+"""
+
+import math
+import weakref
+from functools import partial
+
+from torch import nn
+
+from .region import checkpoint
+
+PARTS = ("block", "attention", "attention core", "mlp")
+
+
+class Recomputing:
+    """What a policy put in place; `.modules` are those that are recomputed. Use it as a context, or call `remove()`.
+
+    A module that is recomputed already is refused with ValueError: twice would cost time and save nothing.
+    """
+
+    def __init__(self):
+        self.modules = []
+        self._undo = []
+
+    def add(self, module, how=checkpoint, **options):
+        """Recompute the whole of `module`: its forward becomes `how(forward, …)`. `options` are those of `how`."""
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"cannot recompute a {type(module).__name__}: expected modules, e.g. model.blocks")
+        if isinstance(vars(module).get("forward"), _Forward):
+            raise ValueError(f"this {type(module).__name__} is recomputed already: remove() the other policy first")
+        previous = vars(module).get("forward")  # another technique's
+        module.forward = _Forward(module, previous, how, options)
+        self._undo.append(partial(_restore, module, "forward", previous))
+        self.modules.append(module)
+
+    def add_function(self, owner, name, **options):
+        """Recompute a plain function that is an attribute of the module `owner`."""
+        function = getattr(owner, name)
+        if isinstance(function, nn.Module):
+            return self.add(function, **options)
+        if isinstance(function, partial) and function.func is checkpoint:
+            raise ValueError(f"{name} of this {type(owner).__name__} is recomputed already: remove() the other policy")
+        setattr(owner, name, partial(checkpoint, function, **options))
+        self._undo.append(partial(setattr, owner, name, function))
+        self.modules.append(owner)
+
+    def remove(self):
+        """Put the model back as it was."""
+        while self._undo:
+            self._undo.pop()()
+        self.modules.clear()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.remove()
+
+    def __len__(self):
+        return len(self.modules)
+
+
+def _restore(module, name, previous):
+    if previous is None:
+        delattr(module, name)
+    else:
+        setattr(module, name, previous)
+
+
+class _Forward:
+    """The `forward` of one recomputed module. It refers to the module weakly, or no model would be freed when its last
+    name goes; and a copy of the module gets a copy of this that refers to the copy."""
+
+    def __init__(self, module, previous, how, options):
+        self._module, self._previous, self._how, self._options = weakref.ref(module), previous, how, options
+
+    def __call__(self, *args, **kwargs):
+        module = self._module()
+        forward = self._previous or partial(type(module).forward, module)
+        return self._how(forward, *args, **self._options, **kwargs)
+
+    def __deepcopy__(self, memo):
+        module = self._module()
+        return _Forward(memo.get(id(module), module), self._previous, self._how, self._options)
+
+    def __reduce__(self):
+        return _Forward, (self._module(), self._previous, self._how, self._options)
+
+
+def recompute(modules, **options):
+    """Recompute each of `modules` (an iterable) as a region of its own. Returns a Recomputing; `options` go to
+    `checkpoint`.
+
+    `with recompute(model.blocks): loss.backward()` must hold for the forward; backward needs it no more.
+    """
+    applied = Recomputing()
+    try:
+        for module in modules:
+            applied.add(module, **options)
+    except BaseException:
+        applied.remove()
+        raise
+    return applied
+
+
+def every(layers, k=1, start=0, end=None):
+    """Indexes start, start + k, … below end (default: `layers`). ValueError for what is no such range."""
+    end = layers if end is None else end
+    if not _is_int(k) or k < 1:
+        raise ValueError(f"k={k!r}: expected an integer of at least 1, recompute every k-th block")
+    if not _is_int(start) or not _is_int(end) or not 0 <= start <= end <= layers:
+        raise ValueError(f"start={start!r}, end={end!r}: expected 0 ≤ start ≤ end ≤ {layers}, the number of blocks")
+    return list(range(start, end, k))
+
+
+def spread(layers, ratio):
+    """The indexes of round(ratio · layers) blocks, evenly spread. ValueError unless 0 ≤ ratio ≤ 1."""
+    if not 0 <= ratio <= 1:  # NaN is neither
+        raise ValueError(f"ratio={ratio!r}: expected a share of the blocks, from 0 to 1")
+    n = round(ratio * layers)
+    return [i for i in range(layers) if (i + 1) * n // layers > i * n // layers]
+
+
+def _is_int(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def return_on_time(saved, slower, noise=0.01):
+    """What a policy returns for its time: share of the peak saved ÷ share of the time added.
+
+    `saved` and `slower` are shares of the step without it: 0.4 and 0.25 return 1.6. A slow-down within `noise` costs
+    nothing that could be measured: the return is infinite if something is saved, and 0 if nothing is.
+    """
+    if saved <= 0:
+        return 0.0
+    return saved / slower if slower > noise else math.inf
+
+
+class DynamicCheckpoint(Recomputing):
+    """Recompute every k-th of `blocks` from `start` to `end`, or a `ratio` of them. It can be changed between steps.
+
+    `DynamicCheckpoint(model.blocks, k=2)`; `.chosen` are the indexes; `.change(ratio=0.5)` chooses anew. ValueError for
+    a k, start, end or ratio out of range, or a ratio beside any of the others.
+    """
+
+    def __init__(self, blocks, k=None, start=None, end=None, ratio=None, **options):
+        super().__init__()
+        self._blocks, self._options = list(blocks), options
+        self.change(k, start, end, ratio)
+
+    def change(self, k=None, start=None, end=None, ratio=None):
+        """Choose other blocks from the next forward on."""
+        layers = len(self._blocks)
+        if ratio is not None and (k, start, end) != (None, None, None):
+            raise ValueError(f"ratio={ratio!r} beside k={k!r}, start={start!r}, end={end!r}: expected one or the other")
+        chosen = every(layers, k or (1 if k is None else k), start or 0, end) if ratio is None else spread(
+            layers, ratio)
+        self.remove()
+        for i in chosen:
+            self.add(self._blocks[i], **self._options)
+        self.chosen = chosen
+
+    @property
+    def plan(self):
+        """The choice as a plan, for the closed forms: `[(0,), 1, (2,), 3]`."""
+        return [(i,) if i in self.chosen else i for i in range(len(self._blocks))]
+
+
+def selective(blocks, part="attention core", **options):
+    """Recompute one part of each block: the `attention core` (its function of q, k, v), the whole `attention` or the
+    `mlp`; `block` is all of it. Returns a Recomputing.
+
+    Blocks are modules with `.attention` (a module, its function as `.attention.attention`) and `.mlp`, as those of
+    `refimpl.model`; ValueError for an unknown part or blocks without it.
+
+    The core is where scores of s × s are made: it is most of the bytes of a long sequence and few of the operations
+    ("Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al. 2022, section 5).
+    """
+    if part not in PARTS:
+        raise ValueError(f"part={part!r}: expected one of {', '.join(map(repr, PARTS))}")
+    applied = Recomputing()
+    try:
+        for block in blocks:
+            if part == "block":
+                applied.add(block, **options)
+                continue
+            owner = getattr(block, "attention" if part == "attention core" else part, None)
+            if owner is None or (part == "attention core" and not callable(getattr(owner, "attention", None))):
+                raise ValueError(f"a {type(block).__name__} has no {part}: expected .attention, .attention.attention "
+                                 "and .mlp; use recompute(modules) for other models")
+            if part == "attention core":
+                applied.add_function(owner, "attention", **options)
+            else:
+                applied.add(owner, **options)
+    except BaseException:
+        applied.remove()
+        raise
+    return applied

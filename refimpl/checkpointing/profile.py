@@ -1,0 +1,92 @@
+"""The costs of a real chain, read off one tracked pass over each stage: what `optimal_schedule` wants to know."""
+
+import time
+from functools import partial
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from .. import memory
+from .region import checkpoint
+from .schedule import costs
+
+
+def profile_chain(functions, x, *args, unit="flops", **kwargs):
+    """The Costs of `functions`, each called as f(x, *args, **kwargs) on what the one before returned, a tensor.
+
+    Bytes are the tracker's. Times are FLOPs, the same on every machine, or with `unit="seconds"` the shortest of three
+    passes. Gradients are added to, as backward does: ValueError if a parameter has none yet, since one that appears in
+    this backward would be taken for the stage's own. ValueError also for another unit.
+    """
+    if unit not in ("flops", "seconds"):
+        raise ValueError(f"unit={unit!r}: expected 'flops' or 'seconds'")
+    input_bytes, stages = x.untyped_storage().nbytes(), []
+    for function in functions:
+        x = x.detach().requires_grad_(x.is_floating_point())
+        call = partial(function, x, *args, **kwargs)
+        parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+        if any(p.requires_grad and p.grad is None for p in parameters):
+            raise ValueError(f"a parameter of {type(function).__name__} has no gradient yet: run one backward first, "
+                             "or its bytes would be taken for the stage's")
+        read = _flops if unit == "flops" else _seconds
+        forward, backward = read(call)
+        stage, x = _bytes(call, [x, *parameters])
+        stages.append((forward, backward, *stage))
+    forward, backward, outputs, kept, forward_peaks, saving_peaks, backward_peaks = zip(*stages, strict=True)
+    return costs(forward, kept, outputs, backward_times=backward, forward_peaks=forward_peaks,
+                 saving_peaks=saving_peaks, backward_peaks=backward_peaks, input_bytes=input_bytes)
+
+
+def _bytes(call, existing):
+    """(a, s, p, q, r) of one stage in the symbols of `schedule`, and an output to go on with."""
+    with memory.track(existing) as dropping:
+        following = checkpoint(call)
+    with memory.track(existing) as keeping:
+        y = call()
+        kept, a = keeping.now.total - keeping.start.total, y.untyped_storage().nbytes()
+        end = _End.apply(y)
+        del y
+        end.backward()
+    start = keeping.start.total
+    return (a, kept - a, dropping.peak.total - dropping.start.total,
+            keeping.peak_moment("forward").ledger.total - start,
+            keeping.peak_moment("backward").ledger.total - start), following
+
+
+class _End(torch.autograd.Function):
+    """In place of what follows a stage: holds nothing of its output, and gives it a gradient that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.options = y.shape, y.dtype, y.device
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, g):
+        shape, dtype, device = ctx.options
+        return torch.ones(shape, dtype=dtype, device=device)
+
+
+def _flops(call):
+    with FlopCounterMode(display=False) as forward:
+        y = call()
+    with FlopCounterMode(display=False) as backward:
+        _End.apply(y).backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def _seconds(call, passes=3):
+    found = []
+    for _ in range(passes):
+        begin = _now()
+        y = call()
+        between = _now()
+        _End.apply(y).backward()
+        found.append((between - begin, _now() - between))
+    return tuple(map(min, zip(*found, strict=True)))
+
+
+def _now():
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,225 @@
+"""Recomputation on saved-tensor hooks: autograd keeps empty slots, and a region fills them when the first is asked for.
+
+    forward    every tensor that autograd would save becomes a Slot; the region keeps the inputs of `fn` alone
+    backward   the first slot that is unpacked makes the region run `fn` once more, up to the last tensor that is still
+               needed; each slot gets its tensor, gives it to backward once, and lets go of it
+
+Kept bytes of a region = its input tensors, + the random state if it drew numbers (5,056 on a CPU, 16 on CUDA).
+"Training Deep Nets with Sublinear Memory Cost" (Chen et al. 2016), section 3, has the idea; the hooks are described in
+PyTorch's tutorial on saved tensors.
+"""
+
+import threading
+import weakref
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from .environment import Environment
+from .operations import KeepOperations, operations
+
+ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, state that the first call "
+          "changes, random numbers not torch's own")
+
+
+class RecomputeError(RuntimeError):
+    """The recomputation saved other tensors than the forward did: `fn` is not the same function twice."""
+
+
+def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontext, **kwargs):
+    """`fn(*args, **kwargs)`, of which autograd keeps only the input tensors; backward computes the rest again.
+
+    Arguments may be anything, nested in lists, tuples and dicts; tensors among them are the region's inputs. Gradients
+    are bit for bit those without it: random numbers and autocast are as they were in the forward. Without grad mode
+    it is a plain call.
+
+    - `early_stop`: end the recomputation with the last tensor that backward needs. False runs `fn` to its end, and then
+      also notices tensors that it would save after that one.
+    - `save`: operations (`[torch.ops.aten.addmm, …]`) whose outputs are kept and not computed again; see `operations`.
+    - `recompute_context`: makes a context to recompute in; see `frozen_statistics`.
+
+    If `fn` has keywords of these names itself, give it as a `functools.partial`.
+
+    Raises TypeError if `fn` is not callable; in backward RecomputeError, naming the first tensor that differs in shape,
+    dtype or device or the count of them, and RuntimeError for an argument that was changed in place.
+    """
+    if not callable(fn):
+        raise TypeError(f"checkpoint({type(fn).__name__}, …): expected a function and its arguments, as in "
+                        "checkpoint(block, x), not what it returned")
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    region = Region(fn, args, kwargs, early_stop, operations(save), recompute_context)
+    return region.forward(args, kwargs)
+
+
+class Slot:
+    """What autograd holds in a tensor's place. `tensor` is there from the recomputation until backward takes it."""
+
+    __slots__ = ("region", "tensor", "__weakref__")
+
+    def __init__(self, region):
+        self.region, self.tensor = region, None
+
+
+class Description(NamedTuple):
+    """What must be the same twice. The values are not compared (that would take them both), and an operation for which
+    autograd saves nothing goes unseen."""
+
+    dtype: torch.dtype
+    shape: tuple
+    device: torch.device
+    made_by: str | None  # the autograd node that made it; inputs of the region have none when they come again
+
+    @classmethod
+    def of(cls, tensor):
+        """The description of a tensor that autograd is about to save."""
+        node = tensor.grad_fn
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.device, node and node.name())
+
+    def fits(self, other):
+        """Whether a recomputed tensor may stand in this one's place."""
+        return self[:3] == other[:3] and (self.made_by == other.made_by or None in (self.made_by, other.made_by))
+
+    def __str__(self):
+        made = f", made by {self.made_by}" if self.made_by else ""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} on {self.device}{made}"
+
+
+class Region:
+    """One call of `fn`: its inputs, its environment, and weak references to the slots that autograd holds.
+
+    Slots hold the region and not the other way round, so that a region goes when the last node of its graph goes.
+    """
+
+    def __init__(self, fn, args, kwargs, early_stop, kept_operations, recompute_context):
+        self._fn, self._early_stop, self._recompute_context = fn, early_stop, recompute_context
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._environment = Environment(fn, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        self._inputs = [_Input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._kept = KeepOperations(kept_operations) if kept_operations else None
+        self._slots, self._descriptions = [], []  # as many, in the order in which autograd saved
+        self._lock = threading.RLock()  # autograd has one thread for each CUDA device
+
+    def forward(self, args, kwargs):
+        """Run `fn` with slots for all that autograd would save."""
+        with saved_tensors_hooks(self._pack, _unpack), self._kept.keeping() if self._kept else nullcontext():
+            outputs = self._fn(*args, **kwargs)
+        self._environment.settle()
+        return outputs
+
+    def _pack(self, tensor):
+        slot = Slot(self)
+        self._slots.append(weakref.ref(slot))
+        self._descriptions.append(Description.of(tensor))
+        return slot
+
+    def take(self, slot):
+        """The tensor of `slot`, recomputed with all others of the region if it is not there. It is given once."""
+        with self._lock:
+            if slot.tensor is None:
+                self._recompute()
+            tensor, slot.tensor = slot.tensor, None
+            if torch._C._current_graph_task_id() == -1:  # somebody looks at a node outside any backward
+                self._forget()
+            return tensor
+
+    def _recompute(self):
+        args, kwargs = pytree.tree_unflatten(
+            [leaf.get() if isinstance(leaf, _Input) else leaf for leaf in self._inputs], self._structure)
+        recomputation = _Recomputation(self._slots, self._descriptions, self._early_stop)
+        try:
+            with self._environment.restored(), self._recompute_context(), torch.enable_grad():
+                with saved_tensors_hooks(recomputation.pack, _same):
+                    with self._kept.replaying() if self._kept else nullcontext():
+                        self._fn(*args, **kwargs)
+            recomputation.ended()
+        except _Enough as enough:
+            if enough.recomputation is not recomputation:
+                raise
+        except BaseException:
+            self._forget()  # a retry starts from nothing
+            raise
+        if torch._C._current_graph_task_id() != -1:  # what this backward does not take goes at its end
+            region = weakref.ref(self)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(region()))
+
+    def _forget(self):
+        for slot in filter(None, (ref() for ref in self._slots)):
+            slot.tensor = None
+
+
+def _forget(region):
+    if region is not None:
+        region._forget()
+
+
+def _unpack(slot):
+    return slot.region.take(slot)
+
+
+def _same(tensor):
+    return tensor
+
+
+class _Enough(Exception):
+    """Ends a recomputation. An Exception, since modules run their `always_call` hooks for no other kind."""
+
+    def __init__(self, recomputation):
+        super().__init__("the recomputation made the last tensor that backward needs")
+        self.recomputation = recomputation
+
+
+class _Recomputation:
+    """One more run of `fn`: the n-th tensor that autograd saves goes to the n-th slot, if somebody still holds it."""
+
+    def __init__(self, slots, descriptions, early_stop):
+        self._slots, self._expected = [ref() for ref in slots], descriptions[:]
+        self._last = max(i for i, slot in enumerate(self._slots) if slot is not None)
+        self._early_stop, self._count = early_stop, 0
+
+    def pack(self, tensor):
+        """Autograd saves a tensor once more."""
+        index, self._count = self._count, self._count + 1
+        if index < len(self._slots):
+            expected, found = self._expected[index], Description.of(tensor)
+            if not expected.fits(found):
+                raise RecomputeError(f"tensor {index} of the {len(self._slots)} that autograd saves is {found} in the "
+                                     f"recomputation, and was {expected} in the forward: {ADVICE}")
+        tensor = tensor.detach() if tensor.requires_grad else tensor  # its node may be the one that holds the slot
+        if index <= self._last and self._slots[index] is not None:
+            self._slots[index].tensor = tensor
+            self._slots[index] = None
+        if index == self._last and self._early_stop:
+            raise _Enough(self)
+        return tensor
+
+    def ended(self):
+        """`fn` came to its end: it must have saved as many tensors as before (or have swallowed the early stop)."""
+        if self._count != len(self._expected) and not (self._early_stop and self._count > self._last):
+            differs = min(self._count, len(self._expected))
+            which = f"tensor {differs}, {self._expected[differs]}, is missing" if differs == self._count else (
+                f"tensor {differs} was not there before")
+            raise RecomputeError(f"autograd saved {len(self._expected)} tensors in the forward and {self._count} in "
+                                 f"the recomputation: {which}; {ADVICE}")
+
+
+class _Input:
+    """A tensor among the arguments: kept by the hooks that are in force outside (a checkpoint around this one, a
+    technique that stores tensors elsewhere, a tracker), or as it is."""
+
+    def __init__(self, tensor):
+        self._requires_grad, self._version = tensor.requires_grad, tensor._version
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # An alias: where `fn` writes into its input, the input itself would hold the graph that holds the region.
+        self._packed, self._unpack = (hooks[0](tensor), hooks[1]) if hooks else (tensor.detach(), None)
+
+    def get(self):
+        """The tensor as `fn` got it, a leaf; RuntimeError if it has been changed in place."""
+        tensor = self._unpack(self._packed) if self._unpack else self._packed
+        if self._unpack is None and tensor._version != self._version:
+            raise RuntimeError(f"an argument of checkpoint, {Description.of(tensor)}, has been changed in place since: "
+                               f"it is at version {tensor._version}, expected {self._version}; clone it before")
+        return tensor.detach().requires_grad_(self._requires_grad)

@@ -1,0 +1,113 @@
+"""Peak within 1 % of the tracker, kept bytes and FLOPs exact: each policy, each family, with and without dropout."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from refimpl import memory
+from refimpl.checkpointing import (
+    PlannedBlocks,
+    Recomputing,
+    block_flops,
+    extra_flops,
+    gpt_costs,
+    gpt_peak_bytes,
+    kept_bytes,
+    recompute,
+    selective,
+)
+from refimpl.model import GPT, GPTConfig
+
+GPT2 = {"vocab_size": 256, "context_length": 128, "layers": 4, "hidden": 64, "heads": 4}
+LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
+                "bias": False, "tied": False}
+NEOX = GPT2 | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "tied": False}
+POLICIES = {
+    "none": (None, None), "full": ([(0,), (1,), (2,), (3,)], None), "every second": ([(0,), 1, (2,), 3], None),
+    "segments": ([(0, 1), 2, 3], None), "nested": ([((0,), 1), (2,), 3], None),
+    "attention core": (None, "attention core"), "attention": (None, "attention"), "mlp": (None, "mlp"),
+}
+
+
+@functools.cache
+def plain(config, dtype, sequence):
+    """(a model whose gradients are there, its tokens, the FLOPs of a step)."""
+    torch.manual_seed(0)
+    model, tokens = GPT(config, dtype=dtype), torch.randint(0, 256, (2, sequence))
+    with FlopCounterMode(display=False) as counted:
+        model(tokens, tokens).backward()
+    return model, tokens, counted.get_total_flops()
+
+
+class Read:
+    """What a GPT under a policy keeps, peaks at, and computes."""
+
+    def __init__(self, config, dtype, sequence, plan, part):
+        model, tokens, flops = plain(config, dtype, sequence)
+        blocks = model.blocks
+        if plan is not None:
+            model.blocks = PlannedBlocks(blocks, plan)
+        with selective(blocks, part) if part else Recomputing():
+            with memory.track(model, tokens) as t:
+                loss = model(tokens, tokens)
+                self.kept = t.now.total - t.start.total - loss.nbytes
+                loss.backward()
+            with FlopCounterMode(display=False) as counted:
+                model(tokens, tokens).backward()
+        model.blocks = blocks
+        self.peak = t.peak.total - t.start.total
+        self.flops = counted.get_total_flops() - flops
+
+
+@pytest.mark.parametrize(("family", "dropout", "dtype", "sequence"), [
+    (GPT2, 0.0, torch.float32, 128), (GPT2, 0.1, torch.bfloat16, 32), (LLAMA, 0.0, torch.bfloat16, 128),
+    (LLAMA, 0.1, torch.float32, 32), (NEOX, 0.0, torch.float32, 32), (NEOX, 0.1, torch.float32, 128)],
+    ids=["gpt2", "gpt2-dropout", "llama", "llama-dropout", "neox", "neox-dropout"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_predicted_and_measured(family, dropout, dtype, sequence, policy):
+    config, (plan, part) = GPTConfig(**family | {"dropout": dropout}), POLICIES[policy]
+    read, shape = Read(config, dtype, sequence, plan, part), (config, 2, sequence, plan, part)
+    assert gpt_peak_bytes(*shape, dtype) == pytest.approx(read.peak, rel=0.01)
+    assert kept_bytes(*shape, dtype) == read.kept
+    assert extra_flops(*shape) == read.flops
+
+
+def test_every_policy_saves_and_the_forms_tell_them_apart():
+    """The mutant is a policy that recomputes nothing: each closed form must be far from what it reads."""
+    config = GPTConfig(**GPT2)
+    nothing = Read(config, torch.float32, 128, None, None)
+    for name, (plan, part) in POLICIES.items():
+        if name != "none":
+            assert kept_bytes(config, 2, 128, plan, part) < 0.85 * nothing.kept, name
+            assert gpt_peak_bytes(config, 2, 128, plan, part) < 0.85 * nothing.peak, name
+            assert extra_flops(config, 2, 128, plan, part) > 0, name
+
+
+def test_one_more_forward_where_nothing_stops_early():
+    config, tokens = GPTConfig(**GPT2), torch.zeros(2, 32, dtype=torch.int64)
+    model = GPT(config)
+
+    def flops():
+        with FlopCounterMode(display=False) as counted:
+            model(tokens, tokens).backward()
+        return counted.get_total_flops()
+
+    plain, forward = flops(), config.layers * sum(block_flops(config, 2, 32).values())
+    with recompute(model.blocks, early_stop=False):
+        assert flops() - plain == forward == extra_flops(config, 2, 32, [(i,) for i in range(4)], early_stop=False)
+    with recompute(model.blocks):
+        assert flops() - plain == forward - 4 * block_flops(config, 2, 32)["down"]
+
+
+def test_costs_are_a_chain_of_blocks_and_a_head():
+    chain = gpt_costs(GPTConfig(**GPT2), 2, 32)
+    assert len(chain) == 5 and chain.output_bytes == (2 * 32 * 64 * 4,) * 4 + (4,)
+    with pytest.raises(ValueError, match="part='heads': expected one of None, 'attention core', 'attention', 'mlp'"):
+        gpt_costs(GPTConfig(**GPT2), 2, 32, part="heads")
+
+
+def test_on_cuda_dropout_masks_are_booleans():
+    config = GPTConfig(**GPT2 | {"dropout": 0.1})
+    assert gpt_peak_bytes(config, 2, 128, device="cuda") < 0.9 * gpt_peak_bytes(config, 2, 128)

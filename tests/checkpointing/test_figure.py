@@ -1,0 +1,17 @@
+"""The figure of time against peak shows the staircase and every point."""
+
+from refimpl.checkpointing import costs, plan_peak, plan_time
+from refimpl.checkpointing.figure import plot_time_peak
+from refimpl.checkpointing.schedule import Program
+
+
+def test_every_point_is_drawn_at_its_place():
+    chain = costs([1] * 6, [2**20] * 6, [2**18] * 6)
+    plans = {"full": [(i,) for i in range(5)] + [5], "none": list(range(6))}
+    points = {name: (plan_peak(chain, plan), plan_time(chain, plan)) for name, plan in plans.items()}
+    figure = plot_time_peak(Program(chain).curve(), {**points, "also none": points["none"]})
+    (axes,) = figure.axes
+    assert {text.get_text() for text in axes.texts} >= {"full", "none, also none"}
+    last = [line for line in axes.lines if line.get_marker() not in (".", "None")]
+    assert [(line.get_xdata()[0] * 2**20, line.get_ydata()[0] * 18) for line in last] == list(points.values())
+    assert figure._repr_png_()[:4] == b"\x89PNG"

@@ -1,0 +1,114 @@
+"""A save-list: its operations do not run again, its outputs are the bytes that are kept."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from refimpl import memory
+from refimpl.checkpointing import checkpoint
+from refimpl.checkpointing.operations import operations
+
+aten = torch.ops.aten
+
+
+class Counted(TorchDispatchMode):
+    """Which operations ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+def fn(x, w):
+    return F.dropout(((x @ w).tanh() @ w).relu(), 0.5).sin()
+
+
+@pytest.fixture
+def pair():
+    return torch.randn(16, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+
+
+def run(pair, how, **options):
+    """(gradients, bytes kept besides the output, the operations of the backward)."""
+    torch.manual_seed(0)
+    with memory.track(*pair) as t:
+        y = how(fn, *pair, **options)
+    with Counted() as counted:
+        gradients = torch.autograd.grad(y.square().sum(), pair)
+    return gradients, t.now.total - t.start.total - y.nbytes, counted.names
+
+
+@pytest.mark.parametrize(("save", "outputs"), [
+    ([], 0), ([aten.mm], 2), ([aten.mm.default, aten.tanh], 3), ([aten.relu], 1), ([aten.mm, aten.mul], 3)])
+def test_kept_outputs_are_the_bytes_and_do_not_run_again(pair, save, outputs):
+    expected, _, plain = run(pair, lambda fn, *args: fn(*args))
+    gradients, kept, names = run(pair, checkpoint, save=save)
+    assert all(map(torch.equal, gradients, expected))
+    assert kept == outputs * 16 * 32 * 4 + 5056
+    for op in (aten.mm, aten.tanh, aten.relu):
+        again = names.count(op) - plain.count(op)
+        wanted = op in save or op.default in save
+        assert again == (0 if wanted else 2 if op is aten.mm else 1), op
+
+
+def test_an_output_changed_in_place_in_the_region_is_computed_again(pair):
+    def fn(x, w):
+        return (x @ w).mul_(2).tanh() @ w
+
+    with memory.track(*pair) as t:
+        y = checkpoint(fn, *pair, save=[aten.mm])
+    assert t.now.total - t.start.total == y.nbytes, "the second product is y; the first was not kept"
+    expected = torch.autograd.grad(fn(*pair).sum(), pair)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), pair), expected))
+
+
+def test_an_output_changed_in_place_after_the_region_is_an_error(pair):
+    y = checkpoint(lambda x, w: x.sin() @ w, *pair, save=[aten.mm], early_stop=False)
+    with pytest.raises(RuntimeError, match="mm.default that was kept.*changed in place"):
+        y.add_(1).sum().backward()
+
+
+def test_a_second_backward_computes_all_of_it(pair):
+    y = checkpoint(fn, *pair, save=[aten.mm]).sum()
+    first = torch.autograd.grad(y, pair, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(y, pair)))
+
+
+def test_random_operations_that_are_kept_leave_the_others_their_numbers(pair):
+    def fn(x, w):
+        return F.dropout(torch.rand_like(x) * x, 0.5) @ w
+
+    def gradients(how, **options):
+        torch.manual_seed(0)
+        return torch.autograd.grad(how(fn, *pair, **options).sum(), pair)
+
+    expected = gradients(lambda fn, *args: fn(*args))
+    assert all(map(torch.equal, gradients(checkpoint, save=[aten.rand_like]), expected))
+
+
+def test_another_operation_the_second_time_is_an_error(pair):
+    runs = [lambda x, w: (x @ w).tanh().sin(), lambda x, w: (x @ w.T).relu().tanh().tanh().sin()]
+    y = checkpoint(lambda *args: runs.pop(0)(*args), *pair, save=[aten.mm, aten.tanh, aten.relu])
+    with pytest.raises(RuntimeError, match="reached aten.relu.default where the forward ran aten.tanh.default, call 1"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(("save", "kind", "message"), [
+    (aten.mm, TypeError, "expected a list of operations"),
+    (["mm"], TypeError, "save has 'mm': expected an operation"),
+    ([torch.mm], TypeError, "expected an operation, e.g. torch.ops.aten.mm"),
+    ([aten.view], ValueError, "aten.view, which writes into an argument or returns a view"),
+    ([aten.add_.Tensor], ValueError, "take it off the list"),
+])
+def test_what_has_no_output_to_keep_is_refused(pair, save, kind, message):
+    with pytest.raises(kind, match=message):
+        checkpoint(fn, *pair, save=save)
+
+
+def test_a_packet_is_its_overloads_that_return_something_new():
+    assert operations([aten.mm]) >= {aten.mm.default} and aten.mm.out not in operations([aten.mm])

@@ -1,0 +1,219 @@
+"""Policies: which blocks, what stays of the model, and what they say to nonsense."""
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from refimpl import memory
+from refimpl.checkpointing import DynamicCheckpoint, RecomputeError, Recomputing, recompute, return_on_time, selective
+from refimpl.checkpointing.policies import PARTS, every, spread
+from refimpl.model import GPT, GPTConfig
+
+CONFIG = GPTConfig(vocab_size=64, context_length=64, layers=4, hidden=32, heads=4, dropout=0.1)
+
+
+@pytest.fixture
+def model():
+    return GPT(CONFIG)
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 64, (2, 64))
+
+
+def gradients(model, tokens):
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(tokens, tokens).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def kept(model, tokens):
+    with memory.track(model, tokens) as t:
+        loss = model(tokens, tokens)
+    assert loss.isfinite()
+    return t.now["activations"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_keep_keys_and_gradients_and_less(model, tokens, part):
+    keys, expected, before = list(model.state_dict()), gradients(model, tokens), kept(model, tokens)
+    with selective(model.blocks, part) as applied:
+        assert len(applied) == 4
+        assert list(model.state_dict()) == keys
+        assert all(map(torch.equal, gradients(model, tokens), expected))
+        assert kept(model, tokens) < before
+    assert kept(model, tokens) == before
+    assert all(map(torch.equal, gradients(model, tokens), expected))
+
+
+def test_an_attention_that_is_a_module_is_a_core_too(tokens):
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def forward(self, q, k, v, dropout_p=0.0):
+            return (self.gain * v.cumsum(2)).tanh() * q.sigmoid()
+
+    model = GPT(CONFIG, Mean())
+    expected, keys = gradients(model, tokens), list(model.state_dict())
+    with selective([model.blocks[0]]):
+        assert all(map(torch.equal, gradients(model, tokens), expected)) and list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize(("arguments", "chosen"), [
+    ({}, [0, 1, 2, 3]), ({"k": 2}, [0, 2]), ({"k": 2, "start": 1}, [1, 3]), ({"start": 1, "end": 3}, [1, 2]),
+    ({"end": 0}, []), ({"k": 9}, [0]), ({"ratio": 0.5}, [1, 3]), ({"ratio": 0}, []), ({"ratio": 1}, [0, 1, 2, 3]),
+    ({"ratio": 0.3}, [3])])
+def test_which_blocks(model, arguments, chosen):
+    with DynamicCheckpoint(model.blocks, **arguments) as policy:
+        assert policy.chosen == chosen
+        assert [i for i, block in enumerate(model.blocks) if block in policy.modules] == chosen
+        assert [item for item in policy.plan if isinstance(item, tuple)] == [(i,) for i in chosen]
+
+
+def test_a_dynamic_choice_is_changed_between_steps(model, tokens):
+    expected, sizes = gradients(model, tokens), []
+    policy = DynamicCheckpoint(model.blocks, end=0)
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        policy.change(ratio=share)
+        assert all(map(torch.equal, gradients(model, tokens), expected))
+        sizes.append(kept(model, tokens))
+    steps = [a - b for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
+    assert len(set(steps)) == 1 and steps[0] > 0, "each block saves the same"
+    policy.remove()
+    assert kept(model, tokens) == sizes[0]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"k": 0}, "k=0: expected an integer of at least 1"), ({"k": 1.5}, "k=1.5"), ({"k": -2}, "k=-2"),
+    ({"k": True}, "k=True"), ({"start": 5}, "start=5, end=4: expected 0 ≤ start ≤ end ≤ 4"),
+    ({"start": -1}, "start=-1"), ({"end": 5}, "end=5"), ({"start": 3, "end": 1}, "start=3, end=1"),
+    ({"ratio": 1.1}, "ratio=1.1: expected a share of the blocks, from 0 to 1"), ({"ratio": -0.1}, "ratio=-0.1"),
+    ({"ratio": float("nan")}, "ratio=nan"), ({"ratio": 0.5, "k": 2}, "ratio=0.5 beside k=2")])
+def test_choices_out_of_range(model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicCheckpoint(model.blocks, **arguments)
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_spread_is_even():
+    assert spread(12, 0.25) == [3, 7, 11] and every(12, 4) == [0, 4, 8]
+    assert all(len(spread(n, r)) == round(n * r) for n in range(1, 30) for r in (0, 0.1, 0.33, 0.5, 0.9, 1))
+
+
+@pytest.mark.parametrize(("modules", "kind", "message"), [
+    ([torch.sin], TypeError, "cannot recompute a builtin_function_or_method: expected modules"),
+    ([3], TypeError, "cannot recompute a int")])
+def test_what_is_no_module(model, modules, kind, message):
+    with pytest.raises(kind, match=message):
+        recompute([*model.blocks, *modules])
+    assert not any("forward" in vars(block) for block in model.blocks), "half of a policy stays"
+
+
+def test_twice_is_refused(model):
+    with recompute(model.blocks):
+        with pytest.raises(ValueError, match="this Block is recomputed already"):
+            recompute(model.blocks[:1])
+        assert all("forward" in vars(block) for block in model.blocks)
+    with selective(model.blocks):
+        with pytest.raises(ValueError, match="attention of this Attention is recomputed already"):
+            selective(model.blocks)
+
+
+def test_unknown_parts_and_blocks_without_them(model):
+    with pytest.raises(ValueError, match="part='norm': expected one of 'block', 'attention'"):
+        selective(model.blocks, "norm")
+    for part in ("attention core", "mlp"):
+        with pytest.raises(ValueError, match=f"a Linear has no {part}.*use recompute"):
+            selective([nn.Linear(2, 2)], part)
+
+
+def test_an_exception_takes_the_policy_away(model):
+    with pytest.raises(ZeroDivisionError), recompute(model.blocks):
+        raise ZeroDivisionError
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_a_forward_that_somebody_else_put_there_stays(model):
+    block, calls = model.blocks[0], []
+    ours = block.forward
+
+    def traced(*args):
+        calls.append(1)
+        return ours(*args)
+
+    block.forward = traced
+    with recompute([block]):
+        block(torch.randn(1, 4, 32, requires_grad=True)).sum().backward()
+    assert block.forward is traced and calls == [1, 1]
+
+
+def test_copies_recompute_their_own_blocks(model, tokens):
+    with recompute(model.blocks):
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with torch.no_grad():
+                twin.blocks[0].mlp.down.weight.zero_()
+            assert kept(twin, tokens) == kept(model, tokens)
+            assert not torch.equal(gradients(twin, tokens)[2], gradients(model, tokens)[2])
+        t = memory.dry_run(lambda m, x: m(x, x).backward(), model, tokens)
+        assert t.peak.total < memory.dry_run(lambda m, x: m(x, x).backward(), GPT(CONFIG), tokens).peak.total
+
+
+def test_a_model_under_a_policy_is_freed_with_its_last_name():
+    model = GPT(CONFIG)
+    applied = recompute(model.blocks)
+    applied.modules.clear()
+    applied._undo.clear()
+    gone = weakref.ref(model.blocks[0])
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_options_reach_checkpoint(model, tokens):
+    torch.manual_seed(0)
+    expected = gradients(model, tokens)
+    with recompute(model.blocks, save=[torch.ops.aten.addmm], early_stop=False):
+        more = kept(model, tokens)
+        assert all(map(torch.equal, gradients(model, tokens), expected))
+    with recompute(model.blocks):
+        assert kept(model, tokens) < more
+    assert issubclass(RecomputeError, RuntimeError) and len(Recomputing()) == 0
+
+
+@pytest.mark.parametrize(("saved", "slower", "expected"), [
+    (0.4, 0.25, 1.6), (0.4, 0.0, math.inf), (0.4, -0.02, math.inf), (0.0, 0.3, 0.0), (-0.1, 0.0, 0.0)])
+def test_a_return_on_no_time_is_infinite_or_nothing(saved, slower, expected):
+    assert return_on_time(saved, slower) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("regions", ["the whole model", "single Linears"])
+def test_what_saves_nothing(regions):
+    """One region holds everything at once in backward; a Linear keeps its input anyway. Blocks are in between."""
+    config = GPTConfig(vocab_size=64, context_length=64, layers=4, hidden=32, heads=4)
+    model, tokens = GPT(config), torch.randint(0, 64, (2, 64))
+    model(tokens, tokens).backward()
+
+    def peak():
+        with memory.track(model, tokens) as t:
+            model(tokens, tokens).backward()
+        return t.peak.total - t.start.total
+
+    linears = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+    whole = peak()
+    with recompute([model] if regions == "the whole model" else linears):
+        assert peak() == pytest.approx(whole, rel=0.01)
+    with recompute(model.blocks):
+        assert peak() < 0.5 * whole

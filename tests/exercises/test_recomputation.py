@@ -1,0 +1,73 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from refimpl import memory
+from refimpl.checkpointing import kept_bytes, recompute
+from refimpl.exercises import recomputation as page
+
+
+def said(capsys, exercise, answer):
+    exercise(answer)
+    return capsys.readouterr().out
+
+
+def predict(config, batch, sequence):
+    return kept_bytes(config, batch, sequence, [(i,) for i in range(config.layers)])
+
+
+def once_more(fn, x):
+    slots, again = [], []
+
+    def pack(tensor):
+        slots.append(len(slots))
+        return slots[-1]
+
+    def unpack(index):
+        if not again:
+            with torch.enable_grad(), saved_tensors_hooks(lambda t: again.append(t.detach()), lambda t: t):
+                fn(x.detach().requires_grad_())
+        return again[index]
+
+    with saved_tensors_hooks(pack, unpack):
+        return fn(x)
+
+
+def every_block(model):
+    recompute(model.blocks)
+    return True
+
+
+def only_linears(model):
+    page.saves_nothing(model)
+    return True
+
+
+def zeroed(model):
+    torch.nn.init.zeros_(model.head.weight)
+    return True
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, predict), (page.second, once_more), (page.third, every_block)])
+def test_right_answers(capsys, exercise, answer):
+    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, memory.activation_bytes, "the tracker reads"),
+    (page.second, lambda fn, x: fn(x), "bytes are kept besides x"),
+    (page.second, lambda fn, x: fn(x) + 1, "the output is not"),
+    (page.second, lambda fn, x: fn(x.detach().requires_grad_()).detach() * x.sum() / x.sum(), "not"),
+    (page.third, only_linears, "expected below 0.6"),
+    (page.third, zeroed, "the gradients have changed"),
+])
+def test_wrong_answers(capsys, exercise, answer, complaint):
+    assert complaint in said(capsys, exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(capsys, exercise):
+    assert "not answered yet" in said(capsys, exercise, lambda *args: None)

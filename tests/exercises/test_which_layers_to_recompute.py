@@ -1,0 +1,46 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import math
+
+import pytest
+
+from refimpl.checkpointing import gpt_costs, optimal_schedule
+from refimpl.exercises import which_layers_to_recompute as page
+
+
+def said(capsys, exercise, answer):
+    exercise(answer)
+    return capsys.readouterr().out
+
+
+def segments(n, s, a):
+    root = math.sqrt(n * s / a)
+    return min((min(n, max(1, k)) for k in (math.floor(root), math.ceil(root))), key=lambda k: s * n / k + a * k)
+
+
+def fit(config, batch, sequence, budget):
+    chain = gpt_costs(config, batch, sequence)
+    return optimal_schedule(**vars(chain), budget=budget / 1.01).plan[:-1]
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, lambda layers, k: range(k)), (page.second, segments), (page.third, fit)])
+def test_right_answers(capsys, exercise, answer):
+    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, lambda layers, k: range(layers - k, layers), "other 2 layers at"),
+    (page.first, lambda layers, k: range(layers), "expected 2 different layers"),
+    (page.second, lambda n, s, a: math.isqrt(n), "the least is"),
+    (page.second, lambda n, s, a: n + 1, "expected an integer from 1 to"),
+    (page.third, lambda config, *rest: list(range(config.layers)), "your plan peaks at"),
+    (page.third, lambda config, *rest: [(i,) for i in range(config.layers)], "are enough"),
+])
+def test_wrong_answers(capsys, exercise, answer, complaint):
+    assert complaint in said(capsys, exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(capsys, exercise):
+    assert "not answered yet" in said(capsys, exercise, lambda *args: None)
