@@ -7,6 +7,8 @@ import torch
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from refimpl import memory
+from refimpl.checkpointing import RecomputeError
+from refimpl.checkpointing import checkpoint as own_checkpoint
 from refimpl.mixed_precision import autocast, keep_precision, recompute
 
 KINDS = {"reentrant": True, "not reentrant": False}
@@ -150,3 +152,16 @@ def test_wrappers_are_there_while_a_region_is_open_in_any_thread():
     thread.join()
     seen.append(torch.utils.checkpoint._CheckpointFrame.__init__ is before)
     assert seen == [False, True]
+
+
+def test_another_checkpoint_is_given_the_function_with_its_precision():
+    """As ours, which knows torch.autocast alone: without `keep_precision` it notices that dtypes differ."""
+    linear, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.ones(2, 8)
+    with autocast(device_type="cpu"):
+        plain = torch.autograd.grad(linear(x).sum(), list(linear.parameters()))
+        kept = own_checkpoint(keep_precision(linear), x).sum()
+        alone = own_checkpoint(linear, x).sum()
+    again = torch.autograd.grad(kept, list(linear.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    with pytest.raises(RecomputeError, match="bfloat16"):
+        alone.backward()
