@@ -75,7 +75,9 @@ def second(predict):
                 mean_of_means(model, tokens, tokens, micro_batch)
             read = t.peak["gradients"] + t.peak["activations"]
             said = predict(config, batch, micro_batch, 32)
-            said = int(getattr(said, "total", said))  # a Ledger will do
+            said = getattr(said, "total", said)  # a Ledger will do
+            if not isinstance(said, (int, float)):
+                return f"expected the sum of both in bytes, or a Ledger; you say {said!r}"
             if not abs(said - read) <= 4:  # the loss's own number of targets: gone or not
                 return (f"{batch} rows by {micro_batch}, {layers} layer{'s' * (layers > 1)}: you say {said:,}, the "
                         f"tracker reads {read:,} bytes")
@@ -106,10 +108,16 @@ def third(step):
             return "a parameter has no gradient"
         if not apart <= 2**-8:
             return f"summed in fp32 the gradient is within {2**-8:.2%} of the exact sum, yours is off by {apart:.2%}"
+        if not all(parameter.grad.dtype is torch.bfloat16 for parameter in model.parameters()):
+            return f"the sum is right, but `.grad` is left in {next(model.parameters()).grad.dtype}, not in bf16"
+        count = CONFIG.parameter_count()
+        layer = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+        columns = [t.timeline.categories.index(name) for name in ("gradients", "temporaries")]
         backward = [op.phase == "backward" for op in t.timeline.ops]
-        in_bf16 = t.timeline.nbytes[backward, t.timeline.categories.index("gradients")].max()
-        limit = 2 * max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-        return None if in_bf16 <= limit else (f"the gradient is right, but {in_bf16:,} bytes of `.grad` were there in "
-                                              f"a backward; the largest layer's weight and bias have {limit:,}")
+        held = t.timeline.nbytes[backward][:, columns].sum(axis=1).max()
+        limit = 4 * count + (2 + 4) * layer
+        return None if held <= limit + count else (  # half of what all bf16 gradients take is left to temporaries
+            f"the gradient is right, but sums and gradients were {held:,} bytes in a backward; fp32 sums and the "
+            f"gradients of the largest layer, in bf16 and fp32, are {limit:,}")
 
     verdict("third", step, check)

@@ -16,6 +16,7 @@ from . import verdict
 
 CONFIG = GPTConfig(vocab_size=256, context_length=32, layers=2, hidden=32, heads=4)
 RECIPES = ("fp32", "autocast", "16-bit weights", "16-bit weights, fp32 gradients")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARE = 2.0**-15  # of the whole batch's loss: what one micro-batch of 128 tokens has of a batch of four million
 
 
@@ -62,31 +63,41 @@ def _step_in_fp32(model, optimizer, tokens, targets, share):
 
 
 def _stepped(step):
-    """What three steps on micro-batches change in the weights, and the activations kept in the last, in bytes."""
-    model = _model()
+    """What three steps on micro-batches change in the weights, the activations kept in the last, in bytes, and what
+    the head gave in it: [(dtype, rows)]. On the device that `autocast` takes by itself."""
+    model, seen = _model().to(DEVICE), []
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / SHARE)
-    for tokens, targets in list(TextData().batches(8, 16))[:3]:
+    model.head.register_forward_hook(lambda head, x, logits: seen.append((logits.dtype, len(logits))))
+    for tokens, targets in list(TextData().batches(8, 16, device=DEVICE))[:3]:
         optimizer.zero_grad()
+        seen.clear()
         with memory.track(model, optimizer, tokens, targets) as t:
             step(model, optimizer, tokens, targets, SHARE)
     kept = t.timeline.nbytes[:, t.timeline.categories.index("activations")].max()
-    return torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]), int(kept)
+    moved = [(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]
+    return torch.cat(moved), int(kept), seen
 
 
 def second(step):
     """`step(model, optimizer, tokens, targets, share)`: one step in fp16 on `share` times the loss; returns True.
 
-    The weights are fp32 and stay so. The update is that of fp32, and the activations are those of fp16.
+    The weights are fp32 and stay so. The update is that of fp32, and the activations are those of fp16 autocast, over
+    all rows at once.
     """
 
     def check(step):
-        expected, _ = _stepped(_step_in_fp32)
-        said, kept = _stepped(step)
+        expected, *_ = _stepped(_step_in_fp32)
+        said, kept, seen = _stepped(step)
         error = ((said - expected).norm() / expected.norm()).item()
-        allowed = autocast_activation_bytes(CONFIG, 8, 16, torch.float16)
-        if not error < 0.02:  # NaN is not
+        allowed = autocast_activation_bytes(CONFIG, 8, 16, torch.float16, DEVICE)
+        if not error < 2:  # NaN is not
+            return "the weights move much too far: were the gradients divided by the scale again, or was it too large?"
+        if not error < 0.02:
             return f"the weights move as in fp32 within 2 %; yours are {100 * error:.0f} % off (do gradients become 0?)"
+        if seen != [(torch.float16, 8)]:
+            what = ", ".join(f"{rows} rows in {dtype}" for dtype, rows in seen) or "nothing"
+            return f"the update is right, but the head was to see 8 rows once, in fp16 autocast; it gave {what}"
         if kept > allowed:
             return f"the update is right, but {kept:,} bytes of activations are kept; autocast keeps {allowed:,}"
         return None

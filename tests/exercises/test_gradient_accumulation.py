@@ -1,8 +1,10 @@
 """Right answers pass, wrong and unanswered ones do not."""
 
 import pytest
+import torch
 
 from refimpl import memory
+from refimpl.accumulation import accumulate
 from refimpl.exercises import gradient_accumulation as page
 
 
@@ -72,8 +74,31 @@ def mean_of_means(*arguments):
     return True
 
 
+def by_accumulate(model, tokens, targets, micro_batch):
+    return accumulate(model, tokens, targets, micro_batch=micro_batch)
+
+
+def in_grad_of_fp32(model, tokens, targets, micro_batch):
+    """autograd sums in fp32 itself."""
+    left_in_fp32(model, tokens, targets, micro_batch)
+    for parameter in model.parameters():
+        total, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = torch.bfloat16
+        parameter.grad = total.bfloat16()
+    return True
+
+
+def left_in_fp32(model, tokens, targets, micro_batch):
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    for x, y in parts(tokens, targets, micro_batch):
+        (model(x, y) * micro_batch / len(tokens)).backward()
+    return True
+
+
 @pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, step), (page.second, predict), (page.third, sum_in_fp32),
+    (page.first, step), (page.second, predict), (page.third, sum_in_fp32), (page.third, by_accumulate),
+    (page.third, in_grad_of_fp32),
 ])
 def test_right_answers(capsys, exercise, answer):
     assert "right, on parity and on bytes" in said(capsys, exercise, answer)
@@ -85,7 +110,9 @@ def test_right_answers(capsys, exercise, answer):
     (page.first, lambda *_: True, "a parameter has no gradient"),
     (page.second, gradients_always, "8 rows by 8, 1 layer: you say"),
     (page.third, mean_of_means, "summed in fp32 the gradient is within"),
-    (page.third, sum_after_each_backward, "`.grad` were there in a backward"),
+    (page.third, sum_after_each_backward, "bytes in a backward; fp32 sums and the"),
+    (page.third, left_in_fp32, "`.grad` is left in torch.float32, not in bf16"),
+    (page.second, lambda *_: (1, 2), "expected the sum of both in bytes"),
     (page.third, lambda *arguments: sum_in_fp32(*arguments, leave=False), "hooks of yours are left"),
     (page.third, lambda *_: True, "a parameter has no gradient"),
 ])

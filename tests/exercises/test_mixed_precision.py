@@ -22,7 +22,7 @@ def predict(config, recipe):
 
 def with_a_scaler(model, optimizer, tokens, targets, share):
     scaler = AdaptiveLossScaler()
-    with autocast(torch.float16, "cpu"):
+    with autocast(torch.float16):
         loss = model(tokens, targets)
     scaler.scale(loss * share).backward()
     scaler.step(optimizer)
@@ -30,7 +30,7 @@ def with_a_scaler(model, optimizer, tokens, targets, share):
 
 
 def by_hand(model, optimizer, tokens, targets, share):
-    with autocast(torch.float16, "cpu"):
+    with autocast(torch.float16):
         loss = model(tokens, targets)
     (loss * share * 2**15).backward()
     for p in model.parameters():
@@ -40,7 +40,7 @@ def by_hand(model, optimizer, tokens, targets, share):
 
 
 def without_a_scale(model, optimizer, tokens, targets, share):
-    with autocast(torch.float16, "cpu"):
+    with autocast(torch.float16):
         loss = model(tokens, targets)
     (loss * share).backward()
     optimizer.step()
@@ -48,11 +48,45 @@ def without_a_scale(model, optimizer, tokens, targets, share):
 
 
 def too_large_a_scale(model, optimizer, tokens, targets, share):
-    with autocast(torch.float16, "cpu"):
+    with autocast(torch.float16):
         loss = model(tokens, targets)
     (loss * share * 2.0**40).backward()
     for p in model.parameters():
         p.grad /= 2.0**40
+    optimizer.step()
+    return True
+
+
+def not_unscaled(model, optimizer, tokens, targets, share):
+    with autocast(torch.float16):
+        loss = model(tokens, targets)
+    (loss * share * 2**15).backward()
+    optimizer.step()
+    return True
+
+
+def in_bf16(model, optimizer, tokens, targets, share):
+    with autocast(torch.bfloat16):
+        loss = model(tokens, targets)
+    (loss * share).backward()
+    optimizer.step()
+    return True
+
+
+def row_by_row(model, optimizer, tokens, targets, share):
+    for x, y in zip(tokens, targets, strict=True):
+        (model(x[None], y[None]) * share / len(tokens)).backward()
+    optimizer.step()
+    return True
+
+
+def keeping_more(model, optimizer, tokens, targets, share):
+    with autocast(torch.float16):
+        loss = model(tokens, targets)
+    kept = torch.randn(100_000, device=loss.device, requires_grad=True).exp()
+    (loss * share * 2**15 + 0 * kept.sum()).backward()
+    for p in model.parameters():
+        p.grad /= 2**15
     optimizer.step()
     return True
 
@@ -71,8 +105,12 @@ def test_right_answers(capsys, exercise, answer):
 @pytest.mark.parametrize(("exercise", "answer", "complaint"), [
     (page.first, lambda config, recipe: 8 * config.parameter_count(), "the tracker reads"),
     (page.second, without_a_scale, "do gradients become 0"),
-    (page.second, too_large_a_scale, "do gradients become 0"),
-    (page.second, page._step_in_fp32, "bytes of activations are kept; autocast keeps"),
+    (page.second, too_large_a_scale, "or was it too large"),
+    (page.second, not_unscaled, "were the gradients divided by the scale again"),
+    (page.second, page._step_in_fp32, "it gave 8 rows in torch.float32"),
+    (page.second, in_bf16, "it gave 8 rows in torch.bfloat16"),
+    (page.second, row_by_row, "it gave 1 rows in torch.float32, 1 rows"),
+    (page.second, keeping_more, "bytes of activations are kept; autocast keeps"),
     (page.third, lambda config: {"*": torch.bfloat16}, "under your plan"),
     (page.third, lambda config: {"blocks.*": torch.bfloat16}, "under your plan"),
 ])
