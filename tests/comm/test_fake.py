@@ -152,3 +152,10 @@ def test_bad_input_is_refused_as_by_the_real_one():
         comm.all_reduce(torch.zeros(2), "mean")
     with pytest.raises(ValueError, match=r"\(3,\)"):
         comm.reduce_scatter(torch.zeros(3))
+
+
+def test_the_copy_that_makes_an_argument_contiguous_is_communication():
+    x = torch.ones(10, 100).t()
+    with memory.track(x) as t:
+        FakeCommunicator(0, 2).all_gather(x)
+    assert t.peak["communication"] == x.nbytes + 2 * x.nbytes  # the copy, and the result
