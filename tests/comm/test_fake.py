@@ -154,8 +154,10 @@ def test_bad_input_is_refused_as_by_the_real_one():
         comm.reduce_scatter(torch.zeros(3))
 
 
-def test_the_copy_that_makes_an_argument_contiguous_is_communication():
+def test_the_copy_that_makes_an_argument_contiguous_is_communication_until_the_end():
     x = torch.ones(10, 100).t()
     with memory.track(x) as t:
-        FakeCommunicator(0, 2).all_gather(x)
-    assert t.peak["communication"] == x.nbytes + 2 * x.nbytes  # the copy, and the result
+        handle = FakeCommunicator(0, 2).all_gather(x, async_op=True)
+        assert t.now["communication"] == x.nbytes + 2 * x.nbytes  # the copy, and the result
+        result = handle.wait()
+        assert t.now["communication"] == result.nbytes
