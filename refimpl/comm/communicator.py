@@ -80,7 +80,8 @@ class Communicator:
         """
         x = self._given(x)
         x = x if x.dim() else x.reshape(1)
-        out = self._result(out, (self.world_size * x.shape[0], *x.shape[1:]), x, "all_gather")
+        n, *rest = x.shape
+        out = self._result(out, (self.world_size * n, *rest), x, "all_gather")
         return self._run("all_gather", x, out, async_op, lambda source, landing, group, later:
                          all_gather_single(landing, source, group, later))
 
@@ -220,9 +221,11 @@ class Communicator:
 
         With `in_place` they are one, with x in it.
         """
-        landing = self._landing(out)
+        staged = self._staged(out)  # and x, which is where `out` is
+        plain = out.is_contiguous() and not (staged or out.requires_grad or out.is_neg() or out.is_conj())
+        landing = out if plain else self._landing(out)
         if not in_place:
-            return self._source(x), landing
+            return x if x.is_contiguous() and not staged else self._source(x), landing
         if landing is not x and not same_memory(landing, x):  # out is not x
             landing.copy_(x)
         return landing, landing

@@ -10,7 +10,7 @@ from .worker import OURS, Failure
 
 DEBUG_HINT = "launch(…, debug=True) compares what ranks are about to do before each collective, and names who differs"
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-STARTING = ("/comm/worker.py", "/comm/forkserver.py", "<string>")
+STARTING = ("/comm/worker.py", "/comm/forking.py", "<string>")
 
 
 def died(rank, when):

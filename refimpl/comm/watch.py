@@ -8,7 +8,8 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 
-from .forkserver import EVENT, STARTED, fork_rank, last_words, open_channel
+from .forking import EVENT, STARTED
+from .forkserver import fork_rank, last_words, open_channel
 from .output import STREAMS, RankOutput
 from .report import blame, died, hung
 from .worker import FAILED, LENGTH, READY, RETURNED

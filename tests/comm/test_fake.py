@@ -152,3 +152,12 @@ def test_bad_input_is_refused_as_by_the_real_one():
         comm.all_reduce(torch.zeros(2), "mean")
     with pytest.raises(ValueError, match=r"\(3,\)"):
         comm.reduce_scatter(torch.zeros(3))
+
+
+def test_the_copy_that_makes_an_argument_contiguous_is_communication_until_the_end():
+    x = torch.ones(10, 100).t()
+    with memory.track(x) as t:
+        handle = FakeCommunicator(0, 2).all_gather(x, async_op=True)
+        assert t.now["communication"] == x.nbytes + 2 * x.nbytes  # the copy, and the result
+        result = handle.wait()
+        assert t.now["communication"] == result.nbytes

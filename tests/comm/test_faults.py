@@ -59,7 +59,7 @@ def faulty(comm, fault, when, culprit):
 
 
 TOLD = {"raise": "raised ValueError: injected", "exit": "exited with code 3", "kill": "was killed by SIGKILL",
-        "hang": "did not answer within 1 s"}
+        "hang": "did not answer within 0.5 s"}
 
 
 def hundred_faults():
@@ -76,7 +76,7 @@ def test_100_of_100_faults_name_the_rank_and_leave_no_process(processes_left):
     for fault, when, world_size, culprit in hundred_faults():
         start = time.monotonic()
         try:
-            launch(faulty, world_size, fault, when, culprit, timeout=1 if fault == "hang" else 60)
+            launch(faulty, world_size, fault, when, culprit, timeout=0.5 if fault == "hang" else 60)
             outcome = "no error"
         except RankError as error:
             named = error.ranks == (culprit,) and f"rank {culprit} {TOLD[fault]}" in str(error)

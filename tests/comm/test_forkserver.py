@@ -1,4 +1,4 @@
-"""The process that forks ranks: from a script, from a notebook, when the caller is interrupted or killed."""
+"""The process that forks ranks, as its owner sees it: from a script, a notebook, an interrupted or a killed caller."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ import nbformat
 import psutil
 import pytest
 
-from refimpl.comm import forkserver, launch
+from refimpl.comm import RankError, forkserver, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,19 +169,23 @@ def test_what_is_written_changes_freshness(tmp_path, monkeypatch):
 
 
 def test_a_server_that_cannot_start_says_why(monkeypatch):
-    monkeypatch.setattr(forkserver, "PRELOADED", ("torch",))
     monkeypatch.setattr(sys, "path", [str(Path("/nowhere"))])
     with pytest.raises(RuntimeError, match="(?s)did not start.*No module named"):
         forkserver.ForkServer("never")
 
 
-def test_a_server_that_ends_by_an_error_is_quoted():
-    launch(lambda comm: None, 1)
-    channel = forkserver.open_channel()
-    with channel:
-        channel.send(b"?")  # no request is as short
-        deadline = time.monotonic() + 5
-        while forkserver._current._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert forkserver._current._process.poll() == 1
-    assert "struct.error" in forkserver.last_words()
+def test_after_the_fork_server_is_gone_the_next_call_starts_another():
+    first = forkserver._current._process
+
+    def fn(comm):
+        if comm.rank == 0:
+            os.kill(os.getppid(), 9)
+        comm.barrier()
+        time.sleep(30)
+
+    start = time.monotonic()
+    with pytest.raises((RuntimeError, RankError), match="process that forks ranks has ended"):
+        launch(fn, 2)
+    assert time.monotonic() - start < 5
+    assert launch(lambda comm: comm.rank, 2) == [0, 1]
+    assert forkserver._current._process is not first

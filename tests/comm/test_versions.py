@@ -1,8 +1,10 @@
 """What hides torch's own work from trackers, and waits until torch has let go of what was lent to it."""
 
+import inspect
 import threading
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +16,17 @@ def test_the_collectives_that_torch_renamed_are_those_of_this_version():
     names = {versions.all_gather_single.__name__, versions.reduce_scatter_single.__name__}
     assert names == ({"all_gather_single", "reduce_scatter_single"} if hasattr(dist, "all_gather_single")
                      else {"all_gather_into_tensor", "reduce_scatter_tensor"})
+
+
+@pytest.mark.parametrize("function, names", [
+    (dist.all_reduce, "tensor op group async_op"),
+    (versions.reduce_scatter_single, "output input op group async_op"),
+    (versions.all_gather_single, "output_tensor input_tensor group async_op"),
+    (dist.all_to_all_single, "output input output_split_sizes input_split_sizes group async_op"),
+    (dist.broadcast, "tensor src group async_op group_src"),
+], ids=lambda each: getattr(each, "__name__", ""))
+def test_what_is_given_by_position_is_in_its_place_in_this_version(function, names):
+    assert list(inspect.signature(function).parameters) == names.split()
 
 
 def test_what_is_unseen_is_in_no_tracker():
