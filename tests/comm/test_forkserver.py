@@ -67,7 +67,9 @@ def test_a_script_runs_once_an_interrupt_leaves_nothing_and_its_ranks_die_with_i
     def lines_until(last):
         lines = []
         while not lines or lines[-1] != last:
-            lines.append(process.stdout.readline().strip())
+            line = process.stdout.readline()
+            assert line, f"the script ended after {lines}: {process.stderr.read()}"
+            lines.append(line.strip())
         return lines
 
     with process:
