@@ -436,8 +436,7 @@ def test_under_torch_compile():
 
     def region_inside(x):
         with autocast():
-            y = x @ weight
-        return y
+            return x @ weight
 
     torch.compiler.reset()
     inside = torch.compile(region_inside, backend="eager")

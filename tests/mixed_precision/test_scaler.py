@@ -381,3 +381,12 @@ def test_losses_in_a_named_tuple():
     losses = namedtuple("losses", "text image")(torch.ones(()), torch.ones(()))
     scaled = AdaptiveLossScaler(4.0).scale(losses)
     assert type(scaled) is type(losses) and scaled.text == scaled.image == 4.0
+
+
+def test_backing_off_ends_at_the_floor_also_between_powers_of_two():
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler(4.0, min_scale=3.0)
+    weight.grad = torch.full_like(weight, math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 3.0
