@@ -78,7 +78,10 @@ def _forward_backward(loss_fn, model, part, weight, factor, scale):
     """This part's share of the loss, at least in fp32. Nothing else outlives the call: the graph ends with it."""
     loss = _one_number(loss_fn(model, *part)) * weight
     scaled = loss * factor if factor != 1 else loss
-    (scaled if scale is None else scale(scaled)).backward()
+    scaled = scaled if scale is None else scale(scaled)
+    if not isinstance(scaled, torch.Tensor):
+        raise TypeError(f"scale gave {type(scaled).__name__}: expected the loss that it was given, multiplied")
+    scaled.backward()
     return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
 

@@ -37,6 +37,10 @@ class GradientSums:
     def _add(self, parameter):
         """autograd has just written `parameter.grad`."""
         gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            raise RuntimeError(f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away during "
+                               "backward, before it could be summed: remove the hook that does so (an optimizer step "
+                               "in backward, say), which would have only a micro-batch's share")
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:

@@ -19,6 +19,8 @@ class autocast(_DecoratorContextManager):
     - `cache`: cast each weight once in the region, not at each use.
 
     Regions nest, the innermost counts; they belong to their thread. Reading a result outside, cast it: `y.float()`.
+    `torch.autocast` does not see them, nor does `torch.amp.custom_fwd`: where both are open, `torch.autocast` has the
+    last word. Writing through `weight.data[...]` leaves no trace, and the cast stays as it was (`no_grad` leaves one).
     Raises ValueError for another dtype or device, and for a dtype that the device cannot compute in.
     """
 
@@ -29,6 +31,7 @@ class autocast(_DecoratorContextManager):
         if self.enabled:
             check_computes(self.device_type, self.dtype)
 
+    @torch._disable_dynamo  # what torch.compile would trace of it is not the thread's state that it changes
     def __enter__(self):
         kernels.register(self.device_type)
         outer, dtype = current(self.device_type), self.dtype if self.enabled else None
@@ -39,6 +42,7 @@ class autocast(_DecoratorContextManager):
         set_stack((*state().stack, Region(self, self.device_type, dtype, casts, shared)))
         return self
 
+    @torch._disable_dynamo
     def __exit__(self, *exception):
         stack = list(state().stack)
         mine = [region for region in stack if region.owner is self]

@@ -52,8 +52,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                             "model's parameters, such as torch.optim.AdamW(model.parameters())")
         if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
             raise ValueError(f"max_grad_norm={max_grad_norm}: expected a finite number above 0, or None not to clip")
-        if bucket_bytes is not None and not bucket_bytes > 0:
-            raise ValueError(f"bucket_bytes={bucket_bytes}: expected bytes above 0, or None for all at once")
+        if bucket_bytes is not None and not (isinstance(bucket_bytes, (int, float)) and bucket_bytes > 0):
+            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected bytes above 0, or None for all at once")
         self.dtype, self.fp32_gradients = check_dtype(dtype), bool(fp32_gradients)
         self.max_grad_norm, self.bucket_bytes, self.grad_norm = max_grad_norm, bucket_bytes, None
         self.inner = optimizer
@@ -79,7 +79,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if new:
             self.inner.add_param_group({**group, "params": stand_ins})
         else:
-            self.inner.param_groups[place]["params"] = stand_ins
+            self.inner.param_groups[place]["params"][:] = stand_ins  # in place: LBFGS has a name for this list
         self._show(group["params"])
 
     def _adopt(self, parameter):
@@ -186,7 +186,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _unfreeze(self, parameter):
         self._masters[parameter] = master = masters.master_of(parameter)
         for group in self.inner.param_groups:
-            group["params"] = [master if p is parameter else p for p in group["params"]]
+            group["params"][:] = [master if p is parameter else p for p in group["params"]]
 
     def _clip(self, ready):
         """What to multiply gradients by: the factor that waits, and less if their norm is too large."""

@@ -10,6 +10,7 @@ they cost its bytes:
 
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ def resolve(model, plan):
     own = {}
     for pattern, dtype in plan.items():
         check_dtype(dtype, (torch.float32, *LOW_DTYPES), name=f"plan[{pattern!r}]")
-        matched = [path for path in paths if fnmatchcase(path, pattern)]
+        matched = [path for path in paths if fnmatchcase(path, str(pattern))]
         if not matched:
             raise ValueError(f"plan[{pattern!r}] matches no module: this model has {', '.join(paths[1:8])} …")
         own.update(dict.fromkeys(matched, dtype))
@@ -91,8 +92,7 @@ class Applied:
         dtype = dtype or own
         if own is None and dtype is around:
             return
-        self._handles.append(module.register_forward_pre_hook(
-            lambda module, args, kwargs: cast((args, kwargs), dtype), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(partial(_at_the_door, dtype), with_kwargs=True))
 
     def undo(self):
         """The model as it was. Gradients go with their parameters, in the old dtype."""
@@ -108,6 +108,10 @@ class Applied:
                 p.data, p.grad_dtype = old, dtype
                 p.grad = None if gradient is None else gradient.to(dtype)
         self._old.clear()
+
+
+def _at_the_door(dtype, module, args, kwargs):
+    return cast((args, kwargs), dtype)
 
 
 def cast(tree, dtype):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch._C import DispatchKey
+from torch.multiprocessing.reductions import StorageWeakRef
 
 KEY = DispatchKey.AutocastPrivateUse1  # above autograd, beside torch.autocast's own; free on CPU and CUDA
 _SLOT = "refimpl.mixed_precision"
@@ -20,8 +21,8 @@ _SLOT = "refimpl.mixed_precision"
 class Region:
     """One `with autocast(…)`, open: what it says for `device_type`, and the casts of weights made in it.
 
-    `dtype` is None where it is disabled. `casts`: id of a weight -> (weak reference, version, storage, whether autograd
-    was on, cast); regions inside one another with the same dtype share it, and who began it empties it.
+    `dtype` is None where it is disabled. `casts`: id of a weight -> (weak references to it and its storage, what it
+    looked like, cast); regions inside one another with the same dtype share it, and who began it empties it.
     """
 
     __slots__ = ("casts", "device_type", "dtype", "on", "owner", "shared")
@@ -41,15 +42,17 @@ class Region:
     def _cast_once(self, weight, dtype):
         """The cast made before, unless the weight was written to or given another storage since.
 
-        A cast made under `no_grad` has no way back to the weight, so autograd's switch is part of what must agree.
+        A cast made under `no_grad` has no way back to the weight, so autograd's switch is part of what must agree. The
+        weak reference to the storage keeps its address, not its bytes: no later storage is taken for it.
         """
-        if weight.is_inference():  # has no version to compare
-            return weight.to(dtype)
-        now = weight._version, weight.untyped_storage()._cdata, torch.is_grad_enabled()
-        reference, *then, cast = self.casts.get(id(weight), (None, None))
-        if reference is None or reference() is not weight or tuple(then) != now:
+        if weight.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(weight):
+            return weight.to(dtype)  # has no version to compare, or no storage
+        now = (weight._version, weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape,
+               weight.stride(), torch.is_grad_enabled())
+        reference, _, then, cast = self.casts.get(id(weight), (None, None, None, None))
+        if reference is None or reference() is not weight or then != now:
             cast = weight.to(dtype)
-            self.casts[id(weight)] = (weakref.ref(weight), *now, cast)
+            self.casts[id(weight)] = weakref.ref(weight), StorageWeakRef(weight.untyped_storage()), now, cast
         return cast
 
 

@@ -51,9 +51,9 @@ class AdaptiveLossScaler:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected a number of steps, an integer of at least 1")
-        if not 0 < self.min_scale <= self.max_scale < math.inf:
+        if not 0 < _fp32(self.min_scale) <= _fp32(self.max_scale) < math.inf:
             raise ValueError(f"min_scale={self.min_scale}, max_scale={self.max_scale}: expected 0 < min_scale <= "
-                             "max_scale, both finite")
+                             "max_scale, both finite, also in fp32, in which the loss is multiplied")
 
     def _checked_scale(self, scale, name):
         if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
@@ -71,6 +71,8 @@ class AdaptiveLossScaler:
 
     def scale(self, loss):
         """`loss` · S, in fp32 at least; tensors in lists and tuples too. TypeError for anything else."""
+        if isinstance(loss, tuple) and hasattr(loss, "_fields"):
+            return type(loss)(*map(self.scale, loss))
         if isinstance(loss, (list, tuple)):
             return type(loss)(self.scale(each) for each in loss)
         if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
@@ -153,7 +155,7 @@ class AdaptiveLossScaler:
 
     def _went_well(self):
         self._good_steps += 1
-        if self._good_steps == self.growth_interval:
+        if self._good_steps >= self.growth_interval:  # which may have been made less
             self._scale = min(_fp32(self._scale * self.growth_factor), self.max_scale)
             self._good_steps, self._tolerated = 0, self.hysteresis
 
@@ -200,9 +202,16 @@ class AdaptiveLossScaler:
             self._take(state)
             self._check()
             self._checked_scale(self._scale, "scale")
+            self._check_counts()
         except ValueError:
             self._take(before)
             raise
+
+    def _check_counts(self):
+        for name, value, least in (("good_steps", self._good_steps, 0), ("tolerated", self._tolerated, 1),
+                                   ("skipped_steps", self.skipped_steps, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
 
     def _take(self, state):
         for name in SETTINGS:
@@ -237,10 +246,12 @@ def _extremes(tensors):
 
 
 def _by_device_and_dtype(gradients):
-    """{(device, dtype): dense tensors}; of a sparse gradient the values that are stored."""
+    """{(device, dtype): dense, real tensors}; of a sparse gradient the values that are stored, of a complex one both
+    parts."""
     groups = defaultdict(list)
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
+        values = torch.view_as_real(values) if values.is_complex() else values
         if values.numel():
             groups[values.device, values.dtype].append(values.detach())
     return groups

@@ -477,3 +477,17 @@ def test_no_sync_is_left_after_an_exception():
     assert model.depth == 0 and model.weight.grad is None
 
 
+def test_a_hook_that_takes_gradients_away_is_named():
+    model = nn.Linear(4, 2).bfloat16()
+    hook = model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    x = torch.randn(4, 4, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"gradient of a parameter of shape \(2, 4\) was taken away during backward"):
+        accumulate(model, x, micro_batch=2, loss_fn=lambda model, x: model(x).float().square().mean())
+    assert model.weight.grad is None and model.bias.grad is None and len(model.weight._post_accumulate_grad_hooks) == 1
+    hook.remove()
+
+
+def test_a_scale_that_gives_nothing_is_named():
+    x = torch.randn(4, 4)
+    with pytest.raises(TypeError, match="scale gave NoneType: expected the loss that it was given"):
+        accumulate(nn.Linear(4, 2), x, micro_batch=2, loss_fn=lambda model, x: model(x).mean(), scale=lambda loss: None)

@@ -1,15 +1,17 @@
 """autocast beside torch.autocast: the same dtypes out of every operation, the same gradients; and regions end."""
 
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from refimpl import memory
 from refimpl.mixed_precision import autocast, keep_precision, recompute
-from refimpl.mixed_precision.regions import KEY, state
+from refimpl.mixed_precision.regions import KEY, current, state
 from refimpl.model import GPT, GPTConfig
 
 LOW = [torch.bfloat16, torch.float16]
@@ -357,3 +359,99 @@ def test_what_cannot_be_asked_for():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device_type='cuda', but torch .* sees no GPU"):
             autocast(device_type="cuda")
+
+
+@pytest.mark.parametrize("change", [lambda p, a, b: (setattr(p, "data", b), setattr(p, "data", a.clone())),
+                                    lambda p, a, b: setattr(p, "data", a[2:]),
+                                    lambda p, a, b: setattr(p, "data", a[:2].t()),
+                                    lambda p, a, b: setattr(p, "data", a[:1])],
+                         ids=["twice", "another part of the storage", "transposed", "fewer rows"])
+def test_a_weight_that_is_given_other_data_is_cast_again(change):
+    """Also in the storage that it had, and in one that took the address of the one before."""
+    data = torch.arange(8.0).reshape(4, 2)
+    weight, x = nn.Parameter(data[:2]), torch.ones(1, 2)
+    with autocast():
+        F.linear(x, weight)
+        change(weight, data, torch.zeros(2, 2))
+        assert torch.equal(F.linear(x, weight), x.bfloat16() @ weight.detach().bfloat16().t())
+
+
+def test_streamed_weights_are_cast_every_time():
+    """A weight whose data come, are let go and come again: each new storage likes to take the old one's address."""
+    weight, x = nn.Parameter(torch.empty(0)), torch.ones(1, 2)
+    with autocast():
+        for number in range(20):
+            weight.data = torch.full((1, 2), float(number))
+            assert F.linear(x, weight) == 2 * number
+            weight.data = torch.empty(0)
+        assert len(current("cpu").casts) == 1
+
+
+def test_a_cast_does_not_hold_the_storage_that_it_was_made_from_nor_its_weight_past_the_region():
+    weight = nn.Parameter(torch.ones(1, 2))
+    storage, reference = StorageWeakRef(weight.untyped_storage()), weakref.ref(weight)
+    with autocast():
+        F.linear(torch.ones(1, 2), weight)
+        weight.data = torch.zeros(1, 2)
+        assert storage.expired()
+        del weight
+    assert reference() is None
+
+
+def test_function_transforms_have_torch_s_results():
+    """torch.func's tensors have no storage to compare: they are cast at each use."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    stacked = {name: torch.stack([p, 2 * p]).requires_grad_() for name, p in weights.items()}
+
+    def call(weights, x):
+        return torch.func.functional_call(layer, weights, (x,)).float()
+
+    def loss(weights, x):
+        return call(weights, x).square().sum()
+
+    def everything():
+        layer(x)  # and a cast is there already
+        return [*torch.func.grad(loss)(weights, x).values(),
+                *torch.vmap(torch.func.grad(loss), (None, 0))(weights, x).values(),
+                torch.vmap(call, (0, None))(stacked, x),
+                *torch.func.jvp(lambda w: call(w, x), (weights,), (weights,)),
+                torch.func.hessian(lambda w: loss({**weights, "weight": w}, x))(weights["weight"])]
+
+    with autocast():
+        ours = everything()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = everything()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_under_torch_compile():
+    """A region inside a compiled function counts; a compiled function in a region is compiled for that region's dtype.
+
+    Traced, `__enter__` would change nothing that lasts, and the body would run in fp32 without a word.
+    """
+    weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
+
+    def region_inside(x):
+        with autocast():
+            return x @ weight
+
+    torch.compiler.reset()
+    inside = torch.compile(region_inside, backend="eager")
+    assert [inside(x).dtype for _ in range(3)] == [torch.bfloat16] * 3
+    assert (x @ weight).dtype is torch.float32
+    outside = torch.compile(lambda x: x @ weight, backend="eager")
+    for region, dtype in ((autocast(), torch.bfloat16), (autocast(enabled=False), torch.float32)):
+        with region:
+            assert outside(x).dtype is dtype
+    torch.compiler.reset()
+
+
+def test_torch_s_own_autocast_has_the_last_word():
+    x = torch.ones(2, 2)
+    with autocast(torch.float16), torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16), autocast(torch.float16):
+        assert (x @ x).dtype is torch.bfloat16

@@ -529,3 +529,32 @@ def test_what_cannot_be_wrapped():
         MixedPrecisionOptimizer(optimizer)
     with pytest.raises(ValueError, match="no parameter of this optimizer has a gradient: call loss.backward"):
         optimizer.step()
+
+
+def test_lbfgs_works_on_the_masters():
+    """It has its own name for the list of parameters. On 16-bit weights, updates of 10⁻³ near 100 would be lost."""
+    weight = nn.Parameter(torch.full((3,), 100.0))
+    optimizer = MixedPrecisionOptimizer(torch.optim.LBFGS([weight], lr=1e-3, max_iter=1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight.float() - 101).square().sum()
+        loss.backward()
+        return loss
+
+    by_hand = torch.full((3,), 100.0, requires_grad=True)
+    other = torch.optim.LBFGS([by_hand], lr=1e-3, max_iter=1)
+
+    def closure_by_hand():
+        by_hand.grad = 2 * (by_hand.detach().bfloat16().float() - 101).bfloat16().float()
+        return (by_hand.detach().bfloat16().float() - 101).square().sum()
+
+    for step in range(5):
+        optimizer.step(closure)
+        other.step(closure_by_hand)
+        assert torch.equal(masters(optimizer)[0], by_hand)
+        if step == 2:  # saved and resumed on the way
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = MixedPrecisionOptimizer(torch.optim.LBFGS([weight], lr=1e-3, max_iter=1))
+            optimizer.load_state_dict(state)
+    assert by_hand[0] > 100 and agree(optimizer)

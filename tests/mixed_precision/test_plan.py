@@ -1,6 +1,7 @@
 """A dtype for each part: its bytes, its borders, and a model that comes back as it was."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -221,3 +222,13 @@ def test_plans_that_cannot_be(small):
             with pytest.raises(error, match=message):
                 make(plan)
             assert unchanged(model, before) and not hooks(model)
+
+
+def test_a_model_with_a_plan_is_copied_and_pickled(small):
+    model, tokens = small
+    dynamic = DynamicPrecisionModel(model, {"*": torch.bfloat16})
+    expected = dynamic(tokens)
+    for other in (copy.deepcopy(dynamic), pickle.loads(pickle.dumps(dynamic))):
+        assert torch.equal(other(tokens), expected)
+        assert other.restore()(tokens).dtype is torch.float32
+    assert torch.equal(dynamic(tokens), expected)

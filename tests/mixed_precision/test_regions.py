@@ -76,3 +76,10 @@ def test_the_state_is_kept_alive_while_it_is_needed_and_no_longer():
 
 class CountsAsAlive(dict):
     pass
+
+
+def test_a_view_of_other_memory_is_cast_at_each_use():
+    casts = {}
+    region = Region(None, "cpu", torch.bfloat16, casts)
+    part = torch.ones(4)[:2].requires_grad_()
+    assert part._is_view() and region.cast(part, torch.bfloat16).dtype is torch.bfloat16 and not casts

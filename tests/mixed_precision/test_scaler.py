@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from collections import namedtuple
 
 import pytest
 import torch
@@ -315,6 +316,8 @@ def test_a_state_that_is_none():
     ({"min_scale": 0.0}, "min_scale=0.0, max_scale=16777216.0: expected 0 < min_scale"),
     ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale=8.0, max_scale=4.0: expected 0 < min_scale"),
     ({"max_scale": math.nan}, "max_scale=nan: expected 0 < min_scale"),
+    ({"max_scale": 1e300}, r"max_scale=1e\+300: expected 0 < min_scale <= max_scale, both finite, also in fp32"),
+    ({"init_scale": 1e-60, "min_scale": 1e-70}, "min_scale=1e-70.*also in fp32"),
 ])
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -337,3 +340,53 @@ def test_calls_that_make_no_sense():
             scaler.update(new_scale=scale)
     scaler.update(new_scale=16.0)
     assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize(("name", "value"), [("good_steps", -1), ("good_steps", "a"), ("tolerated", 0),
+                                             ("skipped_steps", None)])
+def test_counts_of_a_state_that_are_none(name, value):
+    scaler = AdaptiveLossScaler()
+    good = scaler.state_dict()
+    with pytest.raises(ValueError, match=f"{name}=.*: expected an integer of at least"):
+        scaler.load_state_dict({**good, name: value})
+    assert scaler.state_dict() == good
+
+
+def test_it_still_grows_after_the_interval_was_made_less():
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler(4.0, growth_interval=10)
+    for interval, scale in ((10, 4.0), (10, 4.0), (2, 8.0)):
+        scaler.growth_interval = interval
+        weight.grad = torch.ones_like(weight)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("bad", [complex(math.inf, 0), complex(0, math.nan)])
+def test_complex_gradients(bad):
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), AdaptiveLossScaler(4.0)
+    scaler.scale((weight * weight.conj()).real.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, torch.full((2,), -1.0 + 0j)) and scaler.get_scale() == 4.0
+    weight.grad[1] = bad
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, torch.full((2,), -1.0 + 0j)) and scaler.get_scale() == 2.0
+
+
+def test_losses_in_a_named_tuple():
+    losses = namedtuple("losses", "text image")(torch.ones(()), torch.ones(()))
+    scaled = AdaptiveLossScaler(4.0).scale(losses)
+    assert type(scaled) is type(losses) and scaled.text == scaled.image == 4.0
+
+
+def test_backing_off_ends_at_the_floor_also_between_powers_of_two():
+    weight, optimizer = problem()
+    scaler = AdaptiveLossScaler(4.0, min_scale=3.0)
+    weight.grad = torch.full_like(weight, math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 3.0
