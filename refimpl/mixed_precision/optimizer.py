@@ -14,15 +14,8 @@ import math
 
 import torch
 
-from . import masters
+from . import masters, options
 from .support import check_dtype
-
-
-def _replace_options(group, other):
-    """Make the options of `group` those of `other`. Its parameters stay."""
-    parameters = group["params"]
-    group.clear()
-    group.update({**other, "params": parameters})
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -50,6 +43,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, MixedPrecisionOptimizer):
             raise TypeError(f"MixedPrecisionOptimizer({type(optimizer).__name__}): expected an optimizer of the "
                             "model's parameters, such as torch.optim.AdamW(model.parameters())")
+        if getattr(optimizer, "_has_masters", False):
+            raise ValueError(f"this {type(optimizer).__name__} is wrapped already: use the MixedPrecisionOptimizer "
+                             "that holds it, or build a new optimizer of model.parameters()")
         if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
             raise ValueError(f"max_grad_norm={max_grad_norm}: expected a finite number above 0, or None not to clip")
         if bucket_bytes is not None and not (isinstance(bucket_bytes, (int, float)) and bucket_bytes > 0):
@@ -62,6 +58,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         masters.check([p for group in optimizer.param_groups for p in group["params"]])
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         super().__init__(groups, optimizer.defaults)
+        optimizer._has_masters = True
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
@@ -80,6 +77,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self.inner.add_param_group({**group, "params": stand_ins})
         else:
             self.inner.param_groups[place]["params"][:] = stand_ins  # in place: LBFGS has a name for this list
+        self._inner_options = options.remember(self.inner.param_groups)
         self._show(group["params"])
 
     def _adopt(self, parameter):
@@ -150,6 +148,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         With a closure, which may be called several times, all gradients are fp32 at once. ValueError if no parameter
         has a gradient, or if one has another dtype or device than we gave it.
         """
+        options.check_unchanged(self._inner_options, self.inner.param_groups)
         self._give_options()
         try:
             if closure is not None:
@@ -235,11 +234,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _give_options(self):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            _replace_options(theirs, ours)
+            options.replace(theirs, ours)
 
     def _take_options(self):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            _replace_options(ours, theirs)
+            options.replace(ours, theirs)
+        self._inner_options = options.remember(self.inner.param_groups)
 
     # --- save, resume, copy ------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self):
         ours = ("dtype", "fp32_gradients", "max_grad_norm", "bucket_bytes", "grad_norm", "inner", "_masters", "_factor",
-                "_widened")
+                "_widened", "_inner_options")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours},
                 "_stale": [p for p, seen in self._written.items()
                            if seen != (p._version, p.untyped_storage()._cdata)]}

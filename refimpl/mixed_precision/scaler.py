@@ -40,6 +40,7 @@ class AdaptiveLossScaler:
         self.skipped_steps = 0  # since the beginning
         self._found = {}  # optimizer -> what its gradients were: since unscale_, until update
         self._stepped = set()
+        self._in_use = False  # whether anybody has taken the scale yet
 
     def _check(self):
         if not (1 < self.growth_factor < math.inf):
@@ -67,6 +68,7 @@ class AdaptiveLossScaler:
 
     def get_scale(self):
         """S, a float."""
+        self._in_use = True
         return self._scale
 
     def scale(self, loss):
@@ -78,7 +80,7 @@ class AdaptiveLossScaler:
         if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
             raise TypeError(f"scale({type(loss).__name__}): expected a floating-point tensor, the loss, or a list of "
                             "them")
-        return (loss.float() if loss.dtype in LOW_DTYPES else loss) * self._scale
+        return (loss.float() if loss.dtype in LOW_DTYPES else loss) * self.get_scale()
 
     # --- after backward ----------------------------------------------------------------------------------------------
 
@@ -163,6 +165,9 @@ class AdaptiveLossScaler:
 
     def _gradients(self, optimizer):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients and not self._in_use:
+            raise RuntimeError(f"no loss was scaled, and the gradients would be divided by {self._scale:g}: "
+                               "scaler.scale(loss).backward()")
         if not gradients and self.comm is None:
             raise ValueError("the optimizer's parameters have no gradients: call scaler.scale(loss).backward() before "
                              "step(), and check that the model has parameters that require them")

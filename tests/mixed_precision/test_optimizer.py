@@ -240,8 +240,8 @@ def test_an_overflow_skips_the_step():
     weight = nn.Parameter(torch.ones(2))
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), torch.float16)
     scaler = AdaptiveLossScaler(8.0)
-    for unscale_first, value in ((True, math.inf), (False, math.nan), (False, 8.0)):
-        weight.grad = torch.tensor([value, 8.0]).half()
+    for unscale_first, value in ((True, math.inf), (False, math.nan), (False, 1.0)):
+        weight.grad = (scaler.get_scale() * torch.tensor([value, 1.0])).half()
         if unscale_first:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)

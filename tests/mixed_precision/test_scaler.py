@@ -338,6 +338,10 @@ def test_calls_that_make_no_sense():
     for scale in (0, math.nan):
         with pytest.raises(ValueError, match="new_scale=.*expected a finite number above 0"):
             scaler.update(new_scale=scale)
+    weight.grad = torch.ones_like(weight)
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(RuntimeError, match="no loss was scaled, and the gradients would be divided by 65536"):
+            call(optimizer)
     scaler.update(new_scale=16.0)
     assert scaler.get_scale() == 16.0
 
@@ -357,7 +361,7 @@ def test_it_still_grows_after_the_interval_was_made_less():
     scaler = AdaptiveLossScaler(4.0, growth_interval=10)
     for interval, scale in ((10, 4.0), (10, 4.0), (2, 8.0)):
         scaler.growth_interval = interval
-        weight.grad = torch.ones_like(weight)
+        weight.grad = scaler.get_scale() * torch.ones_like(weight)
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == scale
@@ -386,7 +390,7 @@ def test_losses_in_a_named_tuple():
 def test_backing_off_ends_at_the_floor_also_between_powers_of_two():
     weight, optimizer = problem()
     scaler = AdaptiveLossScaler(4.0, min_scale=3.0)
-    weight.grad = torch.full_like(weight, math.inf)
+    weight.grad = scaler.get_scale() * torch.full_like(weight, math.inf)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 3.0
