@@ -1,6 +1,7 @@
 """What every test of ranks holds to: nothing is left of them."""
 
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which no Ctrl-C reaches: ours shall
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def find_processes():
