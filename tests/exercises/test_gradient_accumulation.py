@@ -8,11 +8,6 @@ from refimpl.accumulation import accumulate
 from refimpl.exercises import gradient_accumulation as page
 
 
-def said(capsys, exercise, answer):
-    exercise(answer)
-    return capsys.readouterr().out
-
-
 def parts(tokens, targets, micro_batch):
     return zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True)
 
@@ -100,8 +95,8 @@ def left_in_fp32(model, tokens, targets, micro_batch):
     (page.first, step), (page.second, predict), (page.third, sum_in_fp32), (page.third, by_accumulate),
     (page.third, in_grad_of_fp32),
 ])
-def test_right_answers(capsys, exercise, answer):
-    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
 
 
 @pytest.mark.parametrize(("exercise", "answer", "complaint"), [
@@ -116,10 +111,10 @@ def test_right_answers(capsys, exercise, answer):
     (page.third, lambda *arguments: sum_in_fp32(*arguments, leave=False), "hooks of yours are left"),
     (page.third, lambda *_: True, "a parameter has no gradient"),
 ])
-def test_wrong_answers(capsys, exercise, answer, complaint):
-    assert complaint in said(capsys, exercise, answer)
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
 
 
 @pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(capsys, exercise):
-    assert "not answered yet" in said(capsys, exercise, lambda *args: None)
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)

@@ -7,11 +7,6 @@ from refimpl.comm import ring_traffic
 from refimpl.exercises import ranks_and_collectives as page
 
 
-def said(capsys, exercise, answer):
-    exercise(answer)
-    return capsys.readouterr().out
-
-
 def my_reduce_scatter(comm, x):
     N, r = comm.world_size, comm.rank
     chunks = list(x.chunk(N))
@@ -28,8 +23,8 @@ def sum_in_place(comm, x):
 @pytest.mark.parametrize(("exercise", "answer"), [
     (page.first, ring_traffic), (page.second, my_reduce_scatter), (page.third, sum_in_place),
 ])
-def test_right_answers(capsys, exercise, answer):
-    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
 
 
 @pytest.mark.parametrize(("exercise", "answer", "complaint"), [
@@ -39,14 +34,14 @@ def test_right_answers(capsys, exercise, answer):
     (page.third, lambda comm, x: comm.all_reduce(x), "bytes were taken besides x"),
     (page.third, lambda comm, x: x, "should return"),
 ])
-def test_wrong_answers(capsys, exercise, answer, complaint):
-    assert complaint in said(capsys, exercise, answer)
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
 
 
 @pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
 @pytest.mark.parametrize("blank", [None, ...])
-def test_blank_answers(capsys, exercise, blank):
-    assert "not answered yet" in said(capsys, exercise, lambda *args: blank)
+def test_blank_answers(said, exercise, blank):
+    assert "not answered yet" in said(exercise, lambda *args: blank)
 
 
 def test_an_error_in_the_answer_is_shown():

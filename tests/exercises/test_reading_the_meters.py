@@ -11,11 +11,6 @@ from refimpl.exercises import reading_the_meters as page
 from refimpl.model import GPT
 
 
-def said(capsys, exercise, answer):
-    exercise(answer)
-    return capsys.readouterr().out
-
-
 def validate(model, batches):
     return sum(model(tokens, targets).item() for tokens, targets in batches) / len(batches)
 
@@ -36,8 +31,8 @@ def fits(config, batch, sequence, budget):
 
 
 @pytest.mark.parametrize(("exercise", "answer"), [(page.first, validate), (page.second, culprit), (page.third, fits)])
-def test_right_answers(capsys, exercise, answer):
-    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
 
 
 def fits_for_real(config, batch, sequence, budget):
@@ -72,10 +67,10 @@ def second_largest(trace):
     (page.third, lambda *args: True, "build_and_step peaks at"),
     (page.third, lambda *args: False, "build_and_step peaks at"),
 ])
-def test_wrong_answers(capsys, exercise, answer, complaint):
-    assert re.search(complaint, said(capsys, exercise, answer))
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert re.search(complaint, said(exercise, answer))
 
 
 @pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(capsys, exercise):
-    assert "not answered yet" in said(capsys, exercise, lambda *args: None)
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)

@@ -9,11 +9,6 @@ from refimpl.checkpointing import kept_bytes, recompute
 from refimpl.exercises import recomputation as page
 
 
-def said(capsys, exercise, answer):
-    exercise(answer)
-    return capsys.readouterr().out
-
-
 def predict(config, batch, sequence):
     return kept_bytes(config, batch, sequence, [(i,) for i in range(config.layers)])
 
@@ -52,8 +47,8 @@ def zeroed(model):
 
 @pytest.mark.parametrize(("exercise", "answer"), [
     (page.first, predict), (page.second, once_more), (page.third, every_block)])
-def test_right_answers(capsys, exercise, answer):
-    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
 
 
 @pytest.mark.parametrize(("exercise", "answer", "complaint"), [
@@ -64,10 +59,10 @@ def test_right_answers(capsys, exercise, answer):
     (page.third, only_linears, "expected below 0.6"),
     (page.third, zeroed, "the gradients have changed"),
 ])
-def test_wrong_answers(capsys, exercise, answer, complaint):
-    assert complaint in said(capsys, exercise, answer)
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
 
 
 @pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(capsys, exercise):
-    assert "not answered yet" in said(capsys, exercise, lambda *args: None)
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)

@@ -11,11 +11,6 @@ from refimpl.memory import model_state_bytes
 from refimpl.model import GPT
 
 
-def said(capsys, exercise, answer):
-    exercise(answer)
-    return capsys.readouterr().out
-
-
 def states(config):
     tensors = len(list(GPT(config).parameters()))
     return model_state_bytes(config.parameter_count(), "adamw", tensors=tensors).total
@@ -41,14 +36,14 @@ def no_training(model, optimizer, tokens, targets):
 @pytest.mark.parametrize(("exercise", "answer"), [
     (page.first, states), (page.second, evaluate), (page.third, lean_step),
 ])
-def test_right_answers(capsys, exercise, answer):
-    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
 
 
-def test_a_prediction_may_be_a_ledger_or_a_float(capsys):
-    assert "right" in said(capsys, page.first, lambda config: model_state_bytes(
+def test_a_prediction_may_be_a_ledger_or_a_float(said):
+    assert "right" in said(page.first, lambda config: model_state_bytes(
         config.parameter_count(), tensors=len(list(GPT(config).parameters()))))
-    assert "right" in said(capsys, page.first, lambda config: float(states(config)))
+    assert "right" in said(page.first, lambda config: float(states(config)))
 
 
 def step_to_nan(model, optimizer, tokens, targets):
@@ -116,14 +111,14 @@ def two_steps_in_one(*args):
     (page.third, page.wasteful_step, "can be had"),
     (page.third, no_training, "loss is"),
 ])
-def test_wrong_answers(capsys, exercise, answer, complaint):
-    assert re.search(complaint, said(capsys, exercise, answer))
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert re.search(complaint, said(exercise, answer))
 
 
 @pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
 @pytest.mark.parametrize("blank", [None, ...])
-def test_blank_answers(capsys, exercise, blank):
-    assert "not answered yet" in said(capsys, exercise, lambda *args: blank)
+def test_blank_answers(said, exercise, blank):
+    assert "not answered yet" in said(exercise, lambda *args: blank)
 
 
 def test_an_error_in_the_answer_is_shown():

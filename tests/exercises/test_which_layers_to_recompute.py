@@ -8,11 +8,6 @@ from refimpl.checkpointing import gpt_costs, optimal_schedule
 from refimpl.exercises import which_layers_to_recompute as page
 
 
-def said(capsys, exercise, answer):
-    exercise(answer)
-    return capsys.readouterr().out
-
-
 def segments(n, s, a):
     root = math.sqrt(n * s / a)
     return min((min(n, max(1, k)) for k in (math.floor(root), math.ceil(root))), key=lambda k: s * n / k + a * k)
@@ -25,8 +20,8 @@ def fit(config, batch, sequence, budget):
 
 @pytest.mark.parametrize(("exercise", "answer"), [
     (page.first, lambda layers, k: range(k)), (page.second, segments), (page.third, fit)])
-def test_right_answers(capsys, exercise, answer):
-    assert "right, on parity and on bytes" in said(capsys, exercise, answer)
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
 
 
 @pytest.mark.parametrize(("exercise", "answer", "complaint"), [
@@ -37,10 +32,10 @@ def test_right_answers(capsys, exercise, answer):
     (page.third, lambda config, *rest: list(range(config.layers)), "your plan peaks at"),
     (page.third, lambda config, *rest: [(i,) for i in range(config.layers)], "are enough"),
 ])
-def test_wrong_answers(capsys, exercise, answer, complaint):
-    assert complaint in said(capsys, exercise, answer)
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
 
 
 @pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(capsys, exercise):
-    assert "not answered yet" in said(capsys, exercise, lambda *args: None)
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)
