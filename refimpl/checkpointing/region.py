@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from ..memory.rerun import keep_state
 from .environment import Environment
 from .operations import KeepOperations, operations
 
@@ -33,8 +34,8 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
     """`fn(*args, **kwargs)`, of which autograd keeps only the input tensors; backward computes the rest again.
 
     Arguments may be anything, nested in lists, tuples and dicts; tensors among them are the region's inputs. Gradients
-    are bit for bit those without it: random numbers and autocast are as they were in the forward. Without grad mode
-    it is a plain call.
+    are bit for bit those without it: random numbers and autocast (PyTorch's and `mixed_precision`'s) are as they were
+    in the forward. Without grad mode it is a plain call.
 
     - `early_stop`: end the recomputation with the last tensor that backward needs. False runs `fn` to its end, and then
       also notices tensors that it would save after that one.
@@ -52,7 +53,7 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     region = Region(fn, args, kwargs, early_stop, operations(save), recompute_context)
-    return region.forward(args, kwargs)
+    return region.forward(fn, args, kwargs)
 
 
 class Slot:
@@ -95,7 +96,7 @@ class Region:
     """
 
     def __init__(self, fn, args, kwargs, early_stop, kept_operations, recompute_context):
-        self._fn, self._early_stop, self._recompute_context = fn, early_stop, recompute_context
+        self._fn, self._early_stop, self._recompute_context = keep_state(fn), early_stop, recompute_context
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._environment = Environment(fn, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         self._inputs = [_Input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -103,10 +104,10 @@ class Region:
         self._slots, self._descriptions = [], []  # as many, in the order in which autograd saved
         self._lock = threading.RLock()  # autograd has one thread for each CUDA device
 
-    def forward(self, args, kwargs):
+    def forward(self, fn, args, kwargs):
         """Run `fn` with slots for all that autograd would save."""
         with saved_tensors_hooks(self._pack, _unpack), self._kept.keeping() if self._kept else nullcontext():
-            outputs = self._fn(*args, **kwargs)
+            outputs = fn(*args, **kwargs)
         self._environment.settle()
         return outputs
 

@@ -1,8 +1,8 @@
 """Checkpointed functions run twice, the second time in backward, after the region has ended: it is opened again.
 
 `torch.utils.checkpoint` restores `torch.autocast`, which it knows, and not us. While a region is open anywhere, two of
-its functions are wrapped: those that take what will be recomputed. Another implementation of checkpointing can be given
-`keep_precision(function)`, and so can a thread.
+its functions are wrapped: those that take what will be recomputed. The techniques here that recompute ask
+`memory.rerun.keep_state`; a foreign one can be given `keep_precision(function)`, and so can a thread.
 """
 
 import functools
@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import torch.utils.checkpoint
 
+from ..memory import rerun
 from .regions import Region, set_stack, state
 
 _lock = threading.Lock()
@@ -18,6 +19,7 @@ _open = 0  # regions, over all threads
 _installed = ExitStack()
 
 
+@rerun.register
 def keep_precision(function):
     """`function`, which will run in the autocast regions that are open now, whenever and in whichever thread it runs.
 

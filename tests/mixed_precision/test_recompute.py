@@ -154,14 +154,37 @@ def test_wrappers_are_there_while_a_region_is_open_in_any_thread():
     assert seen == [False, True]
 
 
-def test_another_checkpoint_is_given_the_function_with_its_precision():
-    """As ours, which knows torch.autocast alone: without `keep_precision` it notices that dtypes differ."""
+def test_the_checkpoint_of_this_project_recomputes_in_the_same_types():
+    """Neither knows the other: both know `memory.rerun`."""
     linear, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.ones(2, 8)
     with autocast(device_type="cpu"):
         plain = torch.autograd.grad(linear(x).sum(), list(linear.parameters()))
+        with autocast(device_type="cpu", enabled=False):
+            high = own_checkpoint(linear, x).sum()
+        low = own_checkpoint(linear, x).sum()
+    outside = own_checkpoint(linear, x).sum()
+    with autocast(device_type="cpu"):
+        again = torch.autograd.grad(low, list(linear.parameters()))
+        for loss in (high, outside):
+            inside = torch.autograd.grad(loss, list(linear.parameters()))
+            assert all(torch.equal(one, other) for one, other in zip(
+                inside, torch.autograd.grad(own_checkpoint_outside(linear, x), list(linear.parameters())), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert (x @ x.T).dtype is torch.float32
+
+
+def own_checkpoint_outside(linear, x):
+    """The loss in fp32, whatever region is open."""
+    with autocast(device_type="cpu", enabled=False):
+        return linear(x).sum()
+
+
+def test_a_checkpoint_that_does_not_ask_notices_that_dtypes_differ(monkeypatch):
+    linear, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.ones(2, 8)
+    monkeypatch.setattr(memory.rerun, "_keepers", [])
+    with autocast(device_type="cpu"):
         kept = own_checkpoint(keep_precision(linear), x).sum()
         alone = own_checkpoint(linear, x).sum()
-    again = torch.autograd.grad(kept, list(linear.parameters()))
-    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    kept.backward()
     with pytest.raises(RecomputeError, match="bfloat16"):
         alone.backward()
