@@ -112,3 +112,21 @@ def test_what_has_no_output_to_keep_is_refused(pair, save, kind, message):
 
 def test_a_packet_is_its_overloads_that_return_something_new():
     assert operations([aten.mm]) >= {aten.mm.default} and aten.mm.out not in operations([aten.mm])
+
+
+def test_a_kept_output_goes_where_the_recomputation_needs_it_no_more():
+    n = 256
+
+    def scaled(x, w):
+        """exp's result is saved, the product of x and w is not, and there is a temporary of four times its bytes."""
+        sums = (x @ w).sum(1, keepdim=True)
+        with torch.no_grad():
+            offset = torch.ones(4 * n, n).sum()
+        return (sums + offset).exp()
+
+    x, w = (torch.randn(n, n).div_(n).requires_grad_() for _ in range(2))
+    with memory.track(x, w) as t:
+        loss = checkpoint(scaled, x, w, save=[aten.mm]).sum()
+        loss.backward()
+    extra = t.peak_moment("backward").ledger.total - t.start.total - 4 * 4 * n * n  # beside the temporary
+    assert 0 <= extra < 4 * n * n
