@@ -37,9 +37,9 @@ class AdaptiveCheckpoint(Recomputing):
 
     def __init__(self, memory_threshold=0.8, budget=None, *, used=None, device=None):
         super().__init__()
-        if not 0 < memory_threshold <= 1:  # NaN is neither
+        if not isinstance(memory_threshold, (int, float)) or not 0 < memory_threshold <= 1:  # NaN is neither
             raise ValueError(f"memory_threshold={memory_threshold!r}: expected a share above 0, up to 1")
-        if budget is not None and not 0 < budget < float("inf"):
+        if budget is not None and (not isinstance(budget, (int, float)) or not 0 < budget < float("inf")):
             raise ValueError(f"budget={budget!r}: expected a positive number of bytes, or None for the device's own")
         self.memory_threshold, self.budget = memory_threshold, budget
         self.device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")

@@ -37,6 +37,9 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
     are bit for bit those without it: random numbers and autocast (PyTorch's and `mixed_precision`'s) are as they were
     in the forward. Without grad mode it is a plain call.
 
+    What the function takes from elsewhere is not kept for it: numbers of NumPy, `random` or a `torch.Generator` of your
+    own (draw them before and give them as arguments), and parameters, which must not change before backward.
+
     - `early_stop`: end the recomputation with the last tensor that backward needs. False runs `fn` to its end, and then
       also notices tensors that it would save after that one.
     - `save`: operations (`[torch.ops.aten.addmm, …]`) whose outputs are kept and not computed again; see `operations`.

@@ -90,7 +90,8 @@ def test_capacity_and_use_of_a_cpu():
     ({"memory_threshold": 0}, "memory_threshold=0: expected a share above 0, up to 1"),
     ({"memory_threshold": 1.5}, "memory_threshold=1.5"), ({"memory_threshold": float("nan")}, "memory_threshold=nan"),
     ({"budget": 0}, "budget=0: expected a positive number of bytes"), ({"budget": float("nan")}, "budget=nan"),
-    ({"budget": float("inf")}, "budget=inf"), ({"budget": -5}, "budget=-5")])
+    ({"budget": float("inf")}, "budget=inf"), ({"budget": -5}, "budget=-5"),
+    ({"memory_threshold": None}, "memory_threshold=None"), ({"budget": "1e9"}, "budget='1e9'")])
 def test_what_is_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveCheckpoint(**options)
