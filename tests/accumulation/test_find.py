@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from refimpl import memory
@@ -89,6 +89,8 @@ def test_the_optimizer_sees_the_same_batch_whatever_is_found(peak):
 
 
 @settings(deadline=None)
+@example([1] * 10, 2, 0, 6, False)  # peaks of 6 to 9 rows: 6, 7, 8, 9
+@example([1] * 40, 30, 0, 35, False)  # of 21 to 39 rows: falling from 49 to 35, then rising
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.integers(0, 200), st.integers(0, 100),
        st.integers(1, 400), st.booleans())
 def test_the_search_finds_what_trying_all_finds(steps, gradients, constant, budget, equal):
