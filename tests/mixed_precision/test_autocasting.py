@@ -449,6 +449,32 @@ def test_under_torch_compile():
     torch.compiler.reset()
 
 
+def test_a_weight_that_two_types_are_asked_of_is_cast_to_each():
+    weight, x = nn.Parameter(torch.ones(4, 4, dtype=torch.float16)), torch.ones(4, 4)
+    with autocast(device_type="cpu"):
+        for _ in range(2):
+            assert (x @ weight).dtype is torch.bfloat16
+            assert torch.nn.functional.mse_loss(weight, x).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_export_refuses_a_region_inside_and_its_program_runs_in_one():
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4)
+
+    class Inside(nn.Linear):
+        def forward(self, x):
+            with autocast(device_type="cpu"):
+                return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="torch.export keeps no casts.*: export the model without a region"):
+        torch.export.export(Inside(4, 4), (x,), strict=False)
+    assert linear(x).dtype is torch.float32  # no region is left open
+    program = torch.export.export(linear, (x,), strict=False).module()
+    with autocast(device_type="cpu"):
+        assert program(x).dtype is torch.bfloat16
+    assert program(x).dtype is torch.float32
+
+
 def test_torch_s_own_autocast_has_the_last_word():
     x = torch.ones(2, 2)
     with autocast(torch.float16), torch.autocast("cpu", torch.bfloat16):

@@ -213,6 +213,14 @@ def test_clipping_on_the_way_to_fp32_is_torch_s(small):
         assert torch.allclose(one, other, atol=1e-6)
 
 
+def test_a_norm_below_the_limit_is_left_as_it_is():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), max_grad_norm=10.0)
+    weight.grad = torch.tensor([0.75, 1.0]).bfloat16()
+    optimizer.step()
+    assert optimizer.grad_norm.item() == 1.25 and masters(optimizer)[0].tolist() == [0.25, 0.0]
+
+
 @pytest.mark.parametrize("fp32_gradients", [False, True])
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_with_a_loss_scaler_clipping_sees_unscaled_gradients(fp32_gradients, unscale_first):
@@ -456,6 +464,18 @@ class CountsInItsGroup(torch.optim.SGD):
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
         return super().step(closure)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "buckets_of_a_step"), [(16, 3), (None, 1)])
+def test_hooks_of_the_inner_optimizer_run_for_each_bucket_and_ours_once(bucket_bytes, buckets_of_a_step):
+    parameters, inside, outside = [nn.Parameter(torch.ones(4)) for _ in range(3)], [], []
+    inner = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = MixedPrecisionOptimizer(inner, bucket_bytes=bucket_bytes)
+    inner.register_step_post_hook(lambda *_: inside.append(1))
+    optimizer.register_step_post_hook(lambda *_: outside.append(1))
+    sum(p.sum() for p in parameters).backward()
+    optimizer.step()
+    assert (len(inside), len(outside)) == (buckets_of_a_step, 1)
 
 
 def test_buckets_count_as_one_step():
