@@ -220,6 +220,13 @@ def test_a_probe_keeps_to_the_budget_by_the_allocators_word():
         find_micro_batch(Device(0).inner, 64, 10**9, probe=True, device="cpu")
 
 
+def test_exceptions_that_name_each_other_are_forgotten_once():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    find._forget(first)
+    assert first.__traceback__ is second.__traceback__ is None
+
+
 def test_random_numbers_after_it_are_those_without_it(quick_meter):
     state = torch.get_rng_state()
     find_micro_batch(lambda rows: torch.randn(rows), 2, 10**6, probe=True, device="cpu")

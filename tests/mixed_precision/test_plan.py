@@ -172,6 +172,13 @@ def test_batch_norm_keeps_its_statistics_and_parameters_in_fp32(plan, low):
     assert torch.equal(model[1].running_mean, reference[1].running_mean) and unchanged(model, before)
 
 
+def test_parameters_of_integers_stay():
+    model = nn.ParameterDict({"w": torch.ones(3), "i": nn.Parameter(torch.arange(3), requires_grad=False)})
+    assert plan_bytes(model, {"*": torch.bfloat16}) == 2 * 3 + 8 * 3
+    with precision_context(model, torch.bfloat16):
+        assert (model["w"].dtype, model["i"].dtype) == (torch.bfloat16, torch.int64)
+
+
 def test_a_norm_without_fp32_statistics_is_made_low_as_anything_else():
     for norm in (nn.BatchNorm1d(4, track_running_stats=False), nn.InstanceNorm1d(4, affine=True), nn.LayerNorm(4)):
         with precision_context(norm, torch.bfloat16):

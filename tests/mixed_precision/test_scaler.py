@@ -329,6 +329,10 @@ def test_settings_that_make_no_sense(settings, message):
         AdaptiveLossScaler(**settings)
 
 
+def test_the_scale_is_a_number_of_fp32_as_the_loss_is_multiplied_in():
+    assert AdaptiveLossScaler(1000.1).get_scale() == torch.tensor(1000.1).item() != 1000.1
+
+
 def test_a_comm_that_is_none():
     with pytest.raises(TypeError, match="comm=3: expected a Communicator, such as comm.launch gives each"):
         AdaptiveLossScaler(comm=3)
