@@ -442,6 +442,14 @@ def test_under_torch_compile():
     inside = torch.compile(region_inside, backend="eager")
     assert [inside(x).dtype for _ in range(3)] == [torch.bfloat16] * 3
     assert (x @ weight).dtype is torch.float32
+    made_before = autocast()
+
+    def region_of_the_outside(x):
+        with made_before:
+            return x @ weight
+
+    assert torch.compile(region_of_the_outside, backend="eager")(x).dtype is torch.bfloat16
+    assert (x @ weight).dtype is torch.float32
     outside = torch.compile(lambda x: x @ weight, backend="eager")
     for region, dtype in ((autocast(), torch.bfloat16), (autocast(enabled=False), torch.float32)):
         with region:
@@ -454,7 +462,7 @@ def test_a_weight_that_two_types_are_asked_of_is_cast_to_each():
     with autocast(device_type="cpu"):
         for _ in range(2):
             assert (x @ weight).dtype is torch.bfloat16
-            assert torch.nn.functional.mse_loss(weight, x).dtype is torch.float32
+            assert torch.prod(weight).dtype is torch.float32
 
 
 @pytest.mark.filterwarnings("ignore")

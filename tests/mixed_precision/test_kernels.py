@@ -131,3 +131,12 @@ def test_kernels_rest_outside_of_regions():
     assert (x @ x).dtype is torch.float32 and x.half().exp().dtype is torch.float16
     with torch.autocast("cpu"):  # and torch's own go on as ever
         assert (x @ x).dtype is torch.bfloat16
+
+
+def test_a_table_is_registered_once_a_process(monkeypatch):
+    """A second time would take milliseconds for each region."""
+    for device in ("cpu", "cuda"):
+        kernels.register(device)
+    monkeypatch.setattr(kernels, "kernel", lambda op, policies: pytest.fail(f"{op} is registered again"))
+    for device in ("cpu", "cuda"):
+        kernels.register(device)
