@@ -144,10 +144,10 @@ def cast(tree, dtype):
 def precision_context(model, plan):
     """`with precision_context(model, {"blocks.*": torch.bfloat16}): …`: the model in these dtypes, and then as it was.
 
-    `plan` may be one dtype, for the whole model. After it, also after an exception, nothing is left: the same
-    parameters with the same values where nobody wrote, and no hooks. The old values are held meanwhile, so this takes
-    `plan_bytes` of what changes and frees nothing; to save, see DynamicPrecisionModel. Yields the model. Raises as
-    `resolve` does, and ValueError for a parameter shared by parts of two dtypes.
+    `plan`: as in DynamicPrecisionModel, or one dtype for the whole model. After it, also after an exception, nothing is
+    left: the same parameters with the same values where nobody wrote, and no hooks. The old values are held meanwhile,
+    so this takes `plan_bytes` of what changes and frees nothing; to save, see DynamicPrecisionModel. Yields the model.
+    Raises as `resolve` does, and ValueError for a parameter shared by parts of two dtypes.
     """
     applied = Applied(model, {"*": plan} if isinstance(plan, torch.dtype) else plan, keep=True)
     try:
