@@ -61,7 +61,7 @@ def _dtype_of_parameters(model, dtypes):
     found, owners = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, p in module.named_parameters(recurse=False):
-            if dtypes[path] is None or not p.is_floating_point() or has_fp32_statistics(module):
+            if dtypes[path] is None or not p.is_floating_point() or keeps_fp32(path, module, dtypes[path]):
                 continue
             owner = f"{path}.{name}".lstrip(".")
             if id(p) in found and found[id(p)][1] is not dtypes[path]:
@@ -71,9 +71,16 @@ def _dtype_of_parameters(model, dtypes):
     return found
 
 
-def has_fp32_statistics(module):
-    """Whether it is a BatchNorm, or an InstanceNorm, that keeps running statistics in fp32."""
+def keeps_fp32(path, module, dtype):
+    """Whether `module` is a BatchNorm, or an InstanceNorm, that keeps running statistics in fp32.
+
+    ValueError for one that keeps them in another type than the plan's `dtype`: no kernel takes the two.
+    """
     statistics = getattr(module, "running_mean", None) if isinstance(module, NormWithStatistics) else None
+    if statistics is not None and statistics.dtype not in (torch.float32, dtype):
+        raise ValueError(f"{path or 'the model'} keeps running statistics in {statistics.dtype}, and the plan wants "
+                         f"{dtype}: make the {type(module).__name__} fp32 first (.float()), which takes inputs of any "
+                         "dtype")
     return statistics is not None and statistics.dtype is torch.float32
 
 

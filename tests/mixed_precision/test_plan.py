@@ -186,6 +186,21 @@ def test_a_norm_without_fp32_statistics_is_made_low_as_anything_else():
             assert norm(torch.randn(2, 4, 4)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("plan", [torch.float32, torch.float16])
+def test_statistics_of_16_bits_are_taken_in_their_own_type_alone(plan):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).bfloat16()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=f"^1 keeps running statistics in torch.bfloat16, and the plan wants {plan}: "
+                                         "make the BatchNorm2d fp32 first"):
+        DynamicPrecisionModel(model, {"*": plan})
+    assert unchanged(model, before) and not hooks(model)
+    with precision_context(model, torch.bfloat16):
+        assert model(torch.randn(2, 3, 8, 8)).dtype is torch.bfloat16
+    model[1].float()
+    with precision_context(model, torch.float16):
+        assert model(torch.randn(2, 3, 8, 8)).dtype is torch.float16
+
+
 # --- the way back ----------------------------------------------------------------------------------------------------
 
 
