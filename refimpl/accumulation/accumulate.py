@@ -36,10 +36,13 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
     - `comm`: the ranks that hold a part of the batch each. Loss and gradient are those of all ranks' rows together, and
       gradients travel once, after the last micro-batch (`accumulation_traffic`). A `model` with a method `no_sync`, as
       torch's DDP, averages gradients over ranks in its last backward; `comm` is then that of its `process_group`.
+      A model of `fully_shard` (FSDP2) is refused.
 
     A batch that cannot be cut or has no target, an option that makes no sense and a model that learns nothing raise
     TypeError or ValueError, and gradients are as they were. What a loss, a backward or a collective raises goes
-    through; then every `.grad` is None, since half a sum is nothing's gradient, and no hook is left.
+    through; then every `.grad` is None, since half a sum is nothing's gradient, and no hook is left. So it is with the
+    RuntimeError for a hook that takes gradients away in backward, as an optimizer that steps there does: it would step
+    on a part of the batch.
 
     Modules that mix rows, BatchNorm in training above all, see a micro-batch where they saw the batch, and have another
     gradient. Dropout draws other masks than for the whole batch, no less random. Counting targets waits for a GPU once.

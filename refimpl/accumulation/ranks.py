@@ -15,7 +15,15 @@ from .sums import gradient_dtype, is_narrower
 
 
 def ranks_of(model, parameters, comm):
-    """The case that `model` and `comm` make."""
+    """The case that `model` and `comm` make. TypeError for a `comm` that is none, ValueError for a model of FSDP2's."""
+    if comm is not None and not isinstance(comm, Communicator):
+        raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for one "
+                        "process alone")
+    if hasattr(model, "set_requires_gradient_sync"):  # what it summed before an exception nobody could take away
+        raise ValueError(f"{type(model).__name__} is of fully_shard's, which keeps unreduced gradients to itself: "
+                         "write the loop, with split and count_targets, as many micro-batches on every rank, each "
+                         "loss times its share of all ranks' targets and the number of ranks, and "
+                         "set_requires_gradient_sync(last) before each backward")
     if hasattr(model, "no_sync"):
         return InModel(model, parameters, comm or _communicator_of(model, parameters))
     return Alone(parameters) if comm is None else Connected(parameters, comm)

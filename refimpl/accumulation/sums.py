@@ -13,14 +13,17 @@ class GradientSums:
 
     Gradients that were there before are part of the sums. After the context, `settle()` puts the sums into `.grad`.
     With `dtype` None, and for parameters whose gradient is wide enough, autograd sums in `.grad` as it always does.
+    RuntimeError, in backward, where a hook of somebody else takes a gradient away.
     """
 
     def __init__(self, parameters, dtype):
-        self._dtype, self._sums, self._hooks = dtype, {}, []
+        self._all, self._dtype, self._sums, self._hooks = parameters, dtype, {}, []
         self.parameters = [] if dtype is None else [p for p in parameters if is_narrower(p, dtype)]
 
     def __enter__(self):
         try:
+            for parameter in self._all:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_check_kept))
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     self._add(parameter)
@@ -37,10 +40,6 @@ class GradientSums:
     def _add(self, parameter):
         """autograd has just written `parameter.grad`."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            raise RuntimeError(f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away during "
-                               "backward, before it could be summed: remove the hook that does so (an optimizer step "
-                               "in backward, say), which would have only a micro-batch's share")
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
@@ -66,6 +65,14 @@ class GradientSums:
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = memory.mark(total.to(gradient_dtype(parameter)), "gradients")
+
+
+def _check_kept(parameter):
+    """RuntimeError if a hook that ran before this one took the gradient that autograd has just written."""
+    if parameter.grad is None:
+        raise RuntimeError(f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away during "
+                           "backward, before it could be summed: remove the hook that does so (an optimizer step in "
+                           "backward, say), which would have only a micro-batch's share, and step after accumulate")
 
 
 def gradient_dtype(parameter):

@@ -1,12 +1,18 @@
-"""Each technique beside its production peer, in one process: `python -m refimpl.bench NAME`.
+"""Each technique beside its production peer, in one process: `python -m refimpl bench NAME`.
 
 A bench is a module of this folder with a function `run() -> (settings, rows)`: `settings` says what was run (shapes,
-rounds), and `rows` are made by `record.row`. Its name is its line in `NAMES`.
+rounds), and `rows` are made by `record.row`. Its name, and what it compares, is its line in `NAMES`.
 """
 
 from .record import measurement
 from .runner import compare
 
-NAMES = ("meter", "comm", "precision", "accumulation", "checkpointing")
+NAMES = {
+    "meter": "the tracker's bytes beside the allocator's, a tracked step beside a plain one, a dry run's cost",
+    "comm": "a launch of ranks, and each collective beside torch.distributed's",
+    "precision": "autocast and the loss scaler beside torch's own, and each recipe beside fp32",
+    "accumulation": "steps in micro-batches beside the whole batch at once, and beside a loop by hand",
+    "checkpointing": "recomputation beside torch.utils.checkpoint, and what each policy costs",
+}
 
 __all__ = ["NAMES", "compare", "measurement"]

@@ -11,11 +11,23 @@ from . import NAMES, record
 
 def main(arguments=None):
     """Run the benches that the command line names; print them, and write them if it says so."""
-    parser = argparse.ArgumentParser(prog="python -m refimpl.bench", description="Run a technique beside its peer.")
+    parser = argparse.ArgumentParser(prog="python -m refimpl.bench", description="Run a technique beside its peer.",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    run(parser.parse_args(arguments), parser)
+
+
+def add_arguments(parser):
+    """What the command takes, and in its help a line for each bench."""
     parser.add_argument("name", choices=[*NAMES, "all"], metavar="NAME", help=f"one of {', '.join(NAMES)}, or all")
     parser.add_argument("--record", action="store_true", help="write data/measurements/<device>/NAME.json")
     parser.add_argument("--out", type=Path, metavar="DIR", help="with --record: write below DIR instead")
-    chosen = parser.parse_args(arguments)
+    lines = {**NAMES, "all": "all of them, one after the other"}
+    parser.epilog = "\n".join(["NAME:", *(f"  {name:<14} {line}" for name, line in lines.items())])
+
+
+def run(chosen, parser):
+    """Do what the command line chose."""
     if chosen.out and not chosen.record:
         parser.error("--out says where --record writes: give both")
     device = "cuda" if torch.cuda.is_available() else "cpu"

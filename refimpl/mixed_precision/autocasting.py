@@ -21,6 +21,8 @@ class autocast(_DecoratorContextManager):
     Regions nest, the innermost counts; they belong to their thread. Reading a result outside, cast it: `y.float()`.
     `torch.autocast` does not see them, nor does `torch.amp.custom_fwd`: where both are open, `torch.autocast` has the
     last word. Writing through `weight.data[...]` leaves no trace, and the cast stays as it was (`no_grad` leaves one).
+    Under `torch.compile` a region ends the graph before it and begins another; `torch.export` records none, so inside
+    what is exported it is refused (RuntimeError), and an exported program is to be run in a region.
     Raises ValueError for another dtype or device, and for a dtype that the device cannot compute in.
     """
 
@@ -33,6 +35,9 @@ class autocast(_DecoratorContextManager):
 
     @torch._disable_dynamo  # what torch.compile would trace of it is not the thread's state that it changes
     def __enter__(self):
+        if torch.compiler.is_exporting():
+            raise RuntimeError("torch.export keeps no casts of autocast, and the program would run in the types it is "
+                               "given: export the model without a region, and run what was exported in one")
         kernels.register(self.device_type)
         outer, dtype = current(self.device_type), self.dtype if self.enabled else None
         casts, shared = {} if self.cache and self.enabled else None, False

@@ -29,7 +29,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     - `max_grad_norm`: clip the norm of all gradients, as `clip_grad_norm_` does, on the way to fp32; `.grad_norm` is
       what it was.
     - `bucket_bytes`: 16-bit gradients are widened this many bytes (of fp32) at a time, each bucket stepped and let go;
-      None: all at once.
+      None: all at once. The inner optimizer's `step`, and what hooks it, runs once for each bucket; hooks registered
+      here run once a step.
 
     Schedulers, `zero_grad`, `add_param_group`, closures and `state_dict` work as with any optimizer; the state of a
     parameter is the inner optimizer's and `"master"`. A weight that somebody writes to between steps wins: at the next

@@ -1,11 +1,14 @@
 """A dtype for each part of a model: embeddings and head in fp32, blocks in bf16, and casts only where two parts meet.
 
-A plan maps patterns of module paths to dtypes: `{"*": torch.float32, "blocks.*": torch.bfloat16}`. A later line
-outranks an earlier one; a module without a line of its own has its parent's, and where no line applies it stays as it
-is. Autocast decides per operation and keeps fp32 weights; here the weights themselves are in the part's dtype, so that
-they cost its bytes:
+A plan maps patterns of module paths to dtypes, `{"*": torch.float32, "blocks.*": torch.bfloat16}`; how they are read
+stands in DynamicPrecisionModel. Autocast decides per operation and keeps fp32 weights; here the weights themselves are
+in the part's dtype, so that they cost its bytes:
 
     bytes of parameters = Σ over parameters of numel · itemsize(dtype of the module that owns it)
+
+A BatchNorm's running statistics are sums over many steps, of which 16 bits would lose most: with them in fp32, its
+parameters stay fp32 too, whatever the plan says, and its kernels take 16-bit inputs beside them (as `torch.autocast`
+has it).
 """
 
 from contextlib import contextmanager
@@ -14,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 
 from . import masters
 from .support import LOW_DTYPES, check_dtype
@@ -42,7 +46,12 @@ def resolve(model, plan):
 
 
 def plan_bytes(model, plan):
-    """Bytes of the model's parameters under `plan`, each shared one counted once (the equation above)."""
+    """Bytes (int) of the model's parameters under `plan`, each shared one counted once:
+
+        Σ over parameters of numel · itemsize(dtype of the module that owns it)
+
+    Raises as `DynamicPrecisionModel` does.
+    """
     dtypes = dict(_dtype_of_parameters(model, resolve(model, plan)).values())
     return sum(p.numel() * dtypes.get(p, p.dtype).itemsize for p in model.parameters())
 
@@ -52,7 +61,7 @@ def _dtype_of_parameters(model, dtypes):
     found, owners = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, p in module.named_parameters(recurse=False):
-            if dtypes[path] is None or not p.is_floating_point():
+            if dtypes[path] is None or not p.is_floating_point() or keeps_fp32(path, module, dtypes[path]):
                 continue
             owner = f"{path}.{name}".lstrip(".")
             if id(p) in found and found[id(p)][1] is not dtypes[path]:
@@ -60,6 +69,19 @@ def _dtype_of_parameters(model, dtypes):
                                  f"{found[id(p)][1]} and in {dtypes[path]}: give both modules the same dtype")
             found[id(p)], owners[id(p)] = (p, dtypes[path]), owner
     return found
+
+
+def keeps_fp32(path, module, dtype):
+    """Whether `module` is a BatchNorm, or an InstanceNorm, that keeps running statistics in fp32.
+
+    ValueError for one that keeps them in another type than the plan's `dtype`: no kernel takes the two.
+    """
+    statistics = getattr(module, "running_mean", None) if isinstance(module, NormWithStatistics) else None
+    if statistics is not None and statistics.dtype not in (torch.float32, dtype):
+        raise ValueError(f"{path or 'the model'} keeps running statistics in {statistics.dtype}, and the plan wants "
+                         f"{dtype}: make the {type(module).__name__} fp32 first (.float()), which takes inputs of any "
+                         "dtype")
+    return statistics is not None and statistics.dtype is torch.float32
 
 
 class Applied:
@@ -129,10 +151,10 @@ def cast(tree, dtype):
 def precision_context(model, plan):
     """`with precision_context(model, {"blocks.*": torch.bfloat16}): …`: the model in these dtypes, and then as it was.
 
-    `plan` may be one dtype, for the whole model. After it, also after an exception, nothing is left: the same
-    parameters with the same values where nobody wrote, and no hooks. The old values are held meanwhile, so this takes
-    `plan_bytes` of what changes and frees nothing; to save, see DynamicPrecisionModel. Yields the model. Raises as
-    `resolve` does, and ValueError for a parameter shared by parts of two dtypes.
+    `plan`: as in DynamicPrecisionModel, or one dtype for the whole model. After it, also after an exception, nothing is
+    left: the same parameters with the same values where nobody wrote, and no hooks. The old values are held meanwhile,
+    so this takes `plan_bytes` of what changes and frees nothing; to save, see DynamicPrecisionModel. Yields the model.
+    Raises as `resolve` does, and ValueError for a parameter shared by parts of two dtypes.
     """
     applied = Applied(model, {"*": plan} if isinstance(plan, torch.dtype) else plan, keep=True)
     try:
@@ -143,6 +165,20 @@ def precision_context(model, plan):
 
 class DynamicPrecisionModel(nn.Module):
     """`DynamicPrecisionModel(model, plan)`: the model with a dtype per submodule, which may change as it trains.
+
+        DynamicPrecisionModel(model, {"*": torch.bfloat16, "*norm*": torch.float32, "head": torch.float32})
+
+    A plan maps patterns to torch.float32, torch.bfloat16 or torch.float16. A pattern is held against the whole path of
+    every module (`model.named_modules()`; the model itself is `""`), capitals count: `*` stands for any text, dots and
+    none included, `?` for one character, `[01]` for one of these; `"*"` is every module. So `"blocks.*"` is all that is
+    inside `blocks`, and `"blocks"` is that module.
+
+    - Where several lines match a module, the last of them counts, in the order of the mapping: the general first.
+    - A module that no line matches has the dtype of the module around it; where no line matches any around it, it stays
+      as it is. So `{"blocks.0": torch.bfloat16}` is the whole first block.
+    - A pattern that matches no module is an error.
+    - Floating-point inputs of a part (not float64) are cast to its dtype; its outputs are cast where the next part
+      wants another. A BatchNorm with fp32 statistics keeps fp32 parameters, and takes inputs in the plan's dtype.
 
     Its parameters take `plan_bytes(model, plan)`. `.plan = {…}` puts another plan in force; `restore()` gives the model
     back in the dtypes that it had, and so does the end of `with DynamicPrecisionModel(model, plan) as m:`. Values that

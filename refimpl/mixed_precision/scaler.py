@@ -8,10 +8,12 @@ it changes as training goes on. "Mixed Precision Training" (Micikevicius et al. 
 import ctypes
 import math
 from collections import defaultdict
+from numbers import Real
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..comm import Communicator
 from .support import LOW_DTYPES
 
 NO_GRADIENTS, FINITE, OVERFLOW = 0.0, 1.0, 2.0  # of a rank; the largest over ranks is what holds for all
@@ -27,7 +29,8 @@ class AdaptiveLossScaler:
       begins anew when the scale grows (DeepSpeed's DynamicLossScaler with `consecutive_hysteresis=False`).
     - `comm`: a Communicator; then an overflow on one rank is one on all, and all call `step` together.
 
-    A step asks the device once, however many gradients there are. Raises ValueError for settings that make no sense.
+    A step asks the device once, however many gradients there are. Raises ValueError for settings that make no sense,
+    TypeError for a `comm` that is none.
     """
 
     def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1,
@@ -35,6 +38,9 @@ class AdaptiveLossScaler:
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.hysteresis, self.min_scale, self.max_scale, self.comm = hysteresis, min_scale, max_scale, comm
         self._check()
+        if comm is not None and not isinstance(comm, Communicator):
+            raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for "
+                            "one process alone")
         self._scale = self._checked_scale(init_scale, "init_scale")
         self._good_steps, self._tolerated = 0, hysteresis
         self.skipped_steps = 0  # since the beginning
@@ -43,6 +49,10 @@ class AdaptiveLossScaler:
         self._in_use = False  # whether anybody has taken the scale yet
 
     def _check(self):
+        for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}: expected a number")
         if not (1 < self.growth_factor < math.inf):
             raise ValueError(f"growth_factor={self.growth_factor}: expected more than 1, or the scale would never grow")
         if not 0 < self.backoff_factor < 1:

@@ -19,6 +19,9 @@ def check_device(device_type):
     """`device_type`, or what there is if it is None. ValueError for one that is unknown or not there."""
     if device_type is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(device_type, torch.dtype):
+        raise ValueError(f"device_type={device_type}: the dtype comes first, and then the device: "
+                         f"autocast({device_type}, 'cpu')")
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r}: expected 'cpu' or 'cuda', or None for what there is")
     if device_type == "cuda" and not torch.cuda.is_available():

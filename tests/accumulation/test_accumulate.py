@@ -338,6 +338,19 @@ def test_what_the_versions_that_save_nothing_hold():
     assert most_gradients(ours) == 4 * count + 2 * LARGEST and most_gradients(kept) >= 6 * count
 
 
+def test_one_micro_batch_sums_nothing_and_keeps_bf16_gradients():
+    t, _ = traced(accumulate, 1, dtype=torch.bfloat16)
+    assert most_gradients(t) == 2 * CONFIG.parameter_count()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_low_precision_loss_is_summed_in_fp32(dtype):
+    model, x = nn.Linear(1, 1, bias=False).to(dtype), torch.tensor([256.0] + 8 * [1.0], dtype=dtype)[:, None]
+    nn.init.ones_(model.weight)
+    loss = accumulate(model, x, micro_batch=1, loss_fn=lambda model, x: 8 * model(x).sum(), reduction="sum")
+    assert loss.dtype is torch.float32 and loss.item() == 8 * 264  # in bf16, 8 added to 2048 is lost each time
+
+
 def test_a_dry_run_reads_the_same_bytes():
     def step(dtype, rows):
         model = GPT(CONFIG, dtype=dtype)
@@ -477,13 +490,30 @@ def test_no_sync_is_left_after_an_exception():
     assert model.depth == 0 and model.weight.grad is None
 
 
-def test_a_hook_that_takes_gradients_away_is_named():
-    model = nn.Linear(4, 2).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_a_hook_that_takes_gradients_away_is_named(dtype, micro_batch):
+    """An optimizer that steps in backward, say: it would step on each micro-batch's share, and `.grad` would be None.
+    """
+    model = nn.Linear(4, 2).to(dtype)
     hook = model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    x = torch.randn(4, 4, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"gradient of a parameter of shape \(2, 4\) was taken away during backward"):
-        accumulate(model, x, micro_batch=2, loss_fn=lambda model, x: model(x).float().square().mean())
+    x = torch.randn(4, 4, dtype=dtype)
+    with pytest.raises(RuntimeError, match=r"gradient of a parameter of shape \(2, 4\) was taken away during backward.*"
+                                           "step after accumulate"):
+        accumulate(model, x, micro_batch=micro_batch, loss_fn=lambda model, x: model(x).float().square().mean())
     assert model.weight.grad is None and model.bias.grad is None and len(model.weight._post_accumulate_grad_hooks) == 1
+    assert not model.bias._post_accumulate_grad_hooks
+    hook.remove()
+
+
+def test_a_hook_that_changes_gradients_is_left_to_it():
+    def at_most(parameter):
+        parameter.grad = parameter.grad.clamp(max=0.75)
+
+    model, x = nn.Linear(4, 1, bias=False), torch.ones(4, 4)
+    hook = model.weight.register_post_accumulate_grad_hook(at_most)
+    accumulate(model, x, micro_batch=2, loss_fn=lambda model, x: model(x).mean())
+    assert model.weight.grad.tolist() == [[0.75] * 4]
     hook.remove()
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from refimpl import memory
@@ -89,6 +89,8 @@ def test_the_optimizer_sees_the_same_batch_whatever_is_found(peak):
 
 
 @settings(deadline=None)
+@example([1] * 10, 2, 0, 6, False)  # peaks of 6 to 9 rows: 6, 7, 8, 9
+@example([1] * 40, 30, 0, 35, False)  # of 21 to 39 rows: falling from 49 to 35, then rising
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.integers(0, 200), st.integers(0, 100),
        st.integers(1, 400), st.booleans())
 def test_the_search_finds_what_trying_all_finds(steps, gradients, constant, budget, equal):
@@ -216,6 +218,13 @@ def test_a_probe_keeps_to_the_budget_by_the_allocators_word():
         find_micro_batch(lambda rows: None, 64, None, probe=True, device="cpu")
     with pytest.raises(ValueError, match="cpu runs out of memory with a micro-batch of 1 row"):
         find_micro_batch(Device(0).inner, 64, 10**9, probe=True, device="cpu")
+
+
+def test_exceptions_that_name_each_other_are_forgotten_once():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    find._forget(first)
+    assert first.__traceback__ is second.__traceback__ is None
 
 
 def test_random_numbers_after_it_are_those_without_it(quick_meter):

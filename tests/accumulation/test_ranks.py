@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from refimpl import memory
-from refimpl.accumulation import accumulate, accumulation_traffic
+from refimpl.accumulation import accumulate, accumulation_traffic, count_targets, split
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.model import GPT, GPTConfig
 
@@ -152,8 +154,35 @@ def test_what_cannot_be_summed_over_ranks_says_so():
     net = Reduces(2, 1).bfloat16()
     with pytest.raises(ValueError, match=r"Reduces reduces gradients itself, in torch.bfloat16: .*dtype=None"):
         accumulate(net, x.bfloat16(), micro_batch=2, loss_fn=loss_fn, comm=comm)
+    with pytest.raises(TypeError, match="comm=3: expected a Communicator, such as comm.launch gives each rank"):
+        accumulate(nn.Linear(2, 1), x, micro_batch=2, loss_fn=loss_fn, comm=3)
     with pytest.raises(ValueError, match="every target of the batch is ignored"):
         accumulate(nn.Linear(2, 1), x, micro_batch=2, loss_fn=loss_fn, comm=comm, count=lambda x: 0)
+
+
+def test_a_model_of_fsdp2_is_refused():
+    """It would be taken for one that reduces nothing: reductions in every micro-batch, and a mean of the ranks' means.
+
+    The loop that the message tells of gives the gradient of all ranks' rows.
+    """
+
+    def on_a_rank(comm):
+        net, rows = model(), [slice(0, 4), slice(6, 9)][comm.rank]  # those between have no target
+        fully_shard(net, mesh=init_device_mesh("cpu", (comm.world_size,)))
+        batch_here = [each[rows] for each in batch()]
+        with pytest.raises(ValueError, match="FSDPGPT is of fully_shard's.*write the loop, with split"):
+            accumulate(net, *batch_here, micro_batch=2)
+        assert all(parameter.grad is None for parameter in net.parameters())
+        n, parts = count_targets(batch()[1]), split(batch_here, 2)
+        for number, part in enumerate(parts, 1):
+            net.set_requires_gradient_sync(number == len(parts))
+            (net(*part) * count_targets(*part) / n * comm.world_size).backward()
+        return [parameter.grad.full_tensor() for parameter in net.parameters()]
+
+    net = model()
+    net(*batch()).backward()
+    for found in launch(on_a_rank, 2, device="cpu"):
+        assert distance(found, gradients(net)) <= 2e-6
 
 
 def test_a_rank_in_a_dry_run():

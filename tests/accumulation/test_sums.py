@@ -68,6 +68,15 @@ def test_gradients_that_were_there_are_part_of_the_sum():
     assert model.weight.grad.item() == 512
 
 
+def test_gradients_that_were_there_are_added_to_in_fp32_from_the_first_micro_batch():
+    """1024 + 4 is 1024 in bf16: had autograd added the first micro-batch's gradient, it would be lost."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    model.weight.grad = torch.full_like(model.weight, 1024.0)
+    accumulate(model, torch.full((2, 1), 4.0).bfloat16(), micro_batch=1, reduction="sum",
+               loss_fn=lambda model, part: model(part).sum())
+    assert model.weight.grad.item() == 1032
+
+
 def test_one_low_precision_gradient_at_a_time():
     """While sums are settled: the sums not settled yet, those that are, and the one at hand in both types."""
     layers, n = 4, 64 * 64

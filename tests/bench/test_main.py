@@ -55,6 +55,13 @@ def test_all_runs_every_bench(ran):
     assert len(ran) == len(NAMES)
 
 
+def test_help_describes_every_bench(capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"  {name:<14} {line}\n" in said for name, line in NAMES.items()) and "  all " in said
+
+
 def test_an_unknown_bench_lists_the_known_ones():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-m", "refimpl.bench", "metre"], cwd=root, capture_output=True, text=True)

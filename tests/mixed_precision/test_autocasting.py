@@ -442,11 +442,45 @@ def test_under_torch_compile():
     inside = torch.compile(region_inside, backend="eager")
     assert [inside(x).dtype for _ in range(3)] == [torch.bfloat16] * 3
     assert (x @ weight).dtype is torch.float32
+    made_before = autocast()
+
+    def region_of_the_outside(x):
+        with made_before:
+            return x @ weight
+
+    assert torch.compile(region_of_the_outside, backend="eager")(x).dtype is torch.bfloat16
+    assert (x @ weight).dtype is torch.float32
     outside = torch.compile(lambda x: x @ weight, backend="eager")
     for region, dtype in ((autocast(), torch.bfloat16), (autocast(enabled=False), torch.float32)):
         with region:
             assert outside(x).dtype is dtype
     torch.compiler.reset()
+
+
+def test_a_weight_that_two_types_are_asked_of_is_cast_to_each():
+    weight, x = nn.Parameter(torch.ones(4, 4, dtype=torch.float16)), torch.ones(4, 4)
+    with autocast(device_type="cpu"):
+        for _ in range(2):
+            assert (x @ weight).dtype is torch.bfloat16
+            assert torch.prod(weight).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_export_refuses_a_region_inside_and_its_program_runs_in_one():
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4)
+
+    class Inside(nn.Linear):
+        def forward(self, x):
+            with autocast(device_type="cpu"):
+                return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="torch.export keeps no casts.*: export the model without a region"):
+        torch.export.export(Inside(4, 4), (x,), strict=False)
+    assert linear(x).dtype is torch.float32  # no region is left open
+    program = torch.export.export(linear, (x,), strict=False).module()
+    with autocast(device_type="cpu"):
+        assert program(x).dtype is torch.bfloat16
+    assert program(x).dtype is torch.float32
 
 
 def test_torch_s_own_autocast_has_the_last_word():

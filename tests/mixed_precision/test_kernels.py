@@ -59,6 +59,18 @@ def test_fp32_result_reads_the_low_tensor_itself():
     assert "aten::sum.dim_IntList" in seen
 
 
+def test_fp32_result_of_an_overload_that_takes_no_dtype():
+    """norm's overloads without a dtype give way to those with one, which have fewer defaults."""
+    h = x.half()
+    with cuda_table():
+        for call, args in ((torch.ops.aten.norm.Scalar, ()), (torch.ops.aten.norm.Scalar, (3,)),
+                           (torch.ops.aten.norm.ScalarOpt_dim, (2, [1])),
+                           (torch.ops.aten.norm.ScalarOpt_dim, (2, [1], True))):
+            found = call(h, *args)
+            assert found.dtype is torch.float32
+            assert torch.allclose(found, call(h.float(), *args))
+
+
 class Names(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, seen):
         super().__init__()
@@ -119,3 +131,12 @@ def test_kernels_rest_outside_of_regions():
     assert (x @ x).dtype is torch.float32 and x.half().exp().dtype is torch.float16
     with torch.autocast("cpu"):  # and torch's own go on as ever
         assert (x @ x).dtype is torch.bfloat16
+
+
+def test_a_table_is_registered_once_a_process(monkeypatch):
+    """A second time would take milliseconds for each region."""
+    for device in ("cpu", "cuda"):
+        kernels.register(device)
+    monkeypatch.setattr(kernels, "kernel", lambda op, policies: pytest.fail(f"{op} is registered again"))
+    for device in ("cpu", "cuda"):
+        kernels.register(device)

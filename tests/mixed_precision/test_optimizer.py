@@ -213,6 +213,25 @@ def test_clipping_on_the_way_to_fp32_is_torch_s(small):
         assert torch.allclose(one, other, atol=1e-6)
 
 
+def test_factors_of_gradients_multiply():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for _ in range(2):  # each for one step
+        weight.grad = torch.ones(2).bfloat16()
+        optimizer.multiply_gradients(0.5)
+        optimizer.multiply_gradients(0.25)
+        optimizer.step()
+    assert masters(optimizer)[0].tolist() == [0.75, 0.75]
+
+
+def test_a_norm_below_the_limit_is_left_as_it_is():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), max_grad_norm=10.0)
+    weight.grad = torch.tensor([0.75, 1.0]).bfloat16()
+    optimizer.step()
+    assert optimizer.grad_norm.item() == 1.25 and masters(optimizer)[0].tolist() == [0.25, 0.0]
+
+
 @pytest.mark.parametrize("fp32_gradients", [False, True])
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_with_a_loss_scaler_clipping_sees_unscaled_gradients(fp32_gradients, unscale_first):
@@ -458,6 +477,18 @@ class CountsInItsGroup(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.parametrize(("bucket_bytes", "buckets_of_a_step"), [(16, 3), (None, 1)])
+def test_hooks_of_the_inner_optimizer_run_for_each_bucket_and_ours_once(bucket_bytes, buckets_of_a_step):
+    parameters, inside, outside = [nn.Parameter(torch.ones(4)) for _ in range(3)], [], []
+    inner = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = MixedPrecisionOptimizer(inner, bucket_bytes=bucket_bytes)
+    inner.register_step_post_hook(lambda *_: inside.append(1))
+    optimizer.register_step_post_hook(lambda *_: outside.append(1))
+    sum(p.sum() for p in parameters).backward()
+    optimizer.step()
+    assert (len(inside), len(outside)) == (buckets_of_a_step, 1)
+
+
 def test_buckets_count_as_one_step():
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = MixedPrecisionOptimizer(CountsInItsGroup(parameters, lr=0.1), bucket_bytes=16)
@@ -558,3 +589,33 @@ def test_lbfgs_works_on_the_masters():
             optimizer = MixedPrecisionOptimizer(torch.optim.LBFGS([weight], lr=1e-3, max_iter=1))
             optimizer.load_state_dict(state)
     assert by_hand[0] > 100 and agree(optimizer)
+
+
+def test_a_frozen_weight_that_learns_later_is_one_of_lbfgs_s_too():
+    """LBFGS has a name of its own for the list of its group's parameters."""
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
+    optimizer = MixedPrecisionOptimizer(torch.optim.LBFGS(weights, lr=0.1, max_iter=1))
+    weights[1].requires_grad_(True)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(weight.float().square().sum() for weight in weights)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert masters(optimizer)[1][0] < 0.99 and agree(optimizer)
+
+
+def test_a_copy_knows_of_weights_that_were_written_to_and_of_widened_gradients():
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(weights, lr=1.0))
+    with torch.no_grad():
+        weights[0].fill_(4.0)
+    optimizer.widen_gradients()
+    copied = copy.deepcopy(optimizer)
+    for p in copied.param_groups[0]["params"]:  # a copy of a parameter has no gradient
+        p.grad = torch.ones(2, dtype=torch.float32)  # bf16 would be refused
+    copied.step()
+    assert masters(copied)[0].tolist() == [3.0, 3.0] and masters(copied)[1].tolist() == [0.0, 0.0]

@@ -101,6 +101,26 @@ def test_later_lines_outrank_and_children_inherit():
     assert resolve(model, {"a.1": torch.float16, "*": torch.float32})["a.1"] is torch.float32
 
 
+def test_what_patterns_match():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "Head": nn.Linear(2, 2)})
+    low, half, full = torch.bfloat16, torch.float16, torch.float32
+    paths = ["", "blocks", "blocks.0", "blocks.1", "Head"]
+    for plan, expected in (
+        ({"*": low}, [low] * 5),
+        ({"": low}, [low] * 5),  # the model itself, and from it everything inside
+        ({"": low, "blocks": full}, [low, full, full, full, low]),
+        ({"blocks": low}, [None, low, low, low, None]),
+        ({"blocks.*": low}, [None, None, low, low, None]),
+        ({"blocks.?": low, "blocks.[1]": half}, [None, None, low, half, None]),
+        ({"*.1": low}, [None, None, None, low, None]),
+        ({"*e*": low, "blocks.1": full}, [None, None, None, full, low]),
+        ({"*": low, "blocks": full}, [low, full, low, low, low]),  # the children have the first line as their own
+    ):
+        assert [resolve(model, plan)[path] for path in paths] == expected, plan
+    with pytest.raises(ValueError, match=r"plan\['head'\] matches no module"):
+        resolve(model, {"head": low})
+
+
 def test_arguments_of_every_kind_are_cast():
     x = torch.ones(2)
     tree = {"a": [x, (x.double(), torch.tensor(1))], "b": torch.return_types.max((x, x.long())), "c": "text"}
@@ -130,6 +150,55 @@ def test_under_autocast_and_under_checkpointing(small):
     with precision_context(model, BLOCKS_LOW):
         torch.utils.checkpoint.checkpoint(model.blocks[0], x, use_reentrant=False).sum().backward()
     assert x.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plan", [lambda low: {"*": low}, lambda low: {"0": low, "1": low}])
+def test_batch_norm_keeps_its_statistics_and_parameters_in_fp32(plan, low):
+    """As under torch.autocast: the convolution runs low, BatchNorm takes its output as it is and sums in fp32."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    reference = copy.deepcopy(model)
+    with torch.autocast("cpu", low):
+        expected = reference(x)
+    before = snapshot(model)
+    assert plan_bytes(model, plan(low)) == 2 * (4 * 3 * 9 + 4) + 4 * (4 + 4)
+    with precision_context(model, plan(low)):
+        found = model(x)
+        found.float().sum().backward()
+        assert {p.dtype for p in model[0].parameters()} == {low} and found.dtype is low
+        assert {t.dtype for t in (*model[1].parameters(), model[1].running_mean)} == {torch.float32}
+        model.eval()(x)
+    assert torch.allclose(found.float(), expected.float(), atol=0.05)
+    assert torch.equal(model[1].running_mean, reference[1].running_mean) and unchanged(model, before)
+
+
+def test_parameters_of_integers_stay():
+    model = nn.ParameterDict({"w": torch.ones(3), "i": nn.Parameter(torch.arange(3), requires_grad=False)})
+    assert plan_bytes(model, {"*": torch.bfloat16}) == 2 * 3 + 8 * 3
+    with precision_context(model, torch.bfloat16):
+        assert (model["w"].dtype, model["i"].dtype) == (torch.bfloat16, torch.int64)
+
+
+def test_a_norm_without_fp32_statistics_is_made_low_as_anything_else():
+    for norm in (nn.BatchNorm1d(4, track_running_stats=False), nn.InstanceNorm1d(4, affine=True), nn.LayerNorm(4)):
+        with precision_context(norm, torch.bfloat16):
+            assert {p.dtype for p in norm.parameters()} == {torch.bfloat16}
+            assert norm(torch.randn(2, 4, 4)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("plan", [torch.float32, torch.float16])
+def test_statistics_of_16_bits_are_taken_in_their_own_type_alone(plan):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).bfloat16()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=f"^1 keeps running statistics in torch.bfloat16, and the plan wants {plan}: "
+                                         "make the BatchNorm2d fp32 first"):
+        DynamicPrecisionModel(model, {"*": plan})
+    assert unchanged(model, before) and not hooks(model)
+    with precision_context(model, torch.bfloat16):
+        assert model(torch.randn(2, 3, 8, 8)).dtype is torch.bfloat16
+    model[1].float()
+    with precision_context(model, torch.float16):
+        assert model(torch.randn(2, 3, 8, 8)).dtype is torch.float16
 
 
 # --- the way back ----------------------------------------------------------------------------------------------------

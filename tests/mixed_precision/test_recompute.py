@@ -97,6 +97,21 @@ def test_casts_of_a_recomputation_end_with_it(small, kind):
     assert t.now.total == t.start.total
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_recomputation_casts_as_often_as_the_region_it_began_in(cache, dtypes):
+    """And what it cached ends with it: every run casts anew."""
+    weight, x = torch.nn.Parameter(torch.ones(8, 8)), torch.ones(2, 8, dtype=torch.bfloat16)
+    with autocast(device_type="cpu", cache=cache):
+        twice = keep_precision(lambda: (x @ weight) + (x @ weight))
+        for _ in range(2):
+            with dtypes() as record:
+                twice()
+            assert len(record.casts) == (1 if cache else 2)
+    with dtypes() as record:
+        twice()
+    assert len(record.casts) == (1 if cache else 2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_in_a_recomputation_leaves_nothing(kind):
     calls = []

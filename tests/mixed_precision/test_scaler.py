@@ -292,7 +292,7 @@ def test_a_state_that_is_none():
     with pytest.raises(ValueError, match="no good_steps, .*scale.* in this state"):
         scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict() | {"growth_factor": 2.0})
     good = scaler.state_dict()
-    for name, value in (("scale", math.nan), ("growth_factor", 0.5), ("hysteresis", 0)):
+    for name, value in (("scale", math.nan), ("growth_factor", 0.5), ("hysteresis", 0), ("backoff_factor", "0.5")):
         with pytest.raises(ValueError, match=name):
             scaler.load_state_dict({**good, name: value})
         assert scaler.state_dict() == good
@@ -307,6 +307,11 @@ def test_a_state_that_is_none():
     ({"init_scale": 2.0**25}, "init_scale=33554432.0: expected from min_scale=1.0 to max_scale=16777216.0"),
     ({"growth_factor": 1.0}, "growth_factor=1.0: expected more than 1, or the scale would never grow"),
     ({"growth_factor": 0.5}, "growth_factor=0.5: expected more than 1"),
+    ({"growth_factor": "2"}, "growth_factor='2': expected a number"),
+    ({"growth_factor": True}, "growth_factor=True: expected a number"),
+    ({"backoff_factor": None}, "backoff_factor=None: expected a number"),
+    ({"min_scale": "1"}, "min_scale='1': expected a number"),
+    ({"max_scale": None}, "max_scale=None: expected a number"),
     ({"growth_factor": math.nan}, "growth_factor=nan: expected more than 1"),
     ({"backoff_factor": 1.0}, "backoff_factor=1.0: expected between 0 and 1"),
     ({"backoff_factor": 0.0}, "backoff_factor=0.0: expected between 0 and 1"),
@@ -322,6 +327,15 @@ def test_a_state_that_is_none():
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveLossScaler(**settings)
+
+
+def test_the_scale_is_a_number_of_fp32_as_the_loss_is_multiplied_in():
+    assert AdaptiveLossScaler(1000.1).get_scale() == torch.tensor(1000.1).item() != 1000.1
+
+
+def test_a_comm_that_is_none():
+    with pytest.raises(TypeError, match="comm=3: expected a Communicator, such as comm.launch gives each"):
+        AdaptiveLossScaler(comm=3)
 
 
 def test_calls_that_make_no_sense():

@@ -45,3 +45,9 @@ def test_bfloat16_that_is_only_emulated_is_refused(monkeypatch):
 def test_devices():
     assert support.check_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
     assert support.check_device("cpu") == "cpu"
+
+
+def test_arguments_in_the_wrong_order_are_told_the_right_one():
+    with pytest.raises(ValueError, match=r"device_type=torch.bfloat16: the dtype comes first.*"
+                                         r"autocast\(torch.bfloat16, 'cpu'\)"):
+        autocast("cpu", torch.bfloat16)

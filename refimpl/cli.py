@@ -1,0 +1,22 @@
+"""The command line, `python -m refimpl`: what can be run from a shell."""
+
+import argparse
+
+from .bench import __main__ as bench
+
+
+def main(arguments=None):
+    """Run the command that `arguments` (default: the shell's) name; without one, print what there is."""
+    parser = argparse.ArgumentParser(prog="python -m refimpl", description="Techniques that save memory when training "
+                                     "a large language model. The course is in notebooks/: make lab.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    benches = commands.add_parser("bench", help="run a technique beside its peer, and print or record the readings",
+                                  description="Run a technique beside its peer.",
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench.add_arguments(benches)
+    benches.set_defaults(run=bench.run, parser=benches)
+    chosen = parser.parse_args(arguments)
+    if "run" in chosen:
+        chosen.run(chosen, chosen.parser)
+    else:
+        parser.print_help()
