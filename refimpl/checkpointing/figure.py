@@ -20,8 +20,8 @@ def plot_time_peak(curve, points=(), unit="FLOPs of a step, without recomputatio
     axes.plot(peaks, times, ".", color="#0072B2")
     for i, ((peak, time), names) in enumerate(_together(dict(points)).items()):
         axes.plot([peak / 2**20], [time / least], "ox^sDvP*"[i % 8], color="#D55E00", markersize=7)
-        axes.annotate(", ".join(names), (peak / 2**20, time / least), (7, 5 if i % 2 else -13),
-                      textcoords="offset points", fontsize=9)
+        axes.annotate(", ".join(names), (peak / 2**20, time / least), (3, 6), textcoords="offset points", fontsize=9,
+                      rotation=30, rotation_mode="anchor")  # clear of the staircase, which falls to the right
     axes.axvline(peaks[0], color="#999999", linewidth=0.6, linestyle=":")
     axes.text(peaks[0], times[-1], f" least: {human(curve[0][0])}", fontsize=8, color="#444444", va="top")
     axes.set_xlim(0, right)
