@@ -26,6 +26,7 @@ class autocast(_DecoratorContextManager):
     Raises ValueError for another dtype or device, and for a dtype that the device cannot compute in.
     """
 
+    @torch._disable_dynamo
     def __init__(self, dtype=torch.bfloat16, device_type=None, *, enabled=True, cache=True):
         super().__init__()
         self.device_type, self.dtype = check_device(device_type), check_dtype(dtype)

@@ -59,7 +59,16 @@ def kernel(op, policies):
                     call, args, kwargs = apply[region.device_type](region, call, args, kwargs)
             return call(*args, **kwargs)
 
+    _leave_to_python(cast_and_call)
     return cast_and_call
+
+
+def _leave_to_python(function):
+    """Tell torch.compile not to trace `function`, nor what it calls. (`torch.compiler.disable` would be a wrapper
+    around it, and its time would be every operation's.)"""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 # --- the policies: (operation) -> (region, operation, args, kwargs) -> what to call, on what --------------------------

@@ -426,7 +426,7 @@ def test_function_transforms_have_torch_s_results():
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("error")
 def test_under_torch_compile():
     """A region inside a compiled function counts; a compiled function in a region is compiled for that region's dtype.
 
