@@ -18,8 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from ..memory.rerun import keep_state
-from .environment import Environment
+from ..memory.rerun import Environment
 from .operations import KeepOperations, operations
 
 ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, state that the first call "
@@ -56,7 +55,7 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     region = Region(fn, args, kwargs, early_stop, operations(save), recompute_context)
-    return region.forward(fn, args, kwargs)
+    return region.forward(args, kwargs)
 
 
 class Slot:
@@ -99,7 +98,7 @@ class Region:
     """
 
     def __init__(self, fn, args, kwargs, early_stop, kept_operations, recompute_context):
-        self._fn, self._early_stop, self._recompute_context = keep_state(fn), early_stop, recompute_context
+        self._fn, self._early_stop, self._recompute_context = fn, early_stop, recompute_context
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._environment = Environment(fn, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         self._inputs = [_Input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -107,10 +106,10 @@ class Region:
         self._slots, self._descriptions = [], []  # as many, in the order in which autograd saved
         self._lock = threading.RLock()  # autograd has one thread for each CUDA device
 
-    def forward(self, fn, args, kwargs):
+    def forward(self, args, kwargs):
         """Run `fn` with slots for all that autograd would save."""
         with saved_tensors_hooks(self._pack, _unpack), self._kept.keeping() if self._kept else nullcontext():
-            outputs = fn(*args, **kwargs)
+            outputs = self._fn(*args, **kwargs)
         self._environment.settle()
         return outputs
 

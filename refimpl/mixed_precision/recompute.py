@@ -1,13 +1,13 @@
 """Checkpointed functions run twice, the second time in backward, after the region has ended: it is opened again.
 
 `torch.utils.checkpoint` restores `torch.autocast`, which it knows, and not us. While a region is open anywhere, two of
-its functions are wrapped: those that take what will be recomputed. The techniques here that recompute ask
-`memory.rerun.keep_state`; a foreign one can be given `keep_precision(function)`, and so can a thread.
+its functions are wrapped: those that take what will be recomputed. The techniques here that recompute do so in
+a `memory.rerun.Environment`; a foreign one can be given `keep_precision(function)`, and so can a thread.
 """
 
 import functools
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch.utils.checkpoint
 
@@ -20,23 +20,38 @@ _installed = ExitStack()
 
 
 @rerun.register
+def regions_of_now():
+    """A function that makes a context in which the autocast regions are those that are open now.
+
+    Casts of weights made in it last until its end.
+    """
+    then = state().stack
+    return lambda: _reopened(then)
+
+
+@contextmanager
+def _reopened(then):
+    now = state().stack
+    set_stack([Region(r.owner, r.device_type, r.dtype, None if r.casts is None else {}) for r in then])
+    try:
+        yield
+    finally:
+        set_stack(now)
+
+
 def keep_precision(function):
     """`function`, which will run in the autocast regions that are open now, whenever and in whichever thread it runs.
 
     Casts of weights made in such a run last until its end.
     """
-    then = state().stack
+    regions = regions_of_now()
 
     @functools.wraps(function, updated=())
-    def reopened(*args, **kwargs):
-        now = state().stack
-        set_stack([Region(r.owner, r.device_type, r.dtype, None if r.casts is None else {}) for r in then])
-        try:
+    def kept(*args, **kwargs):
+        with regions():
             return function(*args, **kwargs)
-        finally:
-            set_stack(now)
 
-    return reopened
+    return kept
 
 
 def region_opened():

@@ -196,7 +196,7 @@ def own_checkpoint_outside(linear, x):
 
 def test_a_checkpoint_that_does_not_ask_notices_that_dtypes_differ(monkeypatch):
     linear, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.ones(2, 8)
-    monkeypatch.setattr(memory.rerun, "_keepers", [])
+    monkeypatch.setattr(memory.rerun, "_registered", [])
     with autocast(device_type="cpu"):
         kept = own_checkpoint(keep_precision(linear), x).sum()
         alone = own_checkpoint(linear, x).sum()
