@@ -74,7 +74,7 @@ class Cast:
     dtype: torch.dtype
 
     def decode(self):
-        """(n,) elements, each within 2⁻⁸ of its own size (2⁻⁹ but for subnormals, and rounding to nearest)."""
+        """(n,) elements, each off by at most 2⁻⁸ of its own size (subnormals aside)."""
         return self.values.to(self.dtype)
 
 
