@@ -20,7 +20,7 @@ OTHERS = {"norm statistics", "positions", "rotation in low precision", "loss wei
 
 @dataclass(frozen=True)
 class Saved:
-    """`count` storages of `n` elements of `itemsize` bytes: activations, masks, or other things (statistics, tables)."""
+    """`count` storages of `n` elements of `itemsize` bytes: activations, masks, or other things, such as statistics."""
 
     name: str
     kind: str
