@@ -125,8 +125,8 @@ def test_a_seed_decides_and_without_one_numbers_go_on(gpt, gradients):
 
 @pytest.mark.parametrize("options", [{"method": "bf16"}, {"method": "int8"}, {"method": "int8", "stochastic": True}])
 def test_training_goes_as_without(options):
-    """The real text, 60 steps of a small GPT. Single losses part, as after any small change (0.001 on one norm's weights
-    moves them by 0.13), and the mean of the last 20 does not."""
+    """The real text, 60 steps of a small GPT. Single losses part, as after any small change (0.001 on one norm:
+    0.13), and the mean of the last 20 does not."""
     config = GPTConfig(vocab_size=256, context_length=64, layers=1, hidden=32, heads=2)
 
     def train(compress):
