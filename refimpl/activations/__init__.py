@@ -9,8 +9,9 @@ from .closed_forms import (
 from .compress import compress_activations
 from .offload import offload_activations
 from .report import Report
+from .transfer import Rehearsal
 
 __all__ = [
-    "Report", "compress_activations", "compressed_activation_bytes", "compressed_activation_terms",
+    "Rehearsal", "Report", "compress_activations", "compressed_activation_bytes", "compressed_activation_terms",
     "offload_activations", "offloaded_activation_bytes", "saved_storages",
 ]

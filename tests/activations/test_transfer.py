@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from refimpl.activations.transfer import CUDATransfer
+from refimpl.activations import offload_activations
+from refimpl.activations.transfer import CUDATransfer, Rehearsal
 
 CPU = torch.device("cpu")
 
@@ -68,3 +69,13 @@ def test_copies_wait_for_the_computation_and_the_computation_for_copies(log):
 
 def test_what_is_on_the_host_stays():
     assert not CUDATransfer().offloads(torch.zeros(1))
+
+
+def test_a_rehearsal_copies_everything_within_the_host_and_notes_it():
+    x = torch.randn(64, 64, requires_grad=True)
+    rehearsal = Rehearsal()
+    with offload_activations(torch.nn.Linear(1, 1), smallest=0, transfer=rehearsal) as c:
+        loss = (x * 1).sin().sin().sin().sum()
+    found = torch.autograd.grad(loss, x)[0]
+    assert torch.equal(found, torch.autograd.grad((x * 1).sin().sin().sin().sum(), x)[0])
+    assert rehearsal.log == 3 * [("out", x.nbytes)] + 3 * [("in", x.nbytes)] and c.report.host == 3 * x.nbytes

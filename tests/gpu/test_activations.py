@@ -79,13 +79,9 @@ def test_rounded_gradients_are_near(attention, options):
     kwargs = {} if attention == "dense" else {"attention": F.scaled_dot_product_attention}
     model, tokens = model_and_tokens(**kwargs)
     expected = gradients(model, tokens, torch.enable_grad())
-    state = torch.cuda.get_rng_state()
     found = gradients(model, tokens, compress_activations(model, **options))
     off = sum((a - b).square().sum() for a, b in zip(found, expected, strict=True))
     assert 0 < (off / sum(b.square().sum() for b in expected)).sqrt() < 0.1
-    torch.manual_seed(1)
-    gradients(model, tokens, torch.enable_grad())
-    torch.cuda.set_rng_state(state)
 
 
 def test_the_device_numbers_of_the_user_are_not_touched():
