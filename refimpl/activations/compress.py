@@ -46,8 +46,10 @@ def compress_activations(model, method="int8", *, group=128, stochastic=False, s
     - `smallest`: storages of fewer bytes are left. `only`: patterns of module names, e.g. `"blocks.*"`; None: all.
 
     A copy is compressed, so what is changed in place afterwards still has the gradient of what it was. A storage with
-    inf or NaN is not rounded (on CUDA, looking for them waits for the device), nor a fake tensor's values looked at.
-    Around a `checkpoint` this packs the inputs of its region; inside one, it packs what the region would recompute.
+    inf or NaN is not rounded (on CUDA, looking for them waits for the device). A fake tensor has no values: in a dry
+    run it is taken for finite, and for a mask only if it is boolean. What a custom `autograd.Function` (or
+    `torch.compile`, which makes one) computes for itself needs no gradient and is left. Around a `checkpoint` this
+    packs the inputs of its region; inside one, it packs what the region would recompute.
 
     Raises ValueError for a method, a group, a threshold or a pattern that does not exist, and `stochastic` or a `seed`
     that nothing would use; TypeError for a model that is no module; RuntimeError when entered twice at once.

@@ -145,10 +145,10 @@ def test_stochastic_rounding_is_right_in_the_mean_and_nearest_is_not():
 
 
 def test_the_greatest_value_is_never_rounded_up_into_the_least():
-    """255 + u is 256 in fp32 for u near 1, which is 0 in a byte."""
-    x = torch.tensor([0.0, 1.0]).repeat(200_000)
-    decoded = encode_groups(x, 400_000, torch.Generator().manual_seed(0)).decode()
-    assert torch.equal(decoded, x)
+    """255 + u is 256 in fp32 for one u in 131,072, the greatest; and 256 is 0 in a byte."""
+    x = torch.full((2_000_000,), 255.0)
+    x[0] = 0  # so that a step is 1
+    assert torch.equal(encode_groups(x, len(x), torch.Generator().manual_seed(0)).decode(), x)
 
 
 def test_the_workspace_does_not_grow_with_the_tensor(monkeypatch):

@@ -178,6 +178,23 @@ def test_statistics_labels_and_tables_are_never_rounded(method):
     assert counts["left: one value a row" if method != "lossless" else "left: not a mask"] >= 1
 
 
+def test_what_a_custom_function_makes_for_itself_is_left():
+    """Nobody tells autograd whether a gradient flows through it; it may be a statistic. Its inputs are rounded."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, x.exp())
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[1]
+
+    counts, y = kinds(Own.apply, torch.randn(1000, requires_grad=True) * 1)
+    assert counts == {KINDS["int8"]: 1, "left: needs no gradient": 1} and y.requires_grad
+
+
 def test_attentions_statistics_are_never_rounded():
     q = torch.randn(1, 2, 64, 16, requires_grad=True) * 1
     counts, out = kinds(F.scaled_dot_product_attention, q, q, q)
@@ -286,6 +303,19 @@ def test_a_fake_tensor_is_packed_without_a_look_at_its_values():
         with memory.track() as real:
             forward(method)
         assert dry.peak == real.peak
+
+
+def test_in_a_dry_run_the_noise_of_dropout_is_left_whole():
+    """Whether it has two values is a question to values."""
+    def forward():
+        x = torch.ones(1000, requires_grad=True)
+        with compress_activations(nn.Linear(1, 1), "lossless", smallest=0) as c:
+            F.dropout(x * 1, 0.3)
+        return c.report.counts
+
+    found = []
+    memory.dry_run(lambda: found.append(forward()))
+    assert found == [{"left: needs no gradient": 1}] and forward() == {MASKS: 1}
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------

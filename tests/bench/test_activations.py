@@ -22,6 +22,8 @@ def test_a_run_reads_time_peak_kept_bytes_gradients_and_a_curve():
             assert by_what[f"predicted: {way}, fp32, dropout {dropout}"]["ratio"] == 1
         assert by_what[f"loss after 20 steps: {way}"]["ratio"] == pytest.approx(1, abs=0.02)
         assert len(by_what[f"loss after 20 steps: {way}"]["curve"]) == 2
+    assert by_what["loss after 20 steps: lossless"]["ratio"] == 1
+    assert 0 < abs(by_what[f"loss after 20 steps: {activations.YARDSTICK}"]["ratio"] - 1) < 0.01
     assert by_what["gradient's error: lossless"]["value"] == 0
     assert 0 < by_what["gradient's error: bf16"]["value"] < 0.05
     assert by_what["kept: int8, fp32, dropout 0.0"]["ratio"] < 0.35
