@@ -146,8 +146,7 @@ class SavedStorages:
     def _called(self, module, args, kwargs):
         for tensor in pytree.tree_leaves((args, kwargs)):
             if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.is_leaf:
-                storage = tensor.untyped_storage()
-                self._callers[storage._cdata] = StorageWeakRef(storage)
+                _remember(self._callers, tensor.untyped_storage())
 
     def _entered(self, module, args):
         self._depth += 1
@@ -176,7 +175,7 @@ class SavedStorages:
             if stored is not None:
                 self._stored[key] = stored
                 return View(stored, tensor)
-        self._left[storage._cdata] = StorageWeakRef(storage)  # whole for one is whole for all
+        _remember(self._left, storage)  # whole for one is whole for all
         return Whole(tensor)
 
     def _store(self, tensor, nbytes):
@@ -211,6 +210,14 @@ class SavedStorages:
 
 def _unpack(packed):
     return packed.unpack()
+
+
+def _remember(storages, storage):
+    """Note a storage in a dict of weak references, and now and then forget those that are gone: a region may last."""
+    if storages and len(storages) % 1024 == 0:
+        for key in [key for key, reference in storages.items() if reference.expired()]:
+            del storages[key]
+    storages[storage._cdata] = StorageWeakRef(storage)
 
 
 def chosen(model, patterns):

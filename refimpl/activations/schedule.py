@@ -41,21 +41,23 @@ class Schedule:
 
     def send(self, flat, tensor):
         """Begin to copy out. Returns the Offloaded."""
-        host, ticket = self._transfer.to_host(flat)
-        stored = Offloaded(tensor, self, len(self._order), host)
-        self._order.append(weakref.ref(stored))
-        self._leaving.append((flat, flat._version, ticket, self._order[-1]))
-        self.settle(self._depth)
-        return stored
+        with self._lock:
+            host, ticket = self._transfer.to_host(flat)
+            stored = Offloaded(tensor, self, len(self._order), host)
+            self._order.append(weakref.ref(stored))
+            self._leaving.append((flat, flat._version, ticket, self._order[-1]))
+            self.settle(self._depth)
+            return stored
 
     def settle(self, left=0):
         """Let go of device memory until `left` storages are on their way. What was written to meanwhile is spoilt."""
-        while len(self._leaving) > left:
-            flat, version, ticket, reference = self._leaving.popleft()
-            self._transfer.wait(ticket)
-            stored = reference()
-            if stored is not None and flat._version != version:
-                stored.overwritten = flat._version, version
+        with self._lock:
+            while len(self._leaving) > left:
+                flat, version, ticket, reference = self._leaving.popleft()
+                self._transfer.wait(ticket)
+                stored = reference()
+                if stored is not None and flat._version != version:
+                    stored.overwritten = flat._version, version
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +111,8 @@ class Schedule:
             if stored.copy is not None:
                 self._transfer.wait(stored.ticket)  # before its memory is given to another
             stored.copy, stored.taken, stored.done = None, 0, False
+        while self._order and self._order[-1]() is None:  # a region may last for many steps
+            self._order.pop()
 
 
 def _forget(schedule):

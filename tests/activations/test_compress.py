@@ -121,6 +121,8 @@ def test_a_seed_decides_and_without_one_numbers_go_on(gpt, gradients):
     assert all(map(torch.equal, once(seed=3), once(seed=3)))
     assert not all(map(torch.equal, once(seed=3), once(seed=4)))
     assert not all(map(torch.equal, once(), once())), "or each step would round the same way"
+    nearest = [gradients(model, tokens, compress_activations(model)) for _ in range(2)]
+    assert all(map(torch.equal, *nearest)), "unless it is asked for, nothing is random"
 
 
 @pytest.mark.parametrize("options", [{"method": "bf16"}, {"method": "int8"}, {"method": "int8", "stochastic": True}])
@@ -352,6 +354,24 @@ def test_around_a_checkpoint_the_inputs_of_regions_are_packed(gpt, gradients):
     outside = tokens.numel() * (2 * 64 + 256) * 4  # last norm, head, log-probabilities
     assert context.report.before[KINDS["int8"]] == inputs + outside
     assert 0 < relative(found, expected) < 0.05
+
+
+def test_backward_inside_the_region_recomputes_what_it_did_outside(gpt):
+    """Then our hooks are there while a checkpoint runs its function again; its own are the innermost."""
+    model, tokens = gpt
+    readings = []
+    for inside in (False, True):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with recompute(model.blocks):
+            with compress_activations(model) as context:
+                loss = model(tokens, tokens)
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+        readings.append(([p.grad.clone() for p in model.parameters()], context.report.before))
+    assert all(map(torch.equal, readings[0][0], readings[1][0])) and readings[0][1] == readings[1][1]
 
 
 def test_inside_a_checkpoint_it_packs_what_would_be_recomputed():

@@ -233,6 +233,13 @@ def test_one_region_at_a_time_and_then_again(linear):
     assert context.report.before == {"copied": x.nbytes}, "of the last region alone"
 
 
+def test_a_region_of_many_steps_does_not_grow(linear):
+    with Copies(linear, smallest=10**6) as c:
+        for _ in range(3000):
+            linear(torch.ones(1, 16)).sin().sum()
+        assert 0 < len(c._left) < 1100 and 0 < len(c._callers) < 1100
+
+
 def test_the_innermost_context_is_asked(linear):
     x = torch.randn(4, 16, requires_grad=True) * 1
     with Copies(linear) as outer:

@@ -174,6 +174,14 @@ def test_what_is_not_needed_any_more_is_not_fetched(lazy):
     assert lazy.numbers("in") == [5, 3, 2, 1, 0]
 
 
+def test_a_region_of_many_steps_does_not_grow(lazy):
+    case = Case(lazy, depth=2)
+    case.backward()
+    assert case.schedule._order == []
+    flat = torch.ones(10)
+    assert case.schedule.send(flat, flat).index == 0
+
+
 def test_host_memory_goes_with_the_graph(lazy):
     case = Case(lazy, depth=2)
     hosts = [weakref.ref(views[0].stored.host) for views in case.views]
