@@ -188,6 +188,16 @@ def test_complex_numbers_seen_as_real_ones_share_a_storage():
     assert torch.equal(found, expected) and c.report.counts["copied"] >= 2
 
 
+def test_a_lazily_negated_view_does_not_negate_for_others():
+    """The imaginary part of a conjugate is a view with a bit that says minus."""
+    x, z = torch.randn(8, requires_grad=True), torch.randn(8, dtype=torch.cfloat) * 1
+    negated = z.conj().imag
+    assert negated.is_neg()
+    with Copies(nn.Linear(1, 1)):
+        loss = (x * negated * 3 + x * z.imag).sum()
+    assert torch.allclose(torch.autograd.grad(loss, x)[0], -2 * z.imag)
+
+
 # --- the context ----------------------------------------------------------------------------------------------------
 
 
