@@ -82,3 +82,15 @@ def test_figures_of_recomputation_are_the_recorded_ones():
     rows = {row["what"]: row for row in rows_of("checkpointing")}
     assert f"{1 - rows['peak: every block']['ratio']:.0%}".replace("%", " % of the peak") in README
     assert f"{rows['time: every block']['ratio'] - 1:.0%}".replace("%", " % of the step's time on a CPU") in README
+
+
+def test_figures_of_smaller_activations_are_the_recorded_ones():
+    line, rows = readme_row("masks in one bit"), {row["what"]: row["ratio"] for row in rows_of("activations")}
+    off = {row["what"]: row["value"] for row in rows_of("activations") if row["what"].startswith("gradient")}
+    peak, kept, time = ({way: rows[f"{what}: {way}, fp32, dropout 0.0"] for way in ("int8", "bf16")}
+                        for what in ("peak", "kept", "time"))
+    assert f"{100 - 100 * kept['int8']:.0f} % of an fp32 GPT's activations" in line
+    assert f"{100 - 100 * peak['int8']:.0f} % of its step's peak (bf16: {100 - 100 * peak['bf16']:.0f} %" in line
+    assert f"{100 * time['int8'] - 100:.0f} % of the time on a CPU (bf16: {100 * time['bf16'] - 100:.0f} %)" in line
+    int8, bf16 = (100 * off[f"gradient's error: {way}"] for way in ("int8", "bf16"))
+    assert f"off by {int8:.1f} % (bf16: {bf16:.1f} %)" in line and off["gradient's error: lossless"] == 0

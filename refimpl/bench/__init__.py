@@ -13,6 +13,7 @@ NAMES = {
     "precision": "autocast and the loss scaler beside torch's own, and each recipe beside fp32",
     "accumulation": "steps in micro-batches beside the whole batch at once, and beside a loop by hand",
     "checkpointing": "recomputation beside torch.utils.checkpoint, and what each policy costs",
+    "activations": "saved tensors compressed or offloaded beside uncompressed, recomputed and save_on_cpu ones",
 }
 
 __all__ = ["NAMES", "compare", "measurement"]

@@ -1,0 +1,17 @@
+"""Saved tensors in fewer bytes, or elsewhere: compression and host offload of what autograd keeps for backward."""
+
+from .closed_forms import (
+    compressed_activation_bytes,
+    compressed_activation_terms,
+    offloaded_activation_bytes,
+    saved_storages,
+)
+from .compress import compress_activations
+from .offload import offload_activations
+from .report import Report
+from .transfer import Rehearsal
+
+__all__ = [
+    "Rehearsal", "Report", "compress_activations", "compressed_activation_bytes", "compressed_activation_terms",
+    "offload_activations", "offloaded_activation_bytes", "saved_storages",
+]

@@ -1,0 +1,141 @@
+"""Compression of what autograd saves: in fewer bytes from its forward to its backward, in its own dtype in backward.
+
+    lossless   masks in bits: boolean ones, and two-valued ones of any type (dropout's noise on a CPU)
+    bf16       that, and fp32 activations rounded to bfloat16
+    int8       that, and floating activations in 8 bits each, by groups that share a least value and a step
+
+Only what a gradient flows through is rounded: a tensor that needs no gradient is a statistic, a label, a table or a
+mask, and one value a row (the 1/σ of a norm) is a statistic, too. Gradients of parameters before a rounded tensor are
+those of slightly other activations; the forward and its loss are untouched.
+"""
+
+import weakref
+
+import torch
+
+from .codecs import (
+    cast_bytes,
+    encode_bits,
+    encode_cast,
+    encode_groups,
+    encode_two_values,
+    group_bytes,
+    mask_bytes,
+)
+from .saving import SavedStorages, Stored
+
+METHODS = ("lossless", "bf16", "int8")
+ROUNDED = {"bf16": (torch.float32, torch.float64),
+           "int8": (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+MASKS = "masks, 1 bit"
+KINDS = {"bf16": "activations, bf16", "int8": "activations, 8 bits"}
+SMALLEST = 4096  # bytes: below it, a storage is not worth the kernels that it takes
+_generators = {}  # device -> the numbers of stochastic rounding, which go on from context to context
+
+
+def compress_activations(model, method="int8", *, group=128, stochastic=False, smallest=SMALLEST, only=None, seed=None):
+    """`with compress_activations(model) as c: loss = model(x)`: autograd keeps compressed activations until backward.
+
+    Backward may run inside or after the context. Bytes afterwards: `compressed_activation_bytes`; `c.report` tells
+    what was packed, what was left and why.
+
+    - `method`: "lossless", "bf16" or "int8", as above; each does what the one before it does.
+    - `group`: int8, how many values share a least value and a step (8 bytes a group).
+    - `stochastic`: int8, round up or down at random, right in the mean. The numbers come from a generator of its own
+      that goes on from context to context; with a `seed`, from one that begins there. torch's own is not touched.
+    - `smallest`: storages of fewer bytes are left. `only`: patterns of module names, e.g. `"blocks.*"`; None: all.
+
+    A copy is compressed, so what is changed in place afterwards still has the gradient of what it was. A storage with
+    inf or NaN is not rounded (on CUDA, looking for them waits for the device). A fake tensor has no values: in a dry
+    run it is taken for finite, and for a mask only if it is boolean. What a custom `autograd.Function` (or
+    `torch.compile`, which makes one) computes for itself needs no gradient and is left. Around a `checkpoint` this
+    packs the inputs of its region; inside one, it packs what the region would recompute.
+
+    Raises ValueError for a method, a group, a threshold or a pattern that does not exist, and `stochastic` or a `seed`
+    that nothing would use; TypeError for a model that is no module; RuntimeError when entered twice at once.
+    """
+    return CompressActivations(model, method, group, stochastic, smallest, only, seed)
+
+
+class CompressActivations(SavedStorages):
+    """See `compress_activations`."""
+
+    def __init__(self, model, method, group, stochastic, smallest, only, seed):
+        super().__init__(model, smallest, only)
+        if method not in METHODS:
+            raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
+        if type(group) is not int or group < 1:
+            raise ValueError(f"group={group!r}: expected how many values share a range, an integer of at least 1")
+        if stochastic and method != "int8":
+            raise ValueError(f"stochastic={stochastic!r} with method={method!r}: expected method='int8', which rounds "
+                             "to steps; leave it out")
+        if seed is not None and not stochastic:
+            raise ValueError(f"seed={seed!r} draws nothing: expected stochastic=True beside it")
+        self.method, self.group, self._stochastic, self._seed = method, group, stochastic, seed
+        self._generators = _generators if seed is None else {}
+
+    def refuse(self, tensor):
+        """Complex, integer and 8-bit types hold what cannot be rounded, unless they are masks."""
+        if is_mask_type(tensor) or self._is_rounded(tensor):
+            return None
+        if not tensor.requires_grad:
+            return "left: needs no gradient"
+        if tensor.dtype.is_floating_point and self.method == "lossless":
+            return "left: not a mask"
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and is_one_a_row(tensor):
+            return "left: one value a row"
+        return f"left: {str(tensor.dtype).removeprefix('torch.')}"
+
+    def _is_rounded(self, tensor):
+        return tensor.requires_grad and tensor.dtype in ROUNDED.get(self.method, ()) and not is_one_a_row(tensor)
+
+    def store(self, flat, tensor):
+        """As bits if it is a mask, else rounded; left if that is no smaller."""
+        n, nbytes = flat.numel(), tensor.untyped_storage().nbytes()
+        if not self._is_rounded(tensor):
+            after = mask_bytes(n, flat.dtype.itemsize)
+            if after >= nbytes:
+                return "left: would not be smaller"
+            code = encode_bits(flat) if flat.dtype is torch.bool else encode_two_values(flat)
+            return (MASKS, after, Compressed(tensor, code)) if code else "left: needs no gradient"
+        after = cast_bytes(n) if self.method == "bf16" else group_bytes(n, self.group)
+        if after >= nbytes:
+            return "left: would not be smaller"
+        code = encode_cast(flat) if self.method == "bf16" else encode_groups(flat, self.group, self._numbers(flat))
+        return (KINDS[self.method], after, Compressed(tensor, code)) if code else "left: inf or NaN in it"
+
+    def _numbers(self, flat):
+        if not self._stochastic:
+            return None
+        if flat.device not in self._generators:
+            self._generators[flat.device] = torch.Generator(flat.device).manual_seed(self._seed or 0)
+        return self._generators[flat.device]
+
+
+def is_mask_type(tensor):
+    """Whether it may be a mask: boolean, or of two values (to be looked at) and in need of no gradient."""
+    return tensor.dtype is torch.bool or not (
+        tensor.requires_grad or tensor.dtype.is_complex or tensor.dtype.itemsize == 1)
+
+
+def is_one_a_row(tensor):
+    """Whether it has one value for each row of something larger."""
+    return tensor.dim() == 0 or tensor.shape[-1] == 1
+
+
+class Compressed(Stored):
+    """A storage's code. What is decoded is shared as long as somebody holds it: an operation that saved a tensor twice
+    decodes it once, and nothing is held for the next operation."""
+
+    def __init__(self, tensor, code):
+        super().__init__(tensor)
+        self._code, self._decoded = code, None
+
+    def restore(self):
+        """Decode, or share."""
+        storage = self._decoded() if self._decoded else None
+        if storage is None:
+            flat = self._code.decode()
+            self._decoded = weakref.ref(flat.untyped_storage())
+            return flat
+        return torch.empty(0, dtype=self._code.dtype, device=storage.device).set_(storage)

@@ -1,0 +1,67 @@
+"""Host offload of what autograd saves: on the device during its forward and its backward, in host memory between.
+
+    forward    each storage is copied to pinned host memory on a stream of its own while the computation goes on; its
+               device memory is free when the copy is done, at most `depth` storages later
+    backward   storages come back in reverse order, `depth` of them ahead of the one that is used
+
+The device holds no activations between forward and backward but what is small. Gradients are bit for bit those without
+it. "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design" (Rhu et al. 2016)
+has the idea, for feature maps.
+"""
+
+from .saving import SavedStorages
+from .schedule import Schedule
+from .transfer import CUDATransfer
+
+SMALLEST = 2**20  # bytes: what takes some 40 µs on a bus of 25 GB/s, about as long as the kernels around it
+HOST = "in host memory"
+
+
+def offload_activations(model, *, depth=2, smallest=SMALLEST, only=None, transfer=None):
+    """`with offload_activations(model) as c: loss = model(x)`: activations wait for backward in host memory.
+
+    On a CPU it does nothing, at no cost in bytes: what is in host memory stays where it is. Bytes afterwards:
+    `offloaded_activation_bytes`; `c.report` tells what went and what stayed, and `c.report.host` the bytes that went.
+
+    - `depth`: how many storages may be on their way out at once, and how many are fetched ahead: device memory for
+      time.
+    - `smallest`: storages of fewer bytes stay. `only`: patterns of module names, e.g. `"blocks.*"`; None: all.
+    - `transfer`: who makes the copies, see `schedule`. Default: CUDA's, with pinned memory.
+
+    What is changed in place while it is being copied is refused in backward, as PyTorch does without hooks.
+
+    Raises ValueError for a depth below 1, a threshold below 0 and a pattern that no module has; TypeError for a model
+    that is no module; RuntimeError when entered twice at once.
+    """
+    return OffloadActivations(model, depth, smallest, only, transfer)
+
+
+class OffloadActivations(SavedStorages):
+    """See `offload_activations`."""
+
+    def __init__(self, model, depth, smallest, only, transfer):
+        super().__init__(model, smallest, only)
+        if type(depth) is not int or depth < 1:
+            raise ValueError(f"depth={depth!r}: expected how many storages travel at once, an integer of at least 1")
+        self.depth, self._transfer = depth, transfer or CUDATransfer()
+
+    def __enter__(self):
+        super().__enter__()
+        self._schedule = Schedule(self._transfer, self.depth)
+        return self
+
+    def __exit__(self, *exception):
+        try:
+            super().__exit__(*exception)
+        finally:
+            self._schedule.settle()
+
+    def refuse(self, tensor):
+        """What is in host memory already."""
+        return None if self._transfer.offloads(tensor) else "left: in host memory already"
+
+    def store(self, flat, tensor):
+        """Send it."""
+        stored = self._schedule.send(flat, tensor)
+        self.report.host += stored.nbytes
+        return HOST, 0, stored

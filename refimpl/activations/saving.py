@@ -1,0 +1,230 @@
+"""What autograd saves, storage by storage: the ground that compression and offload stand on.
+
+`saved_tensors_hooks` shows each tensor that autograd saves and asks what to keep in its place. Bytes belong to
+storages, though, and one storage is often saved by several operations, as it is or as a view. So each storage is
+handed to the technique once, whole, and every tensor on it becomes a View of what the technique made of it.
+
+Three kinds are never touched, since their owner keeps them and a second copy could only cost: parameters and buffers of
+the model with their views and casts, leaves that want a gradient, and the tensors that the model was called with.
+"""
+
+import weakref
+from fnmatch import fnmatch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from .report import Report
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+ALIASES = {"TBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0",
+           "PermuteBackward0", "ExpandBackward0", "AliasBackward0", "ToCopyBackward0"}  # ToCopy: a cast
+
+
+class Stored:
+    """What a technique made of one storage: `restore()` gives its flat content, a tensor (n,), back.
+
+    It lives as long as autograd holds a View of it. `views` counts them.
+    """
+
+    def __init__(self, tensor):
+        storage = tensor.untyped_storage()
+        self.original, self.nbytes, self.views = StorageWeakRef(storage), storage.nbytes(), 0
+        self.described = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+    def restore(self):
+        """The flat content, as it was."""
+        raise TypeError(f"{type(self).__name__} does not say how to restore")
+
+
+class View:
+    """In the place of one saved tensor: where it lies in a Stored."""
+
+    __slots__ = ("offset", "shape", "stored", "stride")
+
+    def __init__(self, stored, tensor):
+        self.stored, self.shape = stored, tensor.shape
+        self.stride, self.offset = tensor.stride(), tensor.storage_offset()
+        stored.views += 1
+
+    def unpack(self):
+        """The tensor."""
+        with torch.no_grad():
+            return self.stored.restore().as_strided(self.shape, self.stride, self.offset)
+
+
+class Whole:
+    """A tensor that is kept as it is; RuntimeError if it was changed in place since (PyTorch does not look)."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor):
+        # An alias: the node of an operation that saves its own output would hold the tensor that holds the node.
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def unpack(self):
+        """The tensor."""
+        if self.tensor._version != self.version:
+            raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
+                               f"operation: {self.tensor.dtype} {list(self.tensor.shape)} is at version "
+                               f"{self.tensor._version}, expected version {self.version}")
+        return self.tensor
+
+
+class SavedStorages:
+    """A context: in it, what autograd saves goes through `store`. One at a time; of contexts inside one another, the
+    innermost is asked (PyTorch calls the innermost pair of hooks). `.report` tells what was done, from each entry anew.
+
+    - `model`: its parameters and buffers, and what it is called with, are left alone.
+    - `smallest`: storages of fewer bytes are left as they are.
+    - `only`: patterns of module names (`"blocks.*.mlp"`); what other modules save is left. None: everything.
+
+    TypeError for a model that is no module; ValueError for a threshold below 0 and a pattern that no module has.
+    """
+
+    def __init__(self, model, smallest, only):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: expected the module whose activations are meant")
+        if type(smallest) is not int or smallest < 0:
+            raise ValueError(f"smallest={smallest!r}: expected a number of bytes, 0 or more")
+        self._model, self.smallest = model, smallest
+        self._chosen = None if only is None else chosen(model, [only] if isinstance(only, str) else only)
+        self._hooks, self._handles = None, []
+
+    # --- for the technique ------------------------------------------------------------------------------------------
+
+    def refuse(self, tensor):
+        """Why this tensor's storage is left whole, in a few words; None if it is to be stored."""
+        return None
+
+    def store(self, flat, tensor):
+        """(name of the kind, bytes that it takes, Stored) for the flat content of the tensor's storage, or why not."""
+        raise TypeError(f"{type(self).__name__} does not say how to store")
+
+    # --- the context ------------------------------------------------------------------------------------------------
+
+    def __enter__(self):
+        if self._hooks is not None:
+            raise RuntimeError(f"this {type(self).__name__} is in use already: make another one for the inner region")
+        self.report = Report()
+        self._stored = weakref.WeakValueDictionary()  # (storage, version, dtype) -> Stored
+        self._left = {}  # storage -> weak reference to it: its address is not given to another meanwhile
+        owned = [*self._model.parameters(), *self._model.buffers()]
+        self._owned = {tensor.untyped_storage()._cdata for tensor in owned if type(tensor) in PLAIN}
+        self._callers, self._depth = {}, 0
+        try:
+            self._listen()
+            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks.__enter__()
+        except BaseException:
+            self._forget()
+            raise
+        return self
+
+    def __exit__(self, *exception):
+        try:
+            self._hooks.__exit__(*exception)
+        finally:
+            self._forget()
+
+    def _listen(self):
+        self._handles.append(self._model.register_forward_pre_hook(self._called, with_kwargs=True))
+        for module in self._chosen or ():
+            self._handles.append(module.register_forward_pre_hook(self._entered))
+            self._handles.append(module.register_forward_hook(self._left_module, always_call=True))
+
+    def _forget(self):
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooks = None
+        self._left, self._callers, self._owned = {}, {}, set()
+
+    def _called(self, module, args, kwargs):
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.is_leaf:
+                _remember(self._callers, tensor.untyped_storage())
+
+    def _entered(self, module, args):
+        self._depth += 1
+
+    def _left_module(self, module, args, output):
+        self._depth -= 1
+
+    # --- one tensor -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _pack(self, tensor):
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+            return Whole(tensor)
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version, tensor.dtype
+        stored = self._stored.get(key)
+        if stored is not None:
+            return View(stored, tensor)
+        nbytes = storage.nbytes()
+        if self._is_owned(tensor, storage):
+            if storage._cdata not in self._left:
+                self.report.owned += nbytes
+        elif storage._cdata not in self._left:
+            kind, after, stored = self._store(tensor, nbytes)
+            self.report.add(kind, nbytes, after, stored)
+            if stored is not None:
+                self._stored[key] = stored
+                return View(stored, tensor)
+        _remember(self._left, storage)  # whole for one is whole for all
+        return Whole(tensor)
+
+    def _store(self, tensor, nbytes):
+        """(kind, bytes, Stored), or (reason, the same bytes, None)."""
+        if nbytes < self.smallest:
+            reason = f"left: smaller than {self.smallest:,} B"
+        elif self._chosen is not None and not self._depth:
+            reason = "left: of other modules"
+        else:
+            reason = self.refuse(tensor)
+        if reason is None:
+            found = self.store(tensor.detach().as_strided((nbytes // tensor.dtype.itemsize,), (1,), 0), tensor)
+            if not isinstance(found, str):
+                return found
+            reason = found
+        return reason, nbytes, None
+
+    def _is_owned(self, tensor, storage):
+        """Whether somebody else keeps it: the model, the caller, or the owner of a leaf."""
+        if storage._cdata in self._owned or storage._cdata in self._callers:
+            return True
+        base = tensor._base if tensor._is_view() else tensor
+        return (base.is_leaf and base.requires_grad) or self._is_cast_of_owned(tensor.grad_fn)
+
+    def _is_cast_of_owned(self, node):
+        """Whether only views and casts lie between a parameter and the tensor that `node` made."""
+        while node is not None and node.name() in ALIASES:
+            ((node, _),) = node.next_functions
+        leaf = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        return leaf is not None and type(leaf) in PLAIN and leaf.untyped_storage()._cdata in self._owned
+
+
+def _unpack(packed):
+    return packed.unpack()
+
+
+def _remember(storages, storage):
+    """Note a storage in a dict of weak references, and now and then forget those that are gone: a region may last."""
+    if storages and len(storages) % 1024 == 0:
+        for key in [key for key, reference in storages.items() if reference.expired()]:
+            del storages[key]
+    storages[storage._cdata] = StorageWeakRef(storage)
+
+
+def chosen(model, patterns):
+    """The modules of `model` whose names match one of `patterns`; ValueError for a pattern that matches none."""
+    names = [name for name, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise ValueError(f"only={pattern!r}: no module of this {type(model).__name__} has such a name; there are "
+                             f"{', '.join(map(repr, names[1:6]))} …")
+    return [module for name, module in model.named_modules() if any(fnmatch(name, p) for p in patterns)]

@@ -1,0 +1,120 @@
+"""Which storage is copied when: out in the order of the forward, back in reverse order, each shortly before its use.
+
+Pure order; the copies are made by a transfer that it is given. A transfer has `to_host(flat)` and `to_device(host,
+device)`, each returning the copy and a ticket at once, and `wait(ticket)`, after which the copy may be used and its
+source given away.
+"""
+
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from .saving import Stored
+
+
+class Offloaded(Stored):
+    """A storage in host memory. `copy` is what was fetched of it and not yet used by all who saved it."""
+
+    def __init__(self, tensor, schedule, index, host):
+        super().__init__(tensor)
+        self.schedule, self.index, self.host, self.device = schedule, index, host, tensor.device
+        self.overwritten, self.copy, self.ticket, self.taken, self.done = None, None, None, 0, False
+
+    def restore(self):
+        """Its flat content on the device."""
+        return self.schedule.take(self)
+
+
+class Schedule:
+    """The storages of one forward: at most `depth` on their way out, and `depth` fetched ahead of their use."""
+
+    def __init__(self, transfer, depth):
+        self._transfer, self._depth = transfer, depth
+        self._order = []  # weak references to the Offloaded, as they were sent
+        self._leaving = deque()  # (flat, its version, ticket, weak reference to the Offloaded)
+        self._backward = None  # the graph task that fetches
+        self._lock = threading.RLock()  # autograd has one thread for each CUDA device
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def send(self, flat, tensor):
+        """Begin to copy out. Returns the Offloaded."""
+        with self._lock:
+            host, ticket = self._transfer.to_host(flat)
+            stored = Offloaded(tensor, self, len(self._order), host)
+            self._order.append(weakref.ref(stored))
+            self._leaving.append((flat, flat._version, ticket, self._order[-1]))
+            self.settle(self._depth)
+            return stored
+
+    def settle(self, left=0):
+        """Let go of device memory until `left` storages are on their way. What was written to meanwhile is spoilt."""
+        with self._lock:
+            while len(self._leaving) > left:
+                flat, version, ticket, reference = self._leaving.popleft()
+                self._transfer.wait(ticket)
+                stored = reference()
+                if stored is not None and flat._version != version:
+                    stored.overwritten = flat._version, version
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def take(self, stored):
+        """The content on the device; the storages sent before it follow. RuntimeError for one that was overwritten."""
+        with self._lock:
+            self.settle()
+            if stored.overwritten:
+                now, then = stored.overwritten
+                raise RuntimeError("one of the variables needed for gradient computation has been modified by an "
+                                   f"inplace operation while it was copied to the host: {stored.described} is at "
+                                   f"version {now}, expected version {then}")
+            self._begin(torch._C._current_graph_task_id())
+            self._fetch(stored)
+            self._fetch_ahead(stored.index)
+            self._transfer.wait(stored.ticket)
+            flat, stored.taken = stored.copy, stored.taken + 1
+            if stored.taken == stored.views:  # the last who saved it
+                stored.copy, stored.done = None, True
+            if self._backward == -1:  # somebody looks at a node outside any backward
+                self.forget()
+            return flat
+
+    def _begin(self, task):
+        """At the first one of a backward, arrange that nothing is left on the device after the last."""
+        if task == self._backward:
+            return
+        self.forget()
+        self._backward = task
+        if task != -1:
+            schedule = weakref.ref(self)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(schedule()))
+
+    def _fetch(self, stored):
+        if stored.copy is None:
+            stored.copy, stored.ticket = self._transfer.to_device(stored.host, stored.device)
+
+    def _fetch_ahead(self, index):
+        ahead = 0
+        while index > 0 and ahead < self._depth:
+            index -= 1
+            stored = self._order[index]()
+            if stored is not None and not stored.done:
+                self._fetch(stored)
+                ahead += 1
+
+    def forget(self):
+        """Drop what was fetched and not used, and begin anew: a retained graph may come again."""
+        self._backward = None
+        for stored in filter(None, (reference() for reference in self._order)):
+            if stored.copy is not None:
+                self._transfer.wait(stored.ticket)  # before its memory is given to another
+            stored.copy, stored.taken, stored.done = None, 0, False
+        while self._order and self._order[-1]() is None:  # a region may last for many steps
+            self._order.pop()
+
+
+def _forget(schedule):
+    if schedule is not None:
+        schedule.forget()

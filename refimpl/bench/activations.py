@@ -1,0 +1,184 @@
+"""Compressed and offloaded activations beside a step that keeps them whole, and beside PyTorch's own ways.
+
+Four questions: what does each way save at the peak and what does it cost in time, `torch.utils.checkpoint` in the same
+run; is our offload as fast and as small as `torch.autograd.graph.save_on_cpu`; how far off are gradients, beside those
+of `torch.autocast`; and where does training end.
+"""
+
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from tqdm import tqdm
+
+from .. import memory
+from ..activations import compress_activations, compressed_activation_bytes, offload_activations
+from ..data import TextData
+from ..model import GPT, GPTConfig
+from .checkpointing import Step
+from .meter import DTYPES, REALISTIC, SMALL
+from .record import row
+from .runner import BAR_DELAY, compare
+
+WAYS = {"lossless": {"method": "lossless"}, "bf16": {"method": "bf16"}, "int8": {"method": "int8"},
+        "int8, stochastic": {"method": "int8", "stochastic": True}}
+NOTHING, CHECKPOINT, SAVE_ON_CPU = "uncompressed", "torch.utils.checkpoint", "save_on_cpu"
+YARDSTICK = "uncompressed, weights 0.1 % off"
+LEARNING_RATE, LAST = 1e-3, 20  # the mean of so many losses is where training ended
+
+
+def run(device="cpu", size=None, rounds=15, steps=300):
+    """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one; `steps`: of the
+    training run."""
+    size = size or REALISTIC[torch.device(device).type]
+    settings = {"step": asdict(size), "training": {**asdict(SMALL), "steps": steps, "learning rate": LEARNING_RATE},
+                "rounds": rounds, "threads": torch.get_num_threads(),
+                "a step": "forward and backward; gradients are there and added to"}
+    rows = []
+    for case in tqdm([("fp32", 0.0), ("fp32", 0.1), ("bf16", 0.0)], "compression", delay=BAR_DELAY, leave=False):
+        rows += compression_rows(size, *case, device, rounds)
+    rows += offload_rows(size, device, rounds) + gradient_rows(size, device) + training_rows(steps, device)
+    return settings, rows
+
+
+class CompressedStep(Step):
+    """A GPT's forward in `context(model)`, and its backward."""
+
+    def __init__(self, size, dtype, dropout, device, context):
+        super().__init__(size, dtype, dropout, device)
+        self.context = context
+
+    def __call__(self):
+        self.loss().backward()
+
+    def loss(self):
+        """The forward alone; the same dropout each time."""
+        torch.manual_seed(1)
+        with self.context(self.model):
+            return self.model(self.tokens, self.tokens)
+
+    def kept(self):
+        """Bytes of activations between forward and backward, as the tracker reads them on the device."""
+        with memory.track(self.model, self.tokens) as t:
+            loss = self.loss()
+        del loss
+        return t.now["activations"]
+
+
+def compression_rows(size, dtype, dropout, device, rounds):
+    """Seconds, peak and bytes kept of a step, in each way and recomputed, beside the same step with none."""
+    rows, make = [], partial(CompressedStep, size, dtype, dropout, device)
+    steps = {NOTHING: make(lambda model: nullcontext())}
+    for name, options in WAYS.items():
+        steps[name] = make(partial(compress_activations, **options))
+    steps[CHECKPOINT] = recomputed(make(lambda model: nullcontext()))
+    timing = compare(steps, rounds=rounds, title=f"compression, {dtype}")
+    peaks = {name: step.peak() for name, step in steps.items()}
+    kept = {name: step.kept() for name, step in steps.items()}
+    for name, step in list(steps.items())[1:]:
+        what = f"{name}, {dtype}, dropout {dropout}"
+        rows += [row(f"time: {what}", NOTHING, "s", timing.median(name), timing.median(NOTHING),
+                     spread=timing.spread(name), peer_spread=timing.spread(NOTHING)),
+                 row(f"peak: {what}", NOTHING, "bytes", peaks[name], peaks[NOTHING]),
+                 row(f"kept: {what}", NOTHING, "bytes", kept[name], kept[NOTHING])]
+        if name in WAYS:
+            predicted = compressed_activation_bytes(step.config, size.batch, size.sequence, WAYS[name]["method"],
+                                                    dtype=DTYPES[dtype], device=device)
+            rows.append(row(f"predicted: {what}", "tracker", "bytes", predicted, kept[name]))
+    return rows
+
+
+def recomputed(step):
+    """The step with each block under `torch.utils.checkpoint`."""
+    for block in step.blocks:
+        block.forward = partial(torch_checkpoint, block.forward, use_reentrant=False)
+    return step
+
+
+def offload_rows(size, device, rounds):
+    """Our offload beside torch's, and beside none: seconds, the device's peak, and the bytes kept on it.
+
+    On a CPU neither moves anything.
+    """
+    pinned = torch.device(device).type == "cuda"
+    ways = {"offload": offload_activations, SAVE_ON_CPU: lambda model: save_on_cpu(pin_memory=pinned),
+            NOTHING: lambda model: nullcontext()}
+    steps = {name: CompressedStep(size, "fp32", 0.0, device, context) for name, context in ways.items()}
+    timing = compare(steps, rounds=rounds, title="offload")
+    peaks = {name: step.peak() for name, step in steps.items()}
+    kept = {name: step.kept() for name, step in steps.items()}
+    gradients = [[p.grad for p in step.model.parameters()] for step in steps.values()]
+    assert all(map(torch.equal, gradients[0], gradients[2])), "offload: the gradients differ"
+    rows = []
+    for peer in (SAVE_ON_CPU, NOTHING):
+        rows += [row("time: offload, fp32", peer, "s", timing.median("offload"), timing.median(peer),
+                     spread=timing.spread("offload"), peer_spread=timing.spread(peer)),
+                 row("peak: offload, fp32", peer, "bytes", peaks["offload"], peaks[peer]),
+                 row("kept on the device: offload, fp32", peer, "bytes", kept["offload"], kept[peer])]
+    return rows
+
+
+def gradient_rows(size, device):
+    """‖Δ gradient‖ / ‖gradient‖ of one step in each way, beside that of `torch.autocast` in bf16, fp32 being right."""
+    def gradient(context):
+        step = CompressedStep(size, "fp32", 0.0, device, context)
+        step()
+        return torch.cat([p.grad.double().flatten() for p in step.model.parameters()])
+
+    kind = torch.device(device).type
+    exact = gradient(lambda model: nullcontext())
+    off = {name: ((gradient(context) - exact).norm() / exact.norm()).item() for name, context in {
+        "autocast": lambda model: torch.autocast(kind, torch.bfloat16),
+        **{name: partial(compress_activations, **options) for name, options in WAYS.items()}}.items()}
+    return [row(f"gradient's error: {name}", "torch.autocast, bf16", "of its norm", off[name], off["autocast"])
+            for name in WAYS]
+
+
+def training_rows(steps, device):
+    """Where `steps` steps on real text end, in each way beside uncompressed; `curve`: means of ten losses each.
+
+    The yardstick is a run without compression whose first weights are a thousandth off: so far do two runs part that
+    nobody would call different.
+    """
+    plain, rows = train(steps, device, lambda model: nullcontext()), []
+    for name in tqdm([*WAYS, YARDSTICK], "training", delay=BAR_DELAY, leave=False):
+        if name == YARDSTICK:
+            losses = train(steps, device, lambda model: nullcontext(), nudge=0.001)
+        else:
+            losses = train(steps, device, partial(compress_activations, smallest=0, **WAYS[name]))
+        rows.append(row(f"loss after {steps} steps: {name}", NOTHING, "nats", mean(losses[-LAST:]), mean(plain[-LAST:]),
+                        curve=smooth(losses), peer_curve=smooth(plain)))
+    return rows
+
+
+def train(steps, device, context, nudge=0):
+    """The losses of a small GPT that learns from the real text; its weights begin as ever, times 1 + `nudge`."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=256, context_length=SMALL.sequence, layers=SMALL.layers, hidden=SMALL.hidden,
+                          heads=SMALL.heads), device=device)
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 1 + nudge)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), []
+    batches = TextData().batches(8, SMALL.sequence, device=device)
+    for _ in range(steps):
+        tokens, targets = next(batches)
+        with context(model):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def mean(values):
+    """Their mean."""
+    return sum(values) / len(values)
+
+
+def smooth(values, width=10):
+    """Means of `width` values each."""
+    return [round(mean(values[i : i + width]), 4) for i in range(0, len(values), width)]

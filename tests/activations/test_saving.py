@@ -1,0 +1,391 @@
+"""What both techniques stand on: each storage once, whatever is not ours left alone, hooks that go when the region
+ends."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from refimpl import memory
+from refimpl.activations import compress_activations
+from refimpl.activations.saving import SavedStorages, Stored, View, Whole
+from refimpl.model import GPT, GPTConfig
+
+
+class Copies(SavedStorages):
+    """The plainest technique: a copy of everything. `.packed` lists what it was given."""
+
+    def __init__(self, model, smallest=0, only=None):
+        super().__init__(model, smallest, only)
+        self.packed = []
+
+    def store(self, flat, tensor):
+        self.packed.append(tuple(tensor.shape))
+        stored = Copy(tensor)
+        stored.flat = flat.clone()
+        return "copied", flat.nbytes, stored
+
+
+class Copy(Stored):
+    def restore(self):
+        return self.flat
+
+
+@pytest.fixture
+def linear():
+    return nn.Linear(16, 16)
+
+
+def no_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+# --- whose it is ----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_their_views_and_their_casts_are_left(linear):
+    x = torch.randn(4, 16, requires_grad=True) * 1
+    with Copies(linear) as c:
+        y = linear(x)  # saves x, and the transposed view of the weight
+        z = x.bfloat16() @ linear.weight.to(torch.bfloat16).t()  # and a cast's view
+        n = nn.functional.layer_norm(x, (16,), linear.bias)
+    assert y.isfinite().all() and z.isfinite().all() and n.isfinite().all()
+    assert c.packed == [(4, 16), (4, 16), (4, 1), (4, 1)]
+    assert c.report.before == {"copied": 4 * 16 * 4 + 4 * 16 * 2 + 2 * 4 * 4}
+    assert c.report.owned == linear.weight.nbytes * 3 // 2 + linear.bias.nbytes
+
+
+def test_a_parameter_of_another_model_is_left_and_so_is_a_callers_leaf(linear):
+    x = torch.randn(4, 16, requires_grad=True)
+    with Copies(nn.Linear(2, 2)) as c:
+        linear(x).sin().sum()
+        x.t() * x.t().detach()
+    assert c.packed == [(4, 16)], "the sine's input alone"
+
+
+def test_buffers_and_what_the_model_is_called_with_are_left():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8))
+            self.register_buffer("table", torch.randn(8))
+
+        def forward(self, x, *, mask):
+            return (self.weight * self.table * x).masked_fill(mask["in a dict"][0], 0)
+
+    model = Model()
+    with Copies(model) as c:
+        model(torch.randn(8), mask={"in a dict": [torch.rand(8) > 0.5]})
+    assert c.packed == [] and c.report.owned == 2 * 8 * 4 + 8, "table, x and mask"
+    with Copies(model) as c:
+        model(torch.randn(8, requires_grad=True).sin(), mask={"in a dict": [torch.rand(8) > 0.5]})
+    assert c.packed == [(8,), (8,)], "weight · table, and an activation of another model's: it may be nobody's"
+
+
+# --- storages -------------------------------------------------------------------------------------------------------
+
+
+def test_a_storage_is_stored_once_whoever_saves_it(linear):
+    def three_times(x):
+        y = x.sin()
+        return y.exp().sum() + (y.t() * y[1:, :4].sum()).sum() + (y * y).sum() + linear(y).sum()
+
+    x = torch.randn(16, 16, requires_grad=True)
+    expected = torch.autograd.grad(three_times(x), x)[0]
+    with Copies(linear) as c:
+        loss = three_times(x)
+    assert c.packed.count((16, 16)) == 2, "y once, and its exponential"
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+def test_views_come_back_as_they_were():
+    base = torch.randn(6, 8, requires_grad=True) * 1
+    views = [base, base.t(), base[2:5], base[:, 3], base[1:2].expand(4, 8), base.view(2, 3, 8)[1], base[::2, ::3]]
+    for view in views:
+        stored = Copy(view)
+        stored.flat = base.detach().clone().view(-1)
+        back = View(stored, view).unpack()
+        assert torch.equal(back, view) and back.stride() == view.stride()
+
+
+def test_what_one_operation_keeps_whole_no_other_stores(linear):
+    """A storage that is alive anyway: a copy would come on top."""
+    with Copies(nn.Sequential(linear), only="0") as c:
+        y = torch.randn(4, 16, requires_grad=True) * 1
+        z = y.sin()  # saved outside the chosen module: left
+        after = linear(y)  # and inside it
+    assert after.isfinite().all() and c.packed == [] and c.report.before == {"left: of other modules": y.nbytes}
+    assert z.shape == (4, 16)
+
+
+def test_the_content_at_the_time_of_saving_is_what_comes_back():
+    """Changed in place between two savings: two versions, two copies; PyTorch itself refuses such a backward."""
+    x = torch.randn(8, requires_grad=True)
+
+    def twice(change):
+        y = x * 1
+        first = y.sin()
+        change(y)
+        return first.sum() + y.cos().sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        twice(lambda y: y.mul_(2)).backward()
+    with Copies(nn.Linear(1, 1)) as c:
+        loss = twice(lambda y: y.mul_(2))
+    assert c.packed.count((8,)) >= 2
+    loss.backward()
+    x64 = x.detach().double()
+    assert torch.allclose(x.grad.double(), x64.cos() - 2 * (2 * x64).sin(), atol=1e-6)
+
+
+def test_what_is_left_and_then_changed_is_refused_as_without_hooks():
+    x = torch.randn(8, requires_grad=True)
+    with Copies(nn.Linear(1, 1), smallest=1000):
+        y = x * 1
+        z = y.sin()
+        y.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: torch.float32 \[8\] is at version 1, "
+                                           "expected version 0"):
+        z.sum().backward()
+
+
+def test_a_storage_freed_and_its_address_used_again_is_not_taken_for_the_old_one():
+    x = torch.randn(1024, requires_grad=True)
+    with Copies(nn.Linear(1, 1)):
+        terms = []
+        for k in range(20):  # each factor is freed when its sine is made, and its memory is used again
+            terms.append((x * k).sin().sum())
+    sum(terms).backward()
+    expected = sum(k * (x.detach() * k).cos() for k in range(20))
+    assert torch.allclose(x.grad, expected, atol=1e-3)
+
+
+def test_tensors_that_are_not_plain_are_kept_as_they_are():
+    class Mine(torch.Tensor):
+        pass
+
+    x = torch.randn(4, requires_grad=True)
+    sparse = torch.eye(4).to_sparse()
+    with Copies(nn.Linear(1, 1)) as c:
+        loss = (x * torch.randn(4).as_subclass(Mine)).as_subclass(torch.Tensor).sum()
+        loss = loss + torch.sparse.mm(sparse, x[:, None]).sum() + (x * torch.randn(4, dtype=torch.cfloat).imag).sum()
+    loss.backward()
+    assert x.grad.isfinite().all() and len(c.packed) <= 1
+
+
+def test_complex_numbers_seen_as_real_ones_share_a_storage():
+    x = torch.randn(4, 2, requires_grad=True)
+    with Copies(nn.Linear(1, 1)) as c:
+        z = torch.view_as_complex(x * 1)
+        loss = (z * z).abs().sum() + torch.view_as_real(z).sin().sum()
+    found = torch.autograd.grad(loss, x)[0]
+    z = torch.view_as_complex(x * 1)
+    expected = torch.autograd.grad((z * z).abs().sum() + torch.view_as_real(z).sin().sum(), x)[0]
+    assert torch.equal(found, expected) and c.report.counts["copied"] >= 2
+
+
+def test_a_lazily_negated_view_does_not_negate_for_others():
+    """The imaginary part of a conjugate is a view with a bit that says minus."""
+    x, z = torch.randn(8, requires_grad=True), torch.randn(8, dtype=torch.cfloat) * 1
+    negated = z.conj().imag
+    assert negated.is_neg()
+    with Copies(nn.Linear(1, 1)):
+        loss = (x * negated * 3 + x * z.imag).sum()
+    assert torch.allclose(torch.autograd.grad(loss, x)[0], -2 * z.imag)
+
+
+# --- the context ----------------------------------------------------------------------------------------------------
+
+
+def test_hooks_go_with_the_region_even_after_an_exception(gpt):
+    model, tokens = gpt
+    hooks = [dict(m._forward_hooks) | dict(m._forward_pre_hooks) for m in model.modules()]
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error):
+            with Copies(model, only="blocks.*"):
+                assert not no_hooks()
+                raise error
+        assert no_hooks()
+    with pytest.raises(ValueError, match="tokens run from"):
+        with Copies(model):
+            model(tokens + 1000)
+    assert no_hooks()
+    assert hooks == [dict(m._forward_hooks) | dict(m._forward_pre_hooks) for m in model.modules()]
+
+
+def test_an_exception_inside_a_chosen_module_does_not_choose_what_follows():
+    class Refuses(nn.Module):
+        def forward(self, x):
+            raise ValueError("not today")
+
+    model = nn.Sequential(Refuses(), nn.Linear(4, 4))
+    x = torch.randn(4, 4, requires_grad=True) * 1
+    with Copies(model, only="0") as c:
+        with pytest.raises(ValueError):
+            model[0](x)
+        model[1](x)
+    assert c.packed == []
+
+
+def test_one_region_at_a_time_and_then_again(linear):
+    context = Copies(linear)
+    x = torch.randn(4, 16, requires_grad=True) * 1
+    with context:
+        linear(x)
+        with pytest.raises(RuntimeError, match="in use already: make another one"):
+            context.__enter__()
+    with context:
+        linear(x)
+    assert context.report.before == {"copied": x.nbytes}, "of the last region alone"
+
+
+def test_a_region_of_many_steps_does_not_grow(linear):
+    with Copies(linear, smallest=10**6) as c:
+        for _ in range(3000):
+            linear(torch.ones(1, 16)).sin().sum()
+        assert 0 < len(c._left) < 1100 and 0 < len(c._callers) < 1100
+
+
+def test_the_innermost_context_is_asked(linear):
+    x = torch.randn(4, 16, requires_grad=True) * 1
+    with Copies(linear) as outer:
+        with Copies(linear) as inner:
+            y = linear(x).sin()
+        y.cos()
+    assert inner.packed == [(4, 16), (4, 16)] and outer.packed == [(4, 16)]
+    assert no_hooks()
+
+
+def test_only_the_chosen_modules():
+    model = GPT(GPTConfig(vocab_size=64, context_length=32, layers=2, hidden=32, heads=4))
+    tokens = torch.randint(0, 64, (2, 32))
+    with Copies(model, only=["blocks.*.mlp"]) as c:
+        model(tokens, tokens)
+    assert c.packed == 2 * [(64, 32), (2, 32, 128), (64, 128)]
+    with Copies(model, only="blocks.1") as one, Copies(model, only=["blocks.*"]):
+        pass
+    assert one.packed == []
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"model": [nn.Linear(1, 1)]}, TypeError, "model is a list: expected the module"),
+    ({"smallest": -1}, ValueError, "smallest=-1: expected a number of bytes"),
+    ({"smallest": 1.5}, ValueError, "smallest=1.5"),
+    ({"only": "block*"}, ValueError, "only='block.': no module of this Sequential has such a name; there are '0'"),
+])
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Copies(**{"model": nn.Sequential(nn.Linear(1, 1)), **arguments})
+
+
+def test_techniques_say_what_they_do(linear):
+    x = torch.randn(4, 16, requires_grad=True) * 1
+    with pytest.raises(TypeError, match="does not say how to store"), SavedStorages(linear, 0, None):
+        linear(x)
+    with pytest.raises(TypeError, match="does not say how to restore"):
+        Stored(x).restore()
+    assert no_hooks()
+
+
+# --- autograd -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_when_backward_never_comes(gpt):
+    """An output that its own node saves (a softmax's) must not hold itself alive, stored or left."""
+    model, tokens = gpt
+    gc.collect()
+    gc.disable()
+    try:
+        with memory.measure("cpu") as m:
+            for smallest in (0, 10**9):
+                with Copies(model, smallest=smallest) as c:
+                    loss = model(tokens, tokens)
+                alive = weakref.WeakSet(c.report._stored)
+                assert bool(alive) == (smallest == 0)
+                del loss
+                assert not alive
+        assert m.net == 0
+    finally:
+        gc.enable()
+
+
+def test_backward_twice_and_backward_of_backward(linear):
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def loss():
+        return (linear(x.sin()).exp().softmax(1) * x).square().sum()
+
+    expected = torch.autograd.grad(loss(), x, create_graph=True)[0]
+    second = torch.autograd.grad(expected.sum(), x)[0]
+    with Copies(linear):
+        kept = loss()
+    for _ in range(2):
+        found = torch.autograd.grad(kept, x, retain_graph=True)[0]
+        assert torch.equal(found, expected)
+    with Copies(linear):  # what the gradient's own graph saves is packed, too
+        found = torch.autograd.grad(kept, x, create_graph=True)[0]
+    assert torch.allclose(torch.autograd.grad(found.sum(), x)[0], second, rtol=1e-5, atol=1e-6)
+
+
+def test_backward_in_another_thread(gpt, gradients):
+    model, tokens = gpt
+    expected = gradients(model, tokens)
+    torch.manual_seed(1)
+    with Copies(model):
+        loss = model(tokens, tokens)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(loss, list(model.parameters()))))
+    thread.start()
+    thread.join()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_hooks_of_another_thread_are_its_own(linear):
+    seen = []
+
+    def work():
+        seen.append(no_hooks())
+
+    with Copies(linear):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [True]
+
+
+def test_hooks_around_ours_are_there_again_afterwards(linear):
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        with Copies(linear):
+            pass
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) == outside
+
+
+def test_a_tensor_kept_whole_is_an_alias():
+    x = torch.randn(4, requires_grad=True).exp()
+    kept = Whole(x)
+    assert kept.unpack().data_ptr() == x.data_ptr() and kept.unpack().grad_fn is None
+
+
+def test_a_version_that_stores_views_for_themselves_is_seen(monkeypatch, linear):
+    """The mutant: no registry."""
+    x = torch.randn(16, 16, requires_grad=True) * 1
+    with Copies(linear) as right:
+        (x.sin() + x.cos() + x.t().sin()).sum()
+    monkeypatch.setattr(weakref, "WeakValueDictionary", Forgetful)
+    with Copies(linear) as wrong:
+        (x.sin() + x.cos() + x.t().sin()).sum()
+    assert len(right.packed) == 1 and len(wrong.packed) == 3
+
+
+class Forgetful(dict):
+    def get(self, key):
+        return None
+
+
+def test_compression_is_one_of_them(linear):
+    assert issubclass(type(compress_activations(linear)), SavedStorages)

@@ -1,0 +1,229 @@
+"""Copies out and in: their order, how many at a time, when memory is let go, and each storage once."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from refimpl.activations.saving import View
+from refimpl.activations.schedule import Schedule
+
+
+class Case:
+    """`n` storages sent by a Schedule of `depth`, each saved `views` times; `.flats` are weak references to the
+    device's storages."""
+
+    def __init__(self, lazy, depth, n=6, views=1):
+        self.lazy, self.schedule = lazy, Schedule(lazy, depth)
+        self.views, self.flats, self.values = [], [], []
+        for i in range(n):
+            flat = torch.full((10,), float(i))
+            self.flats.append(weakref.ref(flat.untyped_storage()))
+            self.values.append(flat.clone())
+            stored = self.schedule.send(flat, flat)
+            self.views.append([View(stored, flat) for _ in range(views)])
+
+    @property
+    def alive(self):
+        """Which storages still have their device memory."""
+        return [i for i, flat in enumerate(self.flats) if flat() is not None]
+
+    def backward(self, order=None, drop=True):
+        """Unpack in reverse order (or `order`), inside one backward; autograd drops what it has used."""
+        order = range(len(self.views) - 1, -1, -1) if order is None else order
+        run = InBackward.apply(torch.zeros((), requires_grad=True), lambda: [self.use(i, drop) for i in order])
+        run.backward()
+
+    def use(self, i, drop):
+        for view in self.views[i]:
+            assert torch.equal(view.unpack(), self.values[i])
+            self.fetched_now = self.fetched()
+        if drop:
+            self.views[i] = []
+
+    def fetched(self):
+        """How many copies are on the device, besides the one in use."""
+        return sum(stored.copy is not None for views in self.views for stored in {view.stored for view in views})
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return gradient, None
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_at_most_depth_storages_are_on_their_way_out(lazy, depth):
+    case = Case(lazy, depth)
+    assert case.alive == list(range(6 - depth, 6))
+    assert lazy.waits == [("out", i) for i in range(6 - depth)], "each is waited for before it is let go"
+    case.schedule.settle()
+    assert case.alive == []
+    assert lazy.numbers("out") == list(range(6))
+
+
+@pytest.mark.parametrize(("depth", "order"), [
+    (1, [5, 4, 3, 2, 1, 0]), (2, [5, 4, 3, 2, 1, 0]), (3, [5, 4, 3, 2, 1, 0])])
+def test_they_come_back_in_reverse_order_once_each(lazy, depth, order):
+    case = Case(lazy, depth)
+    case.backward()
+    assert lazy.numbers("in") == order
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_depth_of_them_are_fetched_ahead(lazy, depth):
+    """When storage i is handed over, i − 1 … i − depth are on their way, and no others."""
+    case = Case(lazy, depth)
+    case.schedule.settle()
+    begun = len(lazy.log)
+    seen = []
+
+    def use(i):
+        view = case.views[i][0]
+        assert torch.equal(view.unpack(), case.values[i])
+        seen.append([number for _, number in lazy.log[begun:]])
+
+    run = InBackward.apply(torch.zeros((), requires_grad=True), lambda: [use(i) for i in (5, 4, 3)])
+    run.backward()
+    assert seen[0] == list(range(5, 4 - depth, -1))
+    assert seen[1] == list(range(5, max(3 - depth, -1), -1))
+    ins = [number for which, number in lazy.waits if which == "in"]
+    assert ins[:3] == [5, 4, 3], "what is used is waited for; what is fetched ahead is not"
+
+
+def test_device_memory_goes_when_all_who_saved_it_have_had_it(lazy):
+    case = Case(lazy, depth=1, n=2, views=2)
+    stored = case.views[1][0].stored
+    copies = []
+
+    def use():
+        first = case.views[1][0].unpack()
+        copies.append(weakref.ref(first.untyped_storage()))
+        assert stored.copy is not None, "another one is going to ask: no second copy over the bus"
+        second = case.views[1][1].unpack()
+        assert second.data_ptr() == first.data_ptr() and stored.copy is None
+        del first, second
+        copies.append(copies[0]() is None)
+
+    InBackward.apply(torch.zeros((), requires_grad=True), use).backward()
+    assert copies[1] is True
+    assert lazy.numbers("in") == [1, 0], "1 for both, and 0 ahead"
+
+
+def test_nothing_stays_on_the_device_after_a_backward(lazy):
+    """One that used a part of the graph: what was fetched ahead of it goes, and is waited for before."""
+    case = Case(lazy, depth=2)
+    case.backward(order=[5, 4], drop=False)
+    assert case.fetched() == 0
+    assert {number for which, number in lazy.waits if which == "in"} == {5, 4, 3, 2}
+    case.backward(order=[3, 2, 1, 0], drop=False)
+    assert case.fetched() == 0
+
+
+def test_a_backward_that_raised_leaves_nothing_for_the_next(lazy):
+    case = Case(lazy, depth=2)
+
+    def fails():
+        case.use(5, False)
+        raise ValueError("no more")
+
+    run = InBackward.apply(torch.zeros((), requires_grad=True), fails)
+    with pytest.raises(ValueError, match="no more"):
+        run.backward()
+    begun = len(lazy.numbers("in"))
+    case.backward(drop=False)
+    assert case.fetched() == 0
+    assert lazy.numbers("in")[begun:] == [5, 4, 3, 2, 1, 0], "from the beginning"
+
+
+def test_a_retained_graph_comes_again(lazy):
+    case = Case(lazy, depth=2)
+    for _ in range(2):
+        case.backward(drop=False)
+        assert case.fetched() == 0
+    assert lazy.numbers("in") == 2 * [5, 4, 3, 2, 1, 0]
+
+
+def test_an_order_that_is_not_reversed_is_right_and_fetches_nothing_twice(lazy):
+    case = Case(lazy, depth=2)
+    case.backward(order=[3, 5, 4, 0, 2, 1], drop=False)
+    assert sorted(lazy.numbers("in")) == list(range(6))
+    assert case.fetched() == 0
+
+
+def test_outside_a_backward_nothing_is_kept(lazy):
+    """Somebody looks at `loss.grad_fn._saved_…`."""
+    case = Case(lazy, depth=2)
+    assert torch.equal(case.views[4][0].unpack(), case.values[4])
+    assert case.fetched() == 0
+    case.backward()
+
+
+def test_what_is_not_needed_any_more_is_not_fetched(lazy):
+    case = Case(lazy, depth=2)
+    case.views[4] = []
+    gc.collect()
+    case.backward(order=[5, 3, 2, 1, 0])
+    assert lazy.numbers("in") == [5, 3, 2, 1, 0]
+
+
+def test_a_region_of_many_steps_does_not_grow(lazy):
+    case = Case(lazy, depth=2)
+    case.backward()
+    assert case.schedule._order == []
+    flat = torch.ones(10)
+    assert case.schedule.send(flat, flat).index == 0
+
+
+def test_host_memory_goes_with_the_graph(lazy):
+    case = Case(lazy, depth=2)
+    hosts = [weakref.ref(views[0].stored.host) for views in case.views]
+    case.schedule.settle()
+    lazy._queue.clear()
+    case.views.clear()
+    assert not any(host() is not None for host in hosts)
+
+
+def test_what_was_written_to_on_its_way_out_is_refused(lazy):
+    schedule = Schedule(lazy, 2)
+    flat = torch.zeros(10)
+    view = View(schedule.send(flat, flat), flat)
+    flat.add_(1)
+    schedule.settle()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation while it was copied to the host: float32 "
+                                           r"\[10\] is at version 1, expected version 0"):
+        view.unpack()
+    flat = torch.zeros(10)
+    view = View(schedule.send(flat, flat), flat)
+    flat.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        view.unpack()  # inside the region, before anybody has settled
+    late = torch.zeros(10)
+    view = View(schedule.send(late, late), late)
+    schedule.settle()
+    late.add_(1)
+    assert torch.equal(view.unpack(), torch.zeros(10)), "the copy was made by then"
+
+
+@pytest.mark.parametrize("mutant", ["no wait before letting go", "no wait before use"])
+def test_a_schedule_that_does_not_wait_is_seen(lazy, mutant):
+    """The mutants: device memory is given away, or used, before its copy is there."""
+    case = Case(lazy, depth=1)
+    wait, skipped = lazy.wait, {"no wait before letting go": "out", "no wait before use": "in"}[mutant]
+    lazy.wait = lambda ticket: None if lazy.log[ticket][0] == skipped else wait(ticket)
+    if skipped == "out":
+        lazy._queue.clear()
+        with pytest.raises((AssertionError, IndexError)):
+            case.backward()
+    else:
+        with pytest.raises(AssertionError):
+            case.backward()
