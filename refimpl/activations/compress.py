@@ -43,7 +43,8 @@ def compress_activations(model, method="int8", *, group=128, stochastic=False, s
     - `group`: int8, how many values share a least value and a step (8 bytes a group).
     - `stochastic`: int8, round up or down at random, right in the mean. The numbers come from a generator of its own
       that goes on from context to context; with a `seed`, from one that begins there. torch's own is not touched.
-    - `smallest`: storages of fewer bytes are left. `only`: patterns of module names, e.g. `"blocks.*"`; None: all.
+    - `smallest`: storages of fewer bytes are left. `only`: patterns of module names, e.g. `"blocks.*"`, which
+      leaves the log-probabilities of the loss alone; None: all.
 
     A copy is compressed, so what is changed in place afterwards still has the gradient of what it was. A storage with
     inf or NaN is not rounded (on CUDA, looking for them waits for the device). A fake tensor has no values: in a dry
