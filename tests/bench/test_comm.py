@@ -24,7 +24,7 @@ def test_a_run_reads_latency_and_rates():
 def test_a_collective_that_is_slow_is_seen():
     class Slow(Communicator):
         def all_reduce(self, x, op="sum", **how):
-            time.sleep(0.003)
+            time.sleep(0.03)  # also where a busy machine makes each call wait its turn for milliseconds
             return super().all_reduce(x, op, **how)
 
     def in_a_rank(real, seconds):
@@ -34,4 +34,4 @@ def test_a_collective_that_is_slow_is_seen():
     seconds = comm.slowest(comm.launch(in_a_rank, 2, 0.1))[1024]
     row = comm.rate_row("all_reduce", 2, 1024, seconds)
     assert row["ratio"] < 0.5 and row["paired"] < 0.5
-    assert statistics.median(seconds[comm.OURS]) > 0.003
+    assert statistics.median(seconds[comm.OURS]) > 0.03
