@@ -1,7 +1,7 @@
 """Gradient accumulation: one large batch as several small ones, and the gradient of the whole.
 
-Activations grow with the rows of a batch and gradients do not: a gradient is a sum over rows. So the rows can come in
-parts, each with its forward and backward, before the optimizer steps once.
+Activations grow with the rows of a batch. Gradients do not, since a gradient is a sum over rows. So the batch can be
+cut into parts, each with its own forward and backward, and the optimizer steps once, on the sum.
 """
 
 import torch
@@ -20,32 +20,34 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)      #        and loss.backward()
         optimizer.step()
 
-    What follows sees no difference: the gradient is that of the whole batch, so clip it once, after this, and leave
-    the learning rate as it is. Of activations there are those of one micro-batch (`accumulation_bytes`).
+    The gradient is that of the whole batch, so clip it once, after this, and leave the learning rate as it is. Only one
+    micro-batch's activations are in memory at a time (`accumulation_bytes`).
 
     - `batch`: tensors, or lists and dicts of them, with the rows in their first dimension. `micro_batch`: the rows of a
       part; the last part has what is left. Or give the parts themselves as `micro_batches`, each padded to its own
-      length, say; a tuple holds the arguments of one.
-    - `loss_fn(model, *micro_batch)`: a number with its graph. By default `model(*micro_batch)`.
-    - `reduction`: what that number is, the `"mean"` or the `"sum"` over the part. A mean weighs by its number of terms,
-      `count(*micro_batch)`: by default the targets in the last tensor, those of −100 left out (`count_targets`). A
-      part with none of them is not run.
-    - `dtype`: what gradients of fewer bytes are summed in. fp32 takes 4 bytes a parameter, and the sum is rounded once,
-      at the end. None sums in `.grad`. For gradients that stay in fp32, set `parameter.grad_dtype` beforehand.
-    - `scale`: a function of each loss before its backward, such as a loss scaler's.
-    - `comm`: the ranks that hold a part of the batch each. Loss and gradient are those of all ranks' rows together, and
-      gradients travel once, after the last micro-batch (`accumulation_traffic`). A `model` with a method `no_sync`, as
-      torch's DDP, averages gradients over ranks in its last backward; `comm` is then that of its `process_group`.
-      A model of `fully_shard` (FSDP2) is refused.
+      length, say: an iterable of tuples, each with the arguments of one part (or of its only argument).
+    - `loss_fn(model, *micro_batch)`: a tensor of one number with its graph. By default `model(*micro_batch)`.
+    - `reduction`: what that number is, the `"mean"` or the `"sum"` over the part. Means are weighted by the number of
+      terms that they have, `count(*micro_batch)`: by default the number of targets in the last tensor, without those
+      that are −100 (`count_targets`). A part of no terms is not run.
+    - `dtype`: gradients of fewer bytes than this are summed in it. fp32 takes 4 bytes a parameter, and the sum is
+      rounded to the gradient's own type once, at the end. With None, autograd sums in `.grad`, in that type. To keep
+      the sum in fp32, set `parameter.grad_dtype = torch.float32` beforehand.
+    - `scale`: a function that is applied to each loss before its backward, such as a loss scaler's `scale`. The loss
+      that is returned is not scaled.
+    - `comm`: connects the ranks, each of which gives its own part of the batch. Loss and gradient are those of all
+      ranks' rows together, and gradients are reduced once, after the last micro-batch (`accumulation_traffic`). A
+      `model` with a method `no_sync`, such as torch's DDP, reduces them itself, in the last backward; `comm` is then
+      made from its `process_group`. A model of `fully_shard` (FSDP2) is refused.
 
-    A batch that cannot be cut or has no target, an option that makes no sense and a model that learns nothing raise
-    TypeError or ValueError, and gradients are as they were. What a loss, a backward or a collective raises goes
-    through; then every `.grad` is None, since half a sum is nothing's gradient, and no hook is left. So it is with the
-    RuntimeError for a hook that takes gradients away in backward, as an optimizer that steps there does: it would step
-    on a part of the batch.
+    A batch that cannot be cut or has no target, an option that makes no sense and a model without trainable parameters
+    raise TypeError or ValueError, and gradients stay as they were. An exception in a loss, a backward or a collective
+    is passed on; every `.grad` is then None, since a part of the sum is of no use, and no hook is left. The same holds
+    for the RuntimeError if another hook takes gradients away in backward, as an optimizer that steps there does: it
+    would step on one micro-batch's gradient.
 
-    Modules that mix rows, BatchNorm in training above all, see a micro-batch where they saw the batch, and have another
-    gradient. Dropout draws other masks than for the whole batch, no less random. Counting targets waits for a GPU once.
+    Modules that mix rows, above all BatchNorm in training, see a micro-batch instead of the batch, and get another
+    gradient. Dropout draws other masks than it would for the whole batch. Counting the targets waits for a GPU once.
     """
     parameters = _trainable(model)
     _check_options(reduction, dtype, loss_fn=loss_fn, count=count, scale=scale)
@@ -61,6 +63,7 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
             for number, (part, weight) in enumerate(work, 1):
                 with ranks.backward(last=number == len(work)):
                     loss = loss + _forward_backward(loss_fn, model, part, weight, ranks.factor, scale)
+                sums.check_kept()
             if not work:
                 ranks.join(lambda: loss_fn(model, *parts[-1]))
         loss = ranks.loss(loss)
@@ -78,7 +81,7 @@ def _call(model, *part):
 
 
 def _forward_backward(loss_fn, model, part, weight, factor, scale):
-    """This part's share of the loss, at least in fp32. Nothing else outlives the call: the graph ends with it."""
+    """This part's share of the loss, in fp32 or wider. Its graph, and so its activations, end with this call."""
     loss = _one_number(loss_fn(model, *part)) * weight
     scaled = loss * factor if factor != 1 else loss
     scaled = scaled if scale is None else scale(scaled)
@@ -114,11 +117,16 @@ def _trainable(model):
 def _check_options(reduction, dtype, **functions):
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum', what the loss of a micro-batch is")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype={dtype!r}: expected a floating-point type to sum gradients in, or None")
+    _check_dtype("dtype", dtype, or_none=True)
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise TypeError(f"{name}={function!r}: expected a function")
+
+
+def _check_dtype(name, dtype, or_none=False):
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point or or_none and dtype is None):
+        raise ValueError(f"{name}={dtype!r}: expected a floating-point type, such as torch.float32"
+                         + ", or None" * or_none)
 
 
 def accumulation_bytes(parameters, activations, micro_batches, gradient=torch.float32, dtype=torch.float32):
@@ -130,10 +138,12 @@ def accumulation_bytes(parameters, activations, micro_batches, gradient=torch.fl
         gradients      Ψ · max(e, s)    if N > 1, else 0: there is none before the first backward
         activations    A
 
-    N is not in it: that is the technique. The whole batch at once would have N · A. If e < s, backward also has the
+    From N = 2 on nothing grows with N, where the whole batch at once would have N · A. If e < s, backward also has the
     gradients that one operation gives, e bytes an element (a weight's and its bias's), and Ψ · e are left at the end.
-    ValueError for counts that are none.
+    ValueError for a count that is not an integer or is too small, and for a type that is not floating-point.
     """
+    _check_dtype("gradient", gradient)
+    _check_dtype("dtype", dtype, or_none=True)
     for name, number, least in (("parameters", parameters, 0), ("activations", activations, 0),
                                 ("micro_batches", micro_batches, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:

@@ -47,11 +47,11 @@ def _rows(leaves):
 
 
 def count_targets(*micro_batch, ignore_index=-100):
-    """What the mean loss of a micro-batch is taken over, if its last tensor holds the targets: their number.
+    """The number of targets in a micro-batch, whose last argument holds them: what its mean loss is a mean over.
 
-    Integers: those that are not `ignore_index`, as `cross_entropy` and `refimpl.model.GPT` count them, a tensor without
-    dimensions (so that a GPU does not have to be waited for). Floating-point numbers: all. Raises ValueError for a last
-    argument that is no such tensor (a dict, a mask): only you know what your loss is a mean over.
+    Of integers, those that are not `ignore_index`, as `cross_entropy` and `refimpl.model.GPT` count them: a tensor
+    without dimensions, so that nobody waits for a GPU here. Of floating-point numbers, all: an int. ValueError if the
+    last argument is something else (a dict, a mask): then only you know what your loss is a mean over.
     """
     last = micro_batch[-1]
     if not isinstance(last, torch.Tensor) or last.dtype is torch.bool:
@@ -91,7 +91,7 @@ def weights(parts, reduction, count, total):
 
 
 def _counts(parts, count):
-    """nₘ of each part, as numbers; one synchronisation with a GPU for all. In a dry run nobody knows: 1 for each."""
+    """nₘ of each part, as numbers; a GPU is waited for once. 1 for each in a dry run, whose tensors have no values."""
     found = [count(*part) for part in parts]
     if any(isinstance(each, FakeTensor) for each in found):
         return [1] * len(found)

@@ -56,15 +56,18 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
     that divide the effective batch, so that all micro-batches have one shape.
 
     Each is a dry run (`memory.dry_run`): no memory is taken and `args` (models, optimizers, tensors) stay as they are.
-    Its peak counts all tensors, also those of `args`; a kernel's workspace and rounding are not in it, so leave some
-    room. With `probe` the step is really run on `device` (default: CUDA where it is), as often as there are sizes to
-    try: it trains what it is given. One that runs out of memory is cleared away: its frames' tensors, the allocator's
-    cache. Peaks are then the allocator's: on CUDA what it reserved in all, on a CPU what came on top of the start. The
-    budget may then be None on CUDA, for all that the device has. Random number generators are left as they were.
+    Its peak counts all tensors, also those of `args`. Workspaces of kernels and the allocator's rounding are not in it,
+    so leave some room.
 
-    ValueError if no size fits, with the least that one takes; for an `effective_batch` or `budget` that is not
-    an integer above 0, or a probe of a CPU without a budget, where running out of memory ends the process. What
-    the step raises for another reason than memory goes through.
+    With `probe` the step really runs on `device` (default: CUDA if there is one), once for each size that is tried, and
+    so trains the model in `args`. After a size that runs out of memory, the tensors of its frames and the allocator's
+    cache are freed. Peaks are then the allocator's: on CUDA all that it reserved, on a CPU what came on top of the
+    start. On CUDA the budget may then be None, for all that the device has. The state of random number generators is
+    restored.
+
+    ValueError if no size fits, with the least that one takes; for an `effective_batch` that is not an integer above 0,
+    a `budget` that is not a number above 0, and a probe of a CPU without a budget, where running out of memory ends
+    the process. TypeError for a `step` that is not callable. Any other exception in the step is passed on.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(step, effective_batch, budget, probe, device)
@@ -138,7 +141,7 @@ def _dry(step, rows, args):
 
 def _probe(step, rows, args, device):
     """The peak of a real run, or None if it ran out of memory; then nothing of it is left."""
-    _empty(device)  # what an earlier size left behind is none of this one's need
+    _empty(device)  # what an earlier size left in the cache would count as reserved
     reading = memory.measure(device)
     try:
         with reading:
@@ -164,7 +167,7 @@ def is_out_of_memory(error):
 
 
 def _forget(error):
-    """An exception holds its traceback, that the frames, and those every tensor that they name: let them go."""
+    """Drop the tracebacks of `error` and of its causes: they hold the frames, which hold every tensor they name."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -181,7 +184,7 @@ def _empty(device):
 
 
 def _nothing_fits(tried, budget, device):
-    """What to say when every size is too much: the least need, if anything ran to its end."""
+    """The message if every size is too much: the least that one needs, if any ran to its end."""
     advice = "shorter sequences, recomputed activations or a smaller model would take less"
     needs = {rows: nbytes for rows, nbytes in tried.items() if nbytes is not None}
     if not needs:

@@ -15,22 +15,24 @@ from .sums import gradient_dtype, is_narrower
 
 
 def ranks_of(model, parameters, comm):
-    """The case that `model` and `comm` make. TypeError for a `comm` that is none, ValueError for a model of FSDP2's."""
+    """The case of `model` and `comm`. TypeError for a `comm` that is no Communicator, ValueError for FSDP2's models."""
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for one "
                         "process alone")
-    if hasattr(model, "set_requires_gradient_sync"):  # what it summed before an exception nobody could take away
-        raise ValueError(f"{type(model).__name__} is of fully_shard's, which keeps unreduced gradients to itself: "
-                         "write the loop, with split and count_targets, as many micro-batches on every rank, each "
-                         "loss times its share of all ranks' targets and the number of ranks, and "
-                         "set_requires_gradient_sync(last) before each backward")
+    if hasattr(model, "set_requires_gradient_sync"):
+        raise ValueError(f"{type(model).__name__} was made by fully_shard, which keeps unreduced gradients where "
+                         "accumulate cannot clear them after an exception. Write the loop by hand: cut the batch with "
+                         "split, into as many micro-batches on every rank; call model.set_requires_gradient_sync("
+                         "False) before every backward but the last, and (True) before the last; multiply each loss "
+                         "by the number of ranks and by count_targets of the micro-batch, and divide it by the targets "
+                         "of all ranks")
     if hasattr(model, "no_sync"):
         return InModel(model, parameters, comm or _communicator_of(model, parameters))
     return Alone(parameters) if comm is None else Connected(parameters, comm)
 
 
 def _communicator_of(model, parameters):
-    """Of the process group that torch's own wrappers carry."""
+    """A Communicator of the process group that torch's own wrappers carry; None if the model has none."""
     group = getattr(model, "process_group", None)
     if not isinstance(group, dist.ProcessGroup):
         return None
@@ -41,7 +43,7 @@ class Alone:
     """One process has the whole batch."""
 
     comm = None
-    factor = 1  # of each loss, so that gradients come out right
+    factor = 1  # of each loss: W where the model averages over W ranks what is to be a sum
 
     def __init__(self, parameters):
         self.parameters = parameters
@@ -55,20 +57,20 @@ class Alone:
         return nullcontext()
 
     def join(self, forward):
-        """This rank has no target in any micro-batch."""
+        """Called instead of all backwards if this rank has no target in any micro-batch."""
 
     def reduce_gradients(self, sums):
-        """Put gradients over all ranks where those of this rank are."""
+        """Replace this rank's gradients by their sum over all ranks."""
 
     def total(self, terms):
-        """`terms`, a number, over all ranks. They need it before the first backward: 8 bytes."""
+        """`terms`, a number, summed over all ranks: 8 bytes, sent before the first backward, which needs the sum."""
         if self.comm is None:
             return terms
         told = self.comm.all_reduce(torch.tensor(terms, dtype=torch.float64, device=self.comm.device))
         return terms * self.comm.world_size if isinstance(told, FakeTensor) else told.item()
 
     def loss(self, loss):
-        """The loss over all ranks, of this rank's share."""
+        """This rank's share of the loss, summed over all ranks."""
         if self.comm is None:
             return loss
         return self.comm.all_reduce(torch.as_tensor(loss, dtype=torch.float64, device=self.comm.device)).float()
@@ -85,11 +87,11 @@ class Connected(Alone):
                              "optimizer.zero_grad() first, and give the batch of a step in one call")
 
     def sum_in(self, dtype, parts):
-        """All ranks the same, however many parts each has: the sums travel."""
+        """The same on all ranks, however many parts each has: they reduce the sums."""
         return dtype
 
     def reduce_gradients(self, sums):
-        """One parameter after the other and in place: no buffer. What no rank has a gradient of is left without."""
+        """One parameter after the other, in place, without a buffer. One that has no gradient on any rank gets none."""
         here = [sums.so_far(parameter) is not None for parameter in self.parameters]
         told = self.comm.all_reduce(torch.tensor(here, dtype=torch.uint8, device=self.comm.device), "max")
         wanted = here if isinstance(told, FakeTensor) else told.tolist()
@@ -101,7 +103,7 @@ class Connected(Alone):
 
 
 class InModel(Alone):
-    """The model reduces. It averages: what is to be a sum over W ranks is multiplied by W first."""
+    """The model reduces gradients itself, to their mean over W ranks. So each loss is multiplied by W, for the sum."""
 
     def __init__(self, model, parameters, comm):
         super().__init__(parameters)

@@ -13,21 +13,22 @@ class GradientSums:
 
     Gradients that were there before are part of the sums. After the context, `settle()` puts the sums into `.grad`.
     With `dtype` None, and for parameters whose gradient is wide enough, autograd sums in `.grad` as it always does.
-    RuntimeError, in backward, where a hook of somebody else takes a gradient away.
+    Call `check_kept()` after each backward. RuntimeError, there or in backward, if another hook takes a gradient away.
     """
 
     def __init__(self, parameters, dtype):
         self._all, self._dtype, self._sums, self._hooks = parameters, dtype, {}, []
         self.parameters = [] if dtype is None else [p for p in parameters if is_narrower(p, dtype)]
+        self._written = []  # parameters whose `.grad` autograd wrote in this backward and that is to stay there
 
     def __enter__(self):
+        narrow = set(self.parameters)
         try:
             for parameter in self._all:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_check_kept))
-            for parameter in self.parameters:
-                if parameter.grad is not None:
+                if parameter in narrow and parameter.grad is not None:
                     self._add(parameter)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
+                hook = self._add if parameter in narrow else self._written.append  # in C: next to no time
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         except BaseException:
             self.__exit__()
             raise
@@ -38,12 +39,19 @@ class GradientSums:
             self._hooks.pop().remove()
 
     def _add(self, parameter):
-        """autograd has just written `parameter.grad`."""
+        """Move `parameter.grad`, which autograd has just written, to the sum."""
+        _check_present(parameter)
         gradient, parameter.grad = parameter.grad, None
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
             self._sums[parameter] = memory.mark(gradient.to(self._dtype), "gradients")
+
+    def check_kept(self):
+        """RuntimeError if a gradient that autograd wrote into `.grad` in the backward before this is gone."""
+        for parameter in self._written:
+            _check_present(parameter)
+        self._written.clear()
 
     def so_far(self, parameter):
         """The gradient of `parameter`, wherever it is summed; None if there is none."""
@@ -67,12 +75,12 @@ class GradientSums:
             parameter.grad = memory.mark(total.to(gradient_dtype(parameter)), "gradients")
 
 
-def _check_kept(parameter):
-    """RuntimeError if a hook that ran before this one took the gradient that autograd has just written."""
+def _check_present(parameter):
+    """RuntimeError if somebody's hook took the gradient that autograd has written."""
     if parameter.grad is None:
         raise RuntimeError(f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away during "
-                           "backward, before it could be summed: remove the hook that does so (an optimizer step in "
-                           "backward, say), which would have only a micro-batch's share, and step after accumulate")
+                           "backward, by a hook that is not accumulate's (an optimizer's step in backward, say), which "
+                           "sees one micro-batch's gradient only: remove it, and step after accumulate")
 
 
 def gradient_dtype(parameter):

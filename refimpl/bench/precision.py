@@ -1,11 +1,12 @@
 """Mixed precision beside PyTorch's own: autocast and loss scaler beside `torch.autocast` and `torch.amp.GradScaler`.
 
-Three questions: is our step as fast; does it take as much memory; and what do the recipes cost beside fp32, in bytes at
-the peak, in bytes that stay, and in seconds.
+Three questions: is our step as fast; does it take no more memory; and how do the recipes compare with fp32, in bytes at
+the peak, in bytes of model states, and in seconds.
 """
 
 import statistics
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -94,13 +95,12 @@ def peak_of(step, device):
 def recipes(size, device, rounds):
     """Each bf16 recipe beside fp32: seconds, and from the tracker the bytes at the peak and of model states."""
     kind = torch.device(device).type
-    off = lambda: autocast(device_type=kind, enabled=False)  # noqa: E731
-    low = lambda: autocast(torch.bfloat16, kind)  # noqa: E731
+    off, low = partial(autocast, device_type=kind, enabled=False), partial(autocast, torch.bfloat16, kind)
     made = {
         "fp32": (off, None),
         "bf16 autocast": (low, None),
         "bf16 weights, fp32 masters": (off, MixedPrecisionOptimizer),
-        "bf16 weights, fp32 masters and gradients": (off, lambda o: MixedPrecisionOptimizer(o, fp32_gradients=True)),
+        "bf16 weights, fp32 masters and gradients": (off, partial(MixedPrecisionOptimizer, fp32_gradients=True)),
     }
     steps = {name: PrecisionStep(size, device, region, wrap=wrap) for name, (region, wrap) in made.items()}
     timing = compare(steps, rounds=max(3, rounds // 3), title="recipes beside fp32")

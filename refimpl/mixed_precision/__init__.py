@@ -1,6 +1,6 @@
 """Mixed precision, from scratch: low-precision operations, a loss scale, fp32 master weights, a dtype for each part.
 
-Each stands alone, and takes a model, an optimizer or a loss that it is given.
+Each works by itself, on the model, the optimizer or the loss that you give it.
 """
 
 from .activations import autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes

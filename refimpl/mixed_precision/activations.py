@@ -9,19 +9,21 @@ v vocabulary, e bytes of the low dtype.
 import torch
 
 from .. import memory
+from .support import check_dtype
 
 NORMS = ("norm inputs", "norm statistics", "RMSNorm x/σ")
 
 
 def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
-    """Bytes of the casts of weights that a region holds after one forward: every linear layer's, once.
+    """Bytes (int) of the 16-bit copies of weights that a region holds after one forward: each linear layer's, once.
 
         e · (L·(h·(h + 2gh/a) + h² + n·h·f + f·h) + v·h) + e · L·(3h + 2gh/a + n·f)     weights, then biases
 
-    with n = 2 for SwiGLU, else 1.
-
-    Autograd keeps them until backward, but not those of the biases (`biases=False`), which it does not need.
+    with n = 2 for SwiGLU, else 1; no biases where `config.bias` is False. Autograd keeps them until backward, except
+    those of the biases, which backward does not need: `biases=False` leaves them out. ValueError for another dtype than
+    bfloat16 or float16.
     """
+    check_dtype(dtype)
     h, f, kv = config.hidden, config.mlp_hidden, config.kv_heads * config.head_dim
     n = 2 if config.activation == "swiglu" else 1
     weights = config.layers * (h * (h + 2 * kv) + h * h + n * h * f + f * h) + config.vocab_size * h
@@ -33,14 +35,16 @@ def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
 def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
     """Bytes that autograd keeps when the forward, with targets, runs under `autocast(dtype)`: {term: bytes}.
 
-    Per block, GELU, no dropout, on a CPU:
+    `batch` rows (b) of `sequence` tokens (s). Per block, GELU, no dropout, on a CPU:
 
         4·(2·sbh + 4·sb) + e·sb·(4h + 2hg/a + 2f) + e·abs² + (a/g)·s²
 
-    With everything low the first bracket is times e too: here the norms' inputs and statistics stay fp32. With SwiGLU,
-    x is cast once for the gate and once for the way up (only weights are cached), e·sbh more. On CUDA the softmax runs
-    in fp32 and its cast is kept too: 4·abs² + e·abs².
+    The first bracket holds the norms' inputs and statistics, which stay fp32; in a model that is 16-bit throughout it
+    would be multiplied by e as well. With SwiGLU, x is cast twice, for the gate and for the up projection (only casts
+    of weights are cached), e·sbh more. On CUDA the softmax runs in fp32, and its output is kept in fp32 and as a 16-bit
+    cast: 4·abs² + e·abs². ValueError for another dtype than bfloat16 or float16, and as in `memory.block_terms`.
     """
+    check_dtype(dtype)
     low, high = (memory.block_terms(config, batch, sequence, each, device) for each in (dtype, torch.float32))
     block = {**low, **{name: high[name] for name in NORMS if name in high}}
     if config.activation == "swiglu":
@@ -56,5 +60,5 @@ def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, dev
 
 
 def autocast_activation_bytes(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
-    """Bytes of all of them: the sum of `autocast_activation_terms`."""
+    """Bytes (int) that autograd keeps under `autocast(dtype)`: the sum of `autocast_activation_terms`."""
     return sum(autocast_activation_terms(config, batch, sequence, dtype, device).values())

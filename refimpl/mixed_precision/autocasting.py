@@ -18,11 +18,16 @@ class autocast(_DecoratorContextManager):
     - `enabled=False`: inside another region, operations run as called (their inputs may be low: `x.float()`).
     - `cache`: cast each weight once in the region, not at each use.
 
-    Regions nest, the innermost counts; they belong to their thread. Reading a result outside, cast it: `y.float()`.
-    `torch.autocast` does not see them, nor does `torch.amp.custom_fwd`: where both are open, `torch.autocast` has the
-    last word. Writing through `weight.data[...]` leaves no trace, and the cast stays as it was (`no_grad` leaves one).
-    Under `torch.compile` a region ends the graph before it and begins another; `torch.export` records none, so inside
-    what is exported it is refused (RuntimeError), and an exported program is to be run in a region.
+    Regions nest, and the innermost counts. A region belongs to the thread that entered it. Its results may be 16-bit:
+    to compute with one outside in fp32, cast it, `y.float()`.
+
+    - `torch.autocast` and `torch.amp.custom_fwd` do not know of these regions. Where both are open, `torch.autocast`
+      decides.
+    - A weight that is written to is cast anew, except after a write through `weight.data[...]`, which PyTorch does not
+      record: write under `torch.no_grad()`.
+    - `torch.compile` breaks its graph where a region begins and ends. `torch.export` cannot record one: opened inside
+      an export it raises RuntimeError. Run the exported program in a region.
+
     Raises ValueError for another dtype or device, and for a dtype that the device cannot compute in.
     """
 
@@ -34,11 +39,12 @@ class autocast(_DecoratorContextManager):
         if self.enabled:
             check_computes(self.device_type, self.dtype)
 
-    @torch._disable_dynamo  # what torch.compile would trace of it is not the thread's state that it changes
+    @torch._disable_dynamo  # it changes the thread's state, which a graph of torch.compile would not hold
     def __enter__(self):
         if torch.compiler.is_exporting():
-            raise RuntimeError("torch.export keeps no casts of autocast, and the program would run in the types it is "
-                               "given: export the model without a region, and run what was exported in one")
+            raise RuntimeError("torch.export keeps no casts of autocast, so the exported program would run without "
+                               "them: export the model without autocast, and run the exported program inside "
+                               "`with autocast(…)`")
         kernels.register(self.device_type)
         outer, dtype = current(self.device_type), self.dtype if self.enabled else None
         casts, shared = {} if self.cache and self.enabled else None, False
@@ -53,8 +59,8 @@ class autocast(_DecoratorContextManager):
         stack = list(state().stack)
         mine = [region for region in stack if region.owner is self]
         if not mine:
-            raise RuntimeError(f"{self!r} ends in a thread in which it was not entered: a generator that another "
-                               "thread goes on with? Enter and leave it in one")
+            raise RuntimeError(f"{self!r} was not entered in the thread that leaves it (was a generator continued in "
+                               "another thread?): enter and leave it in the same thread")
         stack.remove(mine[-1])  # not always the last: generators may end in another order than they began
         set_stack(stack)
         if mine[-1].casts is not None and not mine[-1].shared:

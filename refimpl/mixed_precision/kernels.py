@@ -1,11 +1,10 @@
 """Between a program and autograd: for each operation of the tables a kernel that casts its arguments and goes on.
 
 PyTorch sends every operation through a list of places ("dispatch keys"): autocast's, then autograd's, then the
-device's. Ours are registered at a place for autocast that no CPU or CUDA tensor uses by itself; a region switches it on
-for its thread. Operations that are in no table pass without a stop, and since the place is below Python, what PyTorch
-itself calls (the matmul of an einsum, the parts of a composite norm) comes by as well. That is what a
-`TorchFunctionMode`, which stands at Python's door, could not see, and why this costs nothing per operation that it
-leaves alone.
+device's. Ours are registered at a key for autocast that no CPU or CUDA tensor uses by itself; a region switches it on
+for its thread. An operation that is in no table passes through in C++, at no cost. And since the key is below Python,
+our kernels also see what PyTorch itself calls (the matmul of an einsum, the parts of a composite norm). A
+`TorchFunctionMode`, which sees the calls that Python makes, would miss those, and would cost time at every call.
 """
 
 import functools
@@ -23,9 +22,9 @@ _registered = set()  # operations
 
 
 def register(device_type):
-    """Register the kernels of a device's table, once a process. They rest until a region switches their place on.
+    """Register the kernels of a device's table, once a process. They do nothing until a region switches the key on.
 
-    A device at a time: on a machine without a GPU, what only CUDA's table names should not stop here either.
+    One device at a time, so that without a GPU the operations that only CUDA's table names cost nothing either.
     """
     with _lock:
         if not _libraries:
@@ -47,7 +46,7 @@ def operation(name):
 
 
 def kernel(op, policies):
-    """What stands before `op`: casts its arguments as the open regions say, then calls it, with our place closed."""
+    """What runs in place of `op`: it casts the arguments as the open regions say, then calls `op`, past our key."""
     apply = {device: POLICIES[policy](op) for device, policy in policies.items()}
     closed = DispatchKeySet(KEY)
 
@@ -64,8 +63,8 @@ def kernel(op, policies):
 
 
 def _leave_to_python(function):
-    """Tell torch.compile not to trace `function`, nor what it calls. (`torch.compiler.disable` would be a wrapper
-    around it, and its time would be every operation's.)"""
+    """Tell torch.compile not to trace `function`, nor what it calls. (`torch.compiler.disable` would wrap it, and the
+    wrapper would take time at every operation.)"""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -75,7 +74,7 @@ def _leave_to_python(function):
 
 
 def each(region, items, dtype):
-    """The list of `items` (tensors, nested lists and tuples of them, anything else) with the tensors cast."""
+    """`items` as a list, with the tensors in it, also those in nested lists and tuples, cast to `dtype`."""
     return [region.cast(item, dtype) if isinstance(item, torch.Tensor) else
             each(region, item, dtype) if isinstance(item, (list, tuple)) else item for item in items]
 

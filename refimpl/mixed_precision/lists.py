@@ -37,7 +37,8 @@ CUDA = (
      "log log2 log10 log1p"),
     (FP32, "powers leave the range of fp16 at once: 256² does, and 1/x for small x",
      "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar reciprocal rsqrt"),
-    (FP32, "steep somewhere: a rounding of the input is many roundings of the output", "acos asin tan erfinv softplus"),
+    (FP32, "steep somewhere: there, one rounding of the input changes the output by many roundings",
+     "acos asin tan erfinv softplus"),
     (FP32, "a norm takes mean and variance over a whole row: sums of squares, which neither range nor rounding of 16 "
            "bits stands",
      "layer_norm native_layer_norm rms_norm group_norm renorm cosine_similarity"),
@@ -47,7 +48,7 @@ CUDA = (
      "nll_loss nll_loss2d kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits "
      "poisson_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss multilabel_margin_loss "
      "soft_margin_loss triplet_margin_loss multi_margin_loss"),
-    (FP32, "log of a sum of exp: all three of the above", "logsumexp"),
+    (FP32, "exp, a sum and a log: each of them would be reason enough", "logsumexp"),
     (FP32, "interpolation adds up in the type of its input",
      "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
      "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "

@@ -1,4 +1,4 @@
-"""What is done to a weight and its fp32 master: made, compared, rounded; and to gradients, on their way to it in
+"""Weights and their fp32 masters: how masters are made, compared and rounded, and how gradients reach them in
 buckets."""
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ def narrow(parameter, dtype, fp32_gradient=False):
 
 
 def check_place(parameter, master, dtype):
-    """ValueError if the parameter was converted or moved since."""
+    """ValueError if the parameter was converted or moved since it was made `dtype`."""
     if parameter.dtype is not dtype:
         raise ValueError(f"a weight of shape {tuple(parameter.shape)} is {parameter.dtype}, and was made {dtype}: "
                          "convert the model before it is wrapped, and not after")
@@ -91,13 +91,21 @@ def norm(gradients):
 
 
 def step_bytes(sizes, bucket_bytes=2**25):
-    """Bytes of fp32 gradients that a step on 16-bit gradients takes at a time: the largest bucket.
+    """Bytes (int) of the fp32 copies of 16-bit gradients that are there at once during a step: the largest bucket's.
 
         max over buckets of Σ 4·n,   each Σ ≤ bucket_bytes, or one parameter alone
 
-    `sizes`: the elements n of each parameter, in the optimizer's order. `bucket_bytes=None`: one bucket, 4Ψ.
+    `sizes`: the elements n of each parameter, in the optimizer's order. `bucket_bytes=None`: one bucket, 4Ψ. ValueError
+    for other `bucket_bytes` that are not above 0.
     """
+    check_bucket_bytes(bucket_bytes)
     return max((sum(bucket) for bucket in buckets([4 * n for n in sizes], bucket_bytes)), default=0)
+
+
+def check_bucket_bytes(bucket_bytes):
+    """ValueError unless it is None or a number above 0."""
+    if bucket_bytes is not None and not (isinstance(bucket_bytes, (int, float)) and bucket_bytes > 0):
+        raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected bytes above 0, or None for all at once")
 
 
 def buckets(items, limit, nbytes=lambda item: item):

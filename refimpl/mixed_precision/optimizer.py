@@ -1,4 +1,4 @@
-"""MixedPrecisionOptimizer: weights and gradients in 16 bits, and in fp32 only what has to remember small updates.
+"""MixedPrecisionOptimizer: weights and gradients in 16 bits; in fp32, the master weights that small updates need.
 
 A weight near 1 in bf16 has neighbours 2⁻⁷ apart, and an update of 10⁻⁴ would round away, step after step. So the
 optimizer works on an fp32 copy of each weight, the master, and the model gets it rounded. "Mixed Precision Training"
@@ -26,17 +26,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     A frozen parameter that it does hold gets a master when it first has a gradient.
 
     - `fp32_gradients`: autograd adds up gradients in fp32 (2 bytes a parameter more; for many micro-batches).
-    - `max_grad_norm`: clip the norm of all gradients, as `clip_grad_norm_` does, on the way to fp32; `.grad_norm` is
-      what it was.
-    - `bucket_bytes`: 16-bit gradients are widened this many bytes (of fp32) at a time, each bucket stepped and let go;
-      None: all at once. The inner optimizer's `step`, and what hooks it, runs once for each bucket; hooks registered
-      here run once a step.
+    - `max_grad_norm`: clip the norm of all gradients, as `clip_grad_norm_` does, on the way to fp32. `.grad_norm` is
+      then the norm before clipping, a tensor without dimensions.
+    - `bucket_bytes`: a step widens 16-bit gradients this many bytes (of fp32) at a time, steps these parameters and
+      frees the fp32 gradients (`step_bytes`); None: all at once. The inner optimizer's `step` and its hooks run once
+      for each bucket; hooks registered on this optimizer run once a step.
 
     Schedulers, `zero_grad`, `add_param_group`, closures and `state_dict` work as with any optimizer; the state of a
-    parameter is the inner optimizer's and `"master"`. A weight that somebody writes to between steps wins: at the next
-    step its master is taken from it, element by element where the two differ. Writing through `.data` leaves no trace:
-    call `sync_masters()` after it. Raises TypeError for what is no optimizer, ValueError for a dtype, parameter or
-    setting that cannot be.
+    parameter is the inner optimizer's and `"master"`. If you write to a weight between steps, the next step takes over
+    what you wrote: the elements of the master that do not round to the weight are set to it. A write through `.data` is
+    not noticed: call `sync_masters()` after it. Raises TypeError for anything but an optimizer, ValueError for a dtype,
+    parameter or setting that it cannot work with.
     """
 
     def __init__(self, optimizer, dtype=torch.bfloat16, *, fp32_gradients=False, max_grad_norm=None,
@@ -49,8 +49,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                              "that holds it, or build a new optimizer of model.parameters()")
         if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
             raise ValueError(f"max_grad_norm={max_grad_norm}: expected a finite number above 0, or None not to clip")
-        if bucket_bytes is not None and not (isinstance(bucket_bytes, (int, float)) and bucket_bytes > 0):
-            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected bytes above 0, or None for all at once")
+        masters.check_bucket_bytes(bucket_bytes)
         self.dtype, self.fp32_gradients = check_dtype(dtype), bool(fp32_gradients)
         self.max_grad_norm, self.bucket_bytes, self.grad_norm = max_grad_norm, bucket_bytes, None
         self.inner = optimizer
@@ -103,7 +102,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 self.state[p] = {"master": self._masters[p], **self.inner.state.get(self._masters[p], {})}
 
     def sync_masters(self):
-        """Take each master from its weight where the two differ by more than rounding: after writing to `p.data`."""
+        """Set the elements of each master that do not round to its weight to the weight. Call it after writing to
+        `p.data`."""
         for p, master in self._masters.items():
             masters.sync(master, p)
             self._note(p)
@@ -111,7 +111,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def multiply_gradients(self, factor):
-        """The next step multiplies every gradient by `factor`, in fp32. (A loss scaler divides so.)"""
+        """The next step multiplies every gradient by `factor`, in fp32. (So a loss scaler divides by its scale.)"""
         self._factor *= factor
 
     def widen_gradients(self):
@@ -196,8 +196,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) * self._factor
 
     def _step_on(self, bucket, factor):
-        """Step the inner optimizer on these parameters alone. It starts from the same options for every bucket, so
-        that one which counts steps in its groups counts one."""
+        """Step the inner optimizer on these parameters alone. Every bucket starts from the same options, so that an
+        optimizer that counts steps in its groups counts one, not one for each bucket."""
         self._give_options()
         masters.give_gradients(bucket, self._masters, factor)
         wanted, groups = {id(self._masters[p]) for p in bucket}, self.inner.param_groups

@@ -14,10 +14,10 @@ def remember(groups):
 
 
 def check_unchanged(remembered, groups):
-    """ValueError if somebody changed an option of the inner optimizer since: the wrapper's are about to replace it."""
+    """ValueError if an option of the inner optimizer was changed since, which the wrapper's would now overwrite."""
     for then, now in zip(remembered, groups, strict=True):
         for name in then.keys() & now.keys():
             if now[name] is not then[name] and now[name] != then[name]:
-                raise ValueError(f"{name} of the inner optimizer was changed from {then[name]} to {now[name]}, and "
-                                 "nobody would see it: give schedulers the MixedPrecisionOptimizer, and change its "
-                                 "param_groups")
+                raise ValueError(f"{name} of the inner optimizer was changed from {then[name]} to {now[name]}, which "
+                                 "the next step would overwrite: give schedulers the MixedPrecisionOptimizer, and "
+                                 "change its param_groups")

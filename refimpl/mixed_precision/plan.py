@@ -1,8 +1,8 @@
 """A dtype for each part of a model: embeddings and head in fp32, blocks in bf16, and casts only where two parts meet.
 
-A plan maps patterns of module paths to dtypes, `{"*": torch.float32, "blocks.*": torch.bfloat16}`; how they are read
-stands in DynamicPrecisionModel. Autocast decides per operation and keeps fp32 weights; here the weights themselves are
-in the part's dtype, so that they cost its bytes:
+A plan maps patterns of module paths to dtypes, `{"*": torch.float32, "blocks.*": torch.bfloat16}`; how patterns match
+is said in DynamicPrecisionModel. Autocast decides per operation and keeps fp32 weights; here the weights themselves are
+in their part's dtype, and take its bytes:
 
     bytes of parameters = Σ over parameters of numel · itemsize(dtype of the module that owns it)
 
@@ -26,7 +26,7 @@ from .support import LOW_DTYPES, check_dtype
 def resolve(model, plan):
     """{path of every module: its dtype, or None where the plan says nothing}.
 
-    TypeError for a plan that is no mapping; ValueError for a dtype that is none of float32, bfloat16, float16, and for
+    TypeError for a plan that is not a mapping; ValueError for a dtype other than float32, bfloat16 and float16, and for
     a pattern that matches no module.
     """
     if not hasattr(plan, "items"):
@@ -85,7 +85,7 @@ def keeps_fp32(path, module, dtype):
 
 
 class Applied:
-    """A plan in force on a model: parameters cast, and what comes into a part cast at its door. `undo()` ends both.
+    """A plan applied to a model: its parameters are cast, and hooks cast the inputs of each part. `undo()` ends both.
 
     With `keep`, the old values are held: a parameter that nobody wrote to gets them back, to the bit; one that was
     trained keeps what it became, element by element. Without, they are let go, and their bytes with them.
@@ -114,7 +114,7 @@ class Applied:
         dtype = dtype or own
         if own is None and dtype is around:
             return
-        self._handles.append(module.register_forward_pre_hook(partial(_at_the_door, dtype), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
 
     def undo(self):
         """The model as it was. Gradients go with their parameters, in the old dtype."""
@@ -132,7 +132,7 @@ class Applied:
         self._old.clear()
 
 
-def _at_the_door(dtype, module, args, kwargs):
+def _cast_inputs(dtype, module, args, kwargs):
     return cast((args, kwargs), dtype)
 
 
@@ -151,10 +151,12 @@ def cast(tree, dtype):
 def precision_context(model, plan):
     """`with precision_context(model, {"blocks.*": torch.bfloat16}): …`: the model in these dtypes, and then as it was.
 
-    `plan`: as in DynamicPrecisionModel, or one dtype for the whole model. After it, also after an exception, nothing is
-    left: the same parameters with the same values where nobody wrote, and no hooks. The old values are held meanwhile,
-    so this takes `plan_bytes` of what changes and frees nothing; to save, see DynamicPrecisionModel. Yields the model.
-    Raises as `resolve` does, and ValueError for a parameter shared by parts of two dtypes.
+    `plan`: as in DynamicPrecisionModel, or one dtype for the whole model. Afterwards, also after an exception, the
+    model has the same parameters in their old dtypes, with the same values to the bit where nobody wrote to them, and
+    no hook is left. The old values are held meanwhile, so this saves no bytes: the cast parameters come on top. To
+    save, use DynamicPrecisionModel. Yields the model. TypeError for a plan that is not a mapping; ValueError for a
+    dtype other than float32, bfloat16 and float16, a pattern that matches no module, a parameter that parts of two
+    dtypes share, and a BatchNorm whose statistics are in a 16-bit type other than the plan's.
     """
     applied = Applied(model, {"*": plan} if isinstance(plan, torch.dtype) else plan, keep=True)
     try:

@@ -1,8 +1,8 @@
 """Checkpointed functions run twice, the second time in backward, after the region has ended: it is opened again.
 
 `torch.utils.checkpoint` restores `torch.autocast`, which it knows, and not us. While a region is open anywhere, two of
-its functions are wrapped: those that take what will be recomputed. The techniques here that recompute do so in
-a `memory.rerun.Environment`; a foreign one can be given `keep_precision(function)`, and so can a thread.
+its functions are wrapped: those that take what will be recomputed. The techniques of this project recompute in a
+`memory.rerun.Environment`. For any other, and for a thread, wrap the function by hand: `keep_precision(function)`.
 """
 
 import functools
@@ -40,7 +40,7 @@ def _reopened(then):
 
 
 def keep_precision(function):
-    """`function`, which will run in the autocast regions that are open now, whenever and in whichever thread it runs.
+    """`function`, so that it runs in the autocast regions that are open now, whenever and in whichever thread it runs.
 
     Casts of weights made in such a run last until its end.
     """

@@ -29,8 +29,8 @@ class AdaptiveLossScaler:
       begins anew when the scale grows (DeepSpeed's DynamicLossScaler with `consecutive_hysteresis=False`).
     - `comm`: a Communicator; then an overflow on one rank is one on all, and all call `step` together.
 
-    A step asks the device once, however many gradients there are. Raises ValueError for settings that make no sense,
-    TypeError for a `comm` that is none.
+    A step waits for the device once, however many gradients there are. Raises ValueError for settings that make no
+    sense, TypeError for a `comm` that is not a Communicator.
     """
 
     def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1,
@@ -82,7 +82,7 @@ class AdaptiveLossScaler:
         return self._scale
 
     def scale(self, loss):
-        """`loss` · S, in fp32 at least; tensors in lists and tuples too. TypeError for anything else."""
+        """`loss` · S, in fp32 or wider. Of a list or tuple of losses, each is scaled. TypeError for anything else."""
         if isinstance(loss, tuple) and hasattr(loss, "_fields"):
             return type(loss)(*map(self.scale, loss))
         if isinstance(loss, (list, tuple)):
@@ -113,10 +113,14 @@ class AdaptiveLossScaler:
         self._found[optimizer] = self._look(gradients)
 
     def step(self, optimizer, closure=None):
-        """`optimizer.step()`, or nothing if a gradient is inf or NaN, on any rank. Returns what it returns, or None."""
+        """`optimizer.step()`, or nothing if a gradient is inf or NaN, on any rank. Returns what it returns, or None.
+
+        ValueError for a `closure`, for fp16 gradients (as in `unscale_`) and if there are no gradients; RuntimeError
+        for a second call before `update()`, and if no loss was scaled.
+        """
         if closure is not None:
-            raise ValueError("step(optimizer, closure): a closure computes gradients of its own, which nobody would "
-                             "scale; compute the loss before, and call step(optimizer)")
+            raise ValueError("step(optimizer, closure): a closure computes gradients of its own, of a loss that was "
+                             "not scaled; call scaler.scale(loss).backward() before, and then step(optimizer)")
         if optimizer in self._stepped:
             raise RuntimeError("step was called twice for this optimizer: call update() after each step")
         postpone = getattr(optimizer, "multiply_gradients", None)
@@ -140,8 +144,8 @@ class AdaptiveLossScaler:
     def update(self, new_scale=None):
         """Grow, back off or keep S, by what the steps since the last update found. `new_scale` sets it instead.
 
-        Raises FloatingPointError if gradients overflow although S is `min_scale`: the run has diverged, and a smaller
-        loss would not help.
+        Raises FloatingPointError if gradients overflow although S is `min_scale`: the run has diverged. RuntimeError
+        before any step, ValueError for a `new_scale` that cannot be.
         """
         found, self._found, self._stepped = list(self._found.values()), {}, set()
         if new_scale is not None:
@@ -176,7 +180,7 @@ class AdaptiveLossScaler:
     def _gradients(self, optimizer):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients and not self._in_use:
-            raise RuntimeError(f"no loss was scaled, and the gradients would be divided by {self._scale:g}: "
+            raise RuntimeError(f"no loss was scaled, and the gradients would be divided by {self._scale:g}: call "
                                "scaler.scale(loss).backward()")
         if not gradients and self.comm is None:
             raise ValueError("the optimizer's parameters have no gradients: call scaler.scale(loss).backward() before "
@@ -184,7 +188,7 @@ class AdaptiveLossScaler:
         return gradients
 
     def _look(self, gradients):
-        """FINITE or OVERFLOW, of all ranks, as a tensor of one number on the gradients' device: nobody waits for it."""
+        """NO_GRADIENTS, FINITE or OVERFLOW, over all ranks: a tensor on the gradients' device, not waited for."""
         flags = [torch.stack(_extremes(parts)).isfinite().all() for parts in _by_device_and_dtype(gradients).values()]
         device = flags[0].device if flags else self.comm.device
         found = torch.full((), FINITE if flags else NO_GRADIENTS, device=device)

@@ -376,6 +376,16 @@ def test_the_closed_form(arguments, expected):
     assert accumulation_bytes(*arguments) == expected
 
 
+@pytest.mark.parametrize(("types", "message"), [
+    ({"gradient": "bf16"}, "gradient='bf16': expected a floating-point type, such as torch.float32$"),
+    ({"gradient": None}, "gradient=None: expected a floating-point type"),
+    ({"dtype": torch.int8}, "dtype=torch.int8: expected a floating-point type, such as torch.float32, or None$"),
+])
+def test_the_closed_form_takes_types_of_numbers(types, message):
+    with pytest.raises(ValueError, match=message):
+        accumulation_bytes(1, 1, 2, **types)
+
+
 @pytest.mark.parametrize("arguments", [(-1, 0, 1), (1, -1, 1), (1, 1, 0), (1.5, 1, 1), (1, 1, True)])
 def test_the_closed_form_takes_counts(arguments):
     with pytest.raises(ValueError, match="expected an integer of at least"):
@@ -504,6 +514,30 @@ def test_a_hook_that_takes_gradients_away_is_named(dtype, micro_batch):
     assert model.weight.grad is None and model.bias.grad is None and len(model.weight._post_accumulate_grad_hooks) == 1
     assert not model.bias._post_accumulate_grad_hooks
     hook.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_a_hook_of_the_node_that_takes_gradients_away_is_named(dtype, micro_batch):
+    """It runs after those of the parameter. Sums in fp32 have the gradient by then, and are not disturbed."""
+    model, x = nn.Linear(4, 2, bias=False).to(dtype), torch.randn(4, 4, dtype=dtype)
+    (node, _), = model.weight.view_as(model.weight).grad_fn.next_functions
+    hook = node.register_hook(lambda *_: setattr(model.weight, "grad", None))
+
+    def run():
+        return accumulate(model, x, micro_batch=micro_batch, loss_fn=lambda model, x: model(x).float().square().mean())
+
+    if dtype is torch.bfloat16 and micro_batch == 2:
+        run()
+        hook.remove()
+        found = model.weight.grad
+        model.zero_grad()
+        run()
+        assert torch.equal(found, model.weight.grad)
+    else:
+        with pytest.raises(RuntimeError, match=r"gradient of a parameter of shape \(2, 4\) was taken away"):
+            run()
+        assert model.weight.grad is None and not model.weight._post_accumulate_grad_hooks
 
 
 def test_a_hook_that_changes_gradients_is_left_to_it():

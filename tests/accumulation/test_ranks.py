@@ -170,7 +170,7 @@ def test_a_model_of_fsdp2_is_refused():
         net, rows = model(), [slice(0, 4), slice(6, 9)][comm.rank]  # those between have no target
         fully_shard(net, mesh=init_device_mesh("cpu", (comm.world_size,)))
         batch_here = [each[rows] for each in batch()]
-        with pytest.raises(ValueError, match="FSDPGPT is of fully_shard's.*write the loop, with split"):
+        with pytest.raises(ValueError, match="FSDPGPT was made by fully_shard.*Write the loop by hand: .*split"):
             accumulate(net, *batch_here, micro_batch=2)
         assert all(parameter.grad is None for parameter in net.parameters())
         n, parts = count_targets(batch()[1]), split(batch_here, 2)

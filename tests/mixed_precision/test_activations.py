@@ -81,3 +81,11 @@ def test_terms():
     assert terms["weight casts"] == 2 * (2 * 12 * h * h + 256 * h)
     cuda = autocast_activation_terms(config, 2, 32, device="cuda")
     assert cuda["blocks"] - terms["blocks"] == 2 * 4 * a * b * s * s  # softmax in fp32, and its cast
+
+
+@pytest.mark.parametrize("closed_form", [weight_cast_bytes, lambda config, dtype: autocast_activation_bytes(
+    config, 2, 16, dtype)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, "bf16"])
+def test_types_that_autocast_does_not_know(closed_form, dtype):
+    with pytest.raises(ValueError, match="dtype=.*: expected torch.bfloat16 or torch.float16"):
+        closed_form(GPTConfig(vocab_size=256, context_length=32, layers=2, hidden=32, heads=4), dtype)

@@ -335,17 +335,18 @@ def test_a_model_that_is_converted_or_moved_afterwards_is_refused():
 # --- as any optimizer ------------------------------------------------------------------------------------------------
 
 
-def test_save_and_resume_is_bit_equal(small, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float16, "fp32_gradients": True, "max_grad_norm": 0.1}])
+def test_save_and_resume_is_bit_equal(small, tmp_path, options):
     model, tokens = small
     fresh = copy.deepcopy(model)
-    optimizer = wrapped(model)
+    optimizer = wrapped(model, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for _ in range(3):
         optimizer.zero_grad()
         step(model, optimizer, tokens)
         schedule.step()
     torch.save([each.state_dict() for each in (model, optimizer, schedule)], tmp_path / "saved")
-    again = wrapped(fresh)
+    again = wrapped(fresh, **options)
     schedule_again = torch.optim.lr_scheduler.StepLR(again, 2, 0.5)
     for each, state in zip((fresh, again, schedule_again), torch.load(tmp_path / "saved"), strict=True):
         each.load_state_dict(state)
@@ -549,9 +550,11 @@ def test_what_cannot_be_wrapped():
     for norm in (0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="max_grad_norm=.*: expected a finite number above 0"):
             MixedPrecisionOptimizer(inner, max_grad_norm=norm)
-    for size in (0, -1, math.nan):
+    for size in (0, -1, math.nan, "1"):
         with pytest.raises(ValueError, match="bucket_bytes=.*: expected bytes above 0"):
             MixedPrecisionOptimizer(inner, bucket_bytes=size)
+        with pytest.raises(ValueError, match="bucket_bytes=.*: expected bytes above 0"):
+            step_bytes([1], size)
     with pytest.raises(ValueError, match=r"parameter 0 of shape \(2,\) is torch.float64: expected float32"):
         MixedPrecisionOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.float64))]))
     assert weight.dtype is torch.float32  # nothing was touched

@@ -36,20 +36,21 @@ def train(scaler, optimizer, weight, overflow):
 @pytest.mark.parametrize("settings", [{}, {"growth_factor": 1.7, "backoff_factor": 0.37, "growth_interval": 5,
                                            "init_scale": 1000.0}])
 def test_the_scale_of_10000_steps_is_that_of_torch(settings):
-    """Overflows where fp16 would have them, past a limit that moves, and at random."""
+    """Overflows where fp16 would have them, past a limit that moves, and at random, so rarely that the scale grows."""
     draw = random.Random(0)
     weight, optimizer = problem()
     ours = AdaptiveLossScaler(**settings, min_scale=1e-30, max_scale=1e30)
     theirs = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**16, "growth_interval": 2000, **settings})
+    rarely = 0.01 / ours.growth_interval ** 0.5
     skipped = grown = 0
     for step in range(10_000):
-        overflow = ours.get_scale() > 2.0 ** (14 + 6 * math.sin(step / 500)) or draw.random() < 0.002
+        overflow = ours.get_scale() > 2.0 ** (14 + 6 * math.sin(step / 500)) or draw.random() < rarely
         before = ours.get_scale()
         for scaler in (ours, theirs):
             train(scaler, optimizer, weight, overflow)
         assert ours.get_scale() == theirs.get_scale(), step
         skipped, grown = skipped + overflow, grown + (ours.get_scale() > before)
-    assert ours.skipped_steps == skipped > 10 and (grown > 100 or not settings)
+    assert ours.skipped_steps == skipped > 10 and grown >= (100 if settings else 2)
 
 
 def scale_by_deepspeed(overflows, scale, interval, hysteresis):
