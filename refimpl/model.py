@@ -9,6 +9,7 @@ import inspect
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -243,8 +244,8 @@ class GPT(nn.Module):
             for linear in (module.attention.out, module.mlp.down):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
-    def forward(self, tokens_BT, targets_BT=None, *, offset=0):
-        """tokens (B, T) ints → logits (B, T, V), or the mean cross-entropy if `targets` (B, T) are given.
+    def forward(self, tokens_BT, targets_BT=None, *, offset=0, reduction="mean"):
+        """tokens (B, T) ints → logits (B, T, V), or the cross-entropy if `targets` (B, T) are given, "mean" or "sum".
 
         A target of −100 is not counted. `offset`: the position of the first token, for a sequence fed in chunks.
         TypeError for what is no tensor; ValueError for a wrong shape or dtype, a sequence past the context, and (on a
@@ -264,7 +265,7 @@ class GPT(nn.Module):
         if targets_BT is None:
             return logits_BTV
         logits, targets = logits_BTV.float().flatten(0, 1), targets_BT.flatten().long()
-        return self._lookup(F.cross_entropy, logits, targets, ids=targets_BT, name="targets")
+        return self._lookup(partial(F.cross_entropy, reduction=reduction), logits, targets, ids=targets_BT, name="targets")
 
     def _lookup(self, function, *args, ids, name):
         """An id that `function` does not know becomes a ValueError with the value, at no cost when all is well."""
