@@ -5,11 +5,11 @@ vocabulary. Techniques are applied from outside: the attention function is an ar
 parallelism, recomputation or precision.
 """
 
+import functools
 import inspect
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -264,8 +264,8 @@ class GPT(nn.Module):
         logits_BTV = self.head(self.norm(x_BTC))
         if targets_BT is None:
             return logits_BTV
-        logits, targets = logits_BTV.float().flatten(0, 1), targets_BT.flatten().long()
-        return self._lookup(partial(F.cross_entropy, reduction=reduction), logits, targets, ids=targets_BT, name="targets")
+        loss, targets = functools.partial(F.cross_entropy, reduction=reduction), targets_BT.flatten().long()
+        return self._lookup(loss, logits_BTV.float().flatten(0, 1), targets, ids=targets_BT, name="targets")
 
     def _lookup(self, function, *args, ids, name):
         """An id that `function` does not know becomes a ValueError with the value, at no cost when all is well."""

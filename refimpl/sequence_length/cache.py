@@ -8,27 +8,30 @@ from torch.nn import functional as F
 
 from .. import memory
 
+CARRIED = "keys and values"  # the category, of their gradients, too
+
 
 class Carried:
     """K and V of every attention layer, (B, G, s, D) each, allocated once; and as many gradients, in backward.
 
-    Each is a tensor of its own: autograd notices a write to one that it keeps, and later layers write. In `chunk(first, last)` every attention of the model stores its new keys and values at
-    [first, last) and attends to all from 0 to last, causally, with the function that it was given.
+    Each is a tensor of its own: autograd notices a write to one that it keeps, and later layers write. Inside of
+    `chunk(first, last)` every attention of the model stores its new keys and values at [first, last) and attends to all
+    from 0 to last, causally, with the function that it was given.
     """
 
     def __init__(self, model, batch, length, dtype, device):
         self.layers = [block.attention for block in model.blocks]
         c = model.config
         self._shape, self._like = (batch, c.kv_heads, length, c.head_dim), {"dtype": dtype, "device": device}
-        self.values = self._tensors(torch.empty, "keys and values")
+        self.values = self._tensors(torch.empty)
         self.gradients = None
 
-    def _tensors(self, make, category):
-        return [[memory.mark(make(self._shape, **self._like), category) for _ in ("K", "V")] for _ in self.layers]
+    def _tensors(self, make):
+        return [[memory.mark(make(self._shape, **self._like), CARRIED) for _ in ("K", "V")] for _ in self.layers]
 
     def need_gradients(self):
         """Room for the sums of gradients, zeros."""
-        self.gradients = self._tensors(torch.zeros, "gradients of keys and values")
+        self.gradients = self._tensors(torch.zeros)
 
     @contextmanager
     def chunk(self, first, last, store):

@@ -112,8 +112,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError("a loss of ChunkedSequenceProcessor adds gradients to .grad: call loss.backward() without "
-                               "inputs=; torch.autograd.grad cannot be had")
+            raise RuntimeError("a loss of ChunkedSequenceProcessor adds gradients to .grad: call loss.backward() "
+                               "without inputs=; torch.autograd.grad cannot be had")
         one_pass, ctx.one_pass = ctx.one_pass, None
         if one_pass is None:
             raise RuntimeError("backward a second time through a loss of ChunkedSequenceProcessor: compute it again")

@@ -9,12 +9,13 @@ import torch
 from ..memory import Ledger
 from ..memory.activation_bytes import check_sizes
 from ..memory.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES, human
+from .cache import CARRIED
 from .polynomial import Quadratic
 from .sizes import Sizes
-from .states import PRECISIONS, always, optimizer_moments
+from .states import PRECISIONS, always, chunked_moments, optimizer_moments
 from .step import training_moments
 
-ATTENTIONS = ("dense", "flash")
+ATTENTIONS, GRADIENTS_OF = ("dense", "flash"), ("full", "truncated")
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,11 @@ class LongestSequence:
         return self.ledger.total
 
     def __str__(self):
-        return (f"{self.batch_size} × {self.sequence:,} tokens: {human(self.peak)} of {human(int(self.budget))}, limited "
-                f"by the {self.limit}\nhighest at {self.moment}: {self.polynomial} bytes")
+        return (f"{self.batch_size} × {self.sequence:,} tokens: {human(self.peak)} of {human(int(self.budget))}, "
+                f"limited by the {self.limit}\nhighest at {self.moment}: {self.polynomial} bytes")
 
 
-def longest_sequence(config, budget, batch_size, *, attention="dense", recompute=False, dtype=torch.float32,
-                     optimizer="adamw", multiple=64, grow=False, device="cpu"):
+def longest_sequence(config, budget, batch_size, *, multiple=None, grow=False, **step):
     """The longest sequence for which a training step of our GPT peaks within `budget` bytes: a LongestSequence.
 
         found = longest_sequence(GPTConfig.named("gpt2"), 16 * 2**30, batch_size=8, attention="flash")
@@ -57,76 +57,103 @@ def longest_sequence(config, budget, batch_size, *, attention="dense", recompute
 
         a_m·s² + b_m·s + c_m ≤ budget for all m:    s = min over m of ⌊(−b_m + √(b_m² − 4a_m(c_m − budget))) / 2a_m⌋
 
-    a_m is made of scores (e·ab of each matrix, and the causal mask), and 0 with fused attention; b_m of all other
-    activations and temporaries; c_m of model states and the gradients that are there.
+    a_m is made of scores (e·ab of each matrix, and the causal mask), and 0 with fused attention or in chunks; b_m of
+    all other activations and temporaries; c_m of model states and the gradients that are there.
 
-    - `attention`: "dense" (`softmax_attention`) or "flash" (`torch.nn.functional.scaled_dot_product_attention` in its
-      fused kernel, which keeps no scores).
-    - `recompute`: every block keeps its input alone, as with `refimpl.checkpointing.recompute(model.blocks)`.
-    - `dtype`: of parameters, activations and optimizer states. `optimizer`: "adamw", "adam", "momentum" or "sgd".
-    - `multiple`: the answer is a multiple of it.
+    - `multiple`: the answer is a multiple of it, by default 64, or `chunk_size`.
     - `grow`: no sequence is longer than `config.context_length`, unless the model grows with it: then its context is
       the sequence, and learned positions cost h elements of parameters, gradients and states for every token.
-
-    Exact to the byte on a CPU as `memory.track` counts, for more than one token and head, and an MLP no narrower than
-    the model; workspaces of kernels and rounding of the allocator come on top. On CUDA the same operations are counted
-    with what its kernels keep.
+    - `step`: what the step is, in keywords; see `training_step_bytes`.
 
     ValueError for a budget that is no positive number of bytes or too small for the shortest sequence (the message says
     what that takes), and for options that are not known.
     """
-    sequence, limit = _check(config, budget, multiple, grow), "context length"
-    form = _Form(config, batch_size, attention, recompute, dtype, optimizer, grow, device)
-    fits = min(total.largest(budget) for total in form.totals())
-    if fits < sequence:
-        sequence, limit = fits // multiple * multiple, "budget"
-    if sequence < multiple:
+    chunk = step.get("chunk_size")
+    multiple = (chunk or 64) if multiple is None else multiple
+    longest, limit = _check(config, budget, multiple, grow), "context length"
+    form = _Form(config, batch_size, grow, **step)
+    if chunk is not None and multiple % chunk:
+        raise ValueError(f"multiple={multiple}: expected one of chunk_size={chunk}, so that chunks are full")
+    fits = form.largest(budget)
+    if fits < longest:
+        longest, limit = fits // multiple * multiple, "budget"
+    if longest < multiple:
         least = form.ledger(multiple)[0].total
         raise ValueError(f"budget={budget:,} bytes: {batch_size} × {multiple} tokens take {least:,} bytes, "
-                         f"{human(least)}, the smallest feasible budget; a smaller batch_size"
-                         f"{'' if recompute else ', recompute=True'} or a smaller model would take less")
-    ledger, moment, polynomial = form.ledger(sequence)
-    return LongestSequence(sequence, batch_size, budget, limit, moment, polynomial, ledger)
+                         f"{human(least)}, the smallest feasible budget; fewer rows, a smaller model, flash attention "
+                         "or recompute=True would take less")
+    ledger, moment, polynomial = form.ledger(longest)
+    return LongestSequence(longest, batch_size, budget, limit, moment, polynomial, ledger)
 
 
-def training_step_bytes(config, batch_size, sequence, *, attention="dense", recompute=False, dtype=torch.float32,
-                        optimizer="adamw", grow=False, device="cpu"):
-    """Ledger (bytes) of a training step of our GPT at its highest moment; see `longest_sequence`, whose closed form
-    this is. ValueError for a sequence that is no positive integer or longer than the context, and as there."""
-    check_sizes(batch_size, sequence, dtype)
+def training_step_bytes(config, batch_size, sequence, *, grow=False, **step):
+    """Ledger (bytes) of a training step of our GPT at its highest moment, the closed form of `longest_sequence`.
+
+    `step`, in keywords:
+
+    - `attention`: "dense" (`softmax_attention`) or "flash" (`torch.nn.functional.scaled_dot_product_attention` in its
+      fused kernel, which keeps no scores).
+    - `recompute`: every block keeps its input alone, as with `refimpl.checkpointing.recompute(model.blocks)`.
+    - `chunk_size`: the sequence in chunks, by `ChunkedSequenceProcessor`; `gradient`: "full" or "truncated".
+    - `dtype`: of parameters, activations and optimizer states. `optimizer`: "adamw", "adam", "momentum" or "sgd".
+    - `device`: "cpu" or "cuda", for what its kernels keep.
+
+    As `memory.track` counts on a CPU: exact to the byte for an MLP at least twice as wide as the model and more than
+    one token and head, and within 1 % in chunks. Workspaces of kernels and rounding of the allocator come on top.
+
+    ValueError for a sequence that is no positive integer or longer than the context (`grow`: the context grows with
+    it), and for options that are not known.
+    """
+    check_sizes(batch_size, sequence)
     if sequence > config.context_length and not grow:
         raise ValueError(f"sequence={sequence}: the context has {config.context_length} tokens; grow=True extends it")
-    return _Form(config, batch_size, attention, recompute, dtype, optimizer, grow, device).ledger(sequence)[0]
+    chunk = step.get("chunk_size")
+    last = None if chunk is None else (sequence - 1) % chunk + 1
+    return _Form(config, batch_size, grow, **step, last=last).ledger(sequence)[0]
 
 
 class _Form:
-    """The polynomials of all moments of a step."""
+    """The polynomials of all moments of a step. `last`: the tokens of the last chunk; None: it is full."""
 
-    def __init__(self, config, batch, attention, recompute, dtype, optimizer, grow, device):
+    def __init__(self, config, batch, grow, *, attention="dense", recompute=False, chunk_size=None, gradient="full",
+                 dtype=torch.float32, optimizer="adamw", device="cpu", last=None):
         check_sizes(batch, 1)
-        if attention not in ATTENTIONS:
-            raise ValueError(f"attention={attention!r}: expected 'dense' or 'flash'")
-        if dtype not in PRECISIONS:
-            raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(str, PRECISIONS))}")
-        flash = attention == "flash"
-        if flash and config.dropout and not str(device).startswith("cuda"):
-            raise ValueError(f"attention='flash' with dropout={config.dropout}: on a CPU the fused kernel has none, and "
+        for name, value, expected in (("attention", attention, ATTENTIONS), ("gradient", gradient, GRADIENTS_OF),
+                                      ("dtype", dtype, PRECISIONS)):
+            if value not in expected:
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, expected))}")
+        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+            raise ValueError(f"chunk_size={chunk_size!r}: expected an integer of at least 1, in tokens, or None")
+        if attention == "flash" and config.dropout and not str(device).startswith("cuda"):
+            raise ValueError(f"attention='flash' with dropout={config.dropout}: on a CPU the fused kernel has none, "
                              "torch takes the dense one in its place; use attention='dense' or dropout=0.0")
         context = Quadratic(b=1) if grow else Quadratic(c=config.context_length)
+        options = {"device": device, "flash": attention == "flash", "recompute": recompute}
+        self.chunk, step = chunk_size, optimizer_moments(config, dtype, optimizer, context, device)
         self.always = always(config, batch, dtype, optimizer, context)
-        self.moments = training_moments(Sizes(config, batch, context, dtype, device, flash, recompute))
-        self.moments += optimizer_moments(config, dtype, optimizer, context, device)
+        self.moments = training_moments(Sizes(config, batch, context, dtype, **options)) + step
+        if chunk_size is not None:
+            self.in_chunks = chunked_moments(config, batch, context, dtype, chunk_size, last or chunk_size,
+                                             gradient == "truncated", **options) + step
 
-    def totals(self):
-        """Of each moment, all that is alive."""
+    def largest(self, budget):
+        """The longest sequence that fits; −1 if none does."""
+        fits = self._largest(self.moments, budget)
+        if self.chunk is None or fits < self.chunk:
+            return fits
+        in_chunks = self._largest(self.in_chunks, budget)
+        return in_chunks if in_chunks >= 2 * self.chunk else self.chunk
+
+    def _largest(self, moments, budget):
         below = sum(self.always.values(), Quadratic())
-        return {below + moment.total for moment in self.moments}
+        return min((below + moment.total).largest(budget) for moment in moments)
 
     def ledger(self, s):
         """(Ledger, moment's name, its Quadratic) of the highest moment at s."""
-        highest = max(self.moments, key=lambda moment: moment.total(s))
-        nbytes = self.always | {ACTIVATIONS: highest.activations, GRADIENTS: highest.gradients,
-                                TEMPORARIES: highest.temporaries}
+        moments = self.moments if self.chunk is None or s <= self.chunk else self.in_chunks
+        highest = max(moments, key=lambda moment: moment.total(s))
+        nbytes = self.always | {ACTIVATIONS: highest.activations, GRADIENTS: highest.gradients, CARRIED:
+                                highest.carried, TEMPORARIES: highest.temporaries}
         return (Ledger({name: each(s) for name, each in nbytes.items()}), highest.name,
                 sum(nbytes.values(), Quadratic()))
 

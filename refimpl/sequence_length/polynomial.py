@@ -6,7 +6,7 @@ from math import inf, isqrt
 
 @dataclass(frozen=True)
 class Quadratic:
-    """a·s² + b·s + c bytes. Adds, subtracts and multiplies by integers; call it with s for the bytes."""
+    """a·s² + b·s + c bytes. Adds, subtracts and multiplies; call it with s for the bytes."""
 
     a: int = 0
     b: int = 0
@@ -35,8 +35,14 @@ class Quadratic:
 
     __radd__ = __add__
 
-    def __mul__(self, times):
-        return Quadratic(self.a * times, self.b * times, self.c * times)
+    def __mul__(self, other):
+        """Times an integer, or a polynomial if the product is of degree 2 or less."""
+        if not isinstance(other, Quadratic):
+            return Quadratic(self.a * other, self.b * other, self.c * other)
+        if self.a * other.a or self.a * other.b or self.b * other.a:
+            raise ValueError(f"({self}) · ({other}) is of a degree above 2")
+        return Quadratic(self.a * other.c + self.b * other.b + self.c * other.a,
+                         self.b * other.c + self.c * other.b, self.c * other.c)
 
     __rmul__ = __mul__
 

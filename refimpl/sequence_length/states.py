@@ -1,5 +1,6 @@
-"""What is alive at every moment of a step, and what the optimizer takes at its end."""
+"""What is alive at every moment of a step, what the optimizer takes at its end, and a step in chunks."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -7,7 +8,8 @@ import torch
 from ..memory import model_state_bytes
 from ..memory.ledger import BUFFERS, INPUTS, OPTIMIZER_STATE, PARAMETERS
 from .polynomial import Quadratic
-from .step import Moment
+from .sizes import SEQUENCE, Sizes
+from .step import Moment, training_moments
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # without master weights
 
@@ -56,3 +58,19 @@ def optimizer_moments(config, dtype, optimizer, context, device):
     else:
         taken = {before + 2 * n for before, n in pairwise([Quadratic(), *sizes])}
     return [Moment("optimizer step", gradients=gradients, temporaries=loss + each) for each in taken]
+
+
+def chunked_moments(config, batch, context, dtype, chunk, last, truncated=False, **options):
+    """The Moments of forward and backward in chunks of `chunk` tokens, of which the last has `last`, for sequences
+    longer than a chunk. The two last chunks are the highest: the last attends to all keys, and when the one before
+    it runs again all gradients are there.
+    """
+    carried = SEQUENCE * (2 * dtype.itemsize * batch * config.layers * config.kv_heads * config.head_dim)
+    carried = carried * (1 if truncated else 2)
+    sizes = [Sizes(config, batch, context, dtype, tokens=Quadratic(c=tokens), keys=keys, carried=True, **options)
+             for tokens, keys in ((last, SEQUENCE), (chunk, SEQUENCE - last))]
+    gradients = sum(parameter_sizes(config, context * config.hidden), Quadratic()) * dtype.itemsize
+    highest = [replace(moment, name=f"{moment.name}, last chunk") for moment in training_moments(sizes[0])]
+    highest += [replace(moment, name=f"{moment.name}, chunk before the last", gradients=gradients)
+                for moment in training_moments(sizes[1], summed=True)]
+    return [replace(moment, carried=carried) for moment in highest]

@@ -40,11 +40,12 @@ class Moment:
     activations: Quadratic = NOTHING
     gradients: Quadratic = NOTHING
     temporaries: Quadratic = NOTHING
+    carried: Quadratic = NOTHING  # keys and values of a sequence in chunks, and their gradients
 
     @property
     def total(self):
         """Over the categories."""
-        return self.activations + self.gradients + self.temporaries
+        return self.activations + self.gradients + self.temporaries + self.carried
 
     def plus(self, other, times=1):
         """This moment with what is alive in the other, `times` over."""
@@ -54,14 +55,16 @@ class Moment:
 
 
 class Tally:
-    """Runs lines one after the other: `now`, and `moments`."""
+    """Runs lines one after the other: `now`, and `moments`. `summed`: gradients were there, and new ones are added."""
 
-    def __init__(self):
-        self.now, self.moments = Moment(""), []
+    def __init__(self, summed=False):
+        self.now, self.moments, self.summed = Moment(""), [], summed
 
     def run(self, lines, where):
         """Run `lines`; the moments are called "line, where"."""
         for line in lines:
+            if self.summed:
+                line = replace(line, takes=line.takes + line.gradients, frees=line.frees + line.gradients, gradients=0)
             here = self.now.plus(Moment("", line.keeps, NOTHING + line.gradients, line.takes))
             if line.name:
                 self.moments.append(replace(here, name=f"{line.name}, {where}"))
@@ -77,18 +80,20 @@ class Tally:
         self.run(lines(0), "backward of block 0")
 
 
-def training_moments(z):
-    """The Moments of forward and backward of a model and batch in Sizes `z`, gradients None before.
+def training_moments(z, summed=False):
+    """The Moments of forward and backward of a model and batch in Sizes `z`. `summed`: gradients, not counted here,
+    are there before; else they are None.
 
     If blocks are recomputed, each keeps its input alone and makes the rest again in its backward.
     """
-    tally, layers = Tally(), z.config.layers
+    tally, layers = Tally(summed), z.config.layers
     each = z.U + z.random_state if z.recompute else z.block_kept
     tally.run([Line("", takes=Quadratic(c=4), keeps=z.around + each * (layers - 1))], "")
     if not z.recompute:
         tally.run([weighted_values(z, NOTHING)], f"forward of block {layers - 1}")
     tally.run([Line("", keeps=each)], "")
     tally.run(head(z), "head and loss")
+    tally.run([Line("", keeps=z.mask * z.recompute)], "")
     tally.run_blocks(partial(block, z), layers)
     tally.run(embeddings(z), "embeddings")
     return tally.moments
@@ -100,7 +105,8 @@ def block(z, i):
     if z.recompute:
         # The region keeps its input until its backward is over; a norm that copies its input has it once more.
         held = NOTHING if z.copies_input else z.U
-        beside = z.random_state + z.U * (1 + z.dropout)  # what attention gave; without dropout the MLP is not ended
+        # What attention gave, and its sum with x; with dropout also what the MLP gave, without it is not ended.
+        beside = z.random_state + z.U * (1 + z.config.parallel_residual + z.dropout)
         again = Line("recomputed", takes=beside, frees=beside, keeps=z.block_kept - held)
         end = Line("end", releases=z.U + z.random_state - held + z.rotation * (i == 0))
         lines = [weighted_values(z, held), again, *lines, end]
@@ -113,12 +119,14 @@ def head(z):
     yield Line("sums", takes=2 * z.U, frees=2 * z.U)
     yield Line("logits", takes=logits, keeps=z.norm_kept + z.U)
     yield Line("log-softmax", keeps=z.V4)
-    yield Line("loss", keeps=Quadratic(c=4), takes=Quadratic(c=4), frees=logits + 4)
+    yield Line("loss", keeps=Quadratic(c=4), takes=Quadratic(c=4), frees=logits + 4,
+               releases=z.mask * z.recompute)  # nobody keeps it then: it is made again
     yield Line("loss backward", takes=z.V4 + 4, releases=Quadratic(c=4))
     yield Line("log-softmax backward", takes=z.V4, frees=z.V4, releases=z.V4)
     if z.e != 4:
         yield Line("logits' gradient", takes=z.V, frees=z.V4)
-    yield Line("head", takes=z.U, frees=z.V, releases=z.U, gradients=z.embedding)
+    waits = z.embedding * z.config.tied  # for the embedding's, which comes at the end
+    yield Line("head", takes=z.U + waits, frees=z.V, releases=z.U, gradients=z.embedding - waits)
     yield from norm(z, residual=False)
 
 
@@ -184,7 +192,10 @@ def attention(z, i):
         yield Line("attention dropout", takes=z.U, frees=z.U * apart, releases=z.token_mask)
     yield from linear(z, "projection", z.h, z.h, takes=z.U, frees=z.U * (z.dropout or apart), releases=z.projected)
     yield from fused_core(z) if z.flash else dense_core(z)
-    yield Line("q, k and v", takes=z.Q, frees=z.Q, releases=z.rotation * (i == 0 and not z.recompute))
+    if z.carried:  # all keys' gradients are added to the sums, those of the chunk come from there
+        yield Line("keys and values", frees=2 * z.all_K)
+    yield Line("q, k and v", takes=z.Q, frees=z.U if z.carried else z.Q,
+               releases=z.rotation * (i == 0 and not z.recompute))
     yield Line("q, k and v in order", takes=z.Q, frees=z.Q)
     yield from linear(z, "qkv", z.h, z.h + 2 * z.kv, takes=z.U, frees=z.Q, releases=z.U)
     yield from norm(z)
@@ -193,7 +204,7 @@ def attention(z, i):
 def weighted_values(z, held):
     """In a block's forward, the moment when its attention has all that it takes at once; with dropout that can be more
     than in backward. `held`: what is there of it already."""
-    kept = z.norm_kept + z.U - held
+    kept = z.norm_kept + z.U * (1 + (z.copies_input and not z.recompute)) - held
     if z.flash:
         return Line("fused attention", takes=kept + z.fused, frees=kept + z.fused)
     c = z.config
@@ -209,17 +220,17 @@ def weighted_values(z, held):
 def dense_core(z):
     """From the gradient of the output to those of q, k and v; the scores' are as large as the scores."""
     yield Line("output in order", takes=z.U, frees=z.U)
-    yield Line("values", takes=z.K + z.S, frees=z.U, releases=z.K + z.S * z.dropout)
+    yield Line("values", takes=z.all_K + z.S, frees=z.U, releases=z.kept_K + z.S * z.dropout)
     if z.dropout:
         yield Line("score dropout", takes=z.S, frees=z.S, releases=z.score_mask)
     yield Line("softmax", takes=z.S, frees=z.S, releases=z.S)
     yield Line("causal mask", takes=z.S, frees=z.S, releases=z.causal)
-    yield Line("queries and keys", takes=z.U + z.K, frees=z.S, releases=z.U + z.K)
+    yield Line("queries and keys", takes=z.U + z.all_K, frees=z.S, releases=z.U + z.kept_K)
 
 
 def fused_core(z):
     """The same in one kernel, which makes the scores again and never has all of them."""
-    yield Line("fused attention", takes=z.Q, frees=z.U, releases=z.fused)
+    yield Line("fused attention", takes=z.U + 2 * z.all_K, frees=z.U, releases=z.fused)
 
 
 def embeddings(z):
@@ -227,10 +238,10 @@ def embeddings(z):
     if z.config.dropout:
         yield Line("embedding dropout", takes=z.U, frees=z.U, releases=z.token_mask)
     if z.config.positions == "learned":
-        yield Line("positions", takes=Quadratic(b=z.e * z.h), frees=Quadratic(b=z.e * z.h),
-                   releases=Quadratic(b=8), gradients=z.positions)
+        yield Line("positions", takes=z.tokens * (z.e * z.h), frees=z.tokens * (z.e * z.h),
+                   releases=z.tokens * 8, gradients=z.positions)
     if z.config.tied:
         yield Line("embedding", takes=NOTHING + z.embedding, frees=z.U)
-        yield Line("embedding and head", takes=NOTHING + z.embedding)
+        yield Line("embedding and head", frees=NOTHING + 2 * z.embedding, gradients=z.embedding)
     else:
         yield Line("embedding", frees=z.U, gradients=z.embedding)
