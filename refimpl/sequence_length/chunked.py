@@ -129,17 +129,18 @@ class _Pass:
         self.chunks, self.truncated = process.chunks(tokens.shape[1]), process.gradient == "truncated"
         self.carried = process._carried(tokens)
         self.count = (targets != -100).sum()
-        self.environments = []
+        self.environments = []  # of all chunks but the last
 
     def forward(self):
         """The loss, without a graph. That of the last chunk stays, for backward begins with it."""
         loss = 0.0
         for first, last in self.chunks:
-            graph = bool(self.trained) and last == self.tokens.shape[1]
-            self.environments.append(Environment(self.model, self.tokens.device) if self.trained else None)
-            with torch.set_grad_enabled(graph):
+            again = bool(self.trained) and last < self.tokens.shape[1]
+            if again:
+                self.environments.append(Environment(self.model, self.tokens.device))
+            with torch.set_grad_enabled(bool(self.trained) and not again):
                 self.last = self._loss(first, last, store=True)
-            if self.trained:
+            if again:
                 self.environments[-1].settle()
             loss = loss + self.last.detach()
         return loss

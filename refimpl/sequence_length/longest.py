@@ -129,28 +129,26 @@ class _Form:
                              "torch takes the dense one in its place; use attention='dense' or dropout=0.0")
         context = Quadratic(b=1) if grow else Quadratic(c=config.context_length)
         options = {"device": device, "flash": attention == "flash", "recompute": recompute}
-        self.chunk, step = chunk_size, optimizer_moments(config, dtype, optimizer, context, device)
         self.always = always(config, batch, dtype, optimizer, context)
-        self.moments = training_moments(Sizes(config, batch, context, dtype, **options)) + step
+        step = optimizer_moments(config, dtype, optimizer, context, device)
+        self.moments = {0: training_moments(Sizes(config, batch, context, dtype, **options)) + step}  # beyond s tokens
         if chunk_size is not None:
-            self.in_chunks = chunked_moments(config, batch, context, dtype, chunk_size, last or chunk_size,
-                                             gradient == "truncated", **options) + step
+            options |= {"chunk": chunk_size, "last": last or chunk_size, "truncated": gradient == "truncated"}
+            self.moments |= {chunks * chunk_size: chunked_moments(config, batch, context, dtype, two=chunks == 1,
+                                                                  **options) + step for chunks in (1, 2)}
 
     def largest(self, budget):
         """The longest sequence that fits; −1 if none does."""
-        fits = self._largest(self.moments, budget)
-        if self.chunk is None or fits < self.chunk:
-            return fits
-        in_chunks = self._largest(self.in_chunks, budget)
-        return in_chunks if in_chunks >= 2 * self.chunk else self.chunk
-
-    def _largest(self, moments, budget):
-        below = sum(self.always.values(), Quadratic())
-        return min((below + moment.total).largest(budget) for moment in moments)
+        below, longest = sum(self.always.values(), Quadratic()), -1
+        ends = [*self.moments, math.inf][1:]
+        for (beyond, moments), end in zip(self.moments.items(), ends, strict=True):
+            fits = min((below + moment.total).largest(budget) for moment in moments)
+            longest = min(fits, end) if fits > beyond else longest
+        return longest
 
     def ledger(self, s):
         """(Ledger, moment's name, its Quadratic) of the highest moment at s."""
-        moments = self.moments if self.chunk is None or s <= self.chunk else self.in_chunks
+        moments = next(moments for beyond, moments in reversed(self.moments.items()) if s > beyond)
         highest = max(moments, key=lambda moment: moment.total(s))
         nbytes = self.always | {ACTIVATIONS: highest.activations, GRADIENTS: highest.gradients, CARRIED:
                                 highest.carried, TEMPORARIES: highest.temporaries}

@@ -12,11 +12,11 @@ class Sizes:
 
     U, K, Q, F, S, V, V4: see `step`. `context`: the model's context length, a Quadratic. `flash`: attention in a fused
     kernel, which keeps no scores. `tokens`, `keys`: both s, but for a chunk of t tokens that attends to k keys, which
-    are `carried` for it.
+    are `carried` for it; if it is `masked`, a fused kernel is given a mask, one for all blocks.
     """
 
     def __init__(self, config, batch, context, dtype, device="cpu", flash=False, recompute=False, tokens=SEQUENCE,
-                 keys=SEQUENCE, carried=False):
+                 keys=SEQUENCE, carried=False, masked=False):
         self.config, self.batch, self.dtype, self.device = config, batch, dtype, device
         self.flash, self.recompute, self.carried = flash, recompute, carried
         self.e, self.dropout = dtype.itemsize, int(config.dropout > 0)
@@ -31,6 +31,7 @@ class Sizes:
         self.score_mask = scores * (self.kernels.mask * self.dropout)
         self._norm_sizes()
         self._attention_sizes(keys)
+        self.mask = tokens * keys * (self.e * (masked and flash))
         self.embedding, self.positions = self.e * config.vocab_size * self.h, context * (self.e * self.h)
         state = 16 if str(device).startswith("cuda") else 5056
         self.random_state = Quadratic(c=self.dropout * recompute * state)  # of each region
@@ -46,7 +47,7 @@ class Sizes:
 
     def _attention_sizes(self, keys):
         """`core`: what dense attention keeps; `fused`: what the fused kernel does; `projected`: what the projection
-        keeps that is not the kernel's. `mask`: that of a chunk in a fused kernel, one for all blocks."""
+        keeps that is not the kernel's."""
         c = self.config
         rotary = c.positions == "rotary"
         self.part = rotary and c.rotary_dim < c.head_dim  # then q and k are laid out anew, and the output like them
@@ -59,7 +60,6 @@ class Sizes:
         # Keys and values that are carried are not counted again; queries that are not turned keep what they are cut of.
         qkv = self.U if self.carried and rotary else self.Q + turned * (not self.carried)
         self.fused = qkv + self.U + self.tokens * (4 * self.batch * c.heads)
-        self.mask = self.tokens * keys * (self.e * (self.carried and self.flash))
 
     @property
     def block_kept(self):

@@ -60,15 +60,16 @@ def optimizer_moments(config, dtype, optimizer, context, device):
     return [Moment("optimizer step", gradients=gradients, temporaries=loss + each) for each in taken]
 
 
-def chunked_moments(config, batch, context, dtype, chunk, last, truncated=False, **options):
-    """The Moments of forward and backward in chunks of `chunk` tokens, of which the last has `last`, for sequences
-    longer than a chunk. The two last chunks are the highest: the last attends to all keys, and when the one before
-    it runs again all gradients are there.
+def chunked_moments(config, batch, context, dtype, chunk, last, two=False, truncated=False, **options):
+    """The Moments of forward and backward in chunks of `chunk` tokens, of which the last has `last`; `two`: there are
+    no more than two. The two last chunks are the highest: the last attends to all keys, and when the one before it
+    runs again all gradients are there. (The very first needs no mask of its own.)
     """
     carried = SEQUENCE * (2 * dtype.itemsize * batch * config.layers * config.kv_heads * config.head_dim)
     carried = carried * (1 if truncated else 2)
-    sizes = [Sizes(config, batch, context, dtype, tokens=Quadratic(c=tokens), keys=keys, carried=True, **options)
-             for tokens, keys in ((last, SEQUENCE), (chunk, SEQUENCE - last))]
+    sizes = [Sizes(config, batch, context, dtype, tokens=Quadratic(c=tokens), keys=keys, carried=True, masked=masked,
+                   **options)
+             for tokens, keys, masked in ((last, SEQUENCE, True), (chunk, SEQUENCE - last, not two))]
     gradients = sum(parameter_sizes(config, context * config.hidden), Quadratic()) * dtype.itemsize
     highest = [replace(moment, name=f"{moment.name}, last chunk") for moment in training_moments(sizes[0])]
     highest += [replace(moment, name=f"{moment.name}, chunk before the last", gradients=gradients)
