@@ -7,6 +7,6 @@ rounds), and `rows` are made by `record.row`. Its name is its line in `NAMES`.
 from .record import measurement
 from .runner import compare
 
-NAMES = ("meter", "comm", "precision", "accumulation", "checkpointing")
+NAMES = ("meter", "comm", "precision", "accumulation", "checkpointing", "sequences")
 
 __all__ = ["NAMES", "compare", "measurement"]
