@@ -70,14 +70,13 @@ class ChunkedSequenceProcessor:
         """[(first, last), …] of a sequence of `length` tokens."""
         return [(first, min(first + self.chunk_size, length)) for first in range(0, length, self.chunk_size)]
 
-    @torch.no_grad()
     def logits(self, tokens):
         """Yield the logits of each chunk, (B, T, V), without a graph. Let go of one before you ask for the next, and
         there is never more than one chunk's."""
         length = self.model._check(tokens, None, 0)
         carried = self._carried(tokens)
         for first, last in self.chunks(length):
-            with carried.chunk(first, last, store=True):
+            with torch.no_grad(), carried.chunk(first, last, store=True):  # a decorator would hold what it passes on
                 logits = self.model(tokens[:, first:last], offset=first)
             yield logits
             del logits

@@ -227,11 +227,13 @@ def test_versions_that_save_nothing_are_seen(family, monkeypatch):
 def test_logits_never_exist_whole(family):
     model, tokens = GPT(family("llama", layers=1, vocab_size=5000)), torch.zeros(1, 400, dtype=torch.int64)
     process = ChunkedSequenceProcessor(model, 40)
+    one_chunk, whole = 4 * 40 * 5000, 4 * 400 * 5000
     with memory.track(model, tokens) as t:
         for logits in process.logits(tokens):
             del logits
+    assert one_chunk < t.peak.total - t.start.total < 1.8 * one_chunk
+    with memory.track(model, tokens) as t:
         process(tokens, tokens).backward()
-    one_chunk, whole = 4 * 40 * 5000, 4 * 400 * 5000
     assert t.peak.total - t.start.total - t.now["gradients"] < 5 * one_chunk < whole
 
 
