@@ -82,3 +82,11 @@ def test_figures_of_recomputation_are_the_recorded_ones():
     rows = {row["what"]: row for row in rows_of("checkpointing")}
     assert f"{1 - rows['peak: every block']['ratio']:.0%}".replace("%", " % of the peak") in README
     assert f"{rows['time: every block']['ratio'] - 1:.0%}".replace("%", " % of the step's time on a CPU") in README
+
+
+def test_figures_of_long_sequences_are_the_recorded_ones():
+    line, rows = readme_row("a long sequence in chunks"), {row["what"]: row["ratio"] for row in rows_of("sequences")}
+    fp32, bf16 = (rows[f"step in 8 chunks, {dtype}"] for dtype in ("fp32", "bf16"))
+    peak = rows["peak above the start, 8 chunks, fp32"]
+    assert f"{100 - 100 * peak:.0f} % of what a step takes above weights, in 8 chunks" in line
+    assert f"in 8 chunks {fp32:.2f} times the time in fp32, {bf16:.2f} in bf16" in line
