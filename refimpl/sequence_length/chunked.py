@@ -159,7 +159,6 @@ class _Pass:
                 again = last < self.tokens.shape[1]
                 with self.environments.pop().restored() if again else nullcontext(), torch.enable_grad():
                     loss = self._loss(first, last, store=False) if again else self.last
-                self.last = None
                 with self.carried.chunk(first, last, store=False):  # for blocks that are recomputed
                     loss.backward(gradient)
                 del loss
