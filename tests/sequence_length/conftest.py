@@ -24,17 +24,21 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch
 
 def train(config, batch, sequence, attention="dense", recompute_blocks=False, chunk_size=None, gradient="full",
           dtype=torch.float32, optimizer="adamw"):
-    """Two steps: in the second the optimizer's states are there."""
+    """A step as in a loop: the optimizer's states and the last loss are there."""
     model = GPT(config, ATTENTIONS[attention], dtype=dtype)
     stepping = OPTIMIZERS[optimizer](model.parameters())
     call = model if chunk_size is None else ChunkedSequenceProcessor(model, chunk_size, gradient=gradient)
     tokens, targets = (torch.zeros(batch, sequence, dtype=torch.int64) for _ in range(2))
     with recompute(model.blocks) if recompute_blocks else nullcontext():
-        for _ in range(2):
-            loss = call(tokens, targets)
-            loss.backward()
-            stepping.step()
-            stepping.zero_grad()
+        loss = torch.zeros(())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        stepping.step()
+        stepping.zero_grad()
+        loss = call(tokens, targets)
+        loss.backward()
+        stepping.step()
+        stepping.zero_grad()
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def apart(found, expected):
 # --- the same result -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 25, 49, 50, 1000])
+@pytest.mark.parametrize("chunk_size", [7, 25, 49, 1000])
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
 def test_logits_loss_and_gradients_are_those_of_the_whole(family, name, attention, chunk_size):
@@ -155,10 +155,10 @@ PEAKS = [("gpt2", "dense", 64, {}), ("gpt2", "flash", 128, {"dtype": torch.bfloa
 @pytest.mark.parametrize(("name", "attention", "chunk_size", "step"), PEAKS)
 def test_peak_predicted_and_measured(peak, family, name, attention, chunk_size, step):
     config, step = family(name, layers=2), {"attention": attention, "chunk_size": chunk_size} | step
-    predicted = training_step_bytes(config, 2, 400, **step)
-    assert predicted.total == pytest.approx(peak(config, 2, 400, **step), rel=0.001)
+    predicted = training_step_bytes(config, 2, 250, **step)
+    assert predicted.total == pytest.approx(peak(config, 2, 250, **step), rel=0.001)
     times = 1 if step.get("gradient") == "truncated" else 2
-    assert predicted["keys and values"] == times * carried_bytes(config, 2, 400, step.get("dtype", torch.float32))
+    assert predicted["keys and values"] == times * carried_bytes(config, 2, 250, step.get("dtype", torch.float32))
 
 
 def test_the_allocator_says_the_same(family):
