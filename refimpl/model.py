@@ -5,6 +5,7 @@ vocabulary. Techniques are applied from outside: the attention function is an ar
 parallelism, recomputation or precision.
 """
 
+import functools
 import inspect
 import math
 from contextlib import contextmanager
@@ -243,8 +244,8 @@ class GPT(nn.Module):
             for linear in (module.attention.out, module.mlp.down):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
-    def forward(self, tokens_BT, targets_BT=None, *, offset=0):
-        """tokens (B, T) ints → logits (B, T, V), or the mean cross-entropy if `targets` (B, T) are given.
+    def forward(self, tokens_BT, targets_BT=None, *, offset=0, reduction="mean"):
+        """tokens (B, T) ints → logits (B, T, V), or the cross-entropy if `targets` (B, T) are given, "mean" or "sum".
 
         A target of −100 is not counted. `offset`: the position of the first token, for a sequence fed in chunks.
         TypeError for what is no tensor; ValueError for a wrong shape or dtype, a sequence past the context, and (on a
@@ -263,8 +264,8 @@ class GPT(nn.Module):
         logits_BTV = self.head(self.norm(x_BTC))
         if targets_BT is None:
             return logits_BTV
-        logits, targets = logits_BTV.float().flatten(0, 1), targets_BT.flatten().long()
-        return self._lookup(F.cross_entropy, logits, targets, ids=targets_BT, name="targets")
+        loss, targets = functools.partial(F.cross_entropy, reduction=reduction), targets_BT.flatten().long()
+        return self._lookup(loss, logits_BTV.float().flatten(0, 1), targets, ids=targets_BT, name="targets")
 
     def _lookup(self, function, *args, ids, name):
         """An id that `function` does not know becomes a ValueError with the value, at no cost when all is well."""

@@ -94,3 +94,11 @@ def test_figures_of_smaller_activations_are_the_recorded_ones():
     assert f"{100 * time['int8'] - 100:.0f} % of the time on a CPU (bf16: {100 * time['bf16'] - 100:.0f} %)" in line
     int8, bf16 = (100 * off[f"gradient's error: {way}"] for way in ("int8", "bf16"))
     assert f"off by {int8:.1f} % (bf16: {bf16:.1f} %)" in line and off["gradient's error: lossless"] == 0
+
+
+def test_figures_of_long_sequences_are_the_recorded_ones():
+    line, rows = readme_row("a long sequence in chunks"), {row["what"]: row["ratio"] for row in rows_of("sequences")}
+    fp32, bf16 = (rows[f"step in 8 chunks, {dtype}"] for dtype in ("fp32", "bf16"))
+    peak = rows["peak above the start, 8 chunks, fp32"]
+    assert f"{100 - 100 * peak:.0f} % of what a step takes above weights, in 8 chunks" in line
+    assert f"in 8 chunks {fp32:.2f} times the time in fp32, {bf16:.2f} in bf16" in line

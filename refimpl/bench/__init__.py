@@ -14,6 +14,7 @@ NAMES = {
     "accumulation": "steps in micro-batches beside the whole batch at once, and beside a loop by hand",
     "checkpointing": "recomputation beside torch.utils.checkpoint, and what each policy costs",
     "activations": "saved tensors compressed or offloaded beside uncompressed, recomputed and save_on_cpu ones",
+    "sequences": "a long sequence in chunks beside the whole one: bytes at the peak and seconds",
 }
 
 __all__ = ["NAMES", "compare", "measurement"]

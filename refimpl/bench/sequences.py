@@ -1,0 +1,81 @@
+"""A long sequence in chunks beside the same sequence whole: the peak of a step and the time it takes."""
+
+from dataclasses import asdict, replace
+
+import torch
+from tqdm import tqdm
+
+from .. import memory
+from ..model import GPT, GPTConfig
+from ..sequence_length import ChunkedSequenceProcessor, training_step_bytes
+from .meter import DTYPES, REALISTIC
+from .record import row
+from .runner import BAR_DELAY, compare
+
+LONGER, CHUNKS = 8, (2, 4, 8, 16)  # times the usual sequence, in one row; and in how many chunks it comes
+WHOLE = "the whole sequence at once"
+
+
+class Steps:
+    """A GPT and a sequence; gradients are there and are added to."""
+
+    def __init__(self, size, dtype, device):
+        self.config = GPTConfig(vocab_size=size.vocab_size, context_length=size.sequence, layers=size.layers,
+                                hidden=size.hidden, heads=size.heads)
+        self.model = GPT(self.config, dtype=dtype, device=device)
+        self.tokens = torch.randint(0, size.vocab_size, (size.batch, size.sequence), device=device)
+
+    def whole(self):
+        """One forward, one backward."""
+        self.model(self.tokens, self.tokens).backward()
+
+    def in_chunks(self, chunks, gradient="full"):
+        """The same in chunks."""
+        length = self.tokens.shape[1] // chunks
+        ChunkedSequenceProcessor(self.model, length, gradient=gradient)(self.tokens, self.tokens).backward()
+
+
+def run(device="cpu", size=None, rounds=5):
+    """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one, made longer."""
+    if size is None:
+        usual = REALISTIC[torch.device(device).type]
+        size = replace(usual, batch=1, sequence=LONGER * usual.sequence)
+    settings = {"step": asdict(size), "rounds": rounds, "threads": torch.get_num_threads(), "chunks": list(CHUNKS),
+                "attention": "softmax_attention", "a step": "forward and backward; gradients are there and added to"}
+    rows = []
+    for name, dtype in tqdm(DTYPES.items(), "precisions", delay=BAR_DELAY, leave=False):
+        steps = Steps(size, dtype, device)
+        steps.whole()
+        rows += byte_rows(steps, name, dtype, device) + time_rows(steps, name, rounds)
+    return settings, rows
+
+
+def byte_rows(steps, name, dtype, device):
+    """Peaks by the allocator above the start of a step whose gradients are None before."""
+    rows, whole = [], peak(steps, steps.whole, device)
+    batch, length = steps.tokens.shape
+    for chunks in CHUNKS:
+        ours = peak(steps, lambda chunks=chunks: steps.in_chunks(chunks), device)
+        ledger = training_step_bytes(steps.config, batch, length, chunk_size=length // chunks, dtype=dtype,
+                                     optimizer="sgd", device=device)
+        predicted = ledger.total - ledger["parameters"] - ledger["buffers"] - ledger["inputs"]
+        rows.append(row(f"peak above the start, {chunks} chunks, {name}", WHOLE, "bytes", ours, whole,
+                        predicted=predicted))
+    return rows
+
+
+def peak(steps, step, device):
+    """Bytes above the start, as the allocator was asked for them."""
+    steps.model.zero_grad()
+    with memory.measure(device) as m:
+        step()
+    return m.peak
+
+
+def time_rows(steps, name, rounds):
+    """Median seconds of a step in chunks beside the whole, in alternation."""
+    kinds = {f"step in {chunks} chunks, {name}": lambda chunks=chunks: steps.in_chunks(chunks) for chunks in CHUNKS}
+    kinds[f"step in {CHUNKS[1]} chunks, truncated, {name}"] = lambda: steps.in_chunks(CHUNKS[1], "truncated")
+    timing = compare({**kinds, WHOLE: steps.whole}, rounds=rounds, title=f"chunks, {name}")
+    return [row(what, WHOLE, "s", timing.median(what), timing.median(WHOLE), spread=timing.spread(what),
+                peer_spread=timing.spread(WHOLE)) for what in kinds]

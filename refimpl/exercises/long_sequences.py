@@ -1,0 +1,97 @@
+"""Exercises of notebook 08."""
+
+import torch
+from torch.nn import functional as F
+
+from .. import memory
+from ..model import GPT, GPTConfig, softmax_attention
+from ..sequence_length import Quadratic
+from . import verdict
+
+CONFIG = GPTConfig(vocab_size=1024, context_length=1024, layers=1, hidden=32, heads=4)
+
+
+def keep_every_graph(model, tokens, targets, chunk_size):
+    """Broken: the chunks' losses are summed, and one backward goes through all. Each chunk reads the keys of those
+    before it from a list, by which autograd holds them all."""
+    losses, past = [], {block: [] for block in model.blocks}
+
+    def carrying(block):
+        def attend(q, k, v):
+            past[block].append((k, v))
+            k, v = (torch.cat(each, dim=2) for each in zip(*past[block], strict=True))
+            return softmax_attention(q, k, v, causal=True)
+
+        return attend
+
+    before = [(block.attention.attention, block.attention.options) for block in model.blocks]
+    try:
+        for block in model.blocks:
+            block.attention.attention, block.attention.options = carrying(block), {}
+        for first in range(0, tokens.shape[1], chunk_size):
+            part = slice(first, first + chunk_size)
+            losses.append(model(tokens[:, part], targets[:, part], offset=first))
+        torch.stack(losses).mean().backward()
+    finally:
+        for block, (attention, options) in zip(model.blocks, before, strict=True):
+            block.attention.attention, block.attention.options = attention, options
+
+
+def first(solve):
+    """`solve(a, b, c, budget)`: the largest whole s with a·s² + b·s + c ≤ budget; 0 if there is none."""
+
+    def check(solve):
+        for a, b, c in ((16, 100, 1000), (0, 7, 3), (3, 0, 0), (12_000, 5_000_000, 2 * 10**9)):
+            form = Quadratic(a, b, c)
+            for budget in (form(1), form(1000), form(1000) - 1, c):
+                expected, said = max(0, form.largest(budget)), solve(a, b, c, budget)
+                if isinstance(said, bool) or said != expected:
+                    return (f"{form} within {budget:,} bytes: you say {said!r}; {expected:,} takes "
+                            f"{form(expected):,} bytes, and {expected + 1:,} takes {form(expected + 1):,}")
+        return None
+
+    verdict("first", solve, check)
+
+
+def second(attend):
+    """`attend(q, k, v, first)`: causal attention of a chunk whose first query stands at position `first`; q (B, H, T,
+    D), k and v (B, H, first + T, D). It may hold scores of T × S, and none of S × S."""
+
+    def check(attend):
+        torch.manual_seed(0)
+        for first, T in ((0, 32), (480, 32), (37, 5)):
+            q, k, v = (torch.randn(2, 4, length, 16) for length in (T, first + T, first + T))
+            with memory.track() as t:
+                said = attend(q, k, v, first)
+            if said.shape != q.shape or not torch.allclose(said, softmax_attention(q, k, v, causal=True), atol=1e-5):
+                return f"queries {first}…{first + T - 1} see other keys than they should"
+            took, limit = t.peak.total - t.start.total, 4 * 4 * 2 * 4 * T * (first + T) + 4 * k.nbytes + 65536
+            if took > limit:
+                return f"right, but {took:,} bytes for {T} queries and {first + T} keys; {limit:,} are enough"
+        return None
+
+    verdict("second", attend, check)
+
+
+def third(loss):
+    """`loss(model, tokens, targets, chunk_size)`: the mean loss over the targets that are not −100, without a graph, at
+    a peak of one chunk's logits and not the sequence's."""
+
+    def check(loss):
+        torch.manual_seed(0)
+        model, (tokens, targets) = GPT(CONFIG), torch.randint(0, 1024, (2, 1, 512))
+        targets[:, 100:230] = -100
+        with memory.track(model, tokens, targets) as t:
+            said = loss(model, tokens, targets, 64)
+        with torch.no_grad():
+            expected = model(tokens, targets)
+        said = torch.as_tensor(said)
+        if said.requires_grad:
+            return "your loss has a graph, which keeps the activations of every chunk"
+        if not torch.allclose(said.float(), expected, atol=1e-5):
+            mean = F.cross_entropy(model(tokens)[0, -64:], targets[0, -64:]).item()
+            return f"the mean loss is {expected:.5f}, yours {said.item():.5f} (of the last chunk alone: {mean:.5f})"
+        took, whole = t.peak.total - t.start.total, 4 * 512 * CONFIG.vocab_size
+        return None if took < whole else f"right, but it took {took:,} bytes; the logits of all tokens are {whole:,}"
+
+    verdict("third", loss, check)

@@ -1,0 +1,107 @@
+"""Keys and values of a sequence that comes in chunks: kept in one place, and the place where their gradients meet."""
+
+import math
+from contextlib import contextmanager
+
+import torch
+from torch.nn import functional as F
+
+from .. import memory
+
+CARRIED = "keys and values"  # the category, of their gradients, too
+
+
+class Carried:
+    """K and V of every attention layer, (B, G, s, D) each, allocated once; and as many gradients, in backward.
+
+    Each is a tensor of its own: autograd notices a write to one that it keeps, and later layers write. Inside of
+    `chunk(first, last)` every attention of the model stores its new keys and values at [first, last) and attends to all
+    from 0 to last, causally, with the function that it was given.
+    """
+
+    def __init__(self, model, batch, length, dtype, device):
+        self.layers = [block.attention for block in model.blocks]
+        c = model.config
+        self._shape, self._like = (batch, c.kv_heads, length, c.head_dim), {"dtype": dtype, "device": device}
+        self.values = self._tensors(torch.empty)
+        self.gradients = None
+
+    def _tensors(self, make):
+        return [[memory.mark(make(self._shape, **self._like), CARRIED) for _ in ("K", "V")] for _ in self.layers]
+
+    def need_gradients(self):
+        """Room for the sums of gradients, zeros."""
+        self.gradients = self._tensors(torch.zeros)
+
+    @contextmanager
+    def chunk(self, first, last, store):
+        """The model's attentions are those of a chunk. `store`: the keys and values are new; else they are there."""
+        mask = _Mask(first, last)
+        before = [vars(layer).get("attention") for layer in self.layers]
+        try:
+            for number, layer in enumerate(self.layers):
+                # Not setattr: an attention that is a module is registered, and would have to be replaced by another.
+                vars(layer)["attention"] = _attend(self, number, layer.attention, first, last, store, mask)
+            yield
+        finally:
+            for layer, function in zip(self.layers, before, strict=True):
+                if function is None:
+                    vars(layer).pop("attention", None)
+                else:
+                    vars(layer)["attention"] = function
+
+
+def _attend(carried, number, attention, first, last, store, mask):
+    """The attention of one layer in one chunk."""
+
+    def attend(q_BHTD, k_BGTD, v_BGTD, **options):
+        place = slice(first, last)
+        k_BGSD, v_BGSD = (_Carry.apply(new, carried, (number, which), place, store)
+                          for which, new in enumerate((k_BGTD, v_BGTD)))
+        if attention is F.scaled_dot_product_attention and first > 0:
+            # Its own causal mask is aligned top-left: the first query would see the first key only.
+            options = {**options, "is_causal": False, "attn_mask": mask.like(q_BHTD)}
+        return attention(q_BHTD, k_BGSD, v_BGSD, **options)
+
+    return attend
+
+
+class _Mask:
+    """Causal and aligned bottom-right, (T, S), in the queries' type: made once, for all layers of a chunk."""
+
+    def __init__(self, first, last):
+        self.first, self.last, self.made = first, last, None
+
+    def like(self, q_BHTD):
+        if self.made is None:
+            hidden_TS = torch.full((self.last - self.first, self.last), -math.inf, dtype=q_BHTD.dtype,
+                                   device=q_BHTD.device)
+            self.made = hidden_TS.triu_(self.first + 1)
+        return self.made
+
+
+class _Carry(torch.autograd.Function):
+    """New keys (or values) of a chunk → all keys so far. Backward: what earlier chunks' keys get is added to what they
+    have; the chunk's own get that, and what later chunks added before."""
+
+    @staticmethod
+    def forward(ctx, new, carried, where, place, store):
+        ctx.carried, ctx.where, ctx.place = carried, where, place
+        values = carried.values[where[0]][where[1]]
+        if store:
+            values[:, :, place] = new
+        return values[:, :, : place.stop]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        summed, (layer, which) = ctx.carried.gradients, ctx.where
+        if summed is None:  # truncated: earlier chunks get nothing
+            return gradient[:, :, ctx.place].clone(), None, None, None, None
+        summed = summed[layer][which]
+        summed[:, :, : ctx.place.stop] += gradient
+        return summed[:, :, ctx.place], None, None, None, None
+
+
+def carried_bytes(config, batch_size, sequence, dtype=torch.float32):
+    """Bytes of the keys and values of a whole sequence, and once more of their gradients: 2·e·L·B·s·G·D."""
+    return 2 * dtype.itemsize * config.layers * batch_size * sequence * config.kv_heads * config.head_dim

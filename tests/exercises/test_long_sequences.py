@@ -1,0 +1,69 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from refimpl.exercises import long_sequences as page
+from refimpl.model import softmax_attention
+from refimpl.sequence_length import ChunkedSequenceProcessor
+
+
+def solve(a, b, c, budget):
+    if budget < c:
+        return 0
+    return (math.isqrt(b * b + 4 * a * (budget - c)) - b) // (2 * a) if a else (budget - c) // b
+
+
+def attend(q, k, v, first):
+    position = torch.arange(first, first + q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(k.shape[2]) <= position[:, None])
+
+
+def whole_attention(q, k, v, first):
+    padded = F.pad(q, (0, 0, first, 0))
+    return softmax_attention(padded, k, v, causal=True)[:, :, first:]
+
+
+def loss(model, tokens, targets, chunk_size):
+    process, total, count = ChunkedSequenceProcessor(model, chunk_size), 0.0, (targets != -100).sum()
+    for (first, last), logits in zip(process.chunks(tokens.shape[1]), process.logits(tokens), strict=True):
+        total = total + F.cross_entropy(logits.flatten(0, 1), targets[:, first:last].flatten(), reduction="sum")
+    return total / count
+
+
+def mean_of_means(model, tokens, targets, chunk_size):
+    process, losses = ChunkedSequenceProcessor(model, chunk_size), []
+    for (first, last), logits in zip(process.chunks(tokens.shape[1]), process.logits(tokens), strict=True):
+        losses.append(F.cross_entropy(logits.flatten(0, 1), targets[:, first:last].flatten()).nan_to_num())
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def whole_loss(model, tokens, targets, chunk_size):
+    return model(tokens, targets)
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [(page.first, solve), (page.second, attend), (page.third, loss)])
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, lambda a, b, c, budget: solve(a, b, c, budget) + 1, "you say 2; 1 takes"),
+    (page.first, lambda a, b, c, budget: budget // (a + b), "within"),
+    (page.second, lambda q, k, v, first: F.scaled_dot_product_attention(q, k, v, is_causal=True), "other keys"),
+    (page.second, whole_attention, "right, but"),
+    (page.third, mean_of_means, "the mean loss is"),
+    (page.third, whole_loss, "right, but it took"),
+    (page.third, lambda model, tokens, targets, chunk_size: model(tokens, targets), "your loss has a graph"),
+])
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)

@@ -1,0 +1,64 @@
+"""Carried keys and values: their bytes, the mask of a chunk, and that nothing stays behind."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from refimpl import memory
+from refimpl.model import GPT, softmax_attention
+from refimpl.sequence_length import ChunkedSequenceProcessor, carried_bytes
+from refimpl.sequence_length.cache import Carried, _Mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_bytes_of_keys_and_values(family, name, dtype):
+    config = family(name)
+    carried = Carried(GPT(config, dtype=dtype), 2, 100, dtype, torch.device("cpu"))
+    assert sum(tensor.nbytes for layer in carried.values for tensor in layer) == carried_bytes(config, 2, 100, dtype)
+    process = ChunkedSequenceProcessor(GPT(config, dtype=dtype), 32)
+    with memory.track(process.model) as t:
+        for _ in process.logits(torch.zeros(2, 100, dtype=torch.int64)):
+            assert t.now["keys and values"] == carried_bytes(config, 2, 100, dtype)
+        assert "keys and values" not in t.now
+
+
+def test_the_mask_of_a_chunk_is_aligned_bottom_right():
+    """torch's own is_causal is not: with it the first query of a chunk would see the first key alone."""
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8)
+    expected = softmax_attention(q, k, v, causal=True)
+    mask = _Mask(4, 7).like(q)
+    assert mask.isinf().tolist() == [[False] * (5 + row) + [True] * (2 - row) for row in range(3)]
+    assert torch.allclose(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), expected, atol=1e-6)
+    assert not torch.allclose(F.scaled_dot_product_attention(q, k, v, is_causal=True), expected, atol=1e-2)
+
+
+class Dense(torch.nn.Module):
+    """An attention that is a module, and registered as one."""
+
+    def forward(self, q, k, v, *, causal=False):
+        return softmax_attention(q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("attention", [softmax_attention, F.scaled_dot_product_attention, Dense()])
+def test_attentions_are_as_they_were_also_after_an_exception(family, attention):
+    model, tokens = GPT(family("gpt2"), attention), torch.zeros(1, 8, dtype=torch.int64)
+    layers = [block.attention for block in model.blocks]
+    before, names = [layer.attention for layer in layers], [sorted(vars(layer)) for layer in layers]
+    process = ChunkedSequenceProcessor(model, 4)
+    process(tokens, tokens).backward()
+    model.blocks[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    for call in (lambda: process(tokens, tokens), lambda: list(process.logits(tokens))):
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert [layer.attention for layer in layers] == before
+        assert [sorted(vars(layer)) for layer in layers] == names
+
+
+def test_between_two_chunks_of_logits_the_model_is_free(family):
+    model, tokens = GPT(family("gpt2")), torch.randint(0, 300, (1, 8))
+    expected = model(tokens)
+    parts = ChunkedSequenceProcessor(model, 4).logits(tokens)
+    first = next(parts)
+    assert torch.equal(model(tokens), expected)
+    assert torch.allclose(torch.cat((first, next(parts)), 1), expected, atol=1e-6)
