@@ -232,6 +232,9 @@ def test_logits_never_exist_whole(family):
         for logits in process.logits(tokens):
             del logits
     assert one_chunk < t.peak.total - t.start.total < 1.8 * one_chunk
+    with torch.no_grad(), memory.track(model, tokens) as t:
+        process(tokens, tokens)
+    assert t.peak["activations"] == 0 and t.now["temporaries"] == 0
     with memory.track(model, tokens) as t:
         process(tokens, tokens).backward()
     assert t.peak.total - t.start.total - t.now["gradients"] < 5 * one_chunk < whole
