@@ -12,26 +12,31 @@ CARRIED = "keys and values"  # the category, of their gradients, too
 
 
 class Carried:
-    """K and V of every attention layer, (B, G, s, D) each, allocated once; and as many gradients, in backward.
+    """K and V of every attention layer, (B, G, s, D) each, allocated once, in the type in which the first chunk brings
+    them (autocast and rotations have their say); and as many gradients, in backward.
 
     Each is a tensor of its own: autograd notices a write to one that it keeps, and later layers write. Inside of
     `chunk(first, last)` every attention of the model stores its new keys and values at [first, last) and attends to all
     from 0 to last, causally, with the function that it was given.
     """
 
-    def __init__(self, model, batch, length, dtype, device):
+    def __init__(self, model, batch, length):
         self.layers = [block.attention for block in model.blocks]
         c = model.config
-        self._shape, self._like = (batch, c.kv_heads, length, c.head_dim), {"dtype": dtype, "device": device}
-        self.values = self._tensors(torch.empty)
+        self._shape = batch, c.kv_heads, length, c.head_dim
+        self._values = [[None, None] for _ in self.layers]  # K, V
         self.gradients = None
 
-    def _tensors(self, make):
-        return [[memory.mark(make(self._shape, **self._like), CARRIED) for _ in ("K", "V")] for _ in self.layers]
+    def values(self, where, new):
+        """The tensor of K or V, `where` = (layer, 0 or 1), that `new` is a part of."""
+        layer, which = where
+        if self._values[layer][which] is None:
+            self._values[layer][which] = memory.mark(new.new_empty(self._shape), CARRIED)
+        return self._values[layer][which]
 
     def need_gradients(self):
         """Room for the sums of gradients, zeros."""
-        self.gradients = self._tensors(torch.zeros)
+        self.gradients = [[memory.mark(torch.zeros_like(value), CARRIED) for value in pair] for pair in self._values]
 
     @contextmanager
     def chunk(self, first, last, store):
@@ -87,7 +92,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx, new, carried, where, place, store):
         ctx.carried, ctx.where, ctx.place = carried, where, place
-        values = carried.values[where[0]][where[1]]
+        values = carried.values(where, new)
         if store:
             values[:, :, place] = new
         return values[:, :, : place.stop]

@@ -74,7 +74,7 @@ class ChunkedSequenceProcessor:
         """Yield the logits of each chunk, (B, T, V), without a graph. Let go of one before you ask for the next, and
         there is never more than one chunk's."""
         length = self.model._check(tokens, None, 0)
-        carried = self._carried(tokens)
+        carried = Carried(self.model, *tokens.shape)
         for first, last in self.chunks(length):
             with torch.no_grad(), carried.chunk(first, last, store=True):  # a decorator would hold what it passes on
                 logits = self.model(tokens[:, first:last], offset=first)
@@ -91,13 +91,6 @@ class ChunkedSequenceProcessor:
         if not one_pass.trained:
             return one_pass.forward()
         return _Loss.apply(one_pass, trained[0])
-
-    def _carried(self, tokens):
-        """Room for keys and values, in the type that the projections give."""
-        weight = self.model.blocks[0].attention.qkv.weight
-        kind = weight.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        return Carried(self.model, *tokens.shape, dtype, weight.device)
 
 
 class _Loss(torch.autograd.Function):
@@ -126,7 +119,7 @@ class _Pass:
     def __init__(self, process, tokens, targets, trained):
         self.model, self.tokens, self.targets, self.trained = process.model, tokens, targets, trained
         self.chunks, self.truncated = process.chunks(tokens.shape[1]), process.gradient == "truncated"
-        self.carried = process._carried(tokens)
+        self.carried = Carried(process.model, *tokens.shape)
         self.count = (targets != -100).sum()
         self.environments = []  # of all chunks but the last
 

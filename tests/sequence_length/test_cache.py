@@ -14,8 +14,11 @@ from refimpl.sequence_length.cache import Carried, _Mask
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_bytes_of_keys_and_values(family, name, dtype):
     config = family(name)
-    carried = Carried(GPT(config, dtype=dtype), 2, 100, dtype, torch.device("cpu"))
-    assert sum(tensor.nbytes for layer in carried.values for tensor in layer) == carried_bytes(config, 2, 100, dtype)
+    carried, new = Carried(GPT(config, dtype=dtype), 2, 100), torch.zeros(2, config.kv_heads, 32, config.head_dim,
+                                                                          dtype=dtype)
+    places = [(layer, which) for layer in range(config.layers) for which in (0, 1)]
+    assert sum(carried.values(place, new).nbytes for place in places) == carried_bytes(config, 2, 100, dtype)
+    assert all(carried.values(place, new) is carried.values(place, new) for place in places)
     process = ChunkedSequenceProcessor(GPT(config, dtype=dtype), 32)
     with memory.track(process.model) as t:
         for _ in process.logits(torch.zeros(2, 100, dtype=torch.int64)):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from refimpl import memory
 from refimpl.checkpointing import recompute
+from refimpl.mixed_precision import autocast
 from refimpl.model import GPT, softmax_attention
 from refimpl.sequence_length import ChunkedSequenceProcessor, carried_bytes, training_step_bytes
 
@@ -76,17 +77,20 @@ def test_in_low_precision_it_is_as_near_as_the_whole_pass(family):
     assert apart(gradients(low, ChunkedSequenceProcessor(low, 8)(tokens, targets)), exact) < 1.5 * whole
 
 
-def test_under_autocast_with_recomputed_blocks_and_frozen_parameters(family):
-    model, tokens, targets = made(family("gpt2", layers=2), dtype=torch.float32)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # llama: rotated keys are fp32, values are bf16
+@pytest.mark.parametrize("region", [lambda: torch.autocast("cpu", torch.bfloat16),
+                                    lambda: autocast(torch.bfloat16, "cpu")], ids=["torch's", "ours"])
+def test_under_autocast_with_recomputed_blocks_and_frozen_parameters(family, name, region):
+    model, tokens, targets = made(family(name, layers=2), dtype=torch.float32)
     model.embedding.requires_grad_(False)
     model.blocks[0].mlp.requires_grad_(False)
-    with torch.autocast("cpu", torch.bfloat16):
+    with region():
         loss = model(tokens, targets)
     loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     with recompute(model.blocks):
-        with torch.autocast("cpu", torch.bfloat16):
+        with region():
             loss = ChunkedSequenceProcessor(model, 16)(tokens, targets)
         loss.backward()  # outside of it, as one should
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
