@@ -43,6 +43,10 @@ class OffloadActivations(SavedStorages):
         super().__init__(model, smallest, only)
         if type(depth) is not int or depth < 1:
             raise ValueError(f"depth={depth!r}: expected how many storages travel at once, an integer of at least 1")
+        for name in ("offloads", "to_host", "to_device", "wait"):
+            if transfer is not None and not callable(getattr(transfer, name, None)):
+                raise TypeError(f"transfer={transfer!r} has no method {name}: expected who makes the copies, such as "
+                                "CUDATransfer(); leave it out")
         self.depth, self._transfer = depth, transfer or CUDATransfer()
 
     def __enter__(self):
