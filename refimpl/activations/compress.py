@@ -41,10 +41,15 @@ def compress_activations(model, method="int8", *, group=128, stochastic=False, s
     Backward may run inside or after the context. Bytes afterwards: `compressed_activation_bytes`; `c.report` tells
     what was packed, what was left and why.
 
-    - `method`: "lossless", "bf16" or "int8", as above; each does what the one before it does.
+    - `method`: "lossless" packs masks (boolean, or of two values) into bits; "bf16" also rounds fp32 and fp64
+      activations to bfloat16, off by 2⁻⁸ of a value at most; "int8" rounds floating ones to 8 bits instead, by groups:
+      step = (max − min) / 255, code = round((x − min) / step), so |x − x̂| ≤ step / 2, as ActNN does (Chen et al. 2021).
+      Tensors that need no gradient and those of one value a row, such as 1/σ (…, 1), are never rounded.
     - `group`: int8, how many values share a least value and a step (8 bytes a group).
     - `stochastic`: int8, round up or down at random, right in the mean. The numbers come from a generator of its own
       that goes on from context to context; with a `seed`, from one that begins there. torch's own is not touched.
+      Without a seed each process draws the same numbers, and errors of several ranks do not average out: give each rank
+      a seed of its own, and enter one context in all steps (a new one begins anew).
     - `smallest`: storages of fewer bytes are left. `only`: patterns of module names, e.g. `"blocks.*"`, which
       leaves the log-probabilities of the loss alone; None: all.
 
@@ -58,8 +63,8 @@ def compress_activations(model, method="int8", *, group=128, stochastic=False, s
     `torch.compile`, which makes one) computes for itself needs no gradient and is left. Around a `checkpoint` this
     packs the inputs of its region; inside one, it packs what the region would recompute.
 
-    Raises ValueError for a method, a group, a threshold or a pattern that does not exist, and `stochastic` or a `seed`
-    that nothing would use; TypeError for a model that is no module; RuntimeError when entered twice at once.
+    Raises ValueError for a method, a group, a threshold, a seed or a pattern that does not exist, and `stochastic` or a
+    `seed` that nothing would use; TypeError for a model that is no module; RuntimeError when entered twice at once.
     """
     return CompressActivations(model, method, group, stochastic, smallest, only, seed)
 
