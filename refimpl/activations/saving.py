@@ -58,13 +58,14 @@ class View:
 
 class Hook:
     """A hook of a module. In a copy of the module, or in a file that it is saved to, it does nothing: the region is
-    that of the original, and the weak references to storages in it cannot be copied."""
+    that of the original, and the weak references to storages in it cannot be copied. Nor is it compiled with it."""
 
     def __init__(self, function):
         self._function = function
 
     def __call__(self, *args):
-        return self._function(*args)
+        if not torch.compiler.is_compiling():
+            self._function(*args)
 
     def __reduce__(self):
         return Hook, (_nothing,)
@@ -110,7 +111,7 @@ class SavedStorages:
             raise ValueError(f"smallest={smallest!r}: expected a number of bytes, 0 or more")
         self._model, self.smallest = model, smallest
         self._chosen = None if only is None else chosen(model, [only] if isinstance(only, str) else only)
-        self._hooks, self._handles = None, []
+        self._hooks, self._handles, self.report = None, [], Report()
 
     # --- for the technique ------------------------------------------------------------------------------------------
 

@@ -414,6 +414,22 @@ def test_a_copy_of_the_model_made_inside_is_not_in_the_region(gpt):
     assert again.before == c.report.before and again.held_elsewhere() == [] and loss.isfinite()
 
 
+def test_a_model_compiled_inside_does_not_compile_our_hooks(linear, monkeypatch):
+    """The weak references that they make would come out half made, without what frees them."""
+    x = torch.randn(4, 16, requires_grad=True) * 1
+    with Copies(linear, only="") as c:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as Dynamo answers while it traces
+        linear(x)
+        assert not c._callers and c.packed == []
+        monkeypatch.undo()
+        linear(torch.ones(4, 16))
+        assert c._callers
+
+
+def test_a_region_that_was_never_entered_has_nothing_to_report(linear):
+    assert Copies(linear).report.counts == {}
+
+
 def test_a_hook_that_raises_before_ours_does_not_choose_what_follows(linear):
     model = nn.Sequential(linear, nn.Linear(16, 16))
 
