@@ -96,10 +96,13 @@ def compressed_activation_terms(config, batch, sequence, method="int8", *, group
         activation, bf16              2n if e > 2
         activation, int8              n + 8·⌈n/g⌉, g = group
 
-    and e·n for all others, and where that is less. ValueError for an unknown method, and as `memory.activation_terms`.
+    and e·n for all others, and where that is less. ValueError for an unknown method or a group below 1, and as
+    `memory.activation_terms`.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
+    if type(group) is not int or group < 1:
+        raise ValueError(f"group={group!r}: expected how many values share a range, an integer of at least 1")
     terms = {}
     for each in saved_storages(config, batch, sequence, dtype, device):
         packed = each.nbytes
@@ -113,7 +116,9 @@ def compressed_activation_terms(config, batch, sequence, method="int8", *, group
 
 
 def compressed_activation_bytes(config, batch, sequence, method="int8", **options):
-    """Bytes of all of them: the sum of `compressed_activation_terms`."""
+    """Bytes that autograd keeps of our GPT under `compress_activations`: the sum of `compressed_activation_terms`, with
+    its equation, options and errors.
+    """
     return sum(compressed_activation_terms(config, batch, sequence, method, **options).values())
 
 

@@ -14,6 +14,11 @@ CHUNK = 2**22  # elements that are worked on at a time, so that the workspace do
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size: to compare values bit for bit
 
 
+def has_values(tensor):
+    """Whether it can be asked for them: a fake or meta tensor has a shape and nothing in it."""
+    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+
+
 @dataclass(frozen=True)
 class Bits:
     """One bit an element: a boolean mask, or a choice between two `values` (bit patterns, lower and higher)."""
@@ -42,8 +47,8 @@ def encode_bits(mask):
 
 def encode_two_values(flat):
     """Bits of a tensor (n,) that holds two different bit patterns at most, such as the noise that dropout multiplies
-    with, 0 and 1/(1 − p); None if there are more, or if nobody can tell (a fake tensor has no values)."""
-    if isinstance(flat, FakeTensor) or flat.dtype.itemsize not in INTEGERS or not flat.numel():
+    with, 0 and 1/(1 − p); None if there are more, or if nobody can tell (a fake or meta tensor has no values)."""
+    if not has_values(flat) or flat.dtype.itemsize not in INTEGERS or not flat.numel():
         return None
     integers = flat.view(INTEGERS[flat.dtype.itemsize])
     low, high = integers.aminmax()
@@ -133,7 +138,7 @@ def encode_groups(flat, group, generator=None):
             levels.add_(torch.rand(levels.shape, generator=generator, device=device)).floor_()
         codes[begin:end].view_as(levels).copy_(levels.clamp_(0, LEVELS))  # 255 + u can round to 256
         ranges[0, first:last], ranges[1, first:last] = least[:, 0], step[:, 0]
-    if not isinstance(flat, FakeTensor) and not bool(ranges.isfinite().all()):
+    if has_values(flat) and not bool(ranges.isfinite().all()):
         return None
     return Groups(codes, ranges, group, flat.dtype)
 

@@ -20,6 +20,7 @@ from .codecs import (
     encode_groups,
     encode_two_values,
     group_bytes,
+    has_values,
     mask_bytes,
 )
 from .saving import SavedStorages, Stored
@@ -29,6 +30,7 @@ ROUNDED = {"bf16": (torch.float32, torch.float64),
            "int8": (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 MASKS = "masks, 1 bit"
 KINDS = {"bf16": "activations, bf16", "int8": "activations, 8 bits"}
+WIDEST = 0.25  # step of log-probabilities: backward takes exp of them, so each may be off by a factor of exp(1/8)
 SMALLEST = 4096  # bytes: below it, a storage is not worth the kernels that it takes
 _generators = {}  # device -> the numbers of stochastic rounding, which go on from context to context
 
@@ -39,21 +41,30 @@ def compress_activations(model, method="int8", *, group=128, stochastic=False, s
     Backward may run inside or after the context. Bytes afterwards: `compressed_activation_bytes`; `c.report` tells
     what was packed, what was left and why.
 
-    - `method`: "lossless", "bf16" or "int8", as above; each does what the one before it does.
+    - `method`: "lossless" packs masks (boolean, or of two values) into bits; "bf16" also rounds fp32 and fp64
+      activations to bfloat16, off by 2⁻⁸ of a value at most; "int8" rounds floating ones to 8 bits instead, by groups:
+      step = (max − min) / 255, code = round((x − min) / step), so |x − x̂| ≤ step / 2, as ActNN does (Chen et al. 2021).
+      Tensors that need no gradient and those of one value a row, such as 1/σ (…, 1), are never rounded.
     - `group`: int8, how many values share a least value and a step (8 bytes a group).
     - `stochastic`: int8, round up or down at random, right in the mean. The numbers come from a generator of its own
       that goes on from context to context; with a `seed`, from one that begins there. torch's own is not touched.
+      Without a seed each process draws the same numbers, and errors of several ranks do not average out: give each rank
+      a seed of its own, and enter one context in all steps (a new one begins anew).
     - `smallest`: storages of fewer bytes are left. `only`: patterns of module names, e.g. `"blocks.*"`, which
       leaves the log-probabilities of the loss alone; None: all.
 
+    Eight bits suit values of one scale: a group with one of −1e9 in it knows the others to ±2e6. Log-probabilities that
+    far apart (a step above 0.25) are left; mask other scores with −inf, which leaves them, too. In bf16 what is above
+    3.39e38, such as `torch.finfo(torch.float32).max`, becomes inf.
+
     A copy is compressed, so what is changed in place afterwards still has the gradient of what it was. A storage with
-    inf or NaN is not rounded (on CUDA, looking for them waits for the device). A fake tensor has no values: in a dry
-    run it is taken for finite, and for a mask only if it is boolean. What a custom `autograd.Function` (or
+    inf or NaN is not rounded in 8 bits (on CUDA, looking for them waits for the device). A fake tensor has no values:
+    in a dry run it is taken for finite, and for a mask only if it is boolean. What a custom `autograd.Function` (or
     `torch.compile`, which makes one) computes for itself needs no gradient and is left. Around a `checkpoint` this
     packs the inputs of its region; inside one, it packs what the region would recompute.
 
-    Raises ValueError for a method, a group, a threshold or a pattern that does not exist, and `stochastic` or a `seed`
-    that nothing would use; TypeError for a model that is no module; RuntimeError when entered twice at once.
+    Raises ValueError for a method, a group, a threshold, a seed or a pattern that does not exist, and `stochastic` or a
+    `seed` that nothing would use; TypeError for a model that is no module; RuntimeError when entered twice at once.
     """
     return CompressActivations(model, method, group, stochastic, smallest, only, seed)
 
@@ -72,6 +83,8 @@ class CompressActivations(SavedStorages):
                              "to steps; leave it out")
         if seed is not None and not stochastic:
             raise ValueError(f"seed={seed!r} draws nothing: expected stochastic=True beside it")
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 2**64):
+            raise ValueError(f"seed={seed!r}: expected an integer from 0 to 2**64 - 1")
         self.method, self.group, self._stochastic, self._seed = method, group, stochastic, seed
         self._generators = _generators if seed is None else {}
 
@@ -103,10 +116,12 @@ class CompressActivations(SavedStorages):
         if after >= nbytes:
             return "left: would not be smaller"
         code = encode_cast(flat) if self.method == "bf16" else encode_groups(flat, self.group, self._numbers(flat))
+        if self.method == "int8" and code and is_log(tensor) and has_values(flat) and code.ranges[1].max() > WIDEST:
+            return "left: logarithms too far apart"
         return (KINDS[self.method], after, Compressed(tensor, code)) if code else "left: inf or NaN in it"
 
     def _numbers(self, flat):
-        if not self._stochastic:
+        if not self._stochastic or flat.is_meta:
             return None
         if flat.device not in self._generators:
             self._generators[flat.device] = torch.Generator(flat.device).manual_seed(self._seed or 0)
@@ -122,6 +137,11 @@ def is_mask_type(tensor):
 def is_one_a_row(tensor):
     """Whether it has one value for each row of something larger."""
     return tensor.dim() == 0 or tensor.shape[-1] == 1
+
+
+def is_log(tensor):
+    """Whether it is a log_softmax's output. Where scores were masked with −1e9 its values lie that far apart."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name() == "LogSoftmaxBackward0"
 
 
 class Compressed(Stored):

@@ -26,12 +26,12 @@ def offload_activations(model, *, depth=2, smallest=SMALLEST, only=None, transfe
     - `depth`: how many storages may be on their way out at once, and how many are fetched ahead: device memory for
       time.
     - `smallest`: storages of fewer bytes stay. `only`: patterns of module names, e.g. `"blocks.*"`; None: all.
-    - `transfer`: who makes the copies, see `schedule`. Default: CUDA's, with pinned memory.
+    - `transfer`: who makes the copies, with the methods of `Rehearsal`. Default: CUDA's, with pinned memory.
 
     What is changed in place while it is being copied is refused in backward, as PyTorch does without hooks.
 
     Raises ValueError for a depth below 1, a threshold below 0 and a pattern that no module has; TypeError for a model
-    that is no module; RuntimeError when entered twice at once.
+    that is no module and a transfer without its methods; RuntimeError when entered twice at once.
     """
     return OffloadActivations(model, depth, smallest, only, transfer)
 
@@ -43,6 +43,10 @@ class OffloadActivations(SavedStorages):
         super().__init__(model, smallest, only)
         if type(depth) is not int or depth < 1:
             raise ValueError(f"depth={depth!r}: expected how many storages travel at once, an integer of at least 1")
+        for name in ("offloads", "to_host", "to_device", "wait"):
+            if transfer is not None and not callable(getattr(transfer, name, None)):
+                raise TypeError(f"transfer={transfer!r} has no method {name}: expected who makes the copies, such as "
+                                "CUDATransfer(); leave it out")
         self.depth, self._transfer = depth, transfer or CUDATransfer()
 
     def __enter__(self):

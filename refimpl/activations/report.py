@@ -16,6 +16,9 @@ class Report:
     def __init__(self):
         self._rows, self._stored, self.owned, self.host = {}, weakref.WeakSet(), 0, 0
 
+    def __getstate__(self):
+        return {**vars(self), "_stored": ()}  # a copy is a record: the originals' weak references cannot be copied
+
     def add(self, kind, before, after, stored=None):
         """One more storage of `before` bytes, of which `after` are kept."""
         row = self._rows.setdefault(kind, [0, 0, 0])

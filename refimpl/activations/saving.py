@@ -56,6 +56,25 @@ class View:
             return self.stored.restore().as_strided(self.shape, self.stride, self.offset)
 
 
+class Hook:
+    """A hook of a module. In a copy of the module, or in a file that it is saved to, it does nothing: the region is
+    that of the original, and the weak references to storages in it cannot be copied. Nor is it compiled with it."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __call__(self, *args):
+        if not torch.compiler.is_compiling():
+            self._function(*args)
+
+    def __reduce__(self):
+        return Hook, (_nothing,)
+
+
+def _nothing(*args):
+    """What is left of a hook in a copy."""
+
+
 class Whole:
     """A tensor that is kept as it is; RuntimeError if it was changed in place since (PyTorch does not look)."""
 
@@ -92,7 +111,7 @@ class SavedStorages:
             raise ValueError(f"smallest={smallest!r}: expected a number of bytes, 0 or more")
         self._model, self.smallest = model, smallest
         self._chosen = None if only is None else chosen(model, [only] if isinstance(only, str) else only)
-        self._hooks, self._handles = None, []
+        self._hooks, self._handles, self.report = None, [], Report()
 
     # --- for the technique ------------------------------------------------------------------------------------------
 
@@ -114,7 +133,7 @@ class SavedStorages:
         self._left = {}  # storage -> weak reference to it: its address is not given to another meanwhile
         owned = [*self._model.parameters(), *self._model.buffers()]
         self._owned = {tensor.untyped_storage()._cdata for tensor in owned if type(tensor) in PLAIN}
-        self._callers, self._depth = {}, 0
+        self._callers, self._inside = {}, []
         try:
             self._listen()
             self._hooks = saved_tensors_hooks(self._pack, _unpack)
@@ -131,10 +150,10 @@ class SavedStorages:
             self._forget()
 
     def _listen(self):
-        self._handles.append(self._model.register_forward_pre_hook(self._called, with_kwargs=True))
+        self._handles.append(self._model.register_forward_pre_hook(Hook(self._called), with_kwargs=True))
         for module in self._chosen or ():
-            self._handles.append(module.register_forward_pre_hook(self._entered))
-            self._handles.append(module.register_forward_hook(self._left_module, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(Hook(self._entered)))
+            self._handles.append(module.register_forward_hook(Hook(self._left_module), always_call=True))
 
     def _forget(self):
         for handle in self._handles:
@@ -145,20 +164,22 @@ class SavedStorages:
 
     def _called(self, module, args, kwargs):
         for tensor in pytree.tree_leaves((args, kwargs)):
-            if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.is_leaf:
+            if has_storage(tensor) and tensor.is_leaf:
                 _remember(self._callers, tensor.untyped_storage())
 
     def _entered(self, module, args):
-        self._depth += 1
+        self._inside.append(module)
 
     def _left_module(self, module, args, output):
-        self._depth -= 1
+        if any(each is module for each in self._inside):  # not where a hook before ours raised
+            while self._inside.pop() is not module:
+                pass
 
     # --- one tensor -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _pack(self, tensor):
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+        if not has_storage(tensor) or tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
             return Whole(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version, tensor.dtype
@@ -182,7 +203,7 @@ class SavedStorages:
         """(kind, bytes, Stored), or (reason, the same bytes, None)."""
         if nbytes < self.smallest:
             reason = f"left: smaller than {self.smallest:,} B"
-        elif self._chosen is not None and not self._depth:
+        elif self._chosen is not None and not self._inside:
             reason = "left: of other modules"
         else:
             reason = self.refuse(tensor)
@@ -208,6 +229,11 @@ class SavedStorages:
         return leaf is not None and type(leaf) in PLAIN and leaf.untyped_storage()._cdata in self._owned
 
 
+def has_storage(tensor):
+    """Whether it is a tensor that is nothing but a strided view of one storage."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _unpack(packed):
     return packed.unpack()
 
@@ -222,9 +248,9 @@ def _remember(storages, storage):
 
 def chosen(model, patterns):
     """The modules of `model` whose names match one of `patterns`; ValueError for a pattern that matches none."""
-    names = [name for name, _ in model.named_modules()]
+    modules = dict(model.named_modules(remove_duplicate=False))  # a shared one has several names
     for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in names):
+        if not any(fnmatch(name, pattern) for name in modules):
             raise ValueError(f"only={pattern!r}: no module of this {type(model).__name__} has such a name; there are "
-                             f"{', '.join(map(repr, names[1:6]))} …")
-    return [module for name, module in model.named_modules() if any(fnmatch(name, p) for p in patterns)]
+                             f"{', '.join(map(repr, list(modules)[1:6]))} …")
+    return list(dict.fromkeys(module for name, module in modules.items() if any(fnmatch(name, p) for p in patterns)))

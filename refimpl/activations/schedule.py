@@ -53,8 +53,9 @@ class Schedule:
         """Let go of device memory until `left` storages are on their way. What was written to meanwhile is spoilt."""
         with self._lock:
             while len(self._leaving) > left:
-                flat, version, ticket, reference = self._leaving.popleft()
+                flat, version, ticket, reference = self._leaving[0]
                 self._transfer.wait(ticket)
+                self._leaving.popleft()  # not before: should the wait be interrupted, the copy still needs it
                 stored = reference()
                 if stored is not None and flat._version != version:
                     stored.overwritten = flat._version, version
@@ -106,13 +107,14 @@ class Schedule:
 
     def forget(self):
         """Drop what was fetched and not used, and begin anew: a retained graph may come again."""
-        self._backward = None
-        for stored in filter(None, (reference() for reference in self._order)):
-            if stored.copy is not None:
-                self._transfer.wait(stored.ticket)  # before its memory is given to another
-            stored.copy, stored.taken, stored.done = None, 0, False
-        while self._order and self._order[-1]() is None:  # a region may last for many steps
-            self._order.pop()
+        with self._lock:  # another thread's backward may be about to take one
+            self._backward = None
+            for stored in filter(None, (reference() for reference in self._order)):
+                if stored.copy is not None:
+                    self._transfer.wait(stored.ticket)  # before its memory is given to another
+                stored.copy, stored.taken, stored.done = None, 0, False
+            while self._order and self._order[-1]() is None:  # a region may last for many steps
+                self._order.pop()
 
 
 def _forget(schedule):

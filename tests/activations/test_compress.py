@@ -257,6 +257,30 @@ def test_masked_scores_do_not_become_nan():
     assert torch.equal(torch.autograd.grad(kept, logits)[0], torch.autograd.grad(loss(), logits)[0])
 
 
+@pytest.mark.parametrize("masked", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_log_probabilities_of_masked_scores_are_left(masked):
+    """Beside −1e9 a group knows its other values to ±2e6, and backward would take exp of that."""
+    scores, hidden = torch.randn(32, 256, requires_grad=True), torch.arange(256) % 2 > 0
+
+    def loss(value):
+        return F.cross_entropy((scores * 1).masked_fill(hidden, value), torch.zeros(32, dtype=torch.int64))
+
+    counts, kept = kinds(loss, masked)
+    assert counts["left: logarithms too far apart"] == 1
+    assert torch.equal(torch.autograd.grad(kept, scores)[0], torch.autograd.grad(loss(masked), scores)[0])
+    counts, _ = kinds(loss, -8.0)
+    assert counts[KINDS["int8"]] == 1, "that is no distance"
+
+
+@pytest.mark.parametrize("options", [{"method": "lossless"}, {"method": "int8"}, {"stochastic": True}])
+def test_meta_tensors_have_no_values_to_look_at(options):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(), nn.Linear(16, 16)).to("meta")
+    with compress_activations(model, smallest=0, **options) as c:
+        loss = model(torch.randn(64, 16, device="meta")).sum()
+    loss.backward()
+    assert c.report.before.total >= c.report.after.total > 0
+
+
 def test_dropout_of_a_cpu_is_bits():
     """Its noise is of x's own type, 0 or 1/(1 − p): two values, found again bit for bit."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -410,6 +434,8 @@ def test_under_autocast_casts_of_weights_are_left(gpt):
     ({"group": 1.5}, "group=1.5"),
     ({"group": True}, "group=True"),
     ({"method": "bf16", "stochastic": True}, "stochastic=True with method='bf16': expected method='int8'"),
+    ({"stochastic": True, "seed": 1.5}, "seed=1.5: expected an integer from 0 to"),
+    ({"stochastic": True, "seed": -1}, "seed=-1: expected an integer from 0 to"),
     ({"seed": 3}, "seed=3 draws nothing: expected stochastic=True"),
 ])
 def test_bad_options(options, message):

@@ -137,6 +137,11 @@ def test_bad_depth(depth):
         offload_activations(nn.Linear(1, 1), depth=depth)
 
 
+def test_bad_transfer():
+    with pytest.raises(TypeError, match="transfer='cpu' has no method offloads: expected who makes the copies"):
+        offload_activations(nn.Linear(1, 1), transfer="cpu")
+
+
 def test_a_mutant_that_saves_nothing_is_seen(gpt, lazy, monkeypatch):
     """It sends copies and keeps the originals too."""
     model, tokens = gpt

@@ -1,7 +1,10 @@
 """What both techniques stand on: each storage once, whatever is not ours left alone, hooks that go when the region
 ends."""
 
+import copy
 import gc
+import io
+import pickle
 import threading
 import weakref
 
@@ -11,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from refimpl import memory
-from refimpl.activations import compress_activations
+from refimpl.activations import compress_activations, saving
 from refimpl.activations.saving import SavedStorages, Stored, View, Whole
 from refimpl.model import GPT, GPTConfig
 
@@ -389,3 +392,112 @@ class Forgetful(dict):
 
 def test_compression_is_one_of_them(linear):
     assert issubclass(type(compress_activations(linear)), SavedStorages)
+
+
+# --- what the model is and where its copies go ------------------------------------------------------------------------
+
+
+def test_a_copy_of_the_model_made_inside_is_not_in_the_region(gpt):
+    """And does not free what the region still watches: a copied weak reference to a storage would."""
+    model, tokens = gpt
+    with Copies(model, only="blocks.*") as c:
+        loss = model(tokens, tokens)
+        twin, file = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, file)
+        seen = len(c._callers)
+        for other in (twin, torch.load(io.BytesIO(file.getvalue()), weights_only=False)):
+            other(tokens.clone(), tokens.clone())
+        assert len(c._callers) == seen
+        hooks = [hook for m in twin.modules() for hook in (m._forward_pre_hooks | m._forward_hooks).values()]
+        assert all(hook._function is saving._nothing for hook in hooks)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(c.report)))
+    assert again.before == c.report.before and again.held_elsewhere() == [] and loss.isfinite()
+
+
+def test_a_model_compiled_inside_does_not_compile_our_hooks(linear, monkeypatch):
+    """The weak references that they make would come out half made, without what frees them."""
+    x = torch.randn(4, 16, requires_grad=True) * 1
+    with Copies(linear, only="") as c:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as Dynamo answers while it traces
+        linear(x)
+        assert not c._callers and c.packed == []
+        monkeypatch.undo()
+        linear(torch.ones(4, 16))
+        assert c._callers
+
+
+def test_a_region_that_was_never_entered_has_nothing_to_report(linear):
+    assert Copies(linear).report.counts == {}
+
+
+def test_a_hook_that_raises_before_ours_does_not_choose_what_follows(linear):
+    model = nn.Sequential(linear, nn.Linear(16, 16))
+
+    def refuses(module, args):
+        raise ValueError("not today")
+
+    linear.register_forward_pre_hook(refuses)
+    x = torch.randn(4, 16, requires_grad=True) * 1
+    with Copies(model, only="0") as c:
+        with pytest.raises(ValueError, match="not today"):
+            linear(x)
+        model[1](x)
+    assert c.packed == []
+
+
+def test_a_shared_module_goes_by_each_of_its_names(linear):
+    model = nn.ModuleDict({"first": linear, "second": linear})
+    assert saving.chosen(model, ["second"]) == saving.chosen(model, ["*"])[1:] == [linear]
+
+
+# --- what is more than a view of a storage ----------------------------------------------------------------------------
+
+
+def test_a_conjugate_comes_back_as_a_conjugate():
+    """It is a view with a bit that says so: z and its conjugate share a storage, a version and a dtype."""
+    z = torch.randn(8, dtype=torch.cfloat, requires_grad=True)
+
+    def loss():
+        w = z * 1
+        return (w * w).abs().sum() + (w * w.conj() * w).abs().sum()
+
+    expected = torch.autograd.grad(loss(), z)[0]
+    with Copies(nn.Linear(1, 1)):
+        kept = loss()
+    assert torch.equal(torch.autograd.grad(kept, z)[0], expected)
+
+
+class Saves(torch.autograd.Function):
+    """x, and something else for backward."""
+
+    @staticmethod
+    def forward(ctx, x, other):
+        ctx.save_for_backward(other)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].dequantize(), None
+
+
+@pytest.mark.filterwarnings("ignore")  # torch means to drop quantized tensors
+def test_a_quantized_tensor_is_kept_as_it_is():
+    x = torch.randn(64, requires_grad=True)
+    other = torch.quantize_per_tensor(torch.randn(64), 0.1, 0, torch.qint32)
+    with compress_activations(nn.Linear(1, 1), smallest=0) as c:
+        y = Saves.apply(x, other)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], other.dequantize()) and c.report.counts == {}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls nested tensors a prototype
+def test_a_nested_tensor_is_kept_as_it_is(linear):
+    rows = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+
+    def loss():
+        y = linear(rows)
+        return torch.nested.to_padded_tensor(y * y, 0).sum()
+
+    expected = torch.autograd.grad(loss(), linear.weight)[0]
+    with compress_activations(linear, smallest=0):
+        kept = loss()
+    assert torch.equal(torch.autograd.grad(kept, linear.weight)[0], expected)

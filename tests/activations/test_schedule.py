@@ -1,6 +1,7 @@
 """Copies out and in: their order, how many at a time, when memory is let go, and each storage once."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -212,6 +213,53 @@ def test_what_was_written_to_on_its_way_out_is_refused(lazy):
     schedule.settle()
     late.add_(1)
     assert torch.equal(view.unpack(), torch.zeros(10)), "the copy was made by then"
+
+
+def test_a_wait_that_was_interrupted_is_made_again(lazy):
+    """Until then the device's memory is not given away."""
+    schedule, flat, wait = Schedule(lazy, 2), torch.ones(10), lazy.wait
+    alive = weakref.ref(flat.untyped_storage())
+    view = View(schedule.send(flat, flat), flat)
+    lazy._queue[0] = lazy._queue[0][0], torch.ones(10)  # the schedule alone holds the source
+    del flat
+
+    def interrupted(ticket):
+        raise KeyboardInterrupt
+
+    lazy.wait = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        schedule.settle()
+    assert alive() is not None
+    lazy.wait = wait
+    assert torch.equal(view.unpack(), torch.ones(10)) and alive() is None
+
+
+def test_the_end_of_a_backward_waits_for_another_threads_take(lazy):
+    """It drops what was fetched: not between the fetch and the use."""
+    case, entered, go = Case(lazy, depth=1, n=1), threading.Event(), threading.Event()
+    fetch = lazy.to_device
+
+    def slow(host, device):
+        entered.set()
+        go.wait(0.2)
+        return fetch(host, device)
+
+    lazy.to_device = slow
+    case.schedule.settle()
+    ended = []
+    other = threading.Thread(target=lambda: (entered.wait(), case.schedule.forget(), ended.append(go.is_set())))
+    other.start()
+    wait = lazy.wait
+
+    def waits(ticket):
+        go.set()
+        other.join(0.2)  # it cannot end before we do
+        wait(ticket)
+
+    lazy.wait = waits
+    assert torch.equal(case.views[0][0].unpack(), case.values[0])
+    other.join()
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("mutant", ["no wait before letting go", "no wait before use"])
