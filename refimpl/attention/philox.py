@@ -26,8 +26,10 @@ def philox(seed, c0, c1, c2, c3, rounds=10):
     k0, k1 = seed & LOW, (seed >> 32) & LOW
     for _ in range(rounds):
         a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c2 = ((b >> 32) & LOW) ^ c1 ^ k0, ((a >> 32) & LOW) ^ c3 ^ k1
-        c1, c3 = b & LOW, a & LOW
+        c0 = ((b >> 32) & LOW) ^ c1 ^ k0
+        c1 = b & LOW
+        c2 = ((a >> 32) & LOW) ^ c3 ^ k1
+        c3 = a & LOW
         k0, k1 = (k0 + WEYL[0]) & LOW, (k1 + WEYL[1]) & LOW
     return c0, c1, c2, c3
 
@@ -35,8 +37,8 @@ def philox(seed, c0, c1, c2, c3, rounds=10):
 def dropped(seed, dropout_p, B, H, rows, columns, device):
     """(B, H, rows, columns) booleans, True where a weight is dropped; rows and columns are (first, end).
 
-    A weight is dropped if its word is below ⌊dropout_p · 2³²⌋. Takes 64 bytes for each run of Philox on the way: 16 for
-    each weight (`dropped_bytes`).
+    A weight is dropped if its word is below ⌊dropout_p · 2³²⌋. On the
+    way it takes 16 bytes for each weight (`dropped_bytes`).
     """
     threshold = int(dropout_p * 2**32)
     groups = (columns[0] // 4, -(-columns[1] // 4))
@@ -46,3 +48,10 @@ def dropped(seed, dropout_p, B, H, rows, columns, device):
     below = [word < threshold for word in philox(seed, c0, c1, c2, 0)]
     skipped = columns[0] - 4 * groups[0]
     return torch.stack(below, dim=-1).flatten(-2)[..., skipped : skipped + columns[1] - columns[0]]
+
+
+def dropped_bytes(B, H, rows, columns):
+    """Bytes that `dropped` takes on its way, for an int seed and `columns` from a multiple of 4 on: eight int64 for
+    each run of Philox, and one for each row, run of a row, and head."""
+    runs = -(-columns // 4)
+    return 8 * (8 * B * H * rows * runs + rows + runs + B * H)
