@@ -41,17 +41,22 @@ def dropped(seed, dropout_p, B, H, rows, columns, device):
     way it takes 16 bytes for each weight (`dropped_bytes`).
     """
     threshold = int(dropout_p * 2**32)
-    groups = (columns[0] // 4, -(-columns[1] // 4))
-    c0 = torch.arange(*groups, device=device)
+    first = columns[0] // 4
+    c0 = torch.arange(first, first + runs_of(columns), device=device)
     c1 = torch.arange(*rows, device=device)[:, None]
     c2 = torch.arange(B * H, device=device).view(B, H, 1, 1)
     below = [word < threshold for word in philox(seed, c0, c1, c2, 0)]
-    skipped = columns[0] - 4 * groups[0]
+    skipped = columns[0] - 4 * first
     return torch.stack(below, dim=-1).flatten(-2)[..., skipped : skipped + columns[1] - columns[0]]
 
 
 def dropped_bytes(B, H, rows, columns):
-    """Bytes that `dropped` takes on its way, for an int seed and `columns` from a multiple of 4 on: eight int64 for
-    each run of Philox, and one for each row, run of a row, and head."""
-    runs = -(-columns // 4)
-    return 8 * (8 * B * H * rows * runs + rows + runs + B * H)
+    """Bytes that `dropped` takes on its way, for an int seed: eight int64 for each run of Philox, and one for each row,
+    run of a row, and head."""
+    count, runs = rows[1] - rows[0], runs_of(columns)
+    return 8 * (8 * B * H * count * runs + count + runs + B * H)
+
+
+def runs_of(columns):
+    """How many runs of Philox serve these columns of one row."""
+    return -(-columns[1] // 4) - columns[0] // 4

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .arguments import settle
-from .philox import dropped, dropped_bytes
+from .philox import dropped, dropped_bytes, runs_of
 
 
 def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
@@ -153,11 +153,11 @@ def reference_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=F
     (B, H, T, D), (G, S) = q_shape, k_shape[1:3]
     N, Q, K, band = B * H * T * S, B * H * T * D, B * G * S * D, call.sequences[0].band
     masks = T * S * (band.pairs() < T * S) + T * (band.blind > 0)
-    cast, mask = w * (w != e), B * H * T * 4 * -(-S // 4)  # Z is drawn four columns at a time
+    cast, mask = w * (w != e), 4 * B * H * T * runs_of((0, S))  # Z is drawn four columns at a time
     kept = e * Q + w * N + masks + cast * (Q + 2 * K)
     softmax_backward = 3 * w * N + e * (Q + K) + cast * (Q + K) + masks
     if not dropout_p:
         return AttentionBytes(kept, softmax_backward)
     kept += w * N + mask
     matmul_backward = kept + w * (N + Q + K)
-    return AttentionBytes(kept, max(matmul_backward, softmax_backward + mask, dropped_bytes(B, H, T, S)))
+    return AttentionBytes(kept, max(matmul_backward, softmax_backward + mask, dropped_bytes(B, H, (0, T), (0, S))))
