@@ -54,7 +54,8 @@ def check_tensors(q_BHTD, k_BGSD, v_BGSD):
     named = {"q": q_BHTD, "k": k_BGSD, "v": v_BGSD}
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a tensor (batch, heads, sequence, head_dim)")
+            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a tensor (batch, heads, sequence, "
+                            "head_dim)")
         if tensor.ndim != 4:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected (batch, heads, sequence, head_dim); "
                              "unsqueeze(0) adds a batch, transpose(1, 2) brings heads before the sequence")
@@ -68,7 +69,7 @@ def check_tensors(q_BHTD, k_BGSD, v_BGSD):
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{name} {value}" for name, value in values.items())
             raise ValueError(f"several {what}s: {listed}; expected one, cast with .to(…)")
-    (B, H, T, D), (Bk, G, S, Dk) = q_BHTD.shape, k_BGSD.shape
+    (B, H, _, D), (Bk, G, _, Dk) = q_BHTD.shape, k_BGSD.shape
     if k_BGSD.shape != v_BGSD.shape:
         raise ValueError(f"k of shape {tuple(k_BGSD.shape)} and v of shape {tuple(v_BGSD.shape)}: expected the same")
     if (B, D) != (Bk, Dk):
@@ -124,7 +125,8 @@ def check_dropout(dropout_p, seed, device):
 def check_cu_seqlens(name, cu_seqlens, total, batch):
     """`cu_seqlens` as a list of ints: 0, then where each sequence ends, the last one at `total`."""
     if batch != 1:
-        raise ValueError(f"{name} with a batch of {batch}: expected sequences packed one after the other in a batch of 1")
+        raise ValueError(f"{name} with a batch of {batch}: expected sequences packed one after the other in a batch of "
+                         "1")
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
             raise ValueError(f"{name} of shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}: expected one dimension, "
@@ -133,12 +135,13 @@ def check_cu_seqlens(name, cu_seqlens, total, batch):
     elif isinstance(cu_seqlens, (list, tuple)) and all(type(end) is int for end in cu_seqlens):
         ends = list(cu_seqlens)
     else:
-        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}: expected an int32 tensor or a list of ints (in a dry "
-                        "run a list: fake tensors have no values)")
+        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}: expected an int32 tensor or a list of ints (in a "
+                        "dry run a list: fake tensors have no values)")
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != total:
         raise ValueError(f"{name}={_short(ends)}: expected to begin with 0 and to end with {total}, all that was given")
     if any(later < earlier for earlier, later in zip(ends, ends[1:], strict=False)):
-        raise ValueError(f"{name}={_short(ends)} decreases: expected the sequences' ends in order, as lengths.cumsum(0)")
+        raise ValueError(f"{name}={_short(ends)} decreases: expected the sequences' ends in order, as "
+                         "lengths.cumsum(0)")
     return ends
 
 

@@ -16,8 +16,8 @@ from .philox import dropped, dropped_bytes, runs_of
 
 def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
                         cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False):
-    """softmax(scale · q kᵀ) v with the whole matrix in memory, differentiable as often as you like. Returns (B, H, T, D)
-    in q's dtype, reckoned in fp32 (fp64 from fp64), under autocast too.
+    """softmax(scale · q kᵀ) v with the whole matrix in memory, differentiable as often as you like. Returns
+    (B, H, T, D) in q's dtype, reckoned in fp32 (fp64 from fp64), under autocast too.
 
     - G divides H: query heads h·H/G … (h+1)·H/G − 1 share key head h.
     - `causal`: query i sees keys j ≤ i + S − T, so that the last query sees every key.
@@ -28,10 +28,10 @@ def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, sc
       `seed` alone (an int, or an int64 on the device; by default drawn from PyTorch's generator): see `philox.py`.
     - `cu_seqlens`: several sequences packed one after the other in a batch of 1: 0 and where each one ends, an int32
       tensor or a list; nobody sees into another one. `cu_seqlens_k`: the keys' own, if they differ.
-    - `return_logsumexp`: (out, lse_BHT), lse = ln Σ exp(scale · q kᵀ) over the keys seen, natural, in fp32 or wider.
+    - `return_logsumexp`: (out, lse_BHT), lse = ln Σ exp(scale · q kᵀ) over the keys seen, natural, fp32 or wider.
 
-    A query that sees no key gives zeros (lse −∞) and zero gradients. A NaN or inf in a key seen goes where softmax takes
-    it; in v it may also reach rows that do not see it, since 0 · NaN is NaN. TypeError and ValueError name what does not
+    A query that sees no key gives zeros (lse −∞) and zero gradients. A NaN or inf in a key seen goes where softmax
+    takes it; in v it may also reach rows that do not see it, since 0 · NaN is NaN. TypeError and ValueError name what does not
     fit. Equation 1 of "Attention Is All You Need" (Vaswani et al. 2017).
     """
     call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
@@ -90,7 +90,7 @@ def wide_dtype(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-# --- FLOPs and bytes ---------------------------------------------------------------------------------------------------
+# --- FLOPs and bytes -------------------------------------------------------------------------------------------------
 
 
 class AttentionFlops(NamedTuple):

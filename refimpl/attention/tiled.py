@@ -79,7 +79,7 @@ class _Tiled(torch.autograd.Function):
         return *grads, None, None, None
 
 
-# --- tiles -------------------------------------------------------------------------------------------------------------
+# --- tiles -----------------------------------------------------------------------------------------------------------
 
 
 class _Part(NamedTuple):
@@ -130,7 +130,7 @@ def _store(x_BHTD, span, tile_BGRD, groups):
     place.copy_(tile_BGRD.view(place.shape))
 
 
-# --- forward -----------------------------------------------------------------------------------------------------------
+# --- forward ---------------------------------------------------------------------------------------------------------
 
 
 def _forward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, call, sizes):
@@ -171,7 +171,7 @@ def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
     return m_new_BGR1
 
 
-# --- backward ----------------------------------------------------------------------------------------------------------
+# --- backward --------------------------------------------------------------------------------------------------------
 
 
 def _backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, call, sizes):
@@ -193,7 +193,8 @@ def _delta(out_BHTD, d_out_BHTD, d_lse, rows, G):
     return delta_BGR1.sub_(_load(d_lse[0], rows, G)) if d_lse else delta_BGR1
 
 
-def _backward_tile(q_BHTD, k_BGSD, v_BGSD, lse_BHT1, d_out_BHTD, delta_BGR1, dq_BHTD, dk_BGSD, dv_BGSD, part, rows, size):
+def _backward_tile(q_BHTD, k_BGSD, v_BGSD, lse_BHT1, d_out_BHTD, delta_BGR1, dq_BHTD, dk_BGSD, dv_BGSD, part, rows,
+                   size):
     """One tile of queries: a loop over the keys that it sees."""
     G = part.heads[2]
     q_BGRD, d_out_BGRD = _load(q_BHTD, rows, G).mul_(part.call.scale), _load(d_out_BHTD, rows, G)
@@ -220,7 +221,7 @@ def _gradients(q_BGRD, k_BGSD, v_BGSD, lse_BGR1, d_out_BGRD, delta_BGR1, dq_BGRD
     dq_BGRD += ds_BGRS @ k_BGSD
 
 
-# --- bytes -------------------------------------------------------------------------------------------------------------
+# --- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def tiled_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0,

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,8 +68,8 @@ print("equal")
 def test_tritons_words_and_a_tile_drawn_by_a_kernel(tmp_path):
     script = tmp_path / "draw.py"  # triton.jit reads the source of its function
     script.write_text(TRITON)
-    ran = subprocess.run([sys.executable, script], env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()},
-                         capture_output=True, text=True)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0 and ran.stdout == "equal\n", ran.stderr
 
 

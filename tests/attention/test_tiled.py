@@ -16,7 +16,7 @@ SMALL = functools.partial(tiled_attention, query_tile=4, key_tile=3)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def close(a, b):
+def assert_equal(a, b):
     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
@@ -33,7 +33,7 @@ def test_it_is_the_reference(T, S, D, heads, causal, window, dropout_p, tile, sc
     options = {"causal": causal, "window": window, "dropout_p": dropout_p, "scale": scale, "seed": 5}
     tiled = functools.partial(tiled_attention, query_tile=tile[0], key_tile=tile[1])
     for a, b in zip(*(kit.gradients(f, *inputs, **options) for f in (tiled, reference_attention)), strict=True):
-        close(a, b)
+        assert_equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,7 +61,7 @@ def test_packed_sequences_forward_and_backward(options, dropout_p, kit):
     packed = {"cu_seqlens": [0, 6, 6, 13, 17], "cu_seqlens_k": torch.tensor([0, 7, 10, 10, 19], dtype=torch.int32)}
     options = options | packed | {"dropout_p": dropout_p, "seed": 3}
     for a, b in zip(*(kit.gradients(f, *given, **options) for f in (SMALL, reference_attention)), strict=True):
-        close(a, b)
+        assert_equal(a, b)
 
 
 def test_packing_gives_what_each_sequence_gives_alone(kit):
@@ -70,7 +70,7 @@ def test_packing_gives_what_each_sequence_gives_alone(kit):
     for first, end in ((0, 4), (4, 11)):
         alone = kit.gradients(SMALL, *(x[:, :, first:end] for x in (q, k, v, gradient)), causal=True)
         for a, b in zip(packed, alone, strict=True):
-            close(a[:, :, first:end], b)
+            assert_equal(a[:, :, first:end], b)
 
 
 def test_any_strides_of_inputs_and_of_the_gradient(kit):
@@ -82,14 +82,14 @@ def test_any_strides_of_inputs_and_of_the_gradient(kit):
         given = change(gradient)
         assert not given.is_contiguous()
         for a, b in zip(kit.gradients(SMALL, *strided, given, causal=True), expected, strict=True):
-            close(a, b)
+            assert_equal(a, b)
     out = SMALL(q, k, v)
-    close(torch.autograd.grad(out.sum(), q)[0], torch.autograd.grad(SMALL(q, k, v), q, torch.ones_like(out))[0])
+    assert_equal(torch.autograd.grad(out.sum(), q)[0], torch.autograd.grad(SMALL(q, k, v), q, torch.ones_like(out))[0])
 
 
 def test_one_tensor_as_q_k_and_v(kit):
     x = kit.inputs(H=2, T=6, dtype=torch.float64)[0]
-    close(*(torch.autograd.grad(f(x, x, x, causal=True).square().sum(), x)[0] for f in (SMALL, reference_attention)))
+    assert_equal(*(torch.autograd.grad(f(x, x, x, causal=True).square().sum(), x)[0] for f in (SMALL, reference_attention)))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 1, "dropout_p": 0.4}], ids=str)
@@ -98,10 +98,10 @@ def test_gradcheck_with_the_logsumexp(options, kit):
     both = functools.partial(SMALL, return_logsumexp=True, seed=7, **options)
     assert torch.autograd.gradcheck(both, (q, k, v))
     for a, b in zip(both(q, k, v), reference_attention(q, k, v, return_logsumexp=True, seed=7, **options), strict=True):
-        close(a, b)
+        assert_equal(a, b)
     one, = torch.autograd.grad(both(q, k, v)[1][:, :, 3:].sum(), q)
     other, = torch.autograd.grad(reference_attention(q, k, v, return_logsumexp=True, **options)[1][:, :, 3:].sum(), q)
-    close(one, other)
+    assert_equal(one, other)
 
 
 def test_a_row_that_sees_nothing_whatever_gradient_comes_back(kit):
@@ -150,7 +150,7 @@ def test_under_autocast(region, kit):
     q, k, v, gradient = kit.inputs(T=20, S=20, dtype=torch.bfloat16)
     expected = kit.gradients(SMALL, q, k, v, gradient, causal=True)
     with region():
-        ours = kit.gradients(SMALL, q, k, v, gradient, causal=True)
+        ours = kit.gradients(SMALL, q, k, v, gradient, causal=True)  # its own backward, exact in here too
     for a, b in zip(ours, expected, strict=True):
         assert a.dtype == torch.bfloat16
         if region is autocast:
@@ -167,9 +167,9 @@ def test_dropout_follows_torchs_generator_and_backward_draws_the_same_mask(kit):
     seed = torch.randint(0, 2**63 - 1, ())
     assert not torch.equal(first, second)
     expected = reference_attention(q, k, v, dropout_p=0.5, seed=seed)
-    close(first, expected)
+    assert_equal(first, expected)
     torch.rand(5)  # the generator goes on before backward
-    close(torch.autograd.grad(first.sum(), v)[0], torch.autograd.grad(expected.sum(), v)[0])
+    assert_equal(torch.autograd.grad(first.sum(), v)[0], torch.autograd.grad(expected.sum(), v)[0])
 
 
 def test_sizes_that_make_no_sense(kit):
