@@ -125,8 +125,8 @@ def memory_efficient_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, c
                3e·K                                            dK and dV of one chunk of queries, put side by side
 
     The first falls and the second grows with key_chunk: c = S / key_chunk is √S at key_chunk = √S, so that the
-    summaries of a query take O(√S · D). Rabe & Staats 2021, section 3 (they give the order; the constants are those of the code
-    above). Exact in fp32, and within 2 % of the tracker in 16 bits; with dropout within 6 %. Raises as
+    summaries of a query take O(√S · D). Rabe & Staats 2021, section 3 (they give the order; the constants are those of
+    the code above). Within 2 % of the tracker, and exact in most fp32 shapes; with dropout within 6 %. Raises as
     `memory_efficient_attention` does.
     """
     call, (e, w) = on_paper(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)

@@ -31,8 +31,8 @@ def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, sc
     - `return_logsumexp`: (out, lse_BHT), lse = ln Σ exp(scale · q kᵀ) over the keys seen, natural, fp32 or wider.
 
     A query that sees no key gives zeros (lse −∞) and zero gradients. A NaN or inf in a key seen goes where softmax
-    takes it; in v it may also reach rows that do not see it, since 0 · NaN is NaN. TypeError and ValueError name what does not
-    fit. Equation 1 of "Attention Is All You Need" (Vaswani et al. 2017).
+    takes it; in v it may also reach rows that do not see it, since 0 · NaN is NaN. TypeError and ValueError name
+    what does not fit. Equation 1 of "Attention Is All You Need" (Vaswani et al. 2017).
     """
     call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)

@@ -23,7 +23,7 @@ def assert_equal(a, b):
     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(T=st.integers(1, 17), S=st.integers(1, 17), D=st.integers(1, 9), heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
        causal=st.booleans(), window=st.none() | st.integers(0, 12), dropout_p=st.sampled_from([0.0, 0.3]),
        chunk=st.tuples(st.integers(1, 9), st.none() | st.integers(1, 9)))
@@ -96,7 +96,7 @@ def test_sizes_that_make_no_sense(kit):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.1}], ids=str)
 @pytest.mark.parametrize(("query_chunk", "key_chunk", "G", "T", "S"), [
-    (128, 32, 2, 256, 256), (64, 23, 2, 256, 256), (256, 16, 4, 256, 256), (64, None, 1, 128, 400)])
+    (64, 16, 2, 128, 128), (32, 23, 2, 128, 128), (128, 16, 4, 128, 128), (32, None, 1, 64, 200)])
 def test_bytes(dtype, options, query_chunk, key_chunk, G, T, S, kit):
     shapes = (2, 4, T, 16), (2, G, S, 16)
     options = options | {"query_chunk": query_chunk, "key_chunk": key_chunk}

@@ -23,7 +23,7 @@ def assert_equal(a, b):
 # --- values and gradients --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(T=st.integers(1, 23), S=st.integers(1, 23), D=st.integers(1, 9), heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
        causal=st.booleans(), window=st.none() | st.integers(0, 12), dropout_p=st.sampled_from([0.0, 0.3]),
        tile=st.tuples(st.integers(1, 9), st.integers(1, 9)), scale=st.sampled_from([None, 1.7]))
@@ -89,7 +89,8 @@ def test_any_strides_of_inputs_and_of_the_gradient(kit):
 
 def test_one_tensor_as_q_k_and_v(kit):
     x = kit.inputs(H=2, T=6, dtype=torch.float64)[0]
-    assert_equal(*(torch.autograd.grad(f(x, x, x, causal=True).square().sum(), x)[0] for f in (SMALL, reference_attention)))
+    ours, expected = (f(x, x, x, causal=True).square().sum() for f in (SMALL, reference_attention))
+    assert_equal(torch.autograd.grad(ours, x)[0], torch.autograd.grad(expected, x)[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 1, "dropout_p": 0.4}], ids=str)
