@@ -37,7 +37,7 @@ def test_it_is_the_reference(T, S, D, heads, causal, window, dropout_p, tile, sc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [16, 40, 59, 96, 111, 256])
+@pytest.mark.parametrize("D", [16, 40, 59, 111, 256])
 @pytest.mark.parametrize(("T", "S", "options"), [
     (1, 2, {}), (70, 70, {"causal": True}), (33, 130, {"causal": True, "window": 20}), (130, 33, {"causal": True}),
     (65, 97, {"window": 9}), (1, 200, {"causal": True})], ids=str)
