@@ -1,0 +1,11 @@
+"""Attention, from the definition to one that never holds the T × S matrix."""
+
+from .memory_efficient import memory_efficient_attention, memory_efficient_attention_bytes
+from .reference import AttentionBytes, AttentionFlops, attention_flops, reference_attention, reference_attention_bytes
+from .tiled import tiled_attention, tiled_attention_bytes
+
+__all__ = [
+    "AttentionBytes", "AttentionFlops", "attention_flops", "memory_efficient_attention",
+    "memory_efficient_attention_bytes", "reference_attention", "reference_attention_bytes", "tiled_attention",
+    "tiled_attention_bytes",
+]
