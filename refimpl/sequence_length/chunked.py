@@ -102,7 +102,7 @@ class ChunkedSequenceProcessor:
             return one_pass.forward()
         # With a hook, not: autograd would call it once more, with no gradient.
         free = [p for p in trained if not p._backward_hooks and not p._post_accumulate_grad_hooks]
-        return _Loss.apply(one_pass, *(free or [torch.zeros((), requires_grad=True)]))
+        return _Loss.apply(one_pass, *(free or [torch.empty(0, requires_grad=True)]))
 
 
 class _Loss(torch.autograd.Function):
