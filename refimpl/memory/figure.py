@@ -148,15 +148,23 @@ def draw_timeline(axes, timeline, peak, divisor, highest, inches):
         if (end - begin) / len(timeline) * inches > 0.07 * len(phase):  # a letter at this size is 0.07 inches wide
             axes.text((begin + end) / 2, 0.985 * ceiling, phase, ha="center", va="top", fontsize=9, color="#444444")
     axes.plot([peak.index], [peak.ledger.total / divisor], marker="v", color="black", markersize=6, clip_on=False)
-    left = peak.index < len(timeline) / 2
     where = f"{human(peak.ledger.total)}\n{peak.operation}" + (f", {peak.module}" if peak.module else "")
-    axes.annotate(where, (peak.index, peak.ledger.total / divisor), (8 if left else -8, 6), va="bottom", fontsize=8,
-                  textcoords="offset points", ha="left" if left else "right")
+    side = _side(peak.index / max(len(timeline) - 1, 1) * inches, inches, max(map(len, where.split("\n"))))
+    axes.annotate(where, (peak.index, peak.ledger.total / divisor), ({"left": 8, "right": -8}.get(side, 0), 6),
+                  va="bottom", fontsize=8, textcoords="offset points", ha=side)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlim(0, max(len(timeline) - 1, 1))
     axes.set_ylim(0, ceiling)
     axes.set_xlabel("operation", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _side(at, inches, letters):
+    """How to align words at `at` inches of axes `inches` wide: beside it where there is room, else centred."""
+    width = 0.11 + 0.06 * letters  # 8 points, and a letter at this size
+    if at < inches / 2:
+        return "left" if at + width < inches else "center"
+    return "right" if width < at else "center"
 
 
 def phases(timeline):

@@ -1,9 +1,11 @@
 """Keys and values of a sequence that comes in chunks: kept in one place, and the place where their gradients meet."""
 
 import math
+import sys
 from contextlib import contextmanager
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from .. import memory
@@ -26,6 +28,7 @@ class Carried:
         self._shape = batch, c.kv_heads, length, c.head_dim
         self._values = [[None, None] for _ in self.layers]  # K, V
         self.gradients = None
+        self.aligned = set()  # ids of attention functions that were seen to be
 
     def values(self, where, new):
         """The tensor of K or V, `where` = (layer, 0 or 1), that `new` is a part of."""
@@ -58,17 +61,40 @@ class Carried:
 
 def _attend(carried, number, attention, first, last, store, mask):
     """The attention of one layer in one chunk."""
+    # A compiled block would take for a constant what comes to `carried` later. (Asked so: to import it is slow.)
+    carry = torch.compiler.disable(_carry) if "torch._dynamo" in sys.modules else _carry
 
     def attend(q_BHTD, k_BGTD, v_BGTD, **options):
         place = slice(first, last)
-        k_BGSD, v_BGSD = (_Carry.apply(new, carried, (number, which), place, store)
+        k_BGSD, v_BGSD = (carry(new, carried, (number, which), place, store)
                           for which, new in enumerate((k_BGTD, v_BGTD)))
         if attention is F.scaled_dot_product_attention and first > 0:
             # Its own causal mask is aligned top-left: the first query would see the first key only.
             options = {**options, "is_causal": False, "attn_mask": mask.like(q_BHTD)}
+        elif first > 0 and id(attention) not in carried.aligned:
+            _check_alignment(attention, q_BHTD, k_BGSD, options)
+            carried.aligned.add(id(attention))
         return attention(q_BHTD, k_BGSD, v_BGSD, **options)
 
     return attend
+
+
+def _carry(*args):
+    return _Carry.apply(*args)
+
+
+@torch.no_grad()
+def _check_alignment(attention, q_BHTD, k_BGSD, options):
+    """ValueError unless of two queries and three keys the last query sees the last key, and the first does not."""
+    if isinstance(q_BHTD, FakeTensor):
+        return
+    q, k, v = (like.new_zeros(1, like.shape[1], n, like.shape[3]) for like, n in ((q_BHTD, 2), *[(k_BGSD, 3)] * 2))
+    v[:, :, 2] = 1
+    first, last = attention(q, k, v, **options | {"dropout_p": 0.0} if "dropout_p" in options else options)[0, 0, :, 0]
+    if first != 0 or last == 0:
+        raise ValueError(f"attention {attention}: with causal, 2 queries and 3 keys, the last query must see all keys "
+                         "and the first query the first two (aligned bottom-right, as in softmax_attention). torch's "
+                         "is_causal is aligned top-left: give scaled_dot_product_attention itself to the model")
 
 
 class _Mask:

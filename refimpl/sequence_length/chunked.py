@@ -44,9 +44,14 @@ class ChunkedSequenceProcessor:
     draws other masks than for the whole sequence. If a backward fails, every `.grad` is None, as half a sum is
     nothing's gradient. Nothing is patched outside of a call; one call at a time.
 
+    Chunks run again in backward, so until it ends parameters, tokens, targets and the model's mode must be what they
+    were in forward: else it is a RuntimeError. So is `create_graph=True`.
+
     TypeError for a model that is no GPT; ValueError for a `chunk_size` that is no integer of at least 1, an unknown
-    `gradient`, and an attention function that takes no `causal`: of a chunk's queries the last must see every key
-    (bottom-right), which it could not be told. Tokens and targets are checked as the model does.
+    `gradient`, an attention that several blocks share, and an attention function that takes no `causal`: of a chunk's
+    queries the last must see every key (bottom-right), which it could not be told. One that takes `causal` and aligns
+    it top-left, as `scaled_dot_product_attention` does, is a ValueError in the second chunk. Tokens and targets are
+    checked as the model does.
     """
 
     def __init__(self, model, chunk_size, *, gradient="full"):
@@ -61,6 +66,9 @@ class ChunkedSequenceProcessor:
             if not {"causal", "is_causal"} & {*block.attention.options}:
                 raise ValueError(f"attention {block.attention.attention} takes no causal: a chunk's mask is another "
                                  "than the sequence's; use one with that option, as softmax_attention has")
+        if len({block.attention for block in model.blocks}) < len(model.blocks):
+            raise ValueError("blocks of this model share an attention: each carries keys and values of its own, so "
+                             "each needs its own module (parameters may be shared)")
         self.model, self.chunk_size, self.gradient = model, int(chunk_size), gradient
 
     def __repr__(self):
@@ -84,20 +92,24 @@ class ChunkedSequenceProcessor:
     def __call__(self, tokens, targets):
         """The mean loss of the whole sequence, as `model(tokens, targets)` gives it; its backward runs in chunks."""
         length = self.model._check(tokens, targets, 0)
+        if targets is None:
+            raise TypeError("targets=None: expected a tensor (B, T); for logits, ask process.logits(tokens)")
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if length <= self.chunk_size:
             return self.model(tokens, targets)
         one_pass = _Pass(self, tokens, targets, trained if torch.is_grad_enabled() else [])
         if not one_pass.trained:
             return one_pass.forward()
-        return _Loss.apply(one_pass, trained[0])
+        # With a hook, not: autograd would call it once more, with no gradient.
+        free = [p for p in trained if not p._backward_hooks and not p._post_accumulate_grad_hooks]
+        return _Loss.apply(one_pass, *(free or [torch.empty(0, requires_grad=True)]))
 
 
 class _Loss(torch.autograd.Function):
-    """A whole pass as one node. `anchor`: any tensor that asks for a gradient, so that autograd calls backward."""
+    """A whole pass as one node. `anchors`: tensors that ask for a gradient, so that autograd calls backward."""
 
     @staticmethod
-    def forward(ctx, one_pass, anchor):
+    def forward(ctx, one_pass, *anchors):
         ctx.one_pass = one_pass
         return one_pass.forward()
 
@@ -106,11 +118,14 @@ class _Loss(torch.autograd.Function):
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("a loss of ChunkedSequenceProcessor adds gradients to .grad: call loss.backward() "
                                "without inputs=; torch.autograd.grad cannot be had")
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True through a loss of ChunkedSequenceProcessor: its gradients have no "
+                               "graph; call model(tokens, targets) for derivatives of derivatives")
         one_pass, ctx.one_pass = ctx.one_pass, None
         if one_pass is None:
             raise RuntimeError("backward a second time through a loss of ChunkedSequenceProcessor: compute it again")
         one_pass.backward(gradient)
-        return None, None
+        return None, *(None for _ in ctx.needs_input_grad[1:])
 
 
 class _Pass:
@@ -122,6 +137,21 @@ class _Pass:
         self.carried = Carried(process.model, *tokens.shape)
         self.count = (targets != -100).sum()
         self.environments = []  # of all chunks but the last
+        self.found = self._condition()
+
+    def _condition(self):
+        """What must be the same in backward: writes to each tensor, as autograd counts them, and each module's mode."""
+        tensors = [self.tokens, self.targets, *self.model.parameters(), *self.model.buffers()]
+        return ([None if tensor.is_inference() else tensor._version for tensor in tensors],
+                [module.training for module in self.model.modules()])
+
+    def _check_condition(self):
+        for before, now, what in zip(self.found, self._condition(), (
+                "a parameter, tokens or targets were changed in place (by an optimizer that steps in backward?)",
+                "model.train() or eval() was called"), strict=True):
+            if before != now:
+                raise RuntimeError(f"{what} between a forward of ChunkedSequenceProcessor and the end of its backward, "
+                                   "which runs the chunks again: do it after the backward")
 
     def forward(self):
         """The loss, without a graph. That of the last chunk stays, for backward begins with it."""
@@ -150,6 +180,7 @@ class _Pass:
         try:
             for first, last in reversed(self.chunks):
                 again = last < self.tokens.shape[1]
+                self._check_condition()
                 with self.environments.pop().restored() if again else nullcontext(), torch.enable_grad():
                     loss = self._loss(first, last, store=False) if again else self.last
                 with self.carried.chunk(first, last, store=False):  # for blocks that are recomputed

@@ -1,6 +1,7 @@
 """The longest sequence that trains within a budget, solved from closed forms: nothing is run."""
 
 import math
+import sys
 from dataclasses import dataclass, field
 from numbers import Real
 
@@ -68,10 +69,10 @@ def longest_sequence(config, budget, batch_size, *, multiple=None, grow=False, *
     ValueError for a budget that is no positive number of bytes or too small for the shortest sequence (the message says
     what that takes), and for options that are not known.
     """
-    chunk = step.get("chunk_size")
+    chunk = _check_chunk(**step)
     multiple = (chunk or 64) if multiple is None else multiple
     longest, limit = _check(config, budget, multiple, grow), "context length"
-    form = _Form(config, batch_size, grow, **step)
+    form = _Form(config, batch_size, grow, None, **step)
     if chunk is not None and multiple % chunk:
         raise ValueError(f"multiple={multiple}: expected one of chunk_size={chunk}, so that chunks are full")
     fits = form.largest(budget)
@@ -107,23 +108,22 @@ def training_step_bytes(config, batch_size, sequence, *, grow=False, **step):
     check_sizes(batch_size, sequence)
     if sequence > config.context_length and not grow:
         raise ValueError(f"sequence={sequence}: the context has {config.context_length} tokens; grow=True extends it")
-    chunk = step.get("chunk_size")
+    chunk = _check_chunk(**step)
     last = None if chunk is None else (sequence - 1) % chunk + 1
-    return _Form(config, batch_size, grow, **step, last=last).ledger(sequence)[0]
+    return _Form(config, batch_size, grow, last, **step).ledger(sequence)[0]
 
 
 class _Form:
     """The polynomials of all moments of a step. `last`: the tokens of the last chunk; None: it is full."""
 
-    def __init__(self, config, batch, grow, *, attention="dense", recompute=False, chunk_size=None, gradient="full",
-                 dtype=torch.float32, optimizer="adamw", device="cpu", last=None):
+    def __init__(self, config, batch, grow, last, /, *, attention="dense", recompute=False, chunk_size=None,
+                 gradient="full", dtype=torch.float32, optimizer="adamw", device="cpu"):
         check_sizes(batch, 1)
         for name, value, expected in (("attention", attention, ATTENTIONS), ("gradient", gradient, GRADIENTS_OF),
-                                      ("dtype", dtype, PRECISIONS)):
+                                      ("dtype", dtype, PRECISIONS), ("recompute", recompute, (True, False)),
+                                      ("grow", grow, (True, False))):
             if value not in expected:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, expected))}")
-        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-            raise ValueError(f"chunk_size={chunk_size!r}: expected an integer of at least 1, in tokens, or None")
         if attention == "flash" and config.dropout and not str(device).startswith("cuda"):
             raise ValueError(f"attention='flash' with dropout={config.dropout}: on a CPU the fused kernel has none, "
                              "torch takes the dense one in its place; use attention='dense' or dropout=0.0")
@@ -156,9 +156,16 @@ class _Form:
                 sum(nbytes.values(), Quadratic()))
 
 
+def _check_chunk(chunk_size=None, **step):
+    """The size of a chunk; ValueError if it is none."""
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise ValueError(f"chunk_size={chunk_size!r}: expected an integer of at least 1, in tokens, or None")
+    return chunk_size
+
+
 def _check(config, budget, multiple, grow):
     """The longest sequence that the model has room for; ValueError for what is no budget or multiple."""
-    if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget < math.inf:
+    if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget <= sys.float_info.max:
         raise ValueError(f"budget={budget!r}: expected bytes, a number above 0")
     if type(multiple) is not int or multiple < 1:
         raise ValueError(f"multiple={multiple!r}: expected an integer of at least 1")

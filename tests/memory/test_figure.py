@@ -208,3 +208,15 @@ def test_names_of_phases_stand_where_they_have_room(columns, shown):
     boxes = sorted([text.get_window_extent() for text in axes.texts
                     if text.get_text() in ("forward", "backward", "step")], key=lambda box: box.x0)
     assert len(boxes) == shown and all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("row", [0, 45, 49, 51, 55, 99])
+def test_a_long_name_at_the_peak_stays_beside_the_axis_numbers(by_hand, row):
+    """Also when the peak is just right of the middle, in the narrower of two columns."""
+    ops = [Op("_softmax_backward_data", "forward", "blocks.3.attention", 0)] * 100
+    trace = Trace(ops, by_hand.records[:1], [(row, 0, 2048)] + [(row + 1, 0, -2048)] * (row < 99), first_call=0)
+    figure = memory.plot(a=trace, b=trace)
+    figure._repr_png_()
+    for axes in figure.axes[2:]:
+        words, box = axes.texts[-1].get_window_extent(), axes.get_window_extent()
+        assert box.x0 <= words.x0 and words.x1 <= box.x1

@@ -66,3 +66,20 @@ def peak(trace):
 def family():
     """A function: the config of a family, changed."""
     return lambda name, **changes: GPTConfig(**FAMILIES[name] | changes)
+
+
+@pytest.fixture(scope="session")
+def made():
+    """A function: (model, tokens, targets); targets of a whole chunk and of parts of others are ignored."""
+
+    def make(config, attention="dense", dtype=torch.float64, batch=2, length=50):
+        torch.manual_seed(0)
+        model = GPT(config, ATTENTIONS[attention], dtype=dtype)
+        tokens, targets = torch.randint(0, 300, (2, batch, length))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        targets[:, 5:23] = -100
+        return model, tokens, targets
+
+    return make

@@ -65,3 +65,22 @@ def test_between_two_chunks_of_logits_the_model_is_free(family):
     first = next(parts)
     assert torch.equal(model(tokens), expected)
     assert torch.allclose(torch.cat((first, next(parts)), 1), expected, atol=1e-6)
+
+
+def top_left(q, k, v, causal=False):
+    """The obvious wrapper, and right as long as there are as many queries as keys."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def blind(q, k, v, causal=False):
+    return softmax_attention(q, k, v)
+
+
+@pytest.mark.parametrize("attention", [top_left, blind])
+def test_an_attention_that_aligns_its_mask_otherwise_is_refused(family, attention):
+    model, tokens = GPT(family("gpt2", layers=1), attention), torch.zeros(1, 8, dtype=torch.int64)
+    process = ChunkedSequenceProcessor(model, 4)
+    for call in (lambda: process(tokens, tokens), lambda: list(process.logits(tokens))):
+        with pytest.raises(ValueError, match="the last query must see all keys .* give scaled_dot_product_attention"):
+            call()
+    assert model.blocks[0].attention.attention is attention
