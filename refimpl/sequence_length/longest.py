@@ -66,8 +66,8 @@ def longest_sequence(config, budget, batch_size, *, multiple=None, grow=False, *
       the sequence, and learned positions cost h elements of parameters, gradients and states for every token.
     - `step`: what the step is, in keywords; see `training_step_bytes`.
 
-    ValueError for a budget that is no positive number of bytes or too small for the shortest sequence (the message says
-    what that takes), and for options that are not known.
+    TypeError for what is no GPTConfig. ValueError for a budget that is no positive number of bytes or too small for the
+    shortest sequence (the message says what that takes), and for options that are not known.
     """
     chunk = _check_chunk(**step)
     multiple = (chunk or 64) if multiple is None else multiple
@@ -164,7 +164,10 @@ def _check_chunk(chunk_size=None, **step):
 
 
 def _check(config, budget, multiple, grow):
-    """The longest sequence that the model has room for; ValueError for what is no budget or multiple."""
+    """The longest sequence that the model has room for; TypeError and ValueError for what is no config, budget or
+    multiple."""
+    if not hasattr(config, "context_length"):
+        raise TypeError(f"config={config!r}: expected a GPTConfig, as GPTConfig.named('gpt2') is one")
     if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget <= sys.float_info.max:
         raise ValueError(f"budget={budget!r}: expected bytes, a number above 0")
     if type(multiple) is not int or multiple < 1:

@@ -94,6 +94,11 @@ def test_more_rows_are_shorter_ones(family):
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
+def test_a_name_is_no_config():
+    with pytest.raises(TypeError, match="config='gpt2': expected a GPTConfig"):
+        longest_sequence("gpt2", 2**30, 1)
+
+
 @pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf"), 10**400, None, "8 GiB", True])
 def test_budgets_that_are_none(family, budget):
     with pytest.raises(ValueError, match="budget=.*: expected bytes, a number above 0"):
