@@ -35,7 +35,7 @@ class Steps:
         ChunkedSequenceProcessor(self.model, length, gradient=gradient)(self.tokens, self.tokens).backward()
 
 
-def run(device="cpu", size=None, rounds=5):
+def run(device="cpu", size=None, rounds=11):
     """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one, made longer."""
     if size is None:
         usual = REALISTIC[torch.device(device).type]
