@@ -154,14 +154,17 @@ def training_rows(steps, device):
     return rows
 
 
-def train(steps, device, context, nudge=0):
-    """The losses of a small GPT that learns from the real text; its weights begin as ever, times 1 + `nudge`."""
+def train(steps, device, context, nudge=0, rate=LEARNING_RATE):
+    """The losses of a small GPT that learns from the real text; its weights begin as ever, times 1 + `nudge`.
+
+    `context`: of a model, what its forwards run in.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=256, context_length=SMALL.sequence, layers=SMALL.layers, hidden=SMALL.hidden,
                           heads=SMALL.heads), device=device)
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), 1 + nudge)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), []
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=rate), []
     batches = TextData().batches(8, SMALL.sequence, device=device)
     for _ in range(steps):
         tokens, targets = next(batches)

@@ -1,7 +1,7 @@
 """Recomputation: keep less in the forward, compute it again in backward."""
 
 from .adaptive import AdaptiveCheckpoint
-from .chain import PlannedBlocks, checkpoint_sequential, run_chain, segments_plan
+from .chain import PlannedBlocks, checkpoint_sequential, planned, run_chain, segments_plan
 from .closed_forms import block_flops, extra_flops, gpt_costs, gpt_peak_bytes, kept_bytes
 from .policies import DynamicCheckpoint, Recomputing, recompute, return_on_time, selective
 from .profile import profile_chain
@@ -13,6 +13,6 @@ from .statistics import frozen_statistics
 __all__ = [
     "AdaptiveCheckpoint", "Costs", "DynamicCheckpoint", "PlannedBlocks", "RecomputeError", "Recomputing", "Schedule",
     "block_flops", "checkpoint", "checkpoint_sequential", "costs", "extra_flops", "frozen_statistics", "gpt_costs",
-    "gpt_peak_bytes", "kept_bytes", "optimal_schedule", "plan_peak", "plan_time", "profile_chain", "recompute",
-    "reentrant_checkpoint", "return_on_time", "run_chain", "segments_plan", "selective", "time_peak_curve",
+    "gpt_peak_bytes", "kept_bytes", "optimal_schedule", "plan_peak", "plan_time", "planned", "profile_chain",
+    "recompute", "reentrant_checkpoint", "return_on_time", "run_chain", "segments_plan", "selective", "time_peak_curve",
 ]

@@ -5,6 +5,8 @@ are regions of its recomputation. `[(0, 1), (2, 3), 4]` recomputes two and two a
 `[((0, 1), 2, 3), 4]` recomputes 0 to 3 from one input, and 0 and 1 in that once more.
 """
 
+from contextlib import contextmanager
+
 from torch import nn
 
 from .region import checkpoint
@@ -97,3 +99,14 @@ class _Item:
 
     def __call__(self, x, *args, **kwargs):
         return _run(self._blocks, [self._item], x, *args, **kwargs)
+
+
+@contextmanager
+def planned(model, plan):
+    """`model.blocks` run by `plan` (None: none is recomputed) in this context; afterwards they are as before."""
+    blocks = model.blocks
+    model.blocks = PlannedBlocks(blocks, plan)
+    try:
+        yield model
+    finally:
+        model.blocks = blocks

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from refimpl import memory
 from refimpl.activations import compress_activations
 from refimpl.activations.compress import KINDS, MASKS, Compressed
+from refimpl.bench.activations import train
 from refimpl.checkpointing import checkpoint, recompute
-from refimpl.data import TextData
 from refimpl.model import GPT, GPTConfig
 
 METHODS = ["lossless", "bf16", "int8"]
@@ -129,25 +129,8 @@ def test_a_seed_decides_and_without_one_numbers_go_on(gpt, gradients):
 def test_training_goes_as_without(options):
     """The real text, 60 steps of a small GPT. Single losses part, as after any small change (0.001 on one norm:
     0.13), and the mean of the last 20 does not."""
-    config = GPTConfig(vocab_size=256, context_length=64, layers=1, hidden=32, heads=2)
-
-    def train(compress):
-        torch.manual_seed(0)
-        model = GPT(config)
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-        batches = TextData().batches(4, 64)
-        for _ in range(60):
-            tokens, targets = next(batches)
-            with compress(model):
-                loss = model(tokens, targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    plain, compressed = train(lambda model: torch.enable_grad()), train(
-        lambda model: compress_activations(model, **options))
+    plain, compressed = (train(60, "cpu", context, rate=3e-3) for context in (
+        lambda model: torch.enable_grad(), lambda model: compress_activations(model, **options)))
     assert plain[0] == compressed[0] and plain[1:] != compressed[1:]
     end, compressed_end = sum(plain[-20:]) / 20, sum(compressed[-20:]) / 20
     fall = plain[0] - end

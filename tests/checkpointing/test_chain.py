@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from refimpl import memory
-from refimpl.checkpointing import PlannedBlocks, checkpoint_sequential, run_chain, segments_plan
+from refimpl.checkpointing import PlannedBlocks, checkpoint_sequential, planned, run_chain, segments_plan
 from refimpl.checkpointing.chain import stages_of
 from refimpl.model import GPT, GPTConfig
 
@@ -101,3 +101,15 @@ def test_blocks_of_a_model_run_by_a_plan():
     assert list(model.state_dict()) == keys and len(model.blocks) == 4 and model.blocks[3] is blocks[3]
     twin = copy.deepcopy(model)
     assert twin.blocks.plan == [(0, 1), (2,), 3] and twin.blocks[0] is not blocks[0]
+
+
+def test_a_plan_for_a_while():
+    model = GPT(GPTConfig(vocab_size=64, context_length=32, layers=4, hidden=32, heads=2))
+    blocks = model.blocks
+    with pytest.raises(ZeroDivisionError), planned(model, [(0, 1), 2, 3]):
+        assert model.blocks.plan == [(0, 1), 2, 3]
+        raise ZeroDivisionError
+    assert model.blocks is blocks
+    with pytest.raises(ValueError, match="each once and in order"), planned(model, [0, 2]):
+        raise AssertionError
+    assert model.blocks is blocks

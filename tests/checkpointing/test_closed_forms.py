@@ -8,13 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from refimpl import memory
 from refimpl.checkpointing import (
-    PlannedBlocks,
     Recomputing,
     block_flops,
     extra_flops,
     gpt_costs,
     gpt_peak_bytes,
     kept_bytes,
+    planned,
     recompute,
     selective,
 )
@@ -46,17 +46,13 @@ class Read:
 
     def __init__(self, config, dtype, sequence, plan, part):
         model, tokens, flops = plain(config, dtype, sequence)
-        blocks = model.blocks
-        if plan is not None:
-            model.blocks = PlannedBlocks(blocks, plan)
-        with selective(blocks, part) if part else Recomputing():
+        with selective(model.blocks, part) if part else Recomputing(), planned(model, plan):
             with memory.track(model, tokens) as t:
                 loss = model(tokens, tokens)
                 self.kept = t.now.total - t.start.total - loss.nbytes
                 loss.backward()
             with FlopCounterMode(display=False) as counted:
                 model(tokens, tokens).backward()
-        model.blocks = blocks
         self.peak = t.peak.total - t.start.total
         self.flops = counted.get_total_flops() - flops
 

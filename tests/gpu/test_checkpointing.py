@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from refimpl import memory
 from refimpl.checkpointing import (
     AdaptiveCheckpoint,
-    PlannedBlocks,
     Recomputing,
     checkpoint,
     gpt_peak_bytes,
     kept_bytes,
+    planned,
     recompute,
     selective,
 )
@@ -96,10 +96,7 @@ def test_the_allocators_peak_is_not_above_torchs(config):
 def test_closed_forms(plan, part, dtype):
     model, tokens = model_and_tokens(dtype=dtype)
     model(tokens, tokens).backward()
-    blocks = model.blocks
-    if plan is not None:
-        model.blocks = PlannedBlocks(blocks, plan)
-    with selective(blocks, part) if part else Recomputing():
+    with selective(model.blocks, part) if part else Recomputing(), planned(model, plan):
         with memory.track(model, tokens) as t:
             loss = model(tokens, tokens)
             kept = t.now.total - t.start.total - loss.nbytes
