@@ -1,0 +1,105 @@
+"""The compile report, on kernels made for it: one that is fine, one that spills, one too large for shared memory."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from refimpl.attention.compiled import Case, as_launched, compile_cases, compile_kernel
+
+POINTER = "*bf16:16"
+
+
+def product(a=POINTER, b=POINTER, out=POINTER, stride="i32:16", N=64, num_warps=4, **options):
+    arguments = {"a_ptr": a, "b_ptr": b, "out_ptr": out, "stride": stride, "N": N}
+    return Case("kernels_to_compile:product", arguments, num_warps, 2, options)
+
+
+def compiled(*cases):
+    """With this folder where the other process looks for modules."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        return compile_cases(cases)
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    cases = {
+        "fine": product(), "unaligned": product("*bf16", "*bf16"), "before": product(target=("cuda", 80)),
+        "spills": product(maxnreg=40, target=("cuda", 80)),
+        "large": product("*fp32:16", "*fp32:16", N=128, num_warps=8, target=("cuda", 86)),
+        "tma": Case("kernels_to_compile:copied", {"a_ptr": POINTER, "out_ptr": POINTER, "stride": "i64:16", "N": 64},
+                    4, 2)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # a process that interprets can ask too
+        return dict(zip(cases, compiled(*cases.values()), strict=True))
+
+
+def test_a_product_in_bf16_runs_on_warp_groups(reports):
+    fine = reports["fine"]
+    assert (fine.name, fine.warps) == ("product", 4) and fine.seconds > 0
+    assert fine.instructions["HGMMA"] >= 4  # 64 × 64 by 16 at a time
+    assert fine.instructions["HMMA"] == fine.instructions["LDL"] == fine.instructions["UTMALDG"] == 0
+    assert 32 <= fine.registers <= 255 and fine.spill_bytes == fine.stack_bytes == 0
+    assert 2 * 64 * 64 * 2 <= fine.shared_bytes < 32768  # both operands lie there
+    assert fine.faults() == []
+
+
+def test_gpus_before_have_products_of_one_warp(reports):
+    assert reports["before"].instructions["HMMA"] and not reports["before"].instructions["HGMMA"]
+
+
+def test_what_is_known_to_be_a_multiple_of_16_is_loaded_in_fewer_pieces(reports):
+    assert reports["fine"].instructions["LDG"] * 4 <= reports["unaligned"].instructions["LDG"]
+
+
+def test_too_few_registers_are_seen(reports):
+    spills = reports["spills"]
+    assert spills.registers <= 40 and spills.spill_bytes > 0 and spills.stack_bytes > 0
+    assert spills.instructions["STL"] and spills.instructions["LDL"]
+    assert f"spills {spills.spill_bytes} bytes with {spills.registers} registers" in spills.faults()[0]
+
+
+def test_too_much_shared_memory_is_seen(reports):
+    large = reports["large"]
+    assert large.shared_bytes > large.shared_limit == 99 * 1024
+    assert any(f"needs {large.shared_bytes} bytes of shared memory, there are 101376" in x for x in large.faults())
+
+
+def test_tiles_by_the_tensor_memory_accelerator(reports):
+    assert reports["tma"].instructions["UTMALDG"] and reports["tma"].instructions["UTMASTG"]
+    assert not reports["tma"].instructions["LDG"]
+
+
+def test_remarks_of_ptxas_are_faults(reports):
+    remark = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert reports["fine"]._replace(warnings=(remark,)).faults() == [f"product: {remark}"]
+
+
+def test_arguments_as_a_launch_makes_them():
+    assert as_launched(torch.empty(4, dtype=torch.bfloat16, device="meta")) == "*bf16:16"
+    assert as_launched(torch.empty(64)[1:]) == "*fp32"
+    assert [as_launched(x) for x in (1, 3, 48, 0, 2**31, -5, 0.5, None, True)] == [
+        1, "i32", "i32:16", "i32:16", "i64:16", "i32", "fp32", None, True]
+
+
+def nothing(a, b):
+    pass
+
+
+def test_errors():
+    with pytest.raises(RuntimeError, match="is a function: expected a function under triton.jit in a process without"):
+        compile_kernel(test_errors, {}, num_warps=4, num_stages=2)
+    with pytest.raises(ValueError, match=r"target=\('cuda', 70\): expected \('cuda', capability\) with one of"):
+        compile_kernel(test_errors, {}, num_warps=4, num_stages=2, target=("cuda", 70))
+    kernel = triton.JITFunction(nothing)
+    with pytest.raises(ValueError, match="b='i32:8': expected a type such as"):
+        compile_kernel(kernel, {"a": "fp32", "b": "i32:8"}, num_warps=4, num_stages=2)
+    with pytest.raises(ValueError, match=r"arguments missing \['a'\], unknown \['c'\]: give each of \['a', 'b'\]"):
+        compile_kernel(kernel, {"b": "i32", "c": 1}, num_warps=4, num_stages=2)
+    with pytest.raises(RuntimeError, match="(?s)failed:.*no attribute 'quotient'"):
+        compiled(product()._replace(kernel="kernels_to_compile:quotient"))
