@@ -1,9 +1,15 @@
 """What several tests share: a small GPT, and a step to train it."""
 
+import os
+
 import pytest
 import torch
 
-from refimpl.model import GPT, GPTConfig
+# Triton decides when it is imported, by anything at all: without a GPU its kernels are run by its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from refimpl.model import GPT, GPTConfig  # noqa: E402
 
 # On a busy machine threads that wait for each other take a hundred times as long as one that does all the work.
 torch.set_num_threads(1)

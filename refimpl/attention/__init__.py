@@ -1,11 +1,12 @@
 """Attention, from the definition to one that never holds the T × S matrix."""
 
+from .flash import flash_attention, flash_attention_bytes
 from .memory_efficient import memory_efficient_attention, memory_efficient_attention_bytes
 from .reference import AttentionBytes, AttentionFlops, attention_flops, reference_attention, reference_attention_bytes
 from .tiled import tiled_attention, tiled_attention_bytes
 
 __all__ = [
-    "AttentionBytes", "AttentionFlops", "attention_flops", "memory_efficient_attention",
-    "memory_efficient_attention_bytes", "reference_attention", "reference_attention_bytes", "tiled_attention",
-    "tiled_attention_bytes",
+    "AttentionBytes", "AttentionFlops", "attention_flops", "flash_attention", "flash_attention_bytes",
+    "memory_efficient_attention", "memory_efficient_attention_bytes", "reference_attention", "reference_attention_bytes",
+    "tiled_attention", "tiled_attention_bytes",
 ]

@@ -74,6 +74,15 @@ class Case(NamedTuple):
     num_stages: int
     options: dict = {}
 
+    @classmethod
+    def of(cls, launch):
+        """Of a `Launch`, whose tensors may be on the "meta" device."""
+        function, constant = launch.kernel.fn, {p.name for p in launch.kernel.params if p.is_constexpr}
+        arguments = {name: value if name in constant else as_launched(value)
+                     for name, value in launch.arguments.items()}
+        return cls(f"{function.__module__}:{function.__name__}", arguments, launch.config.num_warps,
+                   launch.config.num_stages)
+
 
 def compile_cases(cases):
     """A Compiled for each Case, made in another process: one that interprets its kernels (TRITON_INTERPRET=1) can ask
@@ -104,7 +113,7 @@ def compile_kernel(kernel, arguments, *, num_warps, num_stages, target=("cuda", 
     - `arguments`: name → what the launch gives it. A type such as "*bf16", "fp32", "i32" or "i64"; with ":16" behind
       it ("*bf16:16") a pointer or number that is a multiple of 16, which a launch finds out and the compiler uses. Or
       a value: of a tl.constexpr, and of any argument that the launch makes constant (an int that is 1, None).
-      `as_launched` gives either from the argument itself.
+      A NamedTuple of these for one that Triton takes apart. `as_launched` gives any from the argument itself.
     - `num_warps`, `num_stages` and `options` (maxnreg, …): as in a launch.
     - `target`: (backend, capability).
 
@@ -137,6 +146,8 @@ def as_launched(value):
         return f"*{_SHORT[value.dtype]}" + ":16" * (value.data_ptr() % 16 == 0)
     if isinstance(value, float):
         return "fp32"
+    if isinstance(value, tuple):
+        return type(value)(*map(as_launched, value))
     if value is None or isinstance(value, bool) or value == 1:
         return value
     return ("i32" if -2**31 <= value < 2**31 else "i64") + ":16" * (value % 16 == 0)
@@ -156,17 +167,24 @@ def _source(kernel, arguments):
         raise ValueError(f"arguments missing {sorted(set(kernel.arg_names) - set(arguments))}, unknown "
                          f"{sorted(set(arguments) - set(kernel.arg_names))}: give each of {kernel.arg_names}")
     signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or not isinstance(value, str):
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-            continue
-        signature[parameter.name], _, multiple = value.partition(":")
+
+    def describe(path, name, value, constant=False):
+        """The type of one argument, or of each part of one; `path` is how Triton numbers it."""
+        if isinstance(value, tuple) and not constant:
+            return type(value)(*(describe((*path, j), name, part) for j, part in enumerate(value)))
+        if constant or not isinstance(value, str):
+            constants[path] = value
+            return "constexpr"
+        kind, _, multiple = value.partition(":")
         if multiple not in ("", "16"):
-            raise ValueError(f"{parameter.name}={value!r}: expected a type such as '*bf16' or '*bf16:16'; a launch "
-                             "knows of multiples of 16 only")
+            raise ValueError(f"{name}={value!r}: expected a type such as '*bf16' or '*bf16:16'; a launch knows of "
+                             "multiples of 16 only")
         if multiple:
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    for i, parameter in enumerate(kernel.params):
+        signature[parameter.name] = describe((i,), parameter.name, arguments[parameter.name], parameter.is_constexpr)
     make = ASTSource
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as make

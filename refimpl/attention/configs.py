@@ -1,0 +1,66 @@
+"""Tile sizes for each kernel: a table, looked up; nothing is tried out at run time.
+
+A tile of M queries and N keys wants to be large: each tile of Q is read once for all keys, each of K and V once for
+every M queries. What bounds it is the chip. Shared memory holds `num_stages` tiles on their way in, and the registers,
+255 for each of 32 · `num_warps` threads and 64 Ki for all, hold the accumulators (M · D and M · N in fp32). Registers
+that do not suffice are spilled to memory, at many times the cost. No entry below spills or asks for more shared memory
+than there is: `compiled.py` reads that off the compiler, and `python -m refimpl bench kernels` reports it.
+
+What was found so for an H100 (Triton 3.6 and 3.7): the forward at D = 128 spills with 4 warps; dK and dV, two
+accumulators, want fewer queries than keys in a tile. A mask of dropout takes registers, too: then the tile that moves
+is half as long, and still the matrix products of the forward and of dQ wait for one another (ptxas' remark C7515).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """A tile of block_m queries and block_n keys, `num_warps` warps to work on it, `num_stages` loads under way."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+KERNELS = ("forward", "dkdv", "dq")
+
+# (chip, bytes of an element, largest head_dim) → a Config for each of KERNELS.
+# "datacenter": sm_90 and sm_100, 227 KB of shared memory; "any": 99 KB, which every chip since sm_80 has.
+TABLE = {
+    ("datacenter", 2, 64): (Config(128, 128, 8, 3), Config(64, 128, 8, 3), Config(128, 64, 8, 3)),
+    ("datacenter", 2, 128): (Config(128, 64, 8, 3), Config(64, 128, 8, 3), Config(128, 64, 8, 2)),
+    ("datacenter", 2, 256): (Config(64, 64, 8, 2), Config(32, 64, 8, 3), Config(128, 32, 8, 2)),
+    ("any", 2, 64): (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 4, 2)),
+    ("any", 2, 128): (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
+    ("any", 2, 256): (Config(64, 32, 8, 2), Config(32, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("any", 4, 64): (Config(64, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 2)),
+    ("any", 4, 128): (Config(32, 32, 8, 1), Config(32, 32, 8, 2), Config(32, 32, 8, 2)),
+    ("any", 4, 256): (Config(32, 16, 8, 2), Config(16, 16, 8, 2), Config(16, 32, 8, 1)),
+}
+DELTA = Config(32, 0, 4, 1)  # no keys, no loop
+INTERPRETED = Config(64, 64, 4, 1)
+
+
+def config_for(kernel, q_BHTD, dropout=False):
+    """The Config of one of KERNELS for queries like these."""
+    if q_BHTD.device.type == "cpu":
+        return INTERPRETED
+    return look_up(kernel, chip_of(q_BHTD.device), q_BHTD.dtype.itemsize, q_BHTD.shape[-1], dropout)
+
+
+def chip_of(device):
+    """The table's name for a CUDA device."""
+    return "datacenter" if torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3)) else "any"
+
+
+def look_up(kernel, chip, itemsize, D, dropout=False):
+    """The Config for a head_dim of D and elements of `itemsize` bytes."""
+    bound = next(bound for bound in (64, 128, 256) if D <= bound)
+    row = TABLE.get((chip, itemsize, bound)) or TABLE["any", itemsize, bound]
+    config = row[KERNELS.index(kernel)]
+    if dropout and kernel == "dkdv":
+        return config._replace(block_m=max(16, config.block_m // 2))
+    return config._replace(block_n=max(16, config.block_n // 2)) if dropout else config

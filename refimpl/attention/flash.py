@@ -1,0 +1,90 @@
+"""FlashAttention, by Triton kernels where they run, and what it takes in bytes."""
+
+import importlib.util
+import math
+import os
+
+import torch
+
+from .arguments import settle
+from .operators import attention_forward
+from .reference import AttentionBytes, on_paper
+from .tiled import tiled_attention
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_STRIDE = 2**23  # elements: a tile of 256 rows is addressed in 32 bits
+
+
+def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
+                    cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False):
+    """`reference_attention` by Triton kernels: same arguments, same result, same dropout mask for the same seed.
+    Autograd keeps the output and one fp32 logsumexp per row; backward computes the weights again, and gives the same
+    bits in every run.
+
+    The kernels run on CUDA, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1 before Triton is first
+    imported; slow, for learning and tests). Elsewhere, and on CUDA for fp64, `tiled_attention` does the same in
+    PyTorch. Under torch.compile give `cu_seqlens` as lists: the values of a tensor are not known there.
+
+    Raises as the reference does; ValueError for bfloat16 in the interpreter, and for a stride of rows or columns of
+    2²³ elements and more; RuntimeError if its backward is to be differentiated again.
+    """
+    call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
+                  cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES:
+        return tiled_attention(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p,
+                               seed=call.seed, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k,
+                               return_logsumexp=return_logsumexp)
+    check_for_kernels(q_BHTD, k_BGSD, v_BGSD)
+    seed = call.seed
+    if seed is not None and not isinstance(seed, torch.Tensor):
+        seed = torch.full((), seed, dtype=torch.int64, device=q_BHTD.device)
+    out_BHTD, lse2_BHT = attention_forward(q_BHTD, k_BGSD, v_BGSD, call.scale, causal, window, float(dropout_p), seed,
+                                           *_packing(call, cu_seqlens is not None, q_BHTD.device))
+    return (out_BHTD, lse2_BHT * math.log(2)) if return_logsumexp else out_BHTD
+
+
+def _packing(call, packed, device):
+    """(cu_seqlens, cu_seqlens_k, longest, longest_k) for the operators: None, None, 0, 0 if nothing is packed."""
+    if not packed:
+        return None, None, 0, 0
+    spans = [[sequence[which] for sequence in call.sequences] for which in (0, 1)]
+    starts = [torch.tensor([0, *(end for _, end in which)], dtype=torch.int32, device=device) for which in spans]
+    return *starts, *(max(end - first for first, end in which) for which in spans)
+
+
+def kernels_run_on(device):
+    """True where Triton's kernels can: on CUDA, and on a CPU in a process that interprets them."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return device.type == "cuda" or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def check_for_kernels(*tensors):
+    """ValueError for what the reference takes and a kernel does not."""
+    if tensors[0].device.type == "cpu" and tensors[0].dtype == torch.bfloat16:
+        raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an error "
+                         "(seen in 3.6 to 3.9); use float32 or float16 here, bfloat16 on a GPU, or unset the variable, "
+                         "then tiled_attention takes it")
+    for x in tensors:
+        if max(x.stride()[2:]) >= MAX_STRIDE:
+            raise ValueError(f"a tensor of strides {x.stride()}: expected less than {MAX_STRIDE:,} elements from row to "
+                             "row and from column to column; .contiguous() lays it out anew")
+
+
+def flash_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0):
+    """AttentionBytes of `flash_attention`'s kernels for shapes (B, H, T, D) and (B, G, S, D), exact. With Q = BHTD and
+    K = BGSD elements of e bytes:
+
+        kept   e·Q + 4·BHT                    the output and its logsumexp
+        peak   kept + e·(Q + 2K) + 4·BHT      dQ, dK and dV; Δ
+
+    so the slope in the sequence length is 1, and no tile is in it: those are on the chip. A seed takes 8 bytes more,
+    with dropout. FlashAttention-2 (Dao 2023), algorithms 1 and 2. Raises as `flash_attention` does.
+    """
+    _, (e, _) = on_paper(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
+    if dtype not in KERNEL_DTYPES:
+        raise ValueError(f"dtype={dtype}: expected float16, bfloat16 or float32; other dtypes are tiled_attention's")
+    (B, H, T, D), (G, S) = q_shape, k_shape[1:3]
+    Q, K, rows, seed = B * H * T * D, B * G * S * D, 4 * B * H * T, 8 * (dropout_p > 0)
+    kept = e * Q + rows + seed
+    return AttentionBytes(kept, kept + e * (Q + 2 * K) + rows)

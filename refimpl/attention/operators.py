@@ -1,0 +1,90 @@
+"""The Triton kernels as PyTorch operators, so that autograd, fake tensors, torch.compile and the tracker know them.
+
+A kernel that is just launched is invisible to all of these: they see operators. Each operator here comes with a fake
+kernel, which tells shapes and strides of what it returns without computing it, and the forward with a formula for
+autograd. Three operators, not one for the whole backward: what one of them allocates within is not seen, and Δ, 4 bytes
+a row, is there while the others run.
+
+    refimpl::attention_forward     q, k, v → out, lse2                      kept for backward: q, k, v, out, lse2
+    refimpl::attention_delta       out, dO, d_lse2 → Δ
+    refimpl::attention_backward    dO, q, k, v, lse2, Δ → dq, dk, dv
+
+The kernels' modules are imported with the first launch: Triton decides when it is imported whether it interprets.
+"""
+
+import torch
+from torch import Tensor
+
+LIBRARY = "refimpl"
+
+
+@torch.library.custom_op(f"{LIBRARY}::attention_forward", mutates_args=())
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None,
+                      dropout_p: float, seed: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
+                      longest: int, longest_k: int) -> tuple[Tensor, Tensor]:
+    """(out_BHTD, lse2_BHT): out laid out in memory as q; lse2 the base-2 logsumexp of each row, fp32."""
+    from .triton_forward import forward
+    from .triton_tile import Problem
+
+    return forward(q, k, v, Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest,
+                                       longest_k))
+
+
+@attention_forward.register_fake
+def _(q, k, v, *rest):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{LIBRARY}::attention_delta", mutates_args=())
+def attention_delta(out: Tensor, d_out: Tensor, d_lse2: Tensor | None) -> Tensor:
+    """Δ_BHT = rowsum(dO ∘ O), less the logsumexp's own gradient; fp32."""
+    from .triton_backward import delta
+
+    return delta(out, d_out, d_lse2)
+
+
+@attention_delta.register_fake
+def _(out, d_out, d_lse2):
+    return out.new_empty(out.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{LIBRARY}::attention_backward", mutates_args=())
+def attention_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, scale: float,
+                       causal: bool, window: int | None, dropout_p: float, seed: Tensor | None,
+                       cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int,
+                       ) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq_BHTD, dk_BGSD, dv_BGSD), laid out in memory as q, k and v."""
+    from .triton_backward import backward
+    from .triton_tile import Problem
+
+    return backward(d_out, q, k, v, lse2, delta, Problem.of(
+        q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k))
+
+
+@attention_backward.register_fake
+def _(d_out, q, k, v, *rest):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx, inputs, output):
+    q, k, v, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, *longest = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, seed, cu_seqlens, cu_seqlens_k)
+    ctx.options, ctx.longest = (scale, causal, window, dropout_p), longest
+
+
+def _differentiate(ctx, d_out, d_lse2):
+    q, k, v, out, lse2, *rest = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    delta = attention_delta(out, d_out, d_lse2)
+    return *attention_backward(d_out, q, k, v, lse2, delta, *ctx.options, *rest, *ctx.longest), *[None] * 9
+
+
+def _refuse(ctx, *gradients):
+    raise RuntimeError("flash_attention's backward is not differentiable itself: use reference_attention or "
+                       "memory_efficient_attention where gradients of gradients are needed")
+
+
+attention_forward.register_autograd(_differentiate, setup_context=_keep)
+attention_delta.register_autograd(_refuse)
+attention_backward.register_autograd(_refuse)

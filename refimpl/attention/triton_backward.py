@@ -1,0 +1,165 @@
+"""FlashAttention's backward as Triton kernels: P is made again from Q, K and the logsumexp, tile by tile.
+
+    Δ = rowsum(dO ∘ O)        P = 2^(c·S − lse2)        dP = dO Vᵀ        dS = P ∘ (dP − Δ)
+    dV = Pᵀ dO                dK = scale · dSᵀ Q         dQ = scale · dS K
+
+dK and dV sum over queries, dQ over keys. One kernel for all three would have to add to one of them from many programs
+at once, in an order that changes from run to run. So there are two: `dkdv_kernel` holds a tile of keys and passes over
+the queries (of all heads that share the keys), `dq_kernel` holds a tile of queries and passes over the keys. S and dP
+are computed in both, 7 matrix products in place of 5; in exchange each element is written once, by one program, and
+two runs are equal bit by bit.
+
+Masks are applied after the exponent: S − lse2 of a pair that is not seen may be anything, and P or dS there is set
+to 0. FlashAttention-2 (Dao 2023), section 3.1.2 and algorithm 2; there the loops add to dQ atomically.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import DELTA, config_for
+from .triton_tile import (
+    INF,
+    LOG2E,
+    Heads,
+    Launch,
+    dropped,
+    grown,
+    key_range,
+    load,
+    padded,
+    place,
+    row_range,
+    sees,
+    sequence,
+    start,
+    store,
+)
+
+
+@triton.jit
+def delta_kernel(out, d_out, d_lse, delta, T, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Δ = rowsum(dO ∘ O) in fp32, for each row; less the logsumexp's own gradient, since ∂lse/∂S = P, too."""
+    tile, head, batch = place(T, BLOCK_M, heads)
+    row = tile * BLOCK_M
+    o_MD = load(out, start(out, batch, head, 0), row, T, D, BLOCK_M, BLOCK_D).to(tl.float32)
+    d_o_MD = load(d_out, start(d_out, batch, head, 0), row, T, D, BLOCK_M, BLOCK_D).to(tl.float32)
+    delta_M1 = tl.sum(o_MD * d_o_MD, 1)[:, None]
+    if d_lse is not None:
+        delta_M1 -= load(d_lse, start(d_lse, batch, head, 0), row, T, 1, BLOCK_M, 1) * LOG2E  # of lse2, in base 2
+    store(delta, start(delta, batch, head, 0), row, T, delta_M1, 1, BLOCK_M, 1)
+
+
+@triton.jit
+def dkdv_kernel(q, k, v, d_out, lse, delta, dk, dv, packed, band, heads, group, scale, dropout, D: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dK and dV of one tile of BLOCK_N keys: a loop over the heads of its group, and one over their queries.
+
+    All matrices are transposed, (N, M), so that P and dS go into the next product from the registers that they are in.
+    """
+    tiles = tl.cdiv(band.S, BLOCK_N)
+    tile, key_head, index = place(band.S, BLOCK_N, heads // group)
+    batch, first_row, T, first_key, S = sequence(packed, band, index)
+    key = (tiles - 1 - tile) * BLOCK_N  # under a causal mask the first keys are seen by most
+    if key < S:
+        k_ptr, v_ptr = start(k, batch, key_head, first_key), start(v, batch, key_head, first_key)
+        k_ND, v_ND = load(k, k_ptr, key, S, D, BLOCK_N, BLOCK_D), load(v, v_ptr, key, S, D, BLOCK_N, BLOCK_D)
+        dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        begin, end = row_range(key, tl.minimum(key + BLOCK_N, S), T, S, band)
+        for head in range(key_head * group, key_head * group + group):
+            q_ptr, d_out_ptr = start(q, batch, head, first_row), start(d_out, batch, head, first_row)
+            lse_ptr, delta_ptr = start(lse, batch, head, first_row), start(delta, batch, head, first_row)
+            for row in tl.range(begin, end, BLOCK_M):
+                rows = row + tl.arange(0, BLOCK_M)
+                q_MD = load(q, q_ptr, row, T, D, BLOCK_M, BLOCK_D)
+                lse_M = tl.load(lse_ptr + rows, mask=rows < T, other=INF)  # 2^−∞ = 0: no row is there
+                p_NM = tl.exp2(tl.dot(k_ND, q_MD.T, input_precision="ieee") * (scale * LOG2E) - lse_M[None, :])
+                p_NM = tl.where(sees(rows[None, :], key + tl.arange(0, BLOCK_N)[:, None], T, S, band), p_NM, 0.0)
+                d_o_MD = load(d_out, d_out_ptr, row, T, D, BLOCK_M, BLOCK_D)
+                dp_NM = tl.dot(v_ND, d_o_MD.T, input_precision="ieee")
+                kept_NM = p_NM
+                if dropout is not None:
+                    out_NM = dropped(dropout, batch * heads + head, first_row + row, first_key + key, packed, BLOCK_M,
+                                     BLOCK_N).trans()
+                    kept_NM = tl.where(out_NM, 0.0, p_NM)
+                    dp_NM = tl.where(out_NM, 0.0, dp_NM * dropout.grown)
+                dv_ND = tl.dot(kept_NM.to(q_MD.dtype), d_o_MD, dv_ND, input_precision="ieee")
+                delta_M = tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
+                ds_NM = p_NM * (dp_NM - delta_M[None, :])
+                dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
+        store(dk, start(dk, batch, key_head, first_key), key, S, dk_ND * scale, D, BLOCK_N, BLOCK_D)
+        store(dv, start(dv, batch, key_head, first_key), key, S, dv_ND * grown(dropout), D, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def dq_kernel(q, k, v, d_out, lse, delta, dq, packed, band, heads, group, scale, dropout, D: tl.constexpr,
+              BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dQ of one tile of BLOCK_M queries: the forward's loop over the keys that it sees."""
+    tile, head, index = place(band.T, BLOCK_M, heads)
+    batch, first_row, T, first_key, S = sequence(packed, band, index)
+    row = tile * BLOCK_M
+    if row < T:
+        rows = row + tl.arange(0, BLOCK_M)
+        k_ptr, v_ptr = start(k, batch, head // group, first_key), start(v, batch, head // group, first_key)
+        q_MD = load(q, start(q, batch, head, first_row), row, T, D, BLOCK_M, BLOCK_D)
+        d_o_MD = load(d_out, start(d_out, batch, head, first_row), row, T, D, BLOCK_M, BLOCK_D)
+        lse_M = tl.load(start(lse, batch, head, first_row) + rows, mask=rows < T, other=INF)
+        delta_M = tl.load(start(delta, batch, head, first_row) + rows, mask=rows < T, other=0.0)
+        dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        first, end = key_range(row, tl.minimum(row + BLOCK_M, T), T, S, band, BLOCK_N)
+        for key in tl.range(first, end, BLOCK_N):
+            keys = key + tl.arange(0, BLOCK_N)
+            k_ND, v_ND = (load(k, k_ptr, key, S, D, BLOCK_N, BLOCK_D), load(v, v_ptr, key, S, D, BLOCK_N, BLOCK_D))
+            p_MN = tl.exp2(tl.dot(q_MD, k_ND.T, input_precision="ieee") * (scale * LOG2E) - lse_M[:, None])
+            dp_MN = tl.dot(d_o_MD, v_ND.T, input_precision="ieee")
+            if dropout is not None:
+                out_MN = dropped(dropout, batch * heads + head, first_row + row, first_key + key, packed, BLOCK_M,
+                                 BLOCK_N)
+                dp_MN = tl.where(out_MN, 0.0, dp_MN * dropout.grown)
+            ds_MN = tl.where(sees(rows[:, None], keys[None, :], T, S, band), p_MN * (dp_MN - delta_M[:, None]), 0.0)
+            dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision="ieee")
+        store(dq, start(dq, batch, head, first_row), row, T, dq_MD * scale, D, BLOCK_M, BLOCK_D)
+
+
+def delta(out_BHTD, d_out_BHTD, d_lse2_BHT=None):
+    """Δ_BHT in fp32. `d_lse2_BHT`: the gradient of the base-2 logsumexp, if it has one."""
+    delta_BHT = out_BHTD.new_empty(out_BHTD.shape[:3], dtype=torch.float32)
+    delta_launch(out_BHTD, d_out_BHTD, d_lse2_BHT, delta_BHT, DELTA).run(out_BHTD.device)
+    return delta_BHT
+
+
+def delta_launch(out_BHTD, d_out_BHTD, d_lse2_BHT, delta_BHT, config):
+    """The Launch of Δ."""
+    B, H, T, D = out_BHTD.shape
+    return Launch(delta_kernel, triton.cdiv(T, config.block_m) * H * B, {
+        "out": Heads.of(out_BHTD), "d_out": Heads.of(d_out_BHTD),
+        "d_lse": None if d_lse2_BHT is None else Heads.of(d_lse2_BHT), "delta": Heads.of(delta_BHT), "T": T, "heads": H,
+        "D": D, "BLOCK_D": padded(D), "BLOCK_M": config.block_m}, config)
+
+
+def backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, problem, configs=None):
+    """(dq_BHTD, dk_BGSD, dv_BGSD) in q's dtype, laid out in memory as q, k and v.
+
+    `problem`: a `Problem`; `configs`: two `Config`, for the kernels dkdv and dq, by default the table's.
+    """
+    found = tuple(map(torch.empty_like, (q_BHTD, k_BGSD, v_BGSD)))
+    configs = configs or [config_for(name, q_BHTD, problem.dropout is not None) for name in ("dkdv", "dq")]
+    for launch in backward_launches(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, *found, problem, configs):
+        launch.run(q_BHTD.device)
+    return found
+
+
+def backward_launches(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, dq_BHTD, dk_BGSD, dv_BGSD, problem,
+                      configs):
+    """The Launches of dK with dV, and of dQ."""
+    (_, H, _, D), G, (by_key, by_row) = q_BHTD.shape, k_BGSD.shape[1], configs
+    given = {"q": q_BHTD, "k": k_BGSD, "v": v_BGSD, "d_out": d_out_BHTD, "lse": lse2_BHT, "delta": delta_BHT}
+
+    def launch(kernel, tiles, heads, config, **written):
+        tensors = {name: Heads.of(x) for name, x in {**given, **written}.items()}
+        return Launch(kernel, tiles * heads * problem.count, {
+            **tensors, **problem.arguments(H, G, D), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}, config)
+
+    return (launch(dkdv_kernel, triton.cdiv(problem.band.S, by_key.block_n), G, by_key, dk=dk_BGSD, dv=dv_BGSD),
+            launch(dq_kernel, triton.cdiv(problem.band.T, by_row.block_m), H, by_row, dq=dq_BHTD))

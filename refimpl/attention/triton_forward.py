@@ -1,0 +1,101 @@
+"""FlashAttention's forward as a Triton kernel: `tiled.py`, with one program for each tile of queries of each head.
+
+The program holds its tile of Q and the running m, l and O in registers, and passes over the keys that its queries see.
+Nothing of size T × S leaves the chip: 4 bytes per row, the logsumexp, are all that is written besides the output.
+
+    c = scale · log2 e
+    m' = max(m, c · rowmax(S))        P = 2^(c·S − m')        α = 2^(m − m')
+    l' = α · l + rowsum(P)            O' = α · O + P V
+    out = O / l                       lse2 = m + log2 l
+
+with S = Q Kᵀ. The scale is folded with log2 e into one constant and multiplied after the row maximum, so that c·S − m'
+is a single fused multiply-add for each weight. FlashAttention-2 (Dao 2023), section 3.1 and algorithm 1.
+
+The one step past a plain loop over all keys is `key_range`: tiles that none of the queries sees, above the diagonal or
+outside the window, are not visited. The tiles that are, are all masked. A loop for those inside the band, without a
+mask, and another for its edges would save a comparison a weight; but with two loops on one accumulator ptxas makes the
+matrix products of an H100 wait for one another (its remark C7515), which costs far more.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import config_for
+from .triton_tile import (
+    INF,
+    LOG2E,
+    Heads,
+    Launch,
+    blind,
+    dropped,
+    grown,
+    key_range,
+    load,
+    place,
+    sees,
+    sequence,
+    start,
+    store,
+)
+
+
+@triton.jit
+def forward_kernel(q, k, v, out, lse, packed, band, heads, group, scale, dropout, D: tl.constexpr,
+                   BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One tile of BLOCK_M queries. The last tiles, which see most keys under a causal mask, start first."""
+    tile, head, index = place(band.T, BLOCK_M, heads)
+    batch, first_row, T, first_key, S = sequence(packed, band, index)
+    row = tile * BLOCK_M
+    if row < T:
+        q_ptr, out_ptr, lse_ptr = (start(q, batch, head, first_row), start(out, batch, head, first_row),
+                                   start(lse, batch, head, first_row))
+        k_ptr, v_ptr = start(k, batch, head // group, first_key), start(v, batch, head // group, first_key)
+        c = scale * LOG2E
+        q_MD = load(q, q_ptr, row, T, D, BLOCK_M, BLOCK_D)
+        m_M = tl.full([BLOCK_M], -INF, tl.float32)
+        l_M = tl.zeros([BLOCK_M], tl.float32)
+        acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        rows = row + tl.arange(0, BLOCK_M)
+        first, end = key_range(row, tl.minimum(row + BLOCK_M, T), T, S, band, BLOCK_N)
+        for key in tl.range(first, end, BLOCK_N):
+            k_ND = load(k, k_ptr, key, S, D, BLOCK_N, BLOCK_D)
+            s_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee")
+            seen_MN = sees(rows[:, None], key + tl.arange(0, BLOCK_N)[None, :], T, S, band)
+            s_MN = tl.where(seen_MN, s_MN, -INF)
+            m_new_M = tl.maximum(m_M, c * tl.max(s_MN, 1))
+            base_M = tl.where(m_new_M == -INF, 0.0, m_new_M)  # −∞ − (−∞) is NaN, and 2^(−∞ − 0) is 0
+            p_MN = tl.exp2(s_MN * c - base_M[:, None])
+            shrink_M = tl.exp2(m_M - base_M)
+            l_M = l_M * shrink_M + tl.sum(p_MN, 1)
+            if dropout is not None:
+                p_MN = tl.where(dropped(dropout, batch * heads + head, first_row + row, first_key + key, packed,
+                                        BLOCK_M, BLOCK_N), 0.0, p_MN)
+            v_ND = load(v, v_ptr, key, S, D, BLOCK_N, BLOCK_D)
+            acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision="ieee")
+            m_M = m_new_M
+        seeing_M = (rows >= blind(T, S, band)) & (rows < T)  # by position: where all scores seen are −∞, 0/0 is right
+        l_M = tl.where(seeing_M, l_M, 1.0)
+        store(out, out_ptr, row, T, acc_MD / l_M[:, None] * grown(dropout), D, BLOCK_M, BLOCK_D)
+        lse_M = tl.where(seeing_M, tl.where(m_M == -INF, 0.0, m_M) + tl.log2(l_M), -INF)
+        store(lse, lse_ptr, row, T, lse_M[:, None], 1, BLOCK_M, 1)
+
+
+def forward(q_BHTD, k_BGSD, v_BGSD, problem, config=None):
+    """(out_BHTD, lse2_BHT): the output, laid out in memory as q, and the base-2 logsumexp of each row in fp32.
+
+    `problem`: a `Problem`; `config`: a `Config`, by default the table's.
+    """
+    out_BHTD, lse2_BHT = torch.empty_like(q_BHTD), q_BHTD.new_empty(q_BHTD.shape[:3], dtype=torch.float32)
+    config = config or config_for("forward", q_BHTD, problem.dropout is not None)
+    forward_launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, problem, config).run(q_BHTD.device)
+    return out_BHTD, lse2_BHT
+
+
+def forward_launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, problem, config):
+    """The Launch of a forward."""
+    (_, H, _, D), G = q_BHTD.shape, k_BGSD.shape[1]
+    tensors = {"q": q_BHTD, "k": k_BGSD, "v": v_BGSD, "out": out_BHTD, "lse": lse2_BHT}
+    return Launch(forward_kernel, triton.cdiv(problem.band.T, config.block_m) * H * problem.count, {
+        **{name: Heads.of(x) for name, x in tensors.items()}, **problem.arguments(H, G, D), "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n}, config)
