@@ -95,7 +95,8 @@ def plot_tiles(calls, T, size):
             count += 1
         axes.set_title(f"{name}: {count} tiles", fontsize=10)
         axes.set_xlabel("keys", fontsize=9)
-        axes.add_patch(Rectangle((0, 0), T, T, fill=False, edgecolor="#888888", linewidth=0.8))
+        axes.add_patch(Rectangle((0, 0), T, T, fill=False, edgecolor="#888888", linewidth=0.8,
+                                 clip_on=False))
         _bare(axes, T, T)
     figure.axes[0].set_ylabel("queries", fontsize=9)
     patches = [Patch(color=WHOLE, label="every pair counts"), Patch(color=MASKED, label="masked in part"),
