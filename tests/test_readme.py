@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from refimpl.attention import attention_flops, reference_attention_bytes, tiled_attention_bytes
 from refimpl.bench.record import measurement
 
 ROOT = Path(__file__).parent.parent
@@ -102,3 +103,16 @@ def test_figures_of_long_sequences_are_the_recorded_ones():
     peak = rows["peak above the start, 8 chunks, fp32"]
     assert f"{100 - 100 * peak:.0f} % of what a step takes above weights, in 8 chunks" in line
     assert f"in 8 chunks {fp32:.2f} times the time in fp32, {bf16:.2f} in bf16" in line
+
+
+def test_figures_of_attention_in_tiles_are_those_of_the_closed_forms():
+    line, saved = readme_row("attention in tiles"), {}
+    for T in (1024, 65536):
+        shapes = (1, 12, T, 64), (1, 12, T, 64)
+        dense, tiled = (form(*shapes, causal=True) for form in (reference_attention_bytes, tiled_attention_bytes))
+        saved[T] = 100 - 100 * tiled.peak / dense.peak
+        assert tiled.kept == 4 * 12 * T * 64 + 4 * 12 * T
+    assert f"{saved[1024]:.0f} % of attention's peak at 1,024 tokens, {saved[65536]:.1f} % at 65,536" in line
+    flops = attention_flops(*shapes, causal=True)
+    share = (flops.forward + flops.backward_recomputing) / (flops.forward + flops.backward)
+    assert f"{share:.2f} times attention's FLOPs" in line

@@ -140,9 +140,9 @@ def memory_efficient_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, c
         n, (first, end) = B * H * (rows[1] - rows[0]), band.keys_seen(rows)
         spans = tiles((first, end), key_chunk)
         if spans:
-            # A chunk of queries is a strided view: it is copied to be one matrix, and so is the gradient of its output.
-            split = rows[1] - rows[0] < T
-            q, d_out = e * n * D * split * (H > G), w * n * D if w != e else e * n * D * split
+            # Of a chunk of queries, a strided view, heads of a group are copied to be one matrix; and of its gradient.
+            copied = e * n * D * (rows[1] - rows[0] < T) * (H > G)
+            q, d_out = copied, w * n * D if w != e else copied
             summaries = w * n * (len(spans) * (D + 3) + 2 * D + 3)
             tile = _tile_bytes(B, H, G, rows, spans[0], w, dropout_p, band.pairs() < T * S) + w * n * (w != e)
             seen = e * B * G * D * (end - first)

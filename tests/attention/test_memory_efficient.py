@@ -96,7 +96,8 @@ def test_sizes_that_make_no_sense(kit):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.1}], ids=str)
 @pytest.mark.parametrize(("query_chunk", "key_chunk", "G", "T", "S"), [
-    (64, 16, 2, 128, 128), (32, 23, 2, 128, 128), (128, 16, 4, 128, 128), (32, None, 1, 64, 200)])
+    (64, 16, 2, 128, 128), (32, 23, 2, 128, 128), (128, 16, 4, 128, 128), (64, 8, 4, 128, 128),
+    (32, None, 1, 64, 200)])
 def test_bytes(dtype, options, query_chunk, key_chunk, G, T, S, kit):
     shapes = (2, 4, T, 16), (2, G, S, 16)
     options = options | {"query_chunk": query_chunk, "key_chunk": key_chunk}

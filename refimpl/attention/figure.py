@@ -1,0 +1,138 @@
+"""What the pages on attention draw: peaks over the sequence's length, an online softmax by hand, the tiles read."""
+
+import math
+
+import torch
+from matplotlib.patches import Patch, Rectangle
+
+from ..memory.figure import MemoryFigure
+from ..memory.ledger import human
+from .band import tiles
+from .reference import on_paper
+
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")
+READ, GONE, CHANGED = "#F6C667", "#E6E6E6", "#BFE0F5"
+WHOLE, MASKED = "#9CCBEB", "#F2B45C"
+
+
+def plot_peaks(predicted, measured):
+    """Bytes over tokens, both on log axes: `predicted` as lines, `measured` as points on them.
+
+    Both are {name: {tokens: bytes}}. A line's name carries its slope at the end, d log(bytes) / d log(tokens). Returns
+    a matplotlib Figure. ValueError for measurements of a name that has no line.
+    """
+    if not set(measured) <= set(predicted):
+        raise ValueError(f"measured {sorted(set(measured) - set(predicted))}: expected some of {sorted(predicted)}")
+    figure = _figure(predicted, 8.5, 4.4)
+    axes = figure.subplots()
+    for colour, (name, line) in zip(COLOURS, predicted.items(), strict=False):
+        axes.plot(list(line), list(line.values()), color=colour, label=f"{name}, slope {slope(line):.2f} at the end")
+        points = measured.get(name, {})
+        axes.plot(list(points), list(points.values()), "o", color=colour, markersize=6)
+    axes.plot([], [], "o", color="#444444", label="measured")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    ticks = sorted({tokens for line in predicted.values() for tokens in line})
+    axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks], fontsize=8)
+    axes.yaxis.set_major_formatter(lambda nbytes, _: human(nbytes).replace(".0 ", " "))
+    axes.tick_params(axis="y", labelsize=8)
+    axes.minorticks_off()
+    axes.grid(color="#EEEEEE")
+    axes.set_xlabel("tokens", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def slope(line):
+    """d log(bytes) / d log(tokens) between the two longest sequences of {tokens: bytes}."""
+    short, long = sorted(line)[-2:]
+    return math.log(line[long] / line[short]) / math.log(long / short)
+
+
+def plot_online(scores_TS, states, size):
+    """The online softmax of `scores_TS`, one panel for each tile of `size` keys: the tile that was read, and beside it
+    the running m, l and O after it, coloured where a new maximum made the old ones shrink.
+
+    `states`: (shrink, m, l, O) after each tile, tensors (T, 1). Returns a matplotlib Figure.
+    """
+    T, S = scores_TS.shape
+    figure = _figure([f"online softmax, {T} queries, {S} keys"], 4.8 * len(states), 0.42 * T + 1.2)
+    spans = tiles((0, S), size)
+    for axes, (first, end), state in zip(figure.subplots(1, len(states), squeeze=False)[0], spans, states, strict=True):
+        for i in range(T):
+            for j in range(S):
+                colour = GONE if j < first else READ if j < end else "white"
+                _cell(axes, j, i, f"{scores_TS[i, j]:g}" if first <= j < end else "", colour)
+            shrink, *running = (float(x[i, 0]) for x in state)
+            axes.text(S + 0.75, i + 0.5, f"× {shrink:g}", ha="center", va="center", fontsize=9,
+                      color="black" if 0 < shrink < 1 else "#AAAAAA")
+            for column, value in enumerate(running):
+                _cell(axes, S + 1.5 + column * 1.2, i, f"{value:g}", CHANGED if 0 < shrink < 1 else "white", 1.2)
+        for column, name in enumerate([*range(S), None, "m", "l", "O"]):
+            at = column + 0.5 if column < S else S + 0.75 if name is None else S + 2.1 + (column - S - 1) * 1.2
+            axes.text(at, -0.1, "shrink" if name is None else f"key {name}" if column < S else name, ha="center",
+                      va="bottom", fontsize=9, color="#444444")
+        for i in range(T):
+            axes.text(-0.15, i + 0.5, f"query {i}", ha="right", va="center", fontsize=9, color="#444444")
+        axes.set_title(f"after the tile of keys {first} to {end - 1}", fontsize=10)
+        _bare(axes, S + 5.2, T + 0.1, left=-1.6, top=-0.6)
+    patches = [Patch(color=READ, label="the tile of scores in memory"), Patch(color=GONE, label="gone"),
+               Patch(color=CHANGED, label="a new maximum: the old l and O shrink")]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def plot_tiles(calls, T, size):
+    """Which tiles of T queries by T keys are computed, one panel for each of `calls`, {name: options of an attention}:
+    those that need a mask, those that do not, and those that are left out. Returns a matplotlib Figure."""
+    figure = _figure(calls, 2.4 * len(calls) + 0.2, 3.3)
+    for axes, (name, options) in zip(figure.subplots(1, len(calls), squeeze=False)[0], calls.items(), strict=True):
+        count = 0
+        for queries, keys, masked in computed_tiles(T, size, **options):
+            axes.add_patch(Rectangle((keys[0], queries[0]), keys[1] - keys[0], queries[1] - queries[0],
+                                     facecolor=MASKED if masked else WHOLE, edgecolor="white", linewidth=0.8))
+            count += 1
+        axes.set_title(f"{name}: {count} tiles", fontsize=10)
+        axes.set_xlabel("keys", fontsize=9)
+        axes.add_patch(Rectangle((0, 0), T, T, fill=False, edgecolor="#888888", linewidth=0.8,
+                                 clip_on=False))
+        _bare(axes, T, T)
+    figure.axes[0].set_ylabel("queries", fontsize=9)
+    patches = [Patch(color=WHOLE, label="every pair counts"), Patch(color=MASKED, label="masked in part"),
+               Patch(facecolor="white", edgecolor="#888888", label="left out")]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def computed_tiles(T, size, **options):
+    """[(queries, keys, masked)] of the tiles that `tiled_attention` computes for T queries and keys: spans (first,
+    end), and whether some pair in them is hidden. `options` as `attention_flops` takes them."""
+    call, _ = on_paper((1, 1, T, 1), (1, 1, T, 1), torch.float32, **options)
+    found = []
+    for queries, keys, band in call.sequences:
+        for rows in tiles((band.blind, band.T), size):
+            for cols in tiles(band.keys_seen(rows), size):
+                spans = (tuple(start + x for x in span) for (start, _), span in ((queries, rows), (keys, cols)))
+                found.append((*spans, band.hidden(rows, cols, "cpu") is not None))
+    return found
+
+
+def _figure(labels, width, height):
+    figure = MemoryFigure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure.labels = list(labels)
+    return figure
+
+
+def _cell(axes, x, y, text, colour, width=1):
+    axes.add_patch(Rectangle((x, y), width, 1, facecolor=colour, edgecolor="#888888", linewidth=0.6))
+    axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=9)
+
+
+def _bare(axes, right, bottom, left=0, top=0):
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom, top)
+    axes.set_aspect("equal")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)

@@ -1,0 +1,64 @@
+"""Figures show what they are given, and the tiles that are drawn are those that are computed."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from refimpl.attention import attention_flops, tiled_attention
+from refimpl.attention.figure import computed_tiles, plot_online, plot_peaks, plot_tiles, slope
+
+CALLS = {"all": {}, "causal": {"causal": True}, "window": {"causal": True, "window": 20}, "both ways": {"window": 9},
+         "packed": {"causal": True, "cu_seqlens": [0, 30, 30, 41, 96]}}
+
+
+def is_png(figure):
+    return figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_every_line_and_point_is_there():
+    predicted = {"dense": {256: 4.0, 512: 16.0, 1024: 64.0}, "tiled": {256: 10.0, 512: 20.0, 1024: 40.0}}
+    figure = plot_peaks(predicted, {"tiled": {256: 10.0}})
+    lines = {tuple(line.get_ydata()) for line in figure.axes[0].lines}
+    assert lines >= {(4, 16, 64), (10, 20, 40), (10,)} and is_png(figure)
+    assert slope(predicted["dense"]) == 2 and slope(predicted["tiled"]) == 1
+    words = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert words[:2] == ["dense, slope 2.00 at the end", "tiled, slope 1.00 at the end"]
+    with pytest.raises(ValueError, match="measured .'sparse'.: expected some of"):
+        plot_peaks(predicted, {"sparse": {256: 1.0}})
+
+
+def test_an_online_softmax_shows_its_running_values():
+    scores = torch.tensor([[1.0, 0.0, 3.0], [2.0, 2.0, 1.0]])
+    states = [[torch.tensor([[a], [b]]) for a, b in state] for state in (
+        ((0.0, 0.0), (1.0, 2.0), (1.5, 2.0), (7.0, 8.0)), ((0.25, 1.0), (3.0, 2.0), (1.375, 2.5), (9.0, 10.0)))]
+    figure = plot_online(scores, states, 2)
+    words = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert len(words) == 2 and "1.375" in words[1] and "× 0.25" in words[1] and "1.375" not in words[0]
+    assert [axes.get_title() for axes in figure.axes] == ["after the tile of keys 0 to 1",
+                                                          "after the tile of keys 2 to 2"]
+    assert is_png(figure)
+
+
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_the_tiles_drawn_are_those_computed(options):
+    T, size, found = 96, 16, computed_tiles(96, 16, **options)
+    seen = torch.zeros(T, T)
+    for (first, end), (left, right), masked in found:
+        assert 0 < end - first <= size and 0 < right - left <= size and type(masked) is bool
+        seen[first:end, left:right] += 1
+    assert seen.max() == 1
+    q, k, v = torch.ones(1, 1, T, 8), torch.ones(1, 1, T, 8), torch.eye(T)[None, None, :, :8]
+    with FlopCounterMode(display=False) as counted:
+        tiled_attention(q, k, v, query_tile=size, key_tile=size, **options)
+    assert counted.get_total_flops() == 4 * 8 * seen.sum()
+    pairs = attention_flops(q.shape, k.shape, **options).pairs
+    assert (seen.sum() > pairs) == any(masked for *_, masked in found) and seen.sum() >= pairs
+
+
+def test_a_panel_for_each_call():
+    figure = plot_tiles(CALLS, 96, 16)
+    assert [axes.get_title() for axes in figure.axes][:2] == ["all: 36 tiles", "causal: 21 tiles"]
+    assert len(figure.axes) == len(CALLS) and is_png(figure)
+    assert math.isclose(figure.axes[0].get_xlim()[1], 96)
