@@ -17,6 +17,7 @@ products that wait for one another (ptxas' remarks C7500 and up), or more shared
 
 import collections
 import contextlib
+import inspect
 import io
 import os
 import pickle
@@ -77,7 +78,9 @@ class Case(NamedTuple):
     @classmethod
     def of(cls, launch):
         """Of a `Launch`, whose tensors may be on the "meta" device."""
-        function, constant = launch.kernel.fn, {p.name for p in launch.kernel.params if p.is_constexpr}
+        function = launch.kernel.fn
+        constant = {name for name, parameter in inspect.signature(function).parameters.items()
+                    if parameter.annotation is triton.language.constexpr}
         arguments = {name: value if name in constant else as_launched(value)
                      for name, value in launch.arguments.items()}
         return cls(f"{function.__module__}:{function.__name__}", arguments, launch.config.num_warps,
