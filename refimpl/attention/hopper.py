@@ -198,11 +198,7 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, 
             k_ND = k_desc.load([b, g, key, 0]).reshape(BN, PADDED)
             s_MN = tl.dot(q_MD, k_ND.T)
             if LEFT or RIGHT or TAIL:
-                key_N = key + tl.arange(0, BN)
-                seen_MN = key_N[None, :] < end_M[:, None]
-                if LEFT:
-                    seen_MN &= key_N[None, :] >= (row_M - left)[:, None]
-                s_MN = tl.where(seen_MN, s_MN, float("-inf"))
+                s_MN = _masked(s_MN, key, row_M - left, end_M, LEFT)
             m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
             top_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)  # nothing yet: −∞ − (−∞) would be NaN
             p_MN = tl.exp2(s_MN * scale_log2 - top_M[:, None])
@@ -212,12 +208,27 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, 
             v_ND = v_desc.load([b, g, key, 0]).reshape(BN, PADDED)
             acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD)
             m_M = m_new_M
-        out_MD = acc_MD / l_M[:, None]
+        acc_MD /= l_M[:, None]
         if RIGHT:
-            out_MD = tl.where((end_M <= 0)[:, None], 0.0, out_MD)  # a row that sees nothing
-        # Through pointers: a store by TMA would have the same trouble with its coordinate.
+            acc_MD = tl.where((end_M <= 0)[:, None], 0.0, acc_MD)  # a row that sees nothing: 0 / 0
         place_M = head.to(tl.int64) * T - (S - T) + row_M
-        d_D = tl.arange(0, PADDED)
-        tl.store(out_ptr + place_M[:, None] * D + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty),
-                 mask=(row_M < S)[:, None] & (d_D < D)[None, :])
-        tl.store(lse2_ptr + place_M, m_M + tl.log2(l_M), mask=row_M < S)
+        _write(out_ptr, acc_MD, lse2_ptr, m_M + tl.log2(l_M), place_M, row_M < S, D)
+
+
+@triton.jit
+def _masked(s_MN, key, first_M, end_M, LEFT: tl.constexpr):
+    """−∞ where a row does not see a key."""
+    key_N = key + tl.arange(0, s_MN.shape[1])
+    seen_MN = key_N[None, :] < end_M[:, None]
+    if LEFT:
+        seen_MN &= key_N[None, :] >= first_M[:, None]
+    return tl.where(seen_MN, s_MN, float("-inf"))
+
+
+@triton.jit
+def _write(out_ptr, out_MD, lse2_ptr, lse2_M, place_M, inside_M, D: tl.constexpr):
+    """Through pointers: the coordinate of a store by TMA would have the trouble of q's load."""
+    d_D = tl.arange(0, out_MD.shape[1])
+    tl.store(out_ptr + place_M[:, None] * D + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty),
+             mask=inside_M[:, None] & (d_D < D)[None, :])
+    tl.store(lse2_ptr + place_M, lse2_M, mask=inside_M)
