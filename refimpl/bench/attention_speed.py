@@ -7,6 +7,10 @@ them. A row says how many times as fast ours is as a peer, and beside it what wa
 
 import importlib
 import importlib.util
+import json
+import subprocess
+import sys
+import time
 import warnings
 from typing import NamedTuple
 
@@ -18,7 +22,7 @@ from tqdm import tqdm
 from .. import catalog
 from ..attention import attention_flops, flash_attention, triton_forward
 from ..attention.triton_tile import Problem
-from .record import row
+from .record import CHECKOUT, row
 from .runner import BAR_DELAY, compare
 
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
@@ -72,15 +76,69 @@ def shapes(tokens=16384, width=2048, head_dims=(64, 128), lengths=(2048, 4096, 8
 
 def speed_rows(device, chosen, rounds, timer=None, dtype=torch.bfloat16):
     """Rows of each Shape, forward and backward, each of ours beside each backend."""
-    rows = []
+    rows, faults = [], trials(device, chosen)
     for shape in tqdm(chosen, "shapes", delay=BAR_DELAY, leave=False):
-        torch.manual_seed(0)
-        q, k, v, gradient = (torch.randn(shape.dims, device=device).to(dtype) for _ in range(4))
-        found = forward_candidates(q, k, v, shape)
+        q, k, v, gradient = tensors(shape, device, dtype)
+        found = forward_candidates(q, k, v, shape) | faults
         rows += rows_beside("forward", shape, *ready(found, agrees_with(found["triton_forward"])), rounds, timer)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         rows += rows_beside("backward", shape, *ready(backward_candidates(q, k, v, gradient, shape)), rounds, timer)
     return rows
+
+
+def tensors(shape, device, dtype):
+    """q, k, v and a gradient."""
+    torch.manual_seed(0)
+    return [torch.randn(shape.dims, device=device).to(dtype) for _ in range(4)]
+
+
+# --- trials ----------------------------------------------------------------------------------------------------------
+
+TRIAL_SECONDS = 100  # of all modules at once: most of it compiles what is timed afterwards
+
+
+def trials(device, chosen):
+    """{module: reason} of the modules not to be timed. Each is tried in a process of its own first: a kernel that hangs,
+    or reads where it may not, would take all other readings with it."""
+    if torch.device(device).type != "cuda":
+        return {}
+    started, faults = {}, {}
+    for name in MODULES:
+        started[name] = subprocess.Popen(trial_command(name, chosen), cwd=CHECKOUT, stdout=subprocess.PIPE,
+                                         stderr=subprocess.STDOUT, text=True)
+    until = time.monotonic() + TRIAL_SECONDS
+    for name, process in started.items():
+        try:
+            said = process.communicate(timeout=max(0, until - time.monotonic()))[0].strip().splitlines() or [""]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            faults[name] = f"hangs: its trial was not done after {TRIAL_SECONDS} seconds"
+        else:
+            if process.returncode or said[-1] != DONE:
+                faults[name] = said[-1][:200] or f"its trial ended with exit status {process.returncode}"
+    return faults
+
+
+DONE = "as triton_forward"
+
+
+def trial_command(name, chosen):
+    """One process for one module: the shortest and the longest of each kind of shape."""
+    lengths = [shape.length for shape in chosen]
+    ends = [shape for shape in chosen if shape.length in (min(lengths), max(lengths))]
+    return [sys.executable, "-m", "refimpl.bench.attention_speed", name, json.dumps(ends)]
+
+
+def trial(name, chosen, device="cuda", dtype=torch.bfloat16):
+    """The first fault of a module's forward, or DONE."""
+    for shape in chosen:
+        q, k, v, _ = tensors(shape, device, dtype)
+        found = forward_candidates(q, k, v, shape)
+        _, reasons = ready({name: found[name]}, agrees_with(found["triton_forward"]))
+        if reasons:
+            return reasons[name]
+    return DONE
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -245,3 +303,7 @@ def published_rates(device):
         return "published", (None, None)
     hardware = catalog.hardware(entry)
     return f"published, {entry}", (hardware.bf16_flops / 1e12, hardware.memory_bandwidth / 1e12)
+
+
+if __name__ == "__main__":
+    print(trial(sys.argv[1], [Shape(*each) for each in json.loads(sys.argv[2])]))

@@ -1,6 +1,7 @@
 """The bench of attention at tiny sizes: bytes, slopes and seconds; and what it does on a GPU, rehearsed on the CPU."""
 
 import itertools
+import json
 import sys
 import types
 
@@ -122,6 +123,39 @@ def test_a_kernel_that_is_wrong_raises_or_is_not_there_is_named_and_not_timed(mo
                         "elsewhere": "does not suit", "none": "is not there",
                         "broken": "broken: ModuleNotFoundError: "}.items():
         assert rows[name]["value"] is None and words in rows[name]["note"], name
+
+@rehearsed
+def test_a_module_is_tried_in_a_process_of_its_own(monkeypatch):
+    chosen = [SHAPE._replace(length=N) for N in (32, 64, 128)]
+    _, _, module, name, given = attention_speed.trial_command("hopper", chosen)
+    assert (module, name) == ("refimpl.bench.attention_speed", "hopper")
+    assert [Shape(*each) for each in json.loads(given)] == [chosen[0], chosen[2]]
+    assert attention_speed.trials("cpu", chosen) == {}
+    commands = {"good": "print('noise'); print('as triton_forward')", "wrong": "print('wrong: its output is off')",
+                "dies": "import os; os._exit(11)", "hangs": "import time; print(1, flush=True); time.sleep(600)"}
+    monkeypatch.setattr(attention_speed, "MODULES", tuple(commands))
+    monkeypatch.setattr(attention_speed, "trial_command", lambda name, chosen: [sys.executable, "-c", commands[name]])
+    monkeypatch.setattr(attention_speed, "TRIAL_SECONDS", 5)
+    assert attention_speed.trials("cuda", chosen) == {
+        "wrong": "wrong: its output is off", "dies": "its trial ended with exit status 11",
+        "hangs": "hangs: its trial was not done after 5 seconds"}
+
+
+@rehearsed
+def test_a_trial_ends_with_the_first_fault(monkeypatch):
+    def forward(q, k, v, *, scale, causal, window):
+        problem = attention_speed.Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
+        out, lse2 = triton_forward.forward(q, k, v, problem)
+        return out, lse2 + (0.1 if q.shape[2] == 128 else 0)
+
+    made = types.SimpleNamespace(suits=lambda *_: True, forward=forward)
+    monkeypatch.setitem(sys.modules, "refimpl.attention.made", made)
+    monkeypatch.setattr(attention_speed, "MODULES", ("made",))
+    monkeypatch.setattr(attention_speed.importlib.util, "find_spec", lambda name: 1)
+    shapes = [SHAPE, SHAPE._replace(length=128)]
+    assert attention_speed.trial("made", shapes[:1], "cpu", torch.float16) == attention_speed.DONE
+    assert attention_speed.trial("made", shapes, "cpu", torch.float16).startswith("wrong: its logsumexp is off by 0.1")
+
 
 @rehearsed
 def test_all_kernels_may_fail_and_the_backends_are_read(monkeypatch):
