@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -77,8 +78,9 @@ class Case(NamedTuple):
     @classmethod
     def of(cls, launch):
         """Of a `Launch`, whose tensors may be on the "meta" device."""
-        function, constant = launch.kernel.fn, {p.name for p in launch.kernel.params if p.is_constexpr}
-        arguments = {name: value if name in constant else as_launched(value)
+        function = launch.kernel.fn
+        annotations = function.__annotations__  # the kernel itself does not tell in a process that interprets it
+        arguments = {name: value if annotations.get(name) is tl.constexpr else as_launched(value)
                      for name, value in launch.arguments.items()}
         return cls(f"{function.__module__}:{function.__name__}", arguments, launch.config.num_warps,
                    launch.config.num_stages)
