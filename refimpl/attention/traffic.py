@@ -1,9 +1,10 @@
 """Bytes that cross between memory and the chip: what the kernels ask for, in closed form, and counted as they run.
 
-Peak bytes say what must be there at a time, traffic says what must move. A kernel that holds a tile of queries on the
-chip reads the keys once for each such tile, so its traffic falls as the tile grows, and no tensor's size shows it. What
-is counted is what programs ask for. A GPU's cache answers some of it, all but the first time if a head's keys fit; so
-what crosses the memory bus lies between each tensor once and the figures here.
+Peak bytes say what must be there at a time, traffic says what must move. An operator of PyTorch reads its inputs and
+writes its outputs, each once at least (`moved`). A kernel that holds a tile of queries on the chip reads the keys once
+for each such tile (`counted`), so its traffic falls as the tile grows, and no tensor's size shows it. That is what
+programs ask for. A GPU's cache answers some of it, all but the first time if a head's keys fit; so what crosses the
+memory bus lies between the two.
 """
 
 import collections
@@ -12,6 +13,8 @@ import os
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .band import tiles
 from .configs import DELTA, INTERPRETED, KERNELS
@@ -67,10 +70,12 @@ def _queries(band, keys, size):
 
 
 class Counted(NamedTuple):
-    """Bytes by the tensor that they belong to, "other" for those that were not named."""
+    """Bytes by the tensor that they belong to, "other" for those that were not named; `largest`: the most elements of
+    it that one `tl.load` fetched."""
 
     loaded: collections.Counter
     stored: collections.Counter
+    largest: collections.Counter
 
 
 @contextlib.contextmanager
@@ -90,11 +95,13 @@ def counted(**tensors):
                            "imported, in a process of its own if this one is to use the GPU")
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
-    found, spans = Counted(collections.Counter(), collections.Counter()), {n: _span(x) for n, x in tensors.items()}
+    found = Counted(collections.Counter(), collections.Counter(), collections.Counter())
+    spans = {name: _span(x) for name, x in tensors.items()}
     load, store = Builder.create_masked_load, Builder.create_masked_store
 
     def counting_load(self, ptrs, mask, *rest):
-        _add(found.loaded, spans, ptrs, mask)
+        for name, count in _add(found.loaded, spans, ptrs, mask).items():
+            found.largest[name] = max(found.largest[name], count)
         return load(self, ptrs, mask, *rest)
 
     def counting_store(self, ptrs, value, mask, *rest):
@@ -115,10 +122,49 @@ def _span(x):
 
 
 def _add(counter, spans, ptrs, mask):
+    """Bytes to the counter; returns {name: elements}."""
     at, nbytes = ptrs.data[mask.data], ptrs.get_element_ty().primitive_bitwidth // 8
-    rest = at.size
-    for name, (first, end) in spans.items():
-        here = int(((at >= first) & (at < end)).sum())
-        counter[name] += here * nbytes
-        rest -= here
-    counter["other"] += rest * nbytes
+    counts = {name: int(((at >= first) & (at < end)).sum()) for name, (first, end) in spans.items()}
+    counts["other"] = at.size - sum(counts.values())
+    for name, count in counts.items():
+        counter[name] += count * nbytes
+    return counts
+
+
+class moved(TorchDispatchMode):
+    """Bytes that PyTorch's operators must move: each reads its inputs and writes its outputs once, and none keeps
+    anything on the chip for the next. Views move nothing. A custom operator counts like any other, whatever its
+    kernels ask for.
+
+        with moved() as traffic:
+            reference_attention(q, k, v)
+        traffic.loaded, traffic.stored           # also by operator: traffic.by_operator["aten.mul"]
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.by_operator = collections.defaultdict(lambda: Traffic(0, 0))
+
+    @property
+    def loaded(self):
+        return sum(each.loaded for each in self.by_operator.values())
+
+    @property
+    def stored(self):
+        return sum(each.stored for each in self.by_operator.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given, made = _by_storage((args, kwargs)), _by_storage(result)
+        written = {at: nbytes for at, nbytes in made.items() if at not in given or function._schema.is_mutable}
+        if written and not function.__name__.startswith(("empty", "new_empty")):  # those are not written yet
+            name = str(function.overloadpacket)
+            before = self.by_operator[name]
+            self.by_operator[name] = Traffic(before.loaded + sum(given.values()), before.stored + sum(written.values()))
+        return result
+
+
+def _by_storage(tree):
+    """{storage: bytes of its elements in use} of the tensors in it."""
+    return {x.untyped_storage().data_ptr(): min(x.nbytes, x.untyped_storage().nbytes())
+            for x in tree_leaves(tree) if isinstance(x, torch.Tensor)}

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from refimpl.attention import configs, flash_attention, flash_attention_traffic, triton_forward
+from refimpl.attention import configs, flash_attention, flash_attention_traffic, reference_attention, triton_forward
 from refimpl.attention.configs import Config
 from refimpl.attention.operators import attention_backward, attention_delta, attention_forward
-from refimpl.attention.traffic import Traffic, counted
+from refimpl.attention.traffic import Traffic, counted, moved
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
@@ -65,6 +65,7 @@ def test_bytes_by_tensor(kit):
         out = flash_attention(q, k, v)
     assert traffic.loaded == {"q": q.nbytes, "k": 4 * k.nbytes, "v": 4 * v.nbytes, "other": 0}
     assert traffic.stored == {"q": 0, "k": 0, "v": 0, "other": out.nbytes + 4 * 4 * 128}
+    assert traffic.largest == {"q": 64 * 16, "k": 64 * 16, "v": 64 * 16, "other": 0}
     before = dict(traffic.loaded)
     flash_attention(q, k, v)  # behind the region nothing is counted
     assert traffic.loaded == before
@@ -81,3 +82,28 @@ def test_a_process_that_compiles_has_no_such_meter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(RuntimeError, match="in Triton's interpreter only: set TRITON_INTERPRET=1"), counted():
         pass
+
+
+def test_what_operators_move(kit):
+    q, k, v, _ = kit.inputs(1, 2, 1, 64, 64, 16, requires_grad=False)
+    N, once = 4 * 2 * 64 * 64, q.nbytes + k.nbytes + v.nbytes
+    with moved() as dense:
+        reference_attention(q, k, v)
+    # Q Kᵀ writes the scores; scale and softmax read and write them; P V reads them
+    assert (dense.loaded, dense.stored) == (once + 3 * N, q.nbytes + 3 * N)
+    assert dense.by_operator["aten.mul"] == (N, N)
+    with moved() as flash:
+        flash_attention(q, k, v)
+    assert (flash.loaded, flash.stored) == (once, q.nbytes + 4 * 2 * 64)
+
+
+def test_views_and_memory_that_is_only_handed_out_move_nothing():
+    x = torch.ones(8, 8)
+    with moved() as traffic:
+        y = torch.empty(64).view(8, 8).mT.unsqueeze(0)
+        x.expand(4, 8, 8).unbind()
+        assert traffic.loaded == traffic.stored == 0
+        y.add_(x)
+        assert (traffic.loaded, traffic.stored) == (512, 256)
+        x[:4] + x[4:].sum()
+    assert traffic.by_operator["aten.add"] == (128 + 4, 128) and traffic.by_operator["aten.sum"] == (128, 4)
