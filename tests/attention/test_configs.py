@@ -1,0 +1,84 @@
+"""The table of tile sizes: an entry for everything that is launched, and what the compiler says of each."""
+
+import re
+
+import pytest
+import torch
+
+from refimpl.attention import report
+from refimpl.attention.configs import KERNELS, TABLE, Config, look_up
+from refimpl.attention.report import Name, cases
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SPILLS = Name("forward", "datacenter", BF16, 128, "full")  # with 4 warps for a tile of 128 × 128
+
+# What is known to be short of the rest, as it reads with Triton 3.7: remarks of ptxas, and bytes spilled.
+REMARKS = {(kernel, "dropout"): ["C7515"] for kernel in ("forward", "dq")}
+SPILLED = {Name("dkdv", "datacenter", BF16, 256, "packed"): 8, Name("dkdv", "any", FP32, 64, "causal"): 8}
+
+
+def chosen():
+    """Which of the table's 135 are compiled here: each entry, and each variant at some of them. All are the bench's."""
+    hopper = {"chips": ["datacenter"], "dtypes": [BF16]}
+    return {
+        **cases(**hopper, variants=["full", "causal"]),
+        **cases(**hopper, head_dims=[64], variants=["window"]), **cases(**hopper, head_dims=[128], variants=["packed"]),
+        **cases(**hopper, head_dims=[128], variants=["dropout"]),
+        **cases(chips=["datacenter"], dtypes=[FP16], head_dims=[64], variants=["causal"]),
+        **cases(chips=["any"], variants=["causal"]), **{name: report.case(name) for name in SPILLED}}
+
+
+@pytest.fixture(scope="module")
+def reports():
+    mutant = report.case(SPILLS, Config(128, 128, 4, 2))
+    return dict(report.compile_all({**chosen(), "mutant": mutant}))
+
+
+@pytest.mark.parametrize("name", chosen(), ids=str)
+def test_what_the_compiler_makes_of_it(name, reports):
+    found = reports[name]
+    remarks = re.findall(r"\((C75\d\d)\)", "".join(found.warnings))
+    assert (remarks, found.spill_bytes) == (REMARKS.get((name.kernel, name.variant), []), SPILLED.get(name, 0))
+    assert (found.faults() == []) == (remarks == [] and name not in SPILLED)
+    assert 0 < found.shared_bytes <= found.shared_limit == {"datacenter": 232448, "any": 101376}[name.chip]
+    assert found.warps == report.config_of(name).num_warps
+    products = {"HGMMA": name.chip == "datacenter", "HMMA": name.chip == "any" and name.dtype != FP32}
+    assert {which: found.instructions[which] > 0 for which in products} == products
+    assert name.dtype != FP32 or found.instructions["FFMA"] > 500  # fp32 by fp32's own units, not in tf32
+
+
+def test_a_tile_known_to_spill_is_found_at_fault(reports):
+    mutant = reports["mutant"]
+    assert mutant.spill_bytes > 500 and "spills" in mutant.faults()[-1]
+
+
+@pytest.mark.parametrize("chip", report.TARGETS)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_head_dim_and_dtype_has_an_entry(kernel, dtype, chip):
+    for D in range(1, 257):
+        for dropout in (False, True):
+            found = look_up(kernel, chip, dtype.itemsize, D, dropout)
+            for size in (found.block_m, found.block_n, found.num_warps, 16):
+                assert size & (size - 1) == 0 and size <= 128
+            assert min(found.block_m, found.block_n) >= 16 and found.num_stages >= 1
+
+
+def test_a_case_for_each_entry_kernel_and_variant():
+    everything = cases()
+    assert len(everything) == len(TABLE) * len(KERNELS) * len(report.VARIANTS) == 135
+    assert len(set(map(str, everything))) == 135
+    assert cases(chips=["any"], dtypes=[BF16], head_dims=[64], kernels=["dq"], variants=["full"]) == {
+        Name("dq", "any", BF16, 64, "full"): report.case(Name("dq", "any", BF16, 64, "full"))}
+    for name, case in everything.items():
+        assert case.options["target"] == report.TARGETS[name.chip] and case.arguments["D"] == name.head_dim
+        assert (case.arguments["dropout"] is not None) == (name.variant == "dropout")
+        assert (case.arguments["packed"] is not None) == (name.variant == "packed")
+        assert (case.arguments["band"].left is not None) == (name.variant == "window")
+
+
+def test_one_that_does_not_compile_is_named_and_the_others_are_there():
+    name = Name("dq", "any", BF16, 64, "full")
+    good = report.case(name)
+    found = dict(report.compile_all({"good": good, "bad": good._replace(kernel="refimpl.attention:no_such")}))
+    assert found["good"].registers > 0 and "no_such" in str(found["bad"])
