@@ -1,4 +1,5 @@
-"""What the pages on attention draw: peaks over the sequence's length, an online softmax by hand, the tiles read."""
+"""What the pages on attention draw: peaks over the sequence's length, an online softmax by hand, the tiles read, and
+under which of a GPU's two roofs a computation stands."""
 
 import math
 
@@ -116,6 +117,50 @@ def computed_tiles(T, size, **options):
                 spans = (tuple(start + x for x in span) for (start, _), span in ((queries, rows), (keys, cols)))
                 found.append((*spans, band.hidden(rows, cols, "cpu") is not None))
     return found
+
+
+def plot_roofline(hardware, intensities, measured=None):
+    """FLOP/s over FLOP per byte, both on log axes: the two roofs of a GPU, how much its memory feeds and how much its
+    matrix units do, and each computation below them at its intensity.
+
+    `hardware`: a `catalog.Hardware`; `intensities`: {name: FLOP per byte}, drawn as hollow points on the roof, the most
+    that each can reach; `measured`: {name: FLOP/s} for some of them, full points. Returns a matplotlib Figure.
+    ValueError for a measurement of a name without an intensity. Williams, Waterman & Patterson 2009.
+    """
+    measured = measured or {}
+    if not set(measured) <= set(intensities):
+        raise ValueError(f"measured {sorted(set(measured) - set(intensities))}: expected some of {sorted(intensities)}")
+    peak, bandwidth = hardware.bf16_flops, hardware.memory_bandwidth
+    ridge = peak / bandwidth
+    ends = (min([*intensities.values(), ridge]) / 4, max([*intensities.values(), ridge]) * 4)
+    figure = _figure(intensities, 8.5, 4.4)
+    axes = figure.subplots()
+    axes.plot([ends[0], ridge, ends[1]], [ends[0] * bandwidth, peak, peak], color="#444444")
+    axes.axvline(ridge, color="#BBBBBB", linewidth=0.8, linestyle=":")
+    axes.text(ends[0] * 1.2, ends[0] * 1.2 * bandwidth * 1.4, f"memory: {bandwidth / 1e12:g} TB/s", fontsize=8)
+    axes.text(ends[1] / 1.1, peak * 1.1, f"matrix units: {peak / 1e12:g} TFLOP/s", fontsize=8, ha="right")
+    for colour, (name, intensity) in zip(COLOURS, intensities.items(), strict=False):
+        roof = min(peak, intensity * bandwidth)
+        axes.plot([intensity] * 2, [ends[0] * bandwidth, roof], color=colour, linewidth=0.8)
+        axes.plot([intensity], [roof], "o", color=colour, markerfacecolor="white", markersize=7,
+                  label=f"{name}: {intensity:,.0f} FLOP/byte, at most {100 * roof / peak:.0f} % of the peak")
+        if name in measured:
+            axes.plot([intensity], [measured[name]], "o", color=colour, markersize=7,
+                      label=f"{name}: {measured[name] / 1e12:.0f} TFLOP/s measured")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=10)
+    axes.set_xlim(*ends)
+    axes.set_ylim(ends[0] * bandwidth, peak * 2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y / 1e12:,.0f}")
+    axes.tick_params(labelsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("FLOP per byte of memory", fontsize=9)
+    axes.set_ylabel("TFLOP/s", fontsize=9)
+    axes.set_title(hardware.name, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
 
 
 def _figure(labels, width, height):
