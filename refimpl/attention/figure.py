@@ -137,7 +137,7 @@ def plot_roofline(hardware, intensities, measured=None):
     axes = figure.subplots()
     axes.plot([ends[0], ridge, ends[1]], [ends[0] * bandwidth, peak, peak], color="#444444")
     axes.axvline(ridge, color="#BBBBBB", linewidth=0.8, linestyle=":")
-    axes.text(ends[0] * 1.2, ends[0] * 1.2 * bandwidth * 1.4, f"memory: {bandwidth / 1e12:g} TB/s", fontsize=8)
+    axes.text(ends[0] * 1.1, ends[0] * bandwidth * 1.9, f"memory: {bandwidth / 1e12:g} TB/s", fontsize=8)
     axes.text(ends[1] / 1.1, peak * 1.1, f"matrix units: {peak / 1e12:g} TFLOP/s", fontsize=8, ha="right")
     for colour, (name, intensity) in zip(COLOURS, intensities.items(), strict=False):
         roof = min(peak, intensity * bandwidth)
@@ -148,18 +148,20 @@ def plot_roofline(hardware, intensities, measured=None):
             axes.plot([intensity], [measured[name]], "o", color=colour, markersize=7,
                       label=f"{name}: {measured[name] / 1e12:.0f} TFLOP/s measured")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=10)
+    axes.set_yscale("log", base=2)
     axes.set_xlim(*ends)
     axes.set_ylim(ends[0] * bandwidth, peak * 2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y / 1e12:,.0f}")
+    ticks = [10**power * step for power in range(9, 16) for step in (1, 2, 5)]
+    axes.set_yticks([y for y in ticks if ends[0] * bandwidth <= y <= peak * 2])
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y / 1e12:,g}")
     axes.tick_params(labelsize=8)
     axes.minorticks_off()
     axes.set_xlabel("FLOP per byte of memory", fontsize=9)
     axes.set_ylabel("TFLOP/s", fontsize=9)
     axes.set_title(hardware.name, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return figure
 
 

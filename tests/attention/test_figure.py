@@ -70,7 +70,7 @@ def test_a_roof_for_each_computation():
     figure = plot_roofline(gpu, {"dense": 64, "flash": 4096}, {"flash": 5e14})
     points = {tuple(line.get_xydata()[0]) for line in figure.axes[0].lines if len(line.get_xdata()) == 1}
     assert points == {(64, 64 * gpu.memory_bandwidth), (4096, gpu.bf16_flops), (4096, 5e14)}
-    words = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words == ["dense: 64 FLOP/byte, at most 22 % of the peak",
                      "flash: 4,096 FLOP/byte, at most 100 % of the peak", "flash: 500 TFLOP/s measured"]
     assert is_png(figure)
