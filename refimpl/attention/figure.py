@@ -137,7 +137,7 @@ def plot_roofline(hardware, intensities, measured=None):
     axes = figure.subplots()
     axes.plot([ends[0], ridge, ends[1]], [ends[0] * bandwidth, peak, peak], color="#444444")
     axes.axvline(ridge, color="#BBBBBB", linewidth=0.8, linestyle=":")
-    axes.text(ends[0] * 1.1, ends[0] * bandwidth * 1.9, f"memory: {bandwidth / 1e12:g} TB/s", fontsize=8)
+    axes.text(ridge / 1.7, peak / 1.5, f"memory: {bandwidth / 1e12:g} TB/s", fontsize=8, ha="right")
     axes.text(ends[1] / 1.1, peak * 1.1, f"matrix units: {peak / 1e12:g} TFLOP/s", fontsize=8, ha="right")
     for colour, (name, intensity) in zip(COLOURS, intensities.items(), strict=False):
         roof = min(peak, intensity * bandwidth)
