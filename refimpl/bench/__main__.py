@@ -41,19 +41,21 @@ def run(chosen, parser):
 
 
 def table(rows):
-    """The rows as aligned text: what, its value, the peer, its value, the ratio."""
-    lines = [("", "", "beside", "", "ratio")]
+    """The rows as aligned text: what, its value, the peer, its value, the ratio, and a note if the row has one."""
+    lines = [("", "", "beside", "", "ratio", "")]
     for each in rows:
-        value, peer_value = (_number(each[key]) + " " + each["unit"] for key in ("value", "peer_value"))
+        value, peer_value = (_number(each[key], each["unit"]) for key in ("value", "peer_value"))
         ratio = "-" if each["ratio"] is None else f"{each['ratio']:.4f}"
-        lines.append((each["what"], value, each["peer"], peer_value, ratio))
+        lines.append((each["what"], value, each["peer"], peer_value, ratio, each.get("note", "")))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    template = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><>>", widths, strict=True))
-    return "\n".join(template.format(*line) for line in lines)
+    template = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><>><", widths, strict=True))
+    return "\n".join(template.format(*line).rstrip() for line in lines)
 
 
-def _number(value):
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+def _number(value, unit):
+    if value is None:
+        return "-"
+    return (f"{value:,}" if isinstance(value, int) else f"{value:.4g}") + f" {unit}"
 
 
 if __name__ == "__main__":
