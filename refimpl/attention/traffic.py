@@ -9,6 +9,7 @@ memory bus lies between the two.
 
 import collections
 import contextlib
+import math
 import os
 from typing import NamedTuple
 
@@ -155,16 +156,22 @@ class moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        given, made = _by_storage((args, kwargs)), _by_storage(result)
-        written = {at: nbytes for at, nbytes in made.items() if at not in given or function._schema.is_mutable}
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        old = {where for where, *_ in given}
+        written = {x for x in made if x[0] not in old or function._schema.is_mutable}
         if written and not function.__name__.startswith(("empty", "new_empty")):  # those are not written yet
             name = str(function.overloadpacket)
-            before = self.by_operator[name]
-            self.by_operator[name] = Traffic(before.loaded + sum(given.values()), before.stored + sum(written.values()))
+            loaded, stored = self.by_operator[name]
+            self.by_operator[name] = Traffic(loaded + _nbytes(given), stored + _nbytes(written))
         return result
 
 
-def _by_storage(tree):
-    """{storage: bytes of its elements in use} of the tensors in it."""
-    return {x.untyped_storage().data_ptr(): min(x.nbytes, x.untyped_storage().nbytes())
-            for x in tree_leaves(tree) if isinstance(x, torch.Tensor)}
+def _tensors(tree):
+    """{(storage, offset, (size, stride) of each dimension that has elements of its own, bytes of one)}."""
+    return {(x.untyped_storage().data_ptr(), x.storage_offset(),
+             tuple((size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride),
+             x.element_size()) for x in tree_leaves(tree) if isinstance(x, torch.Tensor)}
+
+
+def _nbytes(tensors):
+    return sum(each * math.prod(size for size, _ in dimensions) for *_, dimensions, each in tensors)

@@ -85,7 +85,7 @@ def test_a_process_that_compiles_has_no_such_meter(monkeypatch):
 
 
 def test_what_operators_move(kit):
-    q, k, v, _ = kit.inputs(1, 2, 1, 64, 64, 16, requires_grad=False)
+    q, k, v = torch.randn(3, 1, 2, 64, 16)  # of one storage
     N, once = 4 * 2 * 64 * 64, q.nbytes + k.nbytes + v.nbytes
     with moved() as dense:
         reference_attention(q, k, v)
@@ -106,4 +106,6 @@ def test_views_and_memory_that_is_only_handed_out_move_nothing():
         y.add_(x)
         assert (traffic.loaded, traffic.stored) == (512, 256)
         x[:4] + x[4:].sum()
+        x.expand(4, 8, 8) * 2  # read once
+    assert traffic.by_operator["aten.mul"] == (256, 1024)
     assert traffic.by_operator["aten.add"] == (128 + 4, 128) and traffic.by_operator["aten.sum"] == (128, 4)
