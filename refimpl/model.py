@@ -187,7 +187,8 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
 
 
-def _norm(config):
+def norm_of(config):
+    """The norm that a config names, over its hidden size."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.hidden, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
@@ -198,8 +199,8 @@ class Block(nn.Module):
 
     def __init__(self, config, attention):
         super().__init__()
-        self.norm1, self.attention = _norm(config), Attention(config, attention)
-        self.norm2, self.mlp = _norm(config), MLP(config)
+        self.norm1, self.attention = norm_of(config), Attention(config, attention)
+        self.norm2, self.mlp = norm_of(config), MLP(config)
         self.parallel, self.dropout = config.parallel_residual, nn.Dropout(config.dropout)
 
     def forward(self, x_BTC, rotation=None):
@@ -229,7 +230,7 @@ class GPT(nn.Module):
                     self.register_buffer(name, table, persistent=False)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
-            self.norm, self.head = _norm(config), nn.Linear(config.hidden, config.vocab_size, bias=False)
+            self.norm, self.head = norm_of(config), nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
         self.apply(self._initialise)

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from refimpl.model import GPT, GPTConfig  # noqa: E402
+from refimpl.model import GPT, GPTConfig
 
 # On a busy machine threads that wait for each other take a hundred times as long as one that does all the work.
 torch.set_num_threads(1)

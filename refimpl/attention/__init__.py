@@ -1,5 +1,6 @@
 """Attention, from the definition to one that never holds the T × S matrix."""
 
+from .block import FlashTransformerBlock, flash_block_terms
 from .flash import flash_attention, flash_attention_bytes
 from .memory_efficient import memory_efficient_attention, memory_efficient_attention_bytes
 from .reference import AttentionBytes, AttentionFlops, attention_flops, reference_attention, reference_attention_bytes
@@ -7,7 +8,8 @@ from .tiled import tiled_attention, tiled_attention_bytes
 from .traffic import flash_attention_traffic
 
 __all__ = [
-    "AttentionBytes", "AttentionFlops", "attention_flops", "flash_attention", "flash_attention_bytes",
-    "flash_attention_traffic", "memory_efficient_attention", "memory_efficient_attention_bytes", "reference_attention",
-    "reference_attention_bytes", "tiled_attention", "tiled_attention_bytes",
+    "AttentionBytes", "AttentionFlops", "FlashTransformerBlock", "attention_flops", "flash_attention",
+    "flash_attention_bytes", "flash_attention_traffic", "flash_block_terms", "memory_efficient_attention",
+    "memory_efficient_attention_bytes", "reference_attention", "reference_attention_bytes", "tiled_attention",
+    "tiled_attention_bytes",
 ]

@@ -147,3 +147,10 @@ def check_cu_seqlens(name, cu_seqlens, total, batch):
 
 def _short(ends):
     return ends if len(ends) <= 8 else f"[{', '.join(map(str, ends[:6]))}, …, {ends[-1]}]"
+
+
+def empty_outputs(q_BHTD):
+    """(out_BHTD, lse2_BHT), not yet written. In memory out is (B, T, H, D): a model joins its heads next, and so needs
+    no copy, which autograd would keep besides."""
+    B, H, T, D = q_BHTD.shape
+    return q_BHTD.new_empty(B, T, H, D).transpose(1, 2), q_BHTD.new_empty((B, H, T), dtype=torch.float32)

@@ -17,6 +17,7 @@ products that wait for one another (ptxas' remarks C7500 and up), or more shared
 
 import collections
 import contextlib
+import inspect
 import io
 import os
 import pickle
@@ -31,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -51,6 +51,7 @@ class Compiled(NamedTuple):
     shared_bytes: int  # of a program: dynamic and static
     shared_limit: int
     instructions: collections.Counter  # name → how many stand in the code; 0 for one that does not
+    ttgir: str  # the last thing that Triton made which still speaks of tiles
     warnings: tuple  # lines of ptxas: its warnings, and remarks with a number such as (C7510)
     seconds: float
 
@@ -79,8 +80,9 @@ class Case(NamedTuple):
     def of(cls, launch):
         """Of a `Launch`, whose tensors may be on the "meta" device."""
         function = launch.kernel.fn
-        annotations = function.__annotations__  # the kernel itself does not tell in a process that interprets it
-        arguments = {name: value if annotations.get(name) is tl.constexpr else as_launched(value)
+        constant = {name for name, parameter in inspect.signature(function).parameters.items()
+                    if parameter.annotation is triton.language.constexpr}
+        arguments = {name: value if name in constant else as_launched(value)
                      for name, value in launch.arguments.items()}
         return cls(f"{function.__module__}:{function.__name__}", arguments, launch.config.num_warps,
                    launch.config.num_stages)
@@ -137,22 +139,24 @@ def compile_kernel(kernel, arguments, *, num_warps, num_stages, target=("cuda", 
     return Compiled(meta.name, meta.num_warps, max(_numbers(r"Used (\d+) registers", log)),
                     sum(_numbers(r"(\d+) bytes spill", log)), sum(_numbers(r"(\d+) bytes stack frame", log)),
                     meta.shared + sum(_numbers(r"(\d+) bytes smem", log)), SHARED_BYTES[target[1]], opcodes,
+                    compiled.asm["ttgir"],
                     tuple(line for line in log.splitlines() if re.search(r"warning|\(C\d+\)", line)),
                     time.perf_counter() - start)
 
 
-def as_launched(value):
+def as_launched(value, specialize=True):
     """What an argument of a launch becomes for the compiler: a pointer or an int that is a multiple of 16 is known to
-    be, an int that is 1 is a constant. A tensor on the "meta" device does, and counts as aligned."""
+    be, an int that is 1 is a constant; not so (`specialize` False) where the kernel's do_not_specialize names it. A
+    tensor on the "meta" device will do, and counts as aligned."""
     if isinstance(value, torch.Tensor):
-        return f"*{_SHORT[value.dtype]}" + ":16" * (value.data_ptr() % 16 == 0)
+        return f"*{_SHORT[value.dtype]}" + ":16" * (specialize and value.data_ptr() % 16 == 0)
     if isinstance(value, float):
         return "fp32"
     if isinstance(value, tuple):
         return type(value)(*map(as_launched, value))
-    if value is None or isinstance(value, bool) or value == 1:
+    if value is None or isinstance(value, bool) or (specialize and value == 1):
         return value
-    return ("i32" if -2**31 <= value < 2**31 else "i64") + ":16" * (value % 16 == 0)
+    return ("i32" if -2**31 <= value < 2**31 else "i64") + ":16" * (specialize and value % 16 == 0)
 
 
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",

@@ -1,5 +1,5 @@
-"""What the pages on attention draw: peaks over the sequence's length, an online softmax by hand, the tiles read, and
-under which of a GPU's two roofs a computation stands."""
+"""What the pages on attention draw: peaks over the sequence's length, an online softmax by hand, the tiles read,
+how near the chip's rates a computation can come, and how near kernels do."""
 
 import math
 
@@ -12,6 +12,7 @@ from .band import tiles
 from .reference import on_paper
 
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")
+ROOFLINE = (*COLOURS, "#E69F00", "#56B4E9", "#000000")  # with COLOURS: Okabe and Ito's, told apart by everyone
 READ, GONE, CHANGED = "#F6C667", "#E6E6E6", "#BFE0F5"
 WHOLE, MASKED = "#9CCBEB", "#F2B45C"
 
@@ -119,17 +120,13 @@ def computed_tiles(T, size, **options):
     return found
 
 
-def plot_roofline(hardware, intensities, measured=None):
-    """FLOP/s over FLOP per byte, both on log axes: the two roofs of a GPU, how much its memory feeds and how much its
-    matrix units do, and each computation below them at its intensity.
+def plot_roofs(hardware, intensities):
+    """The two roofs of a GPU as its maker publishes them, what its memory feeds and what its matrix units do, in FLOP/s
+    over FLOPs a byte, both on log axes; and on the roof the most that each computation can reach.
 
-    `hardware`: a `catalog.Hardware`; `intensities`: {name: FLOP per byte}, drawn as hollow points on the roof, the most
-    that each can reach; `measured`: {name: FLOP/s} for some of them, full points. Returns a matplotlib Figure.
-    ValueError for a measurement of a name without an intensity. Williams, Waterman & Patterson 2009.
+    `hardware`: a `catalog.Hardware`; `intensities`: {name: FLOPs a byte}. Returns a matplotlib Figure. Williams,
+    Waterman & Patterson 2009.
     """
-    measured = measured or {}
-    if not set(measured) <= set(intensities):
-        raise ValueError(f"measured {sorted(set(measured) - set(intensities))}: expected some of {sorted(intensities)}")
     peak, bandwidth = hardware.bf16_flops, hardware.memory_bandwidth
     ridge = peak / bandwidth
     ends = (min([*intensities.values(), ridge]) / 4, max([*intensities.values(), ridge]) * 4)
@@ -143,10 +140,7 @@ def plot_roofline(hardware, intensities, measured=None):
         roof = min(peak, intensity * bandwidth)
         axes.plot([intensity] * 2, [ends[0] * bandwidth, roof], color=colour, linewidth=0.8)
         axes.plot([intensity], [roof], "o", color=colour, markerfacecolor="white", markersize=7,
-                  label=f"{name}: {intensity:,.0f} FLOP/byte, at most {100 * roof / peak:.0f} % of the peak")
-        if name in measured:
-            axes.plot([intensity], [measured[name]], "o", color=colour, markersize=7,
-                      label=f"{name}: {measured[name] / 1e12:.0f} TFLOP/s measured")
+                  label=f"{name}: {intensity:,.0f} FLOPs a byte, at most {100 * roof / peak:.0f} % of the peak")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xlim(*ends)
@@ -157,12 +151,69 @@ def plot_roofline(hardware, intensities, measured=None):
     axes.yaxis.set_major_formatter(lambda y, _: f"{y / 1e12:,g}")
     axes.tick_params(labelsize=8)
     axes.minorticks_off()
-    axes.set_xlabel("FLOP per byte of memory", fontsize=9)
+    axes.set_xlabel("FLOPs a byte", fontsize=9)
     axes.set_ylabel("TFLOP/s", fontsize=9)
     axes.set_title(hardware.name, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return figure
+
+
+def plot_roofline(rows):
+    """TFLOP/s over FLOPs a byte, of the rows of a recorded bench `attention`: one panel for each pass and head_dim, a
+    point for each length; filled if every pair counts, hollow if causal. The line is what the chip reached in the same
+    run: its rate of matrix products, and before the ridge its rate of memory. Returns a matplotlib Figure.
+
+    ValueError if the rows have no rates or no kernels in them: they were not taken on a GPU.
+    """
+    rates = {row["name"]: row["value"] for row in rows if row.get("name") in ("matrix rate", "memory rate")}
+    points = [point for row in rows if "intensity" in row for point in _points(row)]
+    if len(rates) < 2 or not points:
+        raise ValueError(f"{len(rates)} rates and {len(points)} points: expected the rows of bench attention on a GPU")
+    panels = sorted({(p["direction"], p["head_dim"]) for p in points}, key=lambda p: (p[0] == "backward", p[1]))
+    names = list(dict.fromkeys([row["name"] for row in rows if "intensity" in row] + [p["name"] for p in points]))
+    names = [name for name in names if any(p["name"] == name for p in points)]
+    figure = _figure(names, 9.5, 3.3 * math.ceil(len(panels) / 2) + 0.5)
+    grid = figure.subplots(math.ceil(len(panels) / 2), 2, squeeze=False, sharex=True, sharey=True).flatten()
+    for axes, panel in zip(grid, panels, strict=False):
+        _roof(axes, rates, max(p["intensity"] for p in points))
+        for colour, name in zip(ROOFLINE, names, strict=False):
+            for causal in (False, True):
+                line = sorted({(p["intensity"], p["value"]) for p in points
+                               if ((p["direction"], p["head_dim"]), p["name"], p["causal"]) == (panel, name, causal)})
+                axes.plot(*zip(*line, strict=True) if line else ([], []), "o-", color=colour, linewidth=0.8,
+                          markersize=5, markerfacecolor="white" if causal else colour)
+        axes.set_title(f"{panel[0]}, head_dim {panel[1]}", fontsize=10)
+        axes.set_xlabel("FLOPs a byte (hollow: causal)", fontsize=9)
+    for axes in grid[len(panels):]:
+        axes.set_visible(False)
+    patches = [Patch(color=colour, label=name) for colour, name in zip(ROOFLINE, names, strict=False)]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.supylabel("TFLOP/s", fontsize=9)
+    return figure
+
+
+def _points(row):
+    """What was measured of a row: ours, and the peer."""
+    for name, value in ((row["name"], row["value"]), (row["peer"], row["peer_value"])):
+        if value is not None:
+            yield row | {"name": name, "value": value}
+
+
+def _roof(axes, rates, most):
+    """The rates of the chip as a line, up to twice the largest intensity that is shown."""
+    ridge = rates["matrix rate"] / rates["memory rate"]
+    rising = [ridge * 2 ** (-i / 8) for i in range(32, -1, -1)]  # straight, on an axis that is not
+    axes.plot([*rising, 2 * max(most, ridge)], [*(rates["memory rate"] * x for x in rising), rates["matrix rate"]],
+              color="#444444", linewidth=1.2)
+    axes.text(2 * max(most, ridge), rates["matrix rate"], f"{rates['matrix rate']:.0f} TFLOP/s ", ha="right",
+              va="bottom", fontsize=8, color="#444444")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.12 * rates["matrix rate"])
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.tick_params(labelsize=8)
+    axes.grid(color="#EEEEEE")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _figure(labels, width, height):

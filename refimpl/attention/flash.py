@@ -61,14 +61,10 @@ def kernels_run_on(device):
 
 def check_for_kernels(*tensors):
     """ValueError for what the reference takes and a kernel does not."""
-    if tensors[0].device.type == "cpu" and tensors[0].dtype == torch.bfloat16:
-        raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an error "
-                         "(seen in 3.6 to 3.9); use float32 or float16 here, bfloat16 on a GPU, or unset the variable, "
-                         "then tiled_attention takes it")
     for x in tensors:
         if max(x.stride()[2:]) >= MAX_STRIDE:
-            raise ValueError(f"a tensor of strides {x.stride()}: expected less than {MAX_STRIDE:,} elements from row to "
-                             "row and from column to column; .contiguous() lays it out anew")
+            raise ValueError(f"a tensor of strides {x.stride()}: expected less than {MAX_STRIDE:,} elements from row "
+                             "to row and from column to column; .contiguous() lays it out anew")
 
 
 def flash_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0):

@@ -12,27 +12,46 @@ a row, is there while the others run.
 The kernels' modules are imported with the first launch: Triton decides when it is imported whether it interprets.
 """
 
+from importlib.metadata import version
+
 import torch
 from torch import Tensor
 
+from .arguments import empty_outputs
+
 LIBRARY = "refimpl"
+
+
+def check_interpreter(q):
+    """ValueError or RuntimeError for what Triton's interpreter is known to get wrong; a GPU gets it right."""
+    if q.device.type != "cpu":
+        return
+    if q.dtype == torch.bfloat16:
+        raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an "
+                         "error (seen in 3.6 to 3.9); use float32 or float16 here, bfloat16 on a GPU, or unset the "
+                         "variable: then tiled_attention takes it")
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        raise RuntimeError(f"Triton {version('triton')} under TRITON_INTERPRET=1 fails with numpy {version('numpy')}: "
+                           "pip install 'triton>=3.7' or 'numpy<2.4'")
 
 
 @torch.library.custom_op(f"{LIBRARY}::attention_forward", mutates_args=())
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None,
                       dropout_p: float, seed: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
                       longest: int, longest_k: int) -> tuple[Tensor, Tensor]:
-    """(out_BHTD, lse2_BHT): out laid out in memory as q; lse2 the base-2 logsumexp of each row, fp32."""
+    """(out_BHTD, lse2_BHT), as `empty_outputs` lays them out; lse2 is the base-2 logsumexp of each row, fp32."""
     from .triton_forward import forward
     from .triton_tile import Problem
 
+    check_interpreter(q)
     return forward(q, k, v, Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest,
                                        longest_k))
 
 
 @attention_forward.register_fake
 def _(q, k, v, *rest):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_outputs(q)
 
 
 @torch.library.custom_op(f"{LIBRARY}::attention_delta", mutates_args=())

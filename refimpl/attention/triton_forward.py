@@ -17,10 +17,10 @@ mask, and another for its edges would save a comparison a weight; but with two l
 matrix products of an H100 wait for one another (its remark C7515), which costs far more.
 """
 
-import torch
 import triton
 import triton.language as tl
 
+from .arguments import empty_outputs
 from .configs import config_for
 from .triton_tile import (
     INF,
@@ -82,11 +82,11 @@ def forward_kernel(q, k, v, out, lse, packed, band, heads, group, scale, dropout
 
 
 def forward(q_BHTD, k_BGSD, v_BGSD, problem, config=None):
-    """(out_BHTD, lse2_BHT): the output, laid out in memory as q, and the base-2 logsumexp of each row in fp32.
+    """(out_BHTD, lse2_BHT): the output in q's dtype, and the base-2 logsumexp of each row in fp32.
 
     `problem`: a `Problem`; `config`: a `Config`, by default the table's.
     """
-    out_BHTD, lse2_BHT = torch.empty_like(q_BHTD), q_BHTD.new_empty(q_BHTD.shape[:3], dtype=torch.float32)
+    out_BHTD, lse2_BHT = empty_outputs(q_BHTD)
     config = config or config_for("forward", q_BHTD, problem.dropout is not None)
     forward_launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, problem, config).run(q_BHTD.device)
     return out_BHTD, lse2_BHT

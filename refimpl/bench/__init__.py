@@ -15,6 +15,7 @@ NAMES = {
     "checkpointing": "recomputation beside torch.utils.checkpoint, and what each policy costs",
     "activations": "saved tensors compressed or offloaded beside uncompressed, recomputed and save_on_cpu ones",
     "sequences": "a long sequence in chunks beside the whole one: bytes at the peak and seconds",
+    "attention": "each stage of attention beside PyTorch's: bytes, seconds, on a GPU TFLOP/s beside each backend",
     "kernels": "what the compiler makes of each attention kernel: registers, spills, shared memory, instructions",
 }
 

@@ -22,11 +22,12 @@ FOLDER = CHECKOUT / "data" / "measurements"
 
 
 def row(what, peer, unit, value, peer_value, **more):
-    """One line of a record: `value` of `what` beside `peer_value` of `peer`, both in `unit`, and their ratio.
+    """One line of a record: `value` of `what` beside `peer_value` of `peer`, both in `unit`, and their ratio. None
+    stands for a value that cannot be had here.
 
     `more`: what explains the line, e.g. `spread=…`, `items={name: bytes}` that the difference is made of.
     """
-    ratio = value / peer_value if peer_value else None
+    ratio = value / peer_value if peer_value and value is not None else None
     return {"what": what, "peer": peer, "unit": unit, "value": value, "peer_value": peer_value, "ratio": ratio, **more}
 
 

@@ -34,12 +34,14 @@ class Comparison:
                          for name in self.seconds)
 
 
-def compare(candidates, *, rounds=11, warmup=2, title="comparing"):
+def compare(candidates, *, rounds=11, warmup=2, title="comparing", timer=None):
     """Time each of `candidates` (name → function without arguments) in alternation: A B A B …; returns a Comparison.
 
-    The first `warmup` rounds are not counted. Work on a CUDA device is waited for before and after each call.
+    The first `warmup` rounds are not counted. Work on a CUDA device is waited for before and after each call; `timer`
+    (function → seconds) may be another clock, such as a `KernelTimer`.
     Raises ValueError for no candidates, fewer than 2 rounds (which have no spread) or a negative `warmup`.
     """
+    timer = timer or _time
     if not candidates:
         raise ValueError("compare needs candidates: compare({'ours': f, 'peer': g})")
     if rounds < 2 or warmup < 0:
@@ -48,7 +50,7 @@ def compare(candidates, *, rounds=11, warmup=2, title="comparing"):
     with tqdm(total=(warmup + rounds) * len(candidates), desc=title, delay=BAR_DELAY, leave=False) as progress:
         for turn in range(warmup + rounds):
             for name, function in candidates.items():
-                elapsed = _time(function)
+                elapsed = timer(function)
                 if turn >= warmup:
                     seconds[name].append(elapsed)
                 progress.update()
@@ -67,3 +69,26 @@ def synchronize():
     """Wait for the work that is queued on the CUDA device, if one is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+class KernelTimer:
+    """Seconds between the first and the last thing that a function queues on a CUDA device, without the time the host
+    takes to queue it: as a clock for `compare`.
+
+    Before each call a buffer is written that is larger than any cache, so that the call finds nothing of its own there
+    from the last time. That takes the device about a millisecond, in which the host queues the call.
+    """
+
+    def __init__(self, device, buffer_bytes=2 * 2**30):
+        free, _ = torch.cuda.mem_get_info(device)
+        self.buffer = torch.empty(min(buffer_bytes, free // 4), dtype=torch.uint8, device=device)
+
+    def __call__(self, function):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        self.buffer.zero_()
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000

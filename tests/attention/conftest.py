@@ -1,94 +1,10 @@
 """What the tests of all stages share: attention pair by pair, inputs, and a meter."""
 
-import math
-from types import SimpleNamespace
-
+import attention_kit
 import pytest
-import torch
-
-from refimpl import memory
-
-
-def inputs(B=2, H=4, G=2, T=7, S=9, D=8, dtype=torch.float32, requires_grad=True, seed=0):
-    """q, k, v and a gradient for the output."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (B, H, T, D), (B, G, S, D), (B, G, S, D), (B, H, T, D)
-    q, k, v, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    return *(x.requires_grad_(requires_grad) for x in (q, k, v)), gradient
-
-
-def gradients(attention, q, k, v, gradient, **options):
-    """(out, dq, dk, dv)."""
-    out = attention(q, k, v, **options)
-    return out, *torch.autograd.grad(out, (q, k, v), gradient)
-
-
-def pairwise(q, k, v, *, causal=False, window=None, scale=None, lengths=None, key_lengths=None):
-    """The definition as loops over pairs that see each other, differentiable; lengths of packed sequences."""
-    (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
-    scale, out = D**-0.5 if scale is None else scale, []
-    sequences = list(zip(lengths or [T], key_lengths or lengths or [S], strict=True))
-    for b in range(B):
-        for h in range(H):
-            row = key = 0
-            for t, s in sequences:
-                for i in range(t):
-                    position = i + s - t
-                    seen = [j for j in range(s) if (not causal or j <= position)
-                            and (window is None or abs(position - j) <= window)]
-                    keys = torch.tensor([key + j for j in seen], dtype=torch.int64)
-                    scores = scale * (k[b, h * G // H, keys] @ q[b, h, row + i])
-                    out.append(scores.softmax(0) @ v[b, h * G // H, keys] if seen else torch.zeros_like(q[b, h, 0]))
-                row, key = row + t, key + s
-    return torch.stack(out).view(B, H, T, D)
-
-
-def plain(q, k, v, *, causal=False, window=None):
-    """Attention as one writes it in PyTorch, all in the dtype of the inputs; queries that see nothing give zeros."""
-    (T, D), (H, S) = q.shape[2:], (q.shape[1], k.shape[2])
-    k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
-    away = torch.arange(T)[:, None] + S - T - torch.arange(S)
-    hidden = (away < 0) & causal | (away.abs() > (window if window is not None else T + S))
-    blind = hidden.all(-1, keepdim=True)
-    scores = (q @ k.mT * D**-0.5).masked_fill(hidden & ~blind, -math.inf)
-    return (scores.softmax(-1) @ v).masked_fill(blind, 0)
-
-
-def assert_as_exact_as_plain(attention, exact, q, k, v, gradient, **options):
-    """The rule of the field: at most 2 times the error of plain PyTorch in the same dtype, 3 times for gradients, or
-    one rounding of the largest value, all against `exact` in fp64. In fp32 1e-5 of the largest value: there P made
-    again from a logsumexp carries the logsumexp's rounding, which P kept does not (read: up to 9 times plain's error in
-    dQ for scores in the hundreds, where PyTorch's own flash kernel has 29)."""
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = gradients(exact, *wide, gradient.double(), **options)
-    ours, others = gradients(attention, q, k, v, gradient, **options), gradients(plain, q, k, v, gradient, **options)
-    for e, a, b, factor in zip(expected, ours, others, (2, 3, 3, 3), strict=True):
-        error, theirs = ((x.double() - e).abs().max().item() for x in (a, b))
-        largest = e.abs().max().item()
-        bound = 1e-5 * largest if q.dtype == torch.float32 else max(factor * theirs, torch.finfo(q.dtype).eps * largest)
-        assert error <= bound, (error, theirs, largest)
-
-
-def read(attention, shapes, dtype, **options):
-    """(kept, peak) bytes above q, k, v and the output's gradient, by the tracker."""
-    (B, H, T, D), (_, G, S, _) = shapes
-    q, k, v, gradient = inputs(B, H, G, T, S, D, dtype)
-    with memory.track(q, k, v, gradient) as t:
-        out = attention(q, k, v, **options)
-        kept = t.now.total - t.start.total
-        out.backward(gradient)
-    return kept, t.peak.total - t.start.total
-
-
-def slope(attention, dtype=torch.float32, **options):
-    """d log(peak) / d log(sequence), from 512 to 1,024 tokens."""
-    short, long = (read(attention, ((1, 2, T, 64), (1, 1, T, 64)), dtype, causal=True, **options)[1]
-                   for T in (512, 1024))
-    return math.log2(long / short)
 
 
 @pytest.fixture(scope="session")
 def kit():
-    """The functions above."""
-    return SimpleNamespace(inputs=inputs, gradients=gradients, plain=plain,
-                           assert_as_exact_as_plain=assert_as_exact_as_plain, pairwise=pairwise, read=read, slope=slope)
+    """The functions of tests/kits/attention_kit.py, which tests/gpu has, too."""
+    return attention_kit

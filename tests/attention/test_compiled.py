@@ -98,6 +98,7 @@ def test_arguments_as_a_launch_makes_them():
     assert as_launched(torch.empty(64)[1:]) == "*fp32"
     assert [as_launched(x) for x in (1, 3, 48, 0, 2**31, -5, 0.5, None, True)] == [
         1, "i32", "i32:16", "i32:16", "i64:16", "i32", "fp32", None, True]
+    assert [as_launched(x, specialize=False) for x in (1, 48, torch.empty(4), 0.5)] == ["i32", "i32", "*fp32", "fp32"]
 
 
 def nothing(a, b):

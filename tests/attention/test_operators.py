@@ -25,7 +25,8 @@ def given(kit, transposed=False):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("options", [
     DENSE, (0.25, False, 4, 0.3, torch.tensor(7), None, None, 0, 0),
-    (1.0, True, 4, 0.0, None, *[torch.tensor([0, 9, 20], dtype=torch.int32)] * 2, 11, 11)], ids=["", "dropout", "packed"])
+    (1.0, True, 4, 0.0, None, *[torch.tensor([0, 9, 20], dtype=torch.int32)] * 2, 11, 11)],
+    ids=["dense", "dropout", "packed"])
 def test_opcheck(options, transposed, kit):
     q, k, v, d_out = given(kit, transposed)
     torch.library.opcheck(attention_forward, (q, k, v, *options))

@@ -30,6 +30,8 @@ def test_a_row_holds_the_ratio_of_its_values():
     assert ROWS[0] == {"what": "ours", "peer": "theirs", "unit": "s", "value": 3.0, "peer_value": 2.0, "ratio": 1.5,
                        "spread": 0.1}
     assert ROWS[1]["ratio"] is None
+    for value, peer_value in ((1.0, None), (None, 1.0), (None, None)):
+        assert record.row("ours", "theirs", "s", value, peer_value)["ratio"] is None
 
 
 def test_the_newest_of_any_device_is_found_or_the_one_asked_for(tmp_path):

@@ -3,8 +3,9 @@
 import time
 
 import pytest
+import torch
 
-from refimpl.bench.runner import Comparison, compare
+from refimpl.bench.runner import Comparison, KernelTimer, compare
 
 
 def test_the_ratio_of_two_sleeps_is_theirs():
@@ -29,6 +30,35 @@ def test_candidates_alternate_and_warm_up_is_not_counted():
     assert calls == ["a", "b"] * 5
     assert [len(seconds) for seconds in timing.seconds.values()] == [3, 3]
     assert max(timing.seconds["a"]) < 0.1
+
+
+def test_another_clock(monkeypatch):
+    ticks = iter(range(100))
+    timing = compare({"a": lambda: None}, rounds=2, timer=lambda function: next(ticks))
+    assert timing.seconds == {"a": [2, 3]}
+
+
+def test_a_kernel_timer_reads_the_device_between_a_large_write_and_the_last_thing_queued(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("event")
+
+        def elapsed_time(self, other):
+            return 2.5  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4096, 8192))
+    timer = KernelTimer("cpu")
+    assert timer.buffer.nbytes == 1024
+    timer.buffer = type("Buffer", (), {"zero_": lambda self: done.append("write")})()
+    assert timer(lambda: done.append("call")) == 0.0025
+    assert done == ["wait", "write", "event", "call", "event", "wait"]
 
 
 def test_median_and_spread_are_those_of_the_rounds():

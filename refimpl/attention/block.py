@@ -1,0 +1,102 @@
+"""A transformer block with FlashAttention in it, and what it keeps for backward.
+
+    x = x + attention(norm(x))          pre-norm: what is normalised is a copy,
+    x = x + MLP(norm(x))                the residual stream itself passes through the block
+
+Of what `refimpl.model`'s block keeps with dense attention, all that grows with s² goes, and one logsumexp per row
+comes: the bytes of a layer are linear in the sequence.
+"""
+
+import torch
+from torch import nn
+
+from ..memory import block_terms
+from ..model import MLP, GPTConfig, norm_of, rotate, rotation_table
+from .flash import flash_attention
+
+OPTIONS = {"norm", "norm_eps", "activation", "bias", "rotary_fraction", "rotary_base"}
+QUADRATIC = ("causal mask", "softmax output", "softmax dropout mask", "softmax dropout output")
+
+
+class FlashTransformerBlock(nn.Module):
+    """`FlashTransformerBlock(hidden, heads)(x_BTC) -> x_BTC`: one causal layer, to be put into a model.
+
+    - `kv_heads`: key and value heads, by default as many as heads; `mlp_hidden`: by default 4 · hidden.
+    - `window`: a token sees that many before it, besides itself; by default all.
+    - `rotary`: positions by rotation, of sequences up to that length; by default none (the model adds its own).
+    - `dropout`: of attention weights and of what both branches add, while training.
+    - `options`: what else of `GPTConfig` a layer has: norm, norm_eps, activation, bias, rotary_fraction, rotary_base.
+
+    Its parts are named as those of `refimpl.model`'s block. TypeError for other options, ValueError as `GPTConfig`
+    raises it.
+    """
+
+    def __init__(self, hidden, heads, *, kv_heads=None, mlp_hidden=None, window=None, rotary=None, dropout=0.0,
+                 dtype=None, device=None, **options):
+        super().__init__()
+        if unknown := set(options) - OPTIONS:
+            raise TypeError(f"{sorted(unknown)}: expected options among {sorted(OPTIONS)}; the rest is the model's")
+        self.config = config = GPTConfig(
+            vocab_size=1, hidden=hidden, heads=heads, kv_heads=kv_heads, mlp_hidden=mlp_hidden, dropout=dropout,
+            layers=1, context_length=1 if rotary is None else rotary,
+            positions="learned" if rotary is None else "rotary", **options)
+        self.norm1, self.attention = norm_of(config), FlashSelfAttention(config, window)
+        self.norm2, self.mlp, self.dropout = norm_of(config), MLP(config), nn.Dropout(dropout)
+        self.to(dtype=dtype, device=device)
+
+    def forward(self, x_BTC, cu_seqlens=None):
+        """`cu_seqlens`: sequences packed one after the other in a batch of 1, as in `flash_attention`; each sees itself
+        alone, and its positions begin at 0."""
+        x_BTC = x_BTC + self.dropout(self.attention(self.norm1(x_BTC), cu_seqlens))
+        return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
+
+
+class FlashSelfAttention(nn.Module):
+    """The attention of a `FlashTransformerBlock`: one matrix for q, k and v, `flash_attention`, one matrix out."""
+
+    def __init__(self, config, window):
+        super().__init__()
+        self.config, self.window, self.attention = config, window, flash_attention
+        self.qkv = nn.Linear(config.hidden, config.hidden + 2 * config.kv_heads * config.head_dim, bias=config.bias)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+        if config.positions == "rotary":
+            for name, table in zip(("cos", "sin"), rotation_table(config), strict=True):
+                self.register_buffer(name, table, persistent=False)
+
+    def forward(self, x_BTC, cu_seqlens=None):
+        (B, T, C), c = x_BTC.shape, self.config
+        qkv = self.qkv(x_BTC).view(B, T, c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
+        q_BHTD, k_BGTD, v_BGTD = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        if c.positions == "rotary":
+            if T > c.context_length and cu_seqlens is None:
+                raise ValueError(f"{T} tokens with rotary={c.context_length}: expected no longer sequence")
+            rotation = [table[positions_in(cu_seqlens, T, x_BTC.device)].to(x_BTC.dtype)
+                        for table in (self.cos, self.sin)]
+            q_BHTD, k_BGTD = rotate(q_BHTD, *rotation), rotate(k_BGTD, *rotation)
+            v_BGTD = v_BGTD.clone()  # of a view autograd would keep all of q, k and v, as they were before the rotation
+        out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, causal=True, window=self.window, cu_seqlens=cu_seqlens,
+                                  dropout_p=c.dropout if self.training else 0.0)
+        return self.out(out_BHTD.transpose(1, 2).reshape(B, T, C))
+
+
+def positions_in(cu_seqlens, T, device):
+    """Each token's position in its own sequence: a slice, or (T,) ints if sequences are packed."""
+    if cu_seqlens is None:
+        return slice(0, T)
+    ends = torch.as_tensor(cu_seqlens, device=device).long()
+    return torch.arange(T, device=device) - ends[:-1].repeat_interleave(ends.diff(), output_size=T)
+
+
+def flash_block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
+    """Bytes that a `FlashTransformerBlock` of this config keeps for backward: {term: bytes}; also of a GPT's block
+    with `flash_attention` and learned positions.
+
+        dense block − e·abs² − (a/g)·s² + 4·abs          no dropout
+
+    that is `memory.block_terms` without its terms in s², and the logsumexp in their place (and with dropout a seed of
+    8 bytes). ValueError as in `block_terms`.
+    """
+    terms = block_terms(config, batch, sequence, dtype, device)
+    terms = {name: nbytes for name, nbytes in terms.items() if name not in QUADRATIC}
+    terms["logsumexp"] = 4 * batch * config.heads * sequence
+    return terms | ({"dropout seed": 8} if config.dropout else {})

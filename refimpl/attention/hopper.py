@@ -1,0 +1,207 @@
+"""FlashAttention's forward for Hopper GPUs (compute capability 9.0): the same online softmax on other hardware units.
+
+What changes against a kernel that loads through pointers:
+
+- Tensor descriptors. In a pointer kernel every thread computes an address and a mask for each of its elements. The
+  tensor memory accelerator (TMA) is given a descriptor (base, shape, strides, size of a tile) once, and then, by one
+  thread, the coordinates of a tile. The tile arrives in shared memory in the order that the matrix unit reads, with
+  zeros for what lies outside the shape: the tail of a sequence needs no masked load, and no tile reaches into the
+  next head.
+- Warp specialization. One warp group (128 threads) only loads and needs few registers; those that it gives up go to two
+  others that only compute, 64 rows each. They meet at barriers in shared memory and nowhere else: while one is at its
+  exponentials, the products of the other keep the matrix unit busy.
+- A persistent grid. One program per multiprocessor takes tile after tile: the descriptors of K and V are made once, and
+  the loading warps fetch the next tile's Q and K while this one's output is still being computed and written.
+- Heavy tiles first. Under a causal mask the last queries see the most keys. Dealt out from heavy to light, forwards and
+  backwards in turn, the work is much the same for each program, and what remains at the end is light.
+
+The first two are left to the compiler (`tl.make_tensor_descriptor`, `warp_specialize=True`). It specializes warps only
+for 4 of them, 128 rows, and one loop without a branch; so every tile of keys is masked, also those that all rows see.
+FlashAttention-3 (Shah et al. 2024), section 3.1, has the producer and the two consumers; the PTX ISA, "Tensors"
+and "wgmma", the two units. `compiled.py` shows what the compiler made of it.
+"""
+
+import contextvars
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .band import Band
+from .compiled import Case, as_launched
+
+DTYPES = (torch.float16, torch.bfloat16)
+DESCRIPTOR_BYTES = 128  # CUtensorMap in CUDA's driver API; three for each program: q, k, v
+LOG2_E = math.log2(math.e)
+L2_BYTES = 32 * 2**20  # what keys and values may take of the H100's 50 MB L2 cache (NVIDIA H100 whitepaper, table 3)
+
+
+class Tiles(NamedTuple):
+    """How a head_dim is cut: rows of Q, rows of K and V, warps, stages (tiles of K and V that are in flight)."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    specialize: bool
+
+
+# By the head_dim that is padded to. 64 and 128: two consumers of 64 rows. 256: the accumulator leaves no registers for
+# that, and Q alone fills 64 KiB.
+TILES = {64: Tiles(128, 128, 4, 3, True), 128: Tiles(128, 128, 4, 2, True), 256: Tiles(128, 64, 8, 2, False)}
+
+
+def suits(q_BHTD, k_BGSD, v_BGSD):
+    """Whether `forward` takes these: CUDA of capability 9.0, fp16 or bf16, head_dim up to 256, and as TMA needs them:
+    the elements of a row side by side, the base and all strides multiples of 16 bytes."""
+    tensors = (q_BHTD, k_BGSD, v_BGSD)
+    return (all(x.device.type == "cuda" and x.dtype in DTYPES for x in tensors)
+            and torch.cuda.get_device_capability(q_BHTD.device) == (9, 0) and q_BHTD.shape[-1] <= max(TILES)
+            and all(map(_aligned, tensors)))
+
+
+def _aligned(x_BHTD):
+    """Strides of dimensions of size 1 are never used."""
+    rows = zip(x_BHTD.shape[:3], x_BHTD.stride()[:3], strict=True)
+    return (x_BHTD.stride(3) == 1 and x_BHTD.data_ptr() % 16 == 0
+            and all(n == 1 or (stride > 0 and stride * x_BHTD.element_size() % 16 == 0) for n, stride in rows))
+
+
+def forward(q_BHTD, k_BGSD, v_BGSD, *, scale, causal, window):
+    """(out_BHTD, lse2_BHT) of tensors that suit: out contiguous, in q's dtype; lse2 = log2 Σ 2^(scale · log2(e) · q kᵀ)
+    over the keys seen, in fp32, −∞ for a row that sees none (its output is 0)."""
+    out_BHTD = q_BHTD.new_empty(q_BHTD.shape)
+    lse2_BHT = q_BHTD.new_empty(q_BHTD.shape[:-1], dtype=torch.float32)
+    arguments, constants, tiles = _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
+    B, H, T = lse2_BHT.shape
+    grid = (min(_programs(q_BHTD.device), B * H * triton.cdiv(T, tiles.queries)),)
+
+    def launch():
+        triton.set_allocator(lambda size, alignment, stream: q_BHTD.new_empty(size, dtype=torch.int8))  # descriptors
+        _forward[grid](**arguments, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+
+    contextvars.copy_context().run(launch)  # the caller's own allocator stays
+    return out_BHTD, lse2_BHT
+
+
+def _programs(device):
+    """One a multiprocessor; in the interpreter a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window):
+    """(arguments, constants, Tiles) of a launch."""
+    (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
+    padded = max(64, triton.next_power_of_2(D))
+    tiles, band = TILES[padded], Band.of(T, S, causal, window)
+    cached = max(1, L2_BYTES // (2 * S * D * q_BHTD.element_size())) * (H // G)
+    arguments = {"q_ptr": q_BHTD, "k_ptr": k_BGSD, "v_ptr": v_BGSD, "out_ptr": out_BHTD, "lse2_ptr": lse2_BHT,
+                 "B": B, "H": H, "G": G, "T": T, "S": S, "scale_log2": scale * LOG2_E, "left": band.left or 0,
+                 "right": band.right or 0, "section": min(cached, B * H)}
+    for name, x in (("q", q_BHTD), ("k", k_BGSD), ("v", v_BGSD)):
+        strides = (16 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        arguments |= zip((f"{name}_batch", f"{name}_head", f"{name}_row"), strides, strict=False)
+    constants = {"D": D, "PADDED": padded, "BM": tiles.queries, "BN": tiles.keys, "LEFT": band.left is not None,
+                 "RIGHT": band.right is not None, "TAIL": S % tiles.keys != 0, "SPECIALIZE": tiles.specialize}
+    return arguments, constants, tiles
+
+
+def cases():
+    """name → Case: each head_dim that is padded to, in each dtype, with each mask."""
+    masks = {"full": (False, None, 1024), "tail": (False, None, 1000), "causal": (True, None, 1024),
+             "causal window": (True, 100, 1024), "window": (False, 100, 1024)}
+    return {f"{str(dtype)[6:]} d{D} {name}": _case(dtype, D, *mask)
+            for dtype in DTYPES for D in TILES for name, mask in masks.items()}
+
+
+def _case(dtype, D, causal, window, S):
+    q, k = (torch.empty(2, heads, rows, D, dtype=dtype, device="meta") for heads, rows in ((4, 512), (2, S)))
+    lse2 = torch.empty(2, 4, 512, device="meta")
+    arguments, constants, tiles = _launch(q, k, k, q, lse2, D**-0.5, causal, window)
+    types = {name: as_launched(value, name not in _NOT_SPECIALIZED) for name, value in arguments.items()}
+    return Case(f"{__name__}:_forward", types | constants, tiles.warps, tiles.stages)
+
+
+# --- kernel ----------------------------------------------------------------------------------------------------------
+
+_NOT_SPECIALIZED = ["B", "H", "G", "T", "S", "left", "right", "section",
+                    *(f"{x}_{stride}" for x in "qkv" for stride in ("batch", "head", "row"))]
+
+
+@triton.jit
+def _turns(tiles):
+    """How many of the tiles are this program's."""
+    rounds, program = tiles // tl.num_programs(0), tl.program_id(0)
+    return rounds + (_seat(rounds, program) < tiles % tl.num_programs(0)).to(tl.int32)
+
+
+@triton.jit
+def _seat(turn, program):
+    """Tiles are dealt out forwards, then backwards, so that nobody gets the heaviest of each round."""
+    return tl.where(turn % 2 == 0, program, tl.num_programs(0) - 1 - program)
+
+
+@triton.jit
+def _place(turn, heads, tiles, section):
+    """(head, tile of queries) of this program's turn. Heads come in sections whose keys fit into the L2 cache; within
+    one, all heads' last tiles of queries come first."""
+    number = turn * tl.num_programs(0) + _seat(turn, tl.program_id(0))
+    begin = number // (tiles * section) * section
+    here = tl.minimum(section, heads - begin)
+    number -= begin * tiles
+    return begin + number % here, tiles - 1 - number // here
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, left, right, section,
+             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+             D: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LEFT: tl.constexpr,
+             RIGHT: tl.constexpr, TAIL: tl.constexpr, SPECIALIZE: tl.constexpr):
+    k_desc = tl.make_tensor_descriptor(k_ptr, [B, G, S, D], [k_batch, k_head, k_row, 1], [1, 1, BN, PADDED])
+    v_desc = tl.make_tensor_descriptor(v_ptr, [B, G, S, D], [v_batch, v_head, v_row, 1], [1, 1, BN, PADDED])
+    tiles = tl.cdiv(T, BM)
+    for turn in tl.range(0, _turns(B * H * tiles)):
+        head, tile = _place(turn, B * H, tiles, section)
+        b, g = head // H, head % H // (H // G)
+        # A head of queries has its own descriptor: in two dimensions the compiler can cut the tile between consumers.
+        q_base = q_ptr + b.to(tl.int64) * q_batch + (head % H).to(tl.int64) * q_head
+        q_desc = tl.make_tensor_descriptor(q_base, [T, D], [q_row, 1], [BM, PADDED])
+        q_MD = q_desc.load([tile * BM, 0])
+        # Rows are counted as key positions throughout. Triton 3.6 and 3.7 add the second consumer's 64 rows to the
+        # coordinate of q's load, and to whatever else uses that very value; `start` is another one.
+        start = tile * BM + (S - T)
+        row_M = start + tl.arange(0, BM)
+        end_M = tl.minimum(row_M + right + 1, S) if RIGHT else tl.full([BM], S, tl.int32)
+        m_M, l_M = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32)
+        acc_MD = tl.zeros([BM, PADDED], tl.float32)
+        first = tl.maximum(start - left, 0) // BN * BN if LEFT else 0
+        end = tl.minimum(start + BM + right, S) if RIGHT else S
+        for key in tl.range(first, end, BN, warp_specialize=SPECIALIZE):
+            k_ND = k_desc.load([b, g, key, 0]).reshape(BN, PADDED)
+            s_MN = tl.dot(q_MD, k_ND.T)
+            if LEFT or RIGHT or TAIL:
+                key_N = key + tl.arange(0, BN)
+                seen_MN = key_N[None, :] < end_M[:, None]
+                if LEFT:
+                    seen_MN &= key_N[None, :] >= (row_M - left)[:, None]
+                s_MN = tl.where(seen_MN, s_MN, float("-inf"))
+            m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
+            top_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)  # nothing yet: −∞ − (−∞) would be NaN
+            p_MN = tl.exp2(s_MN * scale_log2 - top_M[:, None])
+            shrink_M = tl.exp2(m_M - top_M)
+            l_M = l_M * shrink_M + tl.sum(p_MN, 1)
+            acc_MD *= shrink_M[:, None]
+            v_ND = v_desc.load([b, g, key, 0]).reshape(BN, PADDED)
+            acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD)
+            m_M = m_new_M
+        out_MD = acc_MD / l_M[:, None]
+        if RIGHT:
+            out_MD = tl.where((end_M <= 0)[:, None], 0.0, out_MD)  # a row that sees nothing
+        # Through pointers: a store by TMA would have the same trouble with its coordinate.
+        place_M = head.to(tl.int64) * T - (S - T) + row_M
+        d_D = tl.arange(0, PADDED)
+        tl.store(out_ptr + place_M[:, None] * D + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty),
+                 mask=(row_M < S)[:, None] & (d_D < D)[None, :])
+        tl.store(lse2_ptr + place_M, m_M + tl.log2(l_M), mask=row_M < S)

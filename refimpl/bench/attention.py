@@ -1,0 +1,143 @@
+"""Attention in all its stages beside PyTorch's own: bytes at the peak, seconds; on a GPU TFLOP/s of the kernels, too.
+
+Three questions: is the peak what the closed form says, and does it grow with the sequence or with its square; what does
+a stage cost in time on this device; and on a GPU, how near do the kernels come to what the chip can do
+(`attention_speed.py`).
+"""
+
+import functools
+import itertools
+import math
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+from .. import attention, memory
+from ..model import softmax_attention
+from . import attention_speed
+from .record import row
+from .runner import BAR_DELAY, KernelTimer, compare
+
+HEADS, HEAD_DIM = 8, 64
+LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096)}
+DENSE, FUSED = "softmax_attention", "scaled_dot_product_attention, FLASH_ATTENTION"
+STAGES = ("reference_attention", "memory_efficient_attention", "tiled_attention", "flash_attention")
+
+
+def run(device="cpu", lengths=None, rounds=None):
+    """(settings, rows). `lengths`: of the sequences for bytes and seconds, instead of the device's."""
+    kind = torch.device(device).type
+    lengths, dtype = lengths or LENGTHS[kind], {"cpu": torch.float32, "cuda": torch.bfloat16}[kind]
+    settings = {"shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM}, "dtype": str(dtype).removeprefix("torch."),
+                "lengths": list(lengths), "causal": True, "threads": torch.get_num_threads(),
+                "a step": "forward and backward, q, k and v require gradients"}
+    rows = []
+    for length in tqdm(lengths, "lengths", delay=BAR_DELAY, leave=False):
+        rows += byte_rows(length, dtype, device)
+    rows += slope_rows(rows, lengths)
+    if kind == "cuda":
+        return settings | SPEED_SETTINGS, rows + gpu_rows(device, rounds or 15)
+    for length in tqdm(lengths, "times", delay=BAR_DELAY, leave=False):
+        rows += time_rows(length, dtype, device, rounds or max(3, 8192 // length))
+    return settings, rows
+
+
+SPEED_SETTINGS = {
+    "speed": "16,384 tokens, heads · head_dim = 2,048, bf16, contiguous (batch, heads, sequence, head_dim)",
+    "timing": "CUDA events around one call, 2 GiB written before it; medians of rounds in alternation",
+    "FLOPs": "pairs that are masked left out; forward 4 · D, backward 10 · D for each pair: 2.5 times the forward",
+    "floor": "bytes of q, k, v, out and the logsumexp once; in a backward dO, dQ, dK and dV, too",
+}
+
+
+def gpu_rows(device, rounds):
+    """What the chip can, and the kernels beside PyTorch's."""
+    timer = KernelTimer(device)
+    rates = attention_speed.rate_rows(device, rounds=rounds, timer=timer)
+    return rates + attention_speed.speed_rows(device, attention_speed.shapes(), rounds, timer)
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def candidates(device):
+    """{name: attention(q, k, v, causal=…)}: our stages that run on this device, and PyTorch's by backend."""
+    gpu = torch.device(device).type == "cuda"  # what Triton's interpreter takes is no reading of anything
+    found = {name: getattr(attention, name) for name in STAGES if gpu or name != "flash_attention"}
+    backends = attention_speed.BACKENDS if gpu else ["FLASH_ATTENTION"]
+    return found | {DENSE: softmax_attention} | {
+        f"scaled_dot_product_attention, {name}": functools.partial(fused, name) for name in backends}
+
+
+def fused(backend, q, k, v, *, causal):
+    """PyTorch's attention, this backend and no other."""
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+class Step:
+    """A forward and a backward of one attention: a call makes one, and keeps nothing."""
+
+    def __init__(self, attention, length, dtype, device):
+        torch.manual_seed(0)
+        self.shape, self.attention = (1, HEADS, length, HEAD_DIM), attention
+        self.q, self.k, self.v, self.gradient = (torch.randn(self.shape, device=device).to(dtype) for _ in range(4))
+        self.given = [x.requires_grad_() for x in (self.q, self.k, self.v)]
+
+    def __call__(self):
+        out = self.attention(*self.given, causal=True)
+        gradients = torch.autograd.grad(out, self.given, self.gradient)
+        return out, gradients
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def byte_rows(length, dtype, device):
+    """The peak of a step above its start, as the allocator was asked for it, beside the closed form if there is one."""
+    rows = []
+    for name, function in candidates(device).items():
+        what, form = f"peak: {name}, {length:,} tokens", getattr(attention, f"{name}_bytes", None)
+        step = Step(function, length, dtype, device)
+        predicted = form(step.shape, step.shape, dtype, causal=True).peak if form else None
+        peak, note = None, ""
+        try:
+            attention_speed.quietly(step)  # workspaces are there, kernels compiled
+            with memory.measure(device) as m:
+                step()
+            peak = m.peak
+        except RuntimeError as error:  # a backend that this device has not
+            note = attention_speed.reason(error)
+        rows.append(row(what, "closed form", "bytes", peak, predicted, name=name, length=length, note=note))
+    return rows
+
+
+def slope_rows(rows, lengths):
+    """d log(peak) / d log(tokens) of each attention between the two longest sequences, beside the closed form's."""
+    short, long = sorted(lengths)[-2:]
+    found = []
+    for name, own in itertools.groupby(sorted(rows, key=lambda row: row["name"]), key=lambda row: row["name"]):
+        peaks = {row["length"]: row for row in own}
+        values = [slope(peaks[short][which], peaks[long][which], long / short) for which in ("value", "peer_value")]
+        what = f"slope of the peak, {short:,} to {long:,} tokens: {name}"
+        found.append(row(what, "closed form", "", *values, name=name))
+    return found
+
+
+def slope(first, second, factor):
+    """log(second / first) / log(factor), or None."""
+    return math.log(second / first) / math.log(factor) if first and second else None
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def time_rows(length, dtype, device, rounds):
+    """Median seconds of a step of each of ours, beside the dense attention and PyTorch's fused one."""
+    steps = {name: Step(function, length, dtype, device) for name, function in candidates(device).items()}
+    timing = compare(steps, rounds=rounds, warmup=1, title=f"{length:,} tokens")
+    return [row(f"step: {name}, {length:,} tokens", peer, "s", timing.median(name), timing.median(peer), name=name,
+                length=length, spread=timing.spread(name), peer_spread=timing.spread(peer), rounds=rounds)
+            for name in steps if name in STAGES for peer in (DENSE, FUSED)]

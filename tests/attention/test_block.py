@@ -1,0 +1,114 @@
+"""FlashTransformerBlock beside the model's block, packed sequences, and the bytes that it keeps."""
+
+import copy
+
+import pytest
+import torch
+
+from refimpl import memory
+from refimpl.attention import FlashTransformerBlock, flash_block_terms, reference_attention
+from refimpl.attention.block import FlashSelfAttention
+from refimpl.attention.triton_forward import forward_kernel
+from refimpl.checkpointing import checkpoint
+from refimpl.model import Block, rotation_table
+
+pytestmark = [
+    pytest.mark.skipif(type(forward_kernel).__name__ != "InterpretedFunction", reason="needs Triton's interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+
+KINDS = {
+    "GPT-2": {}, "grouped": {"kv_heads": 2},
+    "LLaMA": {"kv_heads": 1, "rotary": 64, "norm": "rmsnorm", "activation": "swiglu", "bias": False, "mlp_hidden": 48},
+    "a quarter turned": {"rotary": 64, "rotary_fraction": 0.25},
+}
+
+
+def twin(block):
+    """The model's block with dense attention and the same weights."""
+    dense = Block(block.config, reference_attention)
+    dense.load_state_dict(block.state_dict())
+    rotary = block.config.positions == "rotary"
+    return lambda x: dense(x, [t[: x.shape[1]] for t in rotation_table(block.config)] if rotary else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_models_block(kind):
+    block, x = FlashTransformerBlock(32, 4, **KINDS[kind]), torch.randn(2, 30, 32, requires_grad=True)
+    gradient = torch.randn(2, 30, 32)
+    ours, dense = (f(x) for f in (block, twin(block)))
+    torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)
+    ours, dense = (torch.autograd.grad(out, x, gradient)[0] for out in (ours, dense))
+    torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cu_seqlens", [[0, 9, 30], torch.tensor([0, 9, 9, 30], dtype=torch.int32)], ids=str)
+def test_packed_sequences_are_as_each_alone(kind, cu_seqlens):
+    block, x = FlashTransformerBlock(32, 4, window=5, **KINDS[kind]), torch.randn(1, 30, 32)
+    alone = [block(part) for part in (x[:, :9], x[:, 9:])]
+    torch.testing.assert_close(block(x, cu_seqlens), torch.cat(alone, dim=1))
+    assert not torch.allclose(block(x)[:, 9:], alone[1], atol=1e-3)
+
+
+def test_what_it_does_not_take():
+    with pytest.raises(TypeError, match="parallel_residual.*expected options among.*norm"):
+        FlashTransformerBlock(32, 4, parallel_residual=True)
+    with pytest.raises(ValueError, match="hidden=32 is not a multiple of heads=5"):
+        FlashTransformerBlock(32, 5)
+    with pytest.raises(ValueError, match="9 tokens with rotary=8"):
+        FlashTransformerBlock(32, 4, rotary=8)(torch.randn(1, 9, 32))
+    assert isinstance(FlashTransformerBlock(32, 4).attention, FlashSelfAttention)
+
+
+def test_a_window_hides_what_is_further_away():
+    block, x = FlashTransformerBlock(32, 4, window=3), torch.randn(1, 20, 32)
+    changed = x.clone()
+    changed[:, 0] += 1
+    far = (block(x) - block(changed)).abs().amax(dim=(0, 2))
+    assert (far[:4] > 0).all() and (far[4:] == 0).all()
+
+
+def test_dropout_while_training_only():
+    block, x = FlashTransformerBlock(32, 4, dropout=0.5), torch.randn(1, 20, 32)
+    assert not torch.equal(block(x), block(x))
+    block.eval()
+    assert torch.equal(block(x), block(x))
+    torch.manual_seed(3)
+    again = copy.deepcopy(block.train())
+    torch.manual_seed(3)
+    first = block(x)
+    torch.manual_seed(3)
+    assert torch.equal(first, again(x))
+
+
+def test_recomputed_it_gives_the_same_gradients_with_dropout():
+    block, x = FlashTransformerBlock(32, 4, dropout=0.3), torch.randn(1, 20, 32, requires_grad=True)
+    found = []
+    for run in (block, lambda x: checkpoint(block, x)):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(run(x).sum(), [x, *block.parameters()]))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_kept_are_exact_and_linear_and_the_dense_block_fails_here(kind, dropout):
+    block = FlashTransformerBlock(32, 4, dropout=dropout, **KINDS[kind])
+    dense = twin(block)
+    for s in (24, 48):
+        assert kept_by(block, s) == sum(flash_block_terms(block.config, 2, s).values())
+        assert kept_by(dense, s) > kept_by(block, s)
+    assert kept_by(block, 48) == pytest.approx(2 * kept_by(block, 24), rel=2e-3)
+    assert kept_by(dense, 48) > 2.1 * kept_by(dense, 24)
+
+
+def kept_by(block, s):
+    """Bytes of activations between forward and backward."""
+    x = torch.randn(2, s, 32, requires_grad=True)
+    with memory.track(x) as t:
+        out = block(x * 1)  # what comes in is an activation of the layer before
+        now = t.now
+    del out
+    return now["activations"]
