@@ -51,7 +51,8 @@ class Compiled(NamedTuple):
     shared_bytes: int  # of a program: dynamic and static
     shared_limit: int
     instructions: collections.Counter  # name → how many stand in the code; 0 for one that does not
-    ttgir: str  # the last thing that Triton made which still speaks of tiles
+    ttgir: str  # the last form that Triton gives the kernel which still speaks of tiles
+    sass: str  # the GPU's own instructions
     warnings: tuple  # lines of ptxas: its warnings, and remarks with a number such as (C7510)
     seconds: float
 
@@ -134,12 +135,12 @@ def compile_kernel(kernel, arguments, *, num_warps, num_stages, target=("cuda", 
         with contextlib.redirect_stdout(log):
             compiled = triton.compile(source, target=GPUTarget(*target, 32),
                                       options={"num_warps": num_warps, "num_stages": num_stages, **options})
-        opcodes = _opcodes(compiled.asm["cubin"], cache)
+        sass = _disassembled(compiled.asm["cubin"], cache)
     log, meta = log.getvalue(), compiled.metadata
     return Compiled(meta.name, meta.num_warps, max(_numbers(r"Used (\d+) registers", log)),
                     sum(_numbers(r"(\d+) bytes spill", log)), sum(_numbers(r"(\d+) bytes stack frame", log)),
-                    meta.shared + sum(_numbers(r"(\d+) bytes smem", log)), SHARED_BYTES[target[1]], opcodes,
-                    compiled.asm["ttgir"],
+                    meta.shared + sum(_numbers(r"(\d+) bytes smem", log)), SHARED_BYTES[target[1]], _opcodes(sass),
+                    compiled.asm["ttgir"], sass,
                     tuple(line for line in log.splitlines() if re.search(r"warning|\(C\d+\)", line)),
                     time.perf_counter() - start)
 
@@ -201,9 +202,12 @@ def _numbers(pattern, log):
     return [int(number) for number in re.findall(pattern, log)]
 
 
-def _opcodes(cubin, folder):
-    """Names of the instructions, without what follows the first dot (HGMMA.64x128x16.F32 is an HGMMA), counted."""
+def _disassembled(cubin, folder):
     path = Path(folder) / "kernel.cubin"
     path.write_bytes(cubin)
-    sass = subprocess.run([BIN / "cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([BIN / "cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout
+
+
+def _opcodes(sass):
+    """Names of the instructions, without what follows the first dot (HGMMA.64x128x16.F32 is an HGMMA), counted."""
     return collections.Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.M))

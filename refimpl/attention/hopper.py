@@ -74,53 +74,69 @@ def forward(q_BHTD, k_BGSD, v_BGSD, *, scale, causal, window):
     over the keys seen, in fp32, −∞ for a row that sees none (its output is 0)."""
     out_BHTD = q_BHTD.new_empty(q_BHTD.shape)
     lse2_BHT = q_BHTD.new_empty(q_BHTD.shape[:-1], dtype=torch.float32)
-    arguments, constants, tiles = _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
-    B, H, T = lse2_BHT.shape
-    grid = (min(_programs(q_BHTD.device), B * H * triton.cdiv(T, tiles.queries)),)
+    values, constants, tiles = _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
 
     def launch():
         triton.set_allocator(lambda size, alignment, stream: q_BHTD.new_empty(size, dtype=torch.int8))  # descriptors
-        _forward[grid](**arguments, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+        _forward[grid(lse2_BHT, tiles.queries)](**values, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
 
-    contextvars.copy_context().run(launch)  # the caller's own allocator stays
+    with torch.cuda.device_of(q_BHTD):
+        contextvars.copy_context().run(launch)  # the caller's own allocator stays
     return out_BHTD, lse2_BHT
 
 
-def _programs(device):
-    """One a multiprocessor; in the interpreter a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+def grid(lse2_BHT, rows):
+    """One program a multiprocessor, a few in the interpreter; no more than there are tiles of so many rows."""
+    (B, H, T), device = lse2_BHT.shape, lse2_BHT.device
+    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return (min(programs, B * H * triton.cdiv(T, rows)),)
+
+
+def arguments(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window):
+    """(what a kernel is launched with but for its mask, the Band, the head_dim that is padded to)."""
+    (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
+    cached = max(1, L2_BYTES // (2 * S * D * q_BHTD.element_size())) * (H // G)
+    values = {"q_ptr": q_BHTD, "k_ptr": k_BGSD, "v_ptr": v_BGSD, "out_ptr": out_BHTD, "lse2_ptr": lse2_BHT, "B": B,
+              "H": H, "G": G, "T": T, "S": S, "scale_log2": scale * LOG2_E, "section": min(cached, B * H)}
+    for name, x in (("q", q_BHTD), ("k", k_BGSD), ("v", v_BGSD)):
+        strides = (16 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        values |= zip((f"{name}_batch", f"{name}_head", f"{name}_row"), strides, strict=False)
+    return values, Band.of(T, S, causal, window), max(64, triton.next_power_of_2(D))
 
 
 def _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window):
     """(arguments, constants, Tiles) of a launch."""
-    (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
-    padded = max(64, triton.next_power_of_2(D))
-    tiles, band = TILES[padded], Band.of(T, S, causal, window)
-    cached = max(1, L2_BYTES // (2 * S * D * q_BHTD.element_size())) * (H // G)
-    arguments = {"q_ptr": q_BHTD, "k_ptr": k_BGSD, "v_ptr": v_BGSD, "out_ptr": out_BHTD, "lse2_ptr": lse2_BHT,
-                 "B": B, "H": H, "G": G, "T": T, "S": S, "scale_log2": scale * LOG2_E, "left": band.left or 0,
-                 "right": band.right or 0, "section": min(cached, B * H)}
-    for name, x in (("q", q_BHTD), ("k", k_BGSD), ("v", v_BGSD)):
-        strides = (16 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        arguments |= zip((f"{name}_batch", f"{name}_head", f"{name}_row"), strides, strict=False)
-    constants = {"D": D, "PADDED": padded, "BM": tiles.queries, "BN": tiles.keys, "LEFT": band.left is not None,
-                 "RIGHT": band.right is not None, "TAIL": S % tiles.keys != 0, "SPECIALIZE": tiles.specialize}
-    return arguments, constants, tiles
+    values, band, padded = arguments(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
+    tiles = TILES[padded]
+    values |= {"left": band.left or 0, "right": band.right or 0}
+    constants = {"D": q_BHTD.shape[-1], "PADDED": padded, "BM": tiles.queries, "BN": tiles.keys,
+                 "LEFT": band.left is not None, "RIGHT": band.right is not None, "TAIL": band.S % tiles.keys != 0,
+                 "SPECIALIZE": tiles.specialize}
+    return values, constants, tiles
 
 
 def cases():
     """name → Case: each head_dim that is padded to, in each dtype, with each mask."""
+    return {name: _case(*case) for name, case in masks_by_name(TILES).items()}
+
+
+def masks_by_name(head_dims):
+    """name → (dtype, head_dim, causal, window, S)."""
     masks = {"full": (False, None, 1024), "tail": (False, None, 1000), "causal": (True, None, 1024),
              "causal window": (True, 100, 1024), "window": (False, 100, 1024)}
-    return {f"{str(dtype)[6:]} d{D} {name}": _case(dtype, D, *mask)
-            for dtype in DTYPES for D in TILES for name, mask in masks.items()}
+    return {f"{str(dtype)[6:]} d{D} {name}": (dtype, D, *mask)
+            for dtype in DTYPES for D in head_dims for name, mask in masks.items()}
+
+
+def on_meta(dtype, D, S):
+    """q, k, v, out and lse2 without memory."""
+    q, k = (torch.empty(2, heads, rows, D, dtype=dtype, device="meta") for heads, rows in ((4, 512), (2, S)))
+    return q, k, k, q, torch.empty(2, 4, 512, device="meta")
 
 
 def _case(dtype, D, causal, window, S):
-    q, k = (torch.empty(2, heads, rows, D, dtype=dtype, device="meta") for heads, rows in ((4, 512), (2, S)))
-    lse2 = torch.empty(2, 4, 512, device="meta")
-    arguments, constants, tiles = _launch(q, k, k, q, lse2, D**-0.5, causal, window)
-    types = {name: as_launched(value, name not in _NOT_SPECIALIZED) for name, value in arguments.items()}
+    values, constants, tiles = _launch(*on_meta(dtype, D, S), D**-0.5, causal, window)
+    types = {name: as_launched(value, name not in _NOT_SPECIALIZED) for name, value in values.items()}
     return Case(f"{__name__}:_forward", types | constants, tiles.warps, tiles.stages)
 
 
@@ -182,11 +198,7 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, 
             k_ND = k_desc.load([b, g, key, 0]).reshape(BN, PADDED)
             s_MN = tl.dot(q_MD, k_ND.T)
             if LEFT or RIGHT or TAIL:
-                key_N = key + tl.arange(0, BN)
-                seen_MN = key_N[None, :] < end_M[:, None]
-                if LEFT:
-                    seen_MN &= key_N[None, :] >= (row_M - left)[:, None]
-                s_MN = tl.where(seen_MN, s_MN, float("-inf"))
+                s_MN = _masked(s_MN, key, row_M - left, end_M, LEFT)
             m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
             top_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)  # nothing yet: −∞ − (−∞) would be NaN
             p_MN = tl.exp2(s_MN * scale_log2 - top_M[:, None])
@@ -196,12 +208,27 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, 
             v_ND = v_desc.load([b, g, key, 0]).reshape(BN, PADDED)
             acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD)
             m_M = m_new_M
-        out_MD = acc_MD / l_M[:, None]
+        acc_MD /= l_M[:, None]
         if RIGHT:
-            out_MD = tl.where((end_M <= 0)[:, None], 0.0, out_MD)  # a row that sees nothing
-        # Through pointers: a store by TMA would have the same trouble with its coordinate.
+            acc_MD = tl.where((end_M <= 0)[:, None], 0.0, acc_MD)  # a row that sees nothing: 0 / 0
         place_M = head.to(tl.int64) * T - (S - T) + row_M
-        d_D = tl.arange(0, PADDED)
-        tl.store(out_ptr + place_M[:, None] * D + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty),
-                 mask=(row_M < S)[:, None] & (d_D < D)[None, :])
-        tl.store(lse2_ptr + place_M, m_M + tl.log2(l_M), mask=row_M < S)
+        _write(out_ptr, acc_MD, lse2_ptr, m_M + tl.log2(l_M), place_M, row_M < S, D)
+
+
+@triton.jit
+def _masked(s_MN, key, first_M, end_M, LEFT: tl.constexpr):
+    """−∞ where a row does not see a key."""
+    key_N = key + tl.arange(0, s_MN.shape[1])
+    seen_MN = key_N[None, :] < end_M[:, None]
+    if LEFT:
+        seen_MN &= key_N[None, :] >= first_M[:, None]
+    return tl.where(seen_MN, s_MN, float("-inf"))
+
+
+@triton.jit
+def _write(out_ptr, out_MD, lse2_ptr, lse2_M, place_M, inside_M, D: tl.constexpr):
+    """Through pointers: the coordinate of a store by TMA would have the trouble of q's load."""
+    d_D = tl.arange(0, out_MD.shape[1])
+    tl.store(out_ptr + place_M[:, None] * D + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty),
+             mask=inside_M[:, None] & (d_D < D)[None, :])
+    tl.store(lse2_ptr + place_M, lse2_M, mask=inside_M)
