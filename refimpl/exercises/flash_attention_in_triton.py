@@ -16,9 +16,9 @@ from . import verdict
 
 @triton.jit
 def smallest_kernel(q, k, v, out, T, c, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Attention of one tile of queries of one head. Tensors (heads, T, D), contiguous, T a multiple of BLOCK, no mask;
-    c = scale · log2 e."""
-    tile = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]  # where elements of a tile lie, from its first
+    """Attention of one tile of queries of one head. Tensors (heads, T, D), contiguous, T a multiple of
+    BLOCK, no mask; c = scale · log2 e."""
+    tile = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]  # from a tile's first element
     head = tl.program_id(1) * T * D
     here = head + tl.program_id(0) * BLOCK * D
     q_MD = tl.load(q + here + tile)
@@ -45,7 +45,7 @@ def smallest_attention(q_BHTD, k_BHTD, v_BHTD, block=32):
 
 @torch.library.custom_op("refimpl_exercises::dense_inside", mutates_args=())
 def dense_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Broken: one operator with q, k and v on one side and the output on the other, and the whole matrix inside."""
+    """Broken: q, k and v on one side, the output on the other, and the whole matrix inside."""
     return reference_attention(q, k, v)
 
 
