@@ -74,7 +74,7 @@ def rows_beside(direction, shape, calls, reasons, rounds, timer):
             rows.append(row(f"{direction}, {shape}: {name}", peer, "TFLOP/s", *values, **shape._asdict(),
                             direction=direction, name=name, seconds=seconds[0], peer_seconds=seconds[1],
                             spread=spread[0], peer_spread=spread[1], flops=flops, floor_bytes=nbytes,
-                            intensity=flops / nbytes, **aim, note="; ".join([*note, *aim_words(aim)])))
+                            intensity=flops / nbytes, **aim, note="; ".join([*note, *_aim_words(aim)])))
     return rows
 
 
@@ -88,7 +88,7 @@ def verdict(direction, peer, shape, ratio):
     return {}
 
 
-def aim_words(aim):
+def _aim_words(aim):
     return [f"{aim['kind']} {aim['factor']}: {aim['verdict']}"] if aim else []
 
 
