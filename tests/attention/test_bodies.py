@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from refimpl.attention import flash_attention, triton_forward
-from refimpl.attention.triton_tile import Problem
 
 pytestmark = [
     pytest.mark.skipif(type(triton_forward.forward_kernel).__name__ != "InterpretedFunction",
@@ -46,26 +45,32 @@ def test_a_body_passes_here(body, dtype, arguments):
     getattr(bodies, body)("cpu", dtype, **arguments)
 
 
-def forward(q, k, v, *, scale, causal, window):
-    """The contract of hopper.py."""
-    problem = Problem.of(q, k, scale, causal, window, 0.0, None, None, None, 0, 0)
-    return triton_forward.forward(q, k, v, problem)
-
-
 def test_a_forward_for_one_chip(monkeypatch):
+    def forward(*tensors, specialize=None, **options):
+        assert specialize
+        return bodies.by_pointers(*tensors, **options)
+
     made = SimpleNamespace(suits=lambda *_: True, forward=forward)
     monkeypatch.setitem(sys.modules, "refimpl.attention.made", made)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "absent" in name else 1)
-    given = {"shape": (1, 2, 1, 33, 20, 16), "repeats": 2, "layout": "transposed", "causal": True}
+    given = {"shape": (1, 2, 1, 33, 20, 16), "repeats": 2, "layout": "transposed", "causal": True, "specialize": True}
     bodies.beside_the_definition("cpu", FP16, "made", **given)
-    with pytest.raises(pytest.skip.Exception, match="absent is not there"):
-        bodies.beside_the_definition("cpu", FP16, "absent", **given)
     made.forward = lambda *x, **y: (forward(*x, **y)[0] * 1.01, forward(*x, **y)[1])
     with pytest.raises(AssertionError):
         bodies.beside_the_definition("cpu", FP16, "made", **given)
     made.suits = lambda *_: False
     with pytest.raises(AssertionError):
         bodies.beside_the_definition("cpu", FP16, "made", **given)
+
+
+def test_the_fast_path_is_taken_or_the_body_says_so(monkeypatch):
+    made = SimpleNamespace(suits=lambda *_: True)
+    monkeypatch.setattr(bodies, "fast_path", SimpleNamespace(hopper=made, proved=lambda *kind: kind[2] != 64))
+    bodies.the_fast_path_is_taken("cpu", FP16, head_dims=(40,))
+    with pytest.raises(AssertionError):
+        bodies.the_fast_path_is_taken("cpu", FP16, head_dims=(40, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(pytest.skip.Exception, match=r"for compute capability 9.0, this one has \(10, 0\)"):
+        bodies.the_fast_path_is_taken("cuda", FP16, head_dims=(40,))
 
 
 def nudged(q, k, v, **options):
@@ -91,13 +96,13 @@ def test_what_is_asked_of_a_gpu_fits_the_bodies():
     spec = importlib.util.spec_from_file_location("gpu_test_attention", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rehearsed = {body for body, *_ in TINY} | {"beside_the_definition"}
+    rehearsed = {body for body, *_ in TINY} | {"beside_the_definition", "the_fast_path_is_taken"}
     for path, arguments in module.TASKS.values():
         name = path.removeprefix("attention_bodies:")
         bound = inspect.signature(getattr(bodies, name)).bind(**arguments).arguments
         assert name in rehearsed and bound["device"] == "cuda"
-        options = bound.get("options", {})
-        assert set(options) <= set(inspect.signature(flash_attention).parameters)
+        taken = inspect.signature(flash_attention).parameters
+        assert set(bound.get("options", {})) <= set(taken) and set(bound.get("own", {})) <= {"specialize"}
     assert {path.removeprefix("attention_bodies:") for path, _ in module.TASKS.values()} == rehearsed
 
 

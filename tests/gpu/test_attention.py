@@ -18,7 +18,7 @@ PACKED = {"cu_seqlens": [0, 63, 63, 64, 200], "cu_seqlens_k": [0, 65, 70, 70, 33
 
 
 def tasks():
-    """{name: (body, keyword arguments)}: the longest first, and last those that were never seen on a GPU."""
+    """{name: (body, keyword arguments)}: the longest first, and last those that could hang a GPU."""
     found = {}
 
     def ask(body, dtype, *words, **arguments):
@@ -33,8 +33,10 @@ def tasks():
             rows=2048, causal=causal)
     exactness(ask)
     behaviour(ask)
-    for module in ("hopper", "gluon_forward"):
-        for_one_chip(ask, module)
+    ask("the_fast_path_is_taken", BF16, head_dims=(40, 64, 128, 256))
+    for name, module, own in (("hopper", "hopper", {}), ("hopper, specialized", "hopper", {"specialize": True}),
+                              ("gluon_forward", "gluon_forward", {})):
+        for_one_chip(ask, name, module, own)
     return found
 
 
@@ -77,17 +79,17 @@ def behaviour(ask):
     ask("on_another_device", BF16, other="cuda:1")
 
 
-def for_one_chip(ask, module):
-    """Shapes that suit a module: rows of multiples of 16 bytes."""
+def for_one_chip(ask, name, module, own):
+    """Shapes that suit a forward: rows of multiples of 16 bytes."""
     calls = (((1023, 1023), "causal", "contiguous"), ((200, 640), "full", "transposed"),
              ((640, 1023), "causal window", "transposed"), ((300, 129), "causal", "contiguous"),
              ((1, 257), "window", "contiguous"))
     for D, dtype, count in ((64, BF16, 5), (128, BF16, 5), (96, FP16, 2), (40, BF16, 2), (256, BF16, 3)):
-        if D == 256 and module == "gluon_forward":
+        if D == 256 and name != "hopper":
             continue
         for (T, S), mask, layout in calls[:count]:
-            ask("beside_the_definition", dtype, module, f"{T}x{S}", f"d{D}", mask, module=module, layout=layout,
-                shape=(3, 4, 2, T, S, D), repeats=100, **MASKS[mask])
+            ask("beside_the_definition", dtype, name, f"{T}x{S}", f"d{D}", mask, module=module, layout=layout,
+                shape=(3, 4, 2, T, S, D), repeats=100, **MASKS[mask], **own)
 
 
 TASKS = tasks()

@@ -3,7 +3,6 @@ and at tiny sizes on the CPU, interpreted, by tests/attention, so that nothing h
 
 import functools
 import importlib
-import importlib.util
 import itertools
 import math
 import os
@@ -16,8 +15,15 @@ import pytest
 import torch
 
 from refimpl import memory
-from refimpl.attention import flash_attention, flash_attention_bytes, reference_attention
+from refimpl.attention import (
+    fast_path,
+    flash_attention,
+    flash_attention_bytes,
+    reference_attention,
+    triton_forward,
+)
 from refimpl.attention.operators import attention_backward, attention_delta, attention_forward
+from refimpl.attention.triton_tile import Problem
 from refimpl.model import GPT, GPTConfig
 
 # --- exactness -------------------------------------------------------------------------------------------------------
@@ -256,23 +262,41 @@ def learns(device, dtype, steps, length):
 # --- forwards for one chip -------------------------------------------------------------------------------------------
 
 
-def beside_the_definition(device, dtype, module, shape, repeats, layout="contiguous", causal=False, window=None):
-    """A module's own forward, of inputs that suit it: the rule of the field, the logsumexp, every element written, the
-    same bits each time, and next to those of the pointer kernel."""
-    if importlib.util.find_spec(f"refimpl.attention.{module}") is None:
-        pytest.skip(f"refimpl.attention.{module} is not there")
-    module = importlib.import_module(f"refimpl.attention.{module}")
-    q, k, v, _ = (x.detach() for x in laid_out(kit.inputs(*shape, dtype, device=device), layout))
+def for_hopper(device):
+    """Skips where the device is another chip."""
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip(f"for compute capability 9.0, this one has {torch.cuda.get_device_capability(device)}")
+
+
+def the_fast_path_is_taken(device, dtype, head_dims):
+    """It proves itself for every kind of call; else flash_attention would go on by pointers, and only warn."""
+    for_hopper(device)
+    for D, causal, windowed in itertools.product(head_dims, (False, True), (False, True)):
+        q = torch.empty(1, 1, 1, D, dtype=dtype, device=device)
+        assert fast_path.hopper.suits(q, q, q) and fast_path.proved(torch.device(device), dtype, D, causal, windowed)
+
+
+def by_pointers(q, k, v, *, scale, causal, window):
+    """The pointer kernel's forward, whatever flash_attention would take."""
+    problem = Problem.of(q, k, scale, causal, window, 0.0, None, None, None, 0, 0)
+    return triton_forward.forward(q, k, v, problem)
+
+
+def beside_the_definition(device, dtype, module, shape, repeats, layout="contiguous", causal=False, window=None, **own):
+    """A module's own forward, of inputs that suit it: the rule of the field, the logsumexp, every element written, the
+    same bits each time, and next to those of the pointer kernel. `own`: options of that forward."""
+    for_hopper(device)
+    module = importlib.import_module(f"refimpl.attention.{module}")
+    q, k, v, _ = (x.detach() for x in laid_out(kit.inputs(*shape, dtype, device=device), layout))
     assert module.suits(q, k, v)
     options = {"causal": causal, "window": window}
+    scaled = {**options, "scale": shape[-1] ** -0.5}
     exact, lse = reference_attention(*(x.double() for x in (q, k, v)), return_logsumexp=True, **options)
     theirs = kit.plain(q, k, v, **options)
-    pointers = flash_attention(q, k, v, **options)
+    pointers, _ = by_pointers(q, k, v, **scaled)
     torch.use_deterministic_algorithms(True, warn_only=True)  # what is handed out is full of NaN
     try:
-        out, lse2 = module.forward(q, k, v, scale=shape[-1] ** -0.5, **options)
+        out, lse2 = module.forward(q, k, v, **scaled, **own)
     finally:
         torch.use_deterministic_algorithms(False)
     errors = [(x.double() - exact).abs().max().item() for x in (out, theirs, pointers)]
@@ -282,7 +306,7 @@ def beside_the_definition(device, dtype, module, shape, repeats, layout="contigu
     assert out.dtype == dtype and lse2.dtype == torch.float32
     assert torch.allclose(lse2.double() * math.log(2), lse, rtol=1e-5, atol=1e-5)  # −∞ is close to itself
     for _ in range(repeats):
-        assert all(map(torch.equal, module.forward(q, k, v, scale=shape[-1] ** -0.5, **options), (out, lse2)))
+        assert all(map(torch.equal, module.forward(q, k, v, **scaled, **own), (out, lse2)))
 
 
 # --- under a tool ----------------------------------------------------------------------------------------------------
