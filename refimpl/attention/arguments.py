@@ -38,13 +38,13 @@ def settle(q_BHTD, k_BGSD, v_BGSD, *, causal, window, scale, dropout_p, seed, cu
     check_mask(causal, window)
     (B, _, T, D), S = q_BHTD.shape, k_BGSD.shape[2]
     scale = check_scale(D**-0.5 if scale is None else scale)
-    seed = check_dropout(dropout_p, seed, q_BHTD.device)
     queries = [0, T] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, T, B)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
     keys = [0, S] if cu_seqlens_k is None else check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, S, B)
     if (cu_seqlens is None) != (cu_seqlens_k is None) or len(queries) != len(keys):
         raise ValueError(f"queries in {len(queries) - 1} sequences and keys in {len(keys) - 1}: cu_seqlens says where "
                          "the queries' begin, cu_seqlens_k (default: the same) the keys'; give as many of both")
+    seed = check_dropout(dropout_p, seed, q_BHTD.device)  # last: it may draw
     spans = zip(zip(queries, queries[1:], strict=False), zip(keys, keys[1:], strict=False), strict=True)
     return Call(scale, dropout_p, seed, tuple(
         Sequence(rows, cols, Band.of(rows[1] - rows[0], cols[1] - cols[0], causal, window)) for rows, cols in spans))

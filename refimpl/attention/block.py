@@ -98,7 +98,8 @@ def flash_block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"
         dense block − e·abs² − (a/g)·s² + 4·abs          no dropout
 
     that is `memory.block_terms` without its terms in s², and the logsumexp in their place (and with dropout a seed of
-    8 bytes). ValueError as in `block_terms`.
+    8 bytes). A packed batch of n sequences has 8·(n + 1) more, and cos and sin of each token with rotary positions.
+    ValueError as in `block_terms`.
     """
     terms = block_terms(config, batch, sequence, dtype, device)
     terms = {name: nbytes for name, nbytes in terms.items() if name not in QUADRATIC}

@@ -11,7 +11,8 @@ from refimpl.attention.band import Band
 
 NONE = {"causal": False, "window": None, "scale": None, "dropout_p": 0.0, "seed": None, "cu_seqlens": None,
         "cu_seqlens_k": None}
-STAGES = [attention.reference_attention, attention.tiled_attention, attention.memory_efficient_attention]
+STAGES = [attention.reference_attention, attention.tiled_attention, attention.memory_efficient_attention,
+          attention.flash_attention]
 
 
 def shaped(q=(1, 4, 6, 8), k=(1, 2, 6, 8), v=None, dtype=torch.float32):
@@ -112,6 +113,8 @@ def test_the_seed_comes_from_torchs_generator_unless_given():
     assert first == seed() and first != second
     state = torch.get_rng_state()
     assert seed(seed=5) == 5 and seed(dropout_p=0.0) is None
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        seed(cu_seqlens=[0, 5])
     assert torch.equal(state, torch.get_rng_state())  # nothing was drawn
 
 

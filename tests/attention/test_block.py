@@ -140,11 +140,19 @@ def test_bytes_kept_are_exact_and_linear_and_the_dense_block_fails_here(kind, dr
     assert kept_by(dense, 48) > 2.1 * kept_by(dense, 24)
 
 
-def kept_by(block, s):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_batch_keeps_where_its_sequences_end_and_their_positions(kind):
+    block = FlashTransformerBlock(32, 4, dtype=torch.float16, **KINDS[kind])
+    turned = block.config.rotary_dim if "rotary" in KINDS[kind] else 0
+    expected = sum(flash_block_terms(block.config, 1, 24, torch.float16).values()) + 8 * 4 + 2 * 24 * turned * 2
+    assert kept_by(block, 24, 1, torch.float16, [0, 5, 5, 24]) == expected
+
+
+def kept_by(block, s, batch=2, dtype=torch.float32, cu_seqlens=None):
     """Bytes of activations between forward and backward."""
-    x = torch.randn(2, s, 32, requires_grad=True)
+    x = torch.randn(batch, s, 32, dtype=dtype, requires_grad=True)
     with memory.track(x) as t:
-        out = block(x * 1)  # what comes in is an activation of the layer before
+        out = block(x * 1, *filter(None, [cu_seqlens]))  # what comes in is an activation of the layer before
         now = t.now
     del out
     return now["activations"]
