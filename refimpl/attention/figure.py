@@ -12,7 +12,7 @@ from .band import tiles
 from .reference import on_paper
 
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")
-ROOFLINE = (*COLOURS, "#E69F00", "#56B4E9", "#000000")  # with COLOURS: Okabe and Ito's, told apart by everyone
+ROOFLINE = (*COLOURS, "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe and Ito's, told apart by everyone
 READ, GONE, CHANGED = "#F6C667", "#E6E6E6", "#BFE0F5"
 WHOLE, MASKED = "#9CCBEB", "#F2B45C"
 

@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import hopper
+from .arguments import empty_outputs
 from .compiled import Case, as_launched
 from .gluon_consumer import attend, keys_seen
 from .hopper import _place, _turns
@@ -47,8 +48,7 @@ def suits(q_BHTD, k_BGSD, v_BGSD):
 
 def forward(q_BHTD, k_BGSD, v_BGSD, *, scale, causal, window):
     """(out_BHTD, lse2_BHT) as from `hopper.forward`, of tensors that suit."""
-    out_BHTD = q_BHTD.new_empty(q_BHTD.shape)
-    lse2_BHT = q_BHTD.new_empty(q_BHTD.shape[:-1], dtype=torch.float32)
+    out_BHTD, lse2_BHT = empty_outputs(q_BHTD)
     arguments, constants = _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
     grid = hopper.grid(lse2_BHT, QUERIES)
 
@@ -97,11 +97,11 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, 
     R: gl.constexpr = BM // 2
     described: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)  # 128 bytes of each row, then the next 128
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    out_head = T.to(gl.int64) * D
+    out_row = H.to(gl.int64) * D
     q_desc = tma.make_tensor_descriptor(q_ptr, [B, H, T, D], [q_batch, q_head, q_row, 1], [1, 1, R, PADDED], described)
     k_desc = tma.make_tensor_descriptor(k_ptr, [B, G, S, D], [k_batch, k_head, k_row, 1], [1, 1, BN, PADDED], described)
     v_desc = tma.make_tensor_descriptor(v_ptr, [B, G, S, D], [v_batch, v_head, v_row, 1], [1, 1, BN, PADDED], described)
-    out_desc = tma.make_tensor_descriptor(out_ptr, [B, H, T, D], [H * out_head, out_head, D, 1], [1, 1, R, PADDED],
+    out_desc = tma.make_tensor_descriptor(out_ptr, [B, H, T, D], [T * out_row, D, out_row, 1], [1, 1, R, PADDED],
                                           described)
     q_buf = gl.allocate_shared_memory(dtype, [2, R, PADDED], swizzled)
     k_buf = gl.allocate_shared_memory(dtype, [STAGES, BN, PADDED], swizzled)

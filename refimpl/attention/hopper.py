@@ -17,6 +17,7 @@ What changes against a kernel that loads through pointers:
 
 The first two are left to the compiler (`tl.make_tensor_descriptor`, `warp_specialize=True`). It specializes warps only
 for 4 of them, 128 rows, and one loop without a branch; so every tile of keys is masked, also those that all rows see.
+The second is not the default: see `SPECIALIZED`.
 FlashAttention-3 (Shah et al. 2024), section 3.1, has the producer and the two consumers; the PTX ISA, "Tensors"
 and "wgmma", the two units. `compiled.py` shows what the compiler made of it.
 """
@@ -29,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import empty_outputs
 from .band import Band
 from .compiled import Case, as_launched
 
@@ -48,9 +50,12 @@ class Tiles(NamedTuple):
     specialize: bool
 
 
-# By the head_dim that is padded to. 64 and 128: two consumers of 64 rows. 256: the accumulator leaves no registers for
-# that, and Q alone fills 64 KiB.
-TILES = {64: Tiles(128, 128, 4, 3, True), 128: Tiles(128, 128, 4, 2, True), 256: Tiles(128, 64, 8, 2, False)}
+# By the head_dim that is padded to. At 256 the accumulator leaves no registers for specialized warps, and Q alone fills
+# 64 KiB.
+TILES = {64: Tiles(128, 128, 8, 3, False), 128: Tiles(128, 128, 8, 2, False), 256: Tiles(128, 64, 8, 2, False)}
+# Two consumers of 64 rows each. Barriers that a compiler has placed wrongly would hang a GPU, and no GPU has run these
+# yet: so they are asked for by name.
+SPECIALIZED = {64: Tiles(128, 128, 4, 3, True), 128: Tiles(128, 128, 4, 2, True)}
 
 
 def suits(q_BHTD, k_BGSD, v_BGSD):
@@ -69,12 +74,12 @@ def _aligned(x_BHTD):
             and all(n == 1 or (stride > 0 and stride * x_BHTD.element_size() % 16 == 0) for n, stride in rows))
 
 
-def forward(q_BHTD, k_BGSD, v_BGSD, *, scale, causal, window):
-    """(out_BHTD, lse2_BHT) of tensors that suit: out contiguous, in q's dtype; lse2 = log2 Σ 2^(scale · log2(e) · q kᵀ)
-    over the keys seen, in fp32, −∞ for a row that sees none (its output is 0)."""
-    out_BHTD = q_BHTD.new_empty(q_BHTD.shape)
-    lse2_BHT = q_BHTD.new_empty(q_BHTD.shape[:-1], dtype=torch.float32)
-    values, constants, tiles = _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
+def forward(q_BHTD, k_BGSD, v_BGSD, *, scale, causal, window, specialize=False):
+    """(out_BHTD, lse2_BHT) of tensors that suit, laid out by `empty_outputs`; lse2 = log2 Σ 2^(scale · log2(e) · q kᵀ)
+    over the keys seen, in fp32, −∞ for a row that sees none (its output is 0). `specialize`: by warps that load and
+    warps that compute, where head_dim is at most 128."""
+    out_BHTD, lse2_BHT = empty_outputs(q_BHTD)
+    values, constants, tiles = _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window, specialize)
 
     def launch():
         triton.set_allocator(lambda size, alignment, stream: q_BHTD.new_empty(size, dtype=torch.int8))  # descriptors
@@ -104,10 +109,10 @@ def arguments(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
     return values, Band.of(T, S, causal, window), max(64, triton.next_power_of_2(D))
 
 
-def _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window):
+def _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window, specialize):
     """(arguments, constants, Tiles) of a launch."""
     values, band, padded = arguments(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
-    tiles = TILES[padded]
+    tiles = {**TILES, **(SPECIALIZED if specialize else {})}[padded]
     values |= {"left": band.left or 0, "right": band.right or 0}
     constants = {"D": q_BHTD.shape[-1], "PADDED": padded, "BM": tiles.queries, "BN": tiles.keys,
                  "LEFT": band.left is not None, "RIGHT": band.right is not None, "TAIL": band.S % tiles.keys != 0,
@@ -116,8 +121,10 @@ def _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window):
 
 
 def cases():
-    """name → Case: each head_dim that is padded to, in each dtype, with each mask."""
-    return {name: _case(*case) for name, case in masks_by_name(TILES).items()}
+    """name → Case: each head_dim that is padded to, in each dtype, with each mask, and with specialized warps."""
+    return {name + " specialized" * specialize: _case(*case, specialize)
+            for specialize, tiles in ((False, TILES), (True, SPECIALIZED))
+            for name, case in masks_by_name(tiles).items()}
 
 
 def masks_by_name(head_dims):
@@ -134,8 +141,8 @@ def on_meta(dtype, D, S):
     return q, k, k, q, torch.empty(2, 4, 512, device="meta")
 
 
-def _case(dtype, D, causal, window, S):
-    values, constants, tiles = _launch(*on_meta(dtype, D, S), D**-0.5, causal, window)
+def _case(dtype, D, causal, window, S, specialize):
+    values, constants, tiles = _launch(*on_meta(dtype, D, S), D**-0.5, causal, window, specialize)
     types = {name: as_launched(value, name not in _NOT_SPECIALIZED) for name, value in values.items()}
     return Case(f"{__name__}:_forward", types | constants, tiles.warps, tiles.stages)
 
@@ -211,8 +218,9 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, 
         acc_MD /= l_M[:, None]
         if RIGHT:
             acc_MD = tl.where((end_M <= 0)[:, None], 0.0, acc_MD)  # a row that sees nothing: 0 / 0
-        place_M = head.to(tl.int64) * T - (S - T) + row_M
-        _write(out_ptr, acc_MD, lse2_ptr, m_M + tl.log2(l_M), place_M, row_M < S, D)
+        row_M = row_M.to(tl.int64) - (S - T)
+        _write(out_ptr, acc_MD, (b.to(tl.int64) * T + row_M) * H + head % H, lse2_ptr, m_M + tl.log2(l_M),
+               head.to(tl.int64) * T + row_M, row_M < T, D)
 
 
 @triton.jit
@@ -226,9 +234,9 @@ def _masked(s_MN, key, first_M, end_M, LEFT: tl.constexpr):
 
 
 @triton.jit
-def _write(out_ptr, out_MD, lse2_ptr, lse2_M, place_M, inside_M, D: tl.constexpr):
-    """Through pointers: the coordinate of a store by TMA would have the trouble of q's load."""
+def _write(out_ptr, out_MD, out_M, lse2_ptr, lse2_M, lse2_at_M, inside_M, D: tl.constexpr):
+    """The rows inside. Through pointers: the coordinate of a store by TMA would have the trouble of the load of q."""
     d_D = tl.arange(0, out_MD.shape[1])
-    tl.store(out_ptr + place_M[:, None] * D + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty),
+    tl.store(out_ptr + out_M[:, None] * D + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty),
              mask=inside_M[:, None] & (d_D < D)[None, :])
-    tl.store(lse2_ptr + place_M, lse2_M, mask=inside_M)
+    tl.store(lse2_ptr + lse2_at_M, lse2_M, mask=inside_M)

@@ -41,12 +41,12 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
                       dropout_p: float, seed: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
                       longest: int, longest_k: int) -> tuple[Tensor, Tensor]:
     """(out_BHTD, lse2_BHT), as `empty_outputs` lays them out; lse2 is the base-2 logsumexp of each row, fp32."""
-    from .triton_forward import forward
+    from .fast_path import forward
     from .triton_tile import Problem
 
     check_interpreter(q)
-    return forward(q, k, v, Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest,
-                                       longest_k))
+    problem = Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k)
+    return forward(q, k, v, problem, causal, window)
 
 
 @attention_forward.register_fake

@@ -2,7 +2,7 @@
 
 Three questions: is the peak what the closed form says, and does it grow with the sequence or with its square; what does
 a stage cost in time on this device; and on a GPU, how near do the kernels come to what the chip can do
-(`attention_speed.py`).
+(`attention_speed.py`; what is tried first: `attention_trials.py`).
 """
 
 import functools
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .. import attention, memory
 from ..model import softmax_attention
-from . import attention_speed
+from . import attention_candidates, attention_speed, attention_trials
 from .record import row
 from .runner import BAR_DELAY, KernelTimer, compare
 
@@ -33,12 +33,12 @@ def run(device="cpu", lengths=None, rounds=None):
     settings = {"shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM}, "dtype": str(dtype).removeprefix("torch."),
                 "lengths": list(lengths), "causal": True, "threads": torch.get_num_threads(),
                 "a step": "forward and backward, q, k and v require gradients"}
-    rows = []
+    rows, faults = [], attention_trials.trials(device, attention_speed.shapes())
     for length in tqdm(lengths, "lengths", delay=BAR_DELAY, leave=False):
-        rows += byte_rows(length, dtype, device)
+        rows += byte_rows(length, dtype, device, without_kernels=("triton_backward", HEAD_DIM) in faults)
     rows += slope_rows(rows, lengths)
     if kind == "cuda":
-        return settings | SPEED_SETTINGS, rows + gpu_rows(device, rounds or 15)
+        return settings | SPEED_SETTINGS, rows + gpu_rows(device, rounds or 15, faults)
     for length in tqdm(lengths, "times", delay=BAR_DELAY, leave=False):
         rows += time_rows(length, dtype, device, rounds or max(3, 8192 // length))
     return settings, rows
@@ -48,25 +48,27 @@ SPEED_SETTINGS = {
     "speed": "16,384 tokens, heads · head_dim = 2,048, bf16, contiguous (batch, heads, sequence, head_dim)",
     "timing": "CUDA events around one call, 2 GiB written before it; medians of rounds in alternation",
     "FLOPs": "pairs that are masked left out; forward 4 · D, backward 10 · D for each pair: 2.5 times the forward",
+    "forward": "flash_attention takes hopper where that suits and has proved itself, and else triton_forward",
     "floor": "bytes of q, k, v, out and the logsumexp once; in a backward dO, dQ, dK and dV, too",
 }
 
 
-def gpu_rows(device, rounds):
+def gpu_rows(device, rounds, faults):
     """What the chip can, and the kernels beside PyTorch's."""
     timer = KernelTimer(device)
     rates = attention_speed.rate_rows(device, rounds=rounds, timer=timer)
-    return rates + attention_speed.speed_rows(device, attention_speed.shapes(), rounds, timer)
+    return rates + attention_speed.speed_rows(device, attention_speed.shapes(), rounds, timer, faults=faults)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 
-def candidates(device):
+def candidates(device, without_kernels=False):
     """{name: attention(q, k, v, causal=…)}: our stages that run on this device, and PyTorch's by backend."""
     gpu = torch.device(device).type == "cuda"  # what Triton's interpreter takes is no reading of anything
-    found = {name: getattr(attention, name) for name in STAGES if gpu or name != "flash_attention"}
-    backends = attention_speed.BACKENDS if gpu else ["FLASH_ATTENTION"]
+    kernels = gpu and not without_kernels
+    found = {name: getattr(attention, name) for name in STAGES if kernels or name != "flash_attention"}
+    backends = attention_candidates.BACKENDS if gpu else ["FLASH_ATTENTION"]
     return found | {DENSE: softmax_attention} | {
         f"scaled_dot_product_attention, {name}": functools.partial(fused, name) for name in backends}
 
@@ -95,21 +97,21 @@ class Step:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def byte_rows(length, dtype, device):
+def byte_rows(length, dtype, device, without_kernels=False):
     """The peak of a step above its start, as the allocator was asked for it, beside the closed form if there is one."""
     rows = []
-    for name, function in candidates(device).items():
+    for name, function in candidates(device, without_kernels).items():
         what, form = f"peak: {name}, {length:,} tokens", getattr(attention, f"{name}_bytes", None)
         step = Step(function, length, dtype, device)
         predicted = form(step.shape, step.shape, dtype, causal=True).peak if form else None
         peak, note = None, ""
         try:
-            attention_speed.quietly(step)  # workspaces are there, kernels compiled
+            attention_candidates.quietly(step)  # workspaces are there, kernels compiled
             with memory.measure(device) as m:
                 step()
             peak = m.peak
         except RuntimeError as error:  # a backend that this device has not
-            note = attention_speed.reason(error)
+            note = attention_candidates.reason(error)
         rows.append(row(what, "closed form", "bytes", peak, predicted, name=name, length=length, note=note))
     return rows
 

@@ -5,26 +5,24 @@ weights again, 2.5 times the forward, as the field counts. Kernels that do 7 in 
 them. A row says how many times as fast ours is as a peer, and beside it what was aimed at: met or short.
 """
 
-import importlib
-import importlib.util
-import warnings
-from typing import NamedTuple
-
 import torch
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from .. import catalog
-from ..attention import attention_flops, flash_attention, triton_forward
-from ..attention.triton_tile import Problem
+from .attention_candidates import (
+    BACKENDS,
+    OURS,
+    Shape,
+    agrees_with,
+    backward_candidates,
+    forward_candidates,
+    ready,
+    tensors,
+)
 from .record import row
 from .runner import BAR_DELAY, compare
 
-BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
-MODULES = ("hopper", "gluon_forward")  # forwards: suits(q, k, v) and forward(q, k, v, scale=…, causal=…, window=…)
 PUBLISHED = {"H100 80GB HBM3": "h100-sxm", "H100 PCIe": "h100-pcie", "H200": "h200"}  # by a part of the driver's name
-OURS = ("triton_forward", *MODULES, "triton_backward")
 
 # How many times as fast as a backend: what is to be reached, (pass, backend) → (head_dim, causal) → factor.
 TARGETS = {
@@ -37,151 +35,25 @@ AIMS = {
 }
 
 
-class Shape(NamedTuple):
-    """q, k and v are (tokens / length, width / head_dim, length, head_dim), contiguous."""
-
-    tokens: int
-    width: int
-    head_dim: int
-    length: int
-    causal: bool
-
-    @property
-    def dims(self):
-        """(B, H, N, D)."""
-        return self.tokens // self.length, self.width // self.head_dim, self.length, self.head_dim
-
-    def work(self, direction):
-        """(FLOPs, bytes): of the products, and of tensors read or written once: q, k, v, out and the logsumexp, and in
-        a backward dO, dQ, dK and dV too. Bytes of a 16-bit dtype."""
-        B, H, N, D = self.dims
-        flops = attention_flops(self.dims, self.dims, causal=self.causal)
-        one, rows = 2 * B * H * N * D, 4 * B * H * N
-        if direction == "forward":
-            return flops.forward, 4 * one + rows
-        return flops.backward_recomputing, 8 * one + rows
-
-    def __str__(self):
-        return f"d{self.head_dim}, {self.length:,} tokens, {'causal' if self.causal else 'full'}"
-
-
 def shapes(tokens=16384, width=2048, head_dims=(64, 128), lengths=(2048, 4096, 8192, 16384)):
     """All that are compared."""
     return [Shape(tokens, width, D, N, causal) for D in head_dims for causal in (False, True) for N in lengths]
 
 
-def speed_rows(device, chosen, rounds, timer=None, dtype=torch.bfloat16):
-    """Rows of each Shape, forward and backward, each of ours beside each backend."""
+def speed_rows(device, chosen, rounds, timer=None, dtype=torch.bfloat16, faults=None):
+    """Rows of each Shape, forward and backward, each of ours beside each backend. `faults`: {(name, head_dim): reason}
+    of those that are not to be called."""
     rows = []
     for shape in tqdm(chosen, "shapes", delay=BAR_DELAY, leave=False):
-        torch.manual_seed(0)
-        q, k, v, gradient = (torch.randn(shape.dims, device=device).to(dtype) for _ in range(4))
+        q, k, v, gradient = tensors(shape, device, dtype)
+        own = {name: words for (name, D), words in (faults or {}).items() if D == shape.head_dim}
         found = forward_candidates(q, k, v, shape)
+        found |= {name: own[name] for name in found if name in own}
         rows += rows_beside("forward", shape, *ready(found, agrees_with(found["triton_forward"])), rounds, timer)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        rows += rows_beside("backward", shape, *ready(backward_candidates(q, k, v, gradient, shape)), rounds, timer)
+        found = backward_candidates(q, k, v, gradient, shape, faults=own)
+        rows += rows_beside("backward", shape, *ready(found), rounds, timer)
     return rows
-
-
-# --- candidates ------------------------------------------------------------------------------------------------------
-
-
-def forward_candidates(q, k, v, shape):
-    """{name: a call, or the reason why there is none}: ours by module, PyTorch's by backend."""
-    scale, causal = shape.head_dim**-0.5, shape.causal
-    problem = Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
-    found = {"triton_forward": lambda: triton_forward.forward(q, k, v, problem)}
-    for name in MODULES:
-        module = module_of(name)
-        if isinstance(module, str) or not module.suits(q, k, v):
-            found[name] = module if isinstance(module, str) else "does not suit this device or these tensors"
-        else:
-            found[name] = lambda module=module: module.forward(q, k, v, scale=scale, causal=causal, window=None)
-    return found | {name: lambda name=name: pinned(name, q, k, v, causal) for name in BACKENDS}
-
-
-def module_of(name):
-    """A module of refimpl.attention, or the reason why it is not there: an import may ask of Triton what this version
-    has not."""
-    path = f"refimpl.attention.{name}"
-    if importlib.util.find_spec(path) is None:
-        return "is not there"
-    try:
-        return importlib.import_module(path)
-    except Exception as error:  # the row says it
-        return reason(error)
-
-
-def pinned(backend, q, k, v, causal):
-    """PyTorch's attention by this backend and no other; RuntimeError if it cannot."""
-    with sdpa_kernel(getattr(SDPBackend, backend)):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def backward_candidates(q, k, v, gradient, shape):
-    """The same for backward: the forward is done here, once."""
-    found = {}
-    forwards = {"triton_backward": lambda: flash_attention(q, k, v, causal=shape.causal)} | {
-        name: lambda name=name: pinned(name, q, k, v, shape.causal) for name in BACKENDS}
-    for name, forward in forwards.items():
-        try:
-            out = quietly(forward)
-        except Exception as error:  # as in `ready`
-            found[name] = reason(error)
-            continue
-        own = torch.empty_like(out).copy_(gradient)  # laid out as `out` is, which spares each a copy
-        found[name] = lambda out=out, own=own: torch.autograd.grad(out, (q, k, v), own, retain_graph=True)
-    return found
-
-
-def ready(found, check=lambda name, result: None):
-    """({name: call} of those that run and pass `check`, {name: reason} of the others): each is called once, which also
-    compiles it. Whatever one of them raises is in its row: the others are to be read all the same."""
-    calls, reasons = {}, {}
-    for name, call in found.items():
-        if isinstance(call, str):
-            reasons[name] = call
-            continue
-        try:
-            fault = check(name, quietly(call))
-        except Exception as error:
-            fault = reason(error)
-        if fault:
-            reasons[name] = fault
-        else:
-            calls[name] = call
-    return calls, reasons
-
-
-def agrees_with(call):
-    """A check for `ready`: ours by another kernel must give what `call` gives, to a few roundings."""
-    expected = []
-
-    def check(name, result):
-        if name not in MODULES:
-            return None
-        expected[:] = expected or quietly(call)
-        within = {"output": 4 * torch.finfo(expected[0].dtype).eps, "logsumexp": 1e-4}
-        for which, a, b in zip(within, result, expected, strict=True):
-            error, most = (a.float() - b.float()).abs().max().item(), b.float().abs().max().item()
-            if not error <= within[which] * most:  # a NaN is no agreement
-                return f"wrong: its {which} is off by {error:.3g} from triton_forward's, the largest is {most:.3g}"
-        return None
-
-    return check
-
-
-def quietly(call):
-    """Its result; PyTorch warns at length why a backend cannot."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return call()
-
-
-def reason(error):
-    """An error in a line."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -202,7 +74,7 @@ def rows_beside(direction, shape, calls, reasons, rounds, timer):
             rows.append(row(f"{direction}, {shape}: {name}", peer, "TFLOP/s", *values, **shape._asdict(),
                             direction=direction, name=name, seconds=seconds[0], peer_seconds=seconds[1],
                             spread=spread[0], peer_spread=spread[1], flops=flops, floor_bytes=nbytes,
-                            intensity=flops / nbytes, **aim, note="; ".join([*note, *aim_words(aim)])))
+                            intensity=flops / nbytes, **aim, note="; ".join([*note, *_aim_words(aim)])))
     return rows
 
 
@@ -216,7 +88,7 @@ def verdict(direction, peer, shape, ratio):
     return {}
 
 
-def aim_words(aim):
+def _aim_words(aim):
     return [f"{aim['kind']} {aim['factor']}: {aim['verdict']}"] if aim else []
 
 

@@ -3,7 +3,6 @@ spills, instructions and ptxas' remarks. Runs on any machine; the readings are T
 """
 
 import importlib
-import importlib.util
 import re
 import subprocess
 
@@ -17,7 +16,6 @@ from .runner import BAR_DELAY
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 MODULES = ("hopper", "gluon_forward")  # kernels with a table of their own: each has a function `cases`
 PEER = "shared memory of a program"
-PLACE = "refimpl.attention"
 
 
 def run(device="cpu", named=None):
@@ -37,10 +35,8 @@ def every_case():
     """({name: Case}, rows of modules that this Triton cannot import)."""
     named, missing = dict(report.cases()), []
     for module in MODULES:
-        if importlib.util.find_spec(f"{PLACE}.{module}") is None:
-            continue
         try:
-            own = importlib.import_module(f"{PLACE}.{module}").cases()
+            own = importlib.import_module(f"refimpl.attention.{module}").cases()
         except Exception as error:  # of a Triton that lacks what the module is written for: the row says so
             missing.append(failed_row(module, error))
         else:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from refimpl.attention import gluon_forward
+from refimpl.attention.arguments import empty_outputs
 
 TIMEOUT, PRODUCT_TAKES, LOAD_TAKES = 20, 0, 0  # seconds
 
@@ -249,7 +250,7 @@ class Machine:
 
 def forward(modules, q, k, v, *, causal, window, programs=3):
     """(out, lse2) from the functions of `modules`, the last one before others; NaN where nothing was written."""
-    out, lse2 = torch.full(q.shape, torch.nan), torch.full(q.shape[:-1], torch.nan)
+    out, lse2 = (x.fill_(torch.nan) for x in empty_outputs(q))
     values, constants = gluon_forward._launch(q, k, v, out, lse2, q.shape[-1] ** -0.5, causal, window)
     scalars = {name: Scalar(x) if isinstance(x, int) else x for name, x in values.items()}
     pointers = {name: Pointer(x) for name, x in values.items() if isinstance(x, torch.Tensor)}

@@ -1,6 +1,7 @@
 """The bench of attention at tiny sizes: bytes, slopes and seconds; and what it does on a GPU, rehearsed on the CPU."""
 
 import itertools
+import json
 import sys
 import types
 
@@ -9,8 +10,9 @@ import torch
 
 from refimpl.attention import triton_forward
 from refimpl.attention.figure import plot_roofline
-from refimpl.bench import __main__, attention, attention_speed
-from refimpl.bench.attention_speed import AIMS, BACKENDS, TARGETS, Shape
+from refimpl.bench import __main__, attention, attention_candidates, attention_speed, attention_trials
+from refimpl.bench.attention_candidates import BACKENDS, FORWARDS, OURS, Problem, Shape
+from refimpl.bench.attention_speed import AIMS, TARGETS
 
 rehearsed = pytest.mark.skipif(type(triton_forward.forward_kernel).__name__ != "InterpretedFunction",
                                reason="needs Triton's interpreter")
@@ -56,7 +58,7 @@ def test_a_stage_that_saves_nothing_is_seen(monkeypatch):
 
 
 def test_a_backend_that_is_not_there_has_a_row(monkeypatch):
-    monkeypatch.setattr(attention, "candidates", lambda device: {"none": lambda *x, causal: attention.fused(
+    monkeypatch.setattr(attention, "candidates", lambda *_: {"none": lambda *x, causal: attention.fused(
         "CUDNN_ATTENTION", *x, causal=causal)})
     (row,) = attention.byte_rows(64, torch.float32, "cpu")
     assert row["value"] is None and row["note"].startswith("RuntimeError: ")
@@ -76,7 +78,7 @@ def speeds(**more):
 def test_a_row_for_each_of_ours_beside_each_backend():
     rows = speeds()
     assert {(row["direction"], row["name"], row["peer"]) for row in rows} == {
-        *itertools.product(["forward"], ["triton_forward", *attention_speed.MODULES], BACKENDS),
+        *itertools.product(["forward"], ["triton_forward", *FORWARDS], BACKENDS),
         *itertools.product(["backward"], ["triton_backward"], BACKENDS)}
     fused = next(row for row in rows if row["peer"] == "FLASH_ATTENTION" and row["name"] == "triton_forward")
     pairs = 2 * 2 * 64 * 65 // 2
@@ -101,7 +103,7 @@ def test_a_kernel_that_is_wrong_raises_or_is_not_there_is_named_and_not_timed(mo
         raise ValueError("out of registers\nand more")
 
     def problem_of(q, k, scale, causal):
-        return attention_speed.Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
+        return Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
 
     def fine(q, k, v, *, scale, causal, window):
         return triton_forward.forward(q, k, v, problem_of(q, k, scale, causal))
@@ -112,16 +114,53 @@ def test_a_kernel_that_is_wrong_raises_or_is_not_there_is_named_and_not_timed(mo
         monkeypatch.setitem(sys.modules, f"refimpl.attention.{name}", module)
     suits = types.SimpleNamespace(suits=lambda *_: False)
     monkeypatch.setitem(sys.modules, "refimpl.attention.elsewhere", suits)
-    monkeypatch.setattr(attention_speed.importlib.util, "find_spec", lambda name: None if "none" in name else 1)
-    names = (*modules, "elsewhere", "none", "broken")
-    monkeypatch.setattr(attention_speed, "MODULES", names)
+    names = (*modules, "elsewhere", "broken")
+    monkeypatch.setattr(attention_candidates, "FORWARDS", {name: (name, {}) for name in names})
     monkeypatch.setattr(attention_speed, "OURS", ("triton_forward", *names))
     rows = {row["name"]: row for row in speeds() if row["direction"] == "forward" and row["peer"] == BACKENDS[0]}
     assert rows["fine"]["value"] > 0 and rows["triton_forward"]["value"] > 0
     for name, words in {"wrong": "wrong: its output is off by ", "raises": "raises: ValueError: out of registers;",
-                        "elsewhere": "does not suit", "none": "is not there",
+                        "elsewhere": "does not suit",
                         "broken": "broken: ModuleNotFoundError: "}.items():
         assert rows[name]["value"] is None and words in rows[name]["note"], name
+
+@rehearsed
+def test_a_module_is_tried_in_a_process_of_its_own(monkeypatch):
+    chosen = [SHAPE._replace(length=N) for N in (32, 64, 128)]
+    _, _, module, name, given = attention_trials.command("hopper", chosen)
+    assert (module, name) == ("refimpl.bench.attention_trials", "hopper")
+    assert [Shape(*each) for each in json.loads(given)] == [chosen[0], chosen[2]]
+    assert attention_trials.trials("cpu", chosen) == {}
+    commands = {"hangs": "import time; print(1, flush=True); time.sleep(600)", "dies": "import os; os._exit(11)",
+                "good": "print('noise'); print('done, nothing wrong')", "wrong": "print('wrong: its output is off')"}
+    monkeypatch.setattr(attention_trials, "OURS", tuple(commands))
+    monkeypatch.setattr(attention_trials, "command", lambda name, _: [sys.executable, "-c", commands[name]])
+    monkeypatch.setattr(attention_trials, "SECONDS", 5)
+    assert attention_trials.trials("cuda", chosen) == {
+        ("wrong", 64): "wrong: its output is off", ("dies", 64): "its trial ended with exit status 11",
+        ("hangs", 64): "hangs: its trial was not done after 5 seconds"}
+    faults = {("hopper", 64): "hangs", ("triton_backward", 64): "dies", ("triton_forward", 128): "of another head_dim"}
+    rows = {row["name"]: row for row in speeds(faults=faults) if row["peer"] == "FLASH_ATTENTION"}
+    assert rows["hopper"]["note"].startswith("hopper: hangs") and rows["triton_backward"]["peer_value"] > 0
+    assert rows["triton_backward"]["value"] is None and rows["triton_forward"]["value"] > 0
+
+
+@rehearsed
+def test_a_trial_ends_with_the_first_fault(monkeypatch):
+    def forward(q, k, v, *, scale, causal, window):
+        problem = Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
+        out, lse2 = triton_forward.forward(q, k, v, problem)
+        return out, lse2 + (0.1 if q.shape[2] == 128 else 0)
+
+    made = types.SimpleNamespace(suits=lambda *_: True, forward=forward)
+    monkeypatch.setitem(sys.modules, "refimpl.attention.made", made)
+    monkeypatch.setattr(attention_candidates, "FORWARDS", {"made": ("made", {})})
+    shapes = [SHAPE, SHAPE._replace(length=128)]
+    assert attention_trials.trial("made", shapes[:1], "cpu", torch.float16) == attention_trials.DONE
+    assert attention_trials.trial("triton_backward", shapes[:1], "cpu", torch.float16) == attention_trials.DONE
+    fault = attention_trials.trial("made", shapes, "cpu", torch.float16)
+    assert fault.startswith("wrong: its logsumexp is off by 0.1")
+
 
 @rehearsed
 def test_all_kernels_may_fail_and_the_backends_are_read(monkeypatch):
@@ -169,15 +208,17 @@ def test_on_a_gpu_everything_is_asked_for(monkeypatch):
     """Control flow alone: what is measured there stands in for itself."""
     asked = []
     tiled = attention.attention.tiled_attention
-    monkeypatch.setattr(attention, "candidates", lambda device: {"tiled_attention": tiled})
+    monkeypatch.setattr(attention, "candidates", lambda device, without: {"tiled_attention": tiled})
     monkeypatch.setattr(attention, "Step", lambda function, length, dtype, device, made=attention.Step: made(
         function, length, torch.float32, "cpu"))
     monkeypatch.setattr(attention.memory, "measure", lambda device, made=attention.memory.measure: made("cpu"))
     monkeypatch.setattr(attention, "KernelTimer", lambda device: asked.append(device) or "timer")
     monkeypatch.setattr(attention_speed, "rate_rows", lambda device, rounds, timer: asked.append((rounds, timer)) or [])
-    monkeypatch.setattr(attention_speed, "speed_rows", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(attention_speed, "speed_rows", lambda *given, faults: asked.append((*given, faults)) or [])
+    monkeypatch.setattr(attention_trials, "trials", lambda *given: asked.append(given) or {"a": "b"})
     settings, rows = attention.run("cuda", lengths=(64, 128))
-    assert asked == ["cuda", (15, "timer"), ("cuda", attention_speed.shapes(), 15, "timer")]
+    shapes = attention_speed.shapes()
+    assert asked == [("cuda", shapes), "cuda", (15, "timer"), ("cuda", shapes, 15, "timer", {"a": "b"})]
     assert settings["dtype"] == "bfloat16" and "timing" in settings and len(rows) == 3
 
 
@@ -185,16 +226,16 @@ def test_the_roofline_draws_what_was_recorded_and_nothing_else():
     rates = [{"name": "matrix rate", "value": 700.0}, {"name": "memory rate", "value": 3.0}]
     shapes = [shape for shape in attention_speed.shapes() if shape.length > 4096]
     rows = [made_up(shape, direction, name, peer) for shape in shapes for direction in ("forward", "backward")
-            for name in attention_speed.OURS for peer in BACKENDS
+            for name in OURS for peer in BACKENDS
             if (name == "triton_backward") == (direction == "backward")]
     figure = plot_roofline(rates + rows)
     assert [axes.get_title() for axes in figure.axes] == [
         "forward, head_dim 64", "forward, head_dim 128", "backward, head_dim 64", "backward, head_dim 128"]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["triton_forward", "hopper", "triton_backward", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]
+    assert labels == [*(name for name in OURS if name != "gluon_forward"), "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]
     roof, *lines = figure.axes[0].lines
     assert max(roof.get_ydata()) == 700 and roof.get_ydata()[0] == pytest.approx(3.0 * roof.get_xdata()[0])
-    assert sum(len(line.get_xdata()) for line in lines) == 4 * 4  # 2 masks × 2 lengths, 2 of ours and 2 peers
+    assert sum(len(line.get_xdata()) for line in lines) == 4 * 5  # 2 masks × 2 lengths, 3 of ours and 2 peers
     assert figure._repr_png_().startswith(b"\x89PNG")
     for given in (rows, rates, []):
         with pytest.raises(ValueError, match="rates and .* points: expected the rows of bench attention on a GPU"):

@@ -1,0 +1,153 @@
+"""Attention's kernels and PyTorch's, ready to be timed beside each other: which of them run here, and give what they
+should. What does not is named with its reason, and takes nothing else with it.
+"""
+
+import functools
+import importlib
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..attention import attention_flops, flash_attention, triton_forward
+from ..attention.triton_tile import Problem
+
+BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+# Forwards for one chip: the module, which has suits(q, k, v) and forward(q, k, v, scale=…, causal=…, window=…, …).
+FORWARDS = {"hopper": ("hopper", {}), "hopper, specialized": ("hopper", {"specialize": True}),
+            "gluon_forward": ("gluon_forward", {})}
+OURS = ("triton_forward", *FORWARDS, "triton_backward")
+
+
+class Shape(NamedTuple):
+    """q, k and v are (tokens / length, width / head_dim, length, head_dim), contiguous."""
+
+    tokens: int
+    width: int
+    head_dim: int
+    length: int
+    causal: bool
+
+    @property
+    def dims(self):
+        """(B, H, N, D)."""
+        return self.tokens // self.length, self.width // self.head_dim, self.length, self.head_dim
+
+    def work(self, direction):
+        """(FLOPs, bytes): of the products, and of tensors read or written once: q, k, v, out and the logsumexp, and in
+        a backward dO, dQ, dK and dV too. Bytes of a 16-bit dtype."""
+        B, H, N, D = self.dims
+        flops = attention_flops(self.dims, self.dims, causal=self.causal)
+        one, rows = 2 * B * H * N * D, 4 * B * H * N
+        if direction == "forward":
+            return flops.forward, 4 * one + rows
+        return flops.backward_recomputing, 8 * one + rows
+
+    def __str__(self):
+        return f"d{self.head_dim}, {self.length:,} tokens, {'causal' if self.causal else 'full'}"
+
+
+def tensors(shape, device, dtype):
+    """q, k, v and a gradient."""
+    torch.manual_seed(0)
+    return [torch.randn(shape.dims, device=device).to(dtype) for _ in range(4)]
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def forward_candidates(q, k, v, shape):
+    """{name: a call, or the reason why there is none}: ours by module, PyTorch's by backend."""
+    scale, causal = shape.head_dim**-0.5, shape.causal
+    problem = Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
+    found = {"triton_forward": lambda: triton_forward.forward(q, k, v, problem)}
+    for name, (module, options) in FORWARDS.items():
+        try:
+            module = importlib.import_module(f"refimpl.attention.{module}")
+        except Exception as error:  # it may ask of Triton what this version has not; the row says it
+            found[name] = reason(error)
+            continue
+        found[name] = "does not suit this device or these tensors"
+        if module.suits(q, k, v):
+            found[name] = functools.partial(module.forward, q, k, v, scale=scale, causal=causal, window=None, **options)
+    return found | {name: lambda name=name: pinned(name, q, k, v, causal) for name in BACKENDS}
+
+
+def pinned(backend, q, k, v, causal):
+    """PyTorch's attention by this backend and no other; RuntimeError if it cannot."""
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def backward_candidates(q, k, v, gradient, shape, backends=BACKENDS, faults=()):
+    """The same for backward: the forward is done here, once. `faults`: reasons, of those that are not to be called."""
+    found = {}
+    forwards = {"triton_backward": lambda: flash_attention(q, k, v, causal=shape.causal)} | {
+        name: lambda name=name: pinned(name, q, k, v, shape.causal) for name in backends}
+    for name, forward in forwards.items():
+        if name in faults:
+            found[name] = faults[name]
+            continue
+        try:
+            out = quietly(forward)
+        except Exception as error:  # as in `ready`
+            found[name] = reason(error)
+            continue
+        own = torch.empty_like(out).copy_(gradient)  # laid out as `out` is, which spares each a copy
+        found[name] = lambda out=out, own=own: torch.autograd.grad(out, (q, k, v), own, retain_graph=True)
+    return found
+
+
+def ready(found, check=lambda name, result: None):
+    """({name: call} of those that run and pass `check`, {name: reason} of the others): each is called once, which also
+    compiles it. Whatever one of them raises is in its row: the others are to be read all the same."""
+    calls, reasons = {}, {}
+    for name, call in found.items():
+        if isinstance(call, str):
+            reasons[name] = call
+            continue
+        try:
+            fault = check(name, quietly(call))
+        except Exception as error:
+            fault = reason(error)
+        if fault:
+            reasons[name] = fault
+        else:
+            calls[name] = call
+    return calls, reasons
+
+
+def agrees_with(call):
+    """A check for `ready`: ours by another kernel must give what `call` gives, to a few roundings; `call` may be the
+    reason why there is nothing to compare with."""
+    expected = []
+
+    def check(name, result):
+        if name not in FORWARDS:
+            return None
+        if isinstance(call, str):
+            return f"not checked, triton_forward {call}"
+        expected[:] = expected or quietly(call)
+        within = {"output": 4 * torch.finfo(expected[0].dtype).eps, "logsumexp": 1e-4}
+        for which, a, b in zip(within, result, expected, strict=True):
+            error, most = (a.float() - b.float()).abs().max().item(), b.float().abs().max().item()
+            if not error <= within[which] * most:  # a NaN is no agreement
+                return f"wrong: its {which} is off by {error:.3g} from triton_forward's, the largest is {most:.3g}"
+        return None
+
+    return check
+
+
+def quietly(call):
+    """Its result; PyTorch warns at length why a backend cannot."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call()
+
+
+def reason(error):
+    """An error in a line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
