@@ -1,0 +1,7 @@
+"""ZeRO: data parallelism whose model states are shared out over the ranks, one kind of state after the other."""
+
+from .data_parallel import DataParallel
+from .zero1 import Zero1
+from .zero2 import Zero2
+
+__all__ = ["DataParallel", "Zero1", "Zero2"]
