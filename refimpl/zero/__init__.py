@@ -3,5 +3,6 @@
 from .data_parallel import DataParallel
 from .zero1 import Zero1
 from .zero2 import Zero2
+from .zero3 import Zero3
 
-__all__ = ["DataParallel", "Zero1", "Zero2"]
+__all__ = ["DataParallel", "Zero1", "Zero2", "Zero3"]

@@ -42,11 +42,12 @@ class DataParallel:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
-        self.buckets = buckets_of(named, comm.world_size, bucket_bytes)
+        self.buckets = self._lay_out(named, bucket_bytes)
         check_model(comm, self.buckets)
         self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
         self._views, self._gradients = {}, {}  # parameter → its place in a buffer of gradients; bucket → that buffer
         self._used, self._missing, self._launched, self._handles = set(), {}, 0, {}
+        self._running = False  # whether a backward is
         self._syncing, self._synced, self._steps, self._micro_batches = True, False, 0, 0
         self._hold_parameters()
         self.optimizer = self._make_optimizer(optimizer, groups, named)
@@ -65,13 +66,15 @@ class DataParallel:
         """Gradients of this micro-batch, added to those that are there; reduced meanwhile, unless in `no_sync`."""
         check_phase(self.comm, "backward", self._steps, self._micro_batches)
         self._missing = {bucket: {slot.parameter for slot in bucket.slots} for bucket in self.buckets}
-        self._launched = 0
+        self._launched, self._running = 0, True
         try:
             loss.backward()
             self._finish()
         except BaseException:
             self._abandon()
             raise
+        finally:
+            self._running = False
         self._micro_batches, self._synced = self._micro_batches + 1, self._syncing
 
     @contextlib.contextmanager
@@ -105,6 +108,9 @@ class DataParallel:
 
     # --- parameters and optimizer ------------------------------------------------------------------------------------
 
+    def _lay_out(self, named, bucket_bytes):
+        return buckets_of(named, self.comm.world_size, bucket_bytes)
+
     def _hold_parameters(self):
         """Each bucket's parameters in one buffer, those of rank 0."""
         self.flat = {}
@@ -114,6 +120,10 @@ class DataParallel:
                 view.copy_(slot.parameter.detach())
                 slot.parameter.data = view
             self.comm.broadcast(flat, 0, out=flat)
+        self._broadcast_rest()
+
+    def _broadcast_rest(self):
+        """Buffers and frozen parameters, which every rank keeps whole."""
         held = set(self._bucket_of)
         rest = [*self.model.buffers(), *(p for p in self.model.parameters() if p not in held)]
         for tensor in rest:

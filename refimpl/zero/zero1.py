@@ -79,10 +79,10 @@ class Zero1(DataParallel):
         handles = []
         for bucket in self.buckets:
             self.pieces.step(bucket, self.shards)
-            handles.append(self._gather(bucket))
-        for handle in handles:
+            handles.append(self._after_update(bucket))
+        for handle in filter(None, handles):
             handle.wait()
 
-    def _gather(self, bucket):
+    def _after_update(self, bucket):
         """Begin to bring every rank's shard of the parameters to all."""
         return self.comm.all_gather(self.shards[bucket], out=self.flat[bucket], async_op=True)
