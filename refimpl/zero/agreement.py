@@ -55,7 +55,9 @@ def used_anywhere(comm, used):
 
 
 def agreement_traffic(world_size, rank, parameters, micro_batches=1, clips=0):
-    """Bytes that a rank sends in one step to agree: a card for each backward, one for the step (and one to clip), and
-    a byte for each parameter tensor."""
+    """{collective: bytes} that a rank sends in one step to agree: a card for each backward, one for the step (and one
+    to clip, with a norm of 8 bytes), and a byte for each parameter tensor."""
     card = ring_traffic("all_gather", world_size * CARD, world_size)
-    return card * (micro_batches + 1 + clips) + ring_traffic("all_reduce", parameters, world_size, rank)
+    return {"all_gather": card * (micro_batches + 1 + clips),
+            "all_reduce": ring_traffic("all_reduce", parameters, world_size, rank)
+            + clips * ring_traffic("all_reduce", 8, world_size, rank, 8)}

@@ -3,8 +3,8 @@
     | w₁ | b₁ · | w₂      | … |       each tensor begins at a multiple of 16 bytes
     | rank 0  | rank 1  | … |         N shards of equal size; the last one is padded
 
-One collective moves a whole bucket, whatever tensors are in it. A shard begins and ends anywhere: what a rank holds of a
-tensor is a piece of it, flat. "ZeRO" (Rajbhandari et al. 2020), section 5, shards states so; the padding is ours.
+One collective moves a whole bucket, whatever tensors are in it. A shard begins and ends anywhere: what a rank holds of
+a tensor is a piece of it, flat. "ZeRO" (Rajbhandari et al. 2020), section 5, shards states so; the padding is ours.
 """
 
 from typing import NamedTuple

@@ -15,8 +15,10 @@ import functools
 
 import torch
 
+from ..memory import mark
 from .agreement import check_model, check_phase, used_anywhere
 from .bucket import buckets_of
+from .norms import clip_, global_norm
 
 BUCKET_BYTES = 25 * 2**20
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -101,10 +103,28 @@ class DataParallel:
         self._views.clear(), self._gradients.clear(), self._used.clear()
         self._micro_batches, self._synced = 0, False
 
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale all gradients so that their norm, over all parameters, is at most `max_norm`; returns the norm before,
+        an fp32 scalar. All ranks call it, between the last backward and the step. NaN and inf go into the norm."""
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type}: expected a number above 0, or inf")
+        self._check_reduced()
+        check_phase(self.comm, "clip_grad_norm_", self._steps, self._micro_batches)
+        gradients = self._held_gradients()
+        norm = global_norm(self.comm, gradients, norm_type, self._gradients_are_whole)
+        clip_(gradients, norm, max_norm)
+        return norm
+
     @property
     def param_groups(self):
         """Of the optimizer."""
         return self.optimizer.param_groups
+
+    _gradients_are_whole = True  # on every rank, after they are reduced
+
+    def _held_gradients(self):
+        return [p.grad for p in self._bucket_of if p.grad is not None]
 
     # --- parameters and optimizer ------------------------------------------------------------------------------------
 
@@ -165,8 +185,11 @@ class DataParallel:
 
     def _allocate(self, bucket):
         if bucket not in self._gradients:
-            flat = self._gradients[bucket] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            flat = self._gradients[bucket] = self._buffer(bucket)
             self._views |= {slot.parameter: view for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)}
+
+    def _buffer(self, bucket):
+        return mark(torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device), "gradients")
 
     def _launch_ready(self):
         """Begin the collectives of the buckets that are complete, in order: it is the same on all ranks."""

@@ -24,6 +24,8 @@ class Gathering:
         """`bucket` is whole from here on, until it is let go as often as it was needed."""
         self._users[bucket] += 1
         if bucket in self._whole:
+            if self._users[bucket] == 1:  # it was kept for this
+                self._seen.append(bucket)
             return
         if bucket not in self._coming:
             self._begin(bucket)
@@ -36,13 +38,14 @@ class Gathering:
         """One who needed it does not any more; the last one frees it."""
         if self._users[bucket]:
             self._users[bucket] -= 1
-        if not self._users[bucket] and bucket in self._whole:
+        if not self._users[bucket] and bucket in self._whole and self._next() is not bucket:
             self._free(bucket)
 
     def drop(self, bucket):
         """Nobody needs it any more."""
         self._users[bucket] = 0
-        self.let_go(bucket)
+        if bucket in self._whole:
+            self._free(bucket)
 
     def end(self):
         """The end of a step's gathers: everything is let go, and their order is that of the next step."""
@@ -58,6 +61,11 @@ class Gathering:
         """Elements that are whole or on their way."""
         return sum(bucket.numel for bucket in (*self._whole, *self._coming))
 
+    def _next(self):
+        """The bucket that was needed next in the last step, if this one goes the same way."""
+        done = len(self._seen)
+        return self._order[done] if self._order[:done] == self._seen and done < len(self._order) else None
+
     def _begin(self, bucket):
         full = self.full[bucket]
         full.untyped_storage().resize_(bucket.nbytes)
@@ -65,10 +73,9 @@ class Gathering:
 
     def _begin_ahead(self):
         """Begin what comes next, as far as it may; nothing in a step that goes another way than the last one."""
-        done = len(self._seen)
-        if self._order[:done] != self._seen:
+        if self._next() is None:
             return
-        for bucket in self._order[done:]:
+        for bucket in self._order[len(self._seen):]:
             if bucket in self._coming:
                 continue
             ahead = bucket.numel + sum(each.numel for each in self._coming)

@@ -42,6 +42,7 @@ class Pieces:
         """The pieces' gradients: views of a shard of gradients; None for parameters that nobody has used."""
         for piece, own in self.of[bucket]:
             part = shard[piece.place : piece.place + piece.end - piece.first]
+            own.grad, own.grad_dtype = None, part.dtype
             own.grad = part if piece.slot.parameter in used else None
 
     def step(self, bucket, shards):

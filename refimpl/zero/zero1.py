@@ -34,6 +34,11 @@ class Zero1(DataParallel):
             for own in group["params"]:
                 own.grad = None
 
+    _gradients_are_whole = False
+
+    def _held_gradients(self):
+        return [own.grad for pairs in self.pieces.of.values() for _, own in pairs if own.grad is not None]
+
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _reduce(self, bucket):
@@ -61,8 +66,9 @@ class Zero1(DataParallel):
     def _allocate(self, bucket):
         """For a micro-batch after one that was reduced the buffer is used again."""
         if bucket in self._gradient_shards and bucket.slots[0].parameter not in self._views:
-            if self._gradients[bucket].untyped_storage()._cdata == self._gradient_shards[bucket].untyped_storage()._cdata:
-                self._gradient_shards[bucket] = self._gradient_shards[bucket].clone()
+            shard = self._gradient_shards[bucket]
+            if shard.untyped_storage().data_ptr() == self._gradients[bucket].untyped_storage().data_ptr():
+                self._gradient_shards[bucket] = shard.clone()
                 self.pieces.give(bucket, self._gradient_shards[bucket], self._bucket_of)
             flat = self._gradients[bucket].zero_()
             self._views |= {slot.parameter: view for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)}

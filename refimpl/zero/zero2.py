@@ -1,7 +1,8 @@
 """ZeRO stage 2: gradients, too, are kept in shards: what a rank does not update it need not keep the gradient of.
 
 As soon as a bucket is complete it is reduce_scattered, its shard is kept, and the whole is freed at once. So gradients
-take 4Ψ/N and what is under way. Bytes with Adam in fp32: 4Ψ + 4Ψ/N + 8Ψ/N. "ZeRO" (Rajbhandari et al. 2020), section 5.2.
+take 4Ψ/N and what is under way. Bytes with Adam in fp32: 4Ψ + 4Ψ/N + 8Ψ/N. "ZeRO" (Rajbhandari et al. 2020), section
+5.2.
 
 Under accumulation this costs traffic: whole gradients are not there to be added up on, so each of k micro-batches is
 reduced, k · Ψ, and with the parameters (k + 1)Ψ in place of 2Ψ.
@@ -12,6 +13,7 @@ import contextlib
 import torch
 
 from ..memory import mark
+from .data_parallel import DataParallel
 from .zero1 import Zero1
 
 IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
@@ -30,11 +32,11 @@ class Zero2(Zero1):
         self._views[parameter].copy_(parameter.grad)
         parameter.grad = None
 
-    def _allocate(self, bucket):
-        if bucket not in self._gradients:
-            flat = torch.zeros(bucket.numel, dtype=self.reduce_dtype or bucket.dtype, device=bucket.device)
-            self._gradients[bucket] = mark(flat, "gradients")
-            self._views |= {slot.parameter: view for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)}
+    _allocate = DataParallel._allocate
+
+    def _buffer(self, bucket):
+        dtype = self.reduce_dtype or bucket.dtype
+        return mark(torch.zeros(bucket.numel, dtype=dtype, device=bucket.device), "gradients")
 
     def _reduce(self, bucket):
         """Begin to average one bucket, after making room: the oldest one under way ends."""

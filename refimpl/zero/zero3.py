@@ -68,23 +68,11 @@ class Zero3(Zero2):
     # --- where parameters are ----------------------------------------------------------------------------------------
 
     def _lay_out(self, named, bucket_bytes):
-        """A bucket for each unit and dtype, the last unit first, and others for what stays whole."""
-        names, buckets, taken = {p: name for name, p in named}, [], set()
-        self._buckets_of_unit = {}
-        for unit in self.units:
-            kinds = {}
-            for p in unit.parameters():
-                if p in names and p not in taken:
-                    stays = p.numel() < self.persistence_threshold
-                    kinds.setdefault((p.dtype, p.device, stays), []).append((names[p], p))
-                    taken.add(p)
-            buckets += [Bucket(slots, self.comm.world_size) for slots in kinds.values()]
-        if left := [name for p, name in names.items() if p not in taken]:
-            raise ValueError(f"{left[0]} is in none of the {len(self.units)} units: name a module that holds it")
+        buckets = unit_buckets(named, self.units, self.comm.world_size, self.persistence_threshold)
         place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
-        for unit in self.units:
-            self._buckets_of_unit[unit] = list(dict.fromkeys(place[p] for p in unit.parameters() if p in place))
-        return buckets[::-1]
+        self._buckets_of_unit = {unit: list(dict.fromkeys(place[p] for p in unit.parameters() if p in place))
+                                 for unit in self.units}
+        return buckets
 
     def _hold_parameters(self):
         """Of each bucket this rank's shard; parameters are views of a tensor whose storage comes and goes."""
@@ -144,6 +132,8 @@ class Zero3(Zero2):
                 self.gathering.let_go(bucket)
 
     def _before_backward(self, unit):
+        if isinstance(unit, nn.Embedding):
+            return  # its gradient follows from the indices alone
         self._open[unit] += 1
         for bucket in self._coming_and_going(unit):
             self.gathering.need(bucket)
@@ -179,6 +169,22 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx, *gradients):
         ctx.engine._after_backward(ctx.unit)
         return None, None, *gradients
+
+
+def unit_buckets(named, units, world_size, persistence_threshold=0):
+    """A Bucket for each unit and dtype, the last unit first, and others for what stays whole. A parameter of several
+    units is in the first one's. ValueError for a parameter that is in none."""
+    names, buckets, taken = {p: name for name, p in named}, [], set()
+    for unit in units:
+        kinds = {}
+        for p in unit.parameters():
+            if p in names and p not in taken:
+                kinds.setdefault((p.dtype, p.device, p.numel() < persistence_threshold), []).append((names[p], p))
+                taken.add(p)
+        buckets += [Bucket(slots, world_size) for slots in kinds.values()]
+    if left := [name for p, name in names.items() if p not in taken]:
+        raise ValueError(f"{left[0]} is in none of the {len(units)} units: name a module that holds it")
+    return buckets[::-1]
 
 
 def default_units(model):
