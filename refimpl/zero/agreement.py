@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..comm.errors import CollectiveMismatch
 from ..comm.traffic import ring_traffic
 
-PHASES = ("backward", "step", "clip_grad_norm_", "state_dict", "save", "load")
+PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "save", "load")
 CARD = 3 * 8  # bytes: phase, step, micro-batch
 
 
@@ -54,10 +54,10 @@ def used_anywhere(comm, used):
     return list(used) if isinstance(told, FakeTensor) else [bool(each) for each in told.tolist()]
 
 
-def agreement_traffic(world_size, rank, parameters, micro_batches=1, clips=0):
-    """{collective: bytes} that a rank sends in one step to agree: a card for each backward, one for the step (and one
-    to clip, with a norm of 8 bytes), and a byte for each parameter tensor."""
+def agreement_traffic(world_size, rank, parameters, cards, clips=0):
+    """{collective: bytes} that a rank sends in one step to agree: so many cards (one for each backward and for the
+    step, stage 3 also for each forward), another to clip, with a norm of 8 bytes, and a byte for each tensor."""
     card = ring_traffic("all_gather", world_size * CARD, world_size)
-    return {"all_gather": card * (micro_batches + 1 + clips),
+    return {"all_gather": card * (cards + clips),
             "all_reduce": ring_traffic("all_reduce", parameters, world_size, rank)
             + clips * ring_traffic("all_reduce", 8, world_size, rank, 8)}

@@ -75,7 +75,7 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
     wire = {bucket: bucket.numel * (reduce_dtype or bucket.dtype).itemsize for bucket in buckets}
     tensors = sum(len(bucket.slots) for bucket in buckets)
     sent = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), 0)
-    agreed = agreement_traffic(N, rank, tensors, micro_batches, clips)
+    agreed = agreement_traffic(N, rank, tensors, micro_batches * (2 if stage == 3 else 1) + 1, clips)
     sent["all_reduce"] += agreed["all_reduce"]
     sent["all_gather"] += agreed["all_gather"]
     for bucket in buckets:

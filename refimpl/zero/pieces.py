@@ -57,7 +57,8 @@ class Pieces:
             own.grad = None
         for _, own in self.of[bucket]:
             if own.grad is not None and own.grad.dtype != own.dtype:
-                own.grad_dtype, own.grad = own.dtype, own.grad.to(own.dtype)
+                gradient, own.grad = own.grad.to(own.dtype), None
+                own.grad_dtype, own.grad = own.dtype, gradient
         self.optimizer.step()
         if bucket in self.masters:
             shards[bucket].copy_(self.masters[bucket])

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..memory import mark
+from .agreement import check_phase
 from .bucket import Bucket
 from .gathering import Gathering
 from .pieces import Pieces
@@ -53,6 +54,13 @@ class Zero3(Zero2):
         for unit in self.units:
             unit.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             unit.register_forward_hook(self._after_forward, always_call=True)
+
+    def forward(self, *args, **kwargs):
+        """The model's own. All ranks call it together, and run the same units in the same order."""
+        check_phase(self.comm, "forward", self._steps, self._micro_batches)
+        return self.model(*args, **kwargs)
+
+    __call__ = forward
 
     @contextlib.contextmanager
     def gathered(self):
