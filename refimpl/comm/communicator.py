@@ -18,6 +18,7 @@ from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import memory
+from . import pairwise
 from .agreement import CheckedReceive, announce, check_agreement
 from .groups import new_group
 from .handle import Handle, landed
@@ -47,6 +48,8 @@ class Communicator:
         self._pending = set()  # handles that nobody has waited for
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
+        self._gather, self._scatter = ((all_gather_single, reduce_scatter_single) if self._nccl else
+                                       (pairwise.all_gather, pairwise.reduce_scatter))
         if self._nccl and world_size > 1:  # it connects a group in its first collective, in which all take part:
             self._meet()  # were that a send between two, they would wait for ever
 
@@ -71,7 +74,7 @@ class Communicator:
         x, reduce_op = self._given(x), reduction(op, x)
         out = self._result(out, (self._chunk(x), *x.shape[1:]), x, "reduce_scatter")
         return self._run("reduce_scatter", x, out, async_op, lambda source, landing, group, later:
-                         reduce_scatter_single(landing, source, reduce_op, group, later), op)
+                         self._scatter(landing, source, reduce_op, group, later), op)
 
     def all_gather(self, x, *, out=None, async_op=False):
         """Every rank's x, one after the other along dim 0, on every rank: (n, …) -> (N·n, …), scalars -> (N,).
@@ -83,7 +86,7 @@ class Communicator:
         n, *rest = x.shape
         out = self._result(out, (self.world_size * n, *rest), x, "all_gather")
         return self._run("all_gather", x, out, async_op, lambda source, landing, group, later:
-                         all_gather_single(landing, source, group, later))
+                         self._gather(landing, source, group, later))
 
     def all_to_all(self, x, *, out=None, async_op=False):
         """Chunk s of rank r's x becomes chunk r of rank s's result, of N chunks along dim 0. Shape of x.

@@ -1,0 +1,81 @@
+"""reduce_scatter and all_gather over gloo, as messages between each two ranks.
+
+gloo has no reduce_scatter of its own: torch all_reduces a copy of the whole tensor, twice the bytes on the wire. And
+it gathers into a second tensor of the size of the result. Messages need neither: a rank sends each other rank what
+is meant for it, N−1 chunks of the N, as many bytes as a ring sends, and receives in place. For a reduce_scatter N−1
+chunks come to lie in memory of their own, and are added up in the order of ranks, so that the sum of a chunk does not
+depend on where it is added up.
+"""
+
+import torch
+import torch.distributed as dist
+
+from .versions import unseen
+
+ADD = {dist.ReduceOp.SUM: torch.Tensor.add_, dist.ReduceOp.AVG: torch.Tensor.add_,
+       dist.ReduceOp.PRODUCT: torch.Tensor.mul_, dist.ReduceOp.MAX: lambda x, y: torch.maximum(x, y, out=x),
+       dist.ReduceOp.MIN: lambda x, y: torch.minimum(x, y, out=x)}
+TAG = 2  # of these messages, so that they are not taken for what somebody sends (0) or announces (1)
+
+
+class Messages:
+    """Messages under way, as a work of torch's: `wait` ends them, then does what is left to do."""
+
+    def __init__(self, sends, receives, last=None):
+        self._sends, self._receives, self._last = sends, receives, last
+
+    def wait(self):
+        for work in (*self._receives, *self._sends):
+            work.wait()
+        if self._last is not None:
+            self._last()
+        self._sends = self._receives = ()
+        self._last = None
+
+    def is_completed(self):
+        return all(work.is_completed() for work in self._receives)  # gloo cannot tell of a send
+
+
+def all_gather(landing, source, group, later):
+    """Each rank's `source` to its place in every `landing`. A Messages if `later`."""
+    with unseen():
+        rank, places = dist.get_rank(group), _rows(landing, group)
+        if places[rank].data_ptr() != source.data_ptr():
+            places[rank].copy_(source.reshape(-1))
+        return _exchange([places[rank]] * len(places), places, rank, group, later)
+
+
+def reduce_scatter(landing, source, op, group, later):
+    """To `landing` chunk r of the sum over ranks of `source`, on rank r. A Messages if `later`."""
+    with unseen():  # as all that happens within a collective; `memory.measure` sees the N−1 chunks
+        rank, chunks = dist.get_rank(group), _rows(source, group)
+        parts = [chunk if peer == rank else torch.empty_like(chunk) for peer, chunk in enumerate(chunks)]
+        return _exchange(chunks, parts, rank, group, later, lambda: _reduce(parts, landing.reshape(-1), rank, op))
+
+
+def _exchange(given, taken, rank, group, later, last=None):
+    """Send given[p] to each other rank p, and receive what p sends into taken[p]."""
+    peers = [(rank + i) % len(taken) for i in range(1, len(taken)) if taken[rank].numel()]  # not all begin with one
+    receives = [dist.irecv(taken[peer], group=group, group_src=peer, tag=TAG) for peer in peers]
+    sends = [dist.isend(given[peer], group=group, group_dst=peer, tag=TAG) for peer in peers]
+    messages = Messages(sends, receives, last)
+    return messages if later else messages.wait()
+
+
+def _reduce(parts, landing, rank, op):
+    """parts[0] op parts[1] op …, one after the other, into `landing`, which may be parts[rank]."""
+    total = parts[0]
+    if rank == 0:  # the others may be written to, this one is the caller's
+        total = landing if total.data_ptr() == landing.data_ptr() else landing.copy_(total)
+    for part in parts[1:]:
+        ADD[op](total, part)
+    if op == dist.ReduceOp.AVG:
+        total.div_(len(parts))
+    if rank:
+        landing.copy_(total)
+
+
+def _rows(tensor, group):
+    """What belongs to each rank, flat."""
+    N = dist.get_world_size(group)
+    return tensor.reshape(N, tensor.numel() // N).unbind()

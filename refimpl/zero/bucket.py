@@ -1,0 +1,88 @@
+"""Parameters side by side in one buffer that N ranks can share out: the unit of all communication of ZeRO.
+
+    | w₁ | b₁ · | w₂      | … |       each tensor begins at a multiple of 16 bytes
+    | rank 0  | rank 1  | … |         N shards of equal size; the last one is padded
+
+One collective moves a whole bucket, whatever tensors are in it. A shard begins and ends anywhere: what a rank holds of
+a tensor is a piece of it, flat. "ZeRO" (Rajbhandari et al. 2020), section 5, shards states so; the padding is ours.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT = 16  # bytes: what vectorised loads and matrix units ask for
+
+
+class Slot(NamedTuple):
+    """Where one parameter lies in its bucket: elements first … end − 1."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    first: int
+    end: int
+
+
+class Piece(NamedTuple):
+    """What one shard holds of a parameter: its elements first … end − 1, which begin at `place` in the shard."""
+
+    slot: Slot
+    first: int
+    end: int
+    place: int
+
+
+class Bucket:
+    """Parameters of one dtype and device, `numel` elements with the padding, N · `shard_numel`."""
+
+    def __init__(self, named_parameters, world_size):
+        self.slots, end = [], 0
+        for name, parameter in named_parameters:
+            self.slots.append(Slot(name, parameter, end, end + parameter.numel()))
+            end = aligned(end + parameter.numel(), parameter.itemsize)
+        first = self.slots[0].parameter
+        self.dtype, self.device, self.world_size = first.dtype, first.device, world_size
+        self.shard_numel = aligned(-(-end // world_size), first.itemsize)
+        self.numel = self.shard_numel * world_size
+
+    @property
+    def nbytes(self):
+        """Of all parameters and the padding."""
+        return self.numel * self.dtype.itemsize
+
+    def views(self, flat):
+        """Each parameter's place in a flat tensor of this bucket, in its shape."""
+        return [flat[slot.first : slot.end].view(slot.parameter.shape) for slot in self.slots]
+
+    def shard(self, flat, rank):
+        """Rank's shard of a flat tensor of this bucket."""
+        return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
+
+    def pieces(self, rank):
+        """What rank's shard holds, in order: a Piece for each parameter that has a part in it."""
+        begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        found = []
+        for slot in self.slots:
+            first, last = max(slot.first, begin), min(slot.end, end)
+            if first < last:
+                found.append(Piece(slot, first - slot.first, last - slot.first, first - begin))
+        return found
+
+
+def aligned(count, itemsize):
+    """`count` elements, up to the next multiple of ALIGNMENT bytes."""
+    step = max(1, ALIGNMENT // itemsize)
+    return -(-count // step) * step
+
+
+def buckets_of(named_parameters, world_size, bucket_bytes):
+    """Buckets of at most `bucket_bytes` each; a larger parameter has one of its own. They are in the order in which
+    gradients appear, the last parameters first; those of one dtype and device lie together."""
+    kinds = {}
+    for name, parameter in reversed(list(named_parameters)):
+        filling = kinds.setdefault((parameter.dtype, parameter.device), [[]])
+        used = sum(aligned(p.numel(), p.itemsize) * p.itemsize for _, p in filling[-1])
+        if filling[-1] and used + parameter.nbytes > bucket_bytes:
+            filling.append([])
+        filling[-1].append((name, parameter))
+    return [Bucket(filled, world_size) for lists in kinds.values() for filled in lists]

@@ -1,0 +1,119 @@
+"""ZeRO in closed form: bytes of model states on a rank, and bytes that it sends in a step, for every stage.
+
+With Ψ parameters, N ranks, and p, g and k bytes of a parameter, its gradient and its optimizer state:
+
+    stage                  bytes on each rank          elements on the wire in a step of m micro-batches
+    0  DataParallel        Ψ · (p + g + k)             2Ψ                 all_reduce
+    1  Zero1               Ψ · (p + g + k/N)           2Ψ                 reduce_scatter, all_gather
+    2  Zero2               Ψ · (p + (g + k)/N)         (m + 1)Ψ           m reduce_scatter, all_gather
+    3  Zero3               Ψ · (p + g + k)/N           3mΨ                m of: two all_gather, reduce_scatter
+
+each times (N−1)/N on the wire. "ZeRO" (Rajbhandari et al. 2020), figure 1 and sections 5 and 7. The functions below
+count the padding of buckets, the step counters of Adam and the ranks' agreement, too, and are exact.
+"""
+
+from torch import nn
+
+from ..comm.traffic import Traffic, ring_traffic
+from ..memory import Ledger
+from ..memory.state_bytes import STATES
+from .agreement import agreement_traffic
+from .bucket import buckets_of
+from .data_parallel import BUCKET_BYTES
+from .pieces import LOW
+from .zero3 import default_units, unit_buckets
+
+STAGES = (0, 1, 2, 3)
+
+
+def paper_bytes(parameters, world_size, stage, weight=2, gradient=2, state=12):
+    """Bytes of model states on each rank by the formulas above, without padding: those of the paper's table 1 for
+    mixed-precision Adam. ValueError for another stage than 0 to 3."""
+    _check_stage(stage)
+    N = world_size
+    share = [part / (N if stage >= needed else 1) for part, needed in ((weight, 3), (gradient, 2), (state, 1))]
+    return parameters * sum(share)
+
+
+def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,
+                      persistence_threshold=0, reduce_dtype=None):
+    """Ledger (bytes) of the model states on `rank` when all gradients are there and nothing is under way.
+
+    `model`: as an engine takes it, of any size on the "meta" device; the other arguments as the engine's. ValueError
+    for an unknown stage or optimizer.
+    """
+    buckets = _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
+    if optimizer not in STATES:
+        raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(STATES)}")
+    parameters = gradients = states = 0
+    for bucket in buckets:
+        low, shard = bucket.dtype in LOW, bucket.shard_numel
+        stays = all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)
+        held = (bucket.numel if stage < 3 else 0) + (shard if stage == 3 else 0) + bucket.numel * (stage == 3 and stays)
+        parameters += held * bucket.dtype.itemsize
+        gradients += (shard if stage >= 2 else bucket.numel) * (
+            reduce_dtype if reduce_dtype and stage >= 2 else bucket.dtype).itemsize
+        mine = ([(slot.end - slot.first) for slot in bucket.slots] if stage == 0 else
+                [piece.end - piece.first for piece in bucket.pieces(rank)])
+        itemsize = 4 if low and stage else bucket.dtype.itemsize
+        states += (4 * shard if low and stage else 0) + STATES[optimizer] * itemsize * sum(mine)
+        states += 4 * len(mine) * (optimizer in ("adam", "adamw"))
+    rest = [p for p in model.parameters() if not p.requires_grad]
+    return Ledger({"parameters": parameters + sum(p.nbytes for p in rest), "gradients": gradients,
+                   "optimizer state": states})
+
+
+def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, bucket_bytes=BUCKET_BYTES, units=None,
+                 persistence_threshold=0, reduce_dtype=None):
+    """Traffic (bytes by collective) that `rank` sends in one step, the second or a later one for stage 3.
+
+    Stages 0 and 1 with `no_sync` around all micro-batches but the last. Stage 3 for units that run one after the other
+    in the order of `units`: each is gathered twice for a micro-batch, but the last one once, since backward begins
+    where forward ends, and an `nn.Embedding` once, whose gradient needs indices alone.
+    """
+    N, buckets = world_size, _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
+    wire = {bucket: bucket.numel * (reduce_dtype or bucket.dtype).itemsize for bucket in buckets}
+    tensors = sum(len(bucket.slots) for bucket in buckets)
+    sent = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), 0)
+    agreed = agreement_traffic(N, rank, tensors, micro_batches * (2 if stage == 3 else 1) + 1, clips)
+    sent["all_reduce"] += agreed["all_reduce"]
+    sent["all_gather"] += agreed["all_gather"]
+    for bucket in buckets:
+        if stage == 0:
+            itemsize = (reduce_dtype or bucket.dtype).itemsize
+            sent["all_reduce"] += ring_traffic("all_reduce", wire[bucket], N, rank, itemsize)
+            continue
+        sent["reduce_scatter"] += (micro_batches if stage >= 2 else 1) * ring_traffic(
+            "reduce_scatter", wire[bucket], N)
+        stays = all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)
+        if stage < 3 or stays:
+            sent["all_gather"] += ring_traffic("all_gather", bucket.nbytes, N)
+    if stage == 3:
+        gathers = _gathers(model, buckets, units, persistence_threshold)
+        sent["all_gather"] += micro_batches * sum(ring_traffic("all_gather", bucket.nbytes, N) for bucket in gathers)
+    return Traffic(sent)
+
+
+def _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold):
+    _check_stage(stage)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if stage < 3:
+        return buckets_of(named, world_size, bucket_bytes)
+    return unit_buckets(named, default_units(model) if units is None else units, world_size, persistence_threshold)
+
+
+def _gathers(model, buckets, units, persistence_threshold):
+    """The buckets that one forward and backward gather, in order; one that is needed twice in a row comes once."""
+    units = default_units(model) if units is None else units
+    place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
+    wanted = []
+    for unit in [*units, *(unit for unit in reversed(units) if not isinstance(unit, nn.Embedding))]:
+        own = dict.fromkeys(place[p] for p in unit.parameters() if p in place)
+        wanted += [bucket for bucket in own
+                   if not all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)]
+    return [bucket for i, bucket in enumerate(wanted) if not i or bucket is not wanted[i - 1]]
+
+
+def _check_stage(stage):
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage!r}: expected 0 (DataParallel), 1, 2 or 3")

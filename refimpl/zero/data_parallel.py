@@ -1,0 +1,238 @@
+"""Data parallelism: every rank holds the whole model and its own part of the batch; gradients are averaged.
+
+    g = (1/N) Σ_r g_r          all_reduce, one bucket at a time: 2(N−1)/N · Ψ elements from each rank
+
+The loss is a mean, so the average over ranks of the gradients of equal parts is the gradient of the whole. Gradients
+appear from the last layer to the first. As soon as a bucket has all of its gradients, its all_reduce begins, while
+backward goes on with the layers before. "PyTorch Distributed" (Li et al. 2020), sections 3.2.2 and 3.2.3.
+
+Bytes of model states on each rank, Ψ parameters in fp32 with Adam: 4Ψ + 4Ψ + 8Ψ. Nothing is saved yet; the three files
+that follow take away one of the three terms each.
+"""
+
+import contextlib
+import functools
+
+import torch
+
+from ..memory import mark
+from .agreement import check_model, check_phase, used_anywhere
+from .bucket import buckets_of
+from .norms import clip_, global_norm
+
+BUCKET_BYTES = 25 * 2**20
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+class DataParallel:
+    """`engine.forward(…)`, `engine.backward(loss)`, `engine.step()` in place of model, loss and optimizer.
+
+    - `model`: the same on every rank; rank 0's parameters and buffers are broadcast. Its parameters move into buckets.
+    - `optimizer`: makes one from an iterable of parameters, or of groups: `partial(torch.optim.AdamW, lr=1e-3)`.
+    - `groups`: for several param groups, a function of the named parameters that gives a list of dicts as torch takes
+      them; by default one group of all.
+    - `bucket_bytes`: bytes of gradients that one collective moves; a larger tensor has a bucket of its own.
+    - `reduce_dtype`: what gradients are added up in on the wire; by default their own dtype.
+
+    The engine is an optimizer to others: `param_groups` for a schedule of lr, `zero_grad`, and a loss scaler calls
+    `step`. CollectiveMismatch names ranks with another model, or in another micro-batch; an exception in backward
+    leaves no gradient and no collective behind, so that all ranks can try the step again.
+    """
+
+    def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=BUCKET_BYTES, reduce_dtype=None):
+        self.model, self.comm, self.reduce_dtype = model, comm, reduce_dtype
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+        self.buckets = self._lay_out(named, bucket_bytes)
+        check_model(comm, self.buckets)
+        self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
+        self._views, self._gradients = {}, {}  # parameter → its place in a buffer of gradients; bucket → that buffer
+        self._used, self._missing, self._launched, self._handles = set(), {}, 0, {}
+        self._running = False  # whether a backward is
+        self._syncing, self._synced, self._steps, self._micro_batches = True, False, 0, 0
+        self._hold_parameters()
+        self.optimizer = self._make_optimizer(optimizer, groups, named)
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    # --- what a caller does ------------------------------------------------------------------------------------------
+
+    def forward(self, *args, **kwargs):
+        """The model's own."""
+        return self.model(*args, **kwargs)
+
+    __call__ = forward
+
+    def backward(self, loss):
+        """Gradients of this micro-batch, added to those that are there; reduced meanwhile, unless in `no_sync`."""
+        check_phase(self.comm, "backward", self._steps, self._micro_batches)
+        self._missing = {bucket: {slot.parameter for slot in bucket.slots} for bucket in self.buckets}
+        self._launched, self._running = 0, True
+        try:
+            loss.backward()
+            self._finish()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._running = False
+        self._micro_batches, self._synced = self._micro_batches + 1, self._syncing
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards in here add up gradients on each rank alone; the first one after it reduces their sum."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def step(self):
+        """Update the parameters, on all ranks alike, and let the gradients go."""
+        self._check_reduced()
+        check_phase(self.comm, "step", self._steps, self._micro_batches)
+        self._update(self._used_parameters())
+        self._steps += 1
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none=True):
+        """Let the gradients go; `step` has done so."""
+        for parameter in self._bucket_of:
+            parameter.grad = None
+        self._views.clear(), self._gradients.clear(), self._used.clear()
+        self._micro_batches, self._synced = 0, False
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale all gradients so that their norm, over all parameters, is at most `max_norm`; returns the norm before,
+        an fp32 scalar. All ranks call it, between the last backward and the step. NaN and inf go into the norm."""
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type}: expected a number above 0, or inf")
+        self._check_reduced()
+        check_phase(self.comm, "clip_grad_norm_", self._steps, self._micro_batches)
+        gradients = self._held_gradients()
+        norm = global_norm(self.comm, gradients, norm_type, self._gradients_are_whole)
+        clip_(gradients, norm, max_norm)
+        return norm
+
+    @property
+    def param_groups(self):
+        """Of the optimizer."""
+        return self.optimizer.param_groups
+
+    _gradients_are_whole = True  # on every rank, after they are reduced
+
+    def _held_gradients(self):
+        return [p.grad for p in self._bucket_of if p.grad is not None]
+
+    # --- parameters and optimizer ------------------------------------------------------------------------------------
+
+    def _lay_out(self, named, bucket_bytes):
+        return buckets_of(named, self.comm.world_size, bucket_bytes)
+
+    def _hold_parameters(self):
+        """Each bucket's parameters in one buffer, those of rank 0."""
+        self.flat = {}
+        for bucket in self.buckets:
+            flat = self.flat[bucket] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
+                view.copy_(slot.parameter.detach())
+                slot.parameter.data = view
+            self.comm.broadcast(flat, 0, out=flat)
+        self._broadcast_rest()
+
+    def _broadcast_rest(self):
+        """Buffers and frozen parameters, which every rank keeps whole."""
+        held = set(self._bucket_of)
+        rest = [*self.model.buffers(), *(p for p in self.model.parameters() if p not in held)]
+        for tensor in rest:
+            self.comm.broadcast(tensor.detach(), 0, out=tensor.detach())
+
+    def _make_optimizer(self, optimizer, groups, named):
+        return optimizer([p for _, p in named] if groups is None else groups(named))
+
+    def _update(self, used):
+        for parameter in self._bucket_of:
+            if parameter not in used:
+                parameter.grad = None  # no rank has used it: an optimizer leaves it as it is
+        self.optimizer.step()
+
+    def _used_parameters(self):
+        """The parameters that some rank has a gradient for."""
+        parameters = list(self._bucket_of)
+        found = used_anywhere(self.comm, [p in self._used for p in parameters])
+        return {p for p, any_rank in zip(parameters, found, strict=True) if any_rank}
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def _arrived(self, parameter):
+        """Autograd has added to a gradient for the last time in this backward."""
+        bucket = self._bucket_of[parameter]
+        self._take(bucket, parameter)
+        self._used.add(parameter)
+        self._missing[bucket].discard(parameter)
+        if self._syncing:
+            self._launch_ready()
+
+    def _take(self, bucket, parameter):
+        """The gradient lies in its bucket's buffer, where autograd adds to it from then on."""
+        self._allocate(bucket)
+        view = self._views[parameter]
+        if parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def _allocate(self, bucket):
+        if bucket not in self._gradients:
+            flat = self._gradients[bucket] = self._buffer(bucket)
+            self._views |= {slot.parameter: view for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)}
+
+    def _buffer(self, bucket):
+        return mark(torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device), "gradients")
+
+    def _launch_ready(self):
+        """Begin the collectives of the buckets that are complete, in order: it is the same on all ranks."""
+        while self._launched < len(self.buckets) and not self._missing[self.buckets[self._launched]]:
+            self._launch_next()
+
+    def _launch_next(self):
+        bucket = self.buckets[self._launched]
+        self._launched += 1
+        self._allocate(bucket)
+        self._handles[bucket] = self._reduce(bucket)
+
+    def _reduce(self, bucket):
+        """Begin to average one bucket."""
+        flat = self._gradients[bucket]
+        if self.reduce_dtype in (None, flat.dtype):
+            return self.comm.all_reduce(flat, "avg", out=flat, async_op=True)
+        return self.comm.all_reduce(flat.to(self.reduce_dtype), "avg", async_op=True)
+
+    def _finish(self):
+        """The end of a backward: buckets of parameters that were not used, and all results."""
+        while self._syncing and self._launched < len(self.buckets):
+            self._launch_next()
+        for bucket in list(self._handles):
+            self._reduced(bucket, self._handles.pop(bucket).wait())
+
+    def _reduced(self, bucket, average):
+        if average is not self._gradients[bucket]:
+            self._gradients[bucket].copy_(average)
+        for slot in bucket.slots:
+            slot.parameter.grad = self._views[slot.parameter]  # also where another rank alone has used it
+
+    def _abandon(self):
+        """After an exception: what is under way ends, gradients go."""
+        handles, self._handles = list(self._handles.values()), {}
+        for handle in handles:
+            handle.wait()
+        self.zero_grad()
+
+    def _check_reduced(self):
+        """RuntimeError unless there are gradients, and those of all ranks."""
+        if not self._micro_batches:
+            raise RuntimeError("step without gradients: call engine.backward(loss) first")
+        if not self._synced:
+            raise RuntimeError("the last backward was in no_sync, so each rank has gradients of its own: leave "
+                               "no_sync before the last micro-batch")

@@ -1,0 +1,209 @@
+"""ZeRO stage 3: parameters, too, are kept in shards, and are whole only while a module computes with them.
+
+A unit is a module whose parameters come and go together, by default each block of the model. Its bucket is gathered
+before its forward, let go after it, gathered again before its backward, and let go when its gradients are there:
+
+    all_gather for forward      (N−1)/N · Ψ
+    all_gather for backward     (N−1)/N · Ψ
+    reduce_scatter              (N−1)/N · Ψ          3Ψ in all, half as much again as data parallelism
+
+Bytes with Adam in fp32: (4Ψ + 4Ψ + 8Ψ)/N and the units that are whole at the moment. "ZeRO" (Rajbhandari et al. 2020),
+sections 5.3 and 7.2.2.
+
+A parameter is let go by resizing its storage to nothing. What autograd saved of it, a transposed view of a weight, is
+in that storage and comes back with it; a new tensor in `parameter.data` would leave the old one alive in that view.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..memory import mark
+from .agreement import check_phase
+from .bucket import Bucket
+from .gathering import Gathering
+from .pieces import Pieces
+from .zero2 import Zero2
+
+LOOK_AHEAD = 50_000_000  # elements
+
+
+class Zero3(Zero2):
+    """`Zero2` that keeps parameters in shards: same arguments, same numbers, and
+
+    - `units`: modules whose parameters come and go together; by default the elements of each `nn.ModuleList`, and
+      every other module that has parameters of its own.
+    - `look_ahead`: elements that are gathered ahead of the unit that computes, in the order of the last step.
+    - `max_live_parameters`: nothing is gathered ahead beyond so many elements that are whole.
+    - `persistence_threshold`: parameters of fewer elements stay whole; for the optimizer they are in shards.
+    - `reshard_after_forward`: False keeps units whole from forward to backward: 2Ψ on the wire, and Ψ in memory.
+
+    Outside of forward and backward the model's parameters are empty, and torch says so when they are used; `with
+    engine.gathered():` brings them for a while.
+    """
+
+    def __init__(self, model, comm, *args, units=None, look_ahead=LOOK_AHEAD, max_live_parameters=10**9,
+                 persistence_threshold=0, reshard_after_forward=True, **options):
+        self.units = default_units(model) if units is None else list(units)
+        self.persistence_threshold, self.reshard_after_forward = persistence_threshold, reshard_after_forward
+        self._ahead = look_ahead, max_live_parameters
+        super().__init__(model, comm, *args, **options)
+        self._open = dict.fromkeys(self.units, 0)  # backwards of a unit that are under way
+        for unit in self.units:
+            unit.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            unit.register_forward_hook(self._after_forward, always_call=True)
+
+    def forward(self, *args, **kwargs):
+        """The model's own. All ranks call it together, and run the same units in the same order."""
+        check_phase(self.comm, "forward", self._steps, self._micro_batches)
+        return self.model(*args, **kwargs)
+
+    __call__ = forward
+
+    @contextlib.contextmanager
+    def gathered(self):
+        """All parameters whole, to be read; what is written to them is lost."""
+        for bucket in self.buckets:
+            self.gathering.need(bucket)
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                self.gathering.let_go(bucket)
+
+    # --- where parameters are ----------------------------------------------------------------------------------------
+
+    def _lay_out(self, named, bucket_bytes):
+        buckets = unit_buckets(named, self.units, self.comm.world_size, self.persistence_threshold)
+        place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
+        self._buckets_of_unit = {unit: list(dict.fromkeys(place[p] for p in unit.parameters() if p in place))
+                                 for unit in self.units}
+        return buckets
+
+    def _hold_parameters(self):
+        """Of each bucket this rank's shard; parameters are views of a tensor whose storage comes and goes."""
+        self.shards, self.full = {}, {}
+        for bucket in self.buckets:
+            full = self.full[bucket] = mark(torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device),
+                                            "parameters")
+            for slot, view in zip(bucket.slots, bucket.views(full), strict=True):
+                view.copy_(slot.parameter.detach())
+                slot.parameter.data = view
+            self.comm.broadcast(full, 0, out=full)
+            self.shards[bucket] = mark(bucket.shard(full, self.comm.rank).clone(), "parameters")
+            if not self._stays(bucket):
+                full.untyped_storage().resize_(0)
+        self._broadcast_rest()
+        self.gathering = Gathering(self.comm, self.shards, self.full, *self._ahead)
+
+    def _stays(self, bucket):
+        return all(slot.parameter.numel() < self.persistence_threshold for slot in bucket.slots)
+
+    def _make_optimizer(self, optimizer, groups, named):
+        self._gradient_shards = {}
+        self.pieces = Pieces(self.buckets, self.shards, self.comm.rank, optimizer, groups, named)
+        return self.pieces.optimizer
+
+    def _after_update(self, bucket):
+        """What stays whole is gathered now, all else when it is needed."""
+        return self.comm.all_gather(self.shards[bucket], out=self.full[bucket], async_op=True) if self._stays(
+            bucket) else None
+
+    # --- around each unit --------------------------------------------------------------------------------------------
+
+    def _coming_and_going(self, unit):
+        return [bucket for bucket in self._buckets_of_unit[unit] if not self._stays(bucket)]
+
+    def _before_forward(self, unit, args, kwargs):
+        for bucket in self._coming_and_going(unit):
+            self.gathering.need(bucket)
+        if not torch.is_grad_enabled():
+            return None
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not where:
+            return None
+        passed = _AfterBackward.apply(self, unit, *(leaves[i] for i in where))
+        for i, x in zip(where, passed, strict=True):
+            leaves[i] = x
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _after_forward(self, unit, args, output):
+        tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if torch.is_grad_enabled() and tensors:
+            torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradient: self._before_backward(unit),
+                                                          mode="any")
+        if self.reshard_after_forward or not tensors or self._running:
+            for bucket in self._coming_and_going(unit):
+                self.gathering.let_go(bucket)
+
+    def _before_backward(self, unit):
+        if isinstance(unit, nn.Embedding):
+            return  # its gradient follows from the indices alone
+        self._open[unit] += 1
+        for bucket in self._coming_and_going(unit):
+            self.gathering.need(bucket)
+
+    def _after_backward(self, unit):
+        if self._open[unit]:
+            self._open[unit] -= 1
+            for bucket in self._coming_and_going(unit):
+                self.gathering.let_go(bucket)
+
+    def _finish(self):
+        super()._finish()
+        self._let_all_go()
+
+    def _abandon(self):
+        super()._abandon()
+        self._let_all_go()
+
+    def _let_all_go(self):
+        self._open = dict.fromkeys(self.units, 0)
+        self.gathering.end()
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Its inputs, unchanged; when all their gradients are there, the unit that took them is done with backward."""
+
+    @staticmethod
+    def forward(ctx, engine, unit, *tensors):
+        ctx.engine, ctx.unit = engine, unit
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.engine._after_backward(ctx.unit)
+        return None, None, *gradients
+
+
+def unit_buckets(named, units, world_size, persistence_threshold=0):
+    """A Bucket for each unit and dtype, the last unit first, and others for what stays whole. A parameter of several
+    units is in the first one's. ValueError for a parameter that is in none."""
+    names, buckets, taken = {p: name for name, p in named}, [], set()
+    for unit in units:
+        kinds = {}
+        for p in unit.parameters():
+            if p in names and p not in taken:
+                kinds.setdefault((p.dtype, p.device, p.numel() < persistence_threshold), []).append((names[p], p))
+                taken.add(p)
+        buckets += [Bucket(slots, world_size) for slots in kinds.values()]
+    if left := [name for p, name in names.items() if p not in taken]:
+        raise ValueError(f"{left[0]} is in none of the {len(units)} units: name a module that holds it")
+    return buckets[::-1]
+
+
+def default_units(model):
+    """The elements of each ModuleList, and every module outside of them that has parameters of its own."""
+    found, inside = [], set()
+    for module in model.modules():  # parents come before their children
+        if module in inside:
+            continue
+        if isinstance(module, nn.ModuleList):
+            found += module
+            inside.update(child for element in module for child in element.modules())
+        elif next(module.parameters(recurse=False), None) is not None:
+            found.append(module)
+    return found
