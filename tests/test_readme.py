@@ -4,9 +4,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from refimpl.attention import attention_flops, reference_attention_bytes, tiled_attention_bytes
+from refimpl.attention import (
+    attention_flops,
+    configs,
+    flash_attention_bytes,
+    flash_attention_traffic,
+    reference_attention_bytes,
+    tiled_attention_bytes,
+)
 from refimpl.bench.record import measurement
+from refimpl.memory.ledger import human
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -116,3 +125,19 @@ def test_figures_of_attention_in_tiles_are_those_of_the_closed_forms():
     flops = attention_flops(*shapes, causal=True)
     share = (flops.forward + flops.backward_recomputing) / (flops.forward + flops.backward)
     assert f"{share:.2f} times attention's FLOPs" in line
+
+
+def test_figures_of_flash_attention_are_those_of_the_closed_forms():
+    line = readme_row("FlashAttention in Triton kernels")
+    shapes = (1, 12, 1024, 64), (1, 12, 1024, 64)
+    dense, flash = (form(*shapes, causal=True) for form in (reference_attention_bytes, flash_attention_bytes))
+    assert f"{100 - 100 * flash.peak / dense.peak:.0f} % of attention's peak at 1,024 tokens" in line
+    shape, e = (1, 16, 8192, 128), 2
+    tile = {"forward": configs.look_up("forward", "datacenter", e, 128)}
+    asked = sum(flash_attention_traffic(shape, shape, torch.bfloat16, configs=tile)["forward"])
+    once = 4 * e * 16 * 8192 * 128
+    matrix = once + 4 * e * 16 * 8192**2  # S written and read, P written and read
+    assert (f"{human(matrix)} at the least with the T × S matrix, {human(asked)} as the kernel's programs ask, "
+            f"{human(once).replace('.0', '')} each byte once") in line
+    flops = attention_flops(shape, shape)
+    assert flops.backward_recomputing // (flops.forward // 2) == 5 and "in place of five" in line

@@ -1,5 +1,5 @@
 """What the pages on attention draw: peaks over the sequence's length, an online softmax by hand, the tiles read,
-and how near kernels come to the chip's rates."""
+how near the chip's rates a computation can come, and how near kernels do."""
 
 import math
 
@@ -118,6 +118,45 @@ def computed_tiles(T, size, **options):
                 spans = (tuple(start + x for x in span) for (start, _), span in ((queries, rows), (keys, cols)))
                 found.append((*spans, band.hidden(rows, cols, "cpu") is not None))
     return found
+
+
+def plot_roofs(hardware, intensities):
+    """The two roofs of a GPU as its maker publishes them, what its memory feeds and what its matrix units do, in FLOP/s
+    over FLOPs a byte, both on log axes; and on the roof the most that each computation can reach.
+
+    `hardware`: a `catalog.Hardware`; `intensities`: {name: FLOPs a byte}. Returns a matplotlib Figure. Williams,
+    Waterman & Patterson 2009.
+    """
+    peak, bandwidth = hardware.bf16_flops, hardware.memory_bandwidth
+    ridge = peak / bandwidth
+    ends = (min([*intensities.values(), ridge]) / 4, max([*intensities.values(), ridge]) * 4)
+    figure = _figure(intensities, 8.5, 4.4)
+    axes = figure.subplots()
+    axes.plot([ends[0], ridge, ends[1]], [ends[0] * bandwidth, peak, peak], color="#444444")
+    axes.axvline(ridge, color="#BBBBBB", linewidth=0.8, linestyle=":")
+    axes.text(ridge / 1.7, peak / 1.5, f"memory: {bandwidth / 1e12:g} TB/s", fontsize=8, ha="right")
+    axes.text(ends[1] / 1.1, peak * 1.1, f"matrix units: {peak / 1e12:g} TFLOP/s", fontsize=8, ha="right")
+    for colour, (name, intensity) in zip(COLOURS, intensities.items(), strict=False):
+        roof = min(peak, intensity * bandwidth)
+        axes.plot([intensity] * 2, [ends[0] * bandwidth, roof], color=colour, linewidth=0.8)
+        axes.plot([intensity], [roof], "o", color=colour, markerfacecolor="white", markersize=7,
+                  label=f"{name}: {intensity:,.0f} FLOPs a byte, at most {100 * roof / peak:.0f} % of the peak")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlim(*ends)
+    axes.set_ylim(ends[0] * bandwidth, peak * 2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    ticks = [10**power * step for power in range(9, 16) for step in (1, 2, 5)]
+    axes.set_yticks([y for y in ticks if ends[0] * bandwidth <= y <= peak * 2])
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y / 1e12:,g}")
+    axes.tick_params(labelsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("FLOPs a byte", fontsize=9)
+    axes.set_ylabel("TFLOP/s", fontsize=9)
+    axes.set_title(hardware.name, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
+    return figure
 
 
 def plot_roofline(rows):

@@ -8,6 +8,9 @@ import torch
 import triton
 
 from refimpl.attention.compiled import Case, as_launched, compile_cases, compile_kernel
+from refimpl.attention.configs import Config
+from refimpl.attention.triton_forward import forward_launch
+from refimpl.attention.triton_tile import Problem
 
 POINTER = "*bf16:16"
 
@@ -78,6 +81,16 @@ def test_tiles_by_the_tensor_memory_accelerator(reports):
 def test_remarks_of_ptxas_are_faults(reports):
     remark = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     assert reports["fine"]._replace(warnings=(remark,)).faults() == [f"product: {remark}"]
+
+
+def test_a_launch_becomes_a_case_whether_kernels_are_interpreted_or_not():
+    q, lse = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, device="meta"), torch.empty(1, 2, 64, device="meta")
+    problem = Problem.of(q, q, 0.25, True, None, 0.0, None, None, None, 0, 0)
+    case = Case.of(forward_launch(q, q, q, q, lse, problem, Config(32, 64, 4, 2)))
+    assert (case.kernel, case.num_warps, case.num_stages) == (
+        "refimpl.attention.triton_forward:forward_kernel", 4, 2)
+    assert case.arguments["q"] == (POINTER, "i32:16", "i32:16", "i32:16", 1) and case.arguments["scale"] == "fp32"
+    assert [case.arguments[name] for name in ("D", "BLOCK_M", "BLOCK_N")] == [16, 32, 64]
 
 
 def test_arguments_as_a_launch_makes_them():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from refimpl import catalog
 from refimpl.attention import attention_flops, tiled_attention
-from refimpl.attention.figure import computed_tiles, plot_online, plot_peaks, plot_tiles, slope
+from refimpl.attention.figure import computed_tiles, plot_online, plot_peaks, plot_roofs, plot_tiles, slope
 
 CALLS = {"all": {}, "causal": {"causal": True}, "window": {"causal": True, "window": 20}, "both ways": {"window": 9},
          "packed": {"causal": True, "cu_seqlens": [0, 30, 30, 41, 96]}}
@@ -62,3 +63,13 @@ def test_a_panel_for_each_call():
     assert [axes.get_title() for axes in figure.axes][:2] == ["all: 36 tiles", "causal: 21 tiles"]
     assert len(figure.axes) == len(CALLS) and is_png(figure)
     assert math.isclose(figure.axes[0].get_xlim()[1], 96)
+
+
+def test_a_roof_for_each_computation():
+    gpu = catalog.hardware("h100-sxm")
+    figure = plot_roofs(gpu, {"dense": 64, "flash": 4096})
+    points = {tuple(line.get_xydata()[0]) for line in figure.axes[0].lines if len(line.get_xdata()) == 1}
+    assert points == {(64, 64 * gpu.memory_bandwidth), (4096, gpu.bf16_flops)}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "dense: 64 FLOPs a byte, at most 22 % of the peak", "flash: 4,096 FLOPs a byte, at most 100 % of the peak"]
+    assert is_png(figure)

@@ -1,0 +1,158 @@
+"""Exercises of notebook 10."""
+
+import math
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import memory
+from ..attention import flash_attention, reference_attention
+from ..attention.traffic import counted
+from . import verdict
+
+
+@triton.jit
+def smallest_kernel(q, k, v, out, T, c, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Attention of one tile of queries of one head. Tensors (heads, T, D), contiguous, T a multiple of
+    BLOCK, no mask; c = scale · log2 e."""
+    tile = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]  # from a tile's first element
+    head = tl.program_id(1) * T * D
+    here = head + tl.program_id(0) * BLOCK * D
+    q_MD = tl.load(q + here + tile)
+    m_M, l_M = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    acc_MD = tl.zeros([BLOCK, D], tl.float32)
+    for key in range(0, T, BLOCK):
+        k_ND = tl.load(k + head + key * D + tile)
+        s_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee") * c
+        m_new_M = tl.maximum(m_M, tl.max(s_MN, 1))
+        p_MN, shrink_M = tl.exp2(s_MN - m_new_M[:, None]), tl.exp2(m_M - m_new_M)
+        l_M = l_M * shrink_M + tl.sum(p_MN, 1)
+        v_ND = tl.load(v + head + key * D + tile)
+        acc_MD = tl.dot(p_MN, v_ND, acc_MD * shrink_M[:, None], input_precision="ieee")
+        m_M = m_new_M
+    tl.store(out + here + tile, acc_MD / l_M[:, None])
+
+
+def smallest_attention(q_BHTD, k_BHTD, v_BHTD, block=32):
+    """softmax(q kᵀ / √D) v by `smallest_kernel`, for fp32 of its kind."""
+    (B, H, T, D), out_BHTD = q_BHTD.shape, torch.empty_like(q_BHTD)
+    smallest_kernel[T // block, B * H](q_BHTD, k_BHTD, v_BHTD, out_BHTD, T, D**-0.5 * math.log2(math.e), D, block)
+    return out_BHTD
+
+
+@torch.library.custom_op("refimpl_exercises::dense_inside", mutates_args=())
+def dense_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Broken: q, k and v on one side, the output on the other, and the whole matrix inside."""
+    return reference_attention(q, k, v)
+
+
+@dense_inside.register_fake
+def _(q, k, v):
+    return torch.empty_like(q)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _counts():
+    """Whether loads of a kernel can be counted here."""
+    return DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _run(answer, *tensors, names, arguments=()):
+    """(what it returned, bytes at the peak above its inputs, Counted or None)."""
+    if not _counts():
+        with memory.track(*tensors) as t:
+            said = answer(*tensors, *arguments)
+        return said, t.peak.total - t.start.total, None
+    with counted(**dict(zip(names, tensors, strict=True))) as traffic, memory.track(*tensors) as t:
+        said = answer(*tensors, *arguments)
+    return said, t.peak.total - t.start.total, traffic
+
+
+def _close(said, expected):
+    if said.shape != expected.shape:
+        return False
+    limit = 1e-4 * expected[expected.isfinite()].abs().max().item()
+    return torch.allclose(said.float(), expected, rtol=1e-4, atol=limit)
+
+
+def _inputs(*shape, count=3, scale=1.0):
+    torch.manual_seed(0)
+    first, *rest = (torch.randn(shape).to(DEVICE) for _ in range(count))
+    return first * scale, *rest
+
+
+def first(logsumexp):
+    """`logsumexp(x, tile)`: ln Σ exp of each row of x (R, N), fp32, by a Triton kernel that takes `tile` elements at a
+    time, reads each once and writes R numbers. Scores are large, and rows may begin with a tile of −∞."""
+
+    def check(logsumexp):
+        for what, scale in (("a row of 1,000", 1), ("large scores", 100), ("a row that begins with −∞", 1)):
+            (x,) = _inputs(3, 1000, count=1, scale=scale)
+            if "begins" in what:
+                x[1, :200] = -math.inf
+            said, took, traffic = _run(logsumexp, x, names=["x"], arguments=[128])
+            if not _close(said, x.logsumexp(dim=1)):
+                return f"{what}: not its logsumexp" + " (NaN)" * bool(said.isnan().any())
+        if took > 4 * len(x):
+            return f"right, but it took {took:,} bytes: expected {4 * len(x)}, a number for each row"
+        if traffic is None:
+            return None
+        if not traffic.loaded["x"]:
+            return "right, but no Triton kernel read x"
+        if traffic.loaded["x"] > x.nbytes:
+            return f"right, but it reads x {traffic.loaded['x'] / x.nbytes:g} times: once is enough"
+        if traffic.largest["x"] > 128:
+            return f"right, but it holds {traffic.largest['x']:,} elements at a time: expected a tile of 128"
+        return None
+
+    verdict("first", logsumexp, check)
+
+
+def second(received):
+    """`received(q, k, lse)`: (B, H, S), how much attention each key gets from all queries, Σ over rows of causal P,
+    from the logsumexps: bytes that grow with the length, not with its square."""
+
+    def check(received):
+        taken = []
+        for T in (512, 1024):
+            q, k, v = _inputs(1, 1, T, 16)
+            lse = reference_attention(q, k, v, causal=True, return_logsumexp=True)[1]
+            scores = (q @ k.mT / 4).masked_fill(torch.ones(T, T, device=DEVICE).triu(1).bool(), -math.inf)
+            said, took, _ = _run(received, q, k, lse, names=["q", "k", "lse"])
+            if not _close(said, scores.softmax(dim=-1).sum(dim=2)):
+                return f"{T:,} keys: not the column sums of P" + " (NaN)" * bool(said.isnan().any())
+            taken.append(took)
+        if taken[1] > 2.5 * taken[0]:
+            return (f"right, but it took {taken[0]:,} bytes for 512 keys and {taken[1]:,} for 1,024: twice the keys, "
+                    "twice the bytes is what tiles take")
+        return None if taken[1] <= 1024**2 else (f"right, but it took {taken[1]:,} bytes for 1,024 keys: expected at "
+                                                 f"most {1024**2:,}, a quarter of the weights")
+
+    verdict("second", received, check)
+
+
+def third(attend):
+    """`attend(q, k, v, cap)`: attention whose scores s become cap · tanh(s / cap), by one Triton kernel that writes
+    nothing but the output. Contiguous fp32 (B, H, T, D), T and D multiples of 16, no mask."""
+
+    def check(attend):
+        for B, H, T, D, cap, scale in ((1, 2, 64, 16, 5.0, 3), (2, 1, 96, 32, 1.0, 20)):
+            q, k, v = _inputs(B, H, T, D, scale=scale)
+            capped = cap * torch.tanh(q @ k.mT * D**-0.5 / cap)
+            said, took, traffic = _run(attend, q, k, v, names="qkv", arguments=[cap])
+            if not _close(said, capped.softmax(dim=-1) @ v):
+                plain = " (it is plain attention)" * _close(said, flash_attention(q, k, v))
+                return f"scores up to {scale * 5}, cap {cap:g}: not softmax(cap · tanh(s / cap)) v{plain}" + (
+                    " (NaN)" * bool(said.isnan().any()))
+        if took > q.nbytes:
+            return f"right, but it took {took:,} bytes: expected {q.nbytes:,}, the output"
+        if traffic is not None and not traffic.loaded["k"]:
+            return "right, but no Triton kernel read k"
+        return None
+
+    verdict("third", attend, check)

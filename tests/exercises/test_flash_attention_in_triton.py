@@ -1,0 +1,196 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import functools
+import math
+import os
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from refimpl import memory
+from refimpl.attention import reference_attention
+from refimpl.exercises import flash_attention_in_triton as page
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # −∞ − (−∞) in an answer that is to be found wrong
+]
+INF = tl.constexpr(float("inf"))
+
+
+# --- 1: the logsumexp of rows ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def lse_kernel(x, out, N, BLOCK: tl.constexpr, SAFE: tl.constexpr, RESCALED: tl.constexpr, OTHER: tl.constexpr):
+    row, columns = tl.program_id(0) * N, tl.arange(0, BLOCK)
+    m, total = -float("inf"), 0.0
+    for first in range(0, N, BLOCK):
+        tile = tl.load(x + row + first + columns, mask=first + columns < N, other=OTHER)
+        m_new = tl.maximum(m, tl.max(tile, 0))
+        base = tl.where(m_new == -INF, 0.0, m_new) if SAFE else m_new
+        total = (total * tl.exp(m - base) if RESCALED else total) + tl.sum(tl.exp(tile - base), 0)
+        m = m_new
+    tl.store(out + tl.program_id(0), m + tl.log(total))
+
+
+def logsumexp(x, tile, safe=True, rescaled=True, other=-math.inf, block=None):
+    out = x.new_empty(len(x))
+    lse_kernel[(len(x),)](x, out, x.shape[1], block or tile, safe, rescaled, other)
+    return out
+
+
+@triton.jit
+def two_pass_kernel(x, out, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0) * N, tl.arange(0, BLOCK)
+    m, total = -float("inf"), 0.0
+    for first in range(0, N, BLOCK):
+        m = tl.maximum(m, tl.max(tl.load(x + row + first + columns, mask=first + columns < N, other=-INF), 0))
+    for first in range(0, N, BLOCK):
+        total += tl.sum(tl.exp(tl.load(x + row + first + columns, mask=first + columns < N, other=-INF) - m), 0)
+    tl.store(out + tl.program_id(0), m + tl.log(total))
+
+
+def two_passes(x, tile):
+    out = x.new_empty(len(x))
+    two_pass_kernel[(len(x),)](x, out, x.shape[1], tile)
+    return out
+
+
+def logsumexp_of_a_copy(x, tile):
+    return logsumexp(x.clone(), tile)
+
+
+# --- 2: attention received -------------------------------------------------------------------------------------------
+
+
+def received(q, k, lse, tile=64, causal=True, scaled=True):
+    T, out = q.shape[2], k.new_empty(k.shape[:3])
+    for first in range(0, T, tile):
+        rows = slice(first if causal else 0, T)
+        p = ((q.shape[-1] ** -0.5 if scaled else 1) * q[:, :, rows] @ k[:, :, first : first + tile].mT)
+        p.sub_(lse[:, :, rows, None]).exp_()
+        out[:, :, first : first + tile] = (p.tril_() if causal else p).sum(dim=2)
+    return out
+
+
+def received_from_p(q, k, lse):
+    """Right, with the matrix."""
+    return (q @ k.mT / math.sqrt(q.shape[-1]) - lse[..., None]).exp().tril().sum(dim=2)
+
+
+@triton.jit
+def received_kernel(q, k, lse, out, T, c, D: tl.constexpr, BLOCK: tl.constexpr):
+    keys, columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    k_ND = tl.load(k + keys[:, None] * D + columns[None, :])
+    sum_N = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0) * BLOCK, T, BLOCK):
+        rows = row + tl.arange(0, BLOCK)
+        q_MD = tl.load(q + rows[:, None] * D + columns[None, :])
+        p_MN = tl.exp(tl.dot(q_MD, k_ND.T, input_precision="ieee") * c - tl.load(lse + rows)[:, None])
+        sum_N += tl.sum(tl.where(keys[None, :] <= rows[:, None], p_MN, 0.0), 0)
+    tl.store(out + keys, sum_N)
+
+
+def received_by_a_kernel(q, k, lse):
+    out, T, D = torch.empty_like(lse), *q.shape[2:]
+    received_kernel[(T // 128,)](q, k, lse, out, T, D**-0.5, D, 128)
+    return out
+
+
+# --- 3: capped scores ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def capped_kernel(q, k, v, out, T, scale, cap, D: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr):
+    tile = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
+    head = tl.program_id(1) * T * D
+    here = head + tl.program_id(0) * BLOCK * D
+    q_MD = tl.load(q + here + tile)
+    m_M, l_M = tl.full([BLOCK], -INF, tl.float32), tl.zeros([BLOCK], tl.float32)
+    acc_MD = tl.zeros([BLOCK, D], tl.float32)
+    for key in range(0, T, BLOCK):
+        s_MN = tl.dot(q_MD, tl.load(k + head + key * D + tile).T, input_precision="ieee") * scale
+        if BEFORE:
+            s_MN = cap * (2 * tl.sigmoid(2 * s_MN / cap) - 1)
+        m_new_M = tl.maximum(m_M, tl.max(s_MN, 1))
+        p_MN, shrink_M = tl.exp(s_MN - m_new_M[:, None]), tl.exp(m_M - m_new_M)
+        l_M = l_M * shrink_M + tl.sum(p_MN, 1)
+        acc_MD = tl.dot(p_MN, tl.load(v + head + key * D + tile), acc_MD * shrink_M[:, None], input_precision="ieee")
+        m_M = m_new_M
+    tl.store(out + here + tile, acc_MD / l_M[:, None])
+
+
+def attend(q, k, v, cap, scale=None, before=True):
+    (B, H, T, D), out = q.shape, torch.empty_like(q)
+    capped_kernel[T // 16, B * H](q, k, v, out, T, scale or D**-0.5, cap, D, 16, before)
+    return out
+
+
+def dense(q, k, v, cap):
+    return (cap * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / cap)).softmax(dim=-1) @ v
+
+
+@torch.library.custom_op("refimpl_tests::dense_inside", mutates_args=())
+def dense_inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float) -> torch.Tensor:
+    return dense(q, k, v, cap)
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, logsumexp), (page.second, received), (page.second, received_by_a_kernel), (page.third, attend)])
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, functools.partial(logsumexp, other=0.0), "a row of 1,000: not its logsumexp"),
+    (page.first, functools.partial(logsumexp, rescaled=False), "a row of 1,000: not its logsumexp"),
+    (page.first, functools.partial(logsumexp, safe=False), "a row that begins with −∞: not its logsumexp (NaN)"),
+    (page.first, lambda x, tile: x.exp().sum(dim=1).log(), "large scores: not its logsumexp"),
+    (page.first, lambda x, tile: x.logsumexp(dim=1), "right, but no Triton kernel read x"),
+    (page.first, two_passes, "right, but it reads x 2 times"),
+    (page.first, functools.partial(logsumexp, block=1024), "right, but it holds 1,000 elements at a time"),
+    (page.first, logsumexp_of_a_copy, "right, but it took"),
+    (page.second, functools.partial(received, causal=False), "512 keys: not the column sums of P"),
+    (page.second, functools.partial(received, scaled=False), "512 keys: not the column sums of P"),
+    (page.second, lambda q, k, lse: lse, "512 keys: not the column sums of P"),
+    (page.second, received_from_p, "twice the keys, twice the bytes"),
+    (page.second, functools.partial(received, tile=256), "right, but it took"),
+    (page.third, functools.partial(attend, before=False), "plain attention"),
+    (page.third, functools.partial(attend, scale=1.0), "not softmax(cap · tanh(s / cap)) v"),
+    (page.third, dense, "right, but it took"),
+    (page.third, dense_inside, "right, but no Triton kernel read k"),
+])
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)
+
+
+# --- what the page shows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("D", "block"), [(16, 32), (64, 16)])
+def test_the_smallest_kernel_is_attention(D, block):
+    q, k, v = torch.randn(3, 2, 3, 96, D)
+    torch.testing.assert_close(page.smallest_attention(q, k, v, block), reference_attention(q, k, v))
+
+
+def test_the_broken_one_hides_the_matrix_from_the_tracker_and_not_from_the_allocator():
+    T = 256
+    q, k, v = torch.randn(3, 1, 2, T, 16)
+    torch.testing.assert_close(page.dense_inside(q, k, v), reference_attention(q, k, v))
+    with memory.track(q, k, v) as t:
+        page.dense_inside(q, k, v)
+    assert t.peak.total - t.start.total == q.nbytes
+    with memory.measure() as m:
+        page.dense_inside(q, k, v)
+    assert m.peak > 2 * 4 * 2 * T * T
