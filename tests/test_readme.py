@@ -125,6 +125,9 @@ def test_figures_of_attention_in_tiles_are_those_of_the_closed_forms():
     flops = attention_flops(*shapes, causal=True)
     share = (flops.forward + flops.backward_recomputing) / (flops.forward + flops.backward)
     assert f"{share:.2f} times attention's FLOPs" in line
+    short, long = (next(row["ratio"] for row in rows_of("attention") if row["peer"] == "softmax_attention"
+                        and row["what"] == f"step: tiled_attention, {T:,} tokens") for T in (1024, 4096))
+    assert f"{short:.2f} times the dense step's time at 1,024 tokens and {long:.2f} at 4,096 (fp32, causal)" in line
 
 
 def test_figures_of_flash_attention_are_those_of_the_closed_forms():

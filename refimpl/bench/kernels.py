@@ -50,14 +50,14 @@ def kernel_row(name, case, compiled):
         return failed_row(name, compiled)
     shown = {which: compiled.instructions[which] for which in SHOWN}
     remarks = [re.sub(r"\s+", " ", line) for line in compiled.warnings]
-    note = f"{compiled.registers} registers, {compiled.spill_bytes} bytes spilled, " + ", ".join(
-        f"{count} {which}" for which, count in shown.items() if count)
     codes = sorted(set(re.findall(r"\((C\d+)\)", "".join(remarks))))
+    note = [f"{compiled.registers} registers, {compiled.spill_bytes} bytes spilled",
+            *(f"{count} {which}" for which, count in shown.items() if count), *codes]
     return row(str(name), PEER, "bytes", compiled.shared_bytes, compiled.shared_limit, **described(name),
                registers=compiled.registers, spill_bytes=compiled.spill_bytes, stack_bytes=compiled.stack_bytes,
                warps=compiled.warps, num_warps=case.num_warps, num_stages=case.num_stages, instructions=shown,
                remarks=remarks, faults=len(compiled.faults()), seconds=round(compiled.seconds, 3),
-               note=", ".join([note, *codes]))
+               note=", ".join(note))
 
 
 def described(name):
