@@ -144,8 +144,8 @@ class Attention(nn.Module):
         (B, T, C), c = x_BTC.shape, self.config
         qkv = self.qkv(x_BTC).view(B, T, c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
         q_BHTD, k_BGTD, v_BGTD = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
-        if rotation is not None:
-            q_BHTD, k_BGTD = rotate(q_BHTD, *rotation), rotate(k_BGTD, *rotation)
+        if rotation is not None:  # under autocast the tables are fp32, and so what they turn, until here
+            q_BHTD, k_BGTD = (rotate(x, *rotation).to(v_BGTD.dtype) for x in (q_BHTD, k_BGTD))
         options = self.options if self.training or not c.dropout else {**self.options, "dropout_p": 0.0}
         out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, **options)
         return self.out(out_BHTD.transpose(1, 2).reshape(B, T, C))
@@ -221,7 +221,7 @@ class GPT(nn.Module):
     def __init__(self, config, attention=softmax_attention, *, dtype=None, device=None):
         super().__init__()
         self.config = config
-        with _defaults(dtype, device):
+        with built_in(dtype, device):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden)
             rotary = config.positions == "rotary"
             self.positions = None if rotary else nn.Embedding(config.context_length, config.hidden)
@@ -291,7 +291,8 @@ class GPT(nn.Module):
 
 
 @contextmanager
-def _defaults(dtype, device):
+def built_in(dtype, device):
+    """Parameters that are made within are of this dtype, on this device (None: torch's own defaults)."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype or previous)
     try:

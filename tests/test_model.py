@@ -224,6 +224,18 @@ def test_a_sequence_with_an_offset_is_the_same_positions_of_the_whole(name):
     assert (whole[1][:, :, 3:] - elsewhere[1]).abs().max() > 0.01
 
 
+def test_under_autocast_rotary_attention_is_given_one_dtype():
+    seen = []
+
+    def attention(q_BHTD, k_BGSD, v_BGSD):
+        seen.append({q_BHTD.dtype, k_BGSD.dtype, v_BGSD.dtype})
+        return q_BHTD
+
+    with torch.autocast("cpu", torch.bfloat16):
+        GPT(LLAMA, attention)(torch.randint(0, LLAMA.vocab_size, (1, 8)))
+    assert seen == LLAMA.layers * [{torch.bfloat16}]
+
+
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_rotary_attention_knows_relative_positions_only(name):
     model = lively(FAMILIES[name])

@@ -3,6 +3,7 @@
 Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim. Each key head serves H/G query heads.
 """
 
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -147,6 +148,13 @@ def check_cu_seqlens(name, cu_seqlens, total, batch):
 
 def _short(ends):
     return ends if len(ends) <= 8 else f"[{', '.join(map(str, ends[:6]))}, …, {ends[-1]}]"
+
+
+def without_autocast(device):
+    """A context in which autocast leaves dtypes alone; some devices, "meta" among them, have no autocast."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def empty_outputs(q_BHTD):

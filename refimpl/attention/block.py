@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..memory import block_terms
-from ..model import MLP, GPTConfig, norm_of, rotate, rotation_table
+from ..model import MLP, GPTConfig, built_in, norm_of, rotate, rotation_table
+from .arguments import check_cu_seqlens
 from .flash import flash_attention
 
 OPTIONS = {"norm", "norm_eps", "activation", "bias", "rotary_fraction", "rotary_base"}
@@ -40,9 +41,9 @@ class FlashTransformerBlock(nn.Module):
             vocab_size=1, hidden=hidden, heads=heads, kv_heads=kv_heads, mlp_hidden=mlp_hidden, dropout=dropout,
             layers=1, context_length=1 if rotary is None else rotary,
             positions="learned" if rotary is None else "rotary", **options)
-        self.norm1, self.attention = norm_of(config), FlashSelfAttention(config, window)
-        self.norm2, self.mlp, self.dropout = norm_of(config), MLP(config), nn.Dropout(dropout)
-        self.to(dtype=dtype, device=device)
+        with built_in(dtype, device):
+            self.norm1, self.attention = norm_of(config), FlashSelfAttention(config, window)
+            self.norm2, self.mlp, self.dropout = norm_of(config), MLP(config), nn.Dropout(dropout)
 
     def forward(self, x_BTC, cu_seqlens=None):
         """`cu_seqlens`: sequences packed one after the other in a batch of 1, as in `flash_attention`; each sees itself
@@ -61,29 +62,32 @@ class FlashSelfAttention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
         if config.positions == "rotary":
             for name, table in zip(("cos", "sin"), rotation_table(config), strict=True):
-                self.register_buffer(name, table, persistent=False)
+                self.register_buffer(name, table.to(self.qkv.weight.dtype), persistent=False)
 
     def forward(self, x_BTC, cu_seqlens=None):
         (B, T, C), c = x_BTC.shape, self.config
         qkv = self.qkv(x_BTC).view(B, T, c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
         q_BHTD, k_BGTD, v_BGTD = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         if c.positions == "rotary":
-            if T > c.context_length and cu_seqlens is None:
-                raise ValueError(f"{T} tokens with rotary={c.context_length}: expected no longer sequence")
-            rotation = [table[positions_in(cu_seqlens, T, x_BTC.device)].to(x_BTC.dtype)
-                        for table in (self.cos, self.sin)]
-            q_BHTD, k_BGTD = rotate(q_BHTD, *rotation), rotate(k_BGTD, *rotation)
+            positions = positions_in(cu_seqlens, B, T, c.context_length, x_BTC.device)
+            rotation = [table[positions].to(x_BTC.dtype) for table in (self.cos, self.sin)]
+            q_BHTD, k_BGTD = (rotate(x, *rotation).to(v_BGTD.dtype) for x in (q_BHTD, k_BGTD))  # fp32 under autocast
             v_BGTD = v_BGTD.clone()  # of a view autograd would keep all of q, k and v, as they were before the rotation
         out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, causal=True, window=self.window, cu_seqlens=cu_seqlens,
                                   dropout_p=c.dropout if self.training else 0.0)
         return self.out(out_BHTD.transpose(1, 2).reshape(B, T, C))
 
 
-def positions_in(cu_seqlens, T, device):
-    """Each token's position in its own sequence: a slice, or (T,) ints if sequences are packed."""
+def positions_in(cu_seqlens, B, T, rotary, device):
+    """Each token's position in its own sequence: a slice, or (T,) ints if sequences are packed. ValueError for a
+    sequence longer than `rotary`, which a GPU would not survive."""
+    ends = [0, T] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, T, B)
+    lengths = [end - first for first, end in zip(ends, ends[1:], strict=False)]
+    if max(lengths) > rotary:
+        raise ValueError(f"a sequence of {max(lengths)} tokens with rotary={rotary}: expected none longer")
     if cu_seqlens is None:
         return slice(0, T)
-    ends = torch.as_tensor(cu_seqlens, device=device).long()
+    ends = torch.tensor(ends, device=device)
     return torch.arange(T, device=device) - ends[:-1].repeat_interleave(ends.diff(), output_size=T)
 
 

@@ -5,14 +5,14 @@ import math
 import os
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from .arguments import settle
-from .operators import attention_forward
+from .operators import MAX_STRIDE, attention_forward
 from .reference import AttentionBytes, on_paper
 from .tiled import tiled_attention
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_STRIDE = 2**23  # elements: a tile of 256 rows is addressed in 32 bits
 
 
 def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
@@ -26,7 +26,8 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=
     PyTorch. Under torch.compile give `cu_seqlens` as lists: the values of a tensor are not known there.
 
     Raises as the reference does; ValueError for bfloat16 in the interpreter, and for a stride of rows or columns of
-    2²³ elements and more; RuntimeError if its backward is to be differentiated again.
+    2²³ elements and more; RuntimeError for forward-mode derivatives, and if its backward is to be differentiated
+    again.
     """
     call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
@@ -59,12 +60,18 @@ def kernels_run_on(device):
     return device.type == "cuda" or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def check_for_kernels(*tensors):
-    """ValueError for what the reference takes and a kernel does not."""
-    for x in tensors:
+def check_for_kernels(q_BHTD, k_BGSD, v_BGSD):
+    """ValueError or RuntimeError for what the reference takes and the kernels do not."""
+    for x in (q_BHTD, k_BGSD, v_BGSD):
         if max(x.stride()[2:]) >= MAX_STRIDE:
             raise ValueError(f"a tensor of strides {x.stride()}: expected less than {MAX_STRIDE:,} elements from row "
                              "to row and from column to column; .contiguous() lays it out anew")
+        if unpack_dual(x).tangent is not None:  # an operator would take it for a constant, silently
+            raise RuntimeError("flash_attention has no forward-mode derivative (torch.func.jvp): use "
+                               "reference_attention or memory_efficient_attention")
+    if q_BHTD.shape[1] * q_BHTD.shape[3] >= MAX_STRIDE:
+        raise ValueError(f"{q_BHTD.shape[1]} heads of {q_BHTD.shape[3]}: expected less than {MAX_STRIDE:,} elements in "
+                         "one row of the output; move heads to the batch")
 
 
 def flash_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0):

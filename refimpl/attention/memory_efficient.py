@@ -17,7 +17,7 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .arguments import settle
+from .arguments import settle, without_autocast
 from .band import tiles
 from .philox import dropped, dropped_bytes, runs_of
 from .reference import AttentionBytes, on_paper, wide_dtype
@@ -40,7 +40,7 @@ def memory_efficient_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=N
                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     key_chunk = default_key_chunk(k_BGSD.shape[2]) if key_chunk is None else key_chunk
     check_sizes(query_chunk=query_chunk, key_chunk=key_chunk)
-    with torch.autocast(q_BHTD.device.type, enabled=False):
+    with without_autocast(q_BHTD.device):
         spans = [(sequence, rows) for sequence in call.sequences for rows in tiles((0, sequence.band.T), query_chunk)]
         q_chunks = q_BHTD.split([end - first for _, (first, end) in spans], dim=2)
         return torch.cat([_checkpoint(_query_chunk, q_BHtD, k_BGSD, v_BGSD, call, *span, key_chunk)

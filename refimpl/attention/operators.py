@@ -20,11 +20,20 @@ from torch import Tensor
 from .arguments import empty_outputs
 
 LIBRARY = "refimpl"
+MAX_STRIDE = 2**23  # elements, of rows and columns: a kernel addresses a tile of up to 256 of each in 32 bits
 
 
 def check_interpreter(q):
-    """ValueError or RuntimeError for what Triton's interpreter is known to get wrong; a GPU gets it right."""
-    if q.device.type != "cpu":
+    """ValueError or RuntimeError for what Triton's interpreter is known to get wrong, tensors on a GPU or not; a kernel
+    that is compiled gets it right."""
+    import triton
+
+    from .triton_forward import forward_kernel
+
+    if isinstance(forward_kernel, triton.JITFunction):
+        if q.device.type == "cpu":
+            raise RuntimeError("TRITON_INTERPRET=1 came after Triton was imported, which has made its kernels for a "
+                               "GPU: set it before anything imports Triton, at the top of the page or in the shell")
         return
     if q.dtype == torch.bfloat16:
         raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an "
@@ -95,6 +104,8 @@ def _keep(ctx, inputs, output):
 def _differentiate(ctx, d_out, d_lse2):
     q, k, v, out, lse2, *rest = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
+    if max(d_out.stride()[2:]) >= MAX_STRIDE:
+        d_out = d_out.contiguous()
     delta = attention_delta(out, d_out, d_lse2)
     return *attention_backward(d_out, q, k, v, lse2, delta, *ctx.options, *rest, *ctx.longest), *[None] * 9
 

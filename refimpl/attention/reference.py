@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .arguments import settle
+from .arguments import settle, without_autocast
 from .philox import dropped, dropped_bytes, runs_of
 
 
@@ -36,7 +36,7 @@ def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, sc
     """
     call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-    with torch.autocast(q_BHTD.device.type, enabled=False):
+    with without_autocast(q_BHTD.device):
         out_BHTD, lse_BHT = _definition(q_BHTD, k_BGSD, v_BGSD, call, return_logsumexp)
     return (out_BHTD, lse_BHT) if return_logsumexp else out_BHTD
 

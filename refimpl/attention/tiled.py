@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .arguments import settle
+from .arguments import settle, without_autocast
 from .band import tiles
 from .philox import dropped, dropped_bytes, runs_of
 from .reference import AttentionBytes, on_paper, wide_dtype
@@ -58,7 +58,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx, q_BHTD, k_BGSD, v_BGSD, seed, call, sizes):
         out_BHTD = q_BHTD.new_empty(q_BHTD.shape)
         lse_BHT = q_BHTD.new_empty(q_BHTD.shape[:-1], dtype=wide_dtype(q_BHTD.dtype))
-        with torch.autocast(q_BHTD.device.type, enabled=False):
+        with without_autocast(q_BHTD.device):
             _forward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), call, sizes)
         ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, seed)
         ctx.call, ctx.sizes = call._replace(seed=None if seed is not None else call.seed), sizes
@@ -73,7 +73,7 @@ class _Tiled(torch.autograd.Function):
         if d_out_BHTD is None:  # the logsumexp alone was used
             d_out_BHTD = torch.zeros_like(out_BHTD)
         d_lse_BHT1 = None if d_lse_BHT is None else d_lse_BHT.unsqueeze(-1)
-        with torch.autocast(q_BHTD.device.type, enabled=False):
+        with without_autocast(q_BHTD.device):
             grads = _backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), d_out_BHTD, d_lse_BHT1, call,
                               ctx.sizes)
         return *grads, None, None, None

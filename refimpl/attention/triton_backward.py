@@ -73,7 +73,7 @@ def dkdv_kernel(q, k, v, d_out, lse, delta, dk, dv, packed, band, heads, group, 
             for row in tl.range(begin, end, BLOCK_M):
                 rows = row + tl.arange(0, BLOCK_M)
                 q_MD = load(q, q_ptr, row, T, D, BLOCK_M, BLOCK_D)
-                lse_M = tl.load(lse_ptr + rows, mask=rows < T, other=INF)  # 2^−∞ = 0: no row is there
+                lse_M = tl.load(lse_ptr + rows * lse.row, mask=rows < T, other=INF)  # 2^−∞ = 0: no row is there
                 p_NM = tl.exp2(tl.dot(k_ND, q_MD.T, input_precision="ieee") * (scale * LOG2E) - lse_M[None, :])
                 p_NM = tl.where(sees(rows[None, :], key + tl.arange(0, BLOCK_N)[:, None], T, S, band), p_NM, 0.0)
                 d_o_MD = load(d_out, d_out_ptr, row, T, D, BLOCK_M, BLOCK_D)
@@ -85,7 +85,7 @@ def dkdv_kernel(q, k, v, d_out, lse, delta, dk, dv, packed, band, heads, group, 
                     kept_NM = tl.where(out_NM, 0.0, p_NM)
                     dp_NM = tl.where(out_NM, 0.0, dp_NM * dropout.grown)
                 dv_ND = tl.dot(kept_NM.to(q_MD.dtype), d_o_MD, dv_ND, input_precision="ieee")
-                delta_M = tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
+                delta_M = tl.load(delta_ptr + rows * delta.row, mask=rows < T, other=0.0)
                 ds_NM = p_NM * (dp_NM - delta_M[None, :])
                 dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
         store(dk, start(dk, batch, key_head, first_key), key, S, dk_ND * scale, D, BLOCK_N, BLOCK_D)
@@ -104,8 +104,8 @@ def dq_kernel(q, k, v, d_out, lse, delta, dq, packed, band, heads, group, scale,
         k_ptr, v_ptr = start(k, batch, head // group, first_key), start(v, batch, head // group, first_key)
         q_MD = load(q, start(q, batch, head, first_row), row, T, D, BLOCK_M, BLOCK_D)
         d_o_MD = load(d_out, start(d_out, batch, head, first_row), row, T, D, BLOCK_M, BLOCK_D)
-        lse_M = tl.load(start(lse, batch, head, first_row) + rows, mask=rows < T, other=INF)
-        delta_M = tl.load(start(delta, batch, head, first_row) + rows, mask=rows < T, other=0.0)
+        lse_M = tl.load(start(lse, batch, head, first_row) + rows * lse.row, mask=rows < T, other=INF)
+        delta_M = tl.load(start(delta, batch, head, first_row) + rows * delta.row, mask=rows < T, other=0.0)
         dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         first, end = key_range(row, tl.minimum(row + BLOCK_M, T), T, S, band, BLOCK_N)
         for key in tl.range(first, end, BLOCK_N):

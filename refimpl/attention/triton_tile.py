@@ -19,9 +19,6 @@ INF = tl.constexpr(float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x · log2 e), and 2^x is one instruction of the GPU
 
 
-MAX_STRIDE = 2**31 // 256  # elements, of rows and columns: no tile has more of either than 256
-
-
 class Heads(NamedTuple):
     """A tensor (batch, heads, sequence, column) as a kernel takes it: a pointer, and strides in elements."""
 
@@ -128,8 +125,8 @@ def start(x, batch, head, row):
 
 @triton.jit
 def pointers(x, ptr, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS) pointers from row `first` after `ptr`; within a tile 32 bits suffice (`MAX_STRIDE`), and save
-    registers."""
+    """(ROWS, COLUMNS) pointers from row `first` after `ptr`; within a tile 32 bits suffice (`operators.MAX_STRIDE`),
+    and save registers."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     return ptr + tl.cast(first, tl.int64) * x.row + row * x.row + column * x.column
 

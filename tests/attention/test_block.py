@@ -56,9 +56,45 @@ def test_what_it_does_not_take():
         FlashTransformerBlock(32, 4, parallel_residual=True)
     with pytest.raises(ValueError, match="hidden=32 is not a multiple of heads=5"):
         FlashTransformerBlock(32, 5)
-    with pytest.raises(ValueError, match="9 tokens with rotary=8"):
-        FlashTransformerBlock(32, 4, rotary=8)(torch.randn(1, 9, 32))
+    for cu_seqlens in (None, [0, 9, 12]):
+        with pytest.raises(ValueError, match="sequence of (12|9) tokens with rotary=8: expected none longer"):
+            FlashTransformerBlock(32, 4, rotary=8)(torch.randn(1, 12, 32), cu_seqlens)
     assert isinstance(FlashTransformerBlock(32, 4).attention, FlashSelfAttention)
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "LLaMA"])
+@pytest.mark.parametrize("cu_seqlens", [[0, 9, 8, 20], [0, 9], [0, 9, 30], [1, 20], [0], "20"], ids=str)
+def test_sequences_that_do_not_fit_are_refused_by_name(kind, cu_seqlens):
+    block = FlashTransformerBlock(32, 4, **KINDS[kind])
+    with pytest.raises((ValueError, TypeError), match="cu_seqlens.*expected"):
+        block(torch.randn(1, 20, 32), cu_seqlens)
+    with pytest.raises(ValueError, match="cu_seqlens with a batch of 2: expected"):
+        block(torch.randn(2, 20, 32), [0, 20])
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "LLaMA"])
+def test_under_autocast_attention_is_in_16_bits(kind):
+    block, seen = FlashTransformerBlock(32, 4, **KINDS[kind]), []
+    attend, x = block.attention.attention, torch.randn(1, 20, 32, requires_grad=True)
+    block.attention.attention = lambda *qkv, **options: seen.extend(x.dtype for x in qkv) or attend(*qkv, **options)
+    expected = torch.autograd.grad(block(x).square().sum(), x)[0]
+    seen.clear()
+    with torch.autocast("cpu", torch.float16):
+        out = block(x)
+    assert seen == 3 * [torch.float16]
+    torch.testing.assert_close(torch.autograd.grad(out.float().square().sum(), x)[0], expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "LLaMA"])
+def test_built_in_a_dtype_in_a_dry_run_and_without_memory(kind):
+    def step(dtype, device):
+        block = FlashTransformerBlock(32, 4, dtype=dtype, device=device, **KINDS[kind])
+        x = torch.randn(2, 20, 32, dtype=dtype, device=device, requires_grad=True)
+        block(x).sum().backward()
+        return {tensor.dtype for tensor in (*block.parameters(), *block.buffers(), x.grad)}
+
+    for dtype in (torch.bfloat16, torch.float16):
+        assert memory.dry_run(step, dtype, "cpu").result == step(dtype, "meta") == {dtype}
 
 
 def test_a_window_hides_what_is_further_away():
