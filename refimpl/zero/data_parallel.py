@@ -21,6 +21,7 @@ from .bucket import buckets_of
 from .norms import clip_, global_norm
 
 BUCKET_BYTES = 25 * 2**20
+IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -197,6 +198,9 @@ class DataParallel:
             self._launch_next()
 
     def _launch_next(self):
+        while len(self._handles) >= IN_FLIGHT:  # a collective may need memory until it ends
+            oldest = next(iter(self._handles))
+            self._reduced(oldest, self._handles.pop(oldest).wait())
         bucket = self.buckets[self._launched]
         self._launched += 1
         self._allocate(bucket)

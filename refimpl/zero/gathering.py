@@ -26,6 +26,7 @@ class Gathering:
         if bucket in self._whole:
             if self._users[bucket] == 1:  # it was kept for this
                 self._seen.append(bucket)
+                self._begin_ahead()
             return
         if bucket not in self._coming:
             self._begin(bucket)

@@ -16,8 +16,6 @@ from ..memory import mark
 from .data_parallel import DataParallel
 from .zero1 import Zero1
 
-IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
-
 
 class Zero2(Zero1):
     """`Zero1` that keeps gradients in shards: same arguments, same numbers."""
@@ -27,7 +25,11 @@ class Zero2(Zero1):
         return contextlib.nullcontext()
 
     def _take(self, bucket, parameter):
-        """The gradient is copied to its bucket's buffer and freed."""
+        """The gradient is copied to its bucket's buffer and freed; or is the buffer, if it fills it alone."""
+        if parameter.numel() == bucket.numel and self.reduce_dtype in (None, bucket.dtype):
+            self._gradients[bucket] = mark(parameter.grad.reshape(-1), "gradients")
+            parameter.grad = None
+            return
         self._allocate(bucket)
         self._views[parameter].copy_(parameter.grad)
         parameter.grad = None
@@ -39,14 +41,11 @@ class Zero2(Zero1):
         return mark(torch.zeros(bucket.numel, dtype=dtype, device=bucket.device), "gradients")
 
     def _reduce(self, bucket):
-        """Begin to average one bucket, after making room: the oldest one under way ends."""
-        while len(self._handles) >= IN_FLIGHT:
-            oldest = next(iter(self._handles))
-            self._reduced(oldest, self._handles.pop(oldest).wait())
+        """Begin to average one bucket."""
         return self.comm.reduce_scatter(self._gradients[bucket], "avg", async_op=True)
 
     def _reduced(self, bucket, shard):
         self._add(bucket, mark(shard, "gradients"))
         del self._gradients[bucket]
         for slot in bucket.slots:
-            del self._views[slot.parameter]
+            self._views.pop(slot.parameter, None)

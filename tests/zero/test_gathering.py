@@ -1,0 +1,102 @@
+"""Which buckets are whole when: counted, ahead of time, and in the same order on every rank."""
+
+import pytest
+import torch
+
+from refimpl.comm import FakeCommunicator
+from refimpl.zero.bucket import Bucket
+from refimpl.zero.gathering import Gathering
+
+
+class Recording(FakeCommunicator):
+    """Which gathers were begun, in order."""
+
+    def all_gather(self, x, *, out=None, async_op=False):
+        self.begun = [*getattr(self, "begun", []), out]
+        return super().all_gather(x, out=out, async_op=async_op)
+
+
+@pytest.fixture
+def made():
+    """(gathering, buckets, begun): buckets of 8, 8 and 16 elements; `begun()` gives their numbers since last time."""
+    def make(look_ahead=10**9, limit=10**9):
+        comm = Recording(0, 2)
+        buckets = [Bucket([(f"p{i}", torch.nn.Parameter(torch.zeros(n)))], 2) for i, n in enumerate((8, 8, 16))]
+        full = {bucket: torch.zeros(bucket.numel) for bucket in buckets}
+        shards = {bucket: torch.full((bucket.shard_numel,), float(i)) for i, bucket in enumerate(buckets)}
+        for tensor in full.values():
+            tensor.untyped_storage().resize_(0)
+        gathering = Gathering(comm, shards, full, look_ahead, limit)
+
+        def begun():
+            found = [[x is full[b] for b in buckets].index(True) for x in getattr(comm, "begun", [])]
+            comm.begun = []
+            return found
+
+        return gathering, buckets, begun
+
+    return make
+
+
+def forward_and_backward(gathering, buckets):
+    """In each moment, which are whole."""
+    seen = []
+    for bucket in (*buckets, *reversed(buckets)):
+        gathering.need(bucket)
+        seen.append([gathering.full[b].untyped_storage().nbytes() > 0 for b in buckets])
+        assert gathering.full[bucket].unique().tolist() == [buckets.index(bucket)]
+        gathering.let_go(bucket)
+    gathering.end()
+    assert gathering.live() == 0
+    return seen
+
+
+def test_the_first_step_gathers_when_needed_the_second_ahead(made):
+    gathering, buckets, begun = made()
+    assert forward_and_backward(gathering, buckets) == [
+        [True, False, False], [False, True, False], [False, False, True], [False, False, True], [False, True, False],
+        [True, False, False]]
+    assert begun() == [0, 1, 2, 2, 1, 0]
+    forward_and_backward(gathering, buckets)
+    assert begun() == [0, 1, 2, 1, 0]  # the last one stays for backward
+
+
+@pytest.mark.parametrize(("options", "ahead"), [
+    ({"look_ahead": 0}, [[0], [1], [2], [], [1], [0]]), ({"look_ahead": 8}, [[0, 1], [], [2], [1], [0], []]),
+    ({"limit": 16}, [[0, 1], [], [2], [], [1, 0], []])], ids=str)
+def test_no_further_ahead_than_asked(options, ahead, made):
+    gathering, buckets, begun = made(**options)
+    forward_and_backward(gathering, buckets)
+    begun()
+    found = []
+    for bucket in (*buckets, *reversed(buckets)):
+        gathering.need(bucket)
+        gathering.let_go(bucket)
+        found.append(begun())
+    assert found == ahead
+
+
+def test_a_step_that_goes_another_way_gathers_nothing_ahead_and_what_came_in_vain_is_freed(made):
+    gathering, buckets, begun = made()
+    forward_and_backward(gathering, buckets)
+    begun()
+    gathering.need(buckets[0])
+    assert begun() == [0, 1, 2]
+    gathering.need(buckets[2])  # not 1, as last time
+    gathering.let_go(buckets[2]), gathering.let_go(buckets[0])
+    gathering.need(buckets[0])
+    assert begun() == [0]
+    gathering.end()
+    assert gathering.live() == 0 and all(x.untyped_storage().nbytes() == 0 for x in gathering.full.values())
+
+
+def test_the_last_of_several_who_need_it_frees_it(made):
+    gathering, (bucket, *_), begun = made()
+    for _ in range(3):
+        gathering.need(bucket)
+    for live in (8, 8, 0):
+        gathering.let_go(bucket)
+        assert gathering.live() == live
+    gathering.let_go(bucket)  # once too often does no harm
+    gathering.need(bucket)
+    assert gathering.live() == 8 and begun() == [0, 0]
