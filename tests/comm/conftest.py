@@ -5,6 +5,7 @@ import signal
 import sys
 import tempfile
 import threading
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -15,10 +16,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 
 def find_processes():
-    """Child processes of this one, at any depth; the fork server, which stays to be used again, is none."""
-    server = sys.modules["refimpl.comm.forkserver"]._current
-    kept = server._process.pid if server is not None else None
-    return [child for child in psutil.Process().children(recursive=True) if child.pid != kept]
+    """Child processes of this one, at any depth; but for the fork server, which stays to be used again, and Python's
+    own tracker of resources, which stays once anybody has used multiprocessing."""
+    server, tracker = sys.modules["refimpl.comm.forkserver"]._current, resource_tracker._resource_tracker._pid
+    kept = {server._process.pid if server is not None else None, tracker}
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in kept]
 
 
 @pytest.fixture
