@@ -22,6 +22,8 @@ IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
 class Zero2(Zero1):
     """`Zero1` that keeps gradients in shards: same arguments, same numbers."""
 
+    stage = 2
+
     def no_sync(self):
         """Nothing changes in here: each micro-batch is reduced, since no rank has room for whole gradients."""
         return contextlib.nullcontext()
