@@ -6,14 +6,16 @@ bytes from every rank, and the making of an engine with a fingerprint of its mod
 """
 
 import hashlib
+import json
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..comm.errors import CollectiveMismatch
+from ..comm.errors import CollectiveMismatch, RankError
 from ..comm.traffic import ring_traffic
 
-PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "save", "load")
+PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "load_state_dict", "save", "load",
+          "save_weights")
 CARD = 3 * 8  # bytes: phase, step, micro-batch
 
 
@@ -52,6 +54,46 @@ def used_anywhere(comm, used):
     """Which parameters some rank has a gradient for: booleans, as `used` has them for this rank."""
     told = comm.all_reduce(torch.tensor(used, dtype=torch.uint8, device=comm.device), "max")
     return list(used) if isinstance(told, FakeTensor) else [bool(each) for each in told.tolist()]
+
+
+def agreed(comm, work):
+    """[what `work()` returned on each rank], on all ranks: of what JSON can hold. Or an exception on all: its own on a
+    rank where it raised one, elsewhere RankError naming that rank. `work` calls no collective."""
+    text = own = None
+    try:
+        text = json.dumps([None, work()])
+    except Exception as error:
+        own, text = error, json.dumps([f"{type(error).__name__}: {error}", None])
+    told = [json.loads(each) for each in _tell(comm, text)]
+    if own:
+        raise own
+    failed = [rank for rank, (error, _) in enumerate(told) if error]
+    if failed:
+        raise RankError("; ".join(f"rank {rank} raised {told[rank][0]}" for rank in failed), failed)
+    return [answer for _, answer in told]
+
+
+def told_by_first(comm, text=None):
+    """Rank 0's text, on all ranks."""
+    text = text.encode() if comm.rank == 0 else b""
+    length = comm.broadcast(torch.tensor(len(text), device=comm.device), 0)
+    return _text(comm.broadcast(_tensor(text, int(length), comm.device), 0))
+
+
+def _tell(comm, text):
+    """[every rank's text]."""
+    text = text.encode()
+    lengths = comm.all_gather(torch.tensor([len(text)], device=comm.device)).tolist()
+    told = comm.all_gather(_tensor(text, max(lengths), comm.device)[None])
+    return [_text(row[:length]) for row, length in zip(told, lengths, strict=True)]
+
+
+def _tensor(text, length, device):
+    return torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8).to(device)
+
+
+def _text(tensor):
+    return tensor.cpu().numpy().tobytes().decode()
 
 
 def agreement_traffic(world_size, rank, parameters, cards, clips=0):

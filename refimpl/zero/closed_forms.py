@@ -12,6 +12,7 @@ each times (N−1)/N on the wire. "ZeRO" (Rajbhandari et al. 2020), figure 1 and
 count the padding of buckets, the step counters of Adam and the ranks' agreement, too, and are exact.
 """
 
+import torch
 from torch import nn
 
 from ..comm.traffic import Traffic, ring_traffic
@@ -19,11 +20,16 @@ from ..memory import Ledger
 from ..memory.state_bytes import STATES
 from .agreement import agreement_traffic
 from .bucket import buckets_of
+from .checkpoint import REST, file_of
 from .data_parallel import BUCKET_BYTES
+from .durable import safetensors_bytes, widest_first
 from .pieces import LOW
 from .zero3 import default_units, unit_buckets
 
 STAGES = (0, 1, 2, 3)
+KEPT = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"),
+        "adamw": ("exp_avg", "exp_avg_sq")}  # of each element
+GENERATORS = {"cpu": 5056, "cuda": 16}  # bytes of the state of torch's random number generators
 
 
 def paper_bytes(parameters, world_size, stage, weight=2, gradient=2, state=12):
@@ -92,6 +98,27 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
         gathers = _gathers(model, buckets, units, persistence_threshold)
         sent["all_gather"] += micro_batches * sum(ring_traffic("all_gather", bucket.nbytes, N) for bucket in gathers)
     return Traffic(sent)
+
+
+def checkpoint_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,
+                     persistence_threshold=0, cuda=False):
+    """{file: bytes} of a checkpoint after a step: Ψ · (h + k) bytes, h and k those of an element as it is held and of
+    its optimizer's state, with the headers of the files, the random number generators, and what is not trained.
+
+    Arguments as of `model_state_bytes`; `cuda`: whether ranks have a GPU. The manifest, which is text, is not in it.
+    """
+    buckets = _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
+    held = {bucket: torch.float32 if stage and bucket.dtype in LOW else bucket.dtype for bucket in buckets}
+    generators = [(f"rng/{kind}", torch.uint8, (GENERATORS[kind],)) for kind in ("cpu", *["cuda"] * cuda)]
+    files = {file_of(rank): [(f"{key}/{piece.slot.name}", held[bucket], (piece.end - piece.first,))
+                             for bucket in buckets for piece in bucket.pieces(rank)
+                             for key in ("parameters", *(f"optimizer/{kept}" for kept in KEPT[optimizer]))] + generators
+             for rank in range(world_size)}
+    saved = model.state_dict().keys()
+    rest = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    rest += [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    files |= {REST: [(name, x.dtype, x.shape) for name, x in rest]} if rest else {}
+    return {file: safetensors_bytes(widest_first(specs, lambda spec: spec[1])) for file, specs in files.items()}
 
 
 def _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold):

@@ -16,8 +16,9 @@ import functools
 import torch
 
 from ..memory import mark
+from . import checkpoint, consolidated
 from .agreement import check_model, check_phase, used_anywhere
-from .bucket import buckets_of
+from .bucket import Piece, buckets_of
 from .norms import clip_, global_norm
 
 BUCKET_BYTES = 25 * 2**20
@@ -39,6 +40,8 @@ class DataParallel:
     `step`. CollectiveMismatch names ranks with another model, or in another micro-batch; an exception in backward
     leaves no gradient and no collective behind, so that all ranks can try the step again.
     """
+
+    stage = 0  # of ZeRO
 
     def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=BUCKET_BYTES, reduce_dtype=None):
         self.model, self.comm, self.reduce_dtype = model, comm, reduce_dtype
@@ -117,6 +120,26 @@ class DataParallel:
         clip_(gradients, norm, max_norm)
         return norm
 
+    def save(self, directory):
+        """Write a checkpoint that any stage can load on any number of ranks: see `checkpoint`."""
+        checkpoint.save(self, directory)
+
+    def load(self, directory):
+        """Go on from a checkpoint that an engine of any stage saved on any number of ranks: see `checkpoint`."""
+        checkpoint.load(self, directory)
+
+    def state_dict(self):
+        """All of it on the host of rank 0, {} on the others: see `consolidated`. All ranks call it."""
+        return consolidated.state_dict(self)
+
+    def load_state_dict(self, sd):
+        """Go on from what `state_dict` gave, of any stage and world; rank 0's `sd` counts. All ranks call it."""
+        consolidated.load_state_dict(self, sd)
+
+    def save_weights(self, path, dtype=torch.bfloat16):
+        """The model alone, in one safetensors file, written by rank 0: see `consolidated`. All ranks call it."""
+        consolidated.save_weights(self, path, dtype)
+
     @property
     def param_groups(self):
         """Of the optimizer."""
@@ -164,6 +187,26 @@ class DataParallel:
         parameters = list(self._bucket_of)
         found = used_anywhere(self.comm, [p in self._used for p in parameters])
         return {p for p, any_rank in zip(parameters, found, strict=True) if any_rank}
+
+    # --- for checkpoints ---------------------------------------------------------------------------------------------
+
+    def _held(self):
+        """{bucket: [(Piece, tensor)]} of what this rank's optimizer updates: here all parameters, whole."""
+        return {bucket: [(Piece(slot, 0, slot.end - slot.first, slot.first), slot.parameter) for slot in bucket.slots]
+                for bucket in self.buckets}
+
+    def _shared_out(self):
+        """The same, but each element on one rank alone."""
+        return {bucket: [(piece, piece.slot.parameter) for piece in bucket.pieces(self.comm.rank)]
+                for bucket in self.buckets}
+
+    def _members(self):
+        """[names of the parameters] of each param group."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [[names[p] for p in group["params"]] for group in self.param_groups]
+
+    def _loaded(self):
+        """What `_held` names has been written to."""
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

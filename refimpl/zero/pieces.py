@@ -13,7 +13,8 @@ LOW = (torch.float16, torch.bfloat16)
 
 
 class Pieces:
-    """The pieces of all buckets on one rank, as parameters. `of[bucket]`: [(Piece, Parameter)].
+    """The pieces of all buckets on one rank, as parameters. `of[bucket]`: [(Piece, Parameter)]. `members`: the names of
+    the whole parameters in each param group, those of which this rank has no piece, too.
 
     A 16-bit parameter's piece is an fp32 copy, its master, which is rounded into the bucket's shard after each step;
     an fp32 one's is a view of the shard itself.
@@ -32,6 +33,8 @@ class Pieces:
     def _groups(self, groups, named):
         """The caller's groups, each parameter replaced by this rank's piece of it, if it has one."""
         given = [{"params": [p for _, p in named]}] if groups is None else groups(named)
+        given, names = [{**group, "params": list(group["params"])} for group in given], {p: name for name, p in named}
+        self.members = [[names[p] for p in group["params"]] for group in given]
         mine = [{**group, "params": [self._by_parameter[p] for p in group["params"] if p in self._by_parameter]}
                 for group in given]
         if not any(group["params"] for group in mine):  # more ranks than parameters: an optimizer takes no empty list
@@ -60,12 +63,16 @@ class Pieces:
                 gradient, own.grad = own.grad.to(own.dtype), None
                 own.grad_dtype, own.grad = own.dtype, gradient
         self.optimizer.step()
-        if bucket in self.masters:
-            shards[bucket].copy_(self.masters[bucket])
+        self.round(bucket, shards)
         for _, own in self.of[bucket]:
             own.grad = None
         for own, gradient in waiting:
             own.grad = gradient
+
+    def round(self, bucket, shards):
+        """The bucket's shard from its masters, if it has any."""
+        if bucket in self.masters:
+            shards[bucket].copy_(self.masters[bucket])
 
 
 def _parameter(shard, piece, bucket):

@@ -21,6 +21,8 @@ class Zero1(DataParallel):
     Adam and SGD do. `no_sync` as before: gradients are whole until they are reduced, in the last micro-batch.
     """
 
+    stage = 1
+
     def _make_optimizer(self, optimizer, groups, named):
         self.shards = {bucket: bucket.shard(self.flat[bucket], self.comm.rank) for bucket in self.buckets}
         self._gradient_shards = {}
@@ -92,3 +94,20 @@ class Zero1(DataParallel):
     def _after_update(self, bucket):
         """Begin to bring every rank's shard of the parameters to all."""
         return self.comm.all_gather(self.shards[bucket], out=self.flat[bucket], async_op=True)
+
+    # --- for checkpoints ---------------------------------------------------------------------------------------------
+
+    def _held(self):
+        return self.pieces.of
+
+    _shared_out = _held
+
+    def _members(self):
+        return self.pieces.members
+
+    def _loaded(self):
+        for bucket in self.buckets:
+            self.pieces.round(bucket, self.shards)
+            handle = self._after_update(bucket)
+            if handle is not None:
+                handle.wait()

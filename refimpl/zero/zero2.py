@@ -20,6 +20,8 @@ from .zero1 import Zero1
 class Zero2(Zero1):
     """`Zero1` that keeps gradients in shards: same arguments, same numbers."""
 
+    stage = 2
+
     def no_sync(self):
         """Nothing changes in here: each micro-batch is reduced, since no rank has room for whole gradients."""
         return contextlib.nullcontext()

@@ -44,6 +44,8 @@ class Zero3(Zero2):
     engine.gathered():` brings them for a while.
     """
 
+    stage = 3
+
     def __init__(self, model, comm, *args, units=None, look_ahead=LOOK_AHEAD, max_live_parameters=10**9,
                  persistence_threshold=0, reshard_after_forward=True, **options):
         self.units = default_units(model) if units is None else list(units)
@@ -110,6 +112,10 @@ class Zero3(Zero2):
         """What stays whole is gathered now, all else when it is needed."""
         return self.comm.all_gather(self.shards[bucket], out=self.full[bucket], async_op=True) if self._stays(
             bucket) else None
+
+    def _loaded(self):
+        self._let_all_go()
+        super()._loaded()
 
     # --- around each unit --------------------------------------------------------------------------------------------
 
