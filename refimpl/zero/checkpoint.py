@@ -35,7 +35,8 @@ from . import manifest as manifests
 from .agreement import agreed, check_phase
 from .durable import sync_folder, widest_first, write_tensors
 from .manifest import CheckpointError
-from .recipe import describe, differences, elements, listed, merged, places, rest_of, set_hyperparameters, state_of, states_of
+from .recipe import describe, differences, listed, rest_of, set_hyperparameters
+from .states import elements, merged, places, state_of, states_of
 
 REST = "rest.safetensors"
 
@@ -58,7 +59,7 @@ def save(engine, directory):
     check_phase(comm, "save", engine._steps, engine._micro_batches)
     first = comm.rank == 0
     check_no_gradients(engine, "save")
-    states = merged(agreed(comm, lambda: states_of(engine)))
+    states = merged(agreed(comm, lambda: describe(engine) and states_of(engine)))
     name = agreed(comm, lambda: manifests.begin(directory, engine._steps) if first else None)[0]
     files = agreed(comm, lambda: _write(engine, directory / name))
     agreed(comm, lambda: _commit(engine, directory, name, states, files) if first else None)
@@ -76,6 +77,9 @@ def check_no_gradients(engine, doing):
 
 def _write(engine, folder):
     """This rank's files: {name: bytes and hash}, synced."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}, which rank 0 has made, is not there: save to a file system that all ranks "
+                                "share")
     named = list(_share(engine)) + list(_generators(engine.comm.device).items())
     about = {file_of(engine.comm.rank): _write_named(folder / file_of(engine.comm.rank), named)}
     if engine.comm.rank == 0 and (rest := rest_of(engine)):
@@ -105,13 +109,8 @@ def _generators(device):
 
 
 def _commit(engine, directory, name, states, written):
-    files = {}
-    for rank, about in enumerate(written):
-        for file, said in about.items():
-            if not (directory / name / file).is_file():
-                raise FileNotFoundError(f"rank {rank} wrote {directory / name / file}, which rank 0 does not see: save "
-                                        "to a file system that all ranks share")
-            files[file] = said
+    """Rank 0 makes what all ranks have `written` the checkpoint."""
+    files = {file: about for each in written for file, about in each.items()}
     for rank in range(engine.comm.world_size):
         files[file_of(rank)]["pieces"] = {piece.slot.name: [piece.first, piece.end] for bucket in engine.buckets
                                           for piece in bucket.pieces(rank)}

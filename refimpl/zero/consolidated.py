@@ -1,8 +1,8 @@
 """The shards of all ranks put together on rank 0, and shared out again.
 
-Buckets are gathered one at a time, each tensor of the optimizer's state by itself: what is on its way is a bucket, or two.
-Only rank 0 keeps the result, in host memory: with Adam in fp32 4Ψ + 8Ψ bytes. A state_dict on every rank would be N
-times that on one machine.
+Buckets are gathered one at a time, each tensor of the optimizer's state by itself: what is on its way is a bucket,
+or two. Only rank 0 keeps the result, in host memory: with Adam in fp32 4Ψ + 8Ψ bytes. On every rank it would be N times
+that on one machine.
 """
 
 import json
@@ -15,8 +15,8 @@ from .agreement import agreed, check_phase, told_by_first
 from .checkpoint import accepted, check_no_gradients
 from .durable import make_folder, replace, widest_first, write_tensors
 from .manifest import CheckpointError
-from .recipe import (describe, differences, elements, kind_of, listed, merged, name_of, places, rest_of,
-                     set_hyperparameters, states_of)
+from .recipe import describe, differences, listed, name_of, rest_of, set_hyperparameters
+from .states import elements, kind_of, merged, places, states_of
 
 
 def state_dict(engine):
@@ -172,10 +172,10 @@ def _described(engine, sd):
     """(recipe, states) of a state_dict, as `describe` and `merged` give them of an engine."""
     missing = [key for key in ("model", "optimizer", "class", "step", "param_groups") if key not in sd]
     if missing:
-        raise CheckpointError(f"rank 0's state_dict has no {missing[0]!r}: expected what engine.state_dict() gave there")
+        raise CheckpointError(f"rank 0's state_dict has no {missing[0]!r}: expected what engine.state_dict() gave")
     model, trained = sd["model"], sd["optimizer"]
     names = {name: first for name, first in _names(engine.model).items() if name in model}
-    looks = {name: {"shape": list(x.shape), "dtype": name_of(x.dtype), "held": name_of(x.dtype)}
+    looks = {name: {"shape": list(x.shape), "dtype": name_of(x.dtype)}
              for name, x in model.items() if names.get(name, name) == name}
     groups = [{"parameters": list(group["params"]),
                "hyperparameters": {key: value for key, value in group.items() if key != "params"}}
@@ -183,7 +183,7 @@ def _described(engine, sd):
     states = {name: {key: kind_of(key, value, model[name], name) for key, value in state.items()}
               for name, state in trained.items() if name in model}
     return {"optimizer": sd["class"], "groups": groups, "step": sd["step"],
-            "parameters": {name: look for name, look in looks.items() if name in trained},
+            "parameters": {name: {**look, "held": look["dtype"]} for name, look in looks.items() if name in trained},
             "rest": {name: look for name, look in looks.items() if name not in trained}}, states
 
 

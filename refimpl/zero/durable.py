@@ -69,7 +69,7 @@ def _parts(specs, tensors, metadata):
     yield header_of(specs, metadata)
     for (name, dtype, shape), tensor in zip(specs, tensors, strict=True):
         if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, {tensor.dtype}: the header says {shape}, {dtype}")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, {tensor.dtype}: expected {shape}, {dtype}")
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
