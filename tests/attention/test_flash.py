@@ -44,6 +44,7 @@ def close(ours, expected, tolerance=1e-5):
 @example(T=40, S=20, D=16, heads=(4, 2), causal=True, window=None, dropout_p=0.3, tile=(16, 16), scale=None)
 @example(T=20, S=40, D=16, heads=(1, 1), causal=False, window=10**12, dropout_p=0.0, tile=(16, 32), scale=None)
 @example(T=50, S=20, D=16, heads=(1, 1), causal=False, window=25, dropout_p=0.0, tile=(16, 16), scale=None)
+@example(T=40, S=40, D=16, heads=(1, 1), causal=True, window=17, dropout_p=0.0, tile=(16, 16), scale=None)
 def test_it_is_the_reference(T, S, D, heads, causal, window, dropout_p, tile, scale, kit):
     inputs = kit.inputs(1 if T > 20 else 2, *heads, T, S, D)
     options = {"causal": causal, "window": window, "dropout_p": dropout_p, "scale": scale, "seed": 5}
