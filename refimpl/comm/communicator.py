@@ -45,7 +45,7 @@ class Communicator:
         self.ranks = tuple(ranks or range(world_size))
         self._group, self._debug, self._parent = group, debug, parent
         self._sent = dict.fromkeys(COLLECTIVES, 0)
-        self._pending = set()  # handles that nobody has waited for
+        self._pending = set()  # handles that were dropped before anybody waited for them
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
         self._gather, self._scatter = ((all_gather_single, reduce_scatter_single) if self._nccl else

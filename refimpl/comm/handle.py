@@ -14,8 +14,12 @@ class Handle:
         self._works, self._result, self._landing, self._lent = works, result, landing, lent
         self._references = references
         self._pending = set() if pending is None else pending
-        self._pending.difference_update([handle for handle in self._pending if handle.done()])
-        self._pending.add(self)  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
+        if self._pending:
+            self._pending.difference_update([handle for handle in self._pending if handle.done()])
+
+    def __del__(self):
+        if not self.done():  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
+            self._pending.add(self)
 
     def wait(self):
         """End it; its result."""
@@ -28,7 +32,6 @@ class Handle:
         if self._landing is not None:
             landed(self._landing, self._result)
         self._landing, self._lent = None, ()
-        self._pending.discard(self)
         return self._result
 
     def done(self):

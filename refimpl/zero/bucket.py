@@ -22,6 +22,10 @@ class Slot(NamedTuple):
     first: int
     end: int
 
+    def view(self, flat):
+        """The parameter's place in a flat tensor of the bucket, in its shape."""
+        return flat[self.first : self.end].view(self.parameter.shape)
+
 
 class Piece(NamedTuple):
     """What one shard holds of a parameter: its elements first … end − 1, which begin at `place` in the shard."""
@@ -52,7 +56,14 @@ class Bucket:
 
     def views(self, flat):
         """Each parameter's place in a flat tensor of this bucket, in its shape."""
-        return [flat[slot.first : slot.end].view(slot.parameter.shape) for slot in self.slots]
+        return [slot.view(flat) for slot in self.slots]
+
+    def clear_rest(self, flat):
+        """Zeros where no parameter lies."""
+        ends = [0, *(slot.end for slot in self.slots)]
+        for end, first in zip(ends, [*(slot.first for slot in self.slots), self.numel], strict=True):
+            if end < first:
+                flat[end:first].zero_()
 
     def shard(self, flat, rank):
         """Rank's shard of a flat tensor of this bucket."""

@@ -51,7 +51,8 @@ class DataParallel:
         self.buckets = self._lay_out(named, bucket_bytes)
         check_model(comm, self.buckets)
         self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
-        self._views, self._gradients = {}, {}  # parameter → its place in a buffer of gradients; bucket → that buffer
+        self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+        self._gradients, self._views = {}, {}  # bucket → its buffer; parameter → its gradient in there, once there is one
         self._used, self._missing, self._launched, self._handles = set(), {}, 0, {}
         self._running = False  # whether a backward is
         self._syncing, self._synced, self._steps, self._micro_batches = True, False, 0, 0
@@ -221,19 +222,29 @@ class DataParallel:
 
     def _take(self, bucket, parameter):
         """The gradient lies in its bucket's buffer, where autograd adds to it from then on."""
-        self._allocate(bucket)
-        view = self._views[parameter]
-        if parameter.grad is not view:
-            view.copy_(parameter.grad)
-            parameter.grad = view
+        if parameter.grad is not self._views.get(parameter):
+            parameter.grad = self._views[parameter] = self._placed(bucket, parameter, parameter.grad)
 
-    def _allocate(self, bucket):
-        if bucket not in self._gradients:
-            flat = self._gradients[bucket] = self._buffer(bucket)
-            self._views |= {slot.parameter: view for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)}
+    def _placed(self, bucket, parameter, gradient):
+        """The gradient in its bucket's buffer; one that fills the bucket alone is the buffer."""
+        if self._is_whole(bucket, gradient):
+            self._gradients[bucket] = mark(gradient, "gradients").view(-1)
+            return gradient
+        return self._slot_of[parameter].view(self._buffer(bucket)).copy_(gradient)
+
+    def _is_whole(self, bucket, gradient):
+        return bucket not in self._gradients and gradient.numel() == bucket.numel and gradient.is_contiguous()
 
     def _buffer(self, bucket):
-        return mark(torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device), "gradients")
+        """What is not in `_views` of it is not to be read."""
+        if bucket not in self._gradients:
+            self._gradients[bucket] = self._new_buffer(bucket, bucket.dtype)
+        return self._gradients[bucket]
+
+    def _new_buffer(self, bucket, dtype):
+        flat = mark(torch.empty(bucket.numel, dtype=dtype, device=bucket.device), "gradients")
+        bucket.clear_rest(flat)
+        return flat
 
     def _launch_ready(self):
         """Begin the collectives of the buckets that are complete, in order: it is the same on all ranks."""
@@ -246,7 +257,9 @@ class DataParallel:
             self._reduced(oldest, self._handles.pop(oldest).wait())
         bucket = self.buckets[self._launched]
         self._launched += 1
-        self._allocate(bucket)
+        for slot in bucket.slots:
+            if slot.parameter not in self._views:  # this rank has not used it
+                self._views[slot.parameter] = slot.view(self._buffer(bucket)).zero_()
         self._handles[bucket] = self._reduce(bucket)
 
     def _reduce(self, bucket):

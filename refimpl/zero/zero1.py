@@ -10,6 +10,7 @@ which together is what an all_reduce sends: 2Ψ, as before. Bytes with Adam in f
 et al. 2020), sections 5.1 and 7.
 """
 
+from ..comm.tensors import same_memory
 from .data_parallel import DataParallel
 from .pieces import Pieces
 
@@ -65,16 +66,14 @@ class Zero1(DataParallel):
             self._gradient_shards[bucket] = shard
         self.pieces.give(bucket, self._gradient_shards[bucket], self._bucket_of)
 
-    def _allocate(self, bucket):
+    def _buffer(self, bucket):
         """For a micro-batch after one that was reduced the buffer is used again."""
-        if bucket in self._gradient_shards and bucket.slots[0].parameter not in self._views:
-            shard = self._gradient_shards[bucket]
-            if shard.untyped_storage().data_ptr() == self._gradients[bucket].untyped_storage().data_ptr():
-                self._gradient_shards[bucket] = shard.clone()
-                self.pieces.give(bucket, self._gradient_shards[bucket], self._bucket_of)
-            flat = self._gradients[bucket].zero_()
-            self._views |= {slot.parameter: view for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)}
-        super()._allocate(bucket)
+        shard = self._gradient_shards.get(bucket)
+        if bucket in self._gradients and shard is not None and same_memory(
+                shard, bucket.shard(self._gradients[bucket], self.comm.rank)):
+            self._gradient_shards[bucket] = shard.clone()
+            self.pieces.give(bucket, self._gradient_shards[bucket], self._bucket_of)
+        return super()._buffer(bucket)
 
     # --- step --------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,7 @@ reduced, k · Ψ, and with the parameters (k + 1)Ψ in place of 2Ψ.
 
 import contextlib
 
-import torch
-
 from ..memory import mark
-from .data_parallel import DataParallel
 from .zero1 import Zero1
 
 
@@ -27,20 +24,18 @@ class Zero2(Zero1):
         return contextlib.nullcontext()
 
     def _take(self, bucket, parameter):
-        """The gradient is copied to its bucket's buffer and freed; or is the buffer, if it fills it alone."""
-        if parameter.numel() == bucket.numel and self.reduce_dtype in (None, bucket.dtype):
-            self._gradients[bucket] = mark(parameter.grad.reshape(-1), "gradients")
-            parameter.grad = None
-            return
-        self._allocate(bucket)
-        self._views[parameter].copy_(parameter.grad)
-        parameter.grad = None
+        """The gradient is in its bucket's buffer, and there alone."""
+        gradient, parameter.grad = parameter.grad, None
+        self._views[parameter] = self._placed(bucket, parameter, gradient)
 
-    _allocate = DataParallel._allocate
+    def _is_whole(self, bucket, gradient):
+        return super()._is_whole(bucket, gradient) and self.reduce_dtype in (None, bucket.dtype)
 
     def _buffer(self, bucket):
-        dtype = self.reduce_dtype or bucket.dtype
-        return mark(torch.zeros(bucket.numel, dtype=dtype, device=bucket.device), "gradients")
+        """In what it is added up in, since it is not kept."""
+        if bucket not in self._gradients:
+            self._gradients[bucket] = self._new_buffer(bucket, self.reduce_dtype or bucket.dtype)
+        return self._gradients[bucket]
 
     def _reduce(self, bucket):
         """Begin to average one bucket."""

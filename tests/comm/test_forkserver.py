@@ -1,6 +1,7 @@
 """The process that forks ranks, as its owner sees it: from a script, a notebook, an interrupted or a killed caller."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import nbclient
 import nbformat
 import psutil
 import pytest
+import torch
 
 from refimpl.comm import RankError, forkserver, launch
 
@@ -191,3 +193,19 @@ def test_after_the_fork_server_is_gone_the_next_call_starts_another():
     assert time.monotonic() - start < 5
     assert launch(lambda comm: comm.rank, 2) == [0, 1]
     assert forkserver._current._process is not first
+
+
+def faults(comm):
+    """Page faults of making and freeing 16 MiB, once that has been done a few times."""
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(2**22).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks glibc")
+def test_a_rank_keeps_what_tensors_free_for_the_next_ones(monkeypatch):
+    assert max(launch(faults, 2)) < 8
+    monkeypatch.setattr(forkserver, "KEEP_FREED", {"MALLOC_MMAP_THRESHOLD_": "131072"})
+    monkeypatch.setenv("TORCH_OTHERWISE", "1")  # which asks for another server
+    assert min(launch(faults, 2)) >= 8  # pages of 2 MiB at the most
