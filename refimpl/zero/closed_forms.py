@@ -57,8 +57,8 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
         stays = all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)
         held = (bucket.numel if stage < 3 else 0) + (shard if stage == 3 else 0) + bucket.numel * (stage == 3 and stays)
         parameters += held * bucket.dtype.itemsize
-        gradients += (shard if stage >= 2 else bucket.numel) * (
-            reduce_dtype if reduce_dtype and stage >= 2 else bucket.dtype).itemsize
+        cut = stage >= 2 or stage == 1 and reduce_dtype not in (None, bucket.dtype)  # not in the buffer: it goes
+        gradients += shard * (reduce_dtype or bucket.dtype).itemsize if cut else bucket.nbytes
         mine = ([(slot.end - slot.first) for slot in bucket.slots] if stage == 0 else
                 [piece.end - piece.first for piece in bucket.pieces(rank)])
         itemsize = 4 if low and stage else bucket.dtype.itemsize

@@ -10,6 +10,7 @@ which together is what an all_reduce sends: 2Ψ, as before. Bytes with Adam in f
 et al. 2020), sections 5.1 and 7.
 """
 
+from ..memory import mark
 from .data_parallel import DataParallel
 from .pieces import Pieces
 
@@ -51,8 +52,10 @@ class Zero1(DataParallel):
         return self.comm.reduce_scatter(flat.to(self.reduce_dtype), "avg", async_op=True)
 
     def _reduced(self, bucket, shard):
-        """The rest of the buffer has done its work."""
-        self._add(bucket, shard)
+        """The rest of the buffer has done its work; it goes if the shard, in `reduce_dtype`, is not in it."""
+        if shard.dtype != bucket.dtype:
+            del self._gradients[bucket]
+        self._add(bucket, mark(shard, "gradients"))
         for slot in bucket.slots:
             slot.parameter.grad = None
             self._views.pop(slot.parameter, None)
@@ -67,7 +70,7 @@ class Zero1(DataParallel):
 
     def _allocate(self, bucket):
         """For a micro-batch after one that was reduced the buffer is used again."""
-        if bucket in self._gradient_shards and bucket.slots[0].parameter not in self._views:
+        if bucket in self._gradients and bucket.slots[0].parameter not in self._views:
             shard = self._gradient_shards[bucket]
             if shard.untyped_storage().data_ptr() == self._gradients[bucket].untyped_storage().data_ptr():
                 self._gradient_shards[bucket] = shard.clone()
