@@ -76,7 +76,7 @@ def polled(comm):
 
 
 def test_a_collective_can_be_asked_whether_it_is_done_under_a_tracker_and_a_profiler():
-    """Without `unrecorded` gloo's thread and the one that asks wait for each other, within some dozen of collectives."""
+    """Without `unrecorded` gloo's thread and the one that asks wait for each other, within some dozens."""
     assert launch(polled, 2, timeout=20) == [[2.0] * 4] * 2
 
 
