@@ -125,6 +125,13 @@ class Recomputed(nn.Module):
         return x
 
 
+def three_layers(seed=0):
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
+                         nn.Linear(WIDTH, WIDTH))
+
+
 MODELS = {
     "unused": functools.partial(Unused, True), "unused on a rank": functools.partial(Unused, False),
     "frozen": Frozen, "twice": Twice, "recomputed": functools.partial(Recomputed, False),
