@@ -67,12 +67,13 @@ class Zero3(Zero2):
     @contextlib.contextmanager
     def gathered(self):
         """All parameters whole, to be read; what is written to them is lost."""
-        for bucket in self.buckets:
+        going = [bucket for bucket in self.buckets if not self._stays(bucket)]
+        for bucket in going:
             self.gathering.need(bucket)
         try:
             yield
         finally:
-            for bucket in self.buckets:
+            for bucket in going:
                 self.gathering.let_go(bucket)
 
     # --- where parameters are ----------------------------------------------------------------------------------------

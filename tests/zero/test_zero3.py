@@ -66,6 +66,26 @@ def test_outside_of_a_step_parameters_are_empty_and_gathered_brings_them():
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
 
 
+def looked_at(comm):
+    """Parameters are read between steps, or not; the small ones stay."""
+    found = []
+    for looks in (False, True):
+        engine = Zero3(model_of("twice"), comm, ADAMW, persistence_threshold=50)
+        for step in range(3):
+            engine.backward(square(engine, rows_of(comm, step)))
+            engine.step()
+            if looks:
+                parameters_of(engine)
+            assert engine.model.scale.untyped_storage().nbytes() > 0
+        found.append(parameters_of(engine))
+    return found
+
+
+def test_what_stays_is_there_after_all_was_gathered():
+    for without, with_it in launch(looked_at, 2):
+        assert equal(without, with_it)
+
+
 def evaluated(comm):
     """A forward without gradients, between two steps and in one of them, leaves nothing and changes nothing."""
     found = []
