@@ -40,8 +40,8 @@ class Zero3(Zero2):
     - `persistence_threshold`: parameters of fewer elements stay whole; for the optimizer they are in shards.
     - `reshard_after_forward`: False keeps units whole from forward to backward: 2Ψ on the wire, and Ψ in memory.
 
-    Outside of forward and backward the model's parameters are empty, and torch says so when they are used; `with
-    engine.gathered():` brings them for a while.
+    Outside of forward and backward the model's parameters are away: they read as NaN, and what is written to
+    them is refused or lost. `with engine.gathered():` brings them for a while.
     """
 
     stage = 3

@@ -1,6 +1,7 @@
 """Stage 3: parameters are in shards, and whole while a unit computes with them."""
 
 import functools
+import unittest.mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from refimpl import memory
 from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.zero import Zero3
 from refimpl.zero.closed_forms import model_state_bytes
+from refimpl.zero.gathering import Gathering
 from refimpl.zero.zero3 import default_units, unit_buckets
 
 
@@ -55,15 +57,44 @@ def test_few_units_are_whole_at_once():
     assert most_parameters(ParametersKept, look_ahead=0) == 2 + 8
 
 
-def test_outside_of_a_step_parameters_are_empty_and_gathered_brings_them():
-    model = model_of("twice")
+class Emptied(Zero3):
+    """The mutant: parameters that are away are views of a storage without bytes."""
+
+    def _hold_parameters(self):
+        with unittest.mock.patch.object(Gathering, "_hide"):
+            super()._hold_parameters()
+
+
+def looking(comm, make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = Zero3(model, FakeCommunicator(0, 1), SGD)
-    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+    engine = make(model, comm, SGD)
+
+    def is_away():
+        return all(p.isnan().all() and p.clone().shape == expected[name].shape for name, p in model.named_parameters())
+
+    assert is_away() and "nan" in repr(model[0].weight)
+    with pytest.raises(RuntimeError, match="refers to a single memory location"), torch.no_grad():
+        model[0].weight.copy_(expected["0.weight"])
     with pytest.raises(ArithmeticError), engine.gathered():
         assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
         raise ArithmeticError
-    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+    assert is_away()
+    with torch.no_grad():
+        model[0].weight.zero_()  # torch lets it pass; until the step's end all read so
+    for _ in range(2):
+        engine.backward(square(engine, torch.ones(2, 4)))
+        engine.step()
+        assert is_away()
+    return parameters_of(engine), expected
+
+
+def test_outside_of_a_step_parameters_are_nan_and_gathered_brings_them():
+    (ours, before), = launch(looking, 1, Zero3)
+    assert not equal(ours, before) and all(p.isfinite().all() for p in ours.values())
+    with pytest.raises(RankError, match="rank 0 was killed by SIGSEGV"):
+        launch(looking, 1, Emptied)
 
 
 def looked_at(comm):
