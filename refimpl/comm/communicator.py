@@ -24,7 +24,7 @@ from .groups import new_group
 from .handle import Handle, landed
 from .tensors import NAMED, as_bytes, check_out, look, reduction, resolved, same_memory
 from .traffic import COLLECTIVES, Traffic, ring_traffic
-from .versions import all_gather_single, lend, reduce_scatter_single, unseen, watched
+from .versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
 
 IN_PLACE = ("all_reduce", "broadcast")  # torch takes one tensor, to read from and to write to
 
@@ -187,7 +187,7 @@ class Communicator:
             call(given, taken, self._group, False)
             return out if landing is out else landed(landing, out)
         lent, references = lend(given, taken)
-        handle = Handle([call(*lent, self._group, True)], out, landing, lent, references, self._pending)
+        handle = Handle([unrecorded(call, *lent, self._group, True)], out, landing, lent, references, self._pending)
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):

@@ -19,6 +19,21 @@ unseen = torch._C._DisableTorchDispatch
 watched = torch._C._len_torch_dispatch_stack  # how many trackers see each operation
 
 
+def unrecorded(call, *args):
+    """`call(*args)`, which begins a collective: none of the profiler's where a tracker looks on.
+
+    What a profiler wants to do at a collective's end holds on to the tracker. gloo's thread drops it under the lock of
+    the work, and needs the interpreter for that, which whoever asks `is_completed` has while waiting for that lock.
+    """
+    if not watched():
+        return call(*args)
+    torch._C._autograd._enable_record_function(False)
+    try:
+        return call(*args)
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
 def lend(*tensors):
     """`tensors` for torch to work on, and how many references there are to each, for `let_go`.
 

@@ -53,7 +53,7 @@ class Failure:
     text: str = ""  # traceback, or where it hangs
     when: float = 0.0
     exception: bytes | None = None
-    consequence: bool = False  # torch.distributed raised it: perhaps only because another rank is gone
+    consequence: bool = False  # torch.distributed raised it, perhaps because another rank is gone; or it tells of one
 
 
 def run(rank, control, out, err, stacks, payload, listener=None):
@@ -176,7 +176,9 @@ def describe(rank, error):
         pickle.loads(exception)
     except Exception:  # it will be told in words only
         exception = None
-    return Failure(rank, what, text, time.monotonic(), exception, _from_distributed(error))
+    # Where ranks tell each other of an exception, those that had none raise a RankError that names the one that had.
+    of_another = type(error) is RankError and error.ranks and rank not in error.ranks
+    return Failure(rank, what, text, time.monotonic(), exception, bool(of_another) or _from_distributed(error))
 
 
 def _from_distributed(error):

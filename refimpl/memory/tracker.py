@@ -159,7 +159,7 @@ class Tracker(StorageMode):
 
     def enter_step(self, optimizer):
         """An optimizer's step begins: gradients that were assigned by hand are found now at the latest."""
-        self._adopt(optimizer)
+        self._adopt_optimizer(optimizer)
         self._stepping += 1
 
     def enter_closure(self):
@@ -174,7 +174,7 @@ class Tracker(StorageMode):
     def leave_step(self, optimizer):
         """An optimizer's step ended: state that it created lazily has a name now."""
         self._stepping = max(0, self._stepping - 1)
-        self._adopt(optimizer)
+        self._adopt_optimizer(optimizer)
 
     def saved(self, tensor):
         """Autograd saved the tensor itself."""
@@ -225,12 +225,7 @@ class Tracker(StorageMode):
             for buffer in thing.buffers():
                 self.own_buffer(buffer)
         elif isinstance(thing, torch.optim.Optimizer):
-            self._met[thing] = None
-            for group in thing.param_groups:
-                for parameter in group["params"]:
-                    self._watch_gradient(parameter)
-                    for record in self._of(parameter):
-                        record.held_by_optimizer = True
+            self._adopt_optimizer(thing)
             for tensor in tensors_in(list(thing.state.values())):
                 self._role(tensor, OPTIMIZER_STATE)
         elif isinstance(thing, torch.Tensor):
@@ -241,6 +236,18 @@ class Tracker(StorageMode):
         else:
             raise TypeError(f"track({type(thing).__name__}): expected models, optimizers, tensors, or lists and dicts "
                             "of these (not a model's parameters: the model)")
+
+    def _adopt_optimizer(self, optimizer):
+        """What it updates, and the state that it keeps of that. All of its state would be too much to look at in each
+        step of one that takes some of its parameters at a time."""
+        self._met[optimizer] = None
+        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+            self._watch_gradient(parameter)
+            for record in self._of(parameter):
+                record.held_by_optimizer = True
+            if parameter in optimizer.state:
+                for tensor in tensors_in(optimizer.state[parameter]):
+                    self._role(tensor, OPTIMIZER_STATE)
 
     def _adopt_again(self):
         """At the end: what was assigned by hand, gradients, loaded state, parameters in another type."""

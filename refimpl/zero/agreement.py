@@ -89,7 +89,8 @@ def _tell(comm, text):
 
 
 def _tensor(text, length, device):
-    return torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8).to(device)
+    padded = bytearray(text.ljust(length + 1))  # a buffer of no bytes is refused
+    return torch.frombuffer(padded, dtype=torch.uint8)[:length].to(device)
 
 
 def _text(tensor):

@@ -124,6 +124,10 @@ def _commit(engine, directory, name, states, written):
 def load(engine, directory):
     """Make `engine` what was saved in `directory`: any stage, any number of ranks, any sizes of buckets; gradients go.
 
+    An optimizer of the same class has the hyper-parameters and the state that were saved, no more and no less: one made
+    without momentum goes on with it, one with momentum loses its buffers to a checkpoint that has none. Of another
+    class it is refused, also where it keeps less (SGD for AdamW's): it would go on, but as nothing that was trained.
+
     CheckpointError on all ranks, before anything is changed, for a manifest or a file that is missing, cut short or
     damaged, naming it; for another model, optimizer, param groups or format, naming what differs. See the head of
     `recipe` for parameters of 16 bits.

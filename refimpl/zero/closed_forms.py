@@ -52,20 +52,23 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
     if optimizer not in STATES:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(STATES)}")
     parameters = gradients = states = 0
+    away = {}  # of each dtype one number, which parameters show that are away
     for bucket in buckets:
         low, shard = bucket.dtype in LOW, bucket.shard_numel
         stays = all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)
         held = (bucket.numel if stage < 3 else 0) + (shard if stage == 3 else 0) + bucket.numel * (stage == 3 and stays)
         parameters += held * bucket.dtype.itemsize
-        gradients += (shard if stage >= 2 else bucket.numel) * (
-            reduce_dtype if reduce_dtype and stage >= 2 else bucket.dtype).itemsize
+        away |= {(bucket.dtype, bucket.device): bucket.dtype.itemsize} if stage == 3 and not stays else {}
+        cut = stage >= 2 or stage == 1 and reduce_dtype not in (None, bucket.dtype)  # not in the buffer: it goes
+        gradients += shard * (reduce_dtype or bucket.dtype).itemsize if cut else bucket.nbytes
         mine = ([(slot.end - slot.first) for slot in bucket.slots] if stage == 0 else
                 [piece.end - piece.first for piece in bucket.pieces(rank)])
         itemsize = 4 if low and stage else bucket.dtype.itemsize
         states += (4 * shard if low and stage else 0) + STATES[optimizer] * itemsize * sum(mine)
         states += 4 * len(mine) * (optimizer in ("adam", "adamw"))
     rest = [p for p in model.parameters() if not p.requires_grad]
-    return Ledger({"parameters": parameters + sum(p.nbytes for p in rest), "gradients": gradients,
+    parameters += sum(away.values()) + sum(p.nbytes for p in rest)
+    return Ledger({"parameters": parameters, "gradients": gradients,
                    "optimizer state": states})
 
 

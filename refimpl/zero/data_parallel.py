@@ -52,7 +52,7 @@ class DataParallel:
         check_model(comm, self.buckets)
         self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
-        self._gradients, self._views = {}, {}  # bucket → its buffer; parameter → its gradient in there, once there is one
+        self._gradients, self._views = {}, {}  # bucket → its buffer; parameter → its gradient in there, once it has one
         self._used, self._missing, self._launched, self._handles = set(), {}, 0, {}
         self._running = False  # whether a backward is
         self._syncing, self._synced, self._steps, self._micro_batches = True, False, 0, 0

@@ -6,6 +6,10 @@ anything is.
 
 from collections import Counter
 
+import torch
+
+from ..memory import mark
+
 
 class Gathering:
     """Whole parameters of buckets whose shards are in `shards`; `full[bucket]` is the tensor that they come to.
@@ -17,8 +21,12 @@ class Gathering:
     def __init__(self, comm, shards, full, look_ahead, limit):
         self.comm, self.shards, self.full = comm, shards, full
         self.look_ahead, self.limit = look_ahead, limit
+        self._views, self._away, self._nothing = {}, {}, {}  # bucket → parameters that are here, away; dtype → NaN
         self._users, self._whole, self._coming = Counter(), set(), {}
         self._order, self._seen = [], []  # buckets in the order of the last step, and of this one
+        for bucket, tensor in full.items():
+            if not tensor.untyped_storage().nbytes():
+                self._hide(bucket)
 
     def need(self, bucket):
         """`bucket` is whole from here on, until it is let go as often as it was needed."""
@@ -57,6 +65,8 @@ class Gathering:
         for bucket in list(self._whole):
             self.drop(bucket)
         self._order, self._seen = self._seen, []
+        for nothing in self._nothing.values():
+            nothing.fill_(torch.nan)  # somebody may have filled a parameter with zeros, say
 
     def live(self):
         """Elements that are whole or on their way."""
@@ -70,6 +80,10 @@ class Gathering:
     def _begin(self, bucket):
         full = self.full[bucket]
         full.untyped_storage().resize_(bucket.nbytes)
+        if bucket not in self._views:  # which cannot be made of a storage without bytes
+            self._views[bucket] = bucket.views(full)
+        for slot, view in zip(bucket.slots, self._views[bucket], strict=True):
+            slot.parameter.data = view
         self._coming[bucket] = self.comm.all_gather(self.shards[bucket], out=full, async_op=True)
 
     def _begin_ahead(self):
@@ -86,4 +100,17 @@ class Gathering:
 
     def _free(self, bucket):
         self._whole.discard(bucket)
+        self._hide(bucket)
         self.full[bucket].untyped_storage().resize_(0)
+
+    def _hide(self, bucket):
+        """Parameters that are away read as NaN: one number, seen in their shape. Of a storage without bytes torch reads
+        all the same, at address 0, and a `print(parameter)` would be the end of the process."""
+        if bucket not in self._away:
+            kind = bucket.dtype, bucket.device
+            if kind not in self._nothing:
+                nothing = torch.full((), torch.nan, dtype=bucket.dtype, device=bucket.device)
+                self._nothing[kind] = mark(nothing, "parameters")
+            self._away[bucket] = [self._nothing[kind].expand(slot.parameter.shape) for slot in bucket.slots]
+        for slot, away in zip(bucket.slots, self._away[bucket], strict=True):
+            slot.parameter.data = away

@@ -11,6 +11,7 @@ et al. 2020), sections 5.1 and 7.
 """
 
 from ..comm.tensors import same_memory
+from ..memory import mark
 from .data_parallel import DataParallel
 from .pieces import Pieces
 
@@ -52,8 +53,10 @@ class Zero1(DataParallel):
         return self.comm.reduce_scatter(flat.to(self.reduce_dtype), "avg", async_op=True)
 
     def _reduced(self, bucket, shard):
-        """The rest of the buffer has done its work."""
-        self._add(bucket, shard)
+        """The rest of the buffer has done its work; it goes if the shard, in `reduce_dtype`, is not in it."""
+        if shard.dtype != bucket.dtype:
+            del self._gradients[bucket]
+        self._add(bucket, mark(shard, "gradients"))
         for slot in bucket.slots:
             slot.parameter.grad = None
             self._views.pop(slot.parameter, None)
@@ -74,6 +77,7 @@ class Zero1(DataParallel):
             self._gradient_shards[bucket] = shard.clone()
             self.pieces.give(bucket, self._gradient_shards[bucket], self._bucket_of)
         return super()._buffer(bucket)
+
 
     # --- step --------------------------------------------------------------------------------------------------------
 

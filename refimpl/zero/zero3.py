@@ -40,8 +40,8 @@ class Zero3(Zero2):
     - `persistence_threshold`: parameters of fewer elements stay whole; for the optimizer they are in shards.
     - `reshard_after_forward`: False keeps units whole from forward to backward: 2Ψ on the wire, and Ψ in memory.
 
-    Outside of forward and backward the model's parameters are empty, and torch says so when they are used; `with
-    engine.gathered():` brings them for a while.
+    Outside of forward and backward the model's parameters are away: they read as NaN, and what is written to
+    them is refused or lost. `with engine.gathered():` brings them for a while.
     """
 
     stage = 3
@@ -67,12 +67,13 @@ class Zero3(Zero2):
     @contextlib.contextmanager
     def gathered(self):
         """All parameters whole, to be read; what is written to them is lost."""
-        for bucket in self.buckets:
+        going = [bucket for bucket in self.buckets if not self._stays(bucket)]
+        for bucket in going:
             self.gathering.need(bucket)
         try:
             yield
         finally:
-            for bucket in self.buckets:
+            for bucket in going:
                 self.gathering.let_go(bucket)
 
     # --- where parameters are ----------------------------------------------------------------------------------------

@@ -168,6 +168,19 @@ def test_whoever_breaks_a_connection_is_named_not_those_who_noticed_and_wrapped_
             launch(fn, 4)
 
 
+def test_whoever_raised_is_named_not_those_who_were_told_and_raise_too():
+    def fn(comm):
+        if comm.rank == 1:
+            time.sleep(0.02)
+            raise ValueError("mine")
+        raise RankError("rank 1 raised ValueError: mine", [1])
+
+    for _ in range(3):
+        with pytest.raises(RankError, match="^rank 1 raised ValueError: mine") as caught:
+            launch(fn, 3)
+        assert caught.value.ranks == (1,) and isinstance(caught.value.__cause__, ValueError)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGINT])
 def test_a_signal_is_named(number):
     def fn(comm):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from refimpl import memory
-from refimpl.comm import versions
+from refimpl.comm import launch, versions
 
 
 def test_the_collectives_that_torch_renamed_are_those_of_this_version():
@@ -64,3 +64,27 @@ def test_a_watched_tensor_is_waited_for_until_the_last_other_reference_is_gone()
         kept, start = lent[0].view(3), time.monotonic()
         versions.let_go(lent, references, seconds=0.1)  # not for ever
         assert 0.1 <= time.monotonic() - start < 1 and kept is not None
+
+
+def polled(comm):
+    with memory.track(), memory.measure("cpu"):
+        for _ in range(60):
+            handles = [comm.all_reduce(torch.ones(1000), async_op=True) for _ in range(4)]
+            while not all(handle.done() for handle in handles):
+                pass
+    return [handle.wait()[0].item() for handle in handles]
+
+
+def test_a_collective_can_be_asked_whether_it_is_done_under_a_tracker_and_a_profiler():
+    """Without `unrecorded` gloo's thread and the one that asks wait for each other, within some dozens."""
+    assert launch(polled, 2, timeout=20) == [[2.0] * 4] * 2
+
+
+def test_a_profiler_that_nobody_tracks_beside_sees_collectives_as_before():
+    with torch.profiler.profile() as profile:
+        assert versions.unrecorded(torch.ones, 3).sum() == 3
+    assert "aten::ones" in [event.name for event in profile.events()]
+    with memory.track(), torch.profiler.profile() as profile:
+        versions.unrecorded(torch.ones, 3)
+        torch.zeros(3)
+    assert {"aten::ones", "aten::zeros"} & {event.name for event in profile.events()} == {"aten::zeros"}

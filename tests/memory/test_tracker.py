@@ -350,3 +350,19 @@ def test_a_tracked_step_costs_at_most_three_times_a_plain_one():
     """In alternation, at a size where operations do some work; with nearly none, the price is Python's (see bench)."""
     step = TrainingStep(Size(layers=3, hidden=128, heads=4, vocab_size=256, batch=4, sequence=64))
     assert compare({"tracked": step.tracked, "plain": step}, rounds=7).ratio("tracked", "plain") <= 3
+
+
+def test_a_step_of_some_parameters_looks_at_their_state_alone(monkeypatch):
+    """As an engine's that updates a bucket at a time: to look at all each time would take most of a large step."""
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(30)]
+    optimizer, looked = torch.optim.Adam(parameters), []
+    role = Tracker._role
+    monkeypatch.setattr(Tracker, "_role", lambda self, tensor, name: (looked.append(name), role(self, tensor, name)))
+    with memory.track(optimizer) as t:
+        for parameter in parameters:
+            optimizer.param_groups[0]["params"] = [parameter]
+            parameter.grad = torch.ones(3)
+            optimizer.step()
+        in_steps = looked.count("optimizer state")
+    assert in_steps == 3 * len(parameters)  # after its step; before it there was none
+    assert t.now["optimizer state"] == len(parameters) * (2 * 12 + 4)

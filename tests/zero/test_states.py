@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from refimpl.comm import FakeCommunicator, RankError, launch
-from refimpl.zero import DataParallel, Zero1, Zero2, Zero3
+from refimpl.zero import CheckpointError, DataParallel, Zero1, Zero2, Zero3
 
 OPTIMIZERS = {
     "Adam, amsgrad": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
@@ -93,6 +93,44 @@ def test_a_state_that_is_not_in_the_checkpoint_goes(tmp_path):
         after.load(tmp_path)
         assert exactly(after.state_dict()) == exactly(before.state_dict()) and idle not in after.optimizer.state
         assert exactly(train(after, 1).state_dict()) == exactly(train(before, 1).state_dict())
+
+
+@pytest.mark.parametrize(("saves", "loads"), [
+    (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), functools.partial(torch.optim.SGD, lr=0.5)),
+    (functools.partial(torch.optim.Adam, amsgrad=True), torch.optim.Adam)])
+@pytest.mark.parametrize("reversed_", [False, True])
+def test_an_optimizer_that_keeps_less_or_more_than_the_checkpoint_becomes_what_was_saved(saves, loads, reversed_,
+                                                                                        tmp_path):
+    saves, loads = (loads, saves) if reversed_ else (saves, loads)
+    comm = FakeCommunicator(0, 1)
+    before = train(make(Zero1, comm, saves), 2)
+    before.save(tmp_path)
+    sd = before.state_dict()
+    for load in (lambda engine: engine.load(tmp_path), lambda engine: engine.load_state_dict(sd)):
+        after = train(make(Zero3, comm, loads, seed=7), 1)
+        load(after)
+        assert exactly(after.state_dict()) == exactly(sd)
+        assert exactly(train(after, 2).state_dict()) == exactly(train(loaded_again(saves, sd), 2).state_dict())
+
+
+def loaded_again(optimizer, sd):
+    engine = make(DataParallel, FakeCommunicator(0, 1), optimizer, seed=9)
+    engine.load_state_dict(sd)
+    return engine
+
+
+@pytest.mark.parametrize(("saves", "loads"), [
+    (torch.optim.AdamW, torch.optim.SGD), (torch.optim.SGD, torch.optim.AdamW), (torch.optim.Adam, torch.optim.AdamW)])
+def test_an_optimizer_of_another_class_is_refused_and_nothing_changes(saves, loads, tmp_path):
+    comm = FakeCommunicator(0, 1)
+    saved = train(make(Zero2, comm, saves), 1)
+    saved.save(tmp_path)
+    engine = train(make(Zero1, comm, loads, seed=7), 1)
+    before, said = exactly(engine.state_dict()), f"its optimizer is .*{saves.__name__}, here .*{loads.__name__}"
+    for load in (lambda: engine.load(tmp_path), lambda: engine.load_state_dict(saved.state_dict())):
+        with pytest.raises(CheckpointError, match=said):
+            load()
+        assert exactly(engine.state_dict()) == before
 
 
 def test_a_state_that_cannot_be_cut(tmp_path):

@@ -1,0 +1,103 @@
+"""What ranks tell each other: cards, texts and exceptions; and ranks that differ, by number."""
+
+import torch
+from torch import nn
+
+from refimpl import memory
+from refimpl.comm import CollectiveMismatch, FakeCommunicator, RankError, launch
+from refimpl.zero.agreement import agreed, agreement_traffic, check_model, check_phase, told_by_first, used_anywhere
+from refimpl.zero.bucket import Bucket
+
+
+def outcome(function, *args):
+    """What it returns, or its exception's type, ranks and text."""
+    try:
+        return function(*args)
+    except (RankError, OSError, KeyError) as error:
+        return type(error), getattr(error, "ranks", None), str(error)
+
+
+def cards(comm):
+    r = comm.rank
+    return [outcome(check_phase, comm, *card) for card in (
+        ("step", 3, 1), ("save" if r == 1 else "load", 3, 1), ("step", 3 + (r == 2), 1), ("step", 3, 1 + (r > 0)))]
+
+
+def test_who_is_elsewhere_is_named_on_all_ranks():
+    for same, phase, step, micro_batch in launch(cards, 3):
+        assert same is None
+        assert phase[:2] == (CollectiveMismatch, (1,))
+        assert "rank 0: load of micro-batch 1 in step 3; rank 1: save of micro-batch 1 in step 3" in phase[2]
+        assert step[:2] == (CollectiveMismatch, (2,)) and "rank 2: step of micro-batch 1 in step 4" in step[2]
+        assert micro_batch[:2] == (CollectiveMismatch, (1, 2)) and "ranks [1, 2] are elsewhere" in micro_batch[2]
+
+
+def bucket_of(*parameters):
+    return [Bucket(parameters, 2)]
+
+
+def models(comm):
+    p, r = nn.Parameter, comm.rank
+    pairs = [("a", p(torch.zeros(2, 3))), ("b", p(torch.zeros(4)))]
+    others = {"same": pairs, "name": [("a", pairs[0][1]), ("c", pairs[1][1])], "shape": [("a", p(torch.zeros(3, 2))),
+              pairs[1]], "dtype": [(name, p(x.detach().half())) for name, x in pairs], "order": pairs[::-1],
+              "fewer": pairs[:1]}
+    return {what: outcome(check_model, comm, bucket_of(*(other if r else pairs))) for what, other in others.items()}
+
+
+def test_models_that_differ_in_anything_are_found():
+    for told in launch(models, 2):
+        assert told.pop("same") is None
+        for what, (error, ranks, text) in told.items():
+            assert error is CollectiveMismatch and ranks == (1,), what
+            assert f"(parameters on each rank: {{0: 2, 1: {1 if what == 'fewer' else 2}}})" in text
+
+
+def agreements(comm):
+    def work(fails):
+        if comm.rank in fails:
+            raise KeyError(f"no é on {comm.rank}") if comm.rank else OSError("disk full")
+        return {"rank": comm.rank, "text": "ü" * 10 * comm.rank}
+
+    told = told_by_first(comm, "from rank 0: é" if comm.rank == 0 else "ignored"), told_by_first(comm, "")
+    used = used_anywhere(comm, [comm.rank == 1, False, True])
+    return told, used, agreed(comm, lambda: None), *(outcome(agreed, comm, lambda f=f: work(f)) for f in ((), [1], [
+        0, 2]))
+
+
+def test_answers_and_exceptions_are_told_to_all():
+    for rank, (told, used, nothing, answers, one, two) in enumerate(launch(agreements, 3)):
+        assert told == ("from rank 0: é", "") and used == [True, False, True] and nothing == [None] * 3
+        assert answers == [{"rank": r, "text": "ü" * 10 * r} for r in range(3)]  # of any length, in any script
+        assert one == ((KeyError, None, "'no é on 1'") if rank == 1 else
+                       (RankError, (1,), "rank 1 raised KeyError: 'no é on 1'"))
+        assert two == {0: (OSError, None, "disk full"), 1: (RankError, (0, 2), "rank 0 raised OSError: disk full; "
+                       "rank 2 raised KeyError: 'no é on 2'"), 2: (KeyError, None, "'no é on 2'")}[rank]
+
+
+def test_in_a_dry_run_there_is_nobody_to_disagree():
+    def dry():
+        comm = FakeCommunicator(3, 1024)
+        check_model(comm, bucket_of(("a", nn.Parameter(torch.zeros(3)))))
+        check_phase(comm, "step", 0, 1)
+        return used_anywhere(comm, [True, False]), comm.traffic
+
+    used, sent = memory.dry_run(dry).result
+    assert used == [True, False]
+    fingerprint = 1023 * 17 * 8  # 16 bytes of a digest and a count, as 64-bit numbers
+    assert sent["all_gather"] == agreement_traffic(1024, 3, 2, cards=1)["all_gather"] + fingerprint
+    assert sent["all_reduce"] == agreement_traffic(1024, 3, 2, cards=1)["all_reduce"]
+
+
+def counted(comm):
+    check_phase(comm, "clip_grad_norm_", 0, 1)
+    for _ in range(3):
+        check_phase(comm, "backward", 0, 0)
+    comm.all_reduce(torch.zeros((), dtype=torch.float64))
+    used_anywhere(comm, [True] * 7)
+    return dict(comm.traffic)
+
+
+def test_bytes_are_those_of_the_closed_form():
+    for rank, sent in enumerate(launch(counted, 3)):
+        assert sent == agreement_traffic(3, rank, 7, cards=3, clips=1)

@@ -1,0 +1,72 @@
+"""Bytes and traffic of every stage, as measured and in closed form: no byte of difference."""
+
+import pytest
+import torch
+from zero_kit import ADAMW, BUCKET, ENGINES, gpt, states_of, train_gpt
+
+from refimpl.comm import launch
+from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
+
+STATES = ("parameters", "gradients", "optimizer state")
+
+
+def readings(comm, micro_batches):
+    found = {}
+    for make in ENGINES:
+        now, sent, _ = train_gpt(make(gpt(), comm, ADAMW, bucket_bytes=BUCKET), 3, micro_batches)
+        found[make.__name__] = now, dict(sent)
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_and_traffic_are_those_of_the_closed_forms(world_size, micro_batches):
+    model = gpt()
+    for rank, found in enumerate(launch(readings, world_size, micro_batches)):
+        for stage, make in enumerate(ENGINES):
+            now, sent = found[make.__name__]
+            expected = model_state_bytes(model, world_size, stage, rank=rank, bucket_bytes=BUCKET)
+            assert {name: now[name] for name in STATES} == dict(expected), make
+            assert sent == dict(step_traffic(model, world_size, stage, rank=rank, micro_batches=micro_batches,
+                                             bucket_bytes=BUCKET)), make
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_of_16_bit_parameters(stage, reduce_dtype):
+    low, model = torch.bfloat16, gpt(dtype=torch.bfloat16)
+    now = states_of(ENGINES[stage], low, reduce_dtype)
+    expected = model_state_bytes(model, 4, stage, bucket_bytes=BUCKET, reduce_dtype=reduce_dtype)
+    assert {name: now[name] for name in STATES} == dict(expected)
+    psi = sum(p.numel() for p in model.parameters())
+    of_a_gradient = 4 if stage and reduce_dtype == torch.float32 else 2
+    gradients = psi * of_a_gradient / (4 if stage > 1 or of_a_gradient == 4 else 1)
+    assert gradients <= expected["gradients"] <= 1.02 * gradients  # and padding
+
+
+@pytest.mark.parametrize("threshold", [0, 33, 10_000])
+def test_bytes_and_traffic_of_parameters_that_stay(threshold):
+    model, make = gpt(), ENGINES[3]
+    now = states_of(make, persistence_threshold=threshold)
+    expected = model_state_bytes(model, 4, 3, persistence_threshold=threshold)
+    assert {name: now[name] for name in STATES} == dict(expected)
+    sent = [step_traffic(model, 4, 3, persistence_threshold=each).total for each in (0, threshold)]
+    assert sent[1] <= sent[0] and (sent[1] < 0.7 * sent[0]) == (threshold == 10_000)
+
+
+def test_the_papers_table_1():
+    """Rajbhandari et al. 2020, table 1: 7.5B, 128B and 1T parameters, GB on each rank."""
+    for N, rows in {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
+                    256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)}.items():
+        for stage, GB in zip((1, 2, 3), rows, strict=True):
+            assert paper_bytes(7.5e9, N, stage) / 1e9 == pytest.approx(GB, rel=0.01, abs=0.006)
+    assert paper_bytes(1e12, 1024, 3) / 1e9 == pytest.approx(15.6, rel=0.01)
+    assert paper_bytes(128e9, 64, 2) / 1e9 == pytest.approx(284, rel=0.01)
+
+
+def test_what_is_unknown_is_named():
+    for function in (lambda: paper_bytes(1e9, 4, 4), lambda: model_state_bytes(gpt(), 4, "3")):
+        with pytest.raises(ValueError, match="stage=.*: expected 0 .DataParallel., 1, 2 or 3"):
+            function()
+    with pytest.raises(ValueError, match="optimizer='adamx': expected one of sgd, momentum, adam, adamw"):
+        model_state_bytes(gpt(), 4, 1, optimizer="adamx")

@@ -1,0 +1,231 @@
+"""Ranks that raise, exit or are killed while they train; gradients that are no numbers on one of them; ranks that do
+not do the same; more ranks than elements.
+
+The matrix of faults is the whole product of what happens (an exception, `os._exit`, SIGKILL), when (in forward, in
+backward, in a collective under way, in step, in save) and the engine, 60 launches of two ranks; `sys.exit` comes once
+at each of the moments, at another engine each.
+"""
+
+import math
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+from zero_kit import ENGINES, FAST, SGD, equal, model_of, parameters_of, rows_of, square, three_layers
+
+from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.zero import DataParallel, Zero1, Zero2, Zero3
+
+PHASES = ("forward", "backward", "collective", "step", "save")
+TOLD = {"raise": "raised ValueError: injected", "_exit": "exited with code 3",
+        "kill": "was killed by SIGKILL", "exit": "exited with code 4 (sys.exit)"}
+SECONDS = 10  # until a fault is named, on a busy machine, too
+
+
+def strike(fault):
+    if fault == "raise":
+        raise ValueError("injected")
+    if fault == "_exit":
+        os._exit(3)
+    if fault == "exit":
+        sys.exit(4)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def engine_of(comm, stage, seed=0):
+    return ENGINES[stage](three_layers(seed), comm, FAST, bucket_bytes=500)
+
+
+def one_step(engine, step):
+    engine.backward(square(engine, rows_of(engine.comm, step)))
+    engine.step()
+
+
+def arm(engine, phase, fault):
+    """From here on this rank comes to grief."""
+    def struck(function):
+        def run(*args, **kwargs):
+            result = function(*args, **kwargs)
+            strike(fault)
+            return result
+        return run
+
+    middle = engine.model[2]
+    if phase == "forward":
+        middle.register_forward_pre_hook(lambda *_: strike(fault))
+    elif phase == "backward":
+        middle.weight.register_post_accumulate_grad_hook(lambda _: strike(fault))
+    elif phase == "collective":  # it has begun, and the others wait in it
+        name = "reduce_scatter" if engine.stage else "all_reduce"
+        setattr(engine.comm, name, struck(getattr(engine.comm, name)))
+    elif phase == "step":
+        engine.optimizer.step = struck(engine.optimizer.step)
+    else:
+        os.fsync = struck(os.fsync)
+
+
+def faulty(comm, folder, stage, phase, fault):
+    engine = engine_of(comm, stage)
+    one_step(engine, 0)
+    engine.save(folder)
+    if comm.rank == 1:
+        arm(engine, phase, fault)
+    one_step(engine, 1)
+    engine.save(folder)
+
+
+def unharmed(comm):
+    """rank 0's state_dict after each of two steps."""
+    engine, found = engine_of(comm, 0), []
+    for step in range(2):
+        one_step(engine, step)
+        found.append(engine.state_dict())
+    return found
+
+
+def same(a, b):
+    """Two state_dicts, to the bit."""
+    states = [{(name, key): x for name, state in sd["optimizer"].items() for key, x in state.items()} for sd in (a, b)]
+    return a["step"] == b["step"] and equal(a["model"], b["model"]) and equal(*states)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return launch(unharmed, 2)[0]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_fault_is_named_in_time_and_the_checkpoint_is_whole(stage, phase, expected, tmp_path):
+    for fault in ("raise", "_exit", "kill", *["exit"] * (PHASES.index(phase) % 4 == stage)):
+        folder, start = tmp_path / fault, time.monotonic()
+        with pytest.raises(RankError) as caught:
+            launch(faulty, 2, folder, stage, phase, fault, timeout=20)
+        assert time.monotonic() - start < SECONDS
+        assert caught.value.rank == 1 and f"rank 1 {TOLD[fault]}" in str(caught.value)
+        engine = engine_of(FakeCommunicator(0, 1), 3 - stage, seed=7)
+        engine.load(folder)
+        found = engine.state_dict()
+        assert same(found, expected[0]) and not same(found, expected[1])
+
+
+# --- no numbers ------------------------------------------------------------------------------------------------------
+
+
+def poisoned(comm, value, norm_type):
+    """What each rank is told of gradients that rank 1 alone has spoiled, and whether the next step goes well."""
+    found = {}
+    for make in ENGINES:
+        engine = make(model_of("twice"), comm, SGD, bucket_bytes=200)
+        before = parameters_of(engine)
+        x = rows_of(comm, 0)
+        engine.backward(square(engine, x * value if comm.rank == 1 else x))
+        norm = engine.clip_grad_norm_(1.0, norm_type).item()
+        engine.zero_grad()  # as a loss scaler does, on all ranks, from the same norm
+        engine.backward(square(engine, x))
+        after = engine.clip_grad_norm_(1e9, norm_type).item()
+        engine.step()
+        found[make.__name__] = norm, after, equal(before, parameters_of(engine))
+    return found
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+def test_what_is_no_number_on_one_rank_is_seen_on_all(value, norm_type):
+    first, second = launch(poisoned, 2, value, norm_type)
+    for name, (norm, after, unchanged) in first.items():
+        assert not math.isfinite(norm) and not math.isfinite(second[name][0])
+        assert math.isfinite(after) and after == second[name][1] and not unchanged
+
+
+# --- ranks that do not do the same -----------------------------------------------------------------------------------
+
+
+def other_models(comm):
+    Zero2(nn.Linear(4, 4 + comm.rank), comm, FAST)
+
+
+def other_counts(comm, make, counts):
+    engine = make(model_of("twice"), comm, FAST)
+    for _ in range(counts[comm.rank]):
+        engine.backward(square(engine, rows_of(comm, 0)))
+    engine.step()
+
+
+def other_order(comm, make):
+    """Rank 1 looks at the norm before it steps, rank 0 does not."""
+    engine = make(model_of("twice"), comm, FAST)
+    engine.backward(square(engine, rows_of(comm, 0)))
+    if comm.rank:
+        engine.clip_grad_norm_(1.0)
+    engine.step()
+
+
+def one_forward_more(comm, make):
+    engine = make(model_of("twice"), comm, FAST)
+    for _ in range(1 + comm.rank):
+        loss = square(engine, rows_of(comm, 0))
+    engine.backward(loss)
+
+
+def test_ranks_with_other_models_are_named():
+    with pytest.raises(RankError, match=r"ranks \[1\] have another model than rank 0"):
+        launch(other_models, 2)
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_ranks_with_another_number_or_order_of_calls_are_named(make):
+    wrong = {
+        "step of micro-batch 1 .*ward of micro-batch 1": (other_counts, make, (1, 2)),
+        "ward of micro-batch 2 .*step of micro-batch 2": (other_counts, make, (3, 2)),
+        "rank 0: step of micro-batch 1 in step 0; rank 1: clip_grad_norm_ of": (other_order, make)}
+    if make is Zero3:
+        wrong["rank 0: backward of micro-batch 0 in step 0; rank 1: forward of"] = one_forward_more, make
+    for told, (fn, *args) in wrong.items():
+        with pytest.raises(RankError, match=rf"ranks \[1\] are elsewhere than rank 0.*{told}") as caught:
+            launch(fn, 2, *args)
+        assert caught.value.ranks  # somebody is to blame
+
+
+def test_in_the_other_stages_a_forward_is_nobody_elses_concern():
+    """So a rank may try one more."""
+    for make in (DataParallel, Zero1, Zero2):
+        assert launch(one_forward_more, 2, make) == [None, None]
+
+
+# --- more ranks than elements ----------------------------------------------------------------------------------------
+
+
+def crowded(comm, folder):
+    """One parameter of one element on four ranks: trained, saved and loaded by the next stage, trained again."""
+    found = {}
+    for stage, make in enumerate(ENGINES):
+        engine = make(model_of("one small tensor"), comm, FAST)
+        for step in range(2):
+            one_step_of_width(engine, step)
+        engine.save(folder / f"{stage}")
+        other = ENGINES[(stage + 1) % 4](nn.Linear(1, 1, bias=False), comm, FAST)
+        other.load(folder / f"{stage}")
+        for each in (engine, other):
+            one_step_of_width(each, 2)
+        found[make.__name__] = parameters_of(engine), parameters_of(other), engine.state_dict(), other.state_dict()
+        other.load_state_dict(found[make.__name__][2])
+    return found
+
+
+def one_step_of_width(engine, step):
+    engine.backward(square(engine, rows_of(engine.comm, step, width=1)))
+    engine.step()
+
+
+def test_one_element_on_four_ranks(tmp_path):
+    first, *others = launch(crowded, 4, tmp_path)
+    whole = first["DataParallel"][0]
+    assert not equal(whole, {"weight": model_of("one small tensor").weight.detach()})
+    for name, (ours, loaded, saved, told) in first.items():
+        assert equal(ours, loaded) and same(saved, told) and all(equal(ours, other[name][0]) for other in others)
+        torch.testing.assert_close(ours, whole)

@@ -1,0 +1,68 @@
+"""Stage 2: gradients are in shards, and whole ones go as soon as they are reduced."""
+
+import pytest
+import torch
+from torch import nn
+from zero_kit import BUCKET, SGD, gpt, model_of, rows_of, square, states_of
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator
+from refimpl.zero import Zero2
+from refimpl.zero.closed_forms import model_state_bytes
+
+
+class GradientsKept(Zero2):
+    """The mutant: whole gradients stay."""
+
+    def _reduced(self, bucket, shard):
+        self.hoard = getattr(self, "hoard", []) + [self._gradients[bucket]]
+        super()._reduced(bucket, shard)
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad()
+        self.hoard = []
+
+
+@pytest.mark.parametrize(("make", "is_so"), [(Zero2, True), (GradientsKept, False)])
+def test_gradients_are_those_of_a_share(make, is_so):
+    expected = model_state_bytes(gpt(), 4, 2, bucket_bytes=BUCKET)
+    assert (states_of(make)["gradients"] == expected["gradients"]) == is_so
+
+
+@pytest.mark.parametrize("make", [Zero2, GradientsKept])
+def test_whole_gradients_never_are_there_together(make):
+    """Twelve layers, each a bucket: at the highest moment a few of them are whole."""
+    model, layer = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))), 64 * 64 * 4
+    engine = make(model, FakeCommunicator(0, 4), SGD, bucket_bytes=layer)
+    with memory.track(model, engine.optimizer) as t:
+        engine.backward(engine.forward(torch.ones(1, 64)).sum())
+    gradients = t.timeline.nbytes[:, t.timeline.categories.index("gradients")].max()
+    assert (gradients <= 3 * layer + 4 * layer) == (make is Zero2)  # shards of all are 3 layers; 2 wait, 2 come
+
+
+class Copied(Zero2):
+    """The mutant: every gradient is copied to a buffer."""
+
+    def _take(self, bucket, parameter):
+        self._allocate(bucket)
+        self._views[parameter].copy_(parameter.grad)
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("make", [Zero2, Copied])
+def test_a_gradient_that_fills_its_bucket_is_its_buffer(make):
+    model = nn.Linear(256, 256, bias=False)
+    engine, nbytes = make(model, FakeCommunicator(0, 4), SGD), 256 * 256 * 4
+    with memory.track(model, engine.optimizer) as t:
+        engine.backward(engine.forward(torch.ones(1, 256)).sum())
+    whole = t.peak["gradients"] + t.peak["temporaries"]
+    assert (whole < 1.5 * nbytes) == (make is Zero2)
+
+
+def test_each_micro_batch_is_reduced_also_in_no_sync():
+    engine = Zero2(model_of("twice"), FakeCommunicator(0, 2), SGD)
+    with engine.no_sync():
+        engine.backward(square(engine, rows_of(engine.comm, 0)))
+    assert engine.comm.traffic["reduce_scatter"] > 0 and not engine._gradients
+    assert all(p.grad is None for p in engine.model.parameters())
+    engine.step()  # and nothing is missing

@@ -1,0 +1,206 @@
+"""Stage 3: parameters are in shards, and whole while a unit computes with them."""
+
+import functools
+import unittest.mock
+
+import pytest
+import torch
+from torch import nn
+from zero_kit import ADAMW, BUCKET, SGD, equal, gpt, model_of, parameters_of, rows_of, square, states_of
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.zero import Zero3
+from refimpl.zero.closed_forms import model_state_bytes
+from refimpl.zero.gathering import Gathering
+from refimpl.zero.zero3 import default_units, unit_buckets
+
+
+class ParametersKept(Zero3):
+    """The mutant: gathered, and never let go."""
+
+    def _make_optimizer(self, *args):
+        self.gathering._free = lambda bucket: None
+        return super()._make_optimizer(*args)
+
+
+@pytest.mark.parametrize(("make", "is_so"), [(Zero3, True), (ParametersKept, False)])
+def test_parameters_are_those_of_a_share(make, is_so):
+    expected = model_state_bytes(gpt(), 4, 3, bucket_bytes=BUCKET)
+    assert (states_of(make)["parameters"] == expected["parameters"]) == is_so
+
+
+def layers(count=8, width=64):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+
+
+def most_parameters(make, **options):
+    """Bytes of parameters at the highest moment of the second step, of eight layers on a rank of 4."""
+    model = layers()
+    engine = make(model, FakeCommunicator(0, 4), SGD, **options)
+    for _ in range(2):
+        with memory.track(model, engine.optimizer) as t:
+            engine.backward(engine.forward(torch.ones(1, 64)).sum())
+            engine.step()
+    return t.timeline.nbytes[:, t.timeline.categories.index("parameters")].max() // (64 * 64 * 4)
+
+
+def test_few_units_are_whole_at_once():
+    """In layers, of which a rank's shards are two: one that computes, and what `look_ahead` lets come."""
+    layer = 64 * 64
+    assert most_parameters(Zero3, look_ahead=0) == 2 + 1
+    assert most_parameters(Zero3, look_ahead=layer) == 2 + 2
+    assert most_parameters(Zero3, look_ahead=3 * layer) == 2 + 4
+    assert most_parameters(Zero3, max_live_parameters=3 * layer) == 2 + 3
+    assert most_parameters(Zero3) == most_parameters(Zero3, look_ahead=0, reshard_after_forward=False) == 2 + 8
+    assert most_parameters(ParametersKept, look_ahead=0) == 2 + 8
+
+
+class Emptied(Zero3):
+    """The mutant: parameters that are away are views of a storage without bytes."""
+
+    def _hold_parameters(self):
+        with unittest.mock.patch.object(Gathering, "_hide"):
+            super()._hold_parameters()
+
+
+def looking(comm, make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = make(model, comm, SGD)
+
+    def is_away():
+        return all(p.isnan().all() and p.clone().shape == expected[name].shape for name, p in model.named_parameters())
+
+    assert is_away() and "nan" in repr(model[0].weight)
+    with pytest.raises(RuntimeError, match="refers to a single memory location"), torch.no_grad():
+        model[0].weight.copy_(expected["0.weight"])
+    with pytest.raises(ArithmeticError), engine.gathered():
+        assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+        raise ArithmeticError
+    assert is_away()
+    with torch.no_grad():
+        model[0].weight.zero_()  # torch lets it pass; until the step's end all read so
+    for _ in range(2):
+        engine.backward(square(engine, torch.ones(2, 4)))
+        engine.step()
+        assert is_away()
+    return parameters_of(engine), expected
+
+
+def test_outside_of_a_step_parameters_are_nan_and_gathered_brings_them():
+    (ours, before), = launch(looking, 1, Zero3)
+    assert not equal(ours, before) and all(p.isfinite().all() for p in ours.values())
+    with pytest.raises(RankError, match="rank 0 was killed by SIGSEGV"):
+        launch(looking, 1, Emptied)
+
+
+def looked_at(comm):
+    """Parameters are read between steps, or not; the small ones stay."""
+    found = []
+    for looks in (False, True):
+        engine = Zero3(model_of("twice"), comm, ADAMW, persistence_threshold=50)
+        for step in range(3):
+            engine.backward(square(engine, rows_of(comm, step)))
+            engine.step()
+            if looks:
+                parameters_of(engine)
+            assert engine.model.scale.untyped_storage().nbytes() > 0
+        found.append(parameters_of(engine))
+    return found
+
+
+def test_what_stays_is_there_after_all_was_gathered():
+    for without, with_it in launch(looked_at, 2):
+        assert equal(without, with_it)
+
+
+def evaluated(comm):
+    """A forward without gradients, between two steps and in one of them, leaves nothing and changes nothing."""
+    found = []
+    for evaluates in (False, True):
+        engine = Zero3(model_of("twice"), comm, ADAMW)
+        for step in range(3):
+            loss = square(engine, rows_of(comm, step))
+            if evaluates:
+                with torch.no_grad():
+                    square(engine, rows_of(comm, 9))
+            engine.backward(loss)
+            assert engine.gathering.live() == 0
+            engine.step()
+        found.append(parameters_of(engine))
+    return found
+
+
+def test_evaluation_in_between():
+    for without, with_it in launch(evaluated, 2):
+        assert equal(without, with_it)
+
+
+def resharded(comm):
+    found, sent = [], []
+    for keeps in (True, False):
+        engine = Zero3(layers(4, 16), comm, SGD, reshard_after_forward=keeps)
+        for step in range(2):
+            before = comm.traffic
+            engine.backward(square(engine, rows_of(comm, step, width=16)))
+            engine.step()
+        sent.append((comm.traffic - before)["all_gather"])
+        found.append(parameters_of(engine))
+    return *found, sent
+
+
+def test_what_stays_from_forward_to_backward_is_gathered_once():
+    for a, b, (twice, once) in launch(resharded, 2):
+        assert equal(a, b)
+        assert twice - once == 3 * 16 * 16 * 4 // 2  # all layers but the last, which is not gathered again anyway
+
+
+# --- units -----------------------------------------------------------------------------------------------------------
+
+
+def test_units_are_blocks_and_what_is_outside_of_them():
+    model = gpt()
+    assert default_units(model) == [model.embedding, model.positions, *model.blocks, model.norm, model.head]
+    named = list(model.named_parameters())
+    buckets = unit_buckets(named, default_units(model), 2)
+    assert [{slot.name.split(".")[1] for slot in bucket.slots} for bucket in buckets[1:4]] == [{"2"}, {"1"}, {"0"}]
+    assert buckets[-1].slots[0].name == "embedding.weight"  # the head's, too: the first unit has it
+    small = unit_buckets(named, default_units(model), 2, persistence_threshold=40)
+    assert {slot.name for bucket in small for slot in bucket.slots if slot.parameter.numel() < 40
+            and len(bucket.slots) > 1} and len(small) > len(buckets)
+    with pytest.raises(ValueError, match="positions.weight is in none of the 1 units: name a module that holds it"):
+        unit_buckets(named, [model.embedding], 2)
+
+
+def trained(comm, **options):
+    model = gpt()
+    units = options.pop("units", lambda model: None)(model)
+    engine = Zero3(model, comm, ADAMW, units=units, **options)
+    for step in range(2):
+        tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
+        tokens = tokens.chunk(comm.world_size)[comm.rank]
+        engine.backward(engine.forward(tokens, tokens))
+        engine.step()
+    return parameters_of(engine)
+
+
+@pytest.mark.parametrize("options", [
+    {"units": lambda model: [model]}, {"look_ahead": 0}, {"persistence_threshold": 100},
+    {"units": lambda model: [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]}])
+def test_how_units_are_cut_and_brought_changes_no_bit(options):
+    expected, = launch(trained, 1)
+    for ours in launch(functools.partial(trained, **options), 1):
+        assert equal(ours, expected)
+
+
+def other_units(comm):
+    engine = Zero3(model_of("unused on a rank"), comm, ADAMW)
+    engine.backward(square(engine, rows_of(comm, 0)))
+
+
+def test_the_same_units_are_needed_on_every_rank():
+    with pytest.raises(RankError, match="ranks? 1 differs in a collective"):
+        launch(other_units, 2, debug=True)
