@@ -7,9 +7,13 @@
 #                   notebooks and the benchmarks; writes data/measurements/ and build/gpu/ (OUT=dir packs them there)
 #
 #   PYTHON=/path/to/python   which Python to use          CONSTRAINTS=file   other versions than those tested
+#   WORKERS=                 the tests one by one, as on a machine with a GPU
 
 PYTHON      ?= python3 python3.13 python3.12 python3.11
 CONSTRAINTS ?= constraints.txt
+# Two processes share the tests, file by file in this order: a file's fixtures are made once, a notebook has one kernel.
+# Not where there is a GPU: its driver counts the bytes of all processes together.
+WORKERS     ?= $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 VENV       := .venv
 IN_VENV    := $(VENV)/bin/python
@@ -38,7 +42,7 @@ lab: $(INSTALLED)
 test: $(INSTALLED)
 	$(IN_VENV) -m ruff check
 	$(if $(NOTEBOOKS),,@echo "no notebook is in notebooks/ yet: only the tests are run")
-	$(IN_VENV) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=120 tests $(NOTEBOOKS)
+	$(IN_VENV) -m pytest $(WORKERS) --nbval --nbval-current-env --nbval-cell-timeout=120 tests $(NOTEBOOKS)
 
 notebooks: $(INSTALLED)
 	$(IN_VENV) tools/notebooks.py --out build/notebooks $(NOTEBOOKS)

@@ -1,5 +1,6 @@
 """What several tests share: a small GPT, and a step to train it."""
 
+import importlib.util
 import os
 
 import pytest
@@ -8,6 +9,10 @@ import torch
 # Triton decides when it is imported, by anything at all: without a GPU its kernels are run by its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    import quick_interpreter
+
+    quick_interpreter.quicken()
 
 from refimpl.model import GPT, GPTConfig
 

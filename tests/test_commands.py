@@ -1,6 +1,7 @@
 """The Makefile's set-up, and the tools behind `make notebooks` and `make gpu`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,6 +79,51 @@ def test_set_up_runs_once_and_again_only_when_it_must(checkout):
     assert installs() == (True, True)
     stamp.write_text("/another/checkout constraints.txt\n")
     assert installs() == (True, True), "a .venv copied from another checkout was taken as done"
+
+
+BESIDE = """
+import time
+import pytest
+
+def runs(name, seconds):
+    start = time.monotonic()
+    time.sleep(seconds)
+    with open("ran", "a") as file:
+        file.write(f"{name} {start} {time.monotonic()}\\n")
+"""
+IN_ONE_FILE = """
+@pytest.mark.parametrize("i", range(10))
+def test_short(i):
+    runs("short", 0.1)
+"""
+IN_THE_OTHER = """
+def test_beside():
+    runs("beside", 0.3)
+
+@pytest.mark.alone
+def test_alone():
+    runs("alone", 0.2)
+"""
+
+
+def test_two_workers_run_tests_side_by_side_and_one_under_alone_by_itself(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "conftest.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "test_a.py").write_text(BESIDE + IN_ONE_FILE)
+    (tmp_path / "test_b.py").write_text(BESIDE + IN_THE_OTHER)
+    options = re.search(r"-n 2[-a-z ]+", (ROOT / "Makefile").read_text())[0].split()
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "xdist", *options, "-p", "no:cacheprovider", "."],
+                          env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert "12 passed" in done.stdout, done.stdout + done.stderr
+    ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
+    spans = [(name, float(start), float(end)) for name, start, end in ran]
+
+    def beside(which):
+        (_, start, end), = (span for span in spans if span[0] == which)
+        return [name for name, other_start, other_end in spans if other_start < end and start < other_end]
+
+    assert "short" in beside("beside") and beside("alone") == ["alone"]
 
 
 def run_tool(name, *arguments, **environment):

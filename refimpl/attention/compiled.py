@@ -104,11 +104,10 @@ def compile_cases(cases):
 
 def _answer():
     """The other process: pickled cases come in on stdin, what became of them leaves on stdout."""
-    found = []
-    for case in pickle.loads(sys.stdin.buffer.read()):
-        kernel = pkgutil.resolve_name(case.kernel)
-        found.append(compile_kernel(kernel, case.arguments, num_warps=case.num_warps, num_stages=case.num_stages,
-                                    **case.options))
+    cases = pickle.loads(sys.stdin.buffer.read())
+    kernels = [pkgutil.resolve_name(case.kernel) for case in cases]  # one that is not there is told at once
+    found = [compile_kernel(kernel, case.arguments, num_warps=case.num_warps, num_stages=case.num_stages,
+                            **case.options) for kernel, case in zip(kernels, cases, strict=True)]
     sys.stdout.buffer.write(pickle.dumps(found))
 
 

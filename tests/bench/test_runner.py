@@ -8,6 +8,7 @@ import torch
 from refimpl.bench.runner import Comparison, KernelTimer, compare
 
 
+@pytest.mark.alone
 def test_the_ratio_of_two_sleeps_is_theirs():
     timing = compare({"slow": lambda: time.sleep(0.08), "fast": lambda: time.sleep(0.02)}, rounds=5, warmup=0)
     assert timing.median("fast") == pytest.approx(0.02, rel=0.3)

@@ -9,6 +9,7 @@ import torch
 from refimpl.comm import forkserver, launch
 
 
+@pytest.mark.alone
 def test_an_optimizer_in_a_rank_costs_no_import():
     def fn(comm):
         start = time.perf_counter()

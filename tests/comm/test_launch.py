@@ -38,6 +38,7 @@ def test_results_come_in_rank_order_from_processes_of_their_own():
     assert len({pid for *_, pid in results} | {os.getpid()}) == 5
 
 
+@pytest.mark.alone
 def test_eight_ranks_answer_in_half_a_second():
     def fn(comm):
         return comm.all_reduce(torch.tensor(1)).item()

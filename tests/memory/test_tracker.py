@@ -346,6 +346,7 @@ def test_bad_objects_and_second_use_are_refused():
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.alone
 def test_a_tracked_step_costs_at_most_three_times_a_plain_one():
     """In alternation, at a size where operations do some work; with nearly none, the price is Python's (see bench)."""
     step = TrainingStep(Size(layers=3, hidden=128, heads=4, vocab_size=256, batch=4, sequence=64))

@@ -73,6 +73,7 @@ def test_a_version_that_saves_nothing_does_not_fit(peak, family):
     assert 256 < answers["recompute",] and 256 < answers["attention",] < answers["attention", "recompute"]
 
 
+@pytest.mark.alone
 def test_published_models_are_answered_in_milliseconds(peak):
     short = GPTConfig.named("gpt2", layers=2)  # the whole vocabulary; more layers are a multiplication, see test_step
     found = longest_sequence(short, 2 * 2**30, 4, multiple=1)
