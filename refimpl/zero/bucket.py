@@ -7,6 +7,7 @@ One collective moves a whole bucket, whatever tensors are in it. A shard begins 
 a tensor is a piece of it, flat. "ZeRO" (Rajbhandari et al. 2020), section 5, shards states so; the padding is ours.
 """
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,13 @@ class Bucket:
         self.dtype, self.device, self.world_size = first.dtype, first.device, world_size
         self.shard_numel = aligned(-(-end // world_size), first.itemsize)
         self.numel = self.shard_numel * world_size
+
+    @property
+    def name(self):
+        """What its parameters' names begin with alike: a block's; else the first one's, and how many more."""
+        first, *rest = [slot.name for slot in self.slots]
+        parts = os.path.commonprefix([slot.name.split(".") for slot in self.slots])
+        return ".".join(parts) or f"{first} + {len(rest)}"
 
     @property
     def nbytes(self):
