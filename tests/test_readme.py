@@ -15,7 +15,10 @@ from refimpl.attention import (
     tiled_attention_bytes,
 )
 from refimpl.bench.record import measurement
+from refimpl.comm import ring_traffic
 from refimpl.memory.ledger import human
+from refimpl.model import GPT, GPTConfig
+from refimpl.zero.closed_forms import model_state_bytes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -144,3 +147,12 @@ def test_figures_of_flash_attention_are_those_of_the_closed_forms():
             f"{human(once).replace('.0', '')} each byte once") in line
     flops = attention_flops(shape, shape)
     assert flops.backward_recomputing // (flops.forward // 2) == 5 and "in place of five" in line
+
+
+def test_figures_of_data_parallelism_are_those_of_the_closed_forms():
+    line, config = readme_row("data parallelism"), GPTConfig.named("llama2-7b")
+    model, count = GPT(config, device="meta"), config.parameter_count()
+    one, many = (model_state_bytes(model, N, stage=0).total for N in (1, 1024))
+    assert f"{one / count:.0f} bytes a parameter (fp32, AdamW) on 1,024 ranks as on one, {human(one)}" in line
+    assert f"{many / count:.0f} bytes" == f"{one / count:.0f} bytes" and human(many) == human(one)
+    assert f"{ring_traffic('all_reduce', 4 * count, 8) / (4 * count):.2f} at 8 ranks" in line
