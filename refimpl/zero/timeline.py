@@ -5,8 +5,8 @@
     line.plot(t)
 
 A collective lasts from the moment that it was begun until it is known to have ended: each time that anything begins or
-ends, those under way are asked. What of it a rank spent waiting, for it had nothing else to do, is `waited`; the rest
-was under computation: it cost no time.
+ends, those under way are asked. What of it a rank spent waiting, for it had nothing else to do, is `waited`; what was
+under computation cost no time. Times are the host's: a GPU does later what is asked of it here.
 """
 
 import contextlib
@@ -40,9 +40,22 @@ class Line:
         """Seconds of these in which the rank did nothing else."""
         return sum(span.waited for span in self.spans if span.kind == kind) / 1e9
 
+    def hidden(self, kind):
+        """Seconds of these in which the rank computed: what overlap saves."""
+        waits = [(span.end - span.waited, span.end) for span in self.spans if span.waited]
+        return sum(_common(span, each) - sum(_common((max(begin, each.begin), min(end, each.end)), span)
+                                             for begin, end in waits)
+                   for span in self.spans if span.kind == kind for each in self.spans if each.lane == COMPUTE) / 1e9
+
     def plot(self, trace=None):
         """A Gantt chart, over the bytes of a tracker that ran at the same time."""
         return gantt(sorted(self.spans, key=lambda span: span.begin), trace, [COMPUTE, "gather", "reduce"])
+
+
+def _common(a, b):
+    """Nanoseconds that two intervals have in common; a Span is one, too."""
+    (a_begin, a_end), (b_begin, b_end) = ((x.begin, x.end) if isinstance(x, Span) else x for x in (a, b))
+    return max(0, min(a_end, b_end) - max(a_begin, b_begin))
 
 
 @contextlib.contextmanager
@@ -119,7 +132,10 @@ class _Recorder:
         name, begin, nbytes = self._bucket(x, out), self.look(), max(x.nbytes, 0 if out is None else out.nbytes)
         work = getattr(self.comm, collective)(x, *op, out=out, async_op=async_op)
         if async_op:
-            return _Work(self, work, (LANES[collective], collective, name, begin), nbytes)
+            begun = _Work(self, work, (LANES[collective], collective, name, begin), nbytes)
+            if not begun.ended:
+                self.pending.append(begun)
+            return begun
         now = self.look()
         self.line.spans.append(Span(LANES[collective], collective, name, begin, now, nbytes, now - begin))
         return work
@@ -147,7 +163,9 @@ class _Work:
 
     def __init__(self, recorder, handle, what, nbytes):
         self.recorder, self.handle, self.what, self.nbytes, self.ended = recorder, handle, what, nbytes, None
-        recorder.pending.append(self)
+        self.waited = time.time_ns() - what[-1]  # to begin it
+        if handle.done():
+            self.ended = what[-1] + self.waited
 
     def wait(self):
         """The handle's own."""
@@ -156,8 +174,9 @@ class _Work:
         if self.what:
             if self in self.recorder.pending:
                 self.recorder.pending.remove(self)
+            self.waited += 0 if self.ended else now - begin
             end = self.ended or now
-            self.recorder.line.spans.append(Span(*self.what, end, self.nbytes, 0 if self.ended else now - begin))
+            self.recorder.line.spans.append(Span(*self.what, end, self.nbytes, self.waited))
             self.what = None
         return result
 

@@ -1,0 +1,152 @@
+"""Overlap is real: with delays in every collective and in every unit, results are the same to the bit, and collectives
+go on under computation. A wire that blocks shows none of it."""
+
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+from zero_kit import ADAMW, ENGINES, equal, parameters_of
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator, launch
+from refimpl.memory.gantt import Span
+from refimpl.zero import DataParallel, Zero3
+from refimpl.zero.timeline import Line, timeline
+
+WIDTH, LAYERS = 32, 6
+BUCKET = WIDTH * (WIDTH + 1) * 4  # bytes: a layer in each
+
+
+class Late:
+    """A handle whose result comes no sooner than `moment`."""
+
+    def __init__(self, handle, moment):
+        self.handle, self.moment = handle, moment
+
+    def wait(self):
+        time.sleep(max(0, self.moment - time.monotonic()))
+        return self.handle.wait()
+
+    def done(self):
+        return time.monotonic() >= self.moment and self.handle.done()
+
+
+class SlowWire:
+    """A communicator whose asynchronous collectives take `seconds()` at least."""
+
+    def __init__(self, comm, seconds, blocks=False):
+        self.comm, self.seconds, self.blocks = comm, seconds, blocks
+
+    def __getattr__(self, name):
+        method = getattr(self.comm, name)
+        if name not in ("all_reduce", "all_gather", "reduce_scatter"):
+            return method
+
+        def collective(*args, async_op=False, **options):
+            if not async_op:
+                return method(*args, **options)
+            handle = Late(method(*args, async_op=True, **options), time.monotonic() + self.seconds())
+            if self.blocks:
+                handle.wait()
+            return handle
+
+        return collective
+
+
+class SlowLayer(nn.Linear):
+    """A layer whose forward and backward take `seconds()` longer."""
+
+    def forward(self, x):
+        time.sleep(self.seconds())
+        y = super().forward(x)
+        y.register_hook(lambda gradient: time.sleep(self.seconds()))
+        return y
+
+
+def model_of(seconds):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(SlowLayer(WIDTH, WIDTH) for _ in range(LAYERS)))
+    for layer in model:
+        layer.seconds = seconds
+    return model
+
+
+def stepped(comm, make, wire, compute, blocks=False, steps=3):
+    """(parameters after some steps, Line of the last one)."""
+    engine = make(model_of(compute), SlowWire(comm, wire, blocks), ADAMW, bucket_bytes=BUCKET)
+    for step in range(steps):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank + 10 * step))
+        with timeline(engine) as line:
+            engine.backward(engine.forward(x).square().mean())
+            engine.step()
+    return parameters_of(engine), line
+
+
+def with_random_delays(comm):
+    """The same training without delays, and with others on each rank."""
+    found = {}
+    for make in ENGINES:
+        chance = random.Random(comm.rank)
+        found[make.__name__] = [stepped(comm, make, seconds, seconds)[0] for seconds in (
+            lambda: 0, lambda chance=chance: chance.choice((0, 0.002, 0.01)))]
+    return found
+
+
+def test_delays_change_no_bit():
+    for answer in launch(with_random_delays, 3):
+        for quick, slow in answer.values():
+            assert equal(quick, slow)
+
+
+def with_even_delays(comm, blocks):
+    return {make.__name__: stepped(comm, make, lambda: 0.02, lambda: 0.02, blocks)[1] for make in ENGINES}
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("blocks", [False, True])
+def test_collectives_go_on_under_computation(blocks):
+    for answer in launch(with_even_delays, 2, blocks):
+        for name, line in answer.items():
+            assert len(line.of("forward")) == len(line.of("backward")) == LAYERS
+            kinds = {"DataParallel": ["all_reduce"], "Zero3": ["reduce_scatter", "all_gather"]}
+            for kind in kinds.get(name, ["reduce_scatter"]):
+                # Of LAYERS collectives one at each end has no computation beside it.
+                share = line.hidden(kind) / line.seconds(kind)
+                assert (share > 0.5) == (not blocks), (name, kind, share, line.waited(kind))
+
+
+def test_the_collectives_of_a_step_by_bucket():
+    engine = Zero3(model_of(lambda: 0), FakeCommunicator(0, 4), ADAMW)
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        with timeline(engine) as line, memory.track(engine.model, engine.optimizer) as t:
+            engine.backward(engine.forward(x).sum())
+            engine.step()
+    names = [str(i) for i in range(LAYERS)]
+    assert [span.name for span in line.of("forward")] == names
+    assert [span.name for span in line.of("backward")] == names[::-1] == [
+        span.name for span in line.of("reduce_scatter")]
+    assert sorted(span.name for span in line.of("all_gather")) == sorted(names + names[:-1])  # the last one stays
+    assert all(span.nbytes == engine.buckets[0].nbytes for span in line.of("all_gather") + line.of("reduce_scatter"))
+    assert {span.kind for span in line.spans} == {"forward", "backward", "update", "all_gather", "reduce_scatter",
+                                                  "all_reduce"}
+    assert line.plot(t).labels == ["compute", "gather", "reduce"]
+
+
+def test_afterwards_nothing_is_left():
+    engine = DataParallel(model_of(lambda: 0), FakeCommunicator(0, 2), ADAMW)
+    comm, hooks = engine.comm, [dict(layer._forward_hooks) for layer in engine.model]
+    with pytest.raises(ArithmeticError), timeline(engine):
+        raise ArithmeticError
+    assert engine.comm is comm and [dict(layer._forward_hooks) for layer in engine.model] == hooks
+
+
+def test_what_is_hidden_is_neither_waiting_nor_idle():
+    line = Line()
+    line.spans = [Span("compute", "forward", "a", 0, 10), Span("compute", "backward", "a", 20, 40),
+                  Span("gather", "all_gather", "a", 5, 30, 8, waited=4), Span("reduce", "all_reduce", "", 39, 45)]
+    assert line.hidden("all_gather") * 1e9 == pytest.approx(5 + 10 - 4)
+    assert line.hidden("all_reduce") * 1e9 == pytest.approx(1) and line.seconds("all_gather") * 1e9 == 25
+    assert line.waited("all_gather") * 1e9 == pytest.approx(4) and line.of("all_reduce") == []
