@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 
 from ..memory import mark
+from .store import DeviceMemory
 
 
 class Gathering:
@@ -18,8 +19,10 @@ class Gathering:
     when something is begun ahead of time.
     """
 
-    def __init__(self, comm, shards, full, look_ahead, limit):
+    def __init__(self, comm, shards, full, look_ahead, limit, store=None):
         self.comm, self.shards, self.full = comm, shards, full
+        self.store = DeviceMemory() if store is None else store
+        self._number = {bucket: i for i, bucket in enumerate(shards)}
         self.look_ahead, self.limit = look_ahead, limit
         self._views, self._away, self._nothing = {}, {}, {}  # bucket → parameters that are here, away; dtype → NaN
         self._users, self._whole, self._coming = Counter(), set(), {}
@@ -38,7 +41,7 @@ class Gathering:
             return
         if bucket not in self._coming:
             self._begin(bucket)
-        self._coming.pop(bucket).wait()
+        self._arrive(bucket)
         self._whole.add(bucket)
         self._seen.append(bucket)
         self._begin_ahead()
@@ -56,15 +59,20 @@ class Gathering:
         if bucket in self._whole:
             self._free(bucket)
 
+    def settle(self):
+        """Outside of a step: what nobody needs goes, and what comes next is the beginning of a step."""
+        for bucket in list(self._coming):  # begun ahead, and never needed
+            self._arrive(bucket)
+            self._free(bucket)
+        for bucket in [bucket for bucket in self._whole if not self._users[bucket]]:
+            self._free(bucket)
+        self._seen = []
+
     def end(self):
         """The end of a step's gathers: everything is let go, and their order is that of the next step."""
-        for bucket, handle in list(self._coming.items()):  # begun ahead, and never needed
-            handle.wait()
-            del self._coming[bucket]
-            self._free(bucket)
-        for bucket in list(self._whole):
-            self.drop(bucket)
-        self._order, self._seen = self._seen, []
+        self._order = self._seen
+        self._users.clear()
+        self.settle()
         for nothing in self._nothing.values():
             nothing.fill_(torch.nan)  # somebody may have filled a parameter with zeros, say
 
@@ -77,7 +85,16 @@ class Gathering:
         done = len(self._seen)
         return self._order[done] if self._order[:done] == self._seen and done < len(self._order) else None
 
+    def key(self, bucket):
+        """Of the bucket's shard in the store."""
+        return "parameters", self._number[bucket]
+
+    def _arrive(self, bucket):
+        self._coming.pop(bucket).wait()
+        self.store.put(self.key(bucket), [self.shards[bucket]], changed=False)
+
     def _begin(self, bucket):
+        self.store.get(self.key(bucket))
         full = mark(self.full[bucket], "parameters")  # so that a tracker meets it now, while it has no bytes
         full.untyped_storage().resize_(bucket.nbytes)
         if bucket not in self._views:  # which cannot be made of a storage without bytes
@@ -95,6 +112,7 @@ class Gathering:
                 continue
             ahead = bucket.numel + sum(each.numel for each in self._coming)
             if bucket in self._whole or ahead > self.look_ahead or self.live() + bucket.numel > self.limit:
+                self.store.begin(self.key(bucket))  # the way from the store to here can begin
                 return
             self._begin(bucket)
 

@@ -80,6 +80,12 @@ class Pieces:
             for group, params in zip(groups, before, strict=True):
                 group["params"] = params
 
+    def states(self, bucket):
+        """The bucket's master, if it has one, and what the optimizer keeps of its elements."""
+        held = [kept for _, own in self.of[bucket] for kept in self.optimizer.state.get(own, {}).values()]
+        return [*([self.masters[bucket]] if bucket in self.masters else []),
+                *(kept for kept in held if isinstance(kept, torch.Tensor) and kept.dim())]
+
     def round(self, bucket, shards):
         """The bucket's shard from its masters, if it has any."""
         if bucket in self.masters:

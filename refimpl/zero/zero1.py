@@ -10,10 +10,15 @@ which together is what an all_reduce sends: 2Ψ, as before. Bytes with Adam in f
 et al. 2020), sections 5.1 and 7.
 """
 
+import contextlib
+
+import torch
+
 from ..comm.tensors import same_memory
 from ..memory import mark
 from .data_parallel import DataParallel
 from .pieces import Pieces
+from .store import DeviceMemory
 
 
 class Zero1(DataParallel):
@@ -21,9 +26,16 @@ class Zero1(DataParallel):
 
     Parameters of 16 bits have an fp32 master, in shards too. The optimizer has to treat each element by itself, as
     Adam and SGD do. `no_sync` as before: gradients are whole until they are reduced, in the last micro-batch.
+    `store`: where shards rest while nothing computes with them, a `ShardStore`; by default where they are.
     """
 
     stage = 1
+
+    def __init__(self, *args, store=None, **options):
+        self.store = DeviceMemory() if store is None else store
+        super().__init__(*args, **options)
+        for bucket in self.buckets:
+            self._rest(bucket)
 
     def _make_optimizer(self, optimizer, groups, named):
         self.shards = {bucket: bucket.shard(self.flat[bucket], self.comm.rank) for bucket in self.buckets}
@@ -88,8 +100,9 @@ class Zero1(DataParallel):
                 if piece.slot.parameter not in used:
                     own.grad = None
         handles = []
-        for bucket in self.buckets:
-            self.pieces.step(bucket, self.shards)
+        for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
+            with self._here(bucket, following):
+                self.pieces.step(bucket, self.shards)
             handles.append(self._after_update(bucket))
         for handle in filter(None, handles):
             handle.wait()
@@ -97,6 +110,35 @@ class Zero1(DataParallel):
     def _after_update(self, bucket):
         """Begin to bring every rank's shard of the parameters to all."""
         return self.comm.all_gather(self.shards[bucket], out=self.flat[bucket], async_op=True)
+
+    # --- where shards rest -------------------------------------------------------------------------------------------
+
+    def _resting(self, bucket):
+        """{key: tensors} of what nothing computes with between two updates."""
+        return {("states", self.buckets.index(bucket)): self.pieces.states(bucket)}
+
+    def _rest(self, bucket):
+        for key, tensors in self._resting(bucket).items():
+            self.store.put(key, tensors)
+
+    @contextlib.contextmanager
+    def _here(self, bucket, following=None):
+        """A bucket's shards where they can be computed with; `following` is the next one that will be asked for."""
+        for key in self._resting(bucket):
+            self.store.get(key)
+        for key in self._resting(following) if following else ():
+            self.store.begin(key)
+        try:
+            yield
+        finally:
+            self._rest(bucket)
+
+    @contextlib.contextmanager
+    def _all_here(self):
+        with contextlib.ExitStack() as stack:
+            for bucket in self.buckets:
+                stack.enter_context(self._here(bucket))
+            yield
 
     # --- for checkpoints ---------------------------------------------------------------------------------------------
 
@@ -114,3 +156,28 @@ class Zero1(DataParallel):
             handle = self._after_update(bucket)
             if handle is not None:
                 handle.wait()
+
+    def save(self, directory):
+        """As `DataParallel`'s."""
+        with self._all_here():
+            super().save(directory)
+
+    def load(self, directory):
+        """As `DataParallel`'s."""
+        with self._all_here():
+            super().load(directory)
+
+    def state_dict(self):
+        """As `DataParallel`'s."""
+        with self._all_here():
+            return super().state_dict()
+
+    def load_state_dict(self, sd):
+        """As `DataParallel`'s."""
+        with self._all_here():
+            super().load_state_dict(sd)
+
+    def save_weights(self, path, dtype=torch.bfloat16):
+        """As `DataParallel`'s."""
+        with self._all_here():
+            super().save_weights(path, dtype)

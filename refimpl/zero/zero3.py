@@ -60,7 +60,12 @@ class Zero3(Zero2):
     def forward(self, *args, **kwargs):
         """The model's own. All ranks call it together, and run the same units in the same order."""
         check_phase(self.comm, "forward", self._steps, self._micro_batches)
-        return self.model(*args, **kwargs)
+        self.gathering.settle()
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            if not torch.is_grad_enabled():  # no backward follows
+                self.gathering.settle()
 
     __call__ = forward
 
@@ -75,6 +80,7 @@ class Zero3(Zero2):
         finally:
             for bucket in going:
                 self.gathering.let_go(bucket)
+            self.gathering.settle()
 
     # --- where parameters are ----------------------------------------------------------------------------------------
 
@@ -99,7 +105,7 @@ class Zero3(Zero2):
             if not self._stays(bucket):
                 full.untyped_storage().resize_(0)
         self._broadcast_rest()
-        self.gathering = Gathering(self.comm, self.shards, self.full, *self._ahead)
+        self.gathering = Gathering(self.comm, self.shards, self.full, *self._ahead, self.store)
 
     def _stays(self, bucket):
         return all(slot.parameter.numel() < self.persistence_threshold for slot in bucket.slots)
@@ -113,6 +119,10 @@ class Zero3(Zero2):
         """What stays whole is gathered now, all else when it is needed."""
         return self.comm.all_gather(self.shards[bucket], out=self.full[bucket], async_op=True) if self._stays(
             bucket) else None
+
+    def _resting(self, bucket):
+        stays = {} if self._stays(bucket) else {self.gathering.key(bucket): [self.shards[bucket]]}
+        return super()._resting(bucket) | stays
 
     def _loaded(self):
         self._let_all_go()

@@ -153,6 +153,31 @@ def test_evaluation_in_between():
         assert equal(without, with_it)
 
 
+class Remembers(Zero3):
+    """The mutant: what was gathered between two steps is taken for the beginning of the next."""
+
+    def _hold_parameters(self):
+        super()._hold_parameters()
+        self.gathering.settle = lambda: None
+
+
+@pytest.mark.parametrize("make", [Zero3, Remembers])
+def test_after_an_evaluation_the_next_step_gathers_ahead_all_the_same(make):
+    engine, x = make(layers(4), FakeCommunicator(0, 2), SGD), torch.ones(1, 64)
+    for _ in range(2):
+        engine.backward(engine.forward(x).sum())
+        engine.step()
+    with torch.no_grad():
+        engine.forward(x)
+    left = engine.gathering.live()
+    with engine.gathered():
+        pass
+    ahead = []
+    engine.units[1].register_forward_hook(lambda *_: ahead.append(len(engine.gathering._coming)))
+    engine.backward(engine.forward(x).sum())
+    assert (left == 0 and ahead[0] > 0) == (make is Zero3)
+
+
 def resharded(comm):
     found, sent = [], []
     for keeps in (True, False):
