@@ -9,9 +9,6 @@ Nothing here is differentiated through.
 What the communicator allocates (results, staging copies, contiguous copies) is "communication" in every tracker.
 """
 
-from collections.abc import Iterable
-from numbers import Integral
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, strided
@@ -20,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import memory
 from . import pairwise
 from .agreement import CheckedReceive, announce, check_agreement
-from .groups import new_group
+from .groups import check_members, check_peer, new_group
 from .handle import Handle, landed
 from .tensors import NAMED, as_bytes, check_out, look, reduction, resolved, same_memory
 from .traffic import COLLECTIVES, Traffic, ring_traffic
@@ -289,17 +286,7 @@ class Communicator:
         return x.shape[0] // self.world_size
 
     def _peer(self, rank, name, other=False):
-        integer = type(rank) is int or isinstance(rank, Integral) and not isinstance(rank, bool)
-        if not integer or not 0 <= rank < self.world_size:
-            raise ValueError(f"{name}={rank!r}: expected a rank from 0 to {self.world_size - 1}")
-        if other and rank == self.rank:
-            raise ValueError(f"{name}={rank}: a rank cannot send to itself")
-        return int(rank)
+        return check_peer(rank, self.world_size, name, self.rank if other else None)
 
     def _members(self, ranks):
-        if not isinstance(ranks, Iterable):
-            raise TypeError(f"split({ranks!r}): expected a list of ranks")
-        ranks = [self._peer(rank, "ranks has") for rank in ranks]
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"split({ranks}): expected at least one rank, and each once")
-        return sorted(ranks)
+        return check_members(ranks, self.world_size)

@@ -1,5 +1,8 @@
 """Sub-groups that any of the ranks can make, in any order, of a sub-group too."""
 
+from collections.abc import Iterable
+from numbers import Integral
+
 import torch
 import torch.distributed as dist
 
@@ -32,3 +35,23 @@ def new_group(comm, members):
 
 def _groups_made():
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def check_peer(rank, world_size, name, itself=None):
+    """`rank` as an int; ValueError naming the argument unless it is one of the world's, and not `itself`."""
+    integer = type(rank) is int or isinstance(rank, Integral) and not isinstance(rank, bool)
+    if not integer or not 0 <= rank < world_size:
+        raise ValueError(f"{name}={rank!r}: expected a rank from 0 to {world_size - 1}")
+    if rank == itself:
+        raise ValueError(f"{name}={rank}: a rank cannot send to itself")
+    return int(rank)
+
+
+def check_members(ranks, world_size):
+    """The ranks of a sub-group in ascending order; ValueError for none, one twice, or one that does not exist."""
+    if not isinstance(ranks, Iterable):
+        raise TypeError(f"split({ranks!r}): expected a list of ranks")
+    ranks = [check_peer(rank, world_size, "ranks has") for rank in ranks]
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"split({ranks}): expected at least one rank, and each once")
+    return sorted(ranks)

@@ -70,6 +70,7 @@ def hundred_faults():
         yield fault, when, world_size, number * 5 % world_size
 
 
+@pytest.mark.alone
 def test_100_of_100_faults_name_the_rank_and_leave_no_process(processes_left):
     assert len(set(hundred_faults())) >= 84
     began, wrong = time.monotonic(), []
