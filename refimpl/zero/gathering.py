@@ -78,7 +78,7 @@ class Gathering:
         return self._order[done] if self._order[:done] == self._seen and done < len(self._order) else None
 
     def _begin(self, bucket):
-        full = self.full[bucket]
+        full = mark(self.full[bucket], "parameters")  # so that a tracker meets it now, while it has no bytes
         full.untyped_storage().resize_(bucket.nbytes)
         if bucket not in self._views:  # which cannot be made of a storage without bytes
             self._views[bucket] = bucket.views(full)

@@ -44,7 +44,7 @@ BUCKET = 20_000  # bytes
 def gpt(config=CONFIG, dtype=None, device=None):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return GPT(config, dtype=dtype).to(device)
+    return GPT(config, dtype=dtype, device=device)
 
 
 def token_batches(steps, micro_batches=1):

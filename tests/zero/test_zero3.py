@@ -57,6 +57,20 @@ def test_few_units_are_whole_at_once():
     assert most_parameters(ParametersKept, look_ahead=0) == 2 + 8
 
 
+def fresh():
+    """A tracker that comes when all parameters are away: what it counts at the start, at the peak and at the end."""
+    engine = Zero3(layers(), FakeCommunicator(0, 4), SGD, look_ahead=0)
+    with memory.track(engine.model, engine.optimizer) as t:
+        engine.backward(engine.forward(torch.ones(1, 64)).sum())
+        engine.step()
+    return [ledger["parameters"] for ledger in (t.start, t.peak, t.now)]
+
+
+def test_a_dry_run_counts_what_comes_when_it_comes():
+    layer = 64 * 64 * 4
+    assert fresh() == memory.dry_run(fresh).result == [2 * layer + 4, 3 * layer + 4, 2 * layer + 4]
+
+
 class Emptied(Zero3):
     """The mutant: parameters that are away are views of a storage without bytes."""
 
