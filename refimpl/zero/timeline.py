@@ -5,8 +5,8 @@
     line.plot(t)
 
 A collective lasts from the moment that it was begun until it is known to have ended: each time that anything begins or
-ends, those under way are asked. What of it a rank spent waiting, for it had nothing else to do, is `waited`; the rest
-was under computation: it cost no time.
+ends, those under way are asked. (gloo cannot tell: there it is known once somebody has waited.) What of it a rank spent
+waiting, for it had nothing else to do, is `waited`; the rest was under computation: it cost no time.
 """
 
 import contextlib
@@ -119,7 +119,8 @@ class _Recorder:
         name, begin = self._bucket(x, out), self.look()
         work = getattr(self.comm, collective)(x, *op, out=out, async_op=async_op)
         if async_op:
-            return _Work(self, work, (LANES[collective], collective, name, begin), max(x.nbytes, 0 if out is None else out.nbytes))
+            nbytes = max(x.nbytes, 0 if out is None else out.nbytes)
+            return _Work(self, work, (LANES[collective], collective, name, begin), nbytes)
         now = self.look()
         self.line.spans.append(Span(LANES[collective], collective, name, begin, now, x.nbytes, now - begin))
         return work
