@@ -15,7 +15,10 @@ from refimpl.attention import (
     tiled_attention_bytes,
 )
 from refimpl.bench.record import measurement
+from refimpl.comm import ring_traffic
 from refimpl.memory.ledger import human
+from refimpl.model import GPT, GPTConfig
+from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -144,3 +147,24 @@ def test_figures_of_flash_attention_are_those_of_the_closed_forms():
             f"{human(once).replace('.0', '')} each byte once") in line
     flops = attention_flops(shape, shape)
     assert flops.backward_recomputing // (flops.forward // 2) == 5 and "in place of five" in line
+
+
+def test_figures_of_data_parallelism_are_those_of_the_closed_forms():
+    line, config = readme_row("data parallelism"), GPTConfig.named("llama2-7b")
+    model, count = GPT(config, device="meta"), config.parameter_count()
+    one, many = (model_state_bytes(model, N, stage=0).total for N in (1, 1024))
+    assert f"{one / count:.0f} bytes a parameter (fp32, AdamW) on 1,024 ranks as on one, {human(one)}" in line
+    assert f"{many / count:.0f} bytes" == f"{one / count:.0f} bytes" and human(many) == human(one)
+    assert f"{ring_traffic('all_reduce', 4 * count, 8) / (4 * count):.2f} at 8 ranks" in line
+
+
+def test_figures_of_zero_1_and_2_are_those_of_the_closed_forms():
+    first, second = readme_row("ZeRO-1"), readme_row("ZeRO-2")
+    fp32, bf16 = ([paper_bytes(1, 4, stage, *each) for stage in (0, 1, 2)] for each in ((4, 4, 8), (2, 2, 12)))
+    assert f"of {fp32[0]:g} bytes a parameter {fp32[1]:g} are left on 4 ranks in fp32, {bf16[1]:g} in bf16" in first
+    assert f"on 4 ranks {fp32[2]:g} bytes are left in fp32, {bf16[2]:g} in bf16" in second
+    assert f"on 64 GPUs {paper_bytes(7.5e9, 64, 2) / 1e9:.1f} GB of {paper_bytes(7.5e9, 64, 0) / 1e9:.0f}" in second
+    model = GPT(GPTConfig.named("gpt2"), device="meta")
+    assert step_traffic(model, 8, 0).total == step_traffic(model, 8, 1).total and "not a byte on the wire" in first
+    more = step_traffic(model, 8, 2, micro_batches=4).total / step_traffic(model, 8, 0, micro_batches=4).total
+    assert f"with 4 micro-batches {more:.1f} times the traffic" in second

@@ -16,6 +16,7 @@ NAMES = {
     "activations": "saved tensors compressed or offloaded beside uncompressed, recomputed and save_on_cpu ones",
     "sequences": "a long sequence in chunks beside the whole one: bytes at the peak and seconds",
     "attention": "each stage of attention beside PyTorch's: bytes, seconds, on a GPU TFLOP/s beside each backend",
+    "zero": "each stage of ZeRO beside DDP, ZeroRedundancyOptimizer and FSDP2 on four ranks: bytes, seconds of a step",
     "kernels": "what the compiler makes of each attention kernel: registers, spills, shared memory, instructions",
 }
 

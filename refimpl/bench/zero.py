@@ -1,7 +1,10 @@
 """Each stage of ZeRO beside torch's own: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 with each block sharded.
 
 Four ranks train a GPT of 14 million parameters, each engine alone in ranks of its own for its bytes, all of them in
-turns in the same ranks for its time. Bytes are the allocator's, per parameter, on the rank that takes most.
+turns in the same ranks for its time. Bytes are per parameter, on the rank that takes most, by two instruments: the
+tracker, which sees no memory that a collective takes on its way, and the allocator, which on a CPU does not see what
+another thread releases, as torch's engines do by chance (their readings differ by 4 bytes from run to run). Against
+ourselves: of our two readings the larger one counts, of a peer's the smaller one.
 """
 
 import functools
@@ -24,19 +27,24 @@ from .runner import BAR_DELAY, Comparison, synchronize
 
 CONFIG = GPTConfig(vocab_size=8192, context_length=64, layers=6, hidden=384, heads=6)
 WORLD, ROWS = 4, 1  # ranks, and sequences of a rank in a step
-BUCKET_BYTES, LOOK_AHEAD = 2**20, 2**21  # of gradients, and elements of parameters, on their way at once
+BUCKET_BYTES, LOOK_AHEAD = 2**22, 2**21  # of gradients, and elements of parameters, on their way at once
 LEARNING_RATE = 1e-4
-DDP, REDUNDANCY, FSDP2 = "DistributedDataParallel", "ZeroRedundancyOptimizer", "FSDP2"
-HELD = {"DataParallel": (DDP, None), "Zero1": (REDUNDANCY, 0.9), "Zero2": (REDUNDANCY, None), "Zero3": (FSDP2, 0.8)}
+DDP, REDUNDANCY, FSDP2 = "DistributedDataParallel", "ZeroRedundancyOptimizer + DDP", "FSDP2"
+LEAN_DDP, LEAN = f"{DDP}, gradients as views of buckets", f"{REDUNDANCY}, gradients as views of buckets"
+PAIRS = [("DataParallel", DDP), ("DataParallel", LEAN_DDP), ("Zero1", REDUNDANCY), ("Zero1", LEAN),
+         ("Zero2", REDUNDANCY), ("Zero2", LEAN), ("Zero3", FSDP2)]
+BYTES_HELD = {("Zero1", REDUNDANCY): 0.9, ("Zero3", FSDP2): 0.8}  # at most so much of the peer's
+TIME_HELD = {("Zero1", REDUNDANCY): 1.0, ("Zero1", LEAN): 1.0, ("Zero3", FSDP2): 1.0}
 
 
 class Ours:
     """An engine of `refimpl.zero`: `step(tokens)` is one training step."""
 
     def __init__(self, stage, model, comm):
-        options = {"look_ahead": LOOK_AHEAD} if stage is Zero3 else {}
-        self.engine = stage(model, comm, functools.partial(torch.optim.AdamW, lr=LEARNING_RATE),
-                            bucket_bytes=BUCKET_BYTES, **options)
+        options = {"DataParallel": {}, "Zero3": {"look_ahead": LOOK_AHEAD}}  # DDP's buckets are as large as ours are
+        options = options.get(stage.__name__, {"bucket_bytes": BUCKET_BYTES})
+        self.engine = stage(model, comm, functools.partial(torch.optim.AdamW, lr=LEARNING_RATE), **options)
+        self.model, self.optimizer = model, self.engine.optimizer
 
     def step(self, tokens):
         self.engine.backward(self.engine.forward(tokens, tokens))
@@ -44,7 +52,7 @@ class Ours:
 
 
 class Theirs:
-    """DDP with gradients that are views of its buckets, or FSDP2: what torch's documentation says to write."""
+    """DDP or FSDP2: what torch's documentation says to write."""
 
     def __init__(self, name, model, comm):
         if name == FSDP2:
@@ -52,9 +60,11 @@ class Theirs:
                 fully_shard(block)
             self.model = fully_shard(model)
         else:
-            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.optimizer = (ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
-                          if name == REDUNDANCY else torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE))
+            self.model = DistributedDataParallel(model, gradient_as_bucket_view=name in (LEAN_DDP, LEAN))
+        if name in (REDUNDANCY, LEAN):
+            self.optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def step(self, tokens):
         self.model(tokens, tokens).backward()
@@ -63,7 +73,7 @@ class Theirs:
 
 
 ENGINES = {**{stage.__name__: functools.partial(Ours, stage) for stage in (DataParallel, Zero1, Zero2, Zero3)},
-           **{name: functools.partial(Theirs, name) for name in (DDP, REDUNDANCY, FSDP2)}}
+           **{name: functools.partial(Theirs, name) for name in (DDP, LEAN_DDP, REDUNDANCY, LEAN, FSDP2)}}
 
 
 def run(device="cpu", config=CONFIG, world=WORLD, rounds=15):
@@ -73,33 +83,34 @@ def run(device="cpu", config=CONFIG, world=WORLD, rounds=15):
     settings = {"model": asdict(config), "parameters": config.parameter_count(), "dtype": "fp32", "ranks": world,
                 "sequences of a rank": ROWS, "tokens on": device, "rounds": rounds, "bucket_bytes": BUCKET_BYTES,
                 "look_ahead": LOOK_AHEAD, "optimizer": "AdamW",
-                "peak": "allocated bytes of the third step and of what the rank held before it, without the tokens"}
+                "peak": "bytes held before a third step and what it takes on top, without the tokens"}
     held = {}
     for name in tqdm(ENGINES, "bytes", delay=BAR_DELAY, leave=False):
         answers = launch(bytes_of, world, name, config, device=device, timeout=300)
-        held[name] = [max(each) / config.parameter_count() for each in zip(*answers, strict=True)]
+        held[name] = {key: max(rank[key] for rank in answers) / config.parameter_count() for key in answers[0]}
     seconds = slowest(launch(seconds_of, world, config, rounds, device=device, timeout=900))
     return settings, byte_rows(held) + time_rows(Comparison(seconds), seconds)
 
 
 def byte_rows(held):
-    """Peak of a step, beside the peer's; `resident`: what is held between two steps, `making`: the peak of making it
-    and of the first step."""
+    """Peak of a step beside the peer's, and what is held between two steps (`resident`), by both instruments."""
     rows = []
-    for name, (peer, bound) in HELD.items():
-        (peak, resident, making), theirs = held[name], held[peer]
-        rows.append(row(f"peak of a step, {name}", peer, "B/parameter", peak, theirs[0], bound=bound,
-                        resident=resident, peer_resident=theirs[1], making=making, peer_making=theirs[2]))
+    for name, peer in PAIRS:
+        ours, theirs = held[name], held[peer]
+        rows.append(row(f"peak of a step, {name}", peer, "B/parameter", max(ours["allocator"], ours["tracker"]),
+                        min(theirs["allocator"], theirs["tracker"]), bound=BYTES_HELD.get((name, peer)), ours=ours,
+                        theirs=theirs))
     return rows
 
 
 def time_rows(timing, seconds):
-    """Median seconds of a step, beside the peer's. `paired`: the median ratio of two steps of the same round."""
+    """Median seconds of a step beside the peer's. `paired`: the median ratio of two steps of the same round."""
     rows = []
-    for name, (peer, bound) in HELD.items():
+    for name, peer in PAIRS:
         paired = statistics.median(ours / theirs for ours, theirs in zip(seconds[name], seconds[peer], strict=True))
         rows.append(row(f"step, {name}", peer, "s", timing.median(name), timing.median(peer), paired=paired,
-                        bound=1.0 if bound else None, spread=timing.spread(name), peer_spread=timing.spread(peer)))
+                        bound=TIME_HELD.get((name, peer)), spread=timing.spread(name),
+                        peer_spread=timing.spread(peer)))
     return rows
 
 
@@ -120,14 +131,17 @@ def made(name, comm, config):
 
 
 def bytes_of(comm, name, config):
-    """(peak of a step, held between two steps, peak of the making and the first steps), in bytes."""
-    with memory.measure(comm.device) as making:
+    """{instrument: peak of a step, "resident": held between two steps}, in bytes."""
+    with memory.measure(comm.device) as before:
         engine, tokens = made(name, comm, config)
         for _ in range(2):
             engine.step(tokens)
     with memory.measure(comm.device) as step:
         engine.step(tokens)
-    return making.net + step.peak, making.net, making.peak
+    with memory.track(engine.model, engine.optimizer) as t:
+        engine.step(tokens)
+    return {"allocator": before.net + step.peak, "tracker": t.peak.total - tokens.nbytes,
+            "resident": t.now.total - tokens.nbytes}
 
 
 def seconds_of(comm, config, rounds):

@@ -143,9 +143,13 @@ def draw_timeline(axes, timeline, peak, divisor, highest, inches):
             axes.fill_between(x, bottom, top, step="post", color=colour(name), linewidth=0)
         bottom = top
     ceiling = 1.25 * highest / divisor
+    before = 0.0
     for phase, begin, end in phases(timeline):
-        axes.axvline(begin, color="#999999", linewidth=0.6, linestyle=":")
-        if (end - begin) / len(timeline) * inches > 0.07 * len(phase):  # a letter at this size is 0.07 inches wide
+        wide = (end - begin) / len(timeline) * inches
+        if max(before, wide) > 0.1:  # an optimizer that steps bucket by bucket would hatch the picture with borders
+            axes.axvline(begin, color="#999999", linewidth=0.6, linestyle=":")
+        before = wide
+        if wide > 0.07 * len(phase):  # a letter at this size is 0.07 inches wide
             axes.text((begin + end) / 2, 0.985 * ceiling, phase, ha="center", va="top", fontsize=9, color="#444444")
     axes.plot([peak.index], [peak.ledger.total / divisor], marker="v", color="black", markersize=6, clip_on=False)
     where = f"{human(peak.ledger.total)}\n{peak.operation}" + (f", {peak.module}" if peak.module else "")

@@ -116,13 +116,12 @@ class _Recorder:
         return self._begin("all_gather", x, out, async_op)
 
     def _begin(self, collective, x, out, async_op, *op):
-        name, begin = self._bucket(x, out), self.look()
+        name, begin, nbytes = self._bucket(x, out), self.look(), max(x.nbytes, 0 if out is None else out.nbytes)
         work = getattr(self.comm, collective)(x, *op, out=out, async_op=async_op)
         if async_op:
-            nbytes = max(x.nbytes, 0 if out is None else out.nbytes)
             return _Work(self, work, (LANES[collective], collective, name, begin), nbytes)
         now = self.look()
-        self.line.spans.append(Span(LANES[collective], collective, name, begin, now, x.nbytes, now - begin))
+        self.line.spans.append(Span(LANES[collective], collective, name, begin, now, nbytes, now - begin))
         return work
 
     def _bucket(self, x, out):

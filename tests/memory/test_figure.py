@@ -198,6 +198,14 @@ def test_phases_that_are_short_have_no_name():
     assert [text.get_text() for text in trace.plot().axes[1].texts[:-1]] == ["forward", "step"]
 
 
+def test_borders_of_phases_do_not_hatch_the_picture():
+    """An optimizer that steps bucket by bucket, with other operations in between."""
+    ops = [Op("a", "forward", "", 0)] * 300 + [Op("b", phase, "", 0) for phase in ("step", "forward")] * 50
+    trace = Trace([*ops, *[Op("c", "step", "", 0)] * 300], first_call=0)
+    borders = [line.get_xdata()[0] for line in trace.plot().axes[1].lines[:-1]]
+    assert len(phases(trace.timeline)) == 102 and borders == [0, 301, 401]
+
+
 @pytest.mark.parametrize(("columns", "shown"), [(1, 5), (3, 1)])
 def test_names_of_phases_stand_where_they_have_room(columns, shown):
     ops = [Op("mm", phase, "", 0) for _ in range(4) for phase in ["forward"] * 10 + ["backward"] * 16]

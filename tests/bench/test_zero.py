@@ -1,0 +1,49 @@
+"""The bench of ZeRO at a tiny size, and that it would show a stage that saves nothing."""
+
+import functools
+
+import pytest
+
+from refimpl.bench import zero
+from refimpl.comm import launch
+from refimpl.model import GPTConfig
+from refimpl.zero import Zero2
+
+TINY = GPTConfig(vocab_size=64, context_length=16, layers=4, hidden=128, heads=4)
+
+
+class GradientsKept(Zero2):
+    """The mutant: whole gradients stay."""
+
+    def _reduced(self, bucket, shard):
+        self.hoard = [*getattr(self, "hoard", []), self._gradients[bucket]]
+        super()._reduced(bucket, shard)
+
+
+def test_a_run_reads_bytes_and_times_of_every_pair():
+    settings, rows = zero.run("cpu", TINY, world=2, rounds=2)
+    assert settings["parameters"] == TINY.parameter_count() and settings["ranks"] == 2
+    assert [(row["what"].split(", ")[1], row["peer"]) for row in rows] == zero.PAIRS * 2
+    states = {"DataParallel": 16, "Zero1": 12, "Zero2": 10, "Zero3": 8}  # of 2 ranks, with gradients
+    for row in rows[: len(zero.PAIRS)]:
+        name = row["what"].split(", ")[1]
+        assert states[name] < row["value"] < states[name] + 8 and row["unit"] == "B/parameter"
+        assert row["bound"] == zero.BYTES_HELD.get((name, row["peer"]))
+        # What is held between two steps: no gradients. DDP keeps its buckets, 4 bytes.
+        held = 12 if name == "DataParallel" else 6 if name == "Zero3" else 8
+        assert row["ours"]["resident"] == pytest.approx(held, abs=0.01)
+        assert row["theirs"]["resident"] == pytest.approx(held + 4 * (name != "Zero3"), abs=0.6)
+    assert all(row["value"] > 0 and row["paired"] > 0 and row["unit"] == "s" for row in rows[len(zero.PAIRS):])
+
+
+def test_a_stage_that_keeps_gradients_is_seen():
+    """In a rank the table of engines is the module's own: the mutant is put into it there."""
+    parameters = TINY.parameter_count()
+    right, kept = (launch(mutated, 2, mutant)[0] for mutant in (Zero2, GradientsKept))
+    assert kept["resident"] >= right["resident"] + 4 * parameters
+    assert kept["tracker"] > right["tracker"]
+
+
+def mutated(comm, mutant):
+    zero.ENGINES["Zero2"] = functools.partial(zero.Ours, mutant)
+    return zero.bytes_of(comm, "Zero2", TINY)
