@@ -46,6 +46,9 @@ class DataParallel:
     def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=BUCKET_BYTES, reduce_dtype=None):
         self.model, self.comm, self.reduce_dtype = model, comm, reduce_dtype
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is an {type(optimizer).__name__} already: expected what makes one, such as "
+                            "functools.partial(torch.optim.AdamW, lr=1e-3)")
         if not named:
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         self.buckets = self._lay_out(named, bucket_bytes)
@@ -213,6 +216,9 @@ class DataParallel:
 
     def _arrived(self, parameter):
         """Autograd has added to a gradient for the last time in this backward."""
+        if not self._running:
+            self.zero_grad()
+            raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss)")
         bucket = self._bucket_of[parameter]
         self._take(bucket, parameter)
         self._used.add(parameter)

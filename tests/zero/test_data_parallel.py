@@ -94,13 +94,23 @@ def misused(comm):
         engine.backward(square(engine, rows_of(comm, 0)))
     with pytest.raises(RuntimeError) as error:
         engine.step()
+    said.append(str(error.value))
+    engine.zero_grad()
+    with pytest.raises(RuntimeError) as error:
+        square(engine, rows_of(comm, 0)).backward()
+    assert all(p.grad is None for p in engine.model.parameters())
+    engine.backward(square(engine, rows_of(comm, 0)))
+    engine.step()
     return [*said, str(error.value)]
 
 
 def test_what_is_called_in_the_wrong_order():
-    (first, second, third), = launch(misused, 1)
+    (first, second, third, fourth), = launch(misused, 1)
     assert first == second == "step without gradients: call engine.backward(loss) first"
     assert third.startswith("the last backward was in no_sync")
+    assert fourth == "loss.backward() by itself reduces nothing: call engine.backward(loss)"
+    with pytest.raises(TypeError, match="optimizer is an SGD already: expected what makes one"):
+        Zero1(model_of("twice"), FakeCommunicator(0, 1), torch.optim.SGD([torch.zeros(1)], lr=0.1))
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         Zero1(nn.Tanh(), None)
     with pytest.raises(ValueError, match="norm_type=0.0: expected a number above 0, or inf"):
