@@ -175,6 +175,19 @@ def test_figures_of_zero_1_and_2_are_those_of_the_closed_forms():
     assert f"with 4 micro-batches {more:.1f} times the traffic" in second
 
 
+def test_figures_of_zero_3_are_those_of_the_closed_forms_and_the_record():
+    line, rows = readme_row("ZeRO-3"), {row["what"]: row["ratio"] for row in rows_of("zero")}
+    whole, shards = (paper_bytes(1, 4, stage, 4, 4, 8) for stage in (0, 3))
+    assert f"on 4 ranks {shards:g} bytes a parameter are left of {whole:g}" in line
+    llama = GPT(GPTConfig.named("llama2-7b"), device="meta", dtype=torch.bfloat16)
+    second, third = (human(model_state_bytes(llama, 1024, stage).total) for stage in (2, 3))
+    assert f"of LLaMA-2-7B on 1,024 ranks {third}, where stage 2 has {second} (bf16)" in line
+    more = step_traffic(llama, 1024, 3).total / step_traffic(llama, 1024, 2).total
+    assert f"{more:.1f} times the traffic" in line
+    peak, time = rows["peak of a step, Zero3"], rows["step, Zero3"]
+    assert f"on a CPU {time:.2f} of FSDP2's time, at {peak:.2f} of its peak" in line
+
+
 LEAN = "gradients as views of buckets"
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from matplotlib.patches import Patch
 
-from .figure import UNITS, MemoryFigure, colour
+from .figure import UNITS, MemoryFigure, _readable_on, colour
 
 PALETTE = ("#35618F", "#8A5A2B", "#5B7F3A", "#6FA8DC", "#D9A06B", "#9A6FB0", "#B04A5A")  # not those of categories
 WAITING = "#333333"
@@ -38,7 +38,7 @@ def gantt(spans, trace=None, lanes=None):
     if not shown:
         raise ValueError(f"nothing to draw in lanes {lanes}: {len(spans)} spans were given")
     start = min(span.begin for span in shown)
-    kinds = list(dict.fromkeys(span.kind for span in shown))
+    kinds = list(dict.fromkeys(span.kind for lane in lanes for span in shown if span.lane == lane))
     colours = {kind: PALETTE[i % len(PALETTE)] for i, kind in enumerate(kinds)}
     figure = MemoryFigure(figsize=(9.5, 0.8 + 0.45 * len(lanes) + (2.4 if trace is not None else 0)),
                           layout="constrained", facecolor="white")
@@ -59,7 +59,7 @@ def gantt(spans, trace=None, lanes=None):
 
 def draw_lanes(axes, spans, lanes, colours, start):
     """A bar for each span, those of a lane that overlap one below the other; its name where there is room."""
-    whole = max(span.end for span in spans) - start
+    inches = 8.5 / (max(span.end for span in spans) - start)
     for row, lane in enumerate(lanes):
         tracks = tracks_of([span for span in spans if span.lane == lane])
         height = 0.84 / len(tracks)
@@ -69,10 +69,13 @@ def draw_lanes(axes, spans, lanes, colours, start):
                 busy = span.end - span.waited - span.begin
                 axes.barh(y, busy / 1e6, left=(span.begin - start) / 1e6, height=height, color=colours[span.kind],
                           edgecolor="white", linewidth=0.4)
-                axes.barh(y, span.waited / 1e6, left=(span.begin + busy - start) / 1e6, height=height, color=WAITING)
-                if 8.5 * busy / whole > 0.075 * len(span.name) and len(tracks) < 4:  # inches
-                    axes.text((span.begin + busy / 2 - start) / 1e6, y, span.name, ha="center", va="center",
-                              fontsize=7, color="white")
+                axes.barh(y, span.waited / 1e6, left=(span.begin + busy - start) / 1e6, height=height, color=WAITING,
+                          edgecolor="white", linewidth=0.4)
+                begin, length, ground = max((span.begin, busy, colours[span.kind]),
+                                            (span.begin + busy, span.waited, WAITING), key=lambda part: part[1])
+                if length * inches > 0.05 + 0.06 * len(span.name) and len(tracks) < 4:
+                    axes.text((begin - start + length / 2) / 1e6, y, span.name, ha="center", va="center", fontsize=7,
+                              color=_readable_on(ground))
     axes.set_yticks(range(len(lanes)), lanes, fontsize=9)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)

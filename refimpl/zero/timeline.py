@@ -5,8 +5,9 @@
     line.plot(t)
 
 A collective lasts from the moment that it was begun until it is known to have ended: each time that anything begins or
-ends, those under way are asked. What of it a rank spent waiting, for it had nothing else to do, is `waited`; what was
-under computation cost no time. Times are the host's: a GPU does later what is asked of it here.
+ends, those under way are asked. (A message of gloo's cannot tell: there it is known once somebody has waited.) What of
+it a rank spent waiting, for it had nothing else to do, is `waited`; what was under computation cost no time. Times are
+the host's: a GPU does later what is asked of it here.
 """
 
 import contextlib
