@@ -16,17 +16,17 @@ import functools
 import torch
 
 from ..memory import mark
-from . import checkpoint, consolidated
 from .agreement import check_model, check_phase, used_anywhere
 from .bucket import Piece, buckets_of
 from .norms import clip_, global_norm
+from .saving import Saving
 
 BUCKET_BYTES = 25 * 2**20
 IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
-class DataParallel:
+class DataParallel(Saving):
     """`engine.forward(…)`, `engine.backward(loss)`, `engine.step()` in place of model, loss and optimizer.
 
     - `model`: the same on every rank; rank 0's parameters and buffers are broadcast. Its parameters move into buckets.
@@ -123,26 +123,6 @@ class DataParallel:
         norm = global_norm(self.comm, gradients, norm_type, self._gradients_are_whole)
         clip_(gradients, norm, max_norm)
         return norm
-
-    def save(self, directory):
-        """Write a checkpoint that any stage can load on any number of ranks: see `checkpoint`."""
-        checkpoint.save(self, directory)
-
-    def load(self, directory):
-        """Go on from a checkpoint that an engine of any stage saved on any number of ranks: see `checkpoint`."""
-        checkpoint.load(self, directory)
-
-    def state_dict(self):
-        """All of it on the host of rank 0, {} on the others: see `consolidated`. All ranks call it."""
-        return consolidated.state_dict(self)
-
-    def load_state_dict(self, sd):
-        """Go on from what `state_dict` gave, of any stage and world; rank 0's `sd` counts. All ranks call it."""
-        consolidated.load_state_dict(self, sd)
-
-    def save_weights(self, path, dtype=torch.bfloat16):
-        """The model alone, in one safetensors file, written by rank 0: see `consolidated`. All ranks call it."""
-        consolidated.save_weights(self, path, dtype)
 
     @property
     def param_groups(self):

@@ -12,8 +12,6 @@ et al. 2020), sections 5.1 and 7.
 
 import contextlib
 
-import torch
-
 from ..comm.tensors import same_memory
 from ..memory import mark
 from .data_parallel import DataParallel
@@ -156,28 +154,3 @@ class Zero1(DataParallel):
             handle = self._after_update(bucket)
             if handle is not None:
                 handle.wait()
-
-    def save(self, directory):
-        """As `DataParallel`'s."""
-        with self._all_here():
-            super().save(directory)
-
-    def load(self, directory):
-        """As `DataParallel`'s."""
-        with self._all_here():
-            super().load(directory)
-
-    def state_dict(self):
-        """As `DataParallel`'s."""
-        with self._all_here():
-            return super().state_dict()
-
-    def load_state_dict(self, sd):
-        """As `DataParallel`'s."""
-        with self._all_here():
-            super().load_state_dict(sd)
-
-    def save_weights(self, path, dtype=torch.bfloat16):
-        """As `DataParallel`'s."""
-        with self._all_here():
-            super().save_weights(path, dtype)
