@@ -54,6 +54,14 @@ def let_go(lent, before, seconds=1):
         time.sleep(0)
 
 
+def owns_storage(tensor):
+    """Whether no other tensor looks at its storage, and it at all of it.
+
+    Autograd may hand one storage to two parameters as their gradients: to a and b of `a[None] + b[None]`, say."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) <= 2  # it, and `storage`
+
+
 def _references(tensors):
     counts = []
     for tensor in tensors:  # to the Python object, the tensor and the storage

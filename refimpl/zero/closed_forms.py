@@ -24,7 +24,7 @@ from .checkpoint import REST, file_of
 from .data_parallel import BUCKET_BYTES
 from .durable import safetensors_bytes, widest_first
 from .pieces import LOW
-from .zero3 import default_units, unit_buckets
+from .zero3 import default_units, parameters_of_units, unit_buckets
 
 STAGES = (0, 1, 2, 3)
 KEPT = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -135,10 +135,11 @@ def _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold
 def _gathers(model, buckets, units, persistence_threshold):
     """The buckets that one forward and backward gather, in order; one that is needed twice in a row comes once."""
     units = default_units(model) if units is None else units
+    parameters = parameters_of_units(units)
     place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
     wanted = []
-    for unit in [*units, *(unit for unit in reversed(units) if not isinstance(unit, nn.Embedding))]:
-        own = dict.fromkeys(place[p] for p in unit.parameters() if p in place)
+    for unit in [*units, *(unit for unit in reversed(units) if type(unit) is not nn.Embedding)]:
+        own = dict.fromkeys(place[p] for p in parameters[unit] if p in place)
         wanted += [bucket for bucket in own
                    if not all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)]
     return [bucket for i, bucket in enumerate(wanted) if not i or bucket is not wanted[i - 1]]

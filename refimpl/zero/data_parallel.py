@@ -15,6 +15,7 @@ import functools
 
 import torch
 
+from ..comm.versions import owns_storage
 from ..memory import mark
 from .agreement import check_model, check_phase, used_anywhere
 from .bucket import Piece, buckets_of
@@ -53,6 +54,7 @@ class DataParallel(Saving):
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         self.buckets = self._lay_out(named, bucket_bytes)
         check_model(comm, self.buckets)
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._gradients, self._views = {}, {}  # bucket → its buffer; parameter → its gradient in there, once it has one
@@ -75,6 +77,9 @@ class DataParallel(Saving):
     def backward(self, loss):
         """Gradients of this micro-batch, added to those that are there; reduced meanwhile, unless in `no_sync`."""
         check_phase(self.comm, "backward", self._steps, self._micro_batches)
+        if thawed := [name for name, p in self._frozen if p.requires_grad]:
+            raise RuntimeError(f"{thawed[0]} requires a gradient now, and did not when the engine was made: it has no "
+                               "place in a bucket nor an optimizer's state. Make a new engine of the model")
         self._missing = {bucket: {slot.parameter for slot in bucket.slots} for bucket in self.buckets}
         self._launched, self._running = 0, True
         try:
@@ -128,6 +133,10 @@ class DataParallel(Saving):
     def param_groups(self):
         """Of the optimizer."""
         return self.optimizer.param_groups
+
+    def __deepcopy__(self, memo):
+        raise TypeError("an engine, or a model that Zero3 has hooks on, has no copy: copy the model before an engine "
+                        "is made of it, and fill the copy later: load_state_dict(engine.state_dict()['model'])")
 
     _gradients_are_whole = True  # on every rank, after they are reduced
 
@@ -213,13 +222,17 @@ class DataParallel(Saving):
 
     def _placed(self, bucket, parameter, gradient):
         """The gradient in its bucket's buffer; one that fills the bucket alone is the buffer."""
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"the gradient of {self._slot_of[parameter].name} is {gradient.layout}: expected a dense "
+                            "one, as nn.Embedding gives with sparse=False")
         if self._is_whole(bucket, gradient):
             self._gradients[bucket] = mark(gradient, "gradients").view(-1)
             return gradient
         return self._slot_of[parameter].view(self._buffer(bucket)).copy_(gradient)
 
     def _is_whole(self, bucket, gradient):
-        return bucket not in self._gradients and gradient.numel() == bucket.numel and gradient.is_contiguous()
+        return (bucket not in self._gradients and gradient.numel() == bucket.numel and gradient.is_contiguous()
+                and owns_storage(gradient))
 
     def _buffer(self, bucket):
         """What is not in `_views` of it is not to be read."""

@@ -34,7 +34,7 @@ class Zero3(Zero2):
     """`Zero2` that keeps parameters in shards: same arguments, same numbers, and
 
     - `units`: modules whose parameters come and go together; by default the elements of each `nn.ModuleList`, and
-      every other module that has parameters of its own.
+      every other module that has parameters of its own. One that holds blocks in a list does not bring theirs.
     - `look_ahead`: elements that are gathered ahead of the unit that computes, in the order of the last step.
     - `max_live_parameters`: nothing is gathered ahead beyond so many elements that are whole.
     - `persistence_threshold`: parameters of fewer elements stay whole; for the optimizer they are in shards.
@@ -42,20 +42,23 @@ class Zero3(Zero2):
 
     Outside of forward and backward the model's parameters are away: they read as NaN, and what is written to
     them is refused or lost. `with engine.gathered():` brings them for a while.
+    RuntimeError in backward names a parameter that a forward read although no unit that holds it was called.
     """
 
     stage = 3
 
     def __init__(self, model, comm, *args, units=None, look_ahead=LOOK_AHEAD, max_live_parameters=10**9,
                  persistence_threshold=0, reshard_after_forward=True, **options):
-        self.units = default_units(model) if units is None else list(units)
+        self.units = default_units(model) if units is None else list(dict.fromkeys(units))
         self.persistence_threshold, self.reshard_after_forward = persistence_threshold, reshard_after_forward
         self._ahead = look_ahead, max_live_parameters
         super().__init__(model, comm, *args, **options)
         self._open = dict.fromkeys(self.units, 0)  # backwards of a unit that are under way
+        self._met = set()  # buckets that some forward has asked for
+        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))  # storages come and go
         for unit in self.units:
-            unit.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            unit.register_forward_hook(self._after_forward, always_call=True)
+            unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)  # others' may look at parameters
+            unit.register_forward_hook(after, always_call=True)
 
     def forward(self, *args, **kwargs):
         """The model's own. All ranks call it together, and run the same units in the same order."""
@@ -87,8 +90,8 @@ class Zero3(Zero2):
     def _lay_out(self, named, bucket_bytes):
         buckets = unit_buckets(named, self.units, self.comm.world_size, self.persistence_threshold)
         place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
-        self._buckets_of_unit = {unit: list(dict.fromkeys(place[p] for p in unit.parameters() if p in place))
-                                 for unit in self.units}
+        self._buckets_of_unit = {unit: list(dict.fromkeys(place[p] for p in parameters if p in place))
+                                 for unit, parameters in parameters_of_units(self.units).items()}
         return buckets
 
     def _hold_parameters(self):
@@ -135,6 +138,7 @@ class Zero3(Zero2):
 
     def _before_forward(self, unit, args, kwargs):
         for bucket in self._coming_and_going(unit):
+            self._met.add(bucket)
             self.gathering.need(bucket)
         if not torch.is_grad_enabled():
             return None
@@ -148,7 +152,7 @@ class Zero3(Zero2):
         return pytree.tree_unflatten(leaves, structure)
 
     def _after_forward(self, unit, args, output):
-        tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        tensors = [x for x in _tensors_in(output) if x.requires_grad]
         if torch.is_grad_enabled() and tensors:
             torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradient: self._before_backward(unit),
                                                           mode="any")
@@ -156,8 +160,15 @@ class Zero3(Zero2):
             for bucket in self._coming_and_going(unit):
                 self.gathering.let_go(bucket)
 
+    def _arrived(self, parameter):
+        bucket = self._bucket_of[parameter]
+        if bucket not in self._met and not self._stays(bucket):
+            raise RuntimeError(f"{self._slot_of[parameter].name} was read while it was away, as NaN: no unit that "
+                               "holds it was called. Name in `units` the module whose forward reads it")
+        super()._arrived(parameter)
+
     def _before_backward(self, unit):
-        if isinstance(unit, nn.Embedding):
+        if type(unit) is nn.Embedding:
             return  # its gradient follows from the indices alone
         self._open[unit] += 1
         for bucket in self._coming_and_going(unit):
@@ -182,6 +193,15 @@ class Zero3(Zero2):
         self.gathering.end()
 
 
+def _tensors_in(output, seen=()):
+    """Those in lists, dicts and whatever pytree knows, and in attributes of other objects, as of a dataclass."""
+    for x in pytree.tree_leaves(output):
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif not isinstance(x, (type, nn.Module)) and hasattr(x, "__dict__") and id(x) not in seen:
+            yield from _tensors_in(vars(x), (*seen, id(x)))
+
+
 class _AfterBackward(torch.autograd.Function):
     """Its inputs, unchanged; when all their gradients are there, the unit that took them is done with backward."""
 
@@ -200,9 +220,9 @@ def unit_buckets(named, units, world_size, persistence_threshold=0):
     """A Bucket for each unit and dtype, the last unit first, and others for what stays whole. A parameter of several
     units is in the first one's. ValueError for a parameter that is in none."""
     names, buckets, taken = {p: name for name, p in named}, [], set()
-    for unit in units:
+    for parameters in parameters_of_units(units).values():
         kinds = {}
-        for p in unit.parameters():
+        for p in parameters:
             if p in names and p not in taken:
                 kinds.setdefault((p.dtype, p.device, p.numel() < persistence_threshold), []).append((names[p], p))
                 taken.add(p)
@@ -212,15 +232,42 @@ def unit_buckets(named, units, world_size, persistence_threshold=0):
     return buckets[::-1]
 
 
-def default_units(model):
-    """The elements of each ModuleList, and every module outside of them that has parameters of its own."""
-    found, inside = [], set()
-    for module in model.modules():  # parents come before their children
-        if module in inside:
-            continue
-        if isinstance(module, nn.ModuleList):
-            found += module
-            inside.update(child for element in module for child in element.modules())
-        elif next(module.parameters(recurse=False), None) is not None:
-            found.append(module)
+def parameters_of_units(units):
+    """{unit: what comes and goes with it}: all parameters in it, but not those in units of their own that it has in a
+    ModuleList. A model with a parameter of its own beside its blocks does not bring all of them with it."""
+    known, found = set(units), {}
+    for unit in units:
+        lists = [module for module in unit.modules() if isinstance(module, nn.ModuleList)]
+        apart = {module for each in lists for module in each.modules() if module in known} - {unit}
+        found[unit] = list(dict.fromkeys(p for _, module in unit.named_modules(memo=apart)
+                                         for p in module.parameters(recurse=False)))
     return found
+
+
+def default_units(model):
+    """The elements of each ModuleList, and every module outside of them that has parameters of its own. A module
+    without a forward, a list or a dict, is never called: its parameters are its parent's, and each module in it is a
+    unit by itself."""
+    found = {}
+
+    def walk(module, in_list):
+        if module is model or _is_called(module):
+            if in_list or _has_own(module):
+                found[module] = None
+            if in_list:
+                return
+        for child in module.children():
+            walk(child, isinstance(module, nn.ModuleList) or in_list)
+
+    walk(model, False)
+    return list(found)
+
+
+def _is_called(module):
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _has_own(module):
+    """Parameters that no module inside it that is called could bring."""
+    return next(module.parameters(recurse=False), None) is not None or any(
+        _has_own(child) for child in module.children() if not _is_called(child))

@@ -44,3 +44,8 @@ def test_buckets_are_filled_from_the_last_parameter_and_kinds_do_not_mix():
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["p0"], ["p3", "p2"], ["p1"], ["p0"]]
     assert [bucket.dtype for bucket in buckets] == [torch.bfloat16] + 3 * [torch.float32]
     assert buckets[-1].nbytes >= 400  # larger than bucket_bytes: alone
+
+
+def test_padding_counts_into_a_buckets_bytes():
+    """Of nine tensors of 4 bytes, 16 with the padding, three come to 36 bytes; not nine."""
+    assert [len(bucket.slots) for bucket in buckets_of(named([1] * 9), 1, 36)] == [3, 3, 3]

@@ -83,11 +83,25 @@ def test_a_step_that_goes_another_way_gathers_nothing_ahead_and_what_came_in_vai
     gathering.need(buckets[0])
     assert begun() == [0, 1, 2]
     gathering.need(buckets[2])  # not 1, as last time
-    gathering.let_go(buckets[2]), gathering.let_go(buckets[0])
+    gathering.let_go(buckets[2])
+    assert not gathering.full[buckets[2]].untyped_storage().nbytes()  # though it was third last time, and comes again
+    gathering.let_go(buckets[0])
     gathering.need(buckets[0])
     assert begun() == [0]
     gathering.end()
     assert gathering.live() == 0 and all(x.untyped_storage().nbytes() == 0 for x in gathering.full.values())
+
+
+def test_what_is_on_its_way_does_not_keep_the_next_from_coming(made):
+    gathering, buckets, begun = made(look_ahead=24)
+    found = []
+    for _ in range(2):
+        for i in (2, 0, 1, 2):
+            gathering.need(buckets[i])
+            gathering.let_go(buckets[i])
+            found.append(begun())
+        gathering.end()
+    assert found == [[2], [0], [1], [2], [2, 0, 1], [2], [], []]
 
 
 def test_the_last_of_several_who_need_it_frees_it(made):

@@ -31,3 +31,16 @@ def test_nan_and_inf_are_told():
     assert local_power([torch.tensor([1.0, math.nan])], 2, "cpu").isnan()
     assert local_power([torch.tensor([1.0, math.nan])], math.inf, "cpu").isnan()
     assert local_power([torch.tensor([1.0, math.inf])], 2, "cpu") == math.inf
+
+
+def test_what_is_large_does_not_overflow_on_its_way_and_a_tiny_norm_divides_nothing_by_zero():
+    half = torch.full((10_000,), 3000.0, dtype=torch.float16)  # its norm, 300,000, is more than fp16 holds
+    assert math.sqrt(local_power([half], 2, "cpu")) == pytest.approx(300_000, rel=1e-5)
+    large = [torch.full((100,), 1e18)] * 10  # the sum of their squares is more than fp32 holds
+    assert math.sqrt(local_power(large, 2, "cpu")) == pytest.approx(1e39**0.5, rel=1e-5)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.full((3,), 2e-7)
+    ours = parameter.grad.clone()
+    torch.nn.utils.clip_grad_norm_([parameter], 1e-7)
+    clip_([ours], torch.linalg.vector_norm(ours), 1e-7)
+    assert torch.equal(ours, parameter.grad)

@@ -110,6 +110,28 @@ def test_the_next_bucket_is_announced_before_it_is_asked_for():
     assert store.asked == expected
 
 
+class Noting(Elsewhere):
+    """What it was told of parameters' shards."""
+
+    def put(self, key, tensors, changed=True):
+        super().put(key, tensors, changed)
+        self.asked[-1] = ("put", key, changed)
+
+
+def test_shards_that_were_only_gathered_are_put_as_unchanged_and_the_next_is_announced():
+    engine, _, _ = held(Zero3, store := Noting(), torch.float32)
+    store.asked.clear()
+    engine.gathering.look_ahead = 0
+    x = token_batches(1)[0, 0, :2]
+    engine.backward(engine.forward(x, x))
+    assert {asked[2] for asked in store.asked if asked[0] == "put"} == {False}
+    assert any(asked[0] == "begin" for asked in store.asked)
+    engine.step()
+    puts = [asked for asked in store.asked if asked[0] == "put"]
+    assert all(changed for _, _, changed in puts[-2 * len(engine.buckets):])
+    assert all(tensor.dim() for kept in store.tensors.values() for tensor in kept)  # step counters are read on the host
+
+
 def test_an_update_that_raises_leaves_shards_where_they_rest():
     engine, _, _ = held(Zero3, store := Elsewhere(), torch.float32)
     x = token_batches(1)[0, 0, :2]

@@ -210,6 +210,9 @@ def test_units_are_blocks_and_what_is_outside_of_them():
     small = unit_buckets(named, default_units(model), 2, persistence_threshold=40)
     assert {slot.name for bucket in small for slot in bucket.slots if slot.parameter.numel() < 40
             and len(bucket.slots) > 1} and len(small) > len(buckets)
+    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))
+    assert {bucket.dtype for bucket in unit_buckets(list(pair.named_parameters()), [pair], 2)} == {
+        torch.float32, torch.float64}
     with pytest.raises(ValueError, match="positions.weight is in none of the 1 units: name a module that holds it"):
         unit_buckets(named, [model.embedding], 2)
 
