@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from refimpl import memory
 from refimpl.comm import launch
+from refimpl.comm.pairwise import Messages
 from refimpl.comm.tensors import FLOATS, NAMED
 
 OPS = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum, "product": operator.mul}
@@ -126,3 +127,20 @@ def late(comm):
 
 def test_messages_larger_than_what_a_socket_holds():
     assert launch(late, 2) == [[1.0], [0.0]]
+
+
+class Work:
+    def __init__(self, seen, name):
+        self.seen, self.name = seen, name
+
+    def wait(self):
+        self.seen.append(self.name)
+
+
+def test_sends_are_waited_for_too_and_what_is_left_to_do_is_done_once():
+    """Else a caller writes to what is still being read."""
+    seen = []
+    messages = Messages([Work(seen, "send")], [Work(seen, "receive")], lambda: seen.append("add up"))
+    messages.wait()
+    messages.wait()
+    assert sorted(seen[:2]) == ["receive", "send"] and seen[2:] == ["add up"]
