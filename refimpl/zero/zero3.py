@@ -64,10 +64,13 @@ class Zero3(Zero2):
         """The model's own. All ranks call it together, and run the same units in the same order."""
         check_phase(self.comm, "forward", self._steps, self._micro_batches)
         self.gathering.settle()
+        backward_follows = False
         try:
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
+            backward_follows = torch.is_grad_enabled()
+            return output
         finally:
-            if not torch.is_grad_enabled():  # no backward follows
+            if not backward_follows:
                 self.gathering.settle()
 
     __call__ = forward

@@ -178,6 +178,23 @@ def test_after_an_evaluation_the_next_step_gathers_ahead_all_the_same(make):
     assert (left == 0 and ahead[0] > 0) == (make is Zero3)
 
 
+class LeftOpen(Zero3):
+    """The mutant: a unit whose forward raises keeps its parameters."""
+
+    def _after_forward(self, unit, args, output):
+        if output is not None:
+            super()._after_forward(unit, args, output)
+
+
+@pytest.mark.parametrize("make", [Zero3, LeftOpen])
+def test_a_forward_that_raises_leaves_no_unit_whole(make):
+    engine = make(layers(4), FakeCommunicator(0, 2), SGD)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        engine.forward(torch.ones(1, 63))
+    assert (engine.gathering.live() == 0) == (make is Zero3)
+    assert engine.model[0].weight.isnan().all() == (make is Zero3)
+
+
 def resharded(comm):
     found, sent = [], []
     for keeps in (True, False):
