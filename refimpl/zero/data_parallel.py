@@ -30,7 +30,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 class DataParallel(Saving):
     """`engine.forward(…)`, `engine.backward(loss)`, `engine.step()` in place of model, loss and optimizer.
 
-    - `model`: the same on every rank; rank 0's parameters and buffers are broadcast, once. Its parameters move into buckets.
+    - `model`: the same on every rank. Rank 0's parameters and buffers are broadcast, once; parameters move to buckets.
     - `optimizer`: makes one from an iterable of parameters, or of groups: `partial(torch.optim.AdamW, lr=1e-3)`.
     - `groups`: for several param groups, a function of the named parameters that gives a list of dicts as torch takes
       them; by default one group of all.
