@@ -232,18 +232,18 @@ class DataParallel(Saving):
 
     def _is_whole(self, bucket, gradient):
         return (bucket not in self._gradients and gradient.numel() == bucket.numel and gradient.is_contiguous()
-                and owns_storage(gradient))
+                and gradient.dtype == self._buffer_dtype(bucket) and owns_storage(gradient))
 
     def _buffer(self, bucket):
         """What is not in `_views` of it is not to be read."""
         if bucket not in self._gradients:
-            self._gradients[bucket] = self._new_buffer(bucket, bucket.dtype)
+            flat = torch.empty(bucket.numel, dtype=self._buffer_dtype(bucket), device=bucket.device)
+            self._gradients[bucket] = mark(flat, "gradients")
+            bucket.clear_rest(flat)
         return self._gradients[bucket]
 
-    def _new_buffer(self, bucket, dtype):
-        flat = mark(torch.empty(bucket.numel, dtype=dtype, device=bucket.device), "gradients")
-        bucket.clear_rest(flat)
-        return flat
+    def _buffer_dtype(self, bucket):
+        return bucket.dtype
 
     def _launch_ready(self):
         """Begin the collectives of the buckets that are complete, in order: it is the same on all ranks."""

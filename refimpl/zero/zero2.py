@@ -28,14 +28,9 @@ class Zero2(Zero1):
         gradient, parameter.grad = parameter.grad, None
         self._views[parameter] = self._placed(bucket, parameter, gradient)
 
-    def _is_whole(self, bucket, gradient):
-        return super()._is_whole(bucket, gradient) and self.reduce_dtype in (None, bucket.dtype)
-
-    def _buffer(self, bucket):
-        """In what it is added up in, since it is not kept."""
-        if bucket not in self._gradients:
-            self._gradients[bucket] = self._new_buffer(bucket, self.reduce_dtype or bucket.dtype)
-        return self._gradients[bucket]
+    def _buffer_dtype(self, bucket):
+        """What it is added up in, since it is not kept."""
+        return self.reduce_dtype or bucket.dtype
 
     def _reduce(self, bucket):
         """Begin to average one bucket."""
