@@ -3,8 +3,9 @@
 #   make lab        set up .venv, open JupyterLab on notebooks/      (LAB_ARGS="--no-browser --port 9999" goes to it)
 #   make test       set up .venv, run everything that CI runs: ruff, the tests, every notebook against its outputs
 #   make notebooks  set up .venv, run every notebook without a browser and write it to build/notebooks/
-#   make gpu        no set-up, no network: with the machine's own python3, torch and GPU, run the GPU tests, the
-#                   notebooks and the benchmarks; writes data/measurements/ and build/gpu/ (OUT=dir packs them there)
+#   make gpu        no set-up, no network: with the machine's own python3, torch and GPU, run the benchmarks, the GPU
+#                   tests and the notebooks; writes data/measurements/ and build/gpu/ (OUT=dir packs them there)
+#                   ONLY=attention,zero   these steps alone: smoke, a benchmark's name, tests, notebooks
 #
 #   PYTHON=/path/to/python   which Python to use          CONSTRAINTS=file   other versions than those tested
 #   WORKERS=                 the tests one by one, as on a machine with a GPU

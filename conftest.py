@@ -1,8 +1,40 @@
 """What holds for every test and notebook."""
 
 import contextlib
+import copy
+from pathlib import Path
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--executed", type=Path, metavar="DIR",
+                     help="write each notebook that nbval runs to DIR, with the outputs of this run")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Notebooks: nbval's run is the execution, written after each cell, so that a page that is cut has what it had."""
+    folder = item.config.getoption("--executed")
+    if folder and call.when == "call" and getattr(item, "test_outputs", None) is not None:
+        write_executed(item, folder)
+    return (yield)
+
+
+def write_executed(item, folder):
+    """The notebook of this cell with the outputs that there are by now, and none where there are none yet."""
+    import nbformat
+
+    page = item.parent
+    if not hasattr(page, "executed"):
+        page.executed = copy.deepcopy(page.nb)
+        for cell in page.executed.cells:
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+        folder.mkdir(parents=True, exist_ok=True)
+    code = [cell for cell in page.executed.cells if cell.cell_type == "code"]
+    code[item.cell_num].outputs, code[item.cell_num].execution_count = item.test_outputs, item.cell_num + 1
+    nbformat.write(page.executed, folder / page.path.name)
 
 
 def pytest_collectstart(collector):

@@ -8,8 +8,10 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
+PINS, GPU_PINS = "constraints.txt", "constraints-gpu.txt"
 FILES = ("pyproject.toml", "constraints.txt", "environment.yml", ".github/workflows/cpu.yml")
 
 
@@ -91,3 +93,17 @@ def test_a_disagreement_is_found(file, old, new, problem):
     assert old in texts[file]
     texts[file] = texts[file].replace(old, new, 1)
     assert any(problem in line for line in problems(*texts.values())), problems(*texts.values())
+
+
+def versions(name):
+    """name → version of a file of constraints."""
+    return {name: exact_version(pin) for name, pin in requirements((ROOT / name).read_text().splitlines()).items()}
+
+
+def test_the_gpu_machines_have_the_same_but_for_torch_triton_and_numpy():
+    ours, theirs = versions(PINS), versions(GPU_PINS)
+    assert {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} == {
+        "torch", "triton", "numpy"}
+    oldest = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    assert all(oldest[name].specifier.contains(theirs[name]) for name in ("torch", "triton", "numpy"))
+    assert theirs["triton"].startswith("3.6.") and Version(theirs["numpy"]) < Version("2.4")

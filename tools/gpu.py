@@ -1,9 +1,16 @@
-"""Runs what needs a GPU: the GPU tests, every notebook, every benchmark. It sets nothing up and needs no network.
+"""Runs what needs a GPU: readings first, then the GPU tests, then every notebook. It sets nothing up, needs no network.
 
-It uses the interpreter that runs it, which must have torch, triton and pytest, and for the notebooks nbval, nbclient
-and ipykernel (on PYTHONPATH will do); refimpl is taken from this checkout. It writes the readings to
-data/measurements/, and logs, test reports and executed notebooks to build/gpu/. With OUT=dir in the environment all of
-it is also packed into dir/gpu.tar.gz, to be unpacked at the root of a checkout, beside dir/summary.txt.
+A GPU is at hand for minutes, so a run that is cut at any moment has written what it had. Each step has a limit of its
+own and adds what earlier ones did not use; every benchmark writes each row as it is read; a step that fails or hangs
+ends itself and no other. All of it takes less than ten minutes.
+
+    make gpu                          everything
+    make gpu ONLY=attention,zero      these steps alone, which then share all of the time: STEPS below has their names
+
+It uses the interpreter that runs it, which must have torch, triton and pytest, and for the notebooks nbval and
+ipykernel (on PYTHONPATH will do); refimpl is taken from this checkout. It writes the readings to data/measurements/,
+and logs, test reports and executed notebooks to build/gpu/. With OUT=dir in the environment all of it is also packed
+into dir/gpu.tar.gz every few seconds, to be unpacked at the root of a checkout, beside dir/summary.txt.
 
 REFIMPL_ALLOW_CPU=1 rehearses on a machine without a GPU; the readings then stay in build/gpu/.
 """
@@ -22,9 +29,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
-SECONDS, SECONDS_PER_STEP = 570, 240  # so that one step that hangs leaves time for the others
 BEGAN = time.time()
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+# Each step and its seconds, in order. Readings take 300: the kernels first, of which no other machine can say anything.
+STEPS = {
+    "smoke": 20, "attention": 100, "meter": 30, "zero": 40, "checkpointing": 20, "precision": 20, "activations": 20,
+    "sequences": 15, "accumulation": 15, "comm": 10, "kernels": 10, "tests": 90, "notebooks": 180,
+}
+SECONDS = float(os.environ.get("REFIMPL_SECONDS", sum(STEPS.values())))  # for all of them
+NEEDS = {"tests": ["pytest"], "notebooks": ["pytest", "nbval", "ipykernel"]}  # modules, besides torch and triton
+PAGES_AT_ONCE = 4
+PACKED_EVERY = 5  # seconds
+GRACE = 5  # seconds that a process has to end in after it was killed: one that waits for a hung GPU may not
 
 ENVIRONMENT = dict(os.environ, PYTHONUNBUFFERED="1", COLUMNS="120")
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -35,6 +52,39 @@ import json, platform, torch, triton
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps(dict(gpu=gpu, python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)))
 """
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs end with this process
+    chosen = chosen_steps(os.environ.get("ONLY", ""))
+    found = machine()
+    shutil.rmtree(BUILD, ignore_errors=True)
+    BUILD.mkdir(parents=True)
+    report = Report("refimpl on {}: torch {torch}, triton {triton}, Python {python}".format(
+        found["gpu"] or "no GPU (a rehearsal)", **found))
+    measurements = ROOT / "data" / "measurements" if found["gpu"] else BUILD / "measurements"
+    until = time.time()
+    share = (SECONDS - (until - BEGAN)) / sum(STEPS[name] for name in chosen)
+    for name in chosen:
+        until += share * STEPS[name]
+        missing = [module for module in NEEDS.get(name, []) if importlib.util.find_spec(module) is None]
+        if missing:
+            report.add(name, 0.0, f"FAILED: {sys.executable} has no {', '.join(missing)}")
+            continue
+        jobs = jobs_of(name, measurements, until - time.time())
+        for job, verdict, seconds in run(jobs, PAGES_AT_ONCE if name == "notebooks" else 1, until, report):
+            report.add(job, seconds, verdict, read_by(job, measurements) if name in STEPS and name == job else "")
+    report.end()
+    return 1 if report.failed else 0
+
+
+def chosen_steps(only: str) -> list[str]:
+    """The names of ONLY in the order of STEPS; all of them if it names none."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    unknown = [name for name in names if name not in STEPS]
+    if unknown:
+        sys.exit(f"make gpu: ONLY={only}: no step is called {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    return [name for name in STEPS if name in names] or list(STEPS)
 
 
 def machine() -> dict:
@@ -48,92 +98,156 @@ def machine() -> dict:
     return found
 
 
-def steps(rehearsal: bool) -> list[tuple[str, list[str], list[str]]]:
-    """(name, modules it needs, command), in the order in which they are run; what is not there yet is left out."""
-    notebooks = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("notebooks/*.ipynb"))]
+def jobs_of(step: str, measurements: Path, seconds: float) -> dict[str, list[str]]:
+    """{name: command} of a step: one, or each notebook."""
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    found = []
-    if list(ROOT.glob("tests/gpu/**/test_*.py")):
-        found.append(("tests", ["pytest"], [*pytest, "tests/gpu", f"--junitxml={BUILD}/tests.xml"]))
-    if notebooks:
-        nbval = [*pytest, "--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", *notebooks]
-        found.append(("nbval", ["pytest", "nbval"], [*nbval, f"--junitxml={BUILD}/nbval.xml"]))
-        execute = [sys.executable, "tools/notebooks.py", "--out", f"{BUILD}/notebooks", *notebooks]
-        found.append(("notebooks", ["nbclient", "ipykernel"], execute))
-    if (ROOT / "refimpl" / "bench").is_dir():
-        bench = [sys.executable, "-m", "refimpl.bench", "all", "--record"]
-        found.append(("bench", [], [*bench, "--out", f"{BUILD}/measurements"] if rehearsal else bench))
-    return found
+    if step == "tests":  # the kernels' tests last: they take what is left, in processes of their own
+        files = sorted(ROOT.glob("tests/gpu/**/test_*.py"), key=lambda path: path.name == "test_attention.py")
+        ENVIRONMENT["REFIMPL_ATTENTION_SECONDS"] = str(max(20, seconds / 2))
+        paths = [str(path.relative_to(ROOT)) for path in files]
+        return {step: [*pytest, "-v", *paths, f"--junitxml={BUILD}/tests.xml"]} if paths else {}
+    if step == "notebooks":
+        nbval = [*pytest, "--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", f"--executed={BUILD}/notebooks"]
+        pages = sorted(ROOT.glob("notebooks/*.ipynb"))
+        return {page.stem: [*nbval, str(page.relative_to(ROOT)), f"--junitxml={BUILD}/{page.stem}.xml"]
+                for page in pages}
+    return {step: [sys.executable, "-m", "refimpl.bench", step, "--record", "--out", str(measurements)]}
 
 
-def run(name: str, modules: list[str], command: list[str]) -> tuple[str, float]:
-    """Runs one step, showing its output while it is written to the log. Returns the verdict and the seconds."""
-    missing = [m for m in modules if importlib.util.find_spec(m) is None]
-    if missing:
-        return f"FAILED: {sys.executable} has no {', '.join(missing)}", 0.0
-    print(f"\n== {name}: {' '.join(command)}", flush=True)
-    start, log = time.time(), BUILD / f"{name}.log"
-    limit = min(SECONDS_PER_STEP, SECONDS - (start - BEGAN))
-    if limit <= 0:
-        return f"FAILED: not run, the {SECONDS} seconds for everything were used up", 0.0
-    with log.open("wb") as sink, log.open("rb") as shown:
-        child = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=sink, stderr=sink, start_new_session=True)
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """A process in a session of its own, and its log."""
+
+    def __init__(self, name: str, command: list[str]):
+        self.name, self.log, self.begun = name, BUILD / f"{name}.log", time.time()
+        with self.log.open("wb") as sink:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=sink, stderr=sink,
+                                            start_new_session=True)
+        self.shown = self.log.open("rb")
+
+    def show(self) -> None:
+        """Print what was written to the log since the last time."""
+        sys.stdout.buffer.write(self.shown.read())
+        sys.stdout.buffer.flush()
+
+    def end(self) -> str:
+        """Kill the process and all that it started; returns what is to be said of it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
         try:
-            code = None
-            while code is None:
-                time.sleep(0.2)
-                code = child.poll()
-                sys.stdout.buffer.write(shown.read())
-                sys.stdout.buffer.flush()
-                if code is None and time.time() - start > limit:
-                    return f"FAILED: stopped after {limit:.0f} seconds", limit
+            self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            return f", and {GRACE} seconds after it was killed it is still there"
         finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-    return "passed" if code == 0 else f"FAILED: exit status {code}", time.time() - start
+            self.shown.close()
+        return ""
 
 
-def closing_lines(name: str) -> list[str]:
-    """The last line of a step's log, after the lines that name what failed."""
+def run(jobs, at_once, until, report):
+    """Run {name: command}, so many at once. Yields (name, verdict, seconds) as each ends; none runs past `until`."""
+    waiting, running = list(jobs), []
+    try:
+        while waiting or running:
+            late = time.time() >= until
+            while waiting and len(running) < at_once and not late:
+                name = waiting.pop(0)
+                print(f"\n== {name}: {' '.join(jobs[name])}", flush=True)
+                running.append(Job(name, jobs[name]))
+            for job in list(running):
+                code = job.process.poll()
+                if at_once == 1:
+                    job.show()
+                if code is not None or late:
+                    running.remove(job)
+                    seconds, still = time.time() - job.begun, job.end()
+                    yield job.name, (f"FAILED: stopped after {seconds:.0f} seconds{still}" if code is None else
+                                     "passed" if code == 0 else f"FAILED: exit status {code}"), seconds
+            if late:
+                for name in waiting:
+                    yield name, "LEFT OUT: the time was used up", 0.0
+                return
+            report.keep()
+            time.sleep(0.1)
+    finally:
+        for job in running:
+            job.end()
+
+
+# --- what came of it -------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """What became of each job, printed and kept in summary.txt; and all that was written, packed into OUT."""
+
+    def __init__(self, title: str):
+        self.text, self.failed, self.left_out, self.packed, self.state = f"{title}\n", False, [], 0.0, None
+        print(title, flush=True)
+
+    def add(self, name: str, seconds: float, verdict: str, read: str = "") -> None:
+        """The verdict on one job; `read`: what a benchmark has written."""
+        self.failed |= verdict != "passed"
+        if verdict.startswith("LEFT OUT"):
+            self.left_out.append(name)
+        line = f"{name:<32} {seconds:6.1f} s  {verdict}{read}\n"
+        print(line, end="", flush=True)
+        self.text += line + "".join(f"{'':35}{words}\n" for words in closing_lines(name, verdict))
+        self.keep(now=True)
+
+    def end(self) -> None:
+        """The last lines."""
+        if self.left_out:
+            steps = [name if name in STEPS else "notebooks" for name in self.left_out]
+            self.text += (f"left out: {', '.join(self.left_out)}; "
+                          f"make gpu ONLY={','.join(dict.fromkeys(steps))} runs them\n")
+        self.text += f"{'in all':<32} {time.time() - BEGAN:6.1f} s  {'FAILED' if self.failed else 'passed'}\n"
+        self.keep(now=True)
+        print(f"\n{self.text}", end="", flush=True)
+
+    def keep(self, now: bool = False) -> None:
+        """Write the summary and pack what has changed, every few seconds: a run may be cut at any moment."""
+        if not now and time.time() - self.packed < PACKED_EVERY:
+            return
+        self.packed = time.time()
+        summary = BUILD / "summary.txt"
+        if not summary.exists() or summary.read_text() != self.text:
+            summary.write_text(self.text)
+        if os.environ.get("OUT"):
+            self.pack(Path(os.environ["OUT"]))
+
+    def pack(self, out: Path) -> None:
+        """What this run has written, as out/gpu.tar.gz: whole at any moment."""
+        readings = [path for path in (ROOT / "data" / "measurements").rglob("*.json") if path.stat().st_mtime >= BEGAN]
+        files = sorted(path for path in [*BUILD.rglob("*"), *readings] if path.is_file())
+        state = [(path, path.stat().st_mtime_ns) for path in files]
+        if state == self.state:
+            return
+        self.state = state
+        out.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(out / "gpu.tar.gz.written", "w:gz") as archive:
+            for path in files:
+                archive.add(path, arcname=path.relative_to(ROOT))
+        (out / "gpu.tar.gz.written").replace(out / "gpu.tar.gz")
+        shutil.copy(BUILD / "summary.txt", out)
+
+
+def closing_lines(name: str, verdict: str) -> list[str]:
+    """The last line of a job's log; of one that failed, after the lines that name what."""
     log = BUILD / f"{name}.log"
     text = COLOURS.sub("", log.read_text(errors="replace")) if log.exists() else ""
     lines = [line.strip(" =") for line in text.splitlines() if line.strip(" =")]
-    return [line for line in lines[:-1] if line.startswith(("FAILED", "ERROR"))][:20] + lines[-1:]
+    named = [line for line in lines[:-1] if line.startswith(("FAILED", "ERROR"))][:20]
+    return named + lines[-1:] if verdict != "passed" or name == "tests" else []
 
 
-def pack(summary: str) -> None:
-    """Writes the summary, and where OUT names a folder, packs everything this run wrote into it."""
-    (BUILD / "summary.txt").write_text(summary)
-    if not os.environ.get("OUT"):
-        return
-    out = Path(os.environ["OUT"])
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "summary.txt").write_text(summary)
-    readings = [p for p in sorted((ROOT / "data" / "measurements").rglob("*.json")) if p.stat().st_mtime >= BEGAN]
-    with tarfile.open(out / "gpu.tar.gz", "w:gz") as archive:
-        for path in [BUILD, *readings]:
-            archive.add(path, arcname=path.relative_to(ROOT))
-
-
-def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends what it started
-    found = machine()
-    shutil.rmtree(BUILD, ignore_errors=True)
-    BUILD.mkdir(parents=True)
-    versions = "torch {torch}, triton {triton}, Python {python}".format(**found)
-    summary = f"refimpl on {found['gpu'] or 'no GPU (a rehearsal)'}: {versions}\n"
-    failed = False
-    for name, modules, command in steps(rehearsal=not found["gpu"]):
-        verdict, seconds = run(name, modules, command)
-        failed |= verdict != "passed"
-        summary += f"{name:<10} {seconds:6.1f} s  {verdict}\n"
-        summary += "".join(f"           {line}\n" for line in closing_lines(name))
-        pack(summary)  # after every step: a run that is cut short leaves what it has
-    summary += f"{'in all':<10} {time.time() - BEGAN:6.1f} s  {'FAILED' if failed else 'passed'}\n"
-    pack(summary)
-    print(f"\n{summary}", end="")
-    return 1 if failed else 0
+def read_by(bench: str, measurements: Path) -> str:
+    """How many rows a benchmark has written in this run, and whether there would have been more."""
+    for suffix, words in ((".json", "rows"), (".partial.json", "rows, not all")):
+        for path in measurements.glob(f"*/{bench}{suffix}"):
+            if path.stat().st_mtime >= BEGAN:
+                return f"; {len(json.loads(path.read_text())['rows'])} {words}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from .band import Band
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNELS = ("auto", "triton", "hopper", "gluon")
 MAX_HEAD_DIM = 256
 
 
@@ -94,6 +95,12 @@ def check_mask(causal, window):
         raise ValueError(f"window={window}: expected at least 0 (its own position only), or None for no window")
 
 
+def check_kernel(kernel):
+    """One of KERNELS, by name."""
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(map(repr, KERNELS))}")
+
+
 def check_scale(scale):
     """A finite number above 0: kernels multiply with it after they took the row's maximum."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
@@ -162,3 +169,9 @@ def empty_outputs(q_BHTD):
     no copy, which autograd would keep besides."""
     B, H, T, D = q_BHTD.shape
     return q_BHTD.new_empty(B, T, H, D).transpose(1, 2), q_BHTD.new_empty((B, H, T), dtype=torch.float32)
+
+
+def refuse_second_derivative(name):
+    """Raise RuntimeError: the backward of attention `name` has no derivative."""
+    raise RuntimeError(f"{name}'s backward is not differentiable itself: use reference_attention or "
+                       "memory_efficient_attention where gradients of gradients are needed")

@@ -1,45 +1,122 @@
-"""Which forward runs: Hopper's where it suits and has proved itself, the pointers' kernel everywhere else.
+"""Which forward runs: the kernel that was asked for by name, or by default ("auto") the fastest that is trusted.
 
-The fast path stands on more of the compiler than the other one: descriptors, bounds that hardware checks, the order of
-what is in flight. All of that changes from one version of Triton to the next. So before it is trusted with a kind of
-call, on a device, it computes a small one of the kind that the other kernel computes too, at the first such call; if
-the two differ, a warning says so once, and the slow path goes on. (Before CUDA graphs are captured, call it once.)
+A kernel for Hopper stands on more of the compiler than one that loads through pointers: descriptors, bounds that
+hardware checks, barriers, the order of what is in flight. All of that changes from one version of Triton to the next,
+and a barrier in the wrong place does not raise: it hangs the GPU. So "auto" takes one only on two conditions:
+
+- a GPU has run it right with this version of Triton, on record (`PROVEN`);
+- on this device, at the first call of its kind, it agrees with the pointers' kernel on two small calls of that kind.
+
+If it disagrees or raises, then or later, a warning says so once and the pointers' kernel goes on. (Before CUDA graphs
+are captured, call it once.)
 """
 
-import functools
+import importlib
 import warnings
+from typing import NamedTuple
 
 import torch
 import triton
 
-from . import hopper, triton_forward
+from . import triton_forward
 from .triton_tile import Problem
 
+MODULES = {"hopper": "hopper", "gluon": "gluon_forward"}  # each has suits(q, k, v) and forward(q, k, v, …)
+# Triton's version ("3.6") → the kernel of MODULES that "auto" takes with it. tests/attention/test_fast_path.py holds
+# each entry to a reading of a GPU in data/measurements/*/smoke.json; there is none yet.
+PROVEN = {}
 
-def forward(q_BHTD, k_BGSD, v_BGSD, problem, causal, window):
-    """(out_BHTD, lse2_BHT), as `triton_forward.forward` gives them."""
-    if problem.packed is None and problem.dropout is None and hopper.suits(q_BHTD, k_BGSD, v_BGSD) and proved(
-            q_BHTD.device, q_BHTD.dtype, q_BHTD.shape[-1], causal, window is not None):
-        return hopper.forward(q_BHTD, k_BGSD, v_BGSD, scale=problem.scale, causal=causal, window=window)
+
+class Kind(NamedTuple):
+    """Calls that are trusted together: they are compiled to one kernel, but for the tail of a sequence."""
+
+    kernel: str
+    device: torch.device
+    dtype: torch.dtype
+    D: int
+    causal: bool
+    windowed: bool
+
+    def __str__(self):
+        return (f"{self.kernel} on {self.device} for {self.dtype}, head_dim={self.D}, causal={self.causal}, "
+                f"window={self.windowed}")
+
+
+_faults = {}  # Kind → what is wrong with it, None if nothing
+
+
+def forward(q_BHTD, k_BGSD, v_BGSD, problem, causal, window, kernel="auto"):
+    """(out_BHTD, lse2_BHT), as `triton_forward.forward` gives them. ValueError for a kernel of MODULES that does not
+    take this call."""
+    options = {"scale": problem.scale, "causal": causal, "window": window}
+    if kernel in MODULES:
+        check_suits(kernel, q_BHTD, k_BGSD, v_BGSD, problem)
+        return module_of(kernel).forward(q_BHTD, k_BGSD, v_BGSD, **options)
+    fast = PROVEN.get(".".join(triton.__version__.split(".")[:2])) if kernel == "auto" else None
+    if fast and takes(fast, q_BHTD, k_BGSD, v_BGSD, problem):
+        kind = Kind(fast, q_BHTD.device, q_BHTD.dtype, q_BHTD.shape[-1], causal, window is not None)
+        if trusted(kind):
+            try:
+                return module_of(fast).forward(q_BHTD, k_BGSD, v_BGSD, **options)
+            except torch.OutOfMemoryError:
+                raise  # no fault of the kernel: the other one would need as much
+            except Exception as error:
+                note(kind, f"raises {type(error).__name__}: {error}")
     return triton_forward.forward(q_BHTD, k_BGSD, v_BGSD, problem)
 
 
-@functools.cache
+def module_of(kernel):
+    """The module of a fast kernel. It is imported when it is needed: a Triton without Gluon has the others."""
+    return importlib.import_module(f".{MODULES[kernel]}", __package__)
+
+
+def takes(kernel, q_BHTD, k_BGSD, v_BGSD, problem):
+    """Whether a fast kernel can compute this call."""
+    return problem.packed is None and problem.dropout is None and module_of(kernel).suits(q_BHTD, k_BGSD, v_BGSD)
+
+
+def check_suits(kernel, q_BHTD, k_BGSD, v_BGSD, problem):
+    """ValueError if a fast kernel that was asked for by name cannot compute this call."""
+    if not takes(kernel, q_BHTD, k_BGSD, v_BGSD, problem):
+        raise ValueError(f"kernel={kernel!r} with q of shape {tuple(q_BHTD.shape)}, strides {q_BHTD.stride()}, "
+                         f"{q_BHTD.dtype} on {q_BHTD.device}, {'with' if problem.dropout else 'no'} dropout, "
+                         f"{'packed' if problem.packed else 'not packed'}: expected float16 or bfloat16 on a GPU of "
+                         "compute capability 9.0, base and strides of multiples of 16 bytes, no dropout, not packed, "
+                         f"and as refimpl.attention.{MODULES[kernel]}.suits says; kernel='auto' takes every call")
+
+
+def trusted(kind):
+    """Whether the kernel of this kind of call agrees with the pointers'; it is asked at the first call of a kind."""
+    if kind not in _faults:
+        note(kind, disagreement(kind))
+    return _faults[kind] is None
+
+
+def note(kind, fault):
+    """Keep the verdict on a kind; warn if it is a fault."""
+    _faults[kind] = fault
+    if fault:
+        warnings.warn(f"flash_attention's fast path is not used: with Triton {triton.__version__} {kind} {fault}; the "
+                      "pointers' kernel goes on", RuntimeWarning, stacklevel=2)
+
+
 @torch.no_grad()
-def proved(device, dtype, D, causal, windowed):
-    """Whether both paths agree on calls of this kind: 2 query heads on 1, with T = S and with T < S."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    window, errors = 100 if windowed else None, []
+def disagreement(kind):
+    """In what a fast kernel differs from the pointers' on calls of this kind, None if in nothing: 2 query heads on 1,
+    with T = S and with T < S."""
+    generator = torch.Generator(device=kind.device).manual_seed(0)
+    scale, window, errors = kind.D**-0.5, 100 if kind.windowed else None, []
     for T, S in ((300, 300), (200, 512)):
-        q, k, v = (torch.randn(1, heads, rows, D, generator=generator, device=device).to(dtype)
+        q, k, v = (torch.randn(1, heads, rows, kind.D, generator=generator, device=kind.device).to(kind.dtype)
                    for heads, rows in ((2, T), (1, S), (1, S)))
-        problem = Problem.of(q, k, D**-0.5, causal, window, 0.0, None, None, None, 0, 0)
-        both = zip(hopper.forward(q, k, v, scale=D**-0.5, causal=causal, window=window),
-                   triton_forward.forward(q, k, v, problem), strict=True)
-        errors += [(ours.float() - other.float()).abs().max().item() for ours, other in both]
-    if all(error <= 0.02 for error in errors):  # values are of the order of 1, and a 16-bit rounding is below 0.01
-        return True
-    warnings.warn(f"flash_attention's fast path is not used: with Triton {triton.__version__} on {device} it is off by "
-                  f"{errors} for {dtype}, head_dim={D}, causal={causal}, window={windowed}; the other path goes on",
-                  RuntimeWarning, stacklevel=2)
-    return False
+        problem = Problem.of(q, k, scale, kind.causal, window, 0.0, None, None, None, 0, 0)
+        try:
+            ours = module_of(kind.kernel).forward(q, k, v, scale=scale, causal=kind.causal, window=window)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return f"raises {type(error).__name__}: {error}"
+        theirs = triton_forward.forward(q, k, v, problem)
+        errors += [(a.float() - b.float()).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+    # Values are of the order of 1, and a 16-bit rounding is below 0.01. A NaN is no agreement.
+    return None if all(error <= 0.02 for error in errors) else f"is off by {errors}"

@@ -7,16 +7,17 @@ import os
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
-from .arguments import settle
+from .arguments import check_kernel, settle
 from .operators import MAX_STRIDE, attention_forward
 from .reference import AttentionBytes, on_paper
 from .tiled import tiled_attention
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 
 
 def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
-                    cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False):
+                    cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False, kernel="auto"):
     """`reference_attention` by Triton kernels: same arguments, same result, same dropout mask for the same seed.
     Autograd keeps the output and one fp32 logsumexp per row; backward computes the weights again, and gives the same
     bits in every run.
@@ -25,13 +26,22 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=
     imported; slow, for learning and tests). Elsewhere, and on CUDA for fp64, `tiled_attention` does the same in
     PyTorch. Under torch.compile give `cu_seqlens` as lists: the values of a tensor are not known there.
 
-    Raises as the reference does; ValueError for bfloat16 in the interpreter, and for a stride of rows or columns of
-    2²³ elements and more; RuntimeError for forward-mode derivatives, and if its backward is to be differentiated
-    again.
+    - `kernel`: which forward: "triton" (loads through pointers, on any GPU), "hopper" (tensor descriptors, compute
+      capability 9.0), "gluon" (the same with barriers by hand), or "auto": the fastest that a GPU has proven with this
+      version of Triton and that agrees with "triton" on this device (`fast_path.py`). The backward is the same for all.
+
+    Raises as the reference does; ValueError for bfloat16 in the interpreter, for a stride of rows or columns of
+    2²³ elements and more, and for a `kernel` by name that cannot compute this call; RuntimeError for forward-mode
+    derivatives, and if its backward is to be differentiated again.
     """
+    check_kernel(kernel)
     call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES:
+        if kernel != "auto":
+            raise ValueError(f"kernel={kernel!r} for {q_BHTD.dtype} on {q_BHTD.device}: Triton's kernels take float16, "
+                             "bfloat16 and float32 on CUDA, or on a CPU where TRITON_INTERPRET=1 is set before Triton "
+                             "is imported; kernel='auto' takes tiled_attention elsewhere")
         return tiled_attention(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p,
                                seed=call.seed, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k,
                                return_logsumexp=return_logsumexp)
@@ -40,7 +50,7 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=
     if seed is not None and not isinstance(seed, torch.Tensor):
         seed = torch.full((), seed, dtype=torch.int64, device=q_BHTD.device)
     out_BHTD, lse2_BHT = attention_forward(q_BHTD, k_BGSD, v_BGSD, call.scale, causal, window, float(dropout_p), seed,
-                                           *_packing(call, cu_seqlens is not None, q_BHTD.device))
+                                           *_packing(call, cu_seqlens is not None, q_BHTD.device), kernel)
     return (out_BHTD, lse2_BHT * math.log(2)) if return_logsumexp else out_BHTD
 
 
@@ -55,9 +65,7 @@ def _packing(call, packed, device):
 
 def kernels_run_on(device):
     """True where Triton's kernels can: on CUDA, and on a CPU in a process that interprets them."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    return device.type == "cuda" or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return HAS_TRITON and (device.type == "cuda" or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def check_for_kernels(q_BHTD, k_BGSD, v_BGSD):

@@ -15,9 +15,12 @@ What changes against a kernel that loads through pointers:
 - Heavy tiles first. Under a causal mask the last queries see the most keys. Dealt out from heavy to light, forwards and
   backwards in turn, the work is much the same for each program, and what remains at the end is light.
 
-The first two are left to the compiler (`tl.make_tensor_descriptor`, `warp_specialize=True`). It specializes warps only
-for 4 of them, 128 rows, and one loop without a branch; so every tile of keys is masked, also those that all rows see.
-The second is not the default: see `SPECIALIZED`.
+- Three loops. Tiles of keys that every query of the tile sees, most of them, go without a mask; those at the edges of
+  the band, before and after them, with one. At head_dim 128 that is 484 instructions for a tile in place of 638.
+
+Descriptors and specialized warps are left to the compiler (`tl.make_tensor_descriptor`, `warp_specialize=True`). It
+specializes warps only for 4 of them, 128 rows, and one loop without a branch: there every tile of keys is masked, and
+it is not the default; see `SPECIALIZED`.
 FlashAttention-3 (Shah et al. 2024), section 3.1, has the producer and the two consumers; the PTX ISA, "Tensors"
 and "wgmma", the two units. `compiled.py` shows what the compiler made of it.
 """
@@ -47,15 +50,16 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
-    specialize: bool
+    specialize: bool = False
+    split: bool = False  # tiles that every row sees in a loop of their own, without a mask
 
 
-# By the head_dim that is padded to. At 256 the accumulator leaves no registers for specialized warps, and Q alone fills
-# 64 KiB.
-TILES = {64: Tiles(128, 128, 8, 3, False), 128: Tiles(128, 128, 8, 2, False), 256: Tiles(128, 64, 8, 2, False)}
+# By the head_dim that is padded to. At 256 the accumulator leaves no registers for specialized warps nor for a second
+# loop (split, Triton 3.6 spills 80 bytes), and Q alone fills 64 KiB.
+TILES = {64: Tiles(128, 128, 8, 3, split=True), 128: Tiles(128, 128, 8, 2, split=True), 256: Tiles(128, 64, 8, 2)}
 # Two consumers of 64 rows each. Barriers that a compiler has placed wrongly would hang a GPU, and no GPU has run these
 # yet: so they are asked for by name.
-SPECIALIZED = {64: Tiles(128, 128, 4, 3, True), 128: Tiles(128, 128, 4, 2, True)}
+SPECIALIZED = {64: Tiles(128, 128, 4, 3, specialize=True), 128: Tiles(128, 128, 4, 2, specialize=True)}
 
 
 def suits(q_BHTD, k_BGSD, v_BGSD):
@@ -116,7 +120,7 @@ def _launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window, s
     values |= {"left": band.left or 0, "right": band.right or 0}
     constants = {"D": q_BHTD.shape[-1], "PADDED": padded, "BM": tiles.queries, "BN": tiles.keys,
                  "LEFT": band.left is not None, "RIGHT": band.right is not None, "TAIL": band.S % tiles.keys != 0,
-                 "SPECIALIZE": tiles.specialize}
+                 "SPECIALIZE": tiles.specialize, "SPLIT": tiles.split}
     return values, constants, tiles
 
 
@@ -181,7 +185,7 @@ def _place(turn, heads, tiles, section):
 def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, left, right, section,
              q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
              D: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LEFT: tl.constexpr,
-             RIGHT: tl.constexpr, TAIL: tl.constexpr, SPECIALIZE: tl.constexpr):
+             RIGHT: tl.constexpr, TAIL: tl.constexpr, SPECIALIZE: tl.constexpr, SPLIT: tl.constexpr):
     k_desc = tl.make_tensor_descriptor(k_ptr, [B, G, S, D], [k_batch, k_head, k_row, 1], [1, 1, BN, PADDED])
     v_desc = tl.make_tensor_descriptor(v_ptr, [B, G, S, D], [v_batch, v_head, v_row, 1], [1, 1, BN, PADDED])
     tiles = tl.cdiv(T, BM)
@@ -201,26 +205,47 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse2_ptr, B, H, G, T, S, scale_log2, 
         acc_MD = tl.zeros([BM, PADDED], tl.float32)
         first = tl.maximum(start - left, 0) // BN * BN if LEFT else 0
         end = tl.minimum(start + BM + right, S) if RIGHT else S
-        for key in tl.range(first, end, BN, warp_specialize=SPECIALIZE):
-            k_ND = k_desc.load([b, g, key, 0]).reshape(BN, PADDED)
-            s_MN = tl.dot(q_MD, k_ND.T)
-            if LEFT or RIGHT or TAIL:
-                s_MN = _masked(s_MN, key, row_M - left, end_M, LEFT)
-            m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
-            top_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)  # nothing yet: −∞ − (−∞) would be NaN
-            p_MN = tl.exp2(s_MN * scale_log2 - top_M[:, None])
-            shrink_M = tl.exp2(m_M - top_M)
-            l_M = l_M * shrink_M + tl.sum(p_MN, 1)
-            acc_MD *= shrink_M[:, None]
-            v_ND = v_desc.load([b, g, key, 0]).reshape(BN, PADDED)
-            acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD)
-            m_M = m_new_M
+        if SPLIT:  # keys from `inner` to `edge` are seen by every row
+            inner = tl.cdiv(tl.maximum(start + BM - 1 - left, 0), BN) * BN if LEFT else 0
+            edge = tl.maximum(inner, (tl.minimum(tl.maximum(start + right + 1, 0), S) if RIGHT else S) // BN * BN)
+            if LEFT:
+                m_M, l_M, acc_MD = _pass(m_M, l_M, acc_MD, q_MD, k_desc, v_desc, b, g, first, tl.minimum(inner, end),
+                                         row_M - left, end_M, scale_log2, BN, True, True, False)
+            m_M, l_M, acc_MD = _pass(m_M, l_M, acc_MD, q_MD, k_desc, v_desc, b, g, inner, edge, row_M - left, end_M,
+                                     scale_log2, BN, False, False, False)
+            if RIGHT or TAIL:
+                m_M, l_M, acc_MD = _pass(m_M, l_M, acc_MD, q_MD, k_desc, v_desc, b, g, edge, end, row_M - left, end_M,
+                                         scale_log2, BN, LEFT, True, False)
+        else:
+            m_M, l_M, acc_MD = _pass(m_M, l_M, acc_MD, q_MD, k_desc, v_desc, b, g, first, end, row_M - left, end_M,
+                                     scale_log2, BN, LEFT, LEFT or RIGHT or TAIL, SPECIALIZE)
         acc_MD /= l_M[:, None]
         if RIGHT:
             acc_MD = tl.where((end_M <= 0)[:, None], 0.0, acc_MD)  # a row that sees nothing: 0 / 0
         row_M = row_M.to(tl.int64) - (S - T)
         _write(out_ptr, acc_MD, (b.to(tl.int64) * T + row_M) * H + head % H, lse2_ptr, m_M + tl.log2(l_M),
                head.to(tl.int64) * T + row_M, row_M < T, D)
+
+
+@triton.jit
+def _pass(m_M, l_M, acc_MD, q_MD, k_desc, v_desc, b, g, first, end, first_M, end_M, scale_log2, BN: tl.constexpr,
+          LEFT: tl.constexpr, MASKED: tl.constexpr, SPECIALIZE: tl.constexpr):
+    """(m, l, acc) after the tiles of keys from `first` to `end`. `MASKED`: a row may not see all of them."""
+    for key in tl.range(first, end, BN, warp_specialize=SPECIALIZE):
+        k_ND = k_desc.load([b, g, key, 0]).reshape(BN, q_MD.shape[1])
+        s_MN = tl.dot(q_MD, k_ND.T)
+        if MASKED:
+            s_MN = _masked(s_MN, key, first_M, end_M, LEFT)
+        m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
+        top_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)  # nothing yet: −∞ − (−∞) would be NaN
+        p_MN = tl.exp2(s_MN * scale_log2 - top_M[:, None])
+        shrink_M = tl.exp2(m_M - top_M)
+        l_M = l_M * shrink_M + tl.sum(p_MN, 1)
+        acc_MD *= shrink_M[:, None]
+        v_ND = v_desc.load([b, g, key, 0]).reshape(BN, q_MD.shape[1])
+        acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD)
+        m_M = m_new_M
+    return m_M, l_M, acc_MD
 
 
 @triton.jit

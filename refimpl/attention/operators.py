@@ -17,7 +17,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from .arguments import empty_outputs
+from .arguments import empty_outputs, refuse_second_derivative
 
 LIBRARY = "refimpl"
 MAX_STRIDE = 2**23  # elements, of rows and columns: a kernel addresses a tile of up to 256 of each in 32 bits
@@ -48,14 +48,14 @@ def check_interpreter(q):
 @torch.library.custom_op(f"{LIBRARY}::attention_forward", mutates_args=())
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None,
                       dropout_p: float, seed: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
-                      longest: int, longest_k: int) -> tuple[Tensor, Tensor]:
+                      longest: int, longest_k: int, kernel: str = "auto") -> tuple[Tensor, Tensor]:
     """(out_BHTD, lse2_BHT), as `empty_outputs` lays them out; lse2 is the base-2 logsumexp of each row, fp32."""
     from .fast_path import forward
     from .triton_tile import Problem
 
     check_interpreter(q)
     problem = Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k)
-    return forward(q, k, v, problem, causal, window)
+    return forward(q, k, v, problem, causal, window, kernel)
 
 
 @attention_forward.register_fake
@@ -95,7 +95,7 @@ def _(d_out, q, k, v, *rest):
 
 
 def _keep(ctx, inputs, output):
-    q, k, v, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, *longest = inputs
+    q, k, v, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, *longest, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, seed, cu_seqlens, cu_seqlens_k)
     ctx.options, ctx.longest = (scale, causal, window, dropout_p), longest
@@ -107,12 +107,11 @@ def _differentiate(ctx, d_out, d_lse2):
     if max(d_out.stride()[2:]) >= MAX_STRIDE:
         d_out = d_out.contiguous()
     delta = attention_delta(out, d_out, d_lse2)
-    return *attention_backward(d_out, q, k, v, lse2, delta, *ctx.options, *rest, *ctx.longest), *[None] * 9
+    return *attention_backward(d_out, q, k, v, lse2, delta, *ctx.options, *rest, *ctx.longest), *[None] * 10
 
 
 def _refuse(ctx, *gradients):
-    raise RuntimeError("flash_attention's backward is not differentiable itself: use reference_attention or "
-                       "memory_efficient_attention where gradients of gradients are needed")
+    refuse_second_derivative("flash_attention")
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_keep)

@@ -19,9 +19,8 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from .arguments import settle, without_autocast
+from .arguments import refuse_second_derivative, settle, without_autocast
 from .band import tiles
 from .philox import dropped, dropped_bytes, runs_of
 from .reference import AttentionBytes, on_paper, wide_dtype
@@ -66,17 +65,27 @@ class _Tiled(torch.autograd.Function):
         return out_BHTD, lse_BHT
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out_BHTD, d_lse_BHT):
-        q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, seed = ctx.saved_tensors
+        *saved, seed = ctx.saved_tensors
         call = ctx.call if seed is None else ctx.call._replace(seed=seed)
+        return *_Gradients.apply(*saved, d_out_BHTD, d_lse_BHT, call, ctx.sizes), None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward as an operation of its own: a derivative of it, by dO or by q, k or v, comes here and is refused."""
+
+    @staticmethod
+    def forward(ctx, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, d_out_BHTD, d_lse_BHT, call, sizes):
         if d_out_BHTD is None:  # the logsumexp alone was used
             d_out_BHTD = torch.zeros_like(out_BHTD)
         d_lse_BHT1 = None if d_lse_BHT is None else d_lse_BHT.unsqueeze(-1)
         with without_autocast(q_BHTD.device):
-            grads = _backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), d_out_BHTD, d_lse_BHT1, call,
-                              ctx.sizes)
-        return *grads, None, None, None
+            return _backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), d_out_BHTD, d_lse_BHT1, call,
+                             sizes)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        refuse_second_derivative("tiled_attention")
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------

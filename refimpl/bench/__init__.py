@@ -1,13 +1,16 @@
 """Each technique beside its production peer, in one process: `python -m refimpl bench NAME`.
 
-A bench is a module of this folder with a function `run() -> (settings, rows)`: `settings` says what was run (shapes,
-rounds), and `rows` are made by `record.row`. Its name, and what it compares, is its line in `NAMES`.
+A bench is a module of this folder with a function `run(device) -> (settings, rows)`: `settings` says what was run
+(shapes, rounds), and `rows` is an iterator of rows made by `record.row`, which yields each as soon as it is read: what
+was read is on disk when a run is cut. Its name, and what it compares, is its line in `NAMES`.
 """
 
-from .record import measurement
+from .record import measurement, measurements
 from .runner import compare
 
 NAMES = {
+    "smoke": "each attention kernel on two small calls: does it run on this device, is it right",
+    "attention": "each stage of attention beside PyTorch's: bytes, seconds, on a GPU TFLOP/s beside each backend",
     "meter": "the tracker's bytes beside the allocator's, a tracked step beside a plain one, a dry run's cost",
     "comm": "a launch of ranks, and each collective beside torch.distributed's",
     "precision": "autocast and the loss scaler beside torch's own, and each recipe beside fp32",
@@ -15,9 +18,8 @@ NAMES = {
     "checkpointing": "recomputation beside torch.utils.checkpoint, and what each policy costs",
     "activations": "saved tensors compressed or offloaded beside uncompressed, recomputed and save_on_cpu ones",
     "sequences": "a long sequence in chunks beside the whole one: bytes at the peak and seconds",
-    "attention": "each stage of attention beside PyTorch's: bytes, seconds, on a GPU TFLOP/s beside each backend",
     "zero": "each stage of ZeRO beside DDP, ZeroRedundancyOptimizer and FSDP2 on four ranks: bytes, seconds of a step",
     "kernels": "what the compiler makes of each attention kernel: registers, spills, shared memory, instructions",
 }
 
-__all__ = ["NAMES", "compare", "measurement"]
+__all__ = ["NAMES", "compare", "measurement", "measurements"]

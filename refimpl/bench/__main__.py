@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -27,17 +29,36 @@ def add_arguments(parser):
 
 
 def run(chosen, parser):
-    """Do what the command line chose."""
+    """Do what the command line chose. Exit status 1 if a bench raised; of `all`, the others run nevertheless."""
     if chosen.out and not chosen.record:
         parser.error("--out says where --record writes: give both")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in NAMES if chosen.name == "all" else [chosen.name]:
-        settings, rows = importlib.import_module(f".{name}", __package__).run(device)
-        reading = record.describe(name, settings, rows, device)
-        print(f"{name} on {reading['device']['name']}, torch {reading['versions']['torch']}")
-        print(table(rows))
-        if chosen.record:
-            print(f"written to {record.write(reading, chosen.out)}")
+    names, failed = NAMES if chosen.name == "all" else [chosen.name], []
+    for name in names:
+        try:
+            run_one(name, device, chosen.record, chosen.out)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+    if failed:
+        sys.exit(f"{', '.join(failed)}: ended by the error above; rows read before it are in NAME.partial.json"
+                 if chosen.record else f"{', '.join(failed)}: ended by the error above")
+
+
+def run_one(name, device, to_record, folder):
+    """Run one bench; write its rows, if they are to be recorded, as they are read."""
+    settings, rows = importlib.import_module(f".{name}", __package__).run(device)
+    reading = record.describe(name, settings, [], device)
+    print(f"{name} on {reading['device']['name']}, torch {reading['versions']['torch']}", flush=True)
+    try:
+        for each in rows:
+            reading["rows"].append(each)
+            if to_record:
+                record.write(reading, folder, partial=True)
+    finally:
+        print(table(reading["rows"]), flush=True)
+    if to_record:
+        print(f"written to {record.write(reading, folder)}", flush=True)
 
 
 def table(rows):

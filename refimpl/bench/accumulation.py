@@ -56,25 +56,29 @@ def run(device="cpu", size=None, rounds=9):
     size = size or REALISTIC[torch.device(device).type]
     settings = {"step": {**asdict(size), "batch": ROWS}, "optimizer": "AdamW", "rounds": rounds,
                 "threads": torch.get_num_threads(), "micro-batches": list(PARTS)}
-    rows = []
+    return settings, all_rows(size, device, rounds)
+
+
+def all_rows(size, device, rounds):
+    """Yield the rows of bytes, then those of time, precision by precision."""
     for name, dtype in tqdm(DTYPES.items(), "precisions", delay=BAR_DELAY, leave=False):
         steps = Steps(size, dtype, device)
         steps.whole()
-        rows += byte_rows(steps, name, dtype, device) + time_rows(steps, name, rounds)
-    return settings, rows
+        yield from byte_rows(steps, name, dtype, device)
+        yield from time_rows(steps, name, rounds)
 
 
 def byte_rows(steps, name, dtype, device):
-    """Peaks above the start of a step by the allocator, ours beside the whole batch's and beside the plain loop's."""
-    whole, rows = peak(steps.whole, device), []
+    """Yield peaks above the start of a step by the allocator, for each number of micro-batches two rows: ours beside
+    the whole batch's, and beside the plain loop's."""
+    whole = peak(steps.whole, device)
     for parts in PARTS[1:]:
         ours, plain = (peak(lambda step=step, parts=parts: step(parts), device) for step in (steps.ours, steps.plain))
         held = accumulation_bytes(steps.config.parameter_count(), memory.activation_bytes(
             steps.config, ROWS // parts, steps.tokens.shape[1], dtype, device), parts, gradient=dtype)
         case = f"{parts} micro-batches, {name}"
-        rows.append(row(f"peak above the start, {case}", WHOLE, "bytes", ours, whole, predicted=held.total))
-        rows.append(row(f"peak above the start, {case}", PLAIN, "bytes", ours, plain))
-    return rows
+        yield row(f"peak above the start, {case}", WHOLE, "bytes", ours, whole, predicted=held.total)
+        yield row(f"peak above the start, {case}", PLAIN, "bytes", ours, plain)
 
 
 def peak(step, device):
@@ -85,12 +89,11 @@ def peak(step, device):
 
 
 def time_rows(steps, name, rounds):
-    """Median seconds of a step, ours beside the whole batch's and beside the plain loop's, in alternation."""
-    rows = []
+    """Yield median seconds of a step, for each number of micro-batches two rows: ours beside the whole batch's, and
+    beside the plain loop's, in alternation."""
     for parts in PARTS:
         timing = compare({OURS: lambda parts=parts: steps.ours(parts), PLAIN: lambda parts=parts: steps.plain(parts),
                           WHOLE: steps.whole}, rounds=rounds, title=f"{parts} micro-batches, {name}")
-        rows += [row(f"step in {parts} micro-batch{'es' * (parts > 1)}, {name}", peer, "s", timing.median(OURS),
-                     timing.median(peer), spread=timing.spread(OURS), peer_spread=timing.spread(peer))
-                 for peer in (WHOLE, PLAIN)]
-    return rows
+        for peer in (WHOLE, PLAIN):
+            yield row(f"step in {parts} micro-batch{'es' * (parts > 1)}, {name}", peer, "s", timing.median(OURS),
+                      timing.median(peer), spread=timing.spread(OURS), peer_spread=timing.spread(peer))

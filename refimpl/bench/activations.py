@@ -37,11 +37,16 @@ def run(device="cpu", size=None, rounds=15, steps=300):
     settings = {"step": asdict(size), "training": {**asdict(SMALL), "steps": steps, "learning rate": LEARNING_RATE},
                 "rounds": rounds, "threads": torch.get_num_threads(),
                 "a step": "forward and backward; gradients are there and added to"}
-    rows = []
+    return settings, all_rows(size, device, rounds, steps)
+
+
+def all_rows(size, device, rounds, steps):
+    """Yield the rows of compression case by case, then of the offload, of gradients and of training."""
     for case in tqdm([("fp32", 0.0), ("fp32", 0.1), ("bf16", 0.0)], "compression", delay=BAR_DELAY, leave=False):
-        rows += compression_rows(size, *case, device, rounds)
-    rows += offload_rows(size, device, rounds) + gradient_rows(size, device) + training_rows(steps, device)
-    return settings, rows
+        yield from compression_rows(size, *case, device, rounds)
+    yield from offload_rows(size, device, rounds)
+    yield from gradient_rows(size, device)
+    yield from training_rows(steps, device)
 
 
 class CompressedStep(Step):
@@ -69,26 +74,27 @@ class CompressedStep(Step):
 
 
 def compression_rows(size, dtype, dropout, device, rounds):
-    """Seconds, peak and bytes kept of a step, in each way and recomputed, beside the same step with none."""
-    rows, make = [], partial(CompressedStep, size, dtype, dropout, device)
+    """Yield each way, and recomputation, beside the same step with none: the seconds of all, then one by one the peak
+    and the bytes kept."""
+    make = partial(CompressedStep, size, dtype, dropout, device)
     steps = {NOTHING: make(lambda model: nullcontext())}
     for name, options in WAYS.items():
         steps[name] = make(partial(compress_activations, **options))
     steps[CHECKPOINT] = recomputed(make(lambda model: nullcontext()))
     timing = compare(steps, rounds=rounds, title=f"compression, {dtype}")
-    peaks = {name: step.peak() for name, step in steps.items()}
-    kept = {name: step.kept() for name, step in steps.items()}
-    for name, step in list(steps.items())[1:]:
-        what = f"{name}, {dtype}, dropout {dropout}"
-        rows += [row(f"time: {what}", NOTHING, "s", timing.median(name), timing.median(NOTHING),
-                     spread=timing.spread(name), peer_spread=timing.spread(NOTHING)),
-                 row(f"peak: {what}", NOTHING, "bytes", peaks[name], peaks[NOTHING]),
-                 row(f"kept: {what}", NOTHING, "bytes", kept[name], kept[NOTHING])]
+    plain, case = steps.pop(NOTHING), f"{dtype}, dropout {dropout}"
+    for name in steps:
+        yield row(f"time: {name}, {case}", NOTHING, "s", timing.median(name), timing.median(NOTHING),
+                  spread=timing.spread(name), peer_spread=timing.spread(NOTHING))
+    peak, whole = plain.peak(), plain.kept()
+    for name, step in steps.items():
+        yield row(f"peak: {name}, {case}", NOTHING, "bytes", step.peak(), peak)
+        kept = step.kept()
+        yield row(f"kept: {name}, {case}", NOTHING, "bytes", kept, whole)
         if name in WAYS:
             predicted = compressed_activation_bytes(step.config, size.batch, size.sequence, WAYS[name]["method"],
                                                     dtype=DTYPES[dtype], device=device)
-            rows.append(row(f"predicted: {what}", "tracker", "bytes", predicted, kept[name]))
-    return rows
+            yield row(f"predicted: {name}, {case}", "tracker", "bytes", predicted, kept)
 
 
 def recomputed(step):
@@ -99,7 +105,7 @@ def recomputed(step):
 
 
 def offload_rows(size, device, rounds):
-    """Our offload beside torch's, and beside none: seconds, the device's peak, and the bytes kept on it.
+    """Yield our offload beside torch's, and beside none: seconds, then the device's peak, then the bytes kept on it.
 
     On a CPU neither moves anything.
     """
@@ -108,21 +114,20 @@ def offload_rows(size, device, rounds):
             NOTHING: lambda model: nullcontext()}
     steps = {name: CompressedStep(size, "fp32", 0.0, device, context) for name, context in ways.items()}
     timing = compare(steps, rounds=rounds, title="offload")
-    peaks = {name: step.peak() for name, step in steps.items()}
-    kept = {name: step.kept() for name, step in steps.items()}
     gradients = [[p.grad for p in step.model.parameters()] for step in steps.values()]
     assert all(map(torch.equal, gradients[0], gradients[2])), "offload: the gradients differ"
-    rows = []
     for peer in (SAVE_ON_CPU, NOTHING):
-        rows += [row("time: offload, fp32", peer, "s", timing.median("offload"), timing.median(peer),
-                     spread=timing.spread("offload"), peer_spread=timing.spread(peer)),
-                 row("peak: offload, fp32", peer, "bytes", peaks["offload"], peaks[peer]),
-                 row("kept on the device: offload, fp32", peer, "bytes", kept["offload"], kept[peer])]
-    return rows
+        yield row("time: offload, fp32", peer, "s", timing.median("offload"), timing.median(peer),
+                  spread=timing.spread("offload"), peer_spread=timing.spread(peer))
+    for what, reading in (("peak", CompressedStep.peak), ("kept on the device", CompressedStep.kept)):
+        nbytes = {name: reading(step) for name, step in steps.items()}
+        for peer in (SAVE_ON_CPU, NOTHING):
+            yield row(f"{what}: offload, fp32", peer, "bytes", nbytes["offload"], nbytes[peer])
 
 
 def gradient_rows(size, device):
-    """‖Δ gradient‖ / ‖gradient‖ of one step in each way, beside that of `torch.autocast` in bf16, fp32 being right."""
+    """Yield, way by way, ‖Δ gradient‖ / ‖gradient‖ of one step beside that of `torch.autocast` in bf16, fp32 being
+    right."""
     def gradient(context):
         step = CompressedStep(size, "fp32", 0.0, device, context)
         step()
@@ -130,28 +135,30 @@ def gradient_rows(size, device):
 
     kind = torch.device(device).type
     exact = gradient(lambda model: nullcontext())
-    off = {name: ((gradient(context) - exact).norm() / exact.norm()).item() for name, context in {
-        "autocast": lambda model: torch.autocast(kind, torch.bfloat16),
-        **{name: partial(compress_activations, **options) for name, options in WAYS.items()}}.items()}
-    return [row(f"gradient's error: {name}", "torch.autocast, bf16", "of its norm", off[name], off["autocast"])
-            for name in WAYS]
+
+    def error(context):
+        return ((gradient(context) - exact).norm() / exact.norm()).item()
+
+    autocast = error(lambda model: torch.autocast(kind, torch.bfloat16))
+    for name, options in WAYS.items():
+        yield row(f"gradient's error: {name}", "torch.autocast, bf16", "of its norm",
+                  error(partial(compress_activations, **options)), autocast)
 
 
 def training_rows(steps, device):
-    """Where `steps` steps on real text end, in each way beside uncompressed; `curve`: means of ten losses each.
+    """Yield, way by way, where `steps` steps on real text end beside uncompressed; `curve`: means of ten losses each.
 
     The yardstick is a run without compression whose first weights are a thousandth off: so far do two runs part that
     nobody would call different.
     """
-    plain, rows = train(steps, device, lambda model: nullcontext()), []
+    plain = train(steps, device, lambda model: nullcontext())
     for name in tqdm([*WAYS, YARDSTICK], "training", delay=BAR_DELAY, leave=False):
         if name == YARDSTICK:
             losses = train(steps, device, lambda model: nullcontext(), nudge=0.001)
         else:
             losses = train(steps, device, partial(compress_activations, smallest=0, **WAYS[name]))
-        rows.append(row(f"loss after {steps} steps: {name}", NOTHING, "nats", mean(losses[-LAST:]), mean(plain[-LAST:]),
-                        curve=smooth(losses), peer_curve=smooth(plain)))
-    return rows
+        yield row(f"loss after {steps} steps: {name}", NOTHING, "nats", mean(losses[-LAST:]), mean(plain[-LAST:]),
+                  curve=smooth(losses), peer_curve=smooth(plain))
 
 
 def train(steps, device, context, nudge=0, rate=LEARNING_RATE):

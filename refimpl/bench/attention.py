@@ -33,31 +33,45 @@ def run(device="cpu", lengths=None, rounds=None):
     settings = {"shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM}, "dtype": str(dtype).removeprefix("torch."),
                 "lengths": list(lengths), "causal": True, "threads": torch.get_num_threads(),
                 "a step": "forward and backward, q, k and v require gradients"}
-    rows, faults = [], attention_trials.trials(device, attention_speed.shapes())
-    for length in tqdm(lengths, "lengths", delay=BAR_DELAY, leave=False):
-        rows += byte_rows(length, dtype, device, without_kernels=("triton_backward", HEAD_DIM) in faults)
-    rows += slope_rows(rows, lengths)
     if kind == "cuda":
-        return settings | SPEED_SETTINGS, rows + gpu_rows(device, rounds or 15, faults)
+        return settings | SPEED_SETTINGS, gpu_rows(device, lengths, dtype, rounds or 15)
+    return settings, cpu_rows(device, lengths, dtype, rounds)
+
+
+def cpu_rows(device, lengths, dtype, rounds):
+    """Yield the rows of bytes, then those of seconds."""
+    yield from all_byte_rows(lengths, dtype, device)
     for length in tqdm(lengths, "times", delay=BAR_DELAY, leave=False):
-        rows += time_rows(length, dtype, device, rounds or max(3, 8192 // length))
-    return settings, rows
+        yield from time_rows(length, dtype, device, rounds or max(3, 8192 // length))
+
+
+def all_byte_rows(lengths, dtype, device, without_kernels=False):
+    """Yield the peaks at each length, then their slopes."""
+    rows = []
+    for length in tqdm(lengths, "lengths", delay=BAR_DELAY, leave=False):
+        for each in byte_rows(length, dtype, device, without_kernels):
+            rows.append(each)
+            yield each
+    yield from slope_rows(rows, lengths)
 
 
 SPEED_SETTINGS = {
     "speed": "16,384 tokens, heads · head_dim = 2,048, bf16, contiguous (batch, heads, sequence, head_dim)",
     "timing": "CUDA events around one call, 2 GiB written before it; medians of rounds in alternation",
     "FLOPs": "pairs that are masked left out; forward 4 · D, backward 10 · D for each pair: 2.5 times the forward",
-    "forward": "flash_attention takes hopper where that suits and has proved itself, and else triton_forward",
+    "forward": "each kernel by name; which one flash_attention takes: refimpl/attention/fast_path.py",
     "floor": "bytes of q, k, v, out and the logsumexp once; in a backward dO, dQ, dK and dV, too",
 }
 
 
-def gpu_rows(device, rounds, faults):
-    """What the chip can, and the kernels beside PyTorch's."""
-    timer = KernelTimer(device)
-    rates = attention_speed.rate_rows(device, rounds=rounds, timer=timer)
-    return rates + attention_speed.speed_rows(device, attention_speed.shapes(), rounds, timer, faults=faults)
+def gpu_rows(device, lengths, dtype, rounds):
+    """Yield what the chip can, the kernels beside PyTorch's, and last the bytes: those do not need this GPU."""
+    shapes = attention_speed.shapes()
+    faults, timer = attention_trials.trials(device, shapes), KernelTimer(device)
+    yield from attention_speed.rate_rows(device, rounds=rounds, timer=timer)
+    yield from attention_speed.speed_rows(device, shapes, rounds, timer, faults=faults)
+    del timer  # its buffer is 2 GiB
+    yield from all_byte_rows(lengths, dtype, device, without_kernels=("triton_backward", HEAD_DIM) in faults)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -98,8 +112,8 @@ class Step:
 
 
 def byte_rows(length, dtype, device, without_kernels=False):
-    """The peak of a step above its start, as the allocator was asked for it, beside the closed form if there is one."""
-    rows = []
+    """Yield the peak of a step of each attention above its start, as the allocator was asked for it, beside the closed
+    form if there is one."""
     for name, function in candidates(device, without_kernels).items():
         what, form = f"peak: {name}, {length:,} tokens", getattr(attention, f"{name}_bytes", None)
         step = Step(function, length, dtype, device)
@@ -112,8 +126,7 @@ def byte_rows(length, dtype, device, without_kernels=False):
             peak = m.peak
         except RuntimeError as error:  # a backend that this device has not
             note = attention_candidates.reason(error)
-        rows.append(row(what, "closed form", "bytes", peak, predicted, name=name, length=length, note=note))
-    return rows
+        yield row(what, "closed form", "bytes", peak, predicted, name=name, length=length, note=note)
 
 
 def slope_rows(rows, lengths):

@@ -15,10 +15,14 @@ from ..attention import attention_flops, flash_attention, triton_forward
 from ..attention.triton_tile import Problem
 
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+# Its backward adds to dQ from many programs in any order, unless PyTorch is told to be deterministic, as ours is.
+DETERMINISTIC = "FLASH_ATTENTION, deterministic"
+PEERS = {"forward": BACKENDS, "backward": (DETERMINISTIC, *BACKENDS)}
 # Forwards for one chip: the module, which has suits(q, k, v) and forward(q, k, v, scale=…, causal=…, window=…, …).
-FORWARDS = {"hopper": ("hopper", {}), "hopper, specialized": ("hopper", {"specialize": True}),
-            "gluon_forward": ("gluon_forward", {})}
-OURS = ("triton_forward", *FORWARDS, "triton_backward")
+FORWARDS = {"hopper": ("hopper", {}), "gluon_forward": ("gluon_forward", {}),
+            "hopper, specialized": ("hopper", {"specialize": True})}
+# Those that are expected to be the fastest first, and last those whose barriers could hang a GPU.
+OURS = ("hopper", "triton_forward", "triton_backward", "gluon_forward", "hopper, specialized")
 
 
 class Shape(NamedTuple):
@@ -58,8 +62,9 @@ def tensors(shape, device, dtype):
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 
-def forward_candidates(q, k, v, shape):
-    """{name: a call, or the reason why there is none}: ours by module, PyTorch's by backend."""
+def forward_candidates(q, k, v, shape, anywhere=False):
+    """{name: a call, or the reason why there is none}: ours by module, PyTorch's by backend. `anywhere`: do not ask
+    whether a module suits this device; Triton's interpreter runs some that are for another one."""
     scale, causal = shape.head_dim**-0.5, shape.causal
     problem = Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
     found = {"triton_forward": lambda: triton_forward.forward(q, k, v, problem)}
@@ -70,7 +75,7 @@ def forward_candidates(q, k, v, shape):
             found[name] = reason(error)
             continue
         found[name] = "does not suit this device or these tensors"
-        if module.suits(q, k, v):
+        if anywhere or module.suits(q, k, v):
             found[name] = functools.partial(module.forward, q, k, v, scale=scale, causal=causal, window=None, **options)
     return found | {name: lambda name=name: pinned(name, q, k, v, causal) for name in BACKENDS}
 
@@ -81,11 +86,11 @@ def pinned(backend, q, k, v, causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def backward_candidates(q, k, v, gradient, shape, backends=BACKENDS, faults=()):
+def backward_candidates(q, k, v, gradient, shape, peers=PEERS["backward"], faults=()):
     """The same for backward: the forward is done here, once. `faults`: reasons, of those that are not to be called."""
     found = {}
-    forwards = {"triton_backward": lambda: flash_attention(q, k, v, causal=shape.causal)} | {
-        name: lambda name=name: pinned(name, q, k, v, shape.causal) for name in backends}
+    forwards = {"triton_backward": lambda: flash_attention(q, k, v, causal=shape.causal, kernel="triton")} | {
+        name: lambda name=name: pinned(name.partition(",")[0], q, k, v, shape.causal) for name in peers}
     for name, forward in forwards.items():
         if name in faults:
             found[name] = faults[name]
@@ -96,8 +101,22 @@ def backward_candidates(q, k, v, gradient, shape, backends=BACKENDS, faults=()):
             found[name] = reason(error)
             continue
         own = torch.empty_like(out).copy_(gradient)  # laid out as `out` is, which spares each a copy
-        found[name] = lambda out=out, own=own: torch.autograd.grad(out, (q, k, v), own, retain_graph=True)
+        found[name] = functools.partial(differentiate, out, (q, k, v), own, name == DETERMINISTIC)
     return found
+
+
+def differentiate(out, inputs, gradient, deterministic):
+    """dq, dk and dv. `deterministic`: by algorithms that give the same bits each time, or RuntimeError."""
+    modes = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), modes.fill_uninitialized_memory
+    try:
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+            modes.fill_uninitialized_memory = False  # else every empty tensor is written, which no algorithm needs
+        return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        modes.fill_uninitialized_memory = before[1]
 
 
 def ready(found, check=lambda name, result: None):

@@ -10,8 +10,9 @@ from tqdm import tqdm
 
 from .. import catalog
 from .attention_candidates import (
-    BACKENDS,
+    DETERMINISTIC,
     OURS,
+    PEERS,
     Shape,
     agrees_with,
     backward_candidates,
@@ -24,48 +25,47 @@ from .runner import BAR_DELAY, compare
 
 PUBLISHED = {"H100 80GB HBM3": "h100-sxm", "H100 PCIe": "h100-pcie", "H200": "h200"}  # by a part of the driver's name
 
-# How many times as fast as a backend: what is to be reached, (pass, backend) → (head_dim, causal) → factor.
+# How many times as fast as a peer: what is to be reached, (pass, peer) → (head_dim, causal) → factor.
 TARGETS = {
-    ("forward", "FLASH_ATTENTION"): {(128, False): 1.25, (128, True): 1.1, (64, False): 1.2, (64, True): 1.2},
-    ("backward", "FLASH_ATTENTION"): {(128, False): 1.1, (128, True): 1.1, (64, False): 1.1, (64, True): 1.1},
+    ("forward", "FLASH_ATTENTION"): {(128, False): 1.25, (128, True): 1.25, (64, False): 1.1, (64, True): 1.1},
+    ("forward", "CUDNN_ATTENTION"): {(128, False): 0.85, (128, True): 0.85},
+    ("backward", DETERMINISTIC): {(128, False): 1.1, (128, True): 1.1, (64, False): 1.1, (64, True): 1.1},
 }
 AIMS = {
-    ("forward", "CUDNN_ATTENTION"): {(128, False): 0.85, (128, True): 0.85, (64, False): 1.0, (64, True): 1.0},
+    ("forward", "CUDNN_ATTENTION"): {(64, False): 1.0, (64, True): 1.0},
     ("backward", "CUDNN_ATTENTION"): {(128, False): 0.8, (128, True): 0.8, (64, False): 0.8, (64, True): 0.8},
 }
 
 
-def shapes(tokens=16384, width=2048, head_dims=(64, 128), lengths=(2048, 4096, 8192, 16384)):
-    """All that are compared."""
+def shapes(tokens=16384, width=2048, head_dims=(128, 64), lengths=(16384, 8192, 4096, 2048)):
+    """All that are compared; those first that a run that is cut should have."""
     return [Shape(tokens, width, D, N, causal) for D in head_dims for causal in (False, True) for N in lengths]
 
 
 def speed_rows(device, chosen, rounds, timer=None, dtype=torch.bfloat16, faults=None):
-    """Rows of each Shape, forward and backward, each of ours beside each backend. `faults`: {(name, head_dim): reason}
-    of those that are not to be called."""
-    rows = []
+    """Yield the rows of each Shape, forward and backward, each of ours beside each peer. `faults`: {(name, head_dim):
+    reason} of those that are not to be called."""
     for shape in tqdm(chosen, "shapes", delay=BAR_DELAY, leave=False):
         q, k, v, gradient = tensors(shape, device, dtype)
         own = {name: words for (name, D), words in (faults or {}).items() if D == shape.head_dim}
         found = forward_candidates(q, k, v, shape)
         found |= {name: own[name] for name in found if name in own}
-        rows += rows_beside("forward", shape, *ready(found, agrees_with(found["triton_forward"])), rounds, timer)
+        yield from rows_beside("forward", shape, *ready(found, agrees_with(found["triton_forward"])), rounds, timer)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         found = backward_candidates(q, k, v, gradient, shape, faults=own)
-        rows += rows_beside("backward", shape, *ready(found), rounds, timer)
-    return rows
+        yield from rows_beside("backward", shape, *ready(found), rounds, timer)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def rows_beside(direction, shape, calls, reasons, rounds, timer):
-    """A row for each of ours beside each backend; None for the value of one that does not run, with the reason."""
+    """A row for each of ours beside each peer; None for the value of one that does not run, with the reason."""
     timing = compare(calls, rounds=rounds, title=f"{direction}, {shape}", timer=timer) if calls else None
     flops, nbytes = shape.work(direction)
     rows = []
     for name in [name for name in (*calls, *reasons) if name in OURS]:
-        for peer in BACKENDS:
+        for peer in PEERS[direction]:
             values = [flops / timing.median(who) / 1e12 if who in calls else None for who in (name, peer)]
             aim = verdict(direction, peer, shape, values[0] / values[1] if None not in values else None)
             seconds, spread = ([getattr(timing, what)(who) if who in calls else None for who in (name, peer)]

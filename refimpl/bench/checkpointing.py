@@ -32,12 +32,16 @@ def run(device="cpu", size=None, rounds=15):
     settings = {"step": asdict(size), "small step": asdict(SMALL), "rounds": rounds,
                 "threads": torch.get_num_threads(), "a step": "forward and backward; gradients are there and added to",
                 "held to": "time 1.00 within 3 %, peak 1.00"}
-    rows = []
+    return settings, all_rows(size, device, rounds)
+
+
+def all_rows(size, device, rounds):
+    """Yield the rows of ours beside torch's, pair by pair, then those of the policies."""
     cases = [(size, "fp32", 0.0), (size, "fp32", 0.1), (size, "bf16", 0.0), (SMALL, "fp32", 0.0)]
     for case in tqdm(cases, "beside torch", delay=BAR_DELAY, leave=False):
-        rows += beside_torch(*case, device, rounds, pairs=("blocks",))
-    rows += beside_torch(size, "fp32", 0.0, device, rounds, pairs=("segments", "save-list"))
-    return settings, rows + policy_rows(size, device, rounds)
+        yield from beside_torch(*case, device, rounds, pairs=("blocks",))
+    yield from beside_torch(size, "fp32", 0.0, device, rounds, pairs=("segments", "save-list"))
+    yield from policy_rows(size, device, rounds)
 
 
 class Step:
@@ -64,41 +68,39 @@ class Step:
 
 
 def beside_torch(size, dtype, dropout, device, rounds, pairs):
-    """Time and peak of each pair: ours and torch's, in alternation, of one model."""
-    rows = []
+    """Yield the peak, then the time of each pair: ours and torch's, in alternation, of one model."""
     for pair in pairs:
         steps = {name: install(Step(size, dtype, dropout, device)) for name, install in PAIRS[pair].items()}
         gradients = [[p.grad for p in step.model.parameters()] for step in steps.values() if step() is None]
         assert all(map(torch.equal, *gradients)), f"{pair}: the gradients differ"
         what = f"{pair}, {size.layers} x {size.hidden}, {dtype}, dropout {dropout}"
         peaks = {name: step.peak() for name, step in steps.items()}
+        yield row(f"peak: {what}", TORCH, "bytes", peaks["ours"], peaks[TORCH])
         timing = compare(steps, rounds=rounds, title=what)
         paired = statistics.median(a / b for a, b in zip(timing.seconds["ours"], timing.seconds[TORCH], strict=True))
-        rows += [row(f"time: {what}", TORCH, "s", timing.median("ours"), timing.median(TORCH), paired=paired,
-                     spread=timing.spread("ours"), peer_spread=timing.spread(TORCH)),
-                 row(f"peak: {what}", TORCH, "bytes", peaks["ours"], peaks[TORCH])]
-    return rows
+        yield row(f"time: {what}", TORCH, "s", timing.median("ours"), timing.median(TORCH), paired=paired,
+                  spread=timing.spread("ours"), peer_spread=timing.spread(TORCH))
 
 
 def policy_rows(size, device, rounds):
-    """Each policy beside the same step without: seconds, peak, and what the closed form says of it."""
-    rows, n = [], size.layers
-    plain = Step(size, device=device)
-    whole = plain.peak()
+    """Yield each policy beside the same step without: its peak and what the closed form says of it, one by one, then
+    the seconds of all."""
+    n, plain = size.layers, Step(size, device=device)
+    steps, peaks = {"none": plain}, {"none": plain.peak()}
     policies = {"every block": ([(i,) for i in range(n)], None),
                 "every second block": ([(i,) if i % 2 == 0 else i for i in range(n)], None),
                 "attention core": (None, "attention core"), "attention": (None, "attention"), "mlp": (None, "mlp")}
-    steps = {name: with_policy(Step(size, device=device), *policy) for name, policy in policies.items()}
-    timing = compare({"none": plain, **steps}, rounds=rounds, title="policies")
     for name, (plan, part) in policies.items():
-        slower = timing.ratio(name, "none") - 1
-        peak, saved = steps[name].peak(), 1 - steps[name].peak() / whole
+        steps[name] = with_policy(Step(size, device=device), plan, part)
+        peaks[name] = steps[name].peak()
         predicted = ours.gpt_peak_bytes(plain.config, size.batch, size.sequence, plan, part, device=device)
-        rows += [row(f"time: {name}", "no recomputation", "s", timing.median(name), timing.median("none"),
-                     spread=timing.spread(name), return_on_time=ours.return_on_time(saved, slower)),
-                 row(f"peak: {name}", "no recomputation", "bytes", peak, whole),
-                 row(f"predicted peak: {name}", "allocator", "bytes", predicted, peak)]
-    return rows
+        yield row(f"peak: {name}", "no recomputation", "bytes", peaks[name], peaks["none"])
+        yield row(f"predicted peak: {name}", "allocator", "bytes", predicted, peaks[name])
+    timing = compare(steps, rounds=rounds, title="policies")
+    for name in policies:
+        saved, slower = 1 - peaks[name] / peaks["none"], timing.ratio(name, "none") - 1
+        yield row(f"time: {name}", "no recomputation", "s", timing.median(name), timing.median("none"),
+                  spread=timing.spread(name), return_on_time=ours.return_on_time(saved, slower))
 
 
 def with_policy(step, plan, part):

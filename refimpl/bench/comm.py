@@ -37,14 +37,19 @@ def run(device="cpu", sizes=SIZES, worlds=WORLDS, seconds=0.6, launches=11, leas
                 "least calls of each": least_calls,
                 "tensors on": {str(world): devices[world] for world in worlds},
                 "rate": "bytes of the full tensor per second of one call, slowest rank, median over calls"}
-    rows = [launch_row(launches)]
-    for world in worlds:
+    return settings, all_rows(devices, sizes, seconds, launches, least_calls)
+
+
+def all_rows(devices, sizes, seconds, launches, least_calls):
+    """Yield the row of launches, then for each collective its rate at every size and over all; `devices`: of worlds."""
+    yield launch_row(launches)
+    for world, device in devices.items():
         for collective in tqdm(COLLECTIVES, f"{world} ranks", delay=BAR_DELAY, leave=False):
-            timings = slowest(launch(rates, world, collective, sizes, seconds, least_calls, device=devices[world],
+            timings = slowest(launch(rates, world, collective, sizes, seconds, least_calls, device=device,
                                      timeout=300))
             found = [rate_row(collective, world, nbytes, timing) for nbytes, timing in timings.items()]
-            rows += [*found, summary_row(collective, world, found)]
-    return settings, rows
+            yield from found
+            yield summary_row(collective, world, found)
 
 
 def launch_row(launches, world=LAUNCH_WORLD):

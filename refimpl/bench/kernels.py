@@ -25,10 +25,14 @@ def run(device="cpu", named=None):
                 "targets": {chip: f"sm_{number}" for chip, (_, number) in report.TARGETS.items()},
                 "variants": report.VARIANTS, "instructions": "how many stand in the code, loops once"}
     named, missing = (named, []) if named else every_case()
-    found = {}
+    return settings, all_rows(named, missing)
+
+
+def all_rows(named, missing):
+    """Yield the rows that are `missing`, then those of the kernels, as the compiler is done with them."""
+    yield from missing
     for name, compiled in tqdm(report.compile_all(named), "compiling", len(named), delay=BAR_DELAY, leave=False):
-        found[name] = compiled
-    return settings, [kernel_row(name, named[name], found[name]) for name in named] + missing
+        yield kernel_row(name, named[name], compiled)
 
 
 def every_case():

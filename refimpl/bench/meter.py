@@ -76,15 +76,18 @@ def run(device="cpu", size=None, models=("gpt3-175b", "llama2-7b"), rounds=15):
     size = size or REALISTIC[torch.device(device).type]
     settings = {"step": asdict(size), "small step": asdict(SMALL), "optimizer": "AdamW", "rounds": rounds,
                 "threads": torch.get_num_threads(), "dry runs": list(models)}
-    rows = []
+    return settings, all_rows(size, device, models, rounds)
+
+
+def all_rows(size, device, models, rounds):
+    """Yield rows of bytes case by case, then of time step by step, then of dry runs model by model."""
     cases = [(name, dropout) for name in DTYPES for dropout in (0.0, 0.1)]
     for name, dropout in tqdm(cases, "bytes", delay=BAR_DELAY, leave=False):
-        rows += byte_rows(size, name, dropout, device)
+        yield from byte_rows(size, name, dropout, device)
     for each, name in ((size, "fp32"), (size, "bf16"), (SMALL, "fp32")):
-        rows.append(time_row(each, name, device, rounds))
+        yield time_row(each, name, device, rounds)
     for model in tqdm(models, "dry runs", delay=BAR_DELAY, leave=False):
-        rows += dry_rows(model)
-    return settings, rows
+        yield from dry_rows(model)
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

@@ -53,10 +53,14 @@ def run(device="cpu", size=None, rounds=31):
     dtypes = [torch.bfloat16] if kind == "cpu" else [torch.bfloat16, torch.float16]
     settings = {"step": asdict(size), "optimizer": "AdamW", "rounds": rounds, "threads": torch.get_num_threads(),
                 "most time, of torch's": MOST_TIME[kind], "most peak": MOST_PEAK}
-    rows = []
+    return settings, all_rows(size, device, dtypes, rounds)
+
+
+def all_rows(size, device, dtypes, rounds):
+    """Yield the rows of ours beside torch's, dtype by dtype, then those of the recipes."""
     for dtype in tqdm(dtypes, "dtypes", delay=BAR_DELAY, leave=False):
-        rows += beside_torch(size, device, dtype, rounds)
-    return settings, rows + recipes(size, device, rounds)
+        yield from beside_torch(size, device, dtype, rounds)
+    yield from recipes(size, device, rounds)
 
 
 def pair(size, device, dtype):
@@ -71,17 +75,17 @@ def pair(size, device, dtype):
 
 
 def beside_torch(size, device, dtype, rounds):
-    """Seconds of a step and bytes of its peak, ours and torch's."""
+    """Yield the row of a step's seconds, then that of the bytes at its peak, ours and torch's."""
     steps, name = pair(size, device, dtype), str(dtype).removeprefix("torch.")
     timing = compare(steps, rounds=rounds, title=f"steps in {name}")
-    peaks = {each: peak_of(step, device) for each, step in steps.items()}
     what = f"{OURS}, {name}, {size}"
     # Two steps that follow each other share what else the machine does: the median of their ratios is steadier.
     paired = statistics.median(o / t for o, t in zip(timing.seconds[OURS], timing.seconds[TORCH], strict=True))
-    return [row(f"step with {what}", TORCH, "s", timing.median(OURS), timing.median(TORCH), paired=paired,
-                limit=MOST_TIME[torch.device(device).type], spread=timing.spread(OURS),
-                peer_spread=timing.spread(TORCH)),
-            row(f"peak with {what}", TORCH, "bytes", peaks[OURS], peaks[TORCH], limit=MOST_PEAK)]
+    yield row(f"step with {what}", TORCH, "s", timing.median(OURS), timing.median(TORCH), paired=paired,
+              limit=MOST_TIME[torch.device(device).type], spread=timing.spread(OURS),
+              peer_spread=timing.spread(TORCH))
+    peaks = {each: peak_of(step, device) for each, step in steps.items()}
+    yield row(f"peak with {what}", TORCH, "bytes", peaks[OURS], peaks[TORCH], limit=MOST_PEAK)
 
 
 def peak_of(step, device):
@@ -93,7 +97,8 @@ def peak_of(step, device):
 
 
 def recipes(size, device, rounds):
-    """Each bf16 recipe beside fp32: seconds, and from the tracker the bytes at the peak and of model states."""
+    """Yield each bf16 recipe beside fp32: the seconds of all, then one by one, from the tracker, the bytes at the peak
+    and of model states."""
     kind = torch.device(device).type
     off, low = partial(autocast, device_type=kind, enabled=False), partial(autocast, torch.bfloat16, kind)
     made = {
@@ -104,16 +109,15 @@ def recipes(size, device, rounds):
     }
     steps = {name: PrecisionStep(size, device, region, wrap=wrap) for name, (region, wrap) in made.items()}
     timing = compare(steps, rounds=max(3, rounds // 3), title="recipes beside fp32")
-    rows = []
-    readings = {name: step.tracked() for name, step in steps.items()}
     for name in list(made)[1:]:
-        peak, plain = readings[name].peak, readings["fp32"].peak
-        rows += [row(f"step of {name}, {size}", "fp32", "s", timing.median(name), timing.median("fp32"),
-                     spread=timing.spread(name), peer_spread=timing.spread("fp32")),
-                 row(f"peak of {name}", "fp32", "bytes", peak.total, plain.total, items=dict(peak),
-                     peer_items=dict(plain)),
-                 row(f"model states of {name}", "fp32", "bytes", states(readings[name]), states(readings["fp32"]))]
-    return rows
+        yield row(f"step of {name}, {size}", "fp32", "s", timing.median(name), timing.median("fp32"),
+                  spread=timing.spread(name), peer_spread=timing.spread("fp32"))
+    plain = steps.pop("fp32").tracked()
+    for name, step in steps.items():
+        t = step.tracked()
+        yield row(f"peak of {name}", "fp32", "bytes", t.peak.total, plain.peak.total, items=dict(t.peak),
+                  peer_items=dict(plain.peak))
+        yield row(f"model states of {name}", "fp32", "bytes", states(t), states(plain))
 
 
 def states(trace):

@@ -2,11 +2,12 @@
 
     {"name": …, "device": {"slug", "name", "memory_bytes", "cpus"}, "versions": {…}, "commit": …, "date": …,
      "settings": {…}, "rows": [{"what", "peer", "unit", "value", "peer_value", "ratio", …}, …]}
+
+A bench that is not done yet, or was cut, has <name>.partial.json with the rows that it has read so far.
 """
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from .runner import cores
 
 CHECKOUT = Path(__file__).parents[2]
 FOLDER = CHECKOUT / "data" / "measurements"
@@ -44,33 +47,60 @@ def describe(name, settings, rows, device):
     }
 
 
-def write(record, folder=None):
+def write(record, folder=None, partial=False):
     """Write `record` below `folder` (default: the checkout's data/measurements). Returns the Path.
 
+    - `partial`: more rows will come. The file is then <name>.partial.json, which the whole record replaces, so that an
+      older whole record stays until there is a newer one.
+
+    Whoever reads the file meanwhile, or is left with it by a run that was killed, finds it whole.
     FileNotFoundError where there is no checkout and no folder is named.
     """
     if folder is None and not (CHECKOUT / "pyproject.toml").exists():
         raise FileNotFoundError(f"refimpl is not run from a checkout ({CHECKOUT}): name a folder to write to (--out)")
-    path = Path(folder or FOLDER) / record["device"]["slug"] / f"{record['name']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    whole = Path(folder or FOLDER) / record["device"]["slug"] / f"{record['name']}.json"
+    unfinished = whole.with_suffix(".partial.json")
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    path = unfinished if partial else whole
+    being_written = whole.with_suffix(".written")
+    being_written.write_text(json.dumps(record, indent=1) + "\n")
+    being_written.replace(path)
+    if not partial:
+        unfinished.unlink(missing_ok=True)
     return path
 
 
-def measurement(name, device=None, folder=None):
+def measurement(name, device=None, folder=None, partial=False):
     """The record of bench `name` as a dict, or None if it was not measured yet (or there is no checkout).
 
-    `device`: its slug or full name (`"cpu"`, `"nvidia-h200"`, `"NVIDIA H200"`); by default the newest record of any.
+    - `device`: its slug or full name (`"cpu"`, `"nvidia-h200"`, `"NVIDIA H200"`); by default the newest record of any.
+    - `partial`: take what a run that was cut had read, where nothing whole is there.
+
     Raises ValueError for a file that is no record.
     """
-    records = []
-    for path in sorted(Path(folder or FOLDER).glob(f"{slug(device) if device else '*'}/{name}.json")):
-        try:
-            record = json.loads(path.read_text())
-            records.append((datetime.fromisoformat(record["date"]), record))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is not a measurement: {error!r}; record it again (--record)") from error
-    return max(records, key=lambda dated: dated[0])[1] if records else None
+    for suffix in (".json", ".partial.json")[: 1 + partial]:
+        paths = sorted(Path(folder or FOLDER).glob(f"{slug(device) if device else '*'}/{name}{suffix}"))
+        records = [_dated(path) for path in paths]
+        if records:
+            return max(records, key=lambda dated: dated[0])[1]
+    return None
+
+
+def measurements(name, folder=None, partial=False):
+    """{device: record} of bench `name`: the CPU's and those of the GPUs that it was run on, None for what was not
+    measured yet. Where no GPU was, that stands under "a GPU". Arguments and errors as of `measurement`."""
+    gpus = sorted(path.name for path in Path(folder or FOLDER).glob("*") if path.is_dir() and path.name != "cpu")
+    found = {gpu: record for gpu in gpus if (record := measurement(name, gpu, folder, partial))}
+    return {"cpu": measurement(name, "cpu", folder, partial), **(found or {"a GPU": None})}
+
+
+def _dated(path):
+    """(date, record) of a file."""
+    try:
+        record = json.loads(path.read_text())
+        return datetime.fromisoformat(record["date"]), record
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not a measurement: {error!r}; record it again (--record)") from error
 
 
 def slug(name):
@@ -80,12 +110,11 @@ def slug(name):
 
 def device_facts(device):
     """Slug, full name, memory in bytes (of the device itself), and how many CPUs this process may use."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {"slug": slug(properties.name), "name": properties.name, "memory_bytes": properties.total_memory,
-                "cpus": cpus}
-    return {"slug": "cpu", "name": processor(), "memory_bytes": psutil.virtual_memory().total, "cpus": cpus}
+                "cpus": cores()}
+    return {"slug": "cpu", "name": processor(), "memory_bytes": psutil.virtual_memory().total, "cpus": cores()}
 
 
 def processor():

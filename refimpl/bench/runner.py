@@ -1,5 +1,6 @@
 """Times functions beside each other: in rounds, so that a machine that is busy for a while is busy for all of them."""
 
+import os
 import statistics
 import time
 
@@ -7,6 +8,11 @@ import torch
 from tqdm import tqdm
 
 BAR_DELAY = 2  # seconds until a progress bar is shown
+
+
+def cores():
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Comparison:

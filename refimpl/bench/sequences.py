@@ -42,26 +42,29 @@ def run(device="cpu", size=None, rounds=11):
         size = replace(usual, batch=1, sequence=LONGER * usual.sequence)
     settings = {"step": asdict(size), "rounds": rounds, "threads": torch.get_num_threads(), "chunks": list(CHUNKS),
                 "attention": "softmax_attention", "a step": "forward and backward; gradients are there and added to"}
-    rows = []
+    return settings, all_rows(size, device, rounds)
+
+
+def all_rows(size, device, rounds):
+    """Yield the rows of bytes, then those of time, precision by precision."""
     for name, dtype in tqdm(DTYPES.items(), "precisions", delay=BAR_DELAY, leave=False):
         steps = Steps(size, dtype, device)
         steps.whole()
-        rows += byte_rows(steps, name, dtype, device) + time_rows(steps, name, rounds)
-    return settings, rows
+        yield from byte_rows(steps, name, dtype, device)
+        yield from time_rows(steps, name, rounds)
 
 
 def byte_rows(steps, name, dtype, device):
-    """Peaks by the allocator above the start of a step whose gradients are None before."""
-    rows, whole = [], peak(steps, steps.whole, device)
+    """Yield, for each number of chunks, the peak by the allocator above the start of a step whose gradients are None
+    before."""
+    whole = peak(steps, steps.whole, device)
     batch, length = steps.tokens.shape
     for chunks in CHUNKS:
         ours = peak(steps, lambda chunks=chunks: steps.in_chunks(chunks), device)
         ledger = training_step_bytes(steps.config, batch, length, chunk_size=length // chunks, dtype=dtype,
                                      optimizer="sgd", device=device)
         predicted = ledger.total - ledger["parameters"] - ledger["buffers"] - ledger["inputs"]
-        rows.append(row(f"peak above the start, {chunks} chunks, {name}", WHOLE, "bytes", ours, whole,
-                        predicted=predicted))
-    return rows
+        yield row(f"peak above the start, {chunks} chunks, {name}", WHOLE, "bytes", ours, whole, predicted=predicted)
 
 
 def peak(steps, step, device):

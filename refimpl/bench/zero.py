@@ -84,23 +84,33 @@ def run(device="cpu", config=CONFIG, world=WORLD, rounds=15):
                 "sequences of a rank": ROWS, "tokens on": device, "rounds": rounds, "bucket_bytes": BUCKET_BYTES,
                 "look_ahead": LOOK_AHEAD, "optimizer": "AdamW",
                 "peak": "bytes held before a third step and what it takes on top, without the tokens"}
-    held = {}
-    for name in tqdm(ENGINES, "bytes", delay=BAR_DELAY, leave=False):
-        answers = launch(bytes_of, world, name, config, device=device, timeout=300)
-        held[name] = {key: max(rank[key] for rank in answers) / config.parameter_count() for key in answers[0]}
+    return settings, all_rows(device, config, world, rounds)
+
+
+def all_rows(device, config, world, rounds):
+    """Yield the rows of bytes pair by pair, then those of time."""
+    yield from byte_rows(device, config, world)
     seconds = slowest(launch(seconds_of, world, config, rounds, device=device, timeout=900))
-    return settings, byte_rows(held) + time_rows(Comparison(seconds), seconds)
+    yield from time_rows(Comparison(seconds), seconds)
 
 
-def byte_rows(held):
-    """Peak of a step beside the peer's, and what is held between two steps (`resident`), by both instruments."""
-    rows = []
-    for name, peer in PAIRS:
-        ours, theirs = held[name], held[peer]
-        rows.append(row(f"peak of a step, {name}", peer, "B/parameter", max(ours["allocator"], ours["tracker"]),
-                        min(theirs["allocator"], theirs["tracker"]), bound=BYTES_HELD.get((name, peer)), ours=ours,
-                        theirs=theirs))
-    return rows
+def byte_rows(device, config, world):
+    """Yield, pair by pair, the peak of a step beside the peer's, and what is held between two steps (`resident`), by
+    both instruments. Each engine is measured when its first pair is due."""
+    held = {}
+    for pair in tqdm(PAIRS, "bytes", delay=BAR_DELAY, leave=False):
+        for name in pair:
+            if name not in held:
+                held[name] = bytes_held(name, device, config, world)
+        ours, theirs = (held[name] for name in pair)
+        yield row(f"peak of a step, {pair[0]}", pair[1], "B/parameter", max(ours["allocator"], ours["tracker"]),
+                  min(theirs["allocator"], theirs["tracker"]), bound=BYTES_HELD.get(pair), ours=ours, theirs=theirs)
+
+
+def bytes_held(name, device, config, world):
+    """Launch ranks with one engine; return what `bytes_of` read, per parameter, on the rank that takes most."""
+    answers = launch(bytes_of, world, name, config, device=device, timeout=300)
+    return {key: max(rank[key] for rank in answers) / config.parameter_count() for key in answers[0]}
 
 
 def time_rows(timing, seconds):
@@ -136,8 +146,10 @@ def bytes_of(comm, name, config):
         engine, tokens = made(name, comm, config)
         for _ in range(2):
             engine.step(tokens)
+        comm.barrier()  # until gloo's threads are idle: PyTorch's profiler may crash if it ends while one frees
     with memory.measure(comm.device) as step:
         engine.step(tokens)
+        comm.barrier()
     with memory.track(engine.model, engine.optimizer) as t:
         engine.step(tokens)
     return {"allocator": before.net + step.peak, "tracker": t.peak.total - tokens.nbytes,

@@ -62,15 +62,16 @@ def test_a_forward_for_one_chip(monkeypatch):
         bodies.beside_the_definition("cpu", FP16, "made", **given)
 
 
-def test_the_fast_path_is_taken_or_the_body_says_so(monkeypatch):
+def test_the_fast_path_agrees_or_the_body_says_so(monkeypatch):
     made = SimpleNamespace(suits=lambda *_: True)
-    monkeypatch.setattr(bodies, "fast_path", SimpleNamespace(hopper=made, proved=lambda *kind: kind[2] != 64))
-    bodies.the_fast_path_is_taken("cpu", FP16, head_dims=(40,))
+    monkeypatch.setattr(bodies.fast_path, "module_of", lambda kernel: made)
+    monkeypatch.setattr(bodies.fast_path, "disagreement", lambda kind: "is off" if kind.D == 64 else None)
+    bodies.the_fast_path_agrees("cpu", FP16, head_dims=(40,))
     with pytest.raises(AssertionError):
-        bodies.the_fast_path_is_taken("cpu", FP16, head_dims=(40, 64))
+        bodies.the_fast_path_agrees("cpu", FP16, head_dims=(40, 64))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     with pytest.raises(pytest.skip.Exception, match=r"for compute capability 9.0, this one has \(10, 0\)"):
-        bodies.the_fast_path_is_taken("cuda", FP16, head_dims=(40,))
+        bodies.the_fast_path_agrees("cuda", FP16, head_dims=(40,))
 
 
 def nudged(q, k, v, **options):
@@ -96,7 +97,7 @@ def test_what_is_asked_of_a_gpu_fits_the_bodies():
     spec = importlib.util.spec_from_file_location("gpu_test_attention", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rehearsed = {body for body, *_ in TINY} | {"beside_the_definition", "the_fast_path_is_taken"}
+    rehearsed = {body for body, *_ in TINY} | {"beside_the_definition", "the_fast_path_agrees"}
     for path, arguments in module.TASKS.values():
         name = path.removeprefix("attention_bodies:")
         bound = inspect.signature(getattr(bodies, name)).bind(**arguments).arguments

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import triton
 
 from refimpl.attention import report
 from refimpl.attention.configs import KERNELS, TABLE, Config, look_up
@@ -12,9 +13,13 @@ from refimpl.attention.report import Name, cases
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPILLS = Name("forward", "datacenter", BF16, 128, "full")  # with 4 warps for a tile of 128 × 128
 
-# What is known to be short of the rest, as it reads with Triton 3.7: remarks of ptxas, and bytes spilled.
+# What is known to be short of the rest: remarks of ptxas, and by Triton's version bytes spilled.
 REMARKS = {(kernel, "dropout"): ["C7515"] for kernel in ("forward", "dq")}
-SPILLED = {Name("dkdv", "datacenter", BF16, 256, "packed"): 8, Name("dkdv", "any", FP32, 64, "causal"): 8}
+SPILLED_BY = {
+    "3.6": {Name("dkdv", "datacenter", BF16, 256, "packed"): 32},
+    "3.7": {Name("dkdv", "datacenter", BF16, 256, "packed"): 16, Name("dkdv", "any", FP32, 64, "causal"): 8},
+}
+SPILLED = SPILLED_BY.get(".".join(triton.__version__.split(".")[:2]), {})
 
 
 def chosen():

@@ -24,7 +24,9 @@ CALLS = [  # (B, H, G, T, S, D), mask
     ((1, 2, 1, 130, 130, 64), CAUSAL), ((2, 4, 2, 40, 300, 40), CAUSAL), ((1, 2, 1, 300, 100, 96), CAUSAL),
     ((1, 1, 1, 1, 257, 128), FULL), ((2, 2, 2, 257, 128, 64), FULL), ((1, 2, 2, 257, 129, 64), WINDOW),
     ((1, 2, 1, 300, 400, 112), {"causal": True, "window": 100}), ((1, 1, 1, 200, 3, 64), WINDOW),
-    ((1, 2, 1, 150, 70, 256), CAUSAL), ((3, 2, 1, 129, 129, 16), {"causal": True, "window": 0})]
+    ((1, 2, 1, 150, 70, 256), CAUSAL), ((3, 2, 1, 129, 129, 16), {"causal": True, "window": 0}),
+    # tiles on both sides of the band, and between them some that every row sees
+    ((1, 1, 1, 520, 600, 16), {"causal": False, "window": 300}), ((1, 1, 1, 400, 700, 16), CAUSAL)]
 SIZES = [(1, 2, 3, 2), (4, 5, 8, 2), (7, 4, 3, 4), (9, 1, 9, 1), (12, 4, 32, 4)]  # programs, heads, tiles, section
 DTYPES = [torch.float32, torch.float16]
 
@@ -123,8 +125,8 @@ def test_a_causal_mask_gives_each_program_much_the_same(interpreted):
 # --- what the compiler makes of it -----------------------------------------------------------------------------------
 
 
-NAMES = ["bfloat16 d64 full", "bfloat16 d128 causal", "bfloat16 d256 causal", "bfloat16 d64 causal specialized",
-         "bfloat16 d128 full specialized", "float16 d128 causal window specialized"]
+NAMES = ["bfloat16 d64 full", "bfloat16 d128 causal", "bfloat16 d128 window", "bfloat16 d256 causal",
+         "bfloat16 d64 causal specialized", "bfloat16 d128 full specialized", "float16 d128 causal window specialized"]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +153,22 @@ def test_warp_groups_multiply_what_tma_brought_and_nothing_spills(name, reports)
     specialized = "specialized" in name
     assert report.warps == (12 if specialized else 8)  # one group loads, two compute
     assert (report.instructions["USETMAXREG"] > 0) == specialized
+
+
+def loops(report):
+    """The numbers of instructions in loops with matrix products and exponentials, the shortest first."""
+    lines = [(int(at, 16), line) for at, line in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*)$", report.sass, re.M)]
+    spans = {(int(to, 16), at) for at, line in lines for to in re.findall(r"BRA.*?0x([0-9a-f]+)", line)
+             if int(to, 16) < at}
+    bodies = [" ".join(line for at, line in lines if begin <= at <= end) for begin, end in spans]
+    return sorted(body.count(";") for body in bodies if "HGMMA" in body and "MUFU.EX2" in body)
+
+
+def test_tiles_that_every_row_sees_have_a_loop_without_a_mask(reports):
+    found = {name: reports[f"bfloat16 {name}"] for name in ("d128 causal", "d128 window", "d256 causal")}
+    assert [report.instructions["HGMMA"] for report in found.values()] == [2 * 16, 3 * 16, 20]  # at 256 two would spill
+    causal, window = loops(found["d128 causal"]), loops(found["d128 window"])
+    assert causal[0] < 0.8 * causal[1] and window[0] < 0.7 * window[1]
 
 
 def second_consumer_counts_twice(report):

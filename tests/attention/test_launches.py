@@ -9,7 +9,7 @@ from refimpl.attention.triton_backward import backward_launches, delta_launch
 from refimpl.attention.triton_forward import forward_launch
 from refimpl.attention.triton_tile import Problem
 
-CONFIG = Config(32, 32, 4, 2)
+CONFIG = Config(32, 32, 8, 2)
 SHAPES = [  # B, H, G, T, S, D, dtype, causal, window, dropout_p, packed
     (1, 1, 1, 1, 1, 1, torch.float16, False, None, 0.0, False),
     (1, 1, 1, 1, 1, 16, torch.bfloat16, False, 1, 0.9, True),

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from refimpl import memory
-from refimpl.attention import reference_attention, tiled_attention, tiled_attention_bytes
+from refimpl.attention import flash_attention, reference_attention, tiled_attention, tiled_attention_bytes
 from refimpl.mixed_precision import autocast
 
 SMALL = functools.partial(tiled_attention, query_tile=4, key_tile=3)
@@ -142,8 +142,28 @@ def test_a_row_whose_every_score_is_minus_infinity_is_nan_as_in_the_reference(ki
 def test_the_backward_of_the_backward_is_refused(kit):
     q, k, v, gradient = kit.inputs()
     dq, = torch.autograd.grad(tiled_attention(q, k, v), q, gradient.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match="tiled_attention's backward is not differentiable itself: use reference"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("attention", [tiled_attention, flash_attention])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_no_second_derivative_is_silently_left_out(which, dropout_p, attention, kit):
+    """∂(Σ out)/∂x depends on q, k and v, though its dO is a constant: a term of the loss would be missing."""
+    given = kit.inputs(1, 2, 2, 8, 8, 4, torch.float64)[:3]
+    out = attention(*given, dropout_p=dropout_p, seed=1)
+    g, = torch.autograd.grad(out.sum(), given[which], create_graph=True)
+    with pytest.raises(RuntimeError, match="not differentiable itself"):
+        (out.pow(2).sum() + 100 * g.pow(2).sum()).backward()
+
+
+@pytest.mark.parametrize("of", [0, 1], ids=["output", "logsumexp"])
+def test_a_first_derivative_with_create_graph_is_as_without(of, kit):
+    q, k, v, _ = kit.inputs()
+    found = [torch.autograd.grad(tiled_attention(q, k, v, return_logsumexp=True)[of].sum(), (q, k, v),
+                                 create_graph=create_graph, materialize_grads=True) for create_graph in (False, True)]
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("region", [lambda: torch.autocast("cpu", torch.bfloat16), autocast])

@@ -8,6 +8,7 @@ TINY = Size(layers=1, hidden=32, heads=2, vocab_size=64, batch=16, sequence=16)
 
 def test_a_run_reads_peaks_and_times():
     settings, rows = accumulation.run("cpu", size=TINY, rounds=2)
+    rows = list(rows)
     assert settings["step"]["batch"] == accumulation.ROWS and settings["micro-batches"] == [1, 2, 4, 8, 16]
     peaks = [row for row in rows if row["unit"] == "bytes" and row["peer"] == accumulation.WHOLE]
     assert len(peaks) == 2 * 4
@@ -26,5 +27,5 @@ def test_a_loop_that_keeps_its_losses_is_seen(monkeypatch):
 
     monkeypatch.setattr(accumulation, "accumulate", losses_kept)
     steps = accumulation.Steps(TINY, accumulation.DTYPES["fp32"], "cpu")
-    rows = accumulation.byte_rows(steps, "fp32", accumulation.DTYPES["fp32"], "cpu")
+    rows = list(accumulation.byte_rows(steps, "fp32", accumulation.DTYPES["fp32"], "cpu"))
     assert all(row["ratio"] > 1.3 for row in rows if row["peer"] == accumulation.PLAIN and "16" in row["what"])

@@ -12,6 +12,7 @@ TINY = Size(layers=2, hidden=64, heads=4, vocab_size=64, batch=2, sequence=64)
 
 def test_a_run_reads_time_peak_kept_bytes_gradients_and_a_curve():
     settings, rows = activations.run("cpu", TINY, rounds=2, steps=20)
+    rows = list(rows)
     assert settings["step"]["hidden"] == 64
     by_what = {row["what"]: row for row in rows}
     for way in activations.WAYS:
@@ -34,6 +35,6 @@ def test_a_run_reads_time_peak_kept_bytes_gradients_and_a_curve():
 
 def test_a_way_that_saves_nothing_is_seen(monkeypatch):
     monkeypatch.setattr(activations, "compress_activations", lambda model, **options: nullcontext())
-    rows = activations.compression_rows(TINY, "fp32", 0.0, "cpu", rounds=2)
+    rows = list(activations.compression_rows(TINY, "fp32", 0.0, "cpu", rounds=2))
     assert all(row["ratio"] == 1 for row in rows if row["what"].startswith("kept: int8"))
     assert all(row["ratio"] < 0.5 for row in rows if row["what"].startswith("predicted: int8"))

@@ -17,7 +17,9 @@ NAME = report.Name("forward", "datacenter", torch.bfloat16, 128, "causal")
 def ran():
     case = report.case(NAME)
     spilling = report.case(NAME, Config(128, 128, 4, 2))
-    return kernels.run("cpu", {NAME: case, "hopper, spilling": spilling, "absent": case._replace(kernel="no.such:one")})
+    named = {NAME: case, "hopper, spilling": spilling, "absent": case._replace(kernel="no.such:one")}
+    settings, rows = kernels.run("cpu", named)
+    return settings, list(rows)
 
 
 def test_a_row_tells_what_bounds_a_kernel(ran):

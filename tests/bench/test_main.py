@@ -50,6 +50,23 @@ def test_record_writes_and_out_says_where(ran, capsys, monkeypatch, tmp_path):
     assert list((tmp_path / "elsewhere").glob("*/meter.json"))
 
 
+def test_a_bench_that_raises_keeps_its_rows_and_ends_no_other(ran, capsys, monkeypatch, tmp_path):
+    def rows():
+        yield record.row("first", "peer", "s", 1.0, 1.0)
+        assert [row["what"] for row in record.measurement("comm", "cpu", tmp_path, partial=True)["rows"]] == ["first"]
+        raise ValueError("no such kernel")
+
+    module = importlib.import_module("refimpl.bench.comm")
+    monkeypatch.setattr(module, "run", lambda device: ({"rounds": 1}, rows()))
+    with pytest.raises(SystemExit, match="comm: ended by the error above; rows read before it are in NAME.partial"):
+        __main__.main(["all", "--record", "--out", str(tmp_path)])
+    assert len(ran) == len(NAMES) - 1
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == sorted(
+        f"{name}.partial.json" if name == "comm" else f"{name}.json" for name in NAMES)
+    said = capsys.readouterr()
+    assert "first  1 s  peer" in said.out and "ValueError: no such kernel" in said.err
+
+
 def test_all_runs_every_bench(ran):
     __main__.main(["all"])
     assert len(ran) == len(NAMES)

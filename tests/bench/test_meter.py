@@ -26,6 +26,7 @@ def readings(rows, beginning):
 
 def test_a_run_reads_bytes_times_and_a_dry_run():
     settings, rows = meter.run("cpu", size=meter.SMALL, models=("gpt2",), rounds=3)
+    rows = list(rows)
     assert settings["step"]["hidden"] == 32 and settings["rounds"] == 3
     peaks, nets = readings(rows, "tracker's peak"), readings(rows, "tracker's net")
     assert len(peaks) == len(nets) == 4

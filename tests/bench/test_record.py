@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from refimpl.bench import measurement, record
+from refimpl.bench import measurement, measurements, record
 
 ROWS = [record.row("ours", "theirs", "s", 3.0, 2.0, spread=0.1), record.row("net", "allocator", "bytes", 0, 0)]
 
@@ -24,6 +24,42 @@ def test_what_is_written_is_what_is_read(tmp_path):
     path = record.write(written, tmp_path)
     assert path == tmp_path / "cpu" / "meter.json"
     assert measurement("meter", folder=tmp_path) == measurement("meter", "cpu", tmp_path) == written
+
+
+def test_what_is_partly_read_stands_beside_an_older_whole_record_until_it_is_whole(tmp_path):
+    older, newer = reading(date="2026-01-01T00:00:00+00:00"), reading(date="2026-02-01T00:00:00+00:00")
+    record.write(older, tmp_path)
+    path = record.write({**newer, "rows": ROWS[:1]}, tmp_path, partial=True)
+    assert path == tmp_path / "cpu" / "meter.partial.json"
+    assert measurement("meter", folder=tmp_path) == measurement("meter", folder=tmp_path, partial=True) == older
+    record.write(newer, tmp_path)
+    assert measurement("meter", folder=tmp_path) == newer
+    assert sorted(path.name for path in (tmp_path / "cpu").iterdir()) == ["meter.json"]
+
+
+def test_a_partial_record_is_read_if_it_is_asked_for_and_nothing_whole_is_there(tmp_path):
+    record.write(reading(), tmp_path, partial=True)
+    assert measurement("meter", folder=tmp_path) is None
+    assert measurement("meter", folder=tmp_path, partial=True)["rows"] == ROWS
+
+
+def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
+    record.write(reading(), tmp_path)
+    with pytest.raises(TypeError):
+        record.write({**reading(), "rows": [object()]}, tmp_path)
+    assert measurement("meter", folder=tmp_path)["rows"] == ROWS
+
+
+def test_the_records_of_the_cpu_and_of_every_gpu(tmp_path):
+    assert measurements("meter", tmp_path) == {"cpu": None, "a GPU": None}
+    for device in ("cpu", "nvidia-h200", "a-gpu"):
+        record.write(reading(device=device), tmp_path)
+    record.write(reading("other", "nvidia-h100"), tmp_path)
+    found = measurements("meter", tmp_path)
+    assert list(found) == ["cpu", "a-gpu", "nvidia-h200"]
+    assert all(record["device"]["slug"] == device for device, record in found.items())
+    assert measurements("other", tmp_path) == {"cpu": None, "nvidia-h100": reading("other", "nvidia-h100") | {
+        "date": measurement("other", folder=tmp_path)["date"]}}
 
 
 def test_a_row_holds_the_ratio_of_its_values():
@@ -110,7 +146,8 @@ def test_the_commit_is_that_of_the_checkout_and_says_if_the_code_differs(tmp_pat
 
 def test_what_the_checkout_has_recorded_can_be_read():
     for path in record.FOLDER.glob("*/*.json"):
-        found = measurement(path.stem, path.parent.name)
-        assert found["name"] == path.stem and found["device"]["slug"] == path.parent.name
+        name = path.stem.removesuffix(".partial")
+        found = measurement(name, path.parent.name, partial=True)
+        assert found["name"] == name and found["device"]["slug"] == path.parent.name
         for row in found["rows"]:
             assert {"what", "peer", "unit", "value", "peer_value", "ratio"} <= set(row)

@@ -22,6 +22,7 @@ class GradientsKept(Zero2):
 
 def test_a_run_reads_bytes_and_times_of_every_pair():
     settings, rows = zero.run("cpu", TINY, world=2, rounds=2)
+    rows = list(rows)
     assert settings["parameters"] == TINY.parameter_count() and settings["ranks"] == 2
     assert [(row["what"].split(", ")[1], row["peer"]) for row in rows] == zero.PAIRS * 2
     states = {"DataParallel": 16, "Zero1": 12, "Zero2": 10, "Zero3": 8}  # of 2 ranks, with gradients

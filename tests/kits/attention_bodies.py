@@ -268,12 +268,13 @@ def for_hopper(device):
         pytest.skip(f"for compute capability 9.0, this one has {torch.cuda.get_device_capability(device)}")
 
 
-def the_fast_path_is_taken(device, dtype, head_dims):
-    """It proves itself for every kind of call; else flash_attention would go on by pointers, and only warn."""
+def the_fast_path_agrees(device, dtype, head_dims, kernel="hopper"):
+    """With the pointers' kernel, for every kind of call; else flash_attention would never take it, and only warn."""
     for_hopper(device)
     for D, causal, windowed in itertools.product(head_dims, (False, True), (False, True)):
         q = torch.empty(1, 1, 1, D, dtype=dtype, device=device)
-        assert fast_path.hopper.suits(q, q, q) and fast_path.proved(torch.device(device), dtype, D, causal, windowed)
+        kind = fast_path.Kind(kernel, torch.device(device), dtype, D, causal, windowed)
+        assert fast_path.module_of(kernel).suits(q, q, q) and fast_path.disagreement(kind) is None, kind
 
 
 def by_pointers(q, k, v, *, scale, causal, window):

@@ -1,0 +1,76 @@
+"""Each bench yields what it has read before it goes on: what was read is on disk when a run is cut."""
+
+import pytest
+import torch
+
+from refimpl.attention import report
+from refimpl.bench import accumulation, activations, checkpointing, comm, kernels, meter, precision, sequences, zero
+from refimpl.bench.meter import SMALL, Size
+
+TINY = Size(layers=2, hidden=32, heads=4, vocab_size=64, batch=2, sequence=64)
+ON_TWO = {"sizes": (1024, 4096), "worlds": (2,), "seconds": 0.01, "launches": 2, "least_calls": 3}
+NAMES = [report.Name("forward", "any", torch.bfloat16, 64, variant) for variant in ("full", "causal")]
+
+
+class Cut(Exception):
+    """Ends a run."""
+
+
+def after(calls):
+    """Let a function be called so many times; the next call cuts the run."""
+    def replacement(function):
+        left = list(range(calls))
+
+        def called(*args, **kwargs):
+            if not left:
+                raise Cut
+            left.pop()
+            return function(*args, **kwargs)
+
+        return called
+
+    return replacement
+
+
+def after_engines(count):
+    """Put in the place of `launch` what answers for so many engines; the next launch cuts the run."""
+    return lambda _: after(count)(lambda *args, **options: [{"allocator": 1, "tracker": 1, "resident": 1}])
+
+
+def after_one_kernel(_):
+    """Put in the place of the compiler what refuses the first kernel; the second cuts the run."""
+    def compile_all(named):
+        yield next(iter(named)), RuntimeError("no compiler here")
+        raise Cut
+
+    return compile_all
+
+
+@pytest.mark.parametrize(("bench", "options", "owner", "function", "cut", "count"), [
+    (meter, {"size": SMALL}, meter, "byte_rows", after(1), 2),
+    (meter, {"size": SMALL, "rounds": 2}, meter, "time_row", after(1), 4 * 2 + 1),
+    (meter, {"size": SMALL, "rounds": 2}, meter, "dry_rows", after(0), 4 * 2 + 3),
+    (comm, ON_TWO, comm, "launch", after(3), 1),
+    (comm, ON_TWO, comm, "launch", after(4), 1 + 3),
+    (precision, {"size": SMALL, "rounds": 2}, precision, "peak_of", after(0), 1),
+    (precision, {"size": SMALL, "rounds": 2}, precision.PrecisionStep, "tracked", after(2), 2 + 3 + 2),
+    (accumulation, {"size": TINY}, accumulation, "peak", after(3), 2),
+    (accumulation, {"size": TINY, "rounds": 2}, accumulation, "compare", after(1), 4 * 2 + 2),
+    (checkpointing, {"size": TINY}, checkpointing, "compare", after(0), 1),
+    (checkpointing, {"size": TINY, "rounds": 2}, checkpointing, "with_policy", after(1), 6 * 2 + 2),
+    (activations, {"size": TINY, "rounds": 2}, activations.CompressedStep, "peak", after(2), 5 + 3),
+    (activations, {"size": TINY, "rounds": 2, "steps": 2}, activations, "train", after(2), 3 * 19 + 6 + 4 + 1),
+    (sequences, {"size": TINY}, sequences, "peak", after(2), 1),
+    (sequences, {"size": TINY, "rounds": 2}, sequences, "compare", after(1), 4 + 5 + 4),
+    (zero, {}, zero, "launch", after_engines(2), 1),
+    (zero, {}, zero, "launch", after_engines(len(zero.ENGINES)), len(zero.PAIRS)),
+    (kernels, {"named": {name: report.case(name) for name in NAMES}}, report, "compile_all", after_one_kernel, 1),
+])
+def test_a_run_that_is_cut_has_yielded_what_it_read(monkeypatch, bench, options, owner, function, cut, count):
+    monkeypatch.setattr(owner, function, cut(getattr(owner, function)))
+    _, rows = bench.run("cpu", **options)
+    read = []
+    with pytest.raises(Cut):
+        for row in rows:
+            read.append(row["what"])
+    assert len(read) == count, read

@@ -1,0 +1,165 @@
+"""`make gpu` in a checkout of stand-ins: benchmarks that raise and hang, a page that fails, runs that are cut."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from refimpl.bench import NAMES
+
+ROOT = Path(__file__).parent.parent
+
+TORCH = "__version__ = '0'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n"
+# A row at once, and then what it was told to do; each row is on disk before the next is read, as in refimpl.bench.
+BENCH = """
+import json, os, pathlib, sys, time
+name, out = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--out") + 1]) / "cpu"
+out.mkdir(parents=True, exist_ok=True)
+partial = out / f"{name}.partial.json"
+partial.write_text(json.dumps({"rows": ["first"]}))
+with open("order", "a") as file:
+    file.write(f"{name}\\n")
+what = json.loads(os.environ.get("STANDINS", "{}")).get(name)
+if what == "raises":
+    raise ValueError("no such kernel")
+if what == "hangs":
+    time.sleep(600)
+(out / f"{name}.json").write_text(json.dumps({"rows": ["first", "second"]}))
+partial.unlink()
+"""
+PAGES = {"00_good": ["1 + 1", "print('two')"], "01_fails": ["1 + 1", "raise ValueError('on this page')", "3"],
+         **{f"0{i}_long": ["'before'", "import time\ntime.sleep(600)"] for i in range(2, 7)}}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """tools/gpu.py among stand-ins, which take no time."""
+    for name in ("tools/gpu.py", "conftest.py", "Makefile", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name, text in {"torch.py": TORCH, "triton.py": "__version__ = '0'\n", "refimpl/__init__.py": "",
+                       "refimpl/bench/__init__.py": "", "refimpl/bench/__main__.py": BENCH,
+                       "tests/gpu/test_one.py": "def test_it():\n    pass\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tests" / "kits").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    for name, sources in PAGES.items():
+        page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+        nbformat.write(page, tmp_path / "notebooks" / f"{name}.ipynb")
+    return tmp_path
+
+
+def begin(checkout, seconds, only="", **standins):
+    environment = os.environ | {"REFIMPL_ALLOW_CPU": "1", "REFIMPL_SECONDS": str(seconds), "ONLY": only,
+                                "OUT": str(checkout / "out"), "STANDINS": json.dumps(standins)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    return subprocess.Popen([sys.executable, "tools/gpu.py"], cwd=checkout, env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def rows(checkout):
+    """{file: rows} of the readings that came back in OUT."""
+    with tarfile.open(checkout / "out" / "gpu.tar.gz") as archive:
+        archive.extractall(checkout / "back", filter="data")
+    return {path.name: len(json.loads(path.read_text())["rows"])
+            for path in (checkout / "back").rglob("measurements/cpu/*.json")}
+
+
+READINGS = ",".join(NAMES)
+
+
+@pytest.mark.alone
+def test_a_bench_that_raises_and_one_that_hangs_cost_the_others_nothing(checkout):
+    run = begin(checkout, 24, READINGS, attention="raises", meter="hangs")
+    said, _ = run.communicate(timeout=90)
+    assert run.returncode == 1
+    whole = [name for name in NAMES if name not in ("attention", "meter")]
+    assert rows(checkout) == {f"{name}.json": 2 for name in whole} | {"attention.partial.json": 1,
+                                                                       "meter.partial.json": 1}
+    summary = (checkout / "out" / "summary.txt").read_text()
+    assert said.endswith(summary) and "rehearsal" in summary
+    assert "FAILED: exit status 1; 1 rows, not all\n" in summary and "ValueError: no such kernel" in summary
+    assert "FAILED: stopped after " in summary and summary.count("passed; 2 rows") == len(whole)
+    assert [*dict.fromkeys((checkout / "order").read_text().split())] == run_order()
+
+
+def run_order():
+    """The benchmarks in the order of tools/gpu.py."""
+    return [name for name in steps() if name in NAMES]
+
+
+def steps():
+    spec = importlib.util.spec_from_file_location("gpu", ROOT / "tools" / "gpu.py")
+    gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    return gpu.STEPS
+
+
+def test_readings_come_first_the_kernels_before_all_and_each_bench_is_a_step():
+    found = steps()
+    assert list(found)[:2] == ["smoke", "attention"] and list(found)[-2:] == ["tests", "notebooks"]
+    assert set(found) == {*NAMES, "tests", "notebooks"}
+    assert sum(found[name] for name in NAMES) == 300 and found["tests"] == 90 and sum(found.values()) < 600
+    assert found["smoke"] == 20
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
+def test_a_run_that_is_cut_has_written_what_it_had(how, checkout):
+    run = begin(checkout, 100, READINGS, meter="hangs")
+    partial, until = checkout / "build/gpu/measurements/cpu/meter.partial.json", time.monotonic() + 60
+    packed = checkout / "out" / "gpu.tar.gz"
+    while time.monotonic() < until:  # some seconds into a step that has read one row
+        if partial.exists() and packed.exists() and packed.stat().st_mtime > partial.stat().st_mtime:
+            break
+        time.sleep(0.05)
+    run.send_signal(how)
+    run.communicate(timeout=30)
+    assert rows(checkout) == {"smoke.json": 2, "attention.json": 2, "meter.partial.json": 1}
+    if how == signal.SIGKILL:  # nobody was left to end the job
+        subprocess.run(["pkill", "-KILL", "-f", f"refimpl.bench meter --record --out {checkout}"], check=True)
+    assert "attention" in (checkout / "out" / "summary.txt").read_text()
+
+
+@pytest.mark.alone
+def test_pages_are_run_once_and_those_that_are_cut_or_left_out_are_named(checkout):
+    run = begin(checkout, 18, "tests,notebooks")
+    said, _ = run.communicate(timeout=90)
+    assert run.returncode == 1 and (checkout / "order").exists() is False
+    summary = (checkout / "out" / "summary.txt").read_text()
+    verdicts = {line.split()[0]: line for line in summary.splitlines() if " s  " in line}
+    assert "passed" in verdicts["tests"] and "passed" in verdicts["00_good"], said
+    assert "exit status 1" in verdicts["01_fails"] and "stopped after" in verdicts["02_long"]
+    assert verdicts["06_long"].endswith("LEFT OUT: the time was used up")  # four at once, and two that ended
+    assert "\nleft out: 06_long; make gpu ONLY=notebooks runs them\n" in summary
+    executed = {path.stem: nbformat.read(path, as_version=4).cells
+                for path in (checkout / "build/gpu/notebooks").glob("*.ipynb")}
+    assert executed["00_good"][0].outputs[0].data["text/plain"] == "2"
+    assert executed["00_good"][1].outputs[0].text == "two\n" and executed["00_good"][1].execution_count == 2
+    assert executed["01_fails"][1].outputs[0].evalue == "on this page"
+    assert executed["02_long"][0].outputs[0].data["text/plain"] == "'before'"
+    assert executed["02_long"][1].outputs == []
+
+
+@pytest.mark.parametrize("only", ["attention,typo", "typo"])
+def test_a_step_that_nobody_knows_is_named(only, checkout):
+    run = begin(checkout, 5, only)
+    said, _ = run.communicate(timeout=30)
+    assert run.returncode == 1 and said.startswith(f"make gpu: ONLY={only}: no step is called typo; there are smoke, ")
+
+
+def test_make_hands_only_on(checkout):
+    """A variable of make's command line is in the environment of what it runs."""
+    (checkout / "tools" / "gpu.py").write_text("import os\nprint('asked for', os.environ['ONLY'])\n")
+    done = subprocess.run(["make", "gpu", "ONLY=zero", f"PYTHON={sys.executable}"], cwd=checkout, capture_output=True,
+                          text=True)
+    assert "asked for zero\n" in done.stdout, done.stderr
