@@ -1,4 +1,4 @@
-"""Exercises of notebook 09."""
+"""Exercises of notebook 10."""
 
 import math
 

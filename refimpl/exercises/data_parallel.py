@@ -1,4 +1,4 @@
-"""Exercises of notebook 13."""
+"""Exercises of notebook 21."""
 
 import contextlib
 

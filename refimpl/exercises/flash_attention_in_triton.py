@@ -1,4 +1,4 @@
-"""Exercises of notebook 10."""
+"""Exercises of notebook 11."""
 
 import math
 import os

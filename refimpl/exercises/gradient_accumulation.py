@@ -1,4 +1,4 @@
-"""Exercises of notebook 04."""
+"""Exercises of notebook 03."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 08."""
+"""Exercises of notebook 07."""
 
 import torch
 from torch.nn import functional as F

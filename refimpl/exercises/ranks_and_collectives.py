@@ -1,4 +1,4 @@
-"""Exercises of notebook 02."""
+"""Exercises of notebook 20."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 05."""
+"""Exercises of notebook 04."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 07."""
+"""Exercises of notebook 06."""
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -1,4 +1,4 @@
-"""Exercises of notebook 06."""
+"""Exercises of notebook 05."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 14."""
+"""Exercises of notebook 22."""
 
 import torch
 

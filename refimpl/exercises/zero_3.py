@@ -1,4 +1,4 @@
-"""Exercises of notebook 15."""
+"""Exercises of notebook 23."""
 
 import torch
 
