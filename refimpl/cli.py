@@ -1,13 +1,16 @@
-"""The command line, `python -m refimpl`: what can be run from a shell."""
+"""The command line, `refimpl` or `python -m refimpl`: what can be run from a shell."""
 
 import argparse
+import sys
+from pathlib import Path
 
 from .bench import __main__ as bench
 
 
 def main(arguments=None):
     """Run the command that `arguments` (default: the shell's) name; without one, print what there is."""
-    parser = argparse.ArgumentParser(prog="python -m refimpl", description="Techniques that save memory when training "
+    called = "refimpl" if Path(sys.argv[0]).name == "refimpl" else "python -m refimpl"
+    parser = argparse.ArgumentParser(prog=called, description="Techniques that save memory when training "
                                      "a large language model. The course is in notebooks/: make lab.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     benches = commands.add_parser("bench", help="run a technique beside its peer, and print or record the readings",

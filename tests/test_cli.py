@@ -1,8 +1,10 @@
 """`python -m refimpl`: it says what there is, and does what the modules' own commands do."""
 
 import importlib
+import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,14 @@ def test_without_a_command_it_says_what_there_is():
     done = subprocess.run([sys.executable, "-m", "refimpl"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     assert "usage: python -m refimpl" in done.stdout and "bench" in done.stdout and "make lab" in done.stdout
+
+
+def test_the_installed_command_is_the_same(monkeypatch, capsys):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert pkgutil.resolve_name(project["scripts"]["refimpl"]) is cli.main
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/refimpl"])
+    cli.main([])
+    assert capsys.readouterr().out.startswith("usage: refimpl [-h]")
 
 
 def test_bench_runs_a_bench(monkeypatch, capsys):

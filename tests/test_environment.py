@@ -1,5 +1,6 @@
 """pyproject.toml, constraints.txt, environment.yml and the CPU workflow name the same things."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -107,3 +108,10 @@ def test_the_gpu_machines_have_the_same_but_for_torch_triton_and_numpy():
     oldest = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
     assert all(oldest[name].specifier.contains(theirs[name]) for name in ("torch", "triton", "numpy"))
     assert theirs["triton"].startswith("3.6.") and Version(theirs["numpy"]) < Version("2.4")
+
+
+def test_make_and_conda_set_the_same_environment():
+    exported = dict(re.findall(r"^export (\w+) = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    del exported["PIP_DISABLE_PIP_VERSION_CHECK"]  # of the set-up alone
+    assert yaml.safe_load((ROOT / "environment.yml").read_text())["variables"] == exported
+    assert exported["OMP_WAIT_POLICY"] == "passive"

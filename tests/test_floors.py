@@ -1,0 +1,78 @@
+"""The house: a file imports only from floors below its own, and no technique imports another (refimpl/__init__.py)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "refimpl"
+TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_length", "activations", "attention",
+              "cross_entropy", "mlp", "zero", "offload", "parallel", "compression", "allocator"}
+FLOORS = {**dict.fromkeys(("memory", "comm", "ranks"), 1),
+          **dict.fromkeys(("sharding", "mesh", "model", "data", "catalog", "saving"), 2), **dict.fromkeys(TECHNIQUES, 3),
+          **dict.fromkeys(("bench", "exercises", "engine", "planner", "cli", "__main__"), 4)}
+GROUND = {"comm": {"ranks", "memory"}, "memory": set(), "ranks": {"memory"}}  # what stands on what on floor 1
+
+
+def imports(path, package=PACKAGE):
+    """The rooms of refimpl that a file imports from, wherever in it."""
+    here = path.relative_to(package.parent).with_suffix("").parts
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(here[: len(here) - node.level]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            names = [base] if len(base) > 1 else [[*base, alias.name] for alias in node.names]
+        found |= {parts[1] for parts in names if len(parts) > 1 and parts[0] == "refimpl"}
+    return found
+
+
+def room(path, package=PACKAGE):
+    """The package, or the module of the first level, that a file belongs to."""
+    return path.relative_to(package).with_suffix("").parts[0]
+
+
+def wrong(here, there):
+    """Why `here` must not import from `there`; None if it may."""
+    if here == there or here == "__init__":
+        return None
+    if {here, there} - FLOORS.keys():
+        return f"no floor is known for {sorted({here, there} - FLOORS.keys())}"
+    if here in TECHNIQUES and there in TECHNIQUES:
+        return "a technique does not import another"
+    if FLOORS[here] == FLOORS[there] == 1:
+        return None if there in GROUND[here] else f"{here} does not stand on {there}"
+    if FLOORS[there] > FLOORS[here]:
+        return f"floor {FLOORS[there]} is above floor {FLOORS[here]}"
+    return None
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    faults = {there: wrong(room(path), there) for there in imports(path)}
+    assert {there: fault for there, fault in faults.items() if fault} == {}
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("from ..zero import Zero1", {"zero"}), ("from .. import bench", {"bench"}),
+    ("import refimpl.zero.zero1", {"zero"}),
+    ("def f():\n    from ..model import GPT", {"model"}), ("from .schedule import x\nimport torch", {"checkpointing"}),
+    ("from refimpl.bench.record import row", {"bench"})])
+def test_an_import_is_found_wherever_it_stands(text, found, tmp_path):
+    path = tmp_path / "refimpl" / "checkpointing" / "region.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert imports(path, tmp_path / "refimpl") == found
+
+
+@pytest.mark.parametrize(("here", "there", "words"), [
+    ("zero", "checkpointing", "does not import another"), ("memory", "comm", "does not stand on"),
+    ("model", "zero", "above"), ("attention", "bench", "above"), ("zero", "unheard_of", "no floor")])
+def test_what_runs_upward_or_across_is_named(here, there, words):
+    assert words in wrong(here, there)
