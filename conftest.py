@@ -34,7 +34,9 @@ def write_executed(item, folder):
         folder.mkdir(parents=True, exist_ok=True)
     code = [cell for cell in page.executed.cells if cell.cell_type == "code"]
     code[item.cell_num].outputs, code[item.cell_num].execution_count = item.test_outputs, item.cell_num + 1
-    nbformat.write(page.executed, folder / page.path.name)
+    being_written = folder / f"{page.path.name}.written"
+    nbformat.write(page.executed, being_written)
+    being_written.replace(folder / page.path.name)
 
 
 def pytest_collectstart(collector):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -98,11 +99,44 @@ def run_order():
     return [name for name in steps() if name in NAMES]
 
 
-def steps():
+def gpu_module():
     spec = importlib.util.spec_from_file_location("gpu", ROOT / "tools" / "gpu.py")
     gpu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpu)
-    return gpu.STEPS
+    return gpu
+
+
+def steps():
+    return gpu_module().STEPS
+
+
+def test_a_file_that_is_being_written_does_not_end_the_run(tmp_path, monkeypatch):
+    gpu, done = gpu_module(), threading.Event()
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "BUILD", tmp_path / "build")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    log = tmp_path / "build" / "page.log"
+    log.parent.mkdir()
+    log.write_bytes(bytes(2**24))
+
+    def write():
+        while not done.is_set():
+            log.write_bytes(bytes(2**24))
+            log.write_bytes(b"short")
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        report = gpu.Report("title")
+        for _ in range(20):
+            report.keep(now=True)
+    finally:
+        done.set()
+        writing.join()
+    report.add("last", 1.0, "passed")
+    with tarfile.open(tmp_path / "out" / "gpu.tar.gz") as archive:
+        assert archive.extractfile("build/page.log").read() == b"short"
+        assert b"last" in archive.extractfile("build/summary.txt").read()
 
 
 def test_readings_come_first_the_kernels_before_all_and_each_bench_is_a_step():
@@ -132,7 +166,7 @@ def test_a_run_that_is_cut_has_written_what_it_had(how, checkout):
 
 @pytest.mark.alone
 def test_pages_are_run_once_and_those_that_are_cut_or_left_out_are_named(checkout):
-    run = begin(checkout, 18, "tests,notebooks")
+    run = begin(checkout, 30, "tests,notebooks")
     said, _ = run.communicate(timeout=90)
     assert run.returncode == 1 and (checkout / "order").exists() is False
     summary = (checkout / "out" / "summary.txt").read_text()

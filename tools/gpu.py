@@ -16,6 +16,7 @@ REFIMPL_ALLOW_CPU=1 rehearses on a machine without a GPU; the readings then stay
 """
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -227,9 +228,20 @@ class Report:
         out.mkdir(parents=True, exist_ok=True)
         with tarfile.open(out / "gpu.tar.gz.written", "w:gz") as archive:
             for path in files:
-                archive.add(path, arcname=path.relative_to(ROOT))
+                add(archive, path)
         (out / "gpu.tar.gz.written").replace(out / "gpu.tar.gz")
         shutil.copy(BUILD / "summary.txt", out)
+
+
+def add(archive: tarfile.TarFile, path: Path) -> None:
+    """Put a file into an archive as it reads now: its job may be writing it."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:  # renamed since it was listed
+        return
+    entry = tarfile.TarInfo(str(path.relative_to(ROOT)))
+    entry.size, entry.mtime = len(data), int(time.time())
+    archive.addfile(entry, io.BytesIO(data))
 
 
 def closing_lines(name: str, verdict: str) -> list[str]:
