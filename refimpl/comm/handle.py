@@ -1,7 +1,5 @@
 """A collective under way, and how its result comes to lie where it was asked for."""
 
-import contextlib
-
 from .tensors import same_memory
 from .versions import let_go, unseen
 
@@ -29,11 +27,18 @@ class Handle:
 
     def wait(self):
         """End it; its result."""
-        with contextlib.nullcontext() if self._span is None else self._span.waiting(), unseen():
+        if self._span is None:
+            return self._wait()
+        span, self._span = self._span, None
+        with span.waiting():
+            return self._wait()
+
+    def _wait(self):
+        with unseen():
             for work in self.works:
                 work.wait()
                 del work
-        self.works, self._span = (), None
+        self.works = ()
         let_go(self._lent, self._references)
         if self._landing is not None:
             landed(self._landing, self._result)

@@ -54,11 +54,11 @@ class Recording:
         return sum(span.seconds for span in self.spans if span.kind == kind)
 
     def waited(self, kind):
-        """Return how many of these seconds the rank did nothing else."""
+        """Return how many seconds of them the rank spent waiting, with nothing else to do."""
         return sum(span.waited for span in self.spans if span.kind == kind) / 1e9
 
     def hidden(self, kind):
-        """Return in how many of these seconds the rank computed: what overlap saves."""
+        """Return how many seconds of them the rank computed: what overlap saves."""
         waits = [(span.end - span.waited, span.end) for span in self.spans if span.waited]
         return sum(_overlap(span, each) - sum(_overlap((max(begin, each.begin), min(end, each.end)), span)
                                               for begin, end in waits)
@@ -70,7 +70,7 @@ class Recording:
 
 
 def _overlap(a, b):
-    """Nanoseconds that two intervals have in common; a Span is one, too."""
+    """Return the nanoseconds that two intervals, or Spans, have in common."""
     (a_begin, a_end), (b_begin, b_end) = ((x.begin, x.end) if isinstance(x, Span) else x for x in (a, b))
     return max(0, min(a_end, b_end) - max(a_begin, b_begin))
 
@@ -126,7 +126,7 @@ def started(kind, *tensors):
 
 
 class RunningSpan:
-    """A span of work that goes on by itself, from the moment that this is made."""
+    """A span of work that goes on by itself; it begins when this is made."""
 
     def __init__(self, recorder, kind, tensors):
         self.recorder, self.kind, self.name = recorder, kind, recorder.name_of(*tensors)
@@ -144,7 +144,7 @@ class RunningSpan:
 
     @contextlib.contextmanager
     def waiting(self):
-        """Wait for its end, in this context, and record it."""
+        """Time the wait for its end, in this context, and record the span."""
         recorder, begin = self.recorder, self.recorder.poll()
         yield
         now = time.time_ns()
