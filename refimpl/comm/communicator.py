@@ -15,6 +15,7 @@ from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import memory
+from ..memory.spans import started
 from . import pairwise
 from .agreement import CheckedReceive, announce, check_agreement
 from .groups import check_members, check_peer, new_group
@@ -176,15 +177,17 @@ class Communicator:
     def _run(self, collective, x, out, async_op, call, op=None, src=0):
         """Count, then `call(source, landing, group, async_op)`: x is in `source`, the result comes to `landing`."""
         self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
+        span = started(collective, x, out)
         if self._debug:
             check_agreement(self, collective, x, op, src)
         source, landing = self._ready(x, out, collective in IN_PLACE)
         given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
-        if not async_op and not watched():
+        if not async_op and not watched() and span is None:
             call(given, taken, self._group, False)
             return out if landing is out else landed(landing, out)
         lent, references = lend(given, taken)
-        handle = Handle([unrecorded(call, *lent, self._group, True)], out, landing, lent, references, self._pending)
+        handle = Handle([unrecorded(call, *lent, self._group, True)], out, landing, lent, references, self._pending,
+                        span)
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):

@@ -4,6 +4,7 @@ from numbers import Integral
 
 import torch
 
+from ..memory.spans import started
 from .communicator import IN_PLACE, Communicator
 from .handle import Handle
 from .tensors import same_memory
@@ -39,6 +40,7 @@ class FakeCommunicator(Communicator):
 
     def _run(self, collective, x, out, async_op, call, op=None, src=0):
         self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
+        span = started(collective, x, out)
         (source, landing), N = self._ready(x, out, collective in IN_PLACE), self.world_size
         if collective in ("reduce_scatter", "all_to_all"):
             source = source.view(N, x.shape[0] // N, *x.shape[1:])[self.rank]
@@ -50,7 +52,7 @@ class FakeCommunicator(Communicator):
             landing.mul_(N)
         elif op == "product" and x.dtype is not torch.bool:
             landing.pow_(N)
-        return self._answer(source, landing, out, async_op)
+        return self._answer(source, landing, out, async_op, span)
 
     def _repeat(self, source, chunks):
         """Copy `source` to every one of `chunks`; it may be this rank's own."""
@@ -72,6 +74,6 @@ class FakeCommunicator(Communicator):
         return self._answer(source, landing, out, async_op)
 
     @staticmethod
-    def _answer(source, landing, out, async_op):
-        handle = Handle((), out, landing, [source])  # held as long as one that is really sent
+    def _answer(source, landing, out, async_op, span=None):
+        handle = Handle((), out, landing, [source], span=span)  # held as long as one that is really sent
         return handle if async_op else handle.wait()

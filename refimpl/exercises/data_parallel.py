@@ -32,8 +32,8 @@ def _step(world_size, micro_batches, no_sync):
 
 
 def first(predict):
-    """`predict(parameters, world_size, micro_batches, no_sync)`: (bytes of model states on a rank, bytes of gradients
-    that it sends in a step), in fp32 with AdamW, within one percent."""
+    """Grade `predict(parameters, world_size, micro_batches, no_sync)`, which returns (bytes of model states on a rank,
+    bytes of gradients that it sends in a step), in fp32 with AdamW, within one percent."""
 
     def check(predict):
         for world_size, micro_batches, no_sync in ((1, 1, False), (2, 1, False), (4, 3, False), (4, 3, True)):
@@ -65,8 +65,8 @@ def _averaged(comm, average, sizes, bucket_bytes):
 
 
 def second(average):
-    """`average(comm, parameters, bucket_bytes)`: each `.grad` becomes its mean over ranks, by few collectives and in
-    small buffers."""
+    """Grade `average(comm, parameters, bucket_bytes)`, which makes each `.grad` its mean over ranks, by few collectives
+    and in small buffers."""
     sizes = [64 * (1 + number % 3) for number in range(30)]
     nbytes, bucket_bytes = 4 * sum(sizes), 4096
 
@@ -110,8 +110,8 @@ def _unequal(comm, backward):
 
 
 def third(backward):
-    """`backward(comm, model, tokens, targets)`: the gradient of the mean loss over the targets of all ranks, which have
-    different numbers of them, in every `.grad`; besides gradients a number or two is sent."""
+    """Grade `backward(comm, model, tokens, targets)`, which leaves in every `.grad` the gradient of the mean loss over
+    the targets of all ranks. Ranks have different numbers of them; besides gradients a number or two is sent."""
 
     def check(backward):
         model, batches = _model(), [_batch(rank) for rank in range(len(LENGTHS))]

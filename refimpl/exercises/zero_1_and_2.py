@@ -29,8 +29,8 @@ def _states(world_size, stage, dtype):
 
 
 def first(predict):
-    """`predict(parameters, world_size, stage, dtype)`: bytes of model states on a rank with AdamW and, in bf16, fp32
-    masters, within one percent."""
+    """Grade `predict(parameters, world_size, stage, dtype)`, which returns the bytes of model states on a rank with
+    AdamW and, in bf16, fp32 masters, within one percent."""
 
     def check(predict):
         for case in ((4, 0, "fp32"), (4, 1, "fp32"), (4, 2, "fp32"), (8, 1, "bf16"), (8, 2, "bf16")):
@@ -63,8 +63,8 @@ def _sharded(comm, sharded):
 
 
 def second(sharded):
-    """`sharded(comm, flat)`: a function `step(gradient)` that makes an AdamW step with lr=1e-3 on `flat`, in place,
-    with the mean over ranks of `gradient`; each rank keeps the moments of 1/N of the elements."""
+    """Grade `sharded(comm, flat)`, which returns a function `step(gradient)`: an AdamW step with lr=1e-3 on `flat`, in
+    place, with the mean over ranks of `gradient`. Each rank keeps the moments of 1/N of the elements."""
 
     def check(sharded):
         for world_size in (2, 4):
@@ -101,8 +101,8 @@ def _in_shards(comm, backward):
 
 
 def third(backward):
-    """`backward(comm, model, loss)`: [this rank's chunk of each parameter's mean gradient], in the order of
-    `model.parameters()`, with never more than two whole gradients at a time, and none in the end."""
+    """Grade `backward(comm, model, loss)`, which returns [this rank's chunk of each parameter's mean gradient], in the
+    order of `model.parameters()`, with never more than two whole gradients at a time, and none in the end."""
 
     def check(backward):
         for world_size in (2, 4):

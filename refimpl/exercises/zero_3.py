@@ -27,15 +27,15 @@ def _stack(layers, world_size, ahead):
             engine.backward(engine(x).sum())
             engine.step()
         sent.append(engine.comm.traffic - before)
-    cards = 3 * (world_size - 1) * 24  # what ranks tell each other before forward, backward and step
+    checks = 3 * (world_size - 1) * 24  # that all ranks do the same, before forward, backward and step
     most = int(t.timeline.nbytes[:, t.timeline.categories.index("parameters")].max())
-    return most, sent[-1]["all_gather"] - cards + sent[-1]["reduce_scatter"]
+    return most, sent[-1]["all_gather"] - checks + sent[-1]["reduce_scatter"]
 
 
 def first(predict):
-    """`predict(layers, nbytes, world_size, ahead)`: (the most bytes of parameters at a moment, bytes that a rank sends
-    of parameters and gradients) in a step of stage 3, of layers of `nbytes` each, with `look_ahead` of `ahead` layers.
-    """
+    """Grade `predict(layers, nbytes, world_size, ahead)`, which returns (the most bytes of parameters at a moment,
+    bytes that a rank sends of parameters and gradients) in a step of stage 3, of layers of `nbytes` each, with
+    `look_ahead` of `ahead` layers."""
 
     def check(predict):
         for layers, world_size, ahead in ((4, 4, 0), (8, 4, 2), (8, 2, 1), (3, 4, 9)):
@@ -44,7 +44,7 @@ def first(predict):
             said = predict(layers, NBYTES, world_size, ahead)
             if not isinstance(said, (tuple, list)) or len(said) != 2:
                 return f"expected a pair, the most bytes and the bytes sent; you say {said!r}"
-            if not 0 <= most - said[0] <= 4:  # one NaN, which parameters show that are away
+            if not 0 <= most - said[0] <= 4:  # one NaN, which released parameters show
                 return f"{asked}: you say {said[0]:,} at most, a rank has {most:,} bytes of parameters"
             if said[1] != sent:
                 return f"{asked}: the bytes held are right; you say {said[1]:,} are sent, a rank sends {sent:,}"
@@ -82,8 +82,8 @@ def _sharded(comm, sharded_linear):
 
 
 def second(sharded_linear):
-    """`sharded_linear(comm, shard, x, out)`: x Wᵀ for the W of shape (out, features), flat, of which `shard` is this
-    rank's 1/N; W is whole in forward and in backward, and not between. `shard.grad` is of the mean over ranks."""
+    """Grade `sharded_linear(comm, shard, x, out)`, which returns x Wᵀ. `shard` is this rank's 1/N of W, flat, of shape
+    (out, features). W is whole in forward and in backward, and not between; `shard.grad` is a mean over ranks."""
 
     def check(sharded_linear):
         for N in (2, 4):
@@ -139,8 +139,8 @@ def _whole(engine):
 
 
 def third(average):
-    """`average(engine, decay)`: a function `update()`, called after each step, that gives [this rank's shard of the
-    running average of the weights] in the order of `engine.buckets`; Ψ/N bytes, and nothing sent."""
+    """Grade `average(engine, decay)`, which returns a function `update()`. Called after each step, that returns [this
+    rank's shard of the running average of the weights] in the order of `engine.buckets`; Ψ/N bytes, nothing sent."""
 
     def check(average):
         share = 8 * NBYTES // 2

@@ -1,6 +1,4 @@
-"""What went on at the same time, as bars in lanes, over the bytes of that time: a Gantt chart of one rank's step."""
-
-from typing import NamedTuple
+"""Draws a Gantt chart of one rank's step: spans as bars in lanes, over the bytes of the same time."""
 
 from matplotlib.patches import Patch
 
@@ -10,28 +8,13 @@ PALETTE = ("#35618F", "#8A5A2B", "#5B7F3A", "#6FA8DC", "#D9A06B", "#9A6FB0", "#B
 WAITING = "#333333"
 
 
-class Span(NamedTuple):
-    """Something that took from `begin` to `end` (ns since 1970); in its last `waited` ns the rank did nothing else."""
-
-    lane: str
-    kind: str
-    name: str
-    begin: int
-    end: int
-    nbytes: int = 0
-    waited: int = 0
-
-    @property
-    def seconds(self):
-        """From begin to end."""
-        return (self.end - self.begin) / 1e9
-
-
 def gantt(spans, trace=None, lanes=None):
-    """Draw spans as bars, a row for each lane, one colour a kind; what a span was waited for is dark. Beneath, the
-    bytes of `trace` (what `memory.track` gave) by category, on the same axis of time. Returns a matplotlib Figure.
+    """Draw spans (`spans.Span`) as bars, a row for each lane and a colour for each kind; time spent waiting is dark.
+    Beneath, draw the bytes of `trace` (what `memory.track` gave) by category on the same axis of time. Returns a
+    matplotlib Figure.
 
-    `lanes`: which to draw, from the top; by default all, in the order in which they appear. ValueError for no spans.
+    `lanes`: which to draw, from the top; by default all, in the order in which they appear. ValueError if no span is in
+    them.
     """
     lanes = list(dict.fromkeys(span.lane for span in spans)) if lanes is None else list(lanes)
     shown = [span for span in spans if span.lane in lanes]
@@ -58,7 +41,7 @@ def gantt(spans, trace=None, lanes=None):
 
 
 def draw_lanes(axes, spans, lanes, colours, start):
-    """A bar for each span, those of a lane that overlap one below the other; its name where there is room."""
+    """Draw a bar for each span, one below the other where they overlap, with its name where there is room."""
     inches = 8.5 / (max(span.end for span in spans) - start)
     for row, lane in enumerate(lanes):
         tracks = tracks_of([span for span in spans if span.lane == lane])
@@ -83,7 +66,7 @@ def draw_lanes(axes, spans, lanes, colours, start):
 
 
 def tracks_of(spans):
-    """Lists of spans that do not overlap, as few as it takes."""
+    """Return the fewest lists of spans such that no two spans of a list overlap."""
     tracks = []
     for span in sorted(spans, key=lambda span: span.begin):
         free = next((track for track in tracks if track[-1].end <= span.begin), None)
@@ -94,7 +77,7 @@ def tracks_of(spans):
 
 
 def draw_bytes(axes, trace, start):
-    """Bytes by category against time, stacked; the categories that had any."""
+    """Draw bytes by category against time, stacked; return the categories that had any."""
     timeline = trace.timeline
     x = [(op.time_ns - start) / 1e6 for op in timeline.ops]
     divisor, unit = next((size, name) for size, name in UNITS if max(timeline.totals.max(), 1) >= size)

@@ -1,24 +1,30 @@
-"""ZeRO: data parallelism whose model states are shared out over the ranks, one kind of state after the other.
+"""ZeRO: data parallelism whose model states are sharded over the ranks, one kind of state after the other.
 
     def train(comm):                                             # in each rank
         engine = Zero2(model, comm, optimizer=partial(torch.optim.AdamW, lr=1e-3))
         for tokens in this_ranks_part_of_each_batch:
             loss = engine(tokens, tokens)                        # the model's own forward
             engine.backward(loss)                                # in place of loss.backward()
-            engine.step()                                        # gradients are gone after it: no zero_grad
-        engine.save("checkpoint")                                # any stage, on any number of ranks, can load it
+            engine.step()                                        # drops the gradients, too: no zero_grad
+        engine.save("saved")                                     # any stage, on any number of ranks, can load it
 
     refimpl.comm.launch(train, 2)                                # starts two ranks; under torchrun it takes those
 
-The four classes are used alike; each says what it takes. `engine.model` is yours, for `train()` and `eval()`. Buckets
-should be small beside the model (`bucket_bytes`, by default 25 MiB of gradients): until a bucket is full, stage 2 holds
-whole gradients of it. `zero.timeline` draws what overlaps with what, `zero.closed_forms` predicts the bytes.
+The four classes are used alike; each docstring says what its class adds. `engine.model` is your model, for `train()`
+and `eval()`. Buckets should be small beside the model (`bucket_bytes`, by default 25 MiB of gradients): until a bucket
+is full, stage 2 holds its whole gradients.
+
+Order of reading: `bucket` (parameters side by side), `data_parallel` (whole gradients, averaged), `zero1` (the
+optimizer's state in shards), `zero2` (gradients in shards), `zero3` (parameters in shards) with `gathering` (which are
+whole at the moment), `closed_forms` (bytes and traffic of all of them). `store` is the seam for offload; `timeline`
+draws which collectives overlap with which computation. Machinery is one level down: `internals` beneath the engines,
+`saving` for files.
 """
 
 from .data_parallel import DataParallel
-from .manifest import CheckpointError
+from .saving.manifest import SavedStateError
 from .zero1 import Zero1
 from .zero2 import Zero2
 from .zero3 import Zero3
 
-__all__ = ["CheckpointError", "DataParallel", "Zero1", "Zero2", "Zero3"]
+__all__ = ["DataParallel", "SavedStateError", "Zero1", "Zero2", "Zero3"]

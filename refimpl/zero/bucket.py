@@ -1,10 +1,10 @@
-"""Parameters side by side in one buffer that N ranks can share out: the unit of all communication of ZeRO.
+"""Parameters side by side in one buffer that is cut into N shards: the unit of all communication of ZeRO.
 
     | w₁ | b₁ · | w₂      | … |       each tensor begins at a multiple of 16 bytes
     | rank 0  | rank 1  | … |         N shards of equal size; the last one is padded
 
-One collective moves a whole bucket, whatever tensors are in it. A shard begins and ends anywhere: what a rank holds of
-a tensor is a piece of it, flat. "ZeRO" (Rajbhandari et al. 2020), section 5, shards states so; the padding is ours.
+One collective moves a whole bucket, whatever tensors are in it. A shard begins and ends anywhere: a rank holds a flat
+piece of a tensor. "ZeRO" (Rajbhandari et al. 2020), section 5, shards states like this; the padding is ours.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-ALIGNMENT = 16  # bytes: what vectorised loads and matrix units ask for
+ALIGNMENT = 16  # bytes: vectorised loads and matrix units need it
 
 
 class Slot(NamedTuple):
@@ -24,12 +24,13 @@ class Slot(NamedTuple):
     end: int
 
     def view(self, flat):
-        """The parameter's place in a flat tensor of the bucket, in its shape."""
+        """Return the parameter's part of a flat tensor of the bucket, in the parameter's shape."""
         return flat[self.first : self.end].view(self.parameter.shape)
 
 
 class Piece(NamedTuple):
-    """What one shard holds of a parameter: its elements first … end − 1, which begin at `place` in the shard."""
+    """The part of a parameter that one shard holds: its elements first … end − 1, which begin at `place` in the
+    shard."""
 
     slot: Slot
     first: int
@@ -52,33 +53,33 @@ class Bucket:
 
     @property
     def name(self):
-        """What its parameters' names begin with alike: a block's; else the first one's, and how many more."""
+        """The common prefix of its parameters' names, such as a block's; else the first name and how many more."""
         first, *rest = [slot.name for slot in self.slots]
         parts = os.path.commonprefix([slot.name.split(".") for slot in self.slots])
         return ".".join(parts) or f"{first} + {len(rest)}"
 
     @property
     def nbytes(self):
-        """Of all parameters and the padding."""
+        """Bytes of all parameters and the padding."""
         return self.numel * self.dtype.itemsize
 
     def views(self, flat):
-        """Each parameter's place in a flat tensor of this bucket, in its shape."""
+        """Return each parameter's part of a flat tensor of this bucket, in the parameter's shape."""
         return [slot.view(flat) for slot in self.slots]
 
-    def clear_rest(self, flat):
-        """Zeros where no parameter lies."""
+    def clear_padding(self, flat):
+        """Write zeros where no parameter lies."""
         ends = [0, *(slot.end for slot in self.slots)]
         for end, first in zip(ends, [*(slot.first for slot in self.slots), self.numel], strict=True):
             if end < first:
                 flat[end:first].zero_()
 
     def shard(self, flat, rank):
-        """Rank's shard of a flat tensor of this bucket."""
+        """Return a rank's shard of a flat tensor of this bucket."""
         return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
     def pieces(self, rank):
-        """What rank's shard holds, in order: a Piece for each parameter that has a part in it."""
+        """Return a Piece for each parameter that a rank's shard has a part of, in order."""
         begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
         found = []
         for slot in self.slots:
@@ -89,14 +90,14 @@ class Bucket:
 
 
 def aligned(count, itemsize):
-    """`count` elements, up to the next multiple of ALIGNMENT bytes."""
+    """Return `count` elements rounded up to a multiple of ALIGNMENT bytes."""
     step = max(1, ALIGNMENT // itemsize)
     return -(-count // step) * step
 
 
 def buckets_of(named_parameters, world_size, bucket_bytes):
-    """Buckets of at most `bucket_bytes` each; a larger parameter has one of its own. They are in the order in which
-    gradients appear, the last parameters first; those of one dtype and device lie together."""
+    """Return Buckets of at most `bucket_bytes` each, of one dtype and device; a larger parameter has one of its own.
+    They are in the order in which gradients appear, the last parameters first."""
     kinds = {}
     for name, parameter in reversed(list(named_parameters)):
         filling = kinds.setdefault((parameter.dtype, parameter.device), [[]])

@@ -9,7 +9,7 @@ With Ψ parameters, N ranks, and p, g and k bytes of a parameter, its gradient a
     3  Zero3               Ψ · (p + g + k)/N           3mΨ                m of: two all_gather, reduce_scatter
 
 each times (N−1)/N on the wire. "ZeRO" (Rajbhandari et al. 2020), figure 1 and sections 5 and 7. The functions below
-count the padding of buckets, the step counters of Adam and the ranks' agreement, too, and are exact.
+count the padding of buckets, Adam's step counters and the checks between ranks, too, and are exact.
 """
 
 import torch
@@ -18,12 +18,12 @@ from torch import nn
 from ..comm.traffic import Traffic, ring_traffic
 from ..memory import Ledger
 from ..memory.state_bytes import STATES
-from .agreement import agreement_traffic
 from .bucket import buckets_of
-from .checkpoint import REST, file_of
 from .data_parallel import BUCKET_BYTES
-from .durable import safetensors_bytes, widest_first
-from .pieces import LOW
+from .internals.consistency import consistency_traffic
+from .internals.sharded_optimizer import LOW
+from .saving.durable import safetensors_bytes, widest_first
+from .saving.sharded import REST, file_of
 from .zero3 import default_units, parameters_of_units, unit_buckets
 
 STAGES = (0, 1, 2, 3)
@@ -33,8 +33,8 @@ GENERATORS = {"cpu": 5056, "cuda": 16}  # bytes of the state of torch's random n
 
 
 def paper_bytes(parameters, world_size, stage, weight=2, gradient=2, state=12):
-    """Bytes of model states on each rank by the formulas above, without padding: those of the paper's table 1 for
-    mixed-precision Adam. ValueError for another stage than 0 to 3."""
+    """Return the bytes of model states on each rank by the formulas above, without padding: with the defaults those of
+    the paper's table 1, mixed-precision Adam. ValueError for a stage that is not 0 to 3."""
     _check_stage(stage)
     N = world_size
     share = [part / (N if stage >= needed else 1) for part, needed in ((weight, 3), (gradient, 2), (state, 1))]
@@ -43,7 +43,7 @@ def paper_bytes(parameters, world_size, stage, weight=2, gradient=2, state=12):
 
 def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,
                       persistence_threshold=0, reduce_dtype=None):
-    """Ledger (bytes) of the model states on `rank` when all gradients are there and nothing is under way.
+    """Return a Ledger (bytes) of the model states on `rank` after a backward, with nothing in flight.
 
     `model`: as an engine takes it, of any size on the "meta" device; the other arguments as the engine's. ValueError
     for an unknown stage or optimizer.
@@ -52,13 +52,13 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
     if optimizer not in STATES:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(STATES)}")
     parameters = gradients = states = 0
-    away = {}  # of each dtype one number, which parameters show that are away
+    placeholders = {}  # the one number of each dtype that released parameters show
     for bucket in buckets:
         low, shard = bucket.dtype in LOW, bucket.shard_numel
         stays = all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)
         held = (bucket.numel if stage < 3 else 0) + (shard if stage == 3 else 0) + bucket.numel * (stage == 3 and stays)
         parameters += held * bucket.dtype.itemsize
-        away |= {(bucket.dtype, bucket.device): bucket.dtype.itemsize} if stage == 3 and not stays else {}
+        placeholders |= {(bucket.dtype, bucket.device): bucket.dtype.itemsize} if stage == 3 and not stays else {}
         cut = stage >= 2 or stage == 1 and reduce_dtype not in (None, bucket.dtype)  # not in the buffer: it goes
         gradients += shard * (reduce_dtype or bucket.dtype).itemsize if cut else bucket.nbytes
         mine = ([(slot.end - slot.first) for slot in bucket.slots] if stage == 0 else
@@ -67,26 +67,26 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
         states += (4 * shard if low and stage else 0) + STATES[optimizer] * itemsize * sum(mine)
         states += 4 * len(mine) * (optimizer in ("adam", "adamw"))
     rest = [p for p in model.parameters() if not p.requires_grad]
-    parameters += sum(away.values()) + sum(p.nbytes for p in rest)
+    parameters += sum(placeholders.values()) + sum(p.nbytes for p in rest)
     return Ledger({"parameters": parameters, "gradients": gradients,
                    "optimizer state": states})
 
 
 def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, bucket_bytes=BUCKET_BYTES, units=None,
                  persistence_threshold=0, reduce_dtype=None):
-    """Traffic (bytes by collective) that `rank` sends in one step, the second or a later one for stage 3.
+    """Return the Traffic (bytes by collective) that `rank` sends in one step; for stage 3 in the second or a later one.
 
     Stages 0 and 1 with `no_sync` around all micro-batches but the last. Stage 3 for units that run one after the other
-    in the order of `units`: each is gathered twice for a micro-batch, but the last one once, since backward begins
-    where forward ends, and an `nn.Embedding` once, whose gradient needs indices alone.
+    in the order of `units`. Each is gathered twice for a micro-batch, except the last one, since backward begins where
+    forward ends, and an `nn.Embedding`, since its gradient needs indices alone: these are gathered once.
     """
     N, buckets = world_size, _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
     wire = {bucket: bucket.numel * (reduce_dtype or bucket.dtype).itemsize for bucket in buckets}
     tensors = sum(len(bucket.slots) for bucket in buckets)
     sent = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), 0)
-    agreed = agreement_traffic(N, rank, tensors, micro_batches * (2 if stage == 3 else 1) + 1, clips)
-    sent["all_reduce"] += agreed["all_reduce"]
-    sent["all_gather"] += agreed["all_gather"]
+    checks = consistency_traffic(N, rank, tensors, micro_batches * (2 if stage == 3 else 1) + 1, clips)
+    sent["all_reduce"] += checks["all_reduce"]
+    sent["all_gather"] += checks["all_gather"]
     for bucket in buckets:
         if stage == 0:
             itemsize = (reduce_dtype or bucket.dtype).itemsize
@@ -103,12 +103,12 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
     return Traffic(sent)
 
 
-def checkpoint_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,
+def saved_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,
                      persistence_threshold=0, cuda=False):
-    """{file: bytes} of a checkpoint after a step: Ψ · (h + k) bytes, h and k those of an element as it is held and of
-    its optimizer's state, with the headers of the files, the random number generators, and what is not trained.
+    """Return {file: bytes} of what `save` writes after a step: Ψ · (h + k) bytes, h and k those of an element as it is
+    held and of its optimizer's state, and headers, states of random number generators, and what is not trained.
 
-    Arguments as of `model_state_bytes`; `cuda`: whether ranks have a GPU. The manifest, which is text, is not in it.
+    Arguments as of `model_state_bytes`; `cuda`: whether ranks have a GPU. The manifest, which is text, is not counted.
     """
     buckets = _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
     held = {bucket: torch.float32 if stage and bucket.dtype in LOW else bucket.dtype for bucket in buckets}
@@ -133,7 +133,7 @@ def _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold
 
 
 def _gathers(model, buckets, units, persistence_threshold):
-    """The buckets that one forward and backward gather, in order; one that is needed twice in a row comes once."""
+    """Return the buckets that one forward and backward gather, in order; one used twice in a row is gathered once."""
     units = default_units(model) if units is None else units
     parameters = parameters_of_units(units)
     place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}

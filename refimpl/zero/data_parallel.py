@@ -17,29 +17,30 @@ import torch
 
 from ..comm.versions import owns_storage
 from ..memory import mark
-from .agreement import check_model, check_phase, used_anywhere
 from .bucket import Piece, buckets_of
-from .norms import clip_, global_norm
-from .saving import Saving
+from .internals.consistency import check_model, check_phase, used_on_any_rank
+from .internals.norms import clip_, global_norm
+from .saving.mixin import SavingMixin
 
 BUCKET_BYTES = 25 * 2**20
 IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
-class DataParallel(Saving):
-    """`engine.forward(…)`, `engine.backward(loss)`, `engine.step()` in place of model, loss and optimizer.
+class DataParallel(SavingMixin):
+    """Trains a model: `engine.forward(…)`, `engine.backward(loss)` and `engine.step()` replace calls of the model, the
+    loss and the optimizer.
 
     - `model`: the same on every rank. Rank 0's parameters and buffers are broadcast, once; parameters move to buckets.
     - `optimizer`: makes one from an iterable of parameters, or of groups: `partial(torch.optim.AdamW, lr=1e-3)`.
-    - `groups`: for several param groups, a function of the named parameters that gives a list of dicts as torch takes
-      them; by default one group of all.
+    - `groups`: for several param groups, a function of the named parameters that returns a list of dicts as torch takes
+      them; by default all parameters are in one group.
     - `bucket_bytes`: bytes of gradients that one collective moves; a larger tensor has a bucket of its own.
-    - `reduce_dtype`: what gradients are added up in on the wire; by default their own dtype.
+    - `reduce_dtype`: the dtype in which gradients are sent and averaged; by default their own.
 
-    The engine is an optimizer to others: `param_groups` for a schedule of lr, `zero_grad`, and a loss scaler calls
-    `step`. CollectiveMismatch names ranks with another model, or in another micro-batch; an exception in backward
-    leaves no gradient and no collective behind, so that all ranks can try the step again.
+    The engine can stand where an optimizer is expected: a schedule of lr finds `param_groups`, a loss scaler calls
+    `step` and `zero_grad`. CollectiveMismatch names ranks with another model, or in another micro-batch. An exception
+    in backward leaves no gradient and no collective behind, so that all ranks can try the step again.
     """
 
     stage = 0  # of ZeRO
@@ -59,7 +60,7 @@ class DataParallel(Saving):
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._gradients, self._views = {}, {}  # bucket → its buffer; parameter → its gradient in there, once it has one
         self._used, self._missing, self._launched, self._handles = set(), {}, 0, {}
-        self._running = False  # whether a backward is
+        self._running = False  # whether a backward is running
         self._syncing, self._synced, self._steps, self._micro_batches = True, False, 0, 0
         self._hold_parameters()
         self.optimizer = self._make_optimizer(optimizer, groups, named)
@@ -69,17 +70,18 @@ class DataParallel(Saving):
     # --- what a caller does ------------------------------------------------------------------------------------------
 
     def forward(self, *args, **kwargs):
-        """The model's own."""
+        """Return the model's output."""
         return self.model(*args, **kwargs)
 
     __call__ = forward
 
     def backward(self, loss):
-        """Gradients of this micro-batch, added to those that are there; reduced meanwhile, unless in `no_sync`."""
+        """Compute the gradients of this micro-batch and add them to those that are there. Outside of `no_sync` buckets
+        are reduced meanwhile, and gradients are averaged over all ranks when this returns."""
         check_phase(self.comm, "backward", self._steps, self._micro_batches)
         if thawed := [name for name, p in self._frozen if p.requires_grad]:
-            raise RuntimeError(f"{thawed[0]} requires a gradient now, and did not when the engine was made: it has no "
-                               "place in a bucket nor an optimizer's state. Make a new engine of the model")
+            raise RuntimeError(f"{thawed[0]} requires a gradient now, and did not when the engine was made: it is in "
+                               "no bucket and has no optimizer state. Make a new engine of the model")
         self._missing = {bucket: {slot.parameter for slot in bucket.slots} for bucket in self.buckets}
         self._launched, self._running = 0, True
         try:
@@ -94,7 +96,7 @@ class DataParallel(Saving):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backwards in here add up gradients on each rank alone; the first one after it reduces their sum."""
+        """Let backwards in this context add up gradients on each rank alone; the first one after it reduces the sum."""
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -102,7 +104,7 @@ class DataParallel(Saving):
             self._syncing = before
 
     def step(self):
-        """Update the parameters, on all ranks alike, and let the gradients go."""
+        """Update the parameters, on all ranks alike, and drop the gradients."""
         self._check_reduced()
         check_phase(self.comm, "step", self._steps, self._micro_batches)
         self._update(self._used_parameters())
@@ -110,15 +112,15 @@ class DataParallel(Saving):
         self.zero_grad()
 
     def zero_grad(self, set_to_none=True):
-        """Let the gradients go; `step` has done so."""
+        """Drop the gradients; `step` has done so."""
         for parameter in self._bucket_of:
             parameter.grad = None
         self._views.clear(), self._gradients.clear(), self._used.clear()
         self._micro_batches, self._synced = 0, False
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale all gradients so that their norm, over all parameters, is at most `max_norm`; returns the norm before,
-        an fp32 scalar. All ranks call it, between the last backward and the step. NaN and inf go into the norm."""
+        """Scale all gradients so that their norm, over all parameters, is at most `max_norm`. Returns the norm before,
+        an fp32 scalar; it is NaN or inf if a gradient is. All ranks call it, between the last backward and the step."""
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type}: expected a number above 0, or inf")
@@ -131,14 +133,14 @@ class DataParallel(Saving):
 
     @property
     def param_groups(self):
-        """Of the optimizer."""
+        """The optimizer's."""
         return self.optimizer.param_groups
 
     def __deepcopy__(self, memo):
-        raise TypeError("an engine, or a model that Zero3 has hooks on, has no copy: copy the model before an engine "
-                        "is made of it, and fill the copy later: load_state_dict(engine.state_dict()['model'])")
+        raise TypeError("an engine, or a model with the hooks of Zero3, cannot be copied: copy the model before an "
+                        "engine is made of it, and fill the copy later: load_state_dict(engine.state_dict()['model'])")
 
-    _gradients_are_whole = True  # on every rank, after they are reduced
+    _gradients_are_whole = True  # whether every rank holds all gradients after they are reduced
 
     def _held_gradients(self):
         return [p.grad for p in self._bucket_of if p.grad is not None]
@@ -149,7 +151,7 @@ class DataParallel(Saving):
         return buckets_of(named, self.comm.world_size, bucket_bytes)
 
     def _hold_parameters(self):
-        """Each bucket's parameters in one buffer, those of rank 0."""
+        """Move each bucket's parameters to one buffer, and broadcast it from rank 0."""
         self.flat = {}
         for bucket in self.buckets:
             flat = self.flat[bucket] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
@@ -160,7 +162,7 @@ class DataParallel(Saving):
         self._broadcast_rest()
 
     def _broadcast_rest(self):
-        """Buffers and frozen parameters, which every rank keeps whole."""
+        """Broadcast buffers and frozen parameters, which every rank keeps whole."""
         held = set(self._bucket_of)
         rest = [*self.model.buffers(), *(p for p in self.model.parameters() if p not in held)]
         for tensor in rest:
@@ -172,39 +174,39 @@ class DataParallel(Saving):
     def _update(self, used):
         for parameter in self._bucket_of:
             if parameter not in used:
-                parameter.grad = None  # no rank has used it: an optimizer leaves it as it is
+                parameter.grad = None  # no rank has used it, and the optimizer is to leave it as it is
         self.optimizer.step()
 
     def _used_parameters(self):
-        """The parameters that some rank has a gradient for."""
+        """Return the parameters that some rank has a gradient of."""
         parameters = list(self._bucket_of)
-        found = used_anywhere(self.comm, [p in self._used for p in parameters])
+        found = used_on_any_rank(self.comm, [p in self._used for p in parameters])
         return {p for p, any_rank in zip(parameters, found, strict=True) if any_rank}
 
-    # --- for checkpoints ---------------------------------------------------------------------------------------------
+    # --- for saving --------------------------------------------------------------------------------------------------
 
-    def _held(self):
-        """{bucket: [(Piece, tensor)]} of what this rank's optimizer updates: here all parameters, whole."""
+    def _held_pieces(self):
+        """{bucket: [(Piece, tensor)]} that this rank's optimizer updates: here all parameters, whole."""
         return {bucket: [(Piece(slot, 0, slot.end - slot.first, slot.first), slot.parameter) for slot in bucket.slots]
                 for bucket in self.buckets}
 
-    def _shared_out(self):
-        """The same, but each element on one rank alone."""
+    def _owned_pieces(self):
+        """The same, but with each element on one rank alone: the part that this rank saves."""
         return {bucket: [(piece, piece.slot.parameter) for piece in bucket.pieces(self.comm.rank)]
                 for bucket in self.buckets}
 
-    def _members(self):
-        """[names of the parameters] of each param group."""
+    def _group_names(self):
+        """[[names of the parameters] of each param group]."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [[names[p] for p in group["params"]] for group in self.param_groups]
 
-    def _loaded(self):
-        """What `_held` names has been written to."""
+    def _after_load(self):
+        """Called when a load has written to the tensors of `_held_pieces`. No-op: they are the model's parameters."""
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _arrived(self, parameter):
-        """Autograd has added to a gradient for the last time in this backward."""
+        """Hook on each parameter: autograd has added to its gradient for the last time in this backward."""
         if not self._running:
             self.zero_grad()
             raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss)")
@@ -216,12 +218,12 @@ class DataParallel(Saving):
             self._launch_ready()
 
     def _take(self, bucket, parameter):
-        """The gradient lies in its bucket's buffer, where autograd adds to it from then on."""
+        """Move the gradient to its bucket's buffer, where autograd adds to it from then on."""
         if parameter.grad is not self._views.get(parameter):
             parameter.grad = self._views[parameter] = self._placed(bucket, parameter, parameter.grad)
 
     def _placed(self, bucket, parameter, gradient):
-        """The gradient in its bucket's buffer; one that fills the bucket alone is the buffer."""
+        """Return the gradient in its bucket's buffer; one that fills the bucket alone becomes the buffer."""
         if gradient.layout is not torch.strided:
             raise TypeError(f"the gradient of {self._slot_of[parameter].name} is {gradient.layout}: expected a dense "
                             "one, as nn.Embedding gives with sparse=False")
@@ -235,18 +237,18 @@ class DataParallel(Saving):
                 and gradient.dtype == self._buffer_dtype(bucket) and owns_storage(gradient))
 
     def _buffer(self, bucket):
-        """What is not in `_views` of it is not to be read."""
+        """Return the bucket's buffer of gradients. Only the parts that are in `_views` have been written."""
         if bucket not in self._gradients:
             flat = torch.empty(bucket.numel, dtype=self._buffer_dtype(bucket), device=bucket.device)
             self._gradients[bucket] = mark(flat, "gradients")
-            bucket.clear_rest(flat)
+            bucket.clear_padding(flat)
         return self._gradients[bucket]
 
     def _buffer_dtype(self, bucket):
         return bucket.dtype
 
     def _launch_ready(self):
-        """Begin the collectives of the buckets that are complete, in order: it is the same on all ranks."""
+        """Launch the collectives of complete buckets, in an order that is the same on all ranks."""
         while self._launched < len(self.buckets) and not self._missing[self.buckets[self._launched]]:
             self._launch_next()
 
@@ -262,14 +264,14 @@ class DataParallel(Saving):
         self._handles[bucket] = self._reduce(bucket)
 
     def _reduce(self, bucket):
-        """Begin to average one bucket."""
+        """Launch the all_reduce that averages one bucket."""
         flat = self._gradients[bucket]
         if self.reduce_dtype in (None, flat.dtype):
             return self.comm.all_reduce(flat, "avg", out=flat, async_op=True)
         return self.comm.all_reduce(flat.to(self.reduce_dtype), "avg", async_op=True)
 
     def _finish(self):
-        """The end of a backward: buckets of parameters that were not used, and all results."""
+        """End a backward: launch buckets with parameters that were not used, and wait for all results."""
         while self._syncing and self._launched < len(self.buckets):
             self._launch_next()
         for bucket in list(self._handles):
@@ -279,17 +281,17 @@ class DataParallel(Saving):
         if average is not self._gradients[bucket]:
             self._gradients[bucket].copy_(average)
         for slot in bucket.slots:
-            slot.parameter.grad = self._views[slot.parameter]  # also where another rank alone has used it
+            slot.parameter.grad = self._views[slot.parameter]  # also if only another rank has used it
 
     def _abandon(self):
-        """After an exception: what is under way ends, gradients go."""
+        """After an exception: wait for the collectives in flight, and drop the gradients."""
         handles, self._handles = list(self._handles.values()), {}
         for handle in handles:
             handle.wait()
         self.zero_grad()
 
     def _check_reduced(self):
-        """RuntimeError unless there are gradients, and those of all ranks."""
+        """Raise RuntimeError unless there are gradients, averaged over all ranks."""
         if not self._micro_batches:
             raise RuntimeError("step without gradients: call engine.backward(loss) first")
         if not self._synced:

@@ -1,6 +1,6 @@
-"""Buckets that come and go: which are whole at the moment, who needs them, and which come next.
+"""Which buckets have whole parameters at the moment, who is using them, and which are prefetched.
 
-Every rank needs the same buckets in the same order, so that the collectives match. Nothing here depends on how fast
+Every rank gathers the same buckets in the same order, so that the collectives match. Nothing here depends on how fast
 anything is.
 """
 
@@ -13,10 +13,11 @@ from .store import DeviceMemory
 
 
 class Gathering:
-    """Whole parameters of buckets whose shards are in `shards`; `full[bucket]` is the tensor that they come to.
+    """Gathers and releases the whole parameters of buckets. Each rank's shard of a bucket is `shards[bucket]`; its
+    whole parameters are views of the tensor `full[bucket]`, whose storage has bytes only while they are gathered.
 
-    `look_ahead`: elements that may be on their way before they are needed; `limit`: that may be whole or on their way
-    when something is begun ahead of time.
+    `look_ahead`: elements that may be in flight before they are used. `limit`: elements that may be whole or in flight
+    when a prefetch begins.
     """
 
     def __init__(self, comm, shards, full, look_ahead, limit, store=None):
@@ -24,97 +25,92 @@ class Gathering:
         self.store = DeviceMemory() if store is None else store
         self._number = {bucket: i for i, bucket in enumerate(shards)}
         self.look_ahead, self.limit = look_ahead, limit
-        self._views, self._away, self._nothing = {}, {}, {}  # bucket → parameters that are here, away; dtype → NaN
-        self._users, self._whole, self._coming = Counter(), set(), {}
+        self._views, self._placeholders = {}, {}  # bucket → what its parameters show: views of `full`, or NaN
+        self._nan = {}  # (dtype, device) → the one number behind all placeholders
+        self._users, self._whole, self._in_flight = Counter(), set(), {}
         self._order, self._seen = [], []  # buckets in the order of the last step, and of this one
         for bucket, tensor in full.items():
             if not tensor.untyped_storage().nbytes():
                 self._hide(bucket)
 
-    def need(self, bucket):
-        """`bucket` is whole from here on, until it is let go as often as it was needed."""
+    def gather(self, bucket):
+        """Return when `bucket` is whole. It stays whole until it has been released as often as it was gathered."""
         self._users[bucket] += 1
         if bucket in self._whole:
-            if self._users[bucket] == 1:  # it was kept for this
+            if self._users[bucket] == 1:  # `release` kept it for this use
                 self._seen.append(bucket)
-                self._begin_ahead()
+                self._prefetch()
             return
-        if bucket not in self._coming:
-            self._begin(bucket)
-        self._arrive(bucket)
+        if bucket not in self._in_flight:
+            self._launch(bucket)
+        self._wait(bucket)
         self._whole.add(bucket)
         self._seen.append(bucket)
-        self._begin_ahead()
+        self._prefetch()
 
-    def let_go(self, bucket):
-        """One who needed it does not any more; the last one frees it."""
+    def release(self, bucket):
+        """End one use of `bucket`. The last use frees it, unless it is also the next to be used."""
         if self._users[bucket]:
             self._users[bucket] -= 1
         if not self._users[bucket] and bucket in self._whole and self._next() is not bucket:
             self._free(bucket)
 
-    def drop(self, bucket):
-        """Nobody needs it any more."""
-        self._users[bucket] = 0
-        if bucket in self._whole:
-            self._free(bucket)
-
-    def settle(self):
-        """Outside of a step: what nobody needs goes, and what comes next is the beginning of a step."""
-        for bucket in list(self._coming):  # begun ahead, and never needed
-            self._arrive(bucket)
+    def release_unused(self):
+        """Free all that nobody uses. What is gathered next counts as the beginning of a step."""
+        for bucket in list(self._in_flight):  # prefetched, and never used
+            self._wait(bucket)
             self._free(bucket)
         for bucket in [bucket for bucket in self._whole if not self._users[bucket]]:
             self._free(bucket)
         self._seen = []
 
-    def end(self):
-        """The end of a step's gathers: everything is let go, and their order is that of the next step."""
+    def end_step(self):
+        """Free everything, and remember the order of this step's gathers: the next step prefetches by it."""
         self._order = self._seen
         self._users.clear()
-        self.settle()
-        for nothing in self._nothing.values():
-            nothing.fill_(torch.nan)  # somebody may have filled a parameter with zeros, say
+        self.release_unused()
+        for nan in self._nan.values():
+            nan.fill_(torch.nan)  # somebody may have written to a freed parameter, `p.zero_()`, say
 
     def live(self):
-        """Elements that are whole or on their way."""
-        return sum(bucket.numel for bucket in (*self._whole, *self._coming))
+        """Return the number of elements that are whole or in flight."""
+        return sum(bucket.numel for bucket in (*self._whole, *self._in_flight))
 
     def _next(self):
-        """The bucket that was needed next in the last step, if this one goes the same way."""
+        """Return the bucket that came next in the last step; None if this step has gone another way."""
         done = len(self._seen)
         return self._order[done] if self._order[:done] == self._seen and done < len(self._order) else None
 
     def key(self, bucket):
-        """Of the bucket's shard in the store."""
+        """Return the key of the bucket's shard in the store."""
         return "parameters", self._number[bucket]
 
-    def _arrive(self, bucket):
-        self._coming.pop(bucket).wait()
+    def _wait(self, bucket):
+        self._in_flight.pop(bucket).wait()
         self.store.put(self.key(bucket), [self.shards[bucket]], changed=False)
 
-    def _begin(self, bucket):
+    def _launch(self, bucket):
         self.store.get(self.key(bucket))
         full = mark(self.full[bucket], "parameters")  # so that a tracker meets it now, while it has no bytes
         full.untyped_storage().resize_(bucket.nbytes)
-        if bucket not in self._views:  # which cannot be made of a storage without bytes
+        if bucket not in self._views:  # views cannot be made of a storage without bytes
             self._views[bucket] = bucket.views(full)
         for slot, view in zip(bucket.slots, self._views[bucket], strict=True):
             slot.parameter.data = view
-        self._coming[bucket] = self.comm.all_gather(self.shards[bucket], out=full, async_op=True)
+        self._in_flight[bucket] = self.comm.all_gather(self.shards[bucket], out=full, async_op=True)
 
-    def _begin_ahead(self):
-        """Begin what comes next, as far as it may; nothing in a step that goes another way than the last one."""
+    def _prefetch(self):
+        """Launch the gathers that come next, within the limits; none in a step that goes another way than the last."""
         if self._next() is None:
             return
         for bucket in self._order[len(self._seen):]:
-            if bucket in self._coming:
+            if bucket in self._in_flight:
                 continue
-            ahead = bucket.numel + sum(each.numel for each in self._coming)
+            ahead = bucket.numel + sum(each.numel for each in self._in_flight)
             if bucket in self._whole or ahead > self.look_ahead or self.live() + bucket.numel > self.limit:
-                self.store.begin(self.key(bucket))  # the way from the store to here can begin
+                self.store.prefetch(self.key(bucket))  # its shard can come from the store already
                 return
-            self._begin(bucket)
+            self._launch(bucket)
 
     def _free(self, bucket):
         self._whole.discard(bucket)
@@ -122,13 +118,13 @@ class Gathering:
         self.full[bucket].untyped_storage().resize_(0)
 
     def _hide(self, bucket):
-        """Parameters that are away read as NaN: one number, seen in their shape. Of a storage without bytes torch reads
-        all the same, at address 0, and a `print(parameter)` would be the end of the process."""
-        if bucket not in self._away:
+        """Let freed parameters show NaN: one number, expanded to their shapes. Left as views of a storage without
+        bytes, torch would read them at address 0, and `print(parameter)` would end the process."""
+        if bucket not in self._placeholders:
             kind = bucket.dtype, bucket.device
-            if kind not in self._nothing:
-                nothing = torch.full((), torch.nan, dtype=bucket.dtype, device=bucket.device)
-                self._nothing[kind] = mark(nothing, "parameters")
-            self._away[bucket] = [self._nothing[kind].expand(slot.parameter.shape) for slot in bucket.slots]
-        for slot, away in zip(bucket.slots, self._away[bucket], strict=True):
-            slot.parameter.data = away
+            if kind not in self._nan:
+                nan = torch.full((), torch.nan, dtype=bucket.dtype, device=bucket.device)
+                self._nan[kind] = mark(nan, "parameters")
+            self._placeholders[bucket] = [self._nan[kind].expand(slot.parameter.shape) for slot in bucket.slots]
+        for slot, placeholder in zip(bucket.slots, self._placeholders[bucket], strict=True):
+            slot.parameter.data = placeholder

@@ -1,39 +1,40 @@
-"""Where shards rest while nothing computes with them: the seam at which host memory or a disk comes in.
+"""Where shards stay while nothing computes with them: the seam for offload to host memory or to a disk.
 
-A bucket's optimizer state and masters are needed in its update alone, 12 of the 16 bytes a parameter in mixed
-precision; at stage 3 its parameters, too, are needed only to be gathered and updated. An engine tells its store when it
-needs which, and which come next; what the store does with them meanwhile is not ZeRO's business.
+A bucket's optimizer state and masters, 12 of the 16 bytes a parameter in mixed precision, are needed in its update
+alone; at stage 3 its parameters, too, are needed only to be gathered and updated. An engine tells its store which
+shards it needs, and which come next. What the store does with them in between is not ZeRO's business.
 """
 
 from typing import Protocol
 
 
 class ShardStore(Protocol):
-    """What an engine takes as `store`. A key stands for tensors of one bucket that come and go together.
+    """What an engine takes as `store`. A key stands for the tensors of one bucket that are stored and loaded together.
 
-    The tensors stay the same objects, so that views of them stay right: a store that takes their contents elsewhere
-    empties their storages (`tensor.untyped_storage().resize_(0)`), and gives these their bytes back in `get`. Nobody
-    reads them in between.
+    The tensors stay the same objects, so that views of them stay right: a store that moves their contents elsewhere
+    empties their storages (`tensor.untyped_storage().resize_(0)`), and fills them again in `get`. Nobody reads the
+    tensors in between.
     """
 
     def put(self, key, tensors, changed=True):
-        """Nothing computes with `tensors` for a while. `changed`: whether they differ from what `get` brought."""
+        """Store `tensors`: nothing computes with them for a while. `changed`: whether they differ from what `get` last
+        loaded."""
 
-    def begin(self, key):
-        """`get(key)` comes soon."""
+    def prefetch(self, key):
+        """Begin to load `key`: `get(key)` comes soon."""
 
     def get(self, key):
-        """The tensors that were put, if any were, hold their contents when this returns."""
+        """Return when the tensors that were put under `key`, if any, hold their contents again."""
 
 
 class DeviceMemory:
-    """The store of an engine that is given none: everything stays where it is."""
+    """The default store of an engine: tensors remain on the device."""
 
     def put(self, key, tensors, changed=True):
-        """It stays."""
+        """No-op: the tensors remain on the device."""
 
-    def begin(self, key):
-        """It is there."""
+    def prefetch(self, key):
+        """No-op: the tensors are on the device."""
 
     def get(self, key):
-        """It is there."""
+        """No-op: the tensors are on the device."""

@@ -15,7 +15,7 @@ import contextlib
 from ..comm.tensors import same_memory
 from ..memory import mark
 from .data_parallel import DataParallel
-from .pieces import Pieces
+from .internals.sharded_optimizer import ShardedOptimizer
 from .store import DeviceMemory
 
 
@@ -24,7 +24,7 @@ class Zero1(DataParallel):
 
     Parameters of 16 bits have an fp32 master, in shards too. The optimizer has to treat each element by itself, as
     Adam and SGD do. `no_sync` as before: gradients are whole until they are reduced, in the last micro-batch.
-    `store`: where shards rest while nothing computes with them, a `ShardStore`; by default where they are.
+    `store`: a `ShardStore` that keeps shards while nothing computes with them; by default they remain on the device.
     """
 
     stage = 1
@@ -33,15 +33,16 @@ class Zero1(DataParallel):
         self.store = DeviceMemory() if store is None else store
         super().__init__(*args, **options)
         for bucket in self.buckets:
-            self._rest(bucket)
+            self._store_states(bucket)
 
     def _make_optimizer(self, optimizer, groups, named):
         self.shards = {bucket: bucket.shard(self.flat[bucket], self.comm.rank) for bucket in self.buckets}
         self._gradient_shards = {}
-        self.pieces = Pieces(self.buckets, self.shards, self.comm.rank, optimizer, groups, named)
-        return self.pieces.optimizer
+        self.sharded_optimizer = ShardedOptimizer(self.buckets, self.shards, self.comm.rank, optimizer, groups, named)
+        return self.sharded_optimizer.optimizer
 
     def zero_grad(self, set_to_none=True):
+        """Drop the gradients; `step` has done so."""
         super().zero_grad()
         self._gradient_shards.clear()
         for group in self.param_groups:
@@ -51,19 +52,20 @@ class Zero1(DataParallel):
     _gradients_are_whole = False
 
     def _held_gradients(self):
-        return [own.grad for pairs in self.pieces.of.values() for _, own in pairs if own.grad is not None]
+        pieces = self.sharded_optimizer.pieces
+        return [own.grad for pairs in pieces.values() for _, own in pairs if own.grad is not None]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _reduce(self, bucket):
-        """Begin to average one bucket; of the result this rank gets its shard, in place."""
+        """Launch the reduce_scatter of one bucket; this rank's shard of the average is written in place."""
         flat = self._gradients[bucket]
         if self.reduce_dtype in (None, flat.dtype):
             return self.comm.reduce_scatter(flat, "avg", out=bucket.shard(flat, self.comm.rank), async_op=True)
         return self.comm.reduce_scatter(flat.to(self.reduce_dtype), "avg", async_op=True)
 
     def _reduced(self, bucket, shard):
-        """The rest of the buffer has done its work; it goes if the shard, in `reduce_dtype`, is not in it."""
+        """Keep the shard of the average. A shard in `reduce_dtype` is not in the buffer, which is then freed."""
         if shard.dtype != bucket.dtype:
             del self._gradients[bucket]
         self._add(bucket, mark(shard, "gradients"))
@@ -72,85 +74,84 @@ class Zero1(DataParallel):
             self._views.pop(slot.parameter, None)
 
     def _add(self, bucket, shard):
-        """To what earlier micro-batches have left."""
+        """Add to the shard of earlier micro-batches."""
         if bucket in self._gradient_shards:
             self._gradient_shards[bucket].add_(shard)
         else:
             self._gradient_shards[bucket] = shard
-        self.pieces.give(bucket, self._gradient_shards[bucket], self._bucket_of)
+        self.sharded_optimizer.set_gradients(bucket, self._gradient_shards[bucket], self._bucket_of)
 
     def _buffer(self, bucket):
-        """For a micro-batch after one that was reduced the buffer is used again."""
+        """The buffer of a bucket is used again in the next micro-batch: a shard that lies in it is copied first."""
         shard = self._gradient_shards.get(bucket)
         if bucket in self._gradients and shard is not None and same_memory(
                 shard, bucket.shard(self._gradients[bucket], self.comm.rank)):
             self._gradient_shards[bucket] = shard.clone()
-            self.pieces.give(bucket, self._gradient_shards[bucket], self._bucket_of)
+            self.sharded_optimizer.set_gradients(bucket, self._gradient_shards[bucket], self._bucket_of)
         return super()._buffer(bucket)
-
 
     # --- step --------------------------------------------------------------------------------------------------------
 
     def _update(self, used):
         """Each bucket: update this rank's shard, then gather all; the next bucket's update goes on meanwhile."""
         for bucket in self.buckets:
-            for piece, own in self.pieces.of[bucket]:
+            for piece, own in self.sharded_optimizer.pieces[bucket]:
                 if piece.slot.parameter not in used:
                     own.grad = None
         handles = []
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
-            with self._here(bucket, following):
-                self.pieces.step(bucket, self.shards)
+            with self._load_states(bucket, following):
+                self.sharded_optimizer.step(bucket, self.shards)
             handles.append(self._after_update(bucket))
         for handle in filter(None, handles):
             handle.wait()
 
     def _after_update(self, bucket):
-        """Begin to bring every rank's shard of the parameters to all."""
+        """Launch the all_gather of every rank's shard of the parameters."""
         return self.comm.all_gather(self.shards[bucket], out=self.flat[bucket], async_op=True)
 
-    # --- where shards rest -------------------------------------------------------------------------------------------
+    # --- where shards are stored -------------------------------------------------------------------------------------
 
-    def _resting(self, bucket):
-        """{key: tensors} of what nothing computes with between two updates."""
-        return {("states", self.buckets.index(bucket)): self.pieces.states(bucket)}
+    def _stored_tensors(self, bucket):
+        """{key: tensors} that nothing computes with between two updates."""
+        return {("states", self.buckets.index(bucket)): self.sharded_optimizer.state_tensors(bucket)}
 
-    def _rest(self, bucket):
-        for key, tensors in self._resting(bucket).items():
+    def _store_states(self, bucket):
+        for key, tensors in self._stored_tensors(bucket).items():
             self.store.put(key, tensors)
 
     @contextlib.contextmanager
-    def _here(self, bucket, following=None):
-        """A bucket's shards where they can be computed with; `following` is the next one that will be asked for."""
-        for key in self._resting(bucket):
+    def _load_states(self, bucket, following=None):
+        """Load a bucket's states from the store, and put them back at the end; `following` is prefetched."""
+        for key in self._stored_tensors(bucket):
             self.store.get(key)
-        for key in self._resting(following) if following else ():
-            self.store.begin(key)
+        for key in self._stored_tensors(following) if following else ():
+            self.store.prefetch(key)
         try:
             yield
         finally:
-            self._rest(bucket)
+            self._store_states(bucket)
 
     @contextlib.contextmanager
-    def _all_here(self):
+    def _load_all_states(self):
         with contextlib.ExitStack() as stack:
             for bucket in self.buckets:
-                stack.enter_context(self._here(bucket))
+                stack.enter_context(self._load_states(bucket))
             yield
 
-    # --- for checkpoints ---------------------------------------------------------------------------------------------
+    # --- for saving --------------------------------------------------------------------------------------------------
 
-    def _held(self):
-        return self.pieces.of
+    def _held_pieces(self):
+        return self.sharded_optimizer.pieces
 
-    _shared_out = _held
+    _owned_pieces = _held_pieces
 
-    def _members(self):
-        return self.pieces.members
+    def _group_names(self):
+        return self.sharded_optimizer.group_names
 
-    def _loaded(self):
+    def _after_load(self):
         for bucket in self.buckets:
-            self.pieces.round(bucket, self.shards)
+            self.sharded_optimizer.round_masters(bucket, self.shards)
             handle = self._after_update(bucket)
             if handle is not None:
                 handle.wait()

@@ -6,7 +6,8 @@ from matplotlib.colors import to_hex
 
 from refimpl import memory
 from refimpl.memory.figure import COLOURS
-from refimpl.memory.gantt import PALETTE, WAITING, Span, gantt, tracks_of
+from refimpl.memory.gantt import PALETTE, WAITING, gantt, tracks_of
+from refimpl.memory.spans import Span
 
 MS = 10**6
 START = 1_700_000_000 * 10**9  # ns since 1970

@@ -100,7 +100,7 @@ def expected():
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("stage", range(4))
-def test_a_fault_is_named_in_time_and_the_checkpoint_is_whole(stage, phase, expected, tmp_path):
+def test_a_fault_is_named_in_time_and_the_saved_state_is_whole(stage, phase, expected, tmp_path):
     for fault in ("raise", "_exit", "kill", *["exit"] * (PHASES.index(phase) % 4 == stage)):
         folder, start = tmp_path / fault, time.monotonic()
         with pytest.raises(RankError) as caught:
@@ -117,7 +117,7 @@ def test_a_fault_is_named_in_time_and_the_checkpoint_is_whole(stage, phase, expe
 
 
 def poisoned(comm, value, norm_type):
-    """What each rank is told of gradients that rank 1 alone has spoiled, and whether the next step goes well."""
+    """What each rank reads of gradients that rank 1 alone has spoiled, and whether the next step goes well."""
     found = {}
     for make in ENGINES:
         engine = make(model_of("twice"), comm, SGD, bucket_bytes=200)

@@ -42,16 +42,16 @@ def forward_and_backward(gathering, buckets):
     """In each moment, which are whole."""
     seen = []
     for bucket in (*buckets, *reversed(buckets)):
-        gathering.need(bucket)
+        gathering.gather(bucket)
         seen.append([gathering.full[b].untyped_storage().nbytes() > 0 for b in buckets])
         assert gathering.full[bucket].unique().tolist() == [buckets.index(bucket)]
-        gathering.let_go(bucket)
-    gathering.end()
+        gathering.release(bucket)
+    gathering.end_step()
     assert gathering.live() == 0
     return seen
 
 
-def test_the_first_step_gathers_when_needed_the_second_ahead(made):
+def test_the_first_step_gathers_when_needed_the_second_prefetches(made):
     gathering, buckets, begun = made()
     assert forward_and_backward(gathering, buckets) == [
         [True, False, False], [False, True, False], [False, False, True], [False, False, True], [False, True, False],
@@ -70,8 +70,8 @@ def test_no_further_ahead_than_asked(options, ahead, made):
     begun()
     found = []
     for bucket in (*buckets, *reversed(buckets)):
-        gathering.need(bucket)
-        gathering.let_go(bucket)
+        gathering.gather(bucket)
+        gathering.release(bucket)
         found.append(begun())
     assert found == ahead
 
@@ -80,15 +80,15 @@ def test_a_step_that_goes_another_way_gathers_nothing_ahead_and_what_came_in_vai
     gathering, buckets, begun = made()
     forward_and_backward(gathering, buckets)
     begun()
-    gathering.need(buckets[0])
+    gathering.gather(buckets[0])
     assert begun() == [0, 1, 2]
-    gathering.need(buckets[2])  # not 1, as last time
-    gathering.let_go(buckets[2])
+    gathering.gather(buckets[2])  # not 1, as last time
+    gathering.release(buckets[2])
     assert not gathering.full[buckets[2]].untyped_storage().nbytes()  # though it was third last time, and comes again
-    gathering.let_go(buckets[0])
-    gathering.need(buckets[0])
+    gathering.release(buckets[0])
+    gathering.gather(buckets[0])
     assert begun() == [0]
-    gathering.end()
+    gathering.end_step()
     assert gathering.live() == 0 and all(x.untyped_storage().nbytes() == 0 for x in gathering.full.values())
 
 
@@ -97,20 +97,20 @@ def test_what_is_on_its_way_does_not_keep_the_next_from_coming(made):
     found = []
     for _ in range(2):
         for i in (2, 0, 1, 2):
-            gathering.need(buckets[i])
-            gathering.let_go(buckets[i])
+            gathering.gather(buckets[i])
+            gathering.release(buckets[i])
             found.append(begun())
-        gathering.end()
+        gathering.end_step()
     assert found == [[2], [0], [1], [2], [2, 0, 1], [2], [], []]
 
 
-def test_the_last_of_several_who_need_it_frees_it(made):
+def test_the_last_of_several_users_frees_it(made):
     gathering, (bucket, *_), begun = made()
     for _ in range(3):
-        gathering.need(bucket)
+        gathering.gather(bucket)
     for live in (8, 8, 0):
-        gathering.let_go(bucket)
+        gathering.release(bucket)
         assert gathering.live() == live
-    gathering.let_go(bucket)  # once too often does no harm
-    gathering.need(bucket)
+    gathering.release(bucket)  # once too often does no harm
+    gathering.gather(bucket)
     assert gathering.live() == 8 and begun() == [0, 0]

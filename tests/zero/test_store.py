@@ -1,4 +1,4 @@
-"""Shards that rest elsewhere: the same parameters to the bit, fewer bytes here; what an engine asks for, and when."""
+"""Shards that are stored elsewhere: the same parameters to the bit, fewer bytes here; when an engine asks for which."""
 
 import contextlib
 
@@ -29,8 +29,8 @@ class Elsewhere:
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
 
-    def begin(self, key):
-        self.asked.append(("begin", key))
+    def prefetch(self, key):
+        self.asked.append(("prefetch", key))
 
     def get(self, key):
         self.asked.append(("get", key))
@@ -63,7 +63,7 @@ def trained(comm, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_parameters_wherever_shards_rest(dtype):
+def test_the_same_parameters_wherever_shards_are_stored(dtype):
     for answer in launch(trained, 2, dtype):
         for make in STAGES:
             expected, continued = answer[make.__name__, False]
@@ -95,44 +95,44 @@ def test_bytes_of_states_are_not_here_between_steps(make, store, dtype):
     assert (here.total - peak.total > 0.5 * states["optimizer state"]) == (store is Elsewhere)
 
 
-def test_the_next_bucket_is_announced_before_it_is_asked_for():
+def test_the_next_bucket_is_prefetched():
     engine, _, _ = held(Zero2, store := Elsewhere(), torch.float32)
     store.asked.clear()
     x = token_batches(1)[0, 0, :2]
     engine.backward(engine.forward(x, x))
-    assert store.asked == []  # nothing of stage 2's rests that forward and backward need
+    assert store.asked == []  # nothing that stage 2 stores is needed in forward and backward
     engine.step()
     last = len(engine.buckets) - 1
     expected = []
     for i in range(last + 1):
         key = ("states", i)
-        expected += [("get", key), *([("begin", ("states", i + 1))] if i < last else []), ("put", key)]
+        expected += [("get", key), *([("prefetch", ("states", i + 1))] if i < last else []), ("put", key)]
     assert store.asked == expected
 
 
 class Noting(Elsewhere):
-    """What it was told of parameters' shards."""
+    """Notes what was put of parameters' shards, and whether it was changed."""
 
     def put(self, key, tensors, changed=True):
         super().put(key, tensors, changed)
         self.asked[-1] = ("put", key, changed)
 
 
-def test_shards_that_were_only_gathered_are_put_as_unchanged_and_the_next_is_announced():
+def test_shards_that_were_only_gathered_are_put_as_unchanged_and_the_next_is_prefetched():
     engine, _, _ = held(Zero3, store := Noting(), torch.float32)
     store.asked.clear()
     engine.gathering.look_ahead = 0
     x = token_batches(1)[0, 0, :2]
     engine.backward(engine.forward(x, x))
     assert {asked[2] for asked in store.asked if asked[0] == "put"} == {False}
-    assert any(asked[0] == "begin" for asked in store.asked)
+    assert any(asked[0] == "prefetch" for asked in store.asked)
     engine.step()
     puts = [asked for asked in store.asked if asked[0] == "put"]
     assert all(changed for _, _, changed in puts[-2 * len(engine.buckets):])
     assert all(tensor.dim() for kept in store.tensors.values() for tensor in kept)  # step counters are read on the host
 
 
-def test_an_update_that_raises_leaves_shards_where_they_rest():
+def test_an_update_that_raises_leaves_shards_where_they_are_stored():
     engine, _, _ = held(Zero3, store := Elsewhere(), torch.float32)
     x = token_batches(1)[0, 0, :2]
     engine.backward(engine.forward(x, x))

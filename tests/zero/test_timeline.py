@@ -11,26 +11,25 @@ from zero_kit import ADAMW, ENGINES, equal, parameters_of
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
-from refimpl.memory.gantt import Span
+from refimpl.memory.spans import started
 from refimpl.zero import DataParallel, Zero3
-from refimpl.zero.timeline import Line, timeline
+from refimpl.zero.timeline import timeline
 
 WIDTH, LAYERS = 32, 6
 BUCKET = WIDTH * (WIDTH + 1) * 4  # bytes: a layer in each
 
 
 class Late:
-    """A handle whose result comes no sooner than `moment`."""
+    """A work that is completed no sooner than `moment`."""
 
-    def __init__(self, handle, moment):
-        self.handle, self.moment = handle, moment
+    def __init__(self, moment):
+        self.moment = moment
 
     def wait(self):
         time.sleep(max(0, self.moment - time.monotonic()))
-        return self.handle.wait()
 
-    def done(self):
-        return time.monotonic() >= self.moment and self.handle.done()
+    def is_completed(self):
+        return time.monotonic() >= self.moment
 
 
 class SlowWire:
@@ -47,7 +46,8 @@ class SlowWire:
         def collective(*args, async_op=False, **options):
             if not async_op:
                 return method(*args, **options)
-            handle = Late(method(*args, async_op=True, **options), time.monotonic() + self.seconds())
+            handle = method(*args, async_op=True, **options)
+            handle.works = [*handle.works, Late(time.monotonic() + self.seconds())]
             if self.blocks:
                 handle.wait()
             return handle
@@ -74,7 +74,7 @@ def model_of(seconds):
 
 
 def stepped(comm, make, wire, compute, blocks=False, steps=3):
-    """(parameters after some steps, Line of the last one)."""
+    """(parameters after some steps, Recording of the last one)."""
     engine = make(model_of(compute), SlowWire(comm, wire, blocks), ADAMW, bucket_bytes=BUCKET)
     for step in range(steps):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank + 10 * step))
@@ -140,13 +140,5 @@ def test_afterwards_nothing_is_left():
     comm, hooks = engine.comm, [dict(layer._forward_hooks) for layer in engine.model]
     with pytest.raises(ArithmeticError), timeline(engine):
         raise ArithmeticError
-    assert engine.comm is comm and [dict(layer._forward_hooks) for layer in engine.model] == hooks
-
-
-def test_what_is_hidden_is_neither_waiting_nor_idle():
-    line = Line()
-    line.spans = [Span("compute", "forward", "a", 0, 10), Span("compute", "backward", "a", 20, 40),
-                  Span("gather", "all_gather", "a", 5, 30, 8, waited=4), Span("reduce", "all_reduce", "", 39, 45)]
-    assert line.hidden("all_gather") * 1e9 == pytest.approx(5 + 10 - 4)
-    assert line.hidden("all_reduce") * 1e9 == pytest.approx(1) and line.seconds("all_gather") * 1e9 == 25
-    assert line.waited("all_gather") * 1e9 == pytest.approx(4) and line.of("all_reduce") == []
+    assert started("all_gather", torch.zeros(1)) is None and engine.comm is comm
+    assert [dict(layer._forward_hooks) for layer in engine.model] == hooks

@@ -58,7 +58,7 @@ def test_few_units_are_whole_at_once():
 
 
 def fresh():
-    """A tracker that comes when all parameters are away: what it counts at the start, at the peak and at the end."""
+    """A tracker that comes when parameters are released: what it counts at the start, at the peak and at the end."""
     engine = Zero3(layers(), FakeCommunicator(0, 4), SGD, look_ahead=0)
     with memory.track(engine.model, engine.optimizer) as t:
         engine.backward(engine.forward(torch.ones(1, 64)).sum())
@@ -72,7 +72,7 @@ def test_a_dry_run_counts_what_comes_when_it_comes():
 
 
 class Emptied(Zero3):
-    """The mutant: parameters that are away are views of a storage without bytes."""
+    """The mutant: released parameters are views of a storage without bytes."""
 
     def _hold_parameters(self):
         with unittest.mock.patch.object(Gathering, "_hide"):
@@ -158,7 +158,7 @@ class Remembers(Zero3):
 
     def _hold_parameters(self):
         super()._hold_parameters()
-        self.gathering.settle = lambda: None
+        self.gathering.release_unused = lambda: None
 
 
 @pytest.mark.parametrize("make", [Zero3, Remembers])
@@ -173,7 +173,7 @@ def test_after_an_evaluation_the_next_step_gathers_ahead_all_the_same(make):
     with engine.gathered():
         pass
     ahead = []
-    engine.units[1].register_forward_hook(lambda *_: ahead.append(len(engine.gathering._coming)))
+    engine.units[1].register_forward_hook(lambda *_: ahead.append(len(engine.gathering._in_flight)))
     engine.backward(engine.forward(x).sum())
     assert (left == 0 and ahead[0] > 0) == (make is Zero3)
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from refimpl.comm import FakeCommunicator, RankError, launch
-from refimpl.zero import CheckpointError, DataParallel, Zero2, manifest
+from refimpl.zero import DataParallel, SavedStateError, Zero2
+from refimpl.zero.saving import manifest
 
 KILLED = {  # (rank, function, how often it has been called before): what is there afterwards
     "rank 1, before its file": (1, "open", 0, 1), "rank 1, before its file is synced": (1, "fsync", 0, 1),
@@ -69,7 +70,7 @@ def found_in(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Checkpoints of steps 1 and 2, and what is in them."""
+    """Saved states of steps 1 and 2, and what is in them."""
     folders = {steps: tmp_path_factory.mktemp(f"step-{steps}") for steps in (1, 2)}
 
     def save(comm):
@@ -82,7 +83,7 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("moment", KILLED)
 def test_killed_at_any_moment_the_old_or_the_new_one_is_whole(two, tmp_path, moment):
     rank, function, before, expected = KILLED[moment]
-    folder = tmp_path / "checkpoint"
+    folder = tmp_path / "saved"
     shutil.copytree(two[1][0], folder)
     with pytest.raises(RankError, match=f"rank {rank} was killed by SIGKILL"):
         launch(dying, 2, folder, rank, function, before)
@@ -112,15 +113,15 @@ def test_nothing_is_removed_for_a_manifest_that_cannot_be_read(tmp_path):
     assert {path.name for path in tmp_path.glob("step-*")} == {current.name, begun}
 
 
-def test_a_manifest_tells_of_any_change(tmp_path):
+def test_a_manifest_shows_any_change(tmp_path):
     manifest.commit(tmp_path, {"format": manifest.FORMAT, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}})
     assert manifest.read(tmp_path) == {"format": 1, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}}
     text = (tmp_path / "manifest.json").read_text()
     for old, new in (("3", "4"), ("0.1", "0.2"), ("null", "true"), ("2", "3")):
         (tmp_path / "manifest.json").write_text(text.replace(old, new, 1))
-        with pytest.raises(CheckpointError, match=r"manifest.json was changed after it was written: its SHA-256 is"):
+        with pytest.raises(SavedStateError, match=r"manifest.json was changed after it was written: its SHA-256 is"):
             manifest.read(tmp_path)
     for junk in (b"", b"[]", b"3", b"\x80\x04K\x01.", text[:-9].encode()):
         (tmp_path / "manifest.json").write_bytes(junk)
-        with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        with pytest.raises(SavedStateError, match=r"manifest.json is damaged"):
             manifest.read(tmp_path)

@@ -1,4 +1,4 @@
-"""All shards together on rank 0, shared out again, and as weights for the plain model."""
+"""All shards together on rank 0, distributed again, and as weights for the plain model."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ from torch import nn
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.model import GPT, GPTConfig
-from refimpl.zero import CheckpointError, DataParallel, Zero1, Zero2, Zero3
+from refimpl.zero import DataParallel, SavedStateError, Zero1, Zero2, Zero3
 
 ENGINES = (DataParallel, Zero1, Zero2, Zero3)
 CONFIG = GPTConfig(vocab_size=32, context_length=8, layers=2, hidden=16, heads=2)
@@ -89,7 +89,7 @@ def refusing(comm):
              {**sd, "model": {name: x for name, x in sd["model"].items() if name != "norm.weight"}} if sd else {},
              {**sd, "model": {**sd["model"], "seen": torch.zeros(2)}} if sd else {}]
     for each in wrong:
-        with pytest.raises(CheckpointError) as error:
+        with pytest.raises(SavedStateError) as error:
             engine.load_state_dict(each)
         said.append(str(error.value))
     again = engine.state_dict()
@@ -99,7 +99,7 @@ def refusing(comm):
 def test_what_does_not_fit_is_refused_by_all():
     first, second = launch(refusing, 2)
     assert first[0] == second[0] and first[1] == []
-    for said, expected in zip(first[0], ("has no 'model': expected what engine.state_dict() gave",
+    for said, expected in zip(first[0], ("has no 'model': expected what engine.state_dict() returned",
                                          "its optimizer is torch.optim.sgd.SGD, here torch.optim.adamw.AdamW",
                                          "norm.weight: absent, here (16,) float32",
                                          "seen: (2,) float32, not trained, here () int64, not trained"), strict=True):

@@ -1,15 +1,15 @@
-"""Files that outlast a crash: written from end to end, hashed on the way, synced; and one that changes all at once.
+"""Writes files that survive a crash: hashed while they are written, then synced; and one that is replaced atomically.
 
 A safetensors file:
 
     | n: 8 bytes | n bytes of JSON: {name: {dtype, shape, data_offsets}} | the tensors' bytes, one after the other |
 
-Its bytes are known before the first is written, so tensors go to it one at a time, and no copy of all is made. The
-library reads such files by slices; to write one it wants all tensors at hand.
+Its header needs only dtypes and shapes, so tensors are written one at a time, and no copy of all is made. (The
+safetensors library reads such files by slices, but to write one it needs all tensors at once.)
 
-What is written is in the kernel's memory. `fsync` of the file brings its bytes to the disk, `fsync` of its folder its
-name. `os.replace` puts one file in another's place at a single moment: a reader, and a crash, find either the old or
-the new one. See fsync(2) and rename(2).
+Bytes that are written are in the kernel's memory. `fsync` of the file brings them to the disk, `fsync` of its folder
+brings its name there. `os.replace` is atomic: a reader, or a crash, finds either the old file or the new one. See
+fsync(2) and rename(2).
 """
 
 import hashlib
@@ -25,12 +25,12 @@ NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 
 
 def widest_first(items, dtype_of):
-    """`items` in an order in which each tensor begins at a multiple of its element's bytes."""
+    """Return `items` in an order in which each tensor begins at a multiple of its element's bytes."""
     return sorted(items, key=lambda item: -dtype_of(item).itemsize)
 
 
 def header_of(specs, metadata=None):
-    """The first bytes of a safetensors file of tensors [(name, dtype, shape)], in that order.
+    """Return the first bytes of a safetensors file of the tensors `specs`: [(name, dtype, shape)], in that order.
 
     TypeError for a dtype that the format does not have.
     """
@@ -46,14 +46,14 @@ def header_of(specs, metadata=None):
 
 
 def safetensors_bytes(specs, metadata=None):
-    """Bytes of that file."""
+    """Return the bytes of the file that `write_tensors` makes of `specs`."""
     return len(header_of(specs, metadata)) + sum(torch.Size(shape).numel() * dtype.itemsize
                                                  for _, dtype, shape in specs)
 
 
 def write_tensors(path, specs, tensors, metadata=None):
-    """A safetensors file, synced: {"bytes", "sha256"} of it. `tensors`: an iterable, in the order of `specs`; each is
-    written before the next is asked for."""
+    """Write and sync a safetensors file; return {"bytes", "sha256"} of it. `tensors`: an iterable in the order of
+    `specs`; each tensor is written before the next is asked for."""
     digest, size = hashlib.sha256(), 0
     with open(path, "wb") as file:
         for part in _parts(specs, tensors, metadata):
@@ -74,7 +74,7 @@ def _parts(specs, tensors, metadata):
 
 
 def make_folder(path):
-    """`path`, and the folders above it, each with its name on the disk."""
+    """Make the folder `path` and those above it, and sync the name of each."""
     path = Path(path).absolute()
     if not path.is_dir():
         make_folder(path.parent)
@@ -83,7 +83,7 @@ def make_folder(path):
 
 
 def sync_folder(path):
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -92,13 +92,13 @@ def sync_folder(path):
 
 
 def replace(temporary, path):
-    """A file that is synced comes to its place, at once and to stay."""
+    """Put a synced file in the place of `path`, atomically, and sync its name."""
     os.replace(temporary, path)
     sync_folder(Path(path).absolute().parent)
 
 
-def write_at_once(path, text):
-    """The file at `path` has this text, or what it had before."""
+def write_atomically(path, text):
+    """Write `text` to the file `path`. After a crash it has this text, or what it had before."""
     temporary = f"{path}.tmp"
     with open(temporary, "w") as file:
         file.write(text)
@@ -108,6 +108,6 @@ def write_at_once(path, text):
 
 
 def sha256_of(path):
-    """Of a file, as `sha256sum` prints it."""
+    """Return the SHA-256 of a file, as `sha256sum` prints it."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

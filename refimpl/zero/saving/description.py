@@ -1,8 +1,8 @@
-"""What an engine is, in words that JSON can hold: what has to be the same where a checkpoint is loaded.
+"""Describes an engine in JSON: what has to be the same where a saved state is loaded.
 
-Of a parameter it matters in which dtype it is *held*, that is, updated: fp32 if it is 16-bit and has an fp32 master.
-A checkpoint holds what is held. So one of a bf16 model with masters goes to the bit into the same model in fp32, and
-one of an fp32 model into the masters of a bf16 one. Stage 0 has no masters: its bf16 parameters are held in bf16.
+A parameter is *held* in the dtype in which it is updated: fp32 if it is 16-bit and has an fp32 master. Saved are the
+values as they are held. So the saved state of a bf16 model with masters loads to the bit into the same model in fp32,
+and that of an fp32 model into the masters of a bf16 one. Stage 0 has no masters: it holds bf16 parameters in bf16.
 """
 
 import torch
@@ -11,16 +11,16 @@ SHOWN = 4  # differences that an error lists
 
 
 def describe(engine):
-    """{stage, world_size, step, optimizer, groups, parameters, rest}: the same on every rank.
+    """Return {stage, world_size, step, optimizer, defaults, groups, parameters, rest}, the same on every rank.
 
-    TypeError for a hyper-parameter that JSON cannot hold.
+    `rest` is what is not trained. TypeError for a hyper-parameter that JSON cannot hold.
     """
-    optimizer, masters = engine.optimizer, engine.pieces.masters if engine.stage else {}
+    optimizer, masters = engine.optimizer, engine.sharded_optimizer.masters if engine.stage else {}
     parameters = {slot.name: {"shape": list(slot.parameter.shape), "dtype": name_of(bucket.dtype),
                               "held": name_of(torch.float32 if bucket in masters else bucket.dtype)}
                   for bucket in engine.buckets for slot in bucket.slots}
     groups = [{"parameters": names, "hyperparameters": _plain_items(group)}
-              for names, group in zip(engine._members(), engine.param_groups, strict=True)]
+              for names, group in zip(engine._group_names(), engine.param_groups, strict=True)]
     return {"stage": engine.stage, "world_size": engine.comm.world_size, "step": engine._steps,
             "optimizer": class_of(optimizer), "defaults": _plain_items(optimizer.defaults), "groups": groups,
             "parameters": parameters,
@@ -29,19 +29,19 @@ def describe(engine):
 
 
 def class_of(optimizer):
-    """torch.optim.adamw.AdamW, say."""
+    """Return the full name of its class, such as torch.optim.adamw.AdamW."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def rest_of(engine):
-    """{name: tensor} of what every rank has whole: frozen parameters, and the buffers that a state_dict has."""
+    """Return {name: tensor} of what is not trained: frozen parameters, and the buffers that a state_dict has."""
     model, kept = engine.model, engine.model.state_dict().keys()
     frozen = {name: p for name, p in model.named_parameters() if p not in engine._bucket_of}
     return frozen | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def name_of(dtype):
-    """float32, say; `getattr(torch, …)` is the way back."""
+    """Return the name of a dtype, such as float32; `getattr(torch, name)` is the way back."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -49,7 +49,7 @@ def name_of(dtype):
 
 
 def differences(saved, here):
-    """What stands in the way of loading `saved` here, in words; nothing if all is well."""
+    """Return sentences on why `saved` cannot be loaded here, two descriptions; an empty list if it can."""
     found = []
     if saved["optimizer"] != here["optimizer"]:
         found.append(f"its optimizer is {saved['optimizer']}, here {here['optimizer']}")
@@ -57,8 +57,8 @@ def differences(saved, here):
         for name in [*saved[kind], *(name for name in here[kind] if name not in saved[kind])]:
             there, mine = saved[kind].get(name), here[kind].get(name)
             if there is None or mine is None or not _fits(there, mine):
-                found.append(f"{name}: {_look(saved, name)}, here {_look(here, name)}")
-    members = [[group["parameters"] for group in recipe["groups"]] for recipe in (saved, here)]
+                found.append(f"{name}: {_shown(saved, name)}, here {_shown(here, name)}")
+    members = [[group["parameters"] for group in description["groups"]] for description in (saved, here)]
     if not found and members[0] != members[1]:
         found.append(f"its param groups have {_sizes(members[0])} parameters, here {_sizes(members[1])}"
                      if _sizes(members[0]) != _sizes(members[1]) else
@@ -67,7 +67,7 @@ def differences(saved, here):
 
 
 def listed(found):
-    """The first of them, for a message."""
+    """Return the first of them, joined for a message."""
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return "; ".join(found[:SHOWN]) + more
 
@@ -81,11 +81,11 @@ def _fits(there, mine):
     return torch.promote_types(getattr(torch, there["dtype"]), here) == here  # nothing is rounded
 
 
-def _look(recipe, name):
-    if (p := recipe["parameters"].get(name)) is not None:
+def _shown(description, name):
+    if (p := description["parameters"].get(name)) is not None:
         master = f" with a master in {p['held']}" if p["held"] != p["dtype"] else ""
         return f"{tuple(p['shape'])} {p['dtype']}{master}"
-    if (p := recipe["rest"].get(name)) is not None:
+    if (p := description["rest"].get(name)) is not None:
         return f"{tuple(p['shape'])} {p['dtype']}, not trained"
     return "absent"
 
@@ -98,7 +98,7 @@ def _sizes(members):
 
 
 def set_hyperparameters(engine, groups):
-    """lr and all else of each param group."""
+    """Set lr and all other hyper-parameters of each param group."""
     for group, saved in zip(engine.param_groups, groups, strict=True):
         for key, value in saved["hyperparameters"].items():
             group[key] = _like(group.get(key), value)
@@ -115,11 +115,12 @@ def _plain(value, key):
         return type(value)(_plain(each, key) for each in value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"the param groups have {key}={value!r}: a checkpoint holds numbers, strings, and lists of them")
+    raise TypeError(f"the param groups have {key}={value!r}: expected numbers, strings, or lists of them, "
+                    "which can be saved")
 
 
 def _like(current, value):
-    """`value` as the kind of thing that `current` is, which JSON does not tell."""
+    """Return `value`, read from JSON, as a tensor or tuple if `current` is one."""
     if isinstance(current, torch.Tensor):
         return current.fill_(value)
     if isinstance(value, list) and isinstance(current, tuple):

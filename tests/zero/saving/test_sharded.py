@@ -8,13 +8,14 @@ import os
 import pytest
 import torch
 from torch import nn
-from zero_checkpoint_kit import OPTIMIZERS, Plain, build, differing, make, plain, train
 from zero_kit import ENGINES, parameters_of
+from zero_saving_kit import OPTIMIZERS, Plain, build, differing, make, plain, train
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
-from refimpl.zero import CheckpointError, DataParallel, Zero3, checkpoint
-from refimpl.zero.closed_forms import checkpoint_bytes
+from refimpl.zero import DataParallel, SavedStateError, Zero3
+from refimpl.zero.closed_forms import saved_bytes
+from refimpl.zero.saving import sharded
 
 
 def saved(comm, folder, optimizer):
@@ -94,7 +95,7 @@ def low(comm, folder):
     engine.load(folder / "low")
     found[0, None] = differing(engine.state_dict(), expected and {**expected, "model": {
         name: x.float() if x.is_floating_point() else x for name, x in expected["model"].items()}})
-    with pytest.raises(CheckpointError, match=r"one.weight: \(10, 10\) bfloat16 with a master in float32, here "
+    with pytest.raises(SavedStateError, match=r"one.weight: \(10, 10\) bfloat16 with a master in float32, here "
                                               r"\(10, 10\) bfloat16;"):
         make(comm, 0, dtype=low).load(folder / "low")
     return expected and expected["model"]["one.weight"].dtype, found
@@ -141,8 +142,8 @@ def alone_plain(folder, stage=0):
 class EachWritesAll(DataParallel):
     """The mutant: what all ranks hold, all ranks write."""
 
-    def _shared_out(self):
-        return self._held()
+    def _owned_pieces(self):
+        return self._held_pieces()
 
 
 def sizes(comm, folder):
@@ -162,11 +163,11 @@ def sizes(comm, folder):
 def test_files_have_the_bytes_of_the_closed_form(tmp_path):
     found, *_ = launch(sizes, 3, tmp_path)
     for stage in range(4):
-        expected = checkpoint_bytes(Plain(64, 64), 3, stage, bucket_bytes=500)
+        expected = saved_bytes(Plain(64, 64), 3, stage, bucket_bytes=500)
         assert found[f"{stage}"] == expected != found["mutant"]
         share = sum(expected.values()) - 3 * 5056
         assert 64 * 64 * 12 < share < 64 * 64 * 12 + 3 * 400  # Ψ · (4 + 8), and headers
-        assert found[f"{stage} odd"] == checkpoint_bytes(build(), 3, stage, bucket_bytes=500)
+        assert found[f"{stage} odd"] == saved_bytes(build(), 3, stage, bucket_bytes=500)
     assert sum(found["mutant"].values()) > 2.5 * sum(found["0"].values())
 
 
@@ -190,10 +191,10 @@ def test_no_copy_of_everything_is_made(tmp_path, monkeypatch, stage):
     save, load = peaks(tmp_path / "whole", stage)
     piece = 128 * 128 * 4
     assert save < 20_000 and piece <= load <= 2 * piece + 20_000  # a file's tensor in memory, and the one before
-    cut, copy = checkpoint.elements, checkpoint._copy
-    monkeypatch.setattr(checkpoint, "elements", lambda *args: cut(*args).clone())
+    cut, copy = sharded.elements, sharded._copy
+    monkeypatch.setattr(sharded, "elements", lambda *args: cut(*args).clone())
     hoard = []
-    monkeypatch.setattr(checkpoint, "_copy", lambda stored, name, *args: (
+    monkeypatch.setattr(sharded, "_copy", lambda stored, name, *args: (
         hoard.append(stored.get_tensor(f"parameters/{name}")), copy(stored, name, *args)))
     save, load = peaks(tmp_path / "copied", stage)
     assert save > 3 * 8 * piece and load > 8 * piece

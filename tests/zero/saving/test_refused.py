@@ -1,4 +1,4 @@
-"""Checkpoints that are not loaded, or not written: what is damaged, of something else, or would lose gradients."""
+"""Saved states that are not loaded, or not written: damaged ones, those of another model, those that lose gradients."""
 
 import errno
 import itertools
@@ -11,14 +11,15 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from zero_checkpoint_kit import OPTIMIZERS, WIDTH, alone, build, differing, make, train, two_groups
+from zero_saving_kit import OPTIMIZERS, WIDTH, alone, build, differing, make, train, two_groups
 
 from refimpl.comm import FakeCommunicator, RankError, launch
-from refimpl.zero import CheckpointError, Zero1, Zero2, Zero3, durable, manifest
+from refimpl.zero import SavedStateError, Zero1, Zero2, Zero3
+from refimpl.zero.saving import durable, manifest
 
 
 def only(directory, pattern):
-    """The one file that is called so, in the folder of the checkpoint."""
+    """The one file of this name in the folder of the saved state."""
     path, = directory.glob(f"step-*/{pattern}")
     return path
 
@@ -37,15 +38,15 @@ def flip(directory):
 def edited(change):
     def edit(directory):
         path = directory / "manifest.json"
-        told = json.loads(path.read_text())
-        change(told)
-        path.write_text(json.dumps(told))
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
     return edit
 
 
-def rehash(told):
-    told.pop("sha256")
-    told["sha256"] = manifest._digest(told)
+def rehash(content):
+    content.pop("sha256")
+    content["sha256"] = manifest._digest(content)
 
 
 class Trojan:
@@ -65,10 +66,10 @@ def trojan(directory):
     (directory / "data.pkl").write_bytes(data)
     torch.save(Trojan(str(directory / "opened")), directory / "optimizer.pt")
 
-    def tell(told):
-        told["files"][path.name] |= {"bytes": len(data), "sha256": durable.sha256_of(path)}
-        rehash(told)
-    edited(tell)(directory)
+    def rewrite(content):
+        content["files"][path.name] |= {"bytes": len(data), "sha256": durable.sha256_of(path)}
+        rehash(content)
+    edited(rewrite)(directory)
 
 
 DAMAGE = {
@@ -77,22 +78,22 @@ DAMAGE = {
     "the rest gone": (lambda d: os.remove(only(d, "rest*")), r"rest.safetensors is missing"),
     "cut short": (cut, r"rank-00001.safetensors has 4000 bytes: expected \d+; it was cut short"),
     "a bit flipped": (flip, r"rank-00000.safetensors is damaged: its SHA-256 is"),
-    "a manifest edited": (edited(lambda told: told["groups"][0]["hyperparameters"].update(lr=1.0)),
+    "a manifest edited": (edited(lambda content: content["groups"][0]["hyperparameters"].update(lr=1.0)),
                           r"manifest.json was changed after it was written"),
     "no manifest at all": (lambda d: (d / "manifest.json").write_text("{"), r"manifest.json is damaged"),
-    "another format": (edited(lambda told: told.update(format=9)), r"manifest.json is of format 9: expected 1"),
+    "another format": (edited(lambda content: content.update(format=9)), r"manifest.json is of format 9: expected 1"),
     "a trojan": (trojan, r"rank-00001.safetensors is no safetensors file"),
 }
 
 
 def refused(comm, folder, copies):
-    """What each rank says to a damaged checkpoint, and whether its engine is as before."""
+    """What each rank says to a damaged saved state, and whether its engine is as before."""
     said = {}
     for stage in (1, 3):
         engine = train(make(comm, stage, seed=7), 1)
         before = engine.state_dict()
         for name in copies:
-            with pytest.raises(CheckpointError) as error:
+            with pytest.raises(SavedStateError) as error:
                 engine.load(folder / name)
             said[name] = str(error.value), differing(engine.state_dict(), before)
     return said
@@ -100,7 +101,7 @@ def refused(comm, folder, copies):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A checkpoint of two ranks."""
+    """A state that two ranks have saved."""
     folder = tmp_path_factory.mktemp("whole")
     launch(lambda comm: train(make(comm, 2), 2).save(folder), 2)
     return folder
@@ -133,7 +134,7 @@ def test_another_model_optimizer_or_grouping(whole):
             {"params": [named[0][1]]}, {"params": [p for _, p in reversed(named[1:])]}]),
     }
     for expected, engine in wrong.items():
-        with pytest.raises(CheckpointError, match=f"manifest.json is of something else: .*{expected}"):
+        with pytest.raises(SavedStateError, match=f"manifest.json does not fit this engine: .*{expected}"):
             engine.load(whole)
 
 
@@ -192,9 +193,9 @@ def full(comm, folder, rank):
 def test_an_error_on_one_rank_is_one_on_all_and_leaves_what_was(tmp_path, rank):
     answers = launch(full, 2, tmp_path, rank)
     assert answers[0][1] == []
-    told, steps = answers[1 - rank][0], answers[rank][0][1::2]
-    assert set(told) == {f"rank {rank} raised OSError: [Errno 28] No space left on device"}
-    assert len(told) == (6 if rank == 0 else 2)  # folder's name, files, their names, manifest, its name
+    messages, steps = answers[1 - rank][0], answers[rank][0][1::2]
+    assert set(messages) == {f"rank {rank} raised OSError: [Errno 28] No space left on device"}
+    assert len(messages) == (6 if rank == 0 else 2)  # folder's name, files, their names, manifest, its name
     assert steps == [1, 1, 1, 1, 1, 2] if rank == 0 else [1, 1]
     assert len(list(tmp_path.glob("step-*"))) == 1  # the save that worked has cleaned up after the others
 

@@ -1,12 +1,19 @@
-"""What ranks tell each other: cards, texts and exceptions; and ranks that differ, by number."""
+"""What ranks send each other to agree: phases, texts and exceptions; and ranks that differ, by number."""
 
 import torch
 from torch import nn
 
 from refimpl import memory
 from refimpl.comm import CollectiveMismatch, FakeCommunicator, RankError, launch
-from refimpl.zero.agreement import agreed, agreement_traffic, check_model, check_phase, told_by_first, used_anywhere
 from refimpl.zero.bucket import Bucket
+from refimpl.zero.internals.consistency import (
+    broadcast_text,
+    check_model,
+    check_phase,
+    consistency_traffic,
+    gather_results,
+    used_on_any_rank,
+)
 
 
 def outcome(function, *args):
@@ -17,14 +24,14 @@ def outcome(function, *args):
         return type(error), getattr(error, "ranks", None), str(error)
 
 
-def cards(comm):
+def phases(comm):
     r = comm.rank
-    return [outcome(check_phase, comm, *card) for card in (
+    return [outcome(check_phase, comm, *each) for each in (
         ("step", 3, 1), ("save" if r == 1 else "load", 3, 1), ("step", 3 + (r == 2), 1), ("step", 3, 1 + (r > 0)))]
 
 
 def test_who_is_elsewhere_is_named_on_all_ranks():
-    for same, phase, step, micro_batch in launch(cards, 3):
+    for same, phase, step, micro_batch in launch(phases, 3):
         assert same is None
         assert phase[:2] == (CollectiveMismatch, (1,))
         assert "rank 0: load of micro-batch 1 in step 3; rank 1: save of micro-batch 1 in step 3" in phase[2]
@@ -53,21 +60,21 @@ def test_models_that_differ_in_anything_are_found():
             assert f"(parameters on each rank: {{0: 2, 1: {1 if what == 'fewer' else 2}}})" in text
 
 
-def agreements(comm):
+def results(comm):
     def work(fails):
         if comm.rank in fails:
             raise KeyError(f"no é on {comm.rank}") if comm.rank else OSError("disk full")
         return {"rank": comm.rank, "text": "ü" * 10 * comm.rank}
 
-    told = told_by_first(comm, "from rank 0: é" if comm.rank == 0 else "ignored"), told_by_first(comm, "")
-    used = used_anywhere(comm, [comm.rank == 1, False, True])
-    return told, used, agreed(comm, lambda: None), *(outcome(agreed, comm, lambda f=f: work(f)) for f in ((), [1], [
-        0, 2]))
+    texts = broadcast_text(comm, "from rank 0: é" if comm.rank == 0 else "ignored"), broadcast_text(comm, "")
+    used = used_on_any_rank(comm, [comm.rank == 1, False, True])
+    return texts, used, gather_results(comm, lambda: None), *(
+        outcome(gather_results, comm, lambda f=f: work(f)) for f in ((), [1], [0, 2]))
 
 
-def test_answers_and_exceptions_are_told_to_all():
-    for rank, (told, used, nothing, answers, one, two) in enumerate(launch(agreements, 3)):
-        assert told == ("from rank 0: é", "") and used == [True, False, True] and nothing == [None] * 3
+def test_results_and_exceptions_come_to_all():
+    for rank, (texts, used, nothing, answers, one, two) in enumerate(launch(results, 3)):
+        assert texts == ("from rank 0: é", "") and used == [True, False, True] and nothing == [None] * 3
         assert answers == [{"rank": r, "text": "ü" * 10 * r} for r in range(3)]  # of any length, in any script
         assert one == ((KeyError, None, "'no é on 1'") if rank == 1 else
                        (RankError, (1,), "rank 1 raised KeyError: 'no é on 1'"))
@@ -80,13 +87,13 @@ def test_in_a_dry_run_there_is_nobody_to_disagree():
         comm = FakeCommunicator(3, 1024)
         check_model(comm, bucket_of(("a", nn.Parameter(torch.zeros(3)))))
         check_phase(comm, "step", 0, 1)
-        return used_anywhere(comm, [True, False]), comm.traffic
+        return used_on_any_rank(comm, [True, False]), comm.traffic
 
     used, sent = memory.dry_run(dry).result
     assert used == [True, False]
     fingerprint = 1023 * 17 * 8  # 16 bytes of a digest and a count, as 64-bit numbers
-    assert sent["all_gather"] == agreement_traffic(1024, 3, 2, cards=1)["all_gather"] + fingerprint
-    assert sent["all_reduce"] == agreement_traffic(1024, 3, 2, cards=1)["all_reduce"]
+    assert sent["all_gather"] == consistency_traffic(1024, 3, 2, checks=1)["all_gather"] + fingerprint
+    assert sent["all_reduce"] == consistency_traffic(1024, 3, 2, checks=1)["all_reduce"]
 
 
 def counted(comm):
@@ -94,10 +101,10 @@ def counted(comm):
     for _ in range(3):
         check_phase(comm, "backward", 0, 0)
     comm.all_reduce(torch.zeros((), dtype=torch.float64))
-    used_anywhere(comm, [True] * 7)
+    used_on_any_rank(comm, [True] * 7)
     return dict(comm.traffic)
 
 
 def test_bytes_are_those_of_the_closed_form():
     for rank, sent in enumerate(launch(counted, 3)):
-        assert sent == agreement_traffic(3, rank, 7, cards=3, clips=1)
+        assert sent == consistency_traffic(3, rank, 7, checks=3, clips=1)

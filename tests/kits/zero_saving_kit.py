@@ -1,4 +1,4 @@
-"""What the tests of ZeRO's checkpoints share: models with all that a checkpoint has to hold, and what differs."""
+"""What the tests of ZeRO's saving share: models with all that a saved state has to hold, and what differs."""
 
 import functools
 
@@ -80,7 +80,7 @@ def alone(directory, stage=0, **options):
 
 
 class Plain(nn.Module):
-    """Nothing but a linear layer, in which an fp32 checkpoint fits a bf16 model: no buffers to be rounded."""
+    """Nothing but a linear layer, so that a saved fp32 state fits a bf16 model: no buffers to be rounded."""
 
     def __init__(self, *shape):
         super().__init__()

@@ -1,38 +1,39 @@
-"""An optimizer's state by pieces, whatever the optimizer keeps.
+"""Cuts the state of any optimizer into pieces.
 
-Of a parameter it is, by key, a tensor of the parameter's shape (exp_avg, momentum_buffer), of which each rank has a
-piece, or one number for all of it (step), which all ranks have. Anything else cannot be cut.
+An optimizer keeps values by key for each parameter: a tensor of the parameter's shape (exp_avg, momentum_buffer), of
+which each rank has a piece, or one number for all of it (step), which all ranks have. Anything else cannot be cut.
 """
 
 import torch
 
-from ..memory import mark
-from .recipe import name_of
+from ...memory import mark
+from .description import name_of
 
-NUMBERS = ("step", "mu_product", "eta", "mu")  # what torch's optimizers call a number that they keep in a tensor
+NUMBERS = ("step", "mu_product", "eta", "mu")  # keys under which torch's optimizers keep a number in a tensor
 
 
 def elements(tensor, own, piece):
-    """The elements that `piece` names, flat, of a tensor laid out as `own`: as the piece, or as its whole parameter."""
+    """Return the elements of `piece`, flat, from `tensor`. It is laid out as `own`, what the optimizer updates: that is
+    the piece itself, or the whole parameter."""
     flat = tensor.detach().view(-1)
     return flat[piece.first : piece.end] if own is piece.slot.parameter else flat
 
 
 def states_of(engine):
-    """{parameter: {key: what it is}} of this rank's pieces: {"dtype"} of a tensor with a number for each element,
-    {"value"} of a number that is the parameter's, with a "dtype" if it is in a tensor. TypeError for anything else."""
+    """Return {parameter: {key: kind}} of this rank's pieces. A kind is {"dtype"} for a tensor with a number for each
+    element, {"value"} for one number, with a "dtype" if that is in a tensor. TypeError for anything else."""
     return {piece.slot.name: state_of(engine, piece, own)
-            for pairs in engine._shared_out().values() for piece, own in pairs}
+            for pairs in engine._owned_pieces().values() for piece, own in pairs}
 
 
 def state_of(engine, piece, own):
-    """{key: what it is} of one piece."""
+    """Return {key: kind} of one piece."""
     return {key: kind_of(key, value, own, piece.slot.name)
             for key, value in engine.optimizer.state.get(own, {}).items()}
 
 
 def kind_of(key, value, own, name):
-    """What the optimizer's state `value` under `key` is, of the parameter `name`; `own`: what the optimizer updates."""
+    """Return the kind of one value of the optimizer's state; `own`: what the optimizer updates, `name`: its name."""
     if value is None or isinstance(value, (bool, int, float)):
         return {"value": value}
     if isinstance(value, torch.Tensor):
@@ -40,15 +41,15 @@ def kind_of(key, value, own, name):
             return {"dtype": name_of(value.dtype)}
         if value.numel() == 1:
             return {"dtype": name_of(value.dtype), "value": value.item()}
-    look = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    raise TypeError(f"the optimizer's state {key!r} of {name} is {look}: expected a number, or a tensor of the shape "
+    shown = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise TypeError(f"the optimizer's state {key!r} of {name} is {shown}: expected a number, or a tensor of the shape "
                     f"{tuple(own.shape)}, which can be cut into pieces")
 
 
-def merged(told):
-    """One of what each rank's `states_of` is. RuntimeError if two tell otherwise of one parameter."""
+def merge_states(ranks):
+    """Merge what `states_of` returned on each rank. RuntimeError if two ranks differ in one parameter."""
     found = {}
-    for rank, states in enumerate(told):
+    for rank, states in enumerate(ranks):
         for name, state in states.items():
             if found.setdefault(name, state) != state:
                 raise RuntimeError(f"rank {rank} has another optimizer state of {name} than ranks before it: {state}, "
@@ -56,12 +57,12 @@ def merged(told):
     return found
 
 
-def places(engine, states):
-    """{parameter: (Piece, {key: flat tensor})}: where to write the values of all that this rank holds, after making its
-    optimizer's state what `states` says. The keys are "parameters", and "optimizer/exp_avg" and the like."""
+def load_targets(engine, states):
+    """Return {parameter: (Piece, {key: flat tensor})}: the tensors to load this rank's values into. Before that, the
+    optimizer's state gets the keys, dtypes and numbers of `states`. Keys are "parameters", "optimizer/exp_avg", …"""
     group_of = {own: group for group in engine.param_groups for own in group["params"]}
     found = {}
-    for pairs in engine._held().values():
+    for pairs in engine._held_pieces().values():
         for piece, own in pairs:
             state = states.get(piece.slot.name)
             views = {} if not state else _make(engine.optimizer.state[own], own, state, group_of[own])
@@ -73,7 +74,7 @@ def places(engine, states):
 
 
 def _make(held, own, state, group):
-    """Make `held`, the optimizer's state of `own`, what `state` says: {key: tensor that waits for its values}."""
+    """Give `held`, the optimizer's state of `own`, the keys of `state`; return {key: tensor to load values into}."""
     found = {}
     for key in [key for key in held if key not in state]:
         del held[key]

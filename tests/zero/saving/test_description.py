@@ -1,4 +1,4 @@
-"""What has to be the same where a checkpoint is loaded, in words."""
+"""What has to be the same where a saved state is loaded."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from refimpl.comm import FakeCommunicator
 from refimpl.zero import DataParallel, Zero1
-from refimpl.zero.recipe import describe, differences, listed
+from refimpl.zero.saving.description import describe, differences, listed
 
 
 class Several(nn.Module):
@@ -20,17 +20,17 @@ class Several(nn.Module):
         self.register_buffer("cache", torch.zeros(2), persistent=False)
 
 
-def recipe(make=Zero1, dtype=None):
+def description(make=Zero1, dtype=None):
     return describe(make(Several().to(dtype), FakeCommunicator(0, 1)))
 
 
-def test_an_engine_in_words():
-    told = recipe(dtype=torch.bfloat16)
-    assert told["optimizer"] == "torch.optim.adamw.AdamW" and (told["stage"], told["world_size"]) == (1, 1)
-    assert told["parameters"]["a.weight"] == {"shape": [2, 3], "dtype": "bfloat16", "held": "float32"}
-    assert list(told["rest"]) == ["b.weight", "b.bias", "mean"]
-    assert told["groups"][0]["parameters"] == ["a.weight", "a.bias"]
-    assert told["groups"][0]["hyperparameters"]["lr"] == 1e-3
+def test_an_engine_is_described():
+    found = description(dtype=torch.bfloat16)
+    assert found["optimizer"] == "torch.optim.adamw.AdamW" and (found["stage"], found["world_size"]) == (1, 1)
+    assert found["parameters"]["a.weight"] == {"shape": [2, 3], "dtype": "bfloat16", "held": "float32"}
+    assert list(found["rest"]) == ["b.weight", "b.bias", "mean"]
+    assert found["groups"][0]["parameters"] == ["a.weight", "a.bias"]
+    assert found["groups"][0]["hyperparameters"]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -45,8 +45,8 @@ def test_an_engine_in_words():
     (lambda r: r["groups"].append(r["groups"][0]), "its param groups have 2 + 2 parameters, here 2"),
     (lambda r: r["groups"][0]["parameters"].reverse(), "its param groups are of other parameters, or in another"),
 ])
-def test_what_stands_in_the_way(change, said):
-    here = recipe()
+def test_what_cannot_be_loaded(change, said):
+    here = description()
     saved = copy.deepcopy(here)
     assert differences(saved, here) == []
     change(saved)
@@ -54,8 +54,8 @@ def test_what_stands_in_the_way(change, said):
     assert len(found) == 1 and found[0].startswith(said)
 
 
-def test_what_does_not():
-    fp32, masters, low = recipe(), recipe(dtype=torch.bfloat16), recipe(DataParallel, torch.bfloat16)
+def test_what_can_be_loaded():
+    fp32, masters, low = description(), description(dtype=torch.bfloat16), description(DataParallel, torch.bfloat16)
     assert differences(masters, fp32) == []  # and buffers go from bf16 to fp32
     assert differences(fp32, masters) == [f"{name}: {shape} float32, not trained, here {shape} bfloat16, not trained"
                                           for name, shape in (("b.weight", (2, 2)), ("b.bias", (2,)), ("mean", (2,)))]

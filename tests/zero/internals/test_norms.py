@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from refimpl.zero.norms import clip_, local_power
+from refimpl.zero.internals.norms import clip_, local_power
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, 3, math.inf])
@@ -27,7 +27,7 @@ def test_clipping_scales_what_is_too_long_and_leaves_what_is_not(dtype):
     assert gradients[0][0].item() == pytest.approx(1.5) and gradients[1][0].item() == pytest.approx(2)
 
 
-def test_nan_and_inf_are_told():
+def test_nan_and_inf_are_in_the_norm():
     assert local_power([torch.tensor([1.0, math.nan])], 2, "cpu").isnan()
     assert local_power([torch.tensor([1.0, math.nan])], math.inf, "cpu").isnan()
     assert local_power([torch.tensor([1.0, math.inf])], 2, "cpu") == math.inf

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from refimpl.comm import FakeCommunicator, RankError, launch
-from refimpl.zero import CheckpointError, DataParallel, Zero1, Zero2, Zero3
+from refimpl.zero import DataParallel, SavedStateError, Zero1, Zero2, Zero3
 
 OPTIMIZERS = {
     "Adam, amsgrad": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
@@ -81,13 +81,13 @@ def test_any_optimizer_that_treats_each_element_by_itself(tmp_path):
     assert not any(key[0] == "idle" for key in first["SGD, nesterov"][0][0] if isinstance(key, tuple))
 
 
-def test_a_state_that_is_not_in_the_checkpoint_goes(tmp_path):
+def test_a_state_that_was_not_saved_goes(tmp_path):
     """Saved before the first step, or after one in which a parameter was not used."""
     comm = FakeCommunicator(0, 1)
     for steps in (0, 1):
         before, after = (train(make(engine, comm, torch.optim.Adam, seed), count)
                          for engine, seed, count in ((DataParallel, 0, steps), (Zero3, 7, 3)))
-        idle, = (own for pairs in after._held().values() for piece, own in pairs if piece.slot.name == "idle")
+        idle, = (own for pairs in after._held_pieces().values() for piece, own in pairs if piece.slot.name == "idle")
         after.optimizer.state[idle] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(4)}
         before.save(tmp_path)
         after.load(tmp_path)
@@ -99,8 +99,7 @@ def test_a_state_that_is_not_in_the_checkpoint_goes(tmp_path):
     (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), functools.partial(torch.optim.SGD, lr=0.5)),
     (functools.partial(torch.optim.Adam, amsgrad=True), torch.optim.Adam)])
 @pytest.mark.parametrize("reversed_", [False, True])
-def test_an_optimizer_that_keeps_less_or_more_than_the_checkpoint_becomes_what_was_saved(saves, loads, reversed_,
-                                                                                        tmp_path):
+def test_an_optimizer_that_keeps_less_or_more_becomes_what_was_saved(saves, loads, reversed_, tmp_path):
     saves, loads = (loads, saves) if reversed_ else (saves, loads)
     comm = FakeCommunicator(0, 1)
     before = train(make(Zero1, comm, saves), 2)
@@ -128,7 +127,7 @@ def test_an_optimizer_of_another_class_is_refused_and_nothing_changes(saves, loa
     engine = train(make(Zero1, comm, loads, seed=7), 1)
     before, said = exactly(engine.state_dict()), f"its optimizer is .*{saves.__name__}, here .*{loads.__name__}"
     for load in (lambda: engine.load(tmp_path), lambda: engine.load_state_dict(saved.state_dict())):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(SavedStateError, match=said):
             load()
         assert exactly(engine.state_dict()) == before
 

@@ -2,7 +2,7 @@
 
     ‖g‖_p = (Σ_r Σ_{i on r} |g_i|^p)^(1/p)        ‖g‖_∞ = max_r max_{i on r} |g_i|
 
-One number from each rank; a parameter counts once, however many ranks hold a part of it.
+Each rank sends one number; a parameter counts once, however many ranks hold a part of it.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 
 
 def local_power(gradients, norm_type, device):
-    """Σ |g|^p over this rank's gradients, or max |g| for ∞: an fp64 scalar."""
+    """Return Σ |g|^p over this rank's gradients, or max |g| for ∞, as an fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
@@ -20,10 +20,10 @@ def local_power(gradients, norm_type, device):
     return total
 
 
-def global_norm(comm, gradients, norm_type, shared):
-    """‖g‖_p over all ranks, an fp32 scalar. `shared`: every rank holds all gradients, so this one's are all."""
+def global_norm(comm, gradients, norm_type, replicated):
+    """Return ‖g‖_p over all ranks, an fp32 scalar. `replicated`: every rank holds all gradients, so nothing is sent."""
     total = local_power(gradients, norm_type, comm.device)
-    if not shared:
+    if not replicated:
         total = comm.all_reduce(total, "max" if norm_type == math.inf else "sum")
     return (total if norm_type == math.inf else total ** (1 / norm_type)).float()
 

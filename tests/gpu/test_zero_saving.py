@@ -1,4 +1,4 @@
-"""Checkpoints of ranks on a GPU: states come to the host piece by piece, and go back to where they were."""
+"""Saved states of ranks on a GPU: they come to the host piece by piece, and go back to where they were."""
 
 import functools
 

@@ -9,8 +9,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from refimpl.comm import FakeCommunicator
-from refimpl.zero import CheckpointError, Zero2, checkpoint, durable, manifest
-from refimpl.zero.durable import make_folder, safetensors_bytes, sha256_of, widest_first, write_at_once, write_tensors
+from refimpl.zero import SavedStateError, Zero2
+from refimpl.zero.saving import durable, manifest, sharded
+from refimpl.zero.saving.durable import (
+    make_folder,
+    safetensors_bytes,
+    sha256_of,
+    widest_first,
+    write_atomically,
+    write_tensors,
+)
 
 TENSORS = {"a": torch.arange(7, dtype=torch.float32).view(7, 1), "b/c": torch.randn(3, 5).bfloat16(),
            "none": torch.zeros(0, 4), "one": torch.tensor(3, dtype=torch.int64), "bits": torch.tensor([True, False]),
@@ -48,10 +56,10 @@ def test_each_tensor_is_asked_for_when_the_one_before_is_written(tmp_path):
     assert seen[0] < 500_000 and seen[1] < 900_000
 
 
-def test_a_file_changes_at_once(tmp_path):
+def test_a_file_changes_atomically(tmp_path):
     make_folder(tmp_path / "a" / "b")
     for text in ("old", "new"):
-        write_at_once(tmp_path / "a" / "b" / "file", text)
+        write_atomically(tmp_path / "a" / "b" / "file", text)
         assert (tmp_path / "a" / "b" / "file").read_text() == text
     assert os.listdir(tmp_path / "a" / "b") == ["file"]
 
@@ -124,7 +132,7 @@ def crashes(tmp_path, monkeypatch):
             try:
                 engine.load(tmp_path / "left")
                 found.append(engine._steps)
-            except CheckpointError:
+            except SavedStateError:
                 found.append(None)
             shutil.rmtree(tmp_path / "left")
 
@@ -166,11 +174,11 @@ def unsynced_files(patch):
             return real(*args)
         finally:
             os.fsync = sync
-    patch.setattr(checkpoint, "write_tensors", write)
+    patch.setattr(sharded, "write_tensors", write)
 
 
 def unsynced_names(patch):
-    patch.setattr(checkpoint, "sync_folder", lambda path: None)
+    patch.setattr(sharded, "sync_folder", lambda path: None)
 
 
 def in_place(patch):
@@ -179,7 +187,7 @@ def in_place(patch):
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-    patch.setattr(manifest, "write_at_once", write)
+    patch.setattr(manifest, "write_atomically", write)
 
 
 def removed_too_early(patch):
@@ -193,22 +201,22 @@ def removed_too_early(patch):
 
 
 def manifest_first(patch):
-    real = checkpoint._write
+    real = sharded._write
 
     def write(engine, folder):
         files = real(engine, folder)
         held = {path: path.read_bytes() for path in folder.iterdir()}
         for path in held:
             path.unlink()
-        checkpoint._commit(engine, folder.parent, folder.name, checkpoint.states_of(engine), [files])
+        sharded._commit(engine, folder.parent, folder.name, sharded.states_of(engine), [files])
         for path, data in held.items():
             path.write_bytes(data)
         return real(engine, folder)
-    patch.setattr(checkpoint, "_write", write)
+    patch.setattr(sharded, "_write", write)
 
 
 @pytest.mark.parametrize("mutant", [unsynced_files, unsynced_names, in_place, removed_too_early, manifest_first])
-def test_saves_in_another_order_lose_the_checkpoint(tmp_path, monkeypatch, mutant):
+def test_saves_in_another_order_lose_the_saved_state(tmp_path, monkeypatch, mutant):
     with monkeypatch.context() as patch:
         mutant(patch)
         assert None in crashes(tmp_path, monkeypatch)

@@ -1,0 +1,5 @@
+"""The machinery beneath the engines, which a reader of the ideas can skip.
+
+`sharded_optimizer` runs the caller's optimizer on this rank's shards, `norms` computes a norm of sharded gradients, and
+`consistency` finds ranks that are about to do different things.
+"""

@@ -1,0 +1,7 @@
+"""Saves an engine's state and loads it again, at any stage and on any number of ranks.
+
+Read `sharded` first: each rank writes its shards, and reads what it needs. `consolidated` puts all shards together on
+rank 0 instead. Beneath: `durable` writes files that survive a crash, `manifest` makes a folder of them one saved state,
+`description` says what has to be the same where it is loaded, and `optimizer_state` cuts the optimizer's state into
+pieces. `mixin` gives the engines their methods.
+"""
