@@ -26,10 +26,10 @@ NAME = "rank pool"  # of the threads
 _pools = {}  # world size -> Pool
 
 
-def pooled(fn, world_size, *args, debug=None, **how):
-    """As `refimpl.comm.launch`; on ranks that live on where all else is default."""
-    if how or world_size > LARGEST or torch.cuda.is_available():
-        return comm.launch(fn, world_size, *args, debug=debug, **how)
+def pooled(fn, world_size, *args, device=None, debug=None, **how):
+    """As `refimpl.comm.launch`; on ranks that live on if they are few and all else is default."""
+    if how or world_size > LARGEST or (device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu":
+        return comm.launch(fn, world_size, *args, device=device, debug=debug, **how)
     if world_size in _pools and not _pools[world_size].lives():
         _pools.pop(world_size).close()
     if world_size not in _pools:
