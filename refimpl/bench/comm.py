@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..comm import launch
-from ..comm.versions import all_gather_single, reduce_scatter_single
+from ..comm.backend.versions import all_gather_single, reduce_scatter_single
 from ..memory.ledger import human
 from .record import row
 from .runner import BAR_DELAY, Comparison, compare

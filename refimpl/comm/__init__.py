@@ -1,4 +1,18 @@
-"""Real ranks from a notebook's cell, and collectives that count their bytes."""
+"""Real ranks from a notebook's cell, and collectives that count their bytes.
+
+In the order of reading:
+
+    traffic         what each collective sends as a ring: the closed forms, and the mapping that holds the counts
+    ring            all_reduce from nothing but send and recv, where 2(N−1)/N comes from
+    communicator    the collectives, over torch.distributed
+    launch          a function on N ranks; the processes themselves are in `refimpl.ranks`
+    fake            a communicator without the other ranks, for dry runs
+    matching        debug mode: ranks that call different collectives are named
+    handle          a collective under way
+    torchrun        the same call under torchrun
+    drawing         collectives as a picture
+    backend/        machinery: which tensors gloo and NCCL take, messages between ranks, sub-groups, torch's versions
+"""
 
 from .communicator import Communicator
 from .errors import CollectiveMismatch, RankError

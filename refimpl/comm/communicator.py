@@ -1,12 +1,12 @@
 """Collectives over torch.distributed that count what they put on the wire.
 
-One rule for all of them: what a collective is given it leaves as it is; the result is a new tensor, or `out` if one is
-given. `out` may be the argument itself, `comm.all_reduce(x, out=x)`, where the result has its shape (not in all_to_all
-and send_recv); or share this rank's chunk: all_gather's x in its `out`, reduce_scatter's `out` in its x. With
-`async_op=True` a Handle comes back at once, and its `wait()` returns the result; until then leave both tensors alone.
-Nothing here is differentiated through.
+All follow one rule: a collective does not change its argument; the result is a new tensor, or `out` if it is given.
+`out` may be the argument itself, `comm.all_reduce(x, out=x)`, where the result has its shape (not in all_to_all and
+send_recv); or overlap it in this rank's chunk: all_gather's x in its `out`, reduce_scatter's `out` in its x. With
+`async_op=True` the call returns a Handle at once, whose `wait()` returns the result; until then neither read `out` nor
+write to the argument. Autograd does not differentiate through collectives.
 
-What the communicator allocates (results, staging copies, contiguous copies) is "communication" in every tracker.
+Every tracker counts what the communicator allocates (results, staging copies, contiguous copies) as "communication".
 """
 
 import torch
@@ -16,22 +16,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import memory
 from ..memory.spans import started
-from . import pairwise
-from .agreement import CheckedReceive, announce, check_agreement
-from .groups import check_members, check_peer, new_group
+from .backend import pairwise
+from .backend.groups import check_members, check_peer, new_group
+from .backend.tensors import NAMED, as_bytes, check_out, describe, reduction, resolved, same_memory
+from .backend.versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
 from .handle import Handle, landed
-from .tensors import NAMED, as_bytes, check_out, look, reduction, resolved, same_memory
+from .matching import CheckedReceive, check_match, send_header
 from .traffic import COLLECTIVES, Traffic, ring_traffic
-from .versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
 
 IN_PLACE = ("all_reduce", "broadcast")  # torch takes one tensor, to read from and to write to
 
 
 class Communicator:
-    """N ranks that can call collectives together, as one of them sees it. `launch` makes it.
+    """Connects this rank to the N − 1 others with which it calls collectives. `launch` makes it.
 
-    - `rank`, `world_size`: this rank's number here, and N.
-    - `ranks`: the numbers of all N in the world that `launch` made (a sub-group has fewer than the world).
+    - `rank`, `world_size`: this rank's number in this communicator, and N.
+    - `ranks`: the numbers of all N in the world that `launch` made (a sub-group has fewer ranks than the world).
     - `device`: where this rank computes (`torch.device`).
 
     Ranks in arguments (`src`, `dst`, `split`) are numbers in this communicator. CUDA tensors travel by NCCL when each
@@ -48,13 +48,13 @@ class Communicator:
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
         self._gather, self._scatter = ((all_gather_single, reduce_scatter_single) if self._nccl else
                                        (pairwise.all_gather, pairwise.reduce_scatter))
-        if self._nccl and world_size > 1:  # it connects a group in its first collective, in which all take part:
-            self._meet()  # were that a send between two, they would wait for ever
+        if self._nccl and world_size > 1:  # NCCL connects a group in its first call, in which all ranks take part:
+            self._meet()  # if that were a send between two of them, they would wait forever
 
     # --- collectives ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, x, op="sum", *, out=None, async_op=False):
-        """Σ over ranks of x (or its `op`: sum, avg, max, min, product), on every rank. Shape of x.
+        """Reduce x over ranks by `op` (sum, avg, max, min or product); every rank gets the result. Shape of x.
 
         ValueError for an unknown op, a dtype that cannot be reduced, or an average of integers. On bool tensors sum
         and max mean any, product and min mean all.
@@ -65,7 +65,7 @@ class Communicator:
                          dist.all_reduce(landing, reduce_op, group, later), op)
 
     def reduce_scatter(self, x, op="sum", *, out=None, async_op=False):
-        """Chunk r, of N along dim 0, of what all_reduce would give, on rank r: (N·n, …) -> (n, …).
+        """Reduce x over ranks; rank r gets chunk r of the result, of N along dim 0: (N·n, …) -> (n, …).
 
         ValueError if N does not divide the size of dim 0 (pad it), and as for all_reduce.
         """
@@ -75,7 +75,7 @@ class Communicator:
                          self._scatter(landing, source, reduce_op, group, later), op)
 
     def all_gather(self, x, *, out=None, async_op=False):
-        """Every rank's x, one after the other along dim 0, on every rank: (n, …) -> (N·n, …), scalars -> (N,).
+        """Concatenate every rank's x along dim 0, on every rank: (n, …) -> (N·n, …), scalars -> (N,).
 
         x has the same shape on every rank.
         """
@@ -87,7 +87,7 @@ class Communicator:
                          self._gather(landing, source, group, later))
 
     def all_to_all(self, x, *, out=None, async_op=False):
-        """Chunk s of rank r's x becomes chunk r of rank s's result, of N chunks along dim 0. Shape of x.
+        """Exchange chunks: chunk s of rank r's x becomes chunk r of rank s's result, of N along dim 0. Shape of x.
 
         ValueError if N does not divide the size of dim 0.
         """
@@ -98,16 +98,16 @@ class Communicator:
                          dist.all_to_all_single(landing, source, None, None, group, later))
 
     def broadcast(self, x, src, *, out=None, async_op=False):
-        """Rank src's x, on every rank. Elsewhere x says which shape and dtype to expect."""
+        """Copy rank src's x to every rank. On the others x gives the shape and dtype of the result."""
         x, src = self._given(x), self._peer(src, "src")
         out = self._result(out, x.shape, x, "broadcast")
         return self._run("broadcast", x, out, async_op, lambda source, landing, group, later:
                          dist.broadcast(landing, None, group, later, src), None, src)
 
     def barrier(self):
-        """Return when every rank has called it. Moves no tensor and counts no bytes."""
+        """Wait until every rank has called it. Moves no tensor and counts no bytes."""
         if self._debug:
-            check_agreement(self, "barrier")
+            check_match(self, "barrier")
         self._meet()
 
     # --- from one rank to another --------------------------------------------------------------------------------
@@ -118,14 +118,14 @@ class Communicator:
         return self._exchange(x, dst, None, None, None, async_op)
 
     def recv(self, like, src, *, out=None, async_op=False):
-        """The tensor that rank src sends, which has the shape, dtype and device of `like`."""
+        """Receive the tensor that rank src sends; it has the shape, dtype and device of `like`."""
         like, src = self._given(like), self._peer(src, "src", other=True)
         return self._exchange(None, None, self._result(out, like.shape, like, "recv"), like, src, async_op)
 
     def send_recv(self, x, dst, like, src, *, out=None, async_op=False):
-        """Send x to rank dst and receive from rank src, both at once. Returns what came.
+        """Send x to rank dst and receive from rank src, both at once. Returns the received tensor.
 
-        In a ring, where each sends before it receives, `send` then `recv` could wait forever for each other.
+        In a ring, where all ranks `send` before they `recv`, each could wait forever for the next.
         """
         x, dst = self._given(x), self._peer(dst, "dst", other=True)
         like, src = self._given(like), self._peer(src, "src", other=True)
@@ -136,15 +136,15 @@ class Communicator:
     # --- sub-groups and bytes ------------------------------------------------------------------------------------
 
     def split(self, ranks):
-        """The communicator of some of the ranks, in ascending order; None on a rank that is not among them.
+        """Make a communicator of some of the ranks, in ascending order; returns None on a rank that is not one of them.
 
         Every rank of this communicator calls it. All may pass the same `ranks`, or each those of its own sub-group:
         `comm.split([0, 1] if comm.rank < 2 else [2, 3])`. ValueError for a rank that does not exist, one twice, or
-        none; CollectiveMismatch if the members of a sub-group do not agree who they are.
+        none; CollectiveMismatch if the members of a sub-group pass different `ranks`.
         """
         members = self._members(ranks)
         if self._debug:
-            check_agreement(self, "split")
+            check_match(self, "split")
         with unseen():
             group = new_group(self, members)
         if group is None:
@@ -158,7 +158,7 @@ class Communicator:
         return Traffic(self._sent)
 
     def reset_traffic(self):
-        """Count from zero, here; what this communicator was split from keeps its own count."""
+        """Set this communicator's counts to zero. Those of the communicator that it was split from do not change."""
         self._sent = dict.fromkeys(COLLECTIVES, 0)
 
     def __repr__(self):
@@ -166,7 +166,7 @@ class Communicator:
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size}{of}, {self.device})"
 
     def __deepcopy__(self, memo):
-        return self  # a connection has no copy: `memory.dry_run(step, comm)` counts in the comm that it was given
+        return self  # connections are not copied: `memory.dry_run(step, comm)` counts in the comm that it is given
 
     # --- how each of them runs -----------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Communicator:
         self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
         span = started(collective, x, out)
         if self._debug:
-            check_agreement(self, collective, x, op, src)
+            check_match(self, collective, x, op, src)
         source, landing = self._ready(x, out, collective in IN_PLACE)
         given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
         if not async_op and not watched() and span is None:
@@ -196,7 +196,7 @@ class Communicator:
         if x is not None:
             self._count("send", x.nbytes)
             source = self._source(x)
-            works += [announce(self, x, dst)] if self._debug else []
+            works += [send_header(self, x, dst)] if self._debug else []
             wanted.append(dist.P2POp(dist.isend, as_bytes(source), group=self._group, group_peer=dst))
         if out is not None:
             landing = self._landing(out)
@@ -242,7 +242,7 @@ class Communicator:
         if not isinstance(out, Tensor):
             raise TypeError(f"out={type(out).__name__}: expected a tensor")
         if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
-            raise ValueError(f"out has {look(out)}: expected {look(x, shape)}")
+            raise ValueError(f"out has {describe(out)}: expected {describe(x, shape)}")
         check_out(collective, x, out, self.rank)
         return out
 
@@ -266,17 +266,17 @@ class Communicator:
         return x.is_cuda and not self._nccl
 
     def _given(self, x):
-        """x, if a collective can move it, outside of autograd."""
+        """Return x without autograd. TypeError if a collective cannot move it."""
         if type(x) is Tensor and x.dtype in NAMED and x.layout is strided and not (
                 x.requires_grad or x.is_meta or x.is_neg() or x.is_nested):  # nearly always
             return x
         if not isinstance(x, Tensor):
-            raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: torch.tensor(…) makes one")
+            raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: pass torch.tensor(…)")
         if x.layout is not strided or x.is_nested or x.is_quantized:
             kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
             raise TypeError(f"a collective moves dense tensors, and this one is {kind}")
         if self._group is not None and (isinstance(x, FakeTensor) or x.is_meta):
-            raise TypeError("a fake or meta tensor has nothing to send: give the dry run a "
+            raise TypeError("a fake or meta tensor has no data to send: give the dry run a "
                             "FakeCommunicator(rank, world_size)")
         return resolved(x.detach() if x.requires_grad else x)
 
@@ -284,8 +284,8 @@ class Communicator:
 
     def _chunk(self, x):
         if x.dim() == 0 or x.shape[0] % self.world_size:
-            raise ValueError(f"shape {tuple(x.shape)}: dim 0 has to be a multiple of world_size={self.world_size}, "
-                             "one chunk for each rank; pad it")
+            raise ValueError(f"shape {tuple(x.shape)}: the size of dim 0 has to be a multiple of "
+                             f"world_size={self.world_size}, one chunk for each rank; pad it")
         return x.shape[0] // self.world_size
 
     def _peer(self, rank, name, other=False):

@@ -1,21 +1,21 @@
-"""A communicator without the others: rank r of N, for dry runs and for counting."""
+"""A communicator without the other ranks: rank r of N, for dry runs and for counting."""
 
 from numbers import Integral
 
 import torch
 
 from ..memory.spans import started
+from .backend.tensors import same_memory
 from .communicator import IN_PLACE, Communicator
 from .handle import Handle
-from .tensors import same_memory
 
 
 class FakeCommunicator(Communicator):
-    """Rank `rank` of `world_size`, alone. Same methods, same shapes, same traffic, no processes.
+    """Stands for rank `rank` of `world_size` without other processes: same methods, shapes and traffic.
 
-    It answers as if every other rank held the same tensors as this one: a sum is N·x, an average x, all_gather N times
-    x, and recv a copy of `like`. On fake tensors (`memory.dry_run`) there are shapes only, which is
-    all that is needed to know what rank 0 of 1024 would hold and send.
+    Results are as if every other rank held the same tensors as this one: a sum is N·x, an average x, all_gather N times
+    x, and recv a copy of `like`. Fake tensors (`memory.dry_run`) have shapes only, which suffices to know what rank 0
+    of 1024 would hold and send.
     """
 
     def __init__(self, rank, world_size, device="cpu", *, ranks=None, parent=None):
@@ -25,13 +25,13 @@ class FakeCommunicator(Communicator):
         self._peer(rank, "rank")
 
     def barrier(self):
-        """Nobody to wait for."""
+        """Return at once: there is no other rank."""
 
     def _staged(self, x):
         return False
 
     def split(self, ranks):
-        """As of any communicator; the sub-group is fake too."""
+        """Make a fake communicator of some of the ranks; returns None if this rank is not one of them."""
         members = self._members(ranks)
         if self.rank not in members:
             return None

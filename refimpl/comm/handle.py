@@ -1,11 +1,11 @@
-"""A collective under way, and how its result comes to lie where it was asked for."""
+"""A collective under way, and its result's way to where it was asked for."""
 
-from .tensors import same_memory
-from .versions import let_go, unseen
+from .backend.tensors import same_memory
+from .backend.versions import unseen, wait_for_release
 
 
 class Handle:
-    """A collective under way. `wait()` ends it and returns its result, however often it is called.
+    """Holds a collective under way. `wait()` completes it and returns its result, however often it is called.
 
     On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
     `works`: what it waits for, torch's works, or anything with `wait()` and `is_completed()`.
@@ -22,11 +22,11 @@ class Handle:
             span.launched(self.done)
 
     def __del__(self):
-        if not self.done():  # torch drops what is not sent yet when its work is dropped: somebody has to hold it
+        if not self.done():  # torch drops a message that is not sent yet with its work: hold it
             self._pending.add(self)
 
     def wait(self):
-        """End it; its result."""
+        """Wait until it is complete; return its result."""
         if self._span is None:
             return self._wait()
         span, self._span = self._span, None
@@ -39,19 +39,19 @@ class Handle:
                 work.wait()
                 del work
         self.works = ()
-        let_go(self._lent, self._references)
+        wait_for_release(self._lent, self._references)
         if self._landing is not None:
             landed(self._landing, self._result)
         self._landing, self._lent = None, ()
         return self._result
 
     def done(self):
-        """Whether `wait()` would return at once. gloo cannot tell of a send: False until waited for."""
+        """Whether `wait()` would return at once. For sends gloo does not know: False until they are waited for."""
         return all(work.is_completed() for work in self.works)
 
 
 def landed(landing, out):
-    """`out`, with what came to lie in `landing`, which may be `out` itself or a tensor beside it."""
+    """Return `out`, with the result copied to it from `landing` unless that is the same memory."""
     if not same_memory(landing, out):
         out.detach().copy_(landing)
     return out

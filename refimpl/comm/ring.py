@@ -1,4 +1,4 @@
-"""all_reduce from nothing but send and recv: how a ring does it, and where 2(N−1)/N comes from."""
+"""all_reduce from nothing but send and recv: how a ring computes it, and where 2(N−1)/N comes from."""
 
 import torch
 
@@ -6,11 +6,11 @@ from .communicator import Communicator
 
 
 def ring_all_reduce(comm: Communicator, x):
-    """Σ over ranks of x, on every rank, as a new tensor of x's shape. x is left alone.
+    """Return Σ over ranks of x, on every rank, as a new tensor of x's shape. x does not change.
 
     x is cut into N chunks (sizes differ by one element at most). Round one, N−1 steps: rank r sends a chunk to r+1,
-    and adds the chunk that comes from r−1 to its own; each chunk travels once around and collects every rank's part,
-    so that rank r ends with the sum of chunk r+1. Round two, N−1 steps: the sums travel around once more.
+    and adds the chunk that it receives from r−1 to its own. Each chunk travels once around and collects every rank's
+    part, so that rank r ends with the sum of chunk r+1. Round two, N−1 steps: the sums travel around once more.
 
     Sent per rank: 2(N−1) of N chunks, 2(N−1)/N of x's bytes, whatever N is (Patarasuk & Yuan 2009; Gibiansky 2017,
     "Bringing HPC techniques to deep learning"). `ring_traffic("all_reduce", …)` has it to the byte.

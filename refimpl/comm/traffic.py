@@ -1,7 +1,7 @@
-"""What a collective puts on the wire when it runs as a ring: the closed forms, and the mapping that holds the counts.
+"""The bytes that a collective sends when it runs as a ring: the closed forms, and the mapping that holds the counts.
 
-N ranks stand in a ring and each sends to the next. A tensor of B bytes is cut into N chunks. A collective that brings
-every chunk to every rank, or every rank's part of a chunk to one place, takes N−1 hops of one chunk: (N−1)/N · B per
+N ranks form a ring and each sends to the next. A tensor of B bytes is cut into N chunks. A collective that brings
+every chunk to every rank, or every rank's part of a chunk to one rank, takes N−1 hops of one chunk: (N−1)/N · B per
 rank. No algorithm sends less per rank (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", theorem 1). all_reduce is both, one after the other: 2(N−1)/N · B.
 """
@@ -14,23 +14,23 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 
 
 def chunk_sizes(n, parts):
-    """n elements in `parts` chunks as `torch.tensor_split` cuts them: the first n mod parts have one more."""
+    """Cut n elements into `parts` chunks as `torch.tensor_split` does: the first n mod parts have one more."""
     return [n // parts + (i < n % parts) for i in range(parts)]
 
 
 @lru_cache(4096)  # a training step asks the same again and again
 def ring_traffic(collective, nbytes, world_size, rank=0, itemsize=1, src=0):
-    """Bytes (int, exact) that `rank` of N = `world_size` sends in one collective on a tensor of B = `nbytes` bytes.
+    """Count the bytes (int, exact) that `rank` of N = `world_size` sends in a collective on B = `nbytes` bytes.
 
         all_gather, reduce_scatter, all_to_all    (N−1)/N · B
         all_reduce                                2(N−1)/N · B
         broadcast                                 B, and 0 for the last rank of the chain src, src+1, …, src−1
         send                                      B
 
-    B is the full tensor: what all_gather returns, what the others are given. All but all_reduce need N to divide it.
+    B is the full tensor: the result of all_gather, the argument of the others. All but all_reduce need N to divide it.
     all_reduce sends chunks as `chunk_sizes` cuts the B/itemsize elements: all but chunk r+1 while it reduces, all but
-    chunk r+2 while it gathers, so the bytes of rank r are 2B less those two chunks. That is 2(N−1)/N · B whenever N
-    divides, and over all ranks always 2(N−1) · B. One rank alone sends nothing. ValueError for another collective.
+    chunk r+2 while it gathers, so the bytes of rank r are 2B less those two chunks. That is 2(N−1)/N · B if N divides
+    B/itemsize, and over all ranks always 2(N−1) · B. With N = 1 nothing is sent. ValueError for another collective.
     """
     N = world_size
     if collective not in COLLECTIVES:
@@ -48,10 +48,10 @@ def ring_traffic(collective, nbytes, world_size, rank=0, itemsize=1, src=0):
 
 
 class Traffic(Ledger):
-    """Collective → bytes that one rank sent (int), and `.total`. Immutable; prints itself as a table.
+    """Maps each collective to the bytes (int) that one rank sent; `.total`. Immutable; prints itself as a table.
 
-    A collective of `COLLECTIVES` that was not used reads 0. Traffics add and subtract: take `comm.traffic` before a
-    step and again after it, and the difference is the step's.
+    A collective of `COLLECTIVES` that was not used reads 0. Traffics add and subtract: `comm.traffic` after a step
+    minus `comm.traffic` before it is the step's.
     """
 
     def __init__(self, nbytes=(), **more):

@@ -15,7 +15,7 @@ import functools
 
 import torch
 
-from ..comm.versions import owns_storage
+from ..comm.backend.versions import owns_storage
 from ..memory import mark
 from .bucket import Piece, buckets_of
 from .internals.consistency import check_model, check_phase, used_on_any_rank

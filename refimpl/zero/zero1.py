@@ -12,7 +12,7 @@ et al. 2020), sections 5.1 and 7.
 
 import contextlib
 
-from ..comm.tensors import same_memory
+from ..comm.backend.tensors import same_memory
 from ..memory import mark
 from .data_parallel import DataParallel
 from .internals.sharded_optimizer import ShardedOptimizer

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import pooled
 
 from refimpl import memory
 from refimpl.comm import Communicator, RankError, launch, ring_traffic
@@ -161,7 +162,7 @@ def check_everything(comm):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_collective_is_what_it_says_and_counts_what_it_sends(world_size):
-    assert launch(check_everything, world_size) == [len(CHECKS)] * world_size
+    assert pooled(check_everything, world_size) == [len(CHECKS)] * world_size
 
 
 def test_through_staging_copies_too():
@@ -180,11 +181,11 @@ def test_through_staging_copies_too():
             staging.all_gather(x)
         return t.peak["communication"], t.now["communication"], gather.peak.total
 
-    assert launch(fn, 2) == [(4000, 0, 4000 + 4000 + 8000 + 8000)] * 2  # x and its copy, the landing and the result
+    assert pooled(fn, 2) == [(4000, 0, 4000 + 4000 + 8000 + 8000)] * 2  # x and its copy, the landing and the result
 
 
 def test_in_debug_mode_too():
-    assert launch(check_everything, 3, debug=True) == [len(CHECKS)] * 3
+    assert pooled(check_everything, 3, debug=True) == [len(CHECKS)] * 3
 
 
 def test_with_nccl_a_group_meets_before_anybody_can_send(monkeypatch):
@@ -212,7 +213,7 @@ def drops_a_handle(comm):
 
 
 def test_what_is_sent_arrives_though_its_handle_is_dropped_and_what_was_waited_for_is_not_held():
-    assert launch(drops_a_handle, 2) == [400_000, 100_000]
+    assert pooled(drops_a_handle, 2) == [400_000, 100_000]
 
 
 def bytes_that_stay(comm):
@@ -232,7 +233,7 @@ def bytes_that_stay(comm):
 
 
 def test_a_tracker_reads_the_same_every_time():
-    assert launch(bytes_that_stay, 2) == [{}, {}]
+    assert pooled(bytes_that_stay, 2) == [{}, {}]
 
 
 def everything_that_is_refused(comm):
@@ -281,7 +282,7 @@ def everything_that_is_refused(comm):
 
 
 def test_bad_input_is_refused_with_its_name_and_before_anything_is_sent():
-    refused, _ = launch(everything_that_is_refused, 2)
+    refused, _ = pooled(everything_that_is_refused, 2)
     for name, words in {
         "split": "TypeError: split(0): expected a list", "op list": "op=['sum']", "meta": "meta", "nested": "nested",
         "exchange in place": "send_recv cannot write to the memory", "gather overlaps": "all_gather cannot",
@@ -308,7 +309,7 @@ def step(comm):
 
 
 def test_a_tracker_in_a_rank_sees_communication_and_its_trace_comes_back():
-    for trace in launch(step, 2):
+    for trace in pooled(step, 2):
         assert type(trace) is memory.Trace
         assert trace.peak["communication"] == 8000 + 2000
         assert trace.peak.total == 4000 + 8000 + 2000
@@ -316,5 +317,5 @@ def test_a_tracker_in_a_rank_sees_communication_and_its_trace_comes_back():
 
 
 def test_the_communicator_stays_in_its_rank():
-    with pytest.raises(RankError, match="rank 0 returned what cannot travel: the result"):
+    with pytest.raises(RankError, match="rank 0 returned an unpicklable value: the result"):
         launch(lambda comm: comm, 1)

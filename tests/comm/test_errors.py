@@ -1,4 +1,4 @@
-"""What a caller of `launch` catches: who began it, who is to blame, and that it travels."""
+"""What a caller of `launch` catches: who began it, who is to blame, and that it can be pickled."""
 
 import pickle
 
@@ -8,7 +8,7 @@ from refimpl.comm import CollectiveMismatch, RankError
 
 
 @pytest.mark.parametrize("kind", [RankError, CollectiveMismatch])
-def test_the_first_rank_began_it_and_an_error_travels_whole(kind):
+def test_the_first_rank_began_it_and_an_error_is_pickled_whole(kind):
     error = pickle.loads(pickle.dumps(kind("rank 3 raised", iter([3, 1]))))
     assert (type(error), str(error), error.ranks, error.rank) == (kind, "rank 3 raised", (3, 1), 3)
 

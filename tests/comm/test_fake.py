@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+from rank_pool import pooled
 from torch._subclasses.fake_tensor import FakeTensor
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 
 
 def program(comm):
@@ -39,7 +40,7 @@ def real(comm):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_same_shapes_values_traffic_and_bytes_as_real_ranks(world_size):
-    for rank, (shapes, results, traffic, trace) in enumerate(launch(real, world_size)):
+    for rank, (shapes, results, traffic, trace) in enumerate(pooled(real, world_size)):
         comm = FakeCommunicator(rank, world_size)
         assert program(comm)[0] == shapes
         assert all(torch.equal(a, b) for a, b in zip(program(comm)[1], results, strict=True))
@@ -92,7 +93,7 @@ def one_case(comm, name, dtype, shape, op, layout, in_place):
 
 
 def test_every_collective_on_every_dtype_shape_and_layout_as_real_ranks():
-    everything = launch(lambda comm: [one_case(comm, *case) for case in every_case()], 3)
+    everything = pooled(lambda comm: [one_case(comm, *case) for case in every_case()], 3)
     for rank, read in enumerate(everything):
         for case, (expected, values) in zip(every_case(), read, strict=True):
             assert one_case(FakeCommunicator(rank, 3), *case) == (expected, values), case
@@ -123,7 +124,7 @@ def test_a_real_communicator_refuses_fake_tensors():
         with pytest.raises(TypeError, match="FakeCommunicator"):
             memory.dry_run(lambda: comm.all_reduce(torch.zeros(2)))
 
-    launch(fn, 1)
+    pooled(fn, 1)
 
 
 def test_a_sub_group_counts_in_its_parent_too():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from rank_pool import pooled
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch, ring_all_reduce, ring_traffic
+from refimpl.comm import FakeCommunicator, ring_all_reduce, ring_traffic
 
 SIZES = [0, 1, 2, 3, 7, 8, 24, 1000, 1003]
 
@@ -33,7 +34,7 @@ def against_the_library(comm):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_the_ring_sums_as_the_library_does_and_sends_what_the_formula_says(world_size):
-    everyones = launch(against_the_library, world_size)
+    everyones = pooled(against_the_library, world_size)
     assert all(torch.equal(total, everyones[0]) for total in everyones)  # every rank has the same bits
 
 
@@ -61,7 +62,7 @@ def forgets_the_second_round(comm, x):
 
 def test_half_a_ring_sends_half():
     n = 12
-    for sent in launch(forgets_the_second_round, 3, torch.ones(n)):
+    for sent in pooled(forgets_the_second_round, 3, torch.ones(n)):
         assert sent * 2 == ring_traffic("all_reduce", 4 * n, 3, itemsize=4)
 
 

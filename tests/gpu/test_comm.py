@@ -90,7 +90,7 @@ def test_results_arrive_on_the_host():
 
 def test_a_tensor_on_the_gpu_does_not_travel_to_ranks(cuda):
     x = torch.ones(2, device=cuda)
-    with pytest.raises(TypeError, match="closure variable 'x' cannot travel.*cuda.*cpu"):
+    with pytest.raises(TypeError, match="closure variable 'x' cannot be pickled.*cuda.*cpu"):
         launch(lambda comm: x, 2)
 
 

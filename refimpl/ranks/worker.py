@@ -20,24 +20,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .communicator import Communicator
 from .errors import RankError
-from .shipping import pack_result
+from .pickling import pack_result
+from .world import World
 
 LENGTH = struct.Struct("q")
 READY, RETURNED, FAILED = "ready", "returned", "failed"
-OURS = (os.path.dirname(__file__), os.path.dirname(dist.__file__))  # where a rank waits for others
+TORCH_DISTRIBUTED = os.path.dirname(dist.__file__)
 
 
 @dataclass
 class Setup:
-    """What all ranks of a launch need to know before they can unpickle the function."""
+    """What a rank needs before it can unpickle the function."""
 
-    world_size: int
-    devices: list  # one for each rank
-    backend: str
-    port: int
-    debug: bool
+    world: World
+    port: int  # where rank 0 keeps the store
     directory: str
     path: list
     environment: dict
@@ -46,23 +43,23 @@ class Setup:
 
 @dataclass
 class Failure:
-    """How a rank did not return. `when` is time.monotonic, one clock for all processes of a machine."""
+    """Why a rank did not return. `when` is time.monotonic, one clock for all processes of a machine."""
 
     rank: int
     what: str  # "raised ValueError: …", "was killed by SIGKILL", …
     text: str = ""  # traceback, or where it hangs
     when: float = 0.0
     exception: bytes | None = None
-    consequence: bool = False  # torch.distributed raised it, perhaps because another rank is gone; or it tells of one
+    consequence: bool = False  # of another rank's failure, perhaps: torch.distributed raised it, or it names that rank
 
 
 def run(rank, control, out, err, stacks, payload, listener=None):
-    """The life of a rank. `control`, `out`, … are file descriptors.
+    """Live as a rank. `control`, `out`, … are file descriptors.
 
-    A rank that has returned or failed stays until it is told to go, so that its end breaks no one's connection: of the
-    others, only those fail that have a reason of their own.
+    A rank that has returned or failed stays until the caller closes its control socket, so that its end breaks no
+    connection: other ranks fail only for reasons of their own.
     """
-    parent = socket.socket(fileno=control)
+    parent, setup = socket.socket(fileno=control), None
     redirect(out, err)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -70,23 +67,24 @@ def run(rank, control, out, err, stacks, payload, listener=None):
         setup, packed = read_payload(payload)
         prepare(rank, setup)
         fn, args = pickle.loads(packed)
-        comm = connect(rank, setup, listener)
+        store = meet(rank, setup, listener)  # rank 0's has to live as long as any rank
+        connection = setup.world.connect(rank, store)
         report(parent, READY, None)
-        value = packed_result(fn(comm, *args))
+        value = pickled_result(fn(connection, *args))
         flush()
         report(parent, RETURNED, value)
     except BaseException as error:
         flush()
-        report(parent, FAILED, describe(rank, error))
+        report(parent, FAILED, describe(rank, error, setup.world.folders if setup else ()))
     parent.recv(1)  # until the caller closes its end
     flush()
     redirect(*[os.open(os.devnull, os.O_WRONLY)] * 2)  # connections end in any order now, and torch would log it
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if setup is not None:
+        setup.world.disconnect()
 
 
 def redirect(out, err):
-    """Send to `out` and `err` all that this process writes, from Python, C or a child, as soon as it is written."""
+    """Send to `out` and `err` all that this process writes, from Python, C or a child process, unbuffered."""
     os.dup2(out, 1)
     os.dup2(err, 2)
     for name, fd in (("stdout", 1), ("stderr", 2)):
@@ -96,7 +94,7 @@ def redirect(out, err):
 
 
 def flush():
-    """Python's buffers, if the function has left streams that have any, and those of C's stdio."""
+    """Flush Python's streams, unless the function has closed or replaced them, and those of C's stdio."""
     for stream in (sys.stdout, sys.stderr):
         if not getattr(stream, "closed", True):
             stream.flush()
@@ -104,14 +102,14 @@ def flush():
 
 
 def read_payload(fd):
-    """(Setup, pickled (fn, args)) from the file that all ranks share; its position too, so it is mapped, not read."""
+    """Read (Setup, pickled (fn, args)) from a file whose position all ranks share: so it is mapped, not read."""
     view = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     size, = LENGTH.unpack(view[:LENGTH.size])
     return pickle.loads(view[LENGTH.size:LENGTH.size + size]), view[LENGTH.size + size:]
 
 
 def prepare(rank, setup):
-    """Make this process like the caller's: directory, environment, import path, sources; and share out the cores."""
+    """Take over the caller's directory, environment, import path and sources; take this rank's share of the cores."""
     os.chdir(setup.directory)
     os.environ.clear()
     os.environ.update(setup.environment)
@@ -119,50 +117,42 @@ def prepare(rank, setup):
     linecache.cache.update({name: (sum(map(len, lines)), None, lines, name) for name, lines in setup.sources.items()})
     np.random.seed()  # noqa: NPY002  a fork copies its state, and all ranks would draw the same
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // setup.world_size))
+    torch.set_num_threads(max(1, cores // setup.world.size))
 
 
-def connect(rank, setup, listener):
-    """Meet the other ranks; the world's communicator.
+def meet(rank, setup, listener):
+    """Return the store through which ranks find each other.
 
-    Rank 0 keeps the store through which they find each other, on a port that the caller has bound already: nobody can
-    take it, nobody comes too early, and no file is left.
+    Rank 0 keeps it, on a port that the caller has bound already: no other process can take that port, no rank comes
+    too early, and no file is left.
     """
-    device = torch.device(setup.devices[rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-    forever = datetime.timedelta(days=365)  # how long is too long, the caller decides
-    store = dist.TCPStore("127.0.0.1", setup.port, setup.world_size, is_master=rank == 0, wait_for_workers=False,
-                          master_listen_fd=listener, timeout=forever)
-    dist.init_process_group(setup.backend, store=store, rank=rank, world_size=setup.world_size, timeout=forever)
-    return Communicator(rank, setup.world_size, device, dist.group.WORLD, debug=setup.debug)
+    return dist.TCPStore("127.0.0.1", setup.port, setup.world.size, is_master=rank == 0, wait_for_workers=False,
+                         master_listen_fd=listener, timeout=datetime.timedelta(days=365))
 
 
 def report(parent, kind, content):
-    """One message to the caller: its length, then (kind, content) pickled."""
+    """Send a message to the caller: its length, then (kind, content) pickled."""
     message = pickle.dumps((kind, content))
     parent.sendall(LENGTH.pack(len(message)))
     parent.sendall(message)
 
 
-class CannotReturn(TypeError):
-    """What the function returned cannot travel."""
+class UnpicklableResult(TypeError):
+    """Raised when the function returns a value that cannot be pickled."""
 
 
-def packed_result(value):
-    """`value`, pickled; CannotReturn if that cannot be."""
+def pickled_result(value):
+    """Pickle `value`. UnpicklableResult if that fails."""
     try:
         return pack_result(value)
     except TypeError as error:
-        raise CannotReturn(str(error)) from error
+        raise UnpicklableResult(str(error)) from error
 
 
-def describe(rank, error):
-    """A Failure of what `error` tells, ready to travel."""
-    if isinstance(error, CannotReturn):
-        return Failure(rank, f"returned what cannot travel: {error}", when=time.monotonic())
+def describe(rank, error, folders=()):
+    """Return the Failure of a rank that raised `error`. `folders`: of code whose errors may come from other ranks."""
+    if isinstance(error, UnpicklableResult):
+        return Failure(rank, f"returned an unpicklable value: {error}", when=time.monotonic())
     if isinstance(error, SystemExit):
         what = f"exited with code {error.code!r} (sys.exit) before it returned"
     else:
@@ -174,19 +164,20 @@ def describe(rank, error):
     try:
         exception = pack_result(error)
         pickle.loads(exception)
-    except Exception:  # it will be told in words only
+    except Exception:  # the message has to do
         exception = None
-    # Where ranks tell each other of an exception, those that had none raise a RankError that names the one that had.
+    # Where ranks exchange exceptions, those that had none raise a RankError that names the rank that had one.
     of_another = type(error) is RankError and error.ranks and rank not in error.ranks
-    return Failure(rank, what, text, time.monotonic(), exception, bool(of_another) or _from_distributed(error))
+    return Failure(rank, what, text, time.monotonic(), exception,
+                   bool(of_another) or _from_distributed(error, (TORCH_DISTRIBUTED, *folders)))
 
 
-def _from_distributed(error):
-    """Whether torch.distributed raised `error`, or what `error` was raised from."""
+def _from_distributed(error, folders):
+    """Whether code in these folders raised `error`, or the error that it was raised from, as a plain RuntimeError."""
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
-        raised_by_torch = isinstance(error, RuntimeError) and not isinstance(error, RankError)
-        if raised_by_torch and frames and frames[-1].filename.startswith(OURS):
+        raised_there = isinstance(error, RuntimeError) and not isinstance(error, RankError)
+        if raised_there and frames and frames[-1].filename.startswith(folders):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rank_pool import pooled
 
 from refimpl.comm import CollectiveMismatch, launch
 
@@ -28,7 +29,7 @@ def groups(comm):
 
 
 def test_sub_groups():
-    for rank, (whole, row) in enumerate(launch(groups, 4)):
+    for rank, (whole, row) in enumerate(pooled(groups, 4)):
         assert row == {"all_gather": 4}
         broadcast = {"broadcast": 4} if rank == 3 else {}  # rank 1 is the end of the chain 3 -> 1
         assert whole == {"all_gather": 8, "all_reduce": 4, **broadcast}
@@ -46,7 +47,7 @@ def overlapping(comm):
 
 
 def test_groups_that_overlap_and_what_they_send_counts_in_all_above():
-    results = launch(overlapping, 4)
+    results = pooled(overlapping, 4)
     assert [sums for sums, *_ in results] == [[3, None, 2, 4], [3, 3, None, 4], [3, 3, 2, 4], [None, 3, None, 4]]
     sums, traffic, sent = results[0]
     assert traffic["ends"]["all_reduce"] == 4  # 2(N-1)/N of 4 bytes

@@ -7,27 +7,33 @@ from pathlib import Path
 import pytest
 
 from refimpl.comm import CollectiveMismatch
-from refimpl.comm.report import blame, died, hung, names, show, threads, waiting_in
-from refimpl.comm.watch import Rank
-from refimpl.comm.worker import OURS, Failure
+from refimpl.ranks.report import blame, died, hung, names, show, threads, waiting_in
+from refimpl.ranks.watch import Rank
+from refimpl.ranks.worker import TORCH_DISTRIBUTED, Failure
+from refimpl.ranks.world import World
 
+FOLDER, HINT = "/refimpl/comm", "debug=True compares what ranks are about to do"
 STACK = f'''Thread 0x00007f01 (most recent call first):
   File "/lib/threading.py", line 3 in wait
 
 Current thread 0x00007f02 (most recent call first):
-  File "{OURS[1]}/distributed_c10d.py", line 10 in barrier
-  File "{OURS[1]}/c10d_logger.py", line 11 in wrapper
-  File "{OURS[0]}/communicator.py", line 12 in barrier
+  File "{TORCH_DISTRIBUTED}/distributed_c10d.py", line 10 in barrier
+  File "{TORCH_DISTRIBUTED}/c10d_logger.py", line 11 in wrapper
+  File "{FOLDER}/communicator.py", line 12 in barrier
   File "/home/cell.py", line 13 in step
-  File "{OURS[0]}/worker.py", line 14 in run
+  File "/refimpl/ranks/worker.py", line 14 in run
   File "<string>", line 1 in <module>
 '''
+
+
+class Connected(World):
+    folders, hint = (FOLDER,), HINT
 
 
 def ended(status, value=None, errors=b"", stacks=b""):
     rank = Rank(2)
     rank.status, rank.value, rank.errors, rank.stacks = status, value, errors, stacks
-    return died(rank, 7.0)
+    return died(rank, 7.0, HINT)
 
 
 @pytest.mark.parametrize("status, value, what", [
@@ -68,7 +74,7 @@ def test_the_exception_itself_is_the_cause_or_its_loss_is_told():
     raised = Failure(1, "raised ValueError: x", exception=pickle.dumps(ValueError("x")))
     assert isinstance(blame([raised], set()).__cause__, ValueError)
     lost = blame([Failure(1, "raised Odd: x", exception=b"no pickle")], set())
-    assert lost.__cause__ is None and "(the exception itself could not be read: " in str(lost)
+    assert lost.__cause__ is None and "(the exception itself could not be unpickled: " in str(lost)
     mismatch = Failure(1, "raised …", "lines", exception=pickle.dumps(CollectiveMismatch("rank 2 differs", [2])))
     error = blame([mismatch], set())
     assert (type(error), error.ranks, str(error)) == (CollectiveMismatch, (2,), "rank 2 differs\n\nlines")
@@ -78,20 +84,21 @@ def test_threads_of_a_stack_without_our_own_beginning():
     waits, works = threads(STACK)
     assert waits == [("/lib/threading.py", 3, "wait")]
     assert [name for _, _, name in works] == ["barrier", "wrapper", "barrier", "step"]
-    assert waiting_in([waits, works]) == "barrier" and waiting_in([waits]) is None
+    assert waiting_in([waits, works], (FOLDER, TORCH_DISTRIBUTED)) == "barrier"
+    assert waiting_in([waits], (FOLDER, TORCH_DISTRIBUTED)) is None
     assert threads("") == []
 
 
 def test_a_hang_names_those_that_do_not_wait():
     busy = 'Current thread 0x01 (most recent call first):\n  File "/home/cell.py", line 5 in spin\n'
-    error = hung({0: STACK, 1: busy, 3: ""}, 2.5, [2])
+    error = hung({0: STACK, 1: busy, 3: ""}, 2.5, [2], Connected(4))
     assert error.ranks == (1, 3)
     assert str(error).startswith(
-        "ranks 1 and 3 did not answer within 2.5 s; rank 3 did not even answer a signal, as if stopped or deep in C "
+        "ranks 1 and 3 did not answer within 2.5 s; rank 3 did not even answer a signal: stopped, or deep in C "
         "code; rank 2 had returned\nrank 0 waited for others in barrier\n\nwhere rank 1 was:\n")
     assert "debug=True" not in str(error)
-    error = hung({0: STACK, 1: STACK}, 1, [])
-    assert error.ranks == (0, 1) and "ranks 0 and 1 waited for others in barrier\nlaunch(…, debug=True)" in str(error)
+    error = hung({0: STACK, 1: STACK}, 1, [], Connected(2))
+    assert error.ranks == (0, 1) and "ranks 0 and 1 waited for others in barrier\ndebug=True" in str(error)
 
 
 def test_frames_are_shown_as_a_traceback_shows_them():

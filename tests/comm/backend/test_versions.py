@@ -1,4 +1,4 @@
-"""What hides torch's own work from trackers, and waits until torch has let go of what was lent to it."""
+"""What hides torch's own work from trackers, and waits until torch has released what was lent to it."""
 
 import inspect
 import threading
@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from refimpl import memory
-from refimpl.comm import launch, versions
+from refimpl.comm import launch
+from refimpl.comm.backend import versions
 
 
 def test_the_collectives_that_torch_renamed_are_those_of_this_version():
@@ -44,7 +45,7 @@ def test_unwatched_tensors_are_lent_as_they_are_and_nobody_waits():
     lent, references = versions.lend(x)
     assert lent[0] is x and references is None
     held, start = lent[0].detach(), time.monotonic()
-    versions.let_go(lent, references)
+    versions.wait_for_release(lent, references)
     assert time.monotonic() - start < 0.5 and held is not None
 
 
@@ -53,16 +54,16 @@ def test_a_watched_tensor_is_waited_for_until_the_last_other_reference_is_gone()
     with memory.track():
         lent, references = versions.lend(x)
         assert lent[0] is not x and lent[0].data_ptr() == x.data_ptr()
-        versions.let_go(lent, references)  # nobody has it
+        versions.wait_for_release(lent, references)  # nobody has it
         held = [lent[0].view(3)]
         timer = threading.Timer(0.1, held.clear)
         start = time.monotonic()
         timer.start()
-        versions.let_go(lent, references)
+        versions.wait_for_release(lent, references)
         assert held == [] and 0.05 < time.monotonic() - start < 1
         timer.join()
         kept, start = lent[0].view(3), time.monotonic()
-        versions.let_go(lent, references, seconds=0.1)  # not for ever
+        versions.wait_for_release(lent, references, seconds=0.1)  # not for ever
         assert 0.1 <= time.monotonic() - start < 1 and kept is not None
 
 

@@ -1,20 +1,19 @@
-"""From what is known of failed ranks to one exception that names who began it."""
+"""From what is known of failed ranks to one exception that names the rank that failed first."""
 
 import linecache
 import pickle
 import re
 import signal
 
-from .errors import CollectiveMismatch, RankError
-from .worker import OURS, Failure
+from .errors import RankError
+from .worker import TORCH_DISTRIBUTED, Failure
 
-DEBUG_HINT = "launch(…, debug=True) compares what ranks are about to do before each collective, and names who differs"
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-STARTING = ("/comm/worker.py", "/comm/forking.py", "<string>")
+STARTING = ("/ranks/worker.py", "/ranks/forking.py", "<string>")
 
 
-def died(rank, when):
-    """The Failure of a `watch.Rank` that ended before it was told to."""
+def died(rank, when, hint=""):
+    """Return the Failure of a `watch.Rank` whose process ended too early."""
     errors, number = rank.errors.decode(errors="replace").strip(), rank.status & 0x7F
     text = [f"the last that it wrote to stderr:\n{errors}"] if errors else []
     text += [f"where it was:\n{show(frames)}" for frames in threads(rank.stacks.decode(errors="replace"))]
@@ -24,16 +23,18 @@ def died(rank, when):
     if number == signal.SIGKILL:
         what += "; the kernel does that too when memory runs out"
     if "Received data size doesn't match" in errors:
-        what += f"; tensors of different sizes met in a collective: {DEBUG_HINT}"
-    # gloo aborts when something is wrong with what others sent: perhaps another is to blame.
+        what += f"; tensors of different sizes met in a collective: {hint}"
+    # gloo aborts when something is wrong with what others sent: perhaps another rank is to blame.
     return Failure(rank.number, what, "\n\n".join(text), when, consequence=number == signal.SIGABRT)
 
 
 def blame(failures, dead):
-    """One RankError of all `failures`; `dead` are the ranks that ended.
+    """Return one RankError for all `failures`; `dead` are the ranks whose processes ended.
 
-    First those that nothing else explains, then those that may be consequences (a broken connection); a death before
-    an exception, since it is what breaks connections; then the earliest.
+    Blamed first are failures that may not be consequences of others (as broken connections are); of these, deaths
+    before exceptions, since deaths break connections; of these, the earliest.
+
+    A rank that raises a subclass of RankError knows better which ranks are to blame: that class and its `ranks` stay.
     """
     first, *others = sorted(failures, key=lambda f: (f.consequence, f.rank not in dead, f.when))
     message = f"rank {first.rank} {first.what}"
@@ -42,29 +43,34 @@ def blame(failures, dead):
     try:
         cause = pickle.loads(first.exception) if first.exception else None
     except Exception as error:
-        cause, message = None, f"{message}\n(the exception itself could not be read: {error!r})"
-    if isinstance(cause, CollectiveMismatch):
-        return CollectiveMismatch(f"{cause}\n\n{first.text}", cause.ranks)
+        cause, message = None, f"{message}\n(the exception itself could not be unpickled: {error!r})"
+    if isinstance(cause, RankError) and type(cause) is not RankError:
+        return type(cause)(f"{cause}\n\n{first.text}", cause.ranks)
     error = RankError(message, [first.rank])
     error.__cause__ = cause
     return error
 
 
-def hung(stacks, seconds, returned):
-    """A RankError of ranks that did not answer in time. `stacks`: rank -> what faulthandler wrote in it."""
+def hung(stacks, seconds, returned, world):
+    """Return the RankError for ranks that did not answer in time.
+
+    `stacks`: {rank: what faulthandler wrote in it}; `returned`: ranks that had returned. Ranks that wait for others,
+    in the code of `world.folders` or of torch.distributed, are not to blame, unless all do.
+    """
     seen = {rank: threads(text) for rank, text in stacks.items()}
-    waits = {rank: found for rank, frames in seen.items() if (found := waiting_in(frames))}
+    folders = (TORCH_DISTRIBUTED, *world.folders)
+    waits = {rank: found for rank, frames in seen.items() if (found := waiting_in(frames, folders))}
     ranks = [rank for rank in stacks if rank not in waits] or list(stacks)
     message = f"{names(ranks)} did not answer within {seconds:g} s"
     silent = [rank for rank in ranks if not seen[rank]]
     if silent:
-        message += f"; {names(silent)} did not even answer a signal, as if stopped or deep in C code"
+        message += f"; {names(silent)} did not even answer a signal: stopped, or deep in C code"
     if returned:
         message += f"; {names(returned)} had returned"
     for place in sorted(set(waits.values())):
         message += f"\n{names([rank for rank in waits if waits[rank] == place])} waited for others in {place}"
-    if not set(ranks).difference(waits):
-        message += f"\n{DEBUG_HINT}"
+    if not set(ranks).difference(waits) and world.hint:
+        message += f"\n{world.hint}"
     for rank in ranks:
         for frames in seen[rank]:
             message += f"\n\nwhere rank {rank} was:\n{show(frames)}"
@@ -72,7 +78,7 @@ def hung(stacks, seconds, returned):
 
 
 def threads(text):
-    """What faulthandler wrote, as frames (file, line, function), innermost first, of each thread that has any."""
+    """Parse what faulthandler wrote: for each thread its frames (file, line, function), innermost first."""
     found = []
     for block in re.split(r"^(?:Current t|T)hread 0x.*$", text, flags=re.MULTILINE):
         frames = [(file, int(line), name) for file, line, name in FRAME.findall(block)]
@@ -82,17 +88,17 @@ def threads(text):
     return found
 
 
-def waiting_in(found):
-    """The collective in which one of these threads waits for other ranks, or None."""
+def waiting_in(found, folders):
+    """Return the name of the collective, from code in `folders`, in which one of these threads waits; or None."""
     for frames in found:
-        if frames[0][0].startswith(OURS):
-            ours = [name for file, _, name in frames if file.startswith(OURS) and name != "wrapper"]
+        if frames[0][0].startswith(folders):
+            ours = [name for file, _, name in frames if file.startswith(folders) and name != "wrapper"]
             return ours[-1] if ours else frames[0][2]
     return None
 
 
 def show(frames):
-    """Frames as a traceback shows them: the call that was made last comes last."""
+    """Format frames as a traceback shows them: the innermost call comes last."""
     lines = []
     for file, line, name in reversed(frames):
         source = linecache.getline(file, line).strip()
@@ -101,6 +107,6 @@ def show(frames):
 
 
 def names(ranks):
-    """rank 1; ranks 0, 2 and 3."""
+    """Format ranks: "rank 1"; "ranks 0, 2 and 3"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -1,7 +1,8 @@
-"""Debug mode: ranks that do not agree are named, where torch would hang, abort or return rubbish."""
+"""Debug mode: ranks that do not match are named, where torch would hang, abort or return rubbish."""
 
 import pytest
 import torch
+from rank_pool import pooled
 
 from refimpl.comm import CollectiveMismatch, RankError, launch
 
@@ -75,7 +76,7 @@ def test_a_send_that_does_not_fit_its_recv(sent):
         elif comm.rank == 1:
             comm.recv(torch.zeros(4), 0)
 
-    with pytest.raises(CollectiveMismatch, match="ranks 0 and 1 do not agree") as caught:
+    with pytest.raises(CollectiveMismatch, match="ranks 0 and 1 do not match") as caught:
         launch(fn, 3, debug=True)
     assert caught.value.ranks == (0, 1)
     assert f"rank 0: send of shape ({sent},), float32 on cpu" in str(caught.value)
@@ -90,7 +91,7 @@ def test_receives_may_be_waited_for_in_any_order():
         return [receives[i].wait().tolist() for i in (2, 0, 1)], [send.wait() for send in sends]
 
     expected = ([[3.0] * 3, [1.0], [2.0] * 2], [None] * 3)
-    assert launch(fn, 2, debug=True) == launch(fn, 2) == [expected] * 2
+    assert pooled(fn, 2, debug=True) == pooled(fn, 2) == [expected] * 2
 
 
 def test_the_environment_can_ask_for_it(monkeypatch):
@@ -99,7 +100,7 @@ def test_the_environment_can_ask_for_it(monkeypatch):
         launch(different_sizes, 4)
 
 
-def test_a_description_too_long_for_its_card_is_still_compared():
+def test_a_description_too_long_for_its_header_is_still_compared():
     def fn(comm, shape):
         comm.all_reduce(torch.zeros(*shape, 1 + (comm.rank == 1)))
 
@@ -107,11 +108,11 @@ def test_a_description_too_long_for_its_card_is_still_compared():
         launch(fn, 3, (1,) * 100, debug=True)
 
 
-def test_the_mode_changes_nothing_of_what_agrees():
+def test_the_mode_changes_nothing_of_what_matches():
     def fn(comm):
         return comm.all_reduce(torch.ones(3)).tolist(), comm.traffic
 
-    assert launch(fn, 3, debug=True) == launch(fn, 3)
+    assert pooled(fn, 3, debug=True) == pooled(fn, 3)
 
 
 def test_without_it_a_rank_that_torch_aborts_is_told_of_the_mode():

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from .. import memory
+from ... import memory
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
        "product": dist.ReduceOp.PRODUCT}
@@ -13,7 +13,7 @@ NAMED = (*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)  # gloo and
 
 
 def reduction(op, x):
-    """torch's name of `op`, if x can be reduced by it; ValueError if not."""
+    """Return torch's name of `op`. ValueError if x cannot be reduced by it."""
     if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"op={op!r}: expected one of {', '.join(OPS)}")
     if op == "avg" and x.dtype not in FLOATS:
@@ -22,12 +22,12 @@ def reduction(op, x):
         return OPS[BOOL_OPS[op]]
     if x.dtype not in NAMED:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMED)
-        raise ValueError(f"{x.dtype} cannot be reduced on the way: expected one of {known} or bool")
+        raise ValueError(f"{x.dtype} cannot be reduced: expected one of {known} or bool")
     return OPS[op]
 
 
 def as_bytes(tensor):
-    """`tensor` as the backends take it: where they have no name for its dtype, its bytes."""
+    """View a tensor as the backends take it: as its bytes if they have no name for its dtype."""
     if tensor.dtype in NAMED:
         return tensor
     # A contiguous tensor of no or one element may have any stride, and `view` takes none but 1.
@@ -35,24 +35,25 @@ def as_bytes(tensor):
 
 
 def same_memory(a, b):
-    """Whether two tensors of one shape are one, or aliases."""
+    """Whether two tensors of one shape are the same elements in memory."""
     return a is b or (a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.stride() == b.stride()
                       and a.storage_offset() == b.storage_offset())
 
 
 def resolved(x):
-    """x as it reads: `z.conj()` and `z.conj().imag` hold other numbers, and a bit that says what to do with them."""
+    """Return x with lazy conjugation or negation done: `z.conj()` holds z's numbers, and a bit to conjugate them."""
     if x.is_conj() or x.is_neg():
         return memory.mark(x.resolve_conj().resolve_neg(), "communication")
     return x
 
 
 def check_out(collective, x, out, rank):
-    """ValueError unless a collective on x can write to `out`: while x is read, and element by element."""
+    """Raise ValueError unless a collective may write to `out` while it reads x."""
     if not out.is_contiguous():
         if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-            raise ValueError(f"out has {look(out)} and strides {out.stride()}: its elements share memory; give another")
-        return  # the result comes to lie in another tensor first
+            raise ValueError(f"out has {describe(out)} and strides {out.stride()}: its elements share memory; "
+                             "give another out")
+        return  # the result is written to another tensor first
     if collective == "recv":  # which reads nothing
         return
     if x.untyped_storage()._cdata != out.untyped_storage()._cdata or not x.is_contiguous():
@@ -69,6 +70,6 @@ def check_out(collective, x, out, rank):
     raise ValueError(f"{collective} cannot write to the memory that it reads: give another out, or none")
 
 
-def look(tensor, shape=None):
-    """What an error message says of a tensor."""
+def describe(tensor, shape=None):
+    """Describe a tensor in an error message."""
     return f"shape {tuple(tensor.shape if shape is None else shape)}, {tensor.dtype} on {tensor.device}"

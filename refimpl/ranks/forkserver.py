@@ -1,9 +1,9 @@
 """The caller's side of the process that forks ranks: start it, keep it while it is up to date, ask it for ranks.
 
 Starting Python and importing torch takes seconds; forking a process that has done so does not. The caller's own process
-cannot be forked (threads, a CUDA context), so a second one is started from nothing, and kept for the launches to come.
-(multiprocessing's own fork server would run the caller's `__main__` a second time, and is one for the whole process:
-whoever starts it first decides what it has imported.) What that process does is in `forking`.
+cannot be forked (threads, a CUDA context), so a second one is started, and kept for the launches to come. `forking` is
+what it runs. (multiprocessing's own fork server would run the caller's `__main__` a second time, and there is only one
+per process: its first user decides what it imports.)
 
 A launch is one socket, its channel. Each message on it asks for one rank and carries its file descriptors; back come
 the rank's pid, and later how it ended. When the channel closes, whatever the reason (done, failed, interrupted, the
@@ -22,9 +22,11 @@ from pathlib import Path
 
 from .forking import OPEN, REQUEST
 
+# Optimizers import torch._dynamo when the first one is made, 1.4 s in every rank; here it is paid once.
+PRELOADED = ("torch", "torch._dynamo", "refimpl.ranks.world")
 PACKAGE = Path(__file__).resolve().parents[1]
-# In a rank glibc keeps what tensors of up to 32 MiB free for the next ones, as CUDA's caching allocator does. Else it
-# goes back to the system, and a step pays for its pages again, zeroed, a fault for each 4 KB: a tenth of a small step.
+# In a rank glibc keeps freed memory of up to 32 MiB for the next tensors, as CUDA's caching allocator does. By default
+# it returns that memory to the system, and a step pays for zeroed pages again, one fault per 4 KB: a tenth of its time.
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 READ_AT_IMPORT = ("TORCH_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_INTERPRET")  # beginnings of names in the environment
 START_SECONDS = 120
@@ -32,39 +34,42 @@ START_SECONDS = 120
 _current, _lock = None, threading.Lock()
 
 
-def open_channel():
-    """A socket to a running fork server, for one launch. Starts the server if there is none, or if it is stale."""
+def open_channel(module):
+    """Connect to the fork server for one launch; return the socket.
+
+    Starts a server if none runs, or if the running one is stale. `module` is one more that it has imported.
+    """
     global _current
     with _lock:
-        freshness = _freshness()
+        freshness, modules = _freshness(), {*PRELOADED, module}
         while True:
-            if _current is not None and not _current.serves(freshness):
+            if _current is not None and not _current.serves(freshness, modules):
                 _current.close()
                 _current = None
             if _current is None:
-                _current = ForkServer(freshness)
+                _current = ForkServer(freshness, modules)
             with contextlib.suppress(ConnectionError):  # it has just ended: start another
                 return _current.open_channel()
             _current.kill()
 
 
 def _freshness():
-    """What the server has baked in: our code as it is on disk, and what torch and triton read when imported."""
+    """Return what a server cannot change any more: when this package was written, and what torch read at import."""
     written = max(path.stat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
     return written, sorted((name, value) for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT))
 
 
 class ForkServer:
-    """The process, as its owner sees it. Raises RuntimeError, with what it wrote, if it does not start."""
+    """The process that forks ranks, as its owner sees it. RuntimeError if it does not start, with what it wrote."""
 
-    def __init__(self, freshness):
-        self._freshness, self._owner = freshness, os.getpid()
+    def __init__(self, freshness, modules):
+        self._freshness, self._modules, self._owner = freshness, modules, os.getpid()
         self._socket, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from refimpl.comm.forking import serve; " \
-               f"serve({theirs.fileno()}, {os.getpid()})"
-        # Neither numpy's threads nor a CUDA driver that an import has asked for GPUs would survive a fork.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from refimpl.ranks.forking import serve; " \
+               f"serve({theirs.fileno()}, {sorted(modules)!r})"
+        # Numpy's threads would not survive a fork, nor would a CUDA driver that an import has asked for GPUs.
         environment = {**KEEP_FREED, **os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        self._log = tempfile.TemporaryFile()  # what it writes itself: an error, should it end
+        self._log = tempfile.TemporaryFile()  # what the server itself writes: the error with which it ends
         with theirs:
             self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=self._log,
                                              stderr=self._log, pass_fds=[theirs.fileno()], start_new_session=True,
@@ -87,16 +92,17 @@ class ForkServer:
                            f"{self.last_words()}")
 
     def last_words(self):
-        """What it wrote."""
+        """Return what it wrote."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
-    def serves(self, freshness):
-        """Whether it is alive, ours, and up to date."""
-        return self._owner == os.getpid() and self._process.poll() is None and self._freshness == freshness
+    def serves(self, freshness, modules):
+        """Whether it is alive, owned by this process, up to date, and has imported these modules."""
+        alive = self._owner == os.getpid() and self._process.poll() is None
+        return alive and self._freshness == freshness and self._modules >= modules
 
     def open_channel(self):
-        """Our end of a new channel. ConnectionError if the server has ended."""
+        """Return our end of a new channel. ConnectionError if the server has ended."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -111,12 +117,12 @@ class ForkServer:
         return ours
 
     def kill(self):
-        """End it at once, and its ranks."""
+        """Kill it, and its ranks with it."""
         self._process.kill()
         self._process.wait()
 
     def close(self):
-        """End it; ranks of launches that are still running end first."""
+        """Let it end, once launches that still run in other threads have."""
         self._socket.close()
         self._log.close()
         if self._owner != os.getpid():
@@ -129,11 +135,11 @@ class ForkServer:
 
 
 def last_words():
-    """What the running fork server, or the one that has just ended, wrote."""
+    """Return what the fork server wrote, be it running or just ended."""
     with _lock:
         return _current.last_words() if _current is not None else ""
 
 
 def fork_rank(channel, rank, fds):
-    """Ask for one rank, which gets copies of `fds` (see `worker.run`)."""
+    """Ask for one rank; it gets copies of `fds` (see `worker.run`)."""
     socket.send_fds(channel, [REQUEST.pack(rank)], fds)

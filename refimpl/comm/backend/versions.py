@@ -1,4 +1,4 @@
-"""What torch calls differently from version to version, or has no public name for."""
+"""What has different names in torch's versions, or no public name."""
 
 import operator
 import sys
@@ -11,19 +11,17 @@ import torch.distributed as dist
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# A context in which trackers see nothing: for what torch itself does inside a collective or around one, which is not
-# the caller's. (gloo's reduce_scatter, say, reduces a copy of its argument; `memory.measure` sees that.)
+# A context in which trackers see nothing: for what torch itself allocates in a collective, which is not the caller's.
+# (gloo's reduce_scatter, say, reduces a copy of its argument; `memory.measure` sees that.)
 unseen = torch._C._DisableTorchDispatch
-
-
 watched = torch._C._len_torch_dispatch_stack  # how many trackers see each operation
 
 
 def unrecorded(call, *args):
-    """`call(*args)`, which begins a collective: none of the profiler's where a tracker looks on.
+    """Return `call(*args)`, which begins a collective; while a tracker is on, the profiler does not record it.
 
-    What a profiler wants to do at a collective's end holds on to the tracker. gloo's thread drops it under the lock of
-    the work, and needs the interpreter for that, which whoever asks `is_completed` has while waiting for that lock.
+    Its record would hold a reference to the tracker, which gloo's thread drops at the collective's end, under the lock
+    of the work. For that it needs the GIL; but a thread in `is_completed` holds the GIL, and waits for that lock.
     """
     if not watched():
         return call(*args)
@@ -35,19 +33,19 @@ def unrecorded(call, *args):
 
 
 def lend(*tensors):
-    """`tensors` for torch to work on, and how many references there are to each, for `let_go`.
+    """Return the tensors to give to torch, and the number of references to each, for `wait_for_release`.
 
-    Where a tracker is interested, aliases that nobody else holds, so that only torch can add references to them.
+    While a tracker is on, these are aliases that nobody else holds, so that only torch can add references to them.
     """
     lent = [tensor.detach() for tensor in tensors] if watched() else list(tensors)
     return lent, _references(lent) if watched() else None
 
 
-def let_go(lent, before, seconds=1):
-    """Return when torch has dropped what was lent to it.
+def wait_for_release(lent, before, seconds=1):
+    """Wait until torch has dropped its references to the tensors that it was lent.
 
-    A thread of gloo's ends a collective, wakes who waits for it, and drops its tensors a moment later. Whoever frees
-    them in between has freed nothing yet, and a tracker would read bytes that come and go by chance.
+    gloo's thread completes a collective, wakes the thread that waits for it, and drops its tensors a moment later. If
+    the caller frees them in between they still live, and a tracker would read bytes that vary by chance.
     """
     deadline = time.monotonic() + seconds
     while before and any(map(operator.gt, _references(lent), before)) and time.monotonic() < deadline:
@@ -55,9 +53,9 @@ def let_go(lent, before, seconds=1):
 
 
 def owns_storage(tensor):
-    """Whether no other tensor looks at its storage, and it at all of it.
+    """Whether a tensor is all of its storage, and no other tensor shares that.
 
-    Autograd may hand one storage to two parameters as their gradients: to a and b of `a[None] + b[None]`, say."""
+    Autograd may give two parameters one storage for their gradients: to a and b of `a[None] + b[None]`, say."""
     storage = tensor.untyped_storage()
     return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) <= 2  # it, and `storage`
 

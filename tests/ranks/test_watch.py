@@ -11,7 +11,7 @@ import time
 import pytest
 
 from refimpl.comm import RankError, launch
-from refimpl.comm import watch as watching
+from refimpl.ranks import watch as watching
 
 
 def test_too_many_open_files_say_so_and_leave_nothing(processes_left):
@@ -75,6 +75,7 @@ def test_a_result_that_can_be_read_nowhere_is_named():
         def __init__(self, first, second):
             super().__init__(first)
 
-    with pytest.raises(RankError, match="rank 1 returned what cannot be read here: TypeError.*'second'") as caught:
+    told = "rank 1 returned a value that cannot be unpickled: TypeError.*'second'"
+    with pytest.raises(RankError, match=told) as caught:
         launch(lambda comm: TwoArguments(1, 2) if comm.rank else None, 2)
     assert caught.value.ranks == (1,) and isinstance(caught.value.__cause__, TypeError)

@@ -1,10 +1,10 @@
 """reduce_scatter and all_gather over gloo, as messages between each two ranks.
 
 gloo has no reduce_scatter of its own: torch all_reduces a copy of the whole tensor, twice the bytes on the wire. And
-it gathers into a second tensor of the size of the result. Messages need neither: a rank sends each other rank what
-is meant for it, N−1 chunks of the N, as many bytes as a ring sends, and receives in place. For a reduce_scatter N−1
-chunks come to lie in memory of their own, and are added up in the order of ranks, so that the sum of a chunk does not
-depend on where it is added up.
+its all_gather writes to a second tensor of the size of the result. Messages need neither: a rank sends each other rank
+one chunk, N−1 chunks of the N, as many bytes as a ring sends, and receives in place. A reduce_scatter receives N−1
+chunks in memory of their own and adds them up in the order of ranks, so that a sum does not depend on the rank that
+adds it up.
 """
 
 import torch
@@ -15,11 +15,11 @@ from .versions import unseen
 ADD = {dist.ReduceOp.SUM: torch.Tensor.add_, dist.ReduceOp.AVG: torch.Tensor.add_,
        dist.ReduceOp.PRODUCT: torch.Tensor.mul_, dist.ReduceOp.MAX: lambda x, y: torch.maximum(x, y, out=x),
        dist.ReduceOp.MIN: lambda x, y: torch.minimum(x, y, out=x)}
-TAG = 2  # of these messages, so that they are not taken for what somebody sends (0) or announces (1)
+TAG = 2  # of these messages; tensors that are sent have tag 0, their headers tag 1
 
 
 class Messages:
-    """Messages under way, as a work of torch's: `wait` ends them, then does what is left to do."""
+    """Messages under way, with the methods of torch's works: `wait` completes them, then calls `last`."""
 
     def __init__(self, sends, receives, last=None):
         self._sends, self._receives, self._last = sends, receives, last
@@ -33,11 +33,11 @@ class Messages:
         self._last = None
 
     def is_completed(self):
-        return all(work.is_completed() for work in self._receives)  # gloo cannot tell of a send
+        return all(work.is_completed() for work in self._receives)  # for sends gloo does not know
 
 
 def all_gather(landing, source, group, later):
-    """Each rank's `source` to its place in every `landing`. A Messages if `later`."""
+    """Copy each rank's `source` to its place in every `landing`. Returns Messages if `later`."""
     with unseen():
         group = group or dist.group.WORLD
         rank, places = group.rank(), _rows(landing, group)
@@ -47,8 +47,8 @@ def all_gather(landing, source, group, later):
 
 
 def reduce_scatter(landing, source, op, group, later):
-    """To `landing` chunk r of the sum over ranks of `source`, on rank r. A Messages if `later`."""
-    with unseen():  # as all that happens within a collective; `memory.measure` sees the N−1 chunks
+    """Write chunk r of the sum over ranks of `source` to `landing`, on rank r. Returns Messages if `later`."""
+    with unseen():  # `memory.measure` sees the N−1 chunks
         group = group or dist.group.WORLD
         rank, chunks = group.rank(), _rows(source, group)
         parts = [chunk if peer == rank else torch.empty_like(chunk) for peer, chunk in enumerate(chunks)]
@@ -56,7 +56,7 @@ def reduce_scatter(landing, source, op, group, later):
 
 
 def _exchange(given, taken, rank, group, later, last=None):
-    """Send given[p] to each other rank p, and receive what p sends into taken[p]."""
+    """Send given[p] to each other rank p, and receive from p into taken[p]."""
     peers = [(rank + i) % len(taken) for i in range(1, len(taken)) if taken[rank].numel()]  # not all begin with one
     receives = [group.recv([taken[peer]], peer, TAG) for peer in peers]  # what dist.irecv calls, after 10 µs of checks
     sends = [group.send([given[peer]], peer, TAG) for peer in peers]
@@ -65,7 +65,7 @@ def _exchange(given, taken, rank, group, later, last=None):
 
 
 def _reduce(parts, landing, rank, op):
-    """parts[0] op parts[1] op …, one after the other, into `landing`, which may be parts[rank]."""
+    """Compute parts[0] op parts[1] op …, in this order, into `landing`, which may be parts[rank]."""
     total = parts[0]
     if rank == 0:  # the others may be written to, this one is the caller's
         total = landing if total.data_ptr() == landing.data_ptr() else landing.copy_(total)
@@ -78,5 +78,5 @@ def _reduce(parts, landing, rank, op):
 
 
 def _rows(tensor, group):
-    """What belongs to each rank, flat."""
+    """Split a tensor into one flat chunk for each rank."""
     return tensor.reshape(group.size(), tensor.numel() // group.size()).unbind()

@@ -1,10 +1,9 @@
-"""Carrying a function and its arguments to other processes, and results back; and saying what cannot go, and why.
+"""Functions, arguments and results as bytes for another process; the name of the variable that cannot be pickled.
 
-cloudpickle carries by value what no other process could import: what a notebook's cell or a script defines, closures,
-lambdas. Everything else goes by its name, and the ranks import it.
+cloudpickle pickles by value what no other process could import: what a notebook's cell or a script defines, closures,
+lambdas. Everything else is pickled by its name, and ranks import it.
 """
 
-import functools
 import importlib
 import io
 import linecache
@@ -19,35 +18,33 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def pack(fn, args):
-    """((fn, args) as bytes, {file name: lines} of code that is in no file).
+    """Pickle (fn, args) for the ranks; return the bytes and {file name: lines} of functions whose code is in no file.
 
-    TypeError naming the variable, argument or attribute that cannot travel: a lock, an open file, a generator, a
-    tensor on a GPU, …
+    TypeError naming the variable or argument that cannot be pickled: a lock, an open file, a generator, a tensor on a
+    GPU, …
     """
     buffer = io.BytesIO()
-    packer = _Outward(buffer)
+    packer = _ToRanks(buffer)
     try:
         packer.dump((fn, args))
     except Exception as error:
         named = {f"the function {_name(fn)}": fn, **{f"argument {i}": arg for i, arg in enumerate(args, 1)}}
-        raise TypeError(_explain(named, _Outward, "cannot travel to the ranks")) from error
+        raise TypeError(_explain(named, _ToRanks)) from error
     return buffer.getbuffer(), packer.sources
 
 
 def pack_result(value):
-    """`value` as bytes, tensors on a GPU as copies on the host. TypeError naming the part that cannot travel."""
+    """Pickle what a rank returns, tensors on a GPU as copies on the host. TypeError if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
-        _Homeward(buffer).dump(value)
+        _ToCaller(buffer).dump(value)
     except Exception as error:
-        raise TypeError(_explain({"the result": value}, _Homeward, "cannot travel to the caller")) from error
+        raise TypeError(_explain({"the result": value}, _ToCaller)) from error
     return buffer.getvalue()
 
 
 HOST = ("cpu", "meta")  # device types of tensors that any process can hold
 OPEN_FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
-
-
 # torch cannot read back what pickle writes of tensors of any other dtype (uint16, float8_e4m3fn, …).
 PICKLED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,
            torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128)
@@ -56,15 +53,15 @@ PICKLED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 class _Packer(cloudpickle.Pickler):
     def reducer_override(self, obj):
         if isinstance(obj, OPEN_FILES) and obj not in (sys.stdout, sys.stderr):
-            raise TypeError("an open file belongs to its process: pass its path")  # cloudpickle would copy some
+            raise TypeError("an open file belongs to its process: pass its path")  # cloudpickle would copy it
         if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return _reduced(obj) if not obj.is_quantized and not vars(obj) else super().reducer_override(obj)
         return super().reducer_override(obj)
 
 
 def _reduced(tensor):
-    """How pickle takes a tensor apart, with no more bytes than it has elements: of a view torch takes all of the
-    storage, 1 GiB for a row of a large matrix."""
+    """Reduce a tensor, for pickle, to its own elements. Of a view torch would take the whole storage: 1 GiB for one row
+    of a large matrix."""
     plain = tensor.detach()
     if plain.untyped_storage().nbytes() > plain.nbytes:
         plain = plain.clone()
@@ -78,8 +75,8 @@ def _from_bytes(raw, dtype, shape, requires_grad):
     return raw.view(dtype).view(shape).requires_grad_(requires_grad)
 
 
-class _Outward(_Packer):
-    """To the ranks. Modules that they could not import are carried by value."""
+class _ToRanks(_Packer):
+    """Pickles by value what modules define that ranks cannot import; keeps the source of code that is in no file."""
 
     def __init__(self, file):
         super().__init__(file)
@@ -113,7 +110,7 @@ class _Outward(_Packer):
         return self._importable[name]
 
     def _keep_source(self, obj):
-        """A traceback in a rank shows the lines of a notebook's cell only if they come along."""
+        """Keep the lines of a notebook's cell, which a traceback in a rank shows."""
         if isinstance(obj, types.FunctionType):
             name = obj.__code__.co_filename
             if name not in self.sources and not os.path.exists(name):
@@ -122,8 +119,8 @@ class _Outward(_Packer):
                     self.sources[name] = lines
 
 
-class _Homeward(_Packer):
-    """To the caller, who may have no GPU, or another one."""
+class _ToCaller(_Packer):
+    """Pickles CUDA tensors as copies on the host: the caller may have no GPU, or another one."""
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.device.type not in HOST:
@@ -137,7 +134,7 @@ class _Homeward(_Packer):
 def _importable(module):
     """Whether a new process with the same sys.path would import the same file under the same name.
 
-    Not so for what pytest imported (it rewrites asserts), and for modules made by hand.
+    It would not for test modules, whose asserts pytest rewrites, and for modules made by hand.
     """
     file = getattr(module, "__file__", None)
     if file is None or not file.endswith(".py"):
@@ -156,16 +153,23 @@ def _importable(module):
     return found.origin is not None and os.path.realpath(found.origin) == os.path.realpath(file)
 
 
-# --- what cannot travel ------------------------------------------------------------------------------------------
+# --- what cannot be pickled --------------------------------------------------------------------------------------
 
 
-def _explain(named, packer, complaint):
-    """A sentence about the first of `named` that cannot be packed, and the innermost part that is to blame."""
+def _explain(named, packer):
+    """Say which of `named` cannot be pickled; of a function, which of its variables, and so on inside these."""
     for name, obj in named.items():
-        if _error(obj, packer):
-            path, leaf, error = _blame(name, obj, packer, {id(obj)})
-            return f"{path} {complaint}: {type(leaf).__name__}: {error}"
-    return f"{', '.join(named)} {complaint} together, though each of them could"
+        error, seen = _error(obj, packer), set()
+        if error is None:
+            continue
+        while isinstance(obj, types.FunctionType) and id(obj) not in seen:
+            seen.add(id(obj))
+            wrong = [(label, part) for label, part in _variables(obj) if id(part) not in seen and _error(part, packer)]
+            if wrong:
+                label, obj = wrong[0]
+                name, error = f"{name} → {label}", _error(obj, packer)
+        return f"{name} cannot be pickled: {type(obj).__name__}: {error}"
+    return f"{', '.join(named)} cannot be pickled together, though each of them can"
 
 
 def _error(obj, packer):
@@ -176,42 +180,16 @@ def _error(obj, packer):
     return None
 
 
-def _blame(path, obj, packer, seen):
-    for label, part in _parts(obj):
-        if id(part) not in seen and _error(part, packer):
-            return _blame(f"{path} → {label}", part, packer, seen | {id(part)})
-    return path, obj, _error(obj, packer)
-
-
-def _parts(obj):
-    """(label, part) of what `obj` would take along."""
-    if isinstance(obj, types.FunctionType):
-        yield from _parts_of_function(obj)
-    elif isinstance(obj, types.MethodType):
-        yield "its self", obj.__self__
-    elif isinstance(obj, functools.partial):
-        yield "its function", obj.func
-        yield from ((f"argument {i}", part) for i, part in enumerate(obj.args, 1))
-        yield from ((f"argument {name}", part) for name, part in obj.keywords.items())
-    elif isinstance(obj, dict):
-        yield from ((f"[{key!r}]", part) for key, part in obj.items())
-    elif isinstance(obj, (list, tuple)):
-        yield from ((f"[{i}]", part) for i, part in enumerate(obj))
-    elif isinstance(obj, (set, frozenset)):
-        yield from (("an element", part) for part in obj)
-    if hasattr(obj, "__dict__") and not isinstance(obj, (types.ModuleType, torch.Tensor)):
-        yield from ((f".{name}", part) for name, part in vars(obj).items())
-
-
-def _parts_of_function(fn):
+def _variables(fn):
+    """Yield (label, value) of what a function is pickled with: its closure, globals and defaults."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         if cell != types.CellType():  # an empty one: the variable is not assigned yet
             yield f"closure variable {name!r}", cell.cell_contents
     for name in _names(fn.__code__):
         if name in fn.__globals__:
             yield f"global variable {name!r}", fn.__globals__[name]
-    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    yield from (("a default", part) for part in defaults)
+    for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+        yield "a default", value
 
 
 def _names(code):

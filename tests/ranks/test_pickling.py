@@ -1,4 +1,4 @@
-"""What cannot travel is refused before anything is started, by the name of the variable that holds it."""
+"""What cannot be pickled is refused before anything is started, by the name of the variable that holds it."""
 
 import pickle
 import socket
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from refimpl.comm import launch, shipping
+from refimpl.comm import launch
+from refimpl.ranks import pickling
 
 LOCK = threading.Lock()
 
@@ -18,10 +19,10 @@ LOCK = threading.Lock()
 def nothing_starts(request, monkeypatch):
     """A refusal comes before the first process."""
     if "works" not in request.node.name:
-        def refuse():
+        def refuse(module):
             raise AssertionError("a process would have been started")
 
-        monkeypatch.setattr("refimpl.comm.watch.open_channel", refuse)
+        monkeypatch.setattr("refimpl.ranks.watch.open_channel", refuse)
 
 
 class Holder:
@@ -47,62 +48,69 @@ def test_a_closure_variable(tmp_path):
     (tmp_path / "file.txt").write_text("text")
     lock, generator, sock = threading.Lock(), (i for i in range(3)), socket.socket()
     with open(tmp_path / "file.txt") as readable, open(tmp_path / "other.txt", "w") as writable, sock:
-        assert "closure variable 'lock' cannot travel to the ranks: lock" in refused(lambda comm: lock)
-        assert "closure variable 'generator' cannot travel" in refused(lambda comm: generator)
-        assert "closure variable 'sock' cannot travel" in refused(lambda comm: sock)
+        assert "closure variable 'lock' cannot be pickled: lock" in refused(lambda comm: lock)
+        assert "closure variable 'generator' cannot be pickled" in refused(lambda comm: generator)
+        assert "closure variable 'sock' cannot be pickled" in refused(lambda comm: sock)
         message = refused(lambda comm: readable)
-        assert "closure variable 'readable' cannot travel" in message and "pass its path" in message
-        assert "closure variable 'writable' cannot travel" in refused(lambda comm: writable)
+        assert "closure variable 'readable' cannot be pickled" in message and "pass its path" in message
+        assert "closure variable 'writable' cannot be pickled" in refused(lambda comm: writable)
 
 
 def test_a_tensor_on_a_gpu_belongs_to_its_process(monkeypatch):
     x = torch.empty(3, device="meta")
-    monkeypatch.setattr(shipping, "HOST", ("cpu",))  # as if "meta" were a GPU: here there is none
+    monkeypatch.setattr(pickling, "HOST", ("cpu",))  # as if "meta" were a GPU: here there is none
     message = refused(lambda comm: x)
-    assert "closure variable 'x' cannot travel" in message and "a tensor on meta" in message and ".cpu()" in message
+    assert "closure variable 'x' cannot be pickled" in message and "a tensor on meta" in message and ".cpu()" in message
 
 
 def test_a_fake_tensor():
     with FakeTensorMode():
         x = torch.empty(3)
-    assert "closure variable 'x' cannot travel" in refused(lambda comm: x)
+    assert "closure variable 'x' cannot be pickled" in refused(lambda comm: x)
 
 
-def test_an_argument_and_the_path_inside_it():
-    held = {"models": [1, Holder({"loader": LOCK})]}
-    message = refused(print, 1, held)
-    assert "argument 2 → ['models'] → [1] → .held → ['loader'] cannot travel to the ranks: lock" in message
+def test_an_argument():
+    message = refused(print, 1, {"models": [1, Holder({"loader": LOCK})]})
+    assert message.startswith("argument 2 cannot be pickled: dict: ") and "lock" in message
 
 
 def test_a_global_variable():
-    assert "the function uses_a_global → global variable 'LOCK' cannot travel" in refused(uses_a_global)
+    assert "the function uses_a_global → global variable 'LOCK' cannot be pickled" in refused(uses_a_global)
 
 
 def test_a_function_inside_a_function():
     def inner():
         return LOCK
 
-    assert "closure variable 'inner' → global variable 'LOCK' cannot travel" in refused(lambda comm: inner())
+    assert "closure variable 'inner' → global variable 'LOCK' cannot be pickled" in refused(lambda comm: inner())
 
 
 def test_a_method_a_default_and_a_partial():
     import functools
 
-    assert "its self → .held cannot travel" in refused(Holder(LOCK).run)
-    assert "a default cannot travel" in refused(lambda comm, lock=LOCK: 1)
-    assert "argument held cannot travel" in refused(functools.partial(print, held=LOCK))
+    assert "the function Holder.run cannot be pickled: method: " in refused(Holder(LOCK).run)
+    assert "a default cannot be pickled" in refused(lambda comm, lock=LOCK: 1)
+    assert "the function partial cannot be pickled: partial: " in refused(functools.partial(print, held=LOCK))
 
 
 def test_an_attribute_of_a_module():
     model = torch.nn.Linear(2, 2)
     model.lock = threading.Lock()
-    assert "argument 1 → .lock cannot travel" in refused(print, model)
+    assert "argument 1 cannot be pickled: Linear: " in refused(print, model)
 
 
 def test_something_that_contains_itself():
     held = [LOCK]
     held.append(held)
-    assert "argument 1 → [0] cannot travel" in refused(print, held)
+    assert "argument 1 cannot be pickled: list: " in refused(print, held)
+
+
+def calls_itself(comm):
+    return calls_itself(comm) if LOCK else 0
+
+
+def test_a_function_that_calls_itself():
+    assert "the function calls_itself → global variable 'LOCK' cannot be pickled: lock" in refused(calls_itself)
 
 
 def test_a_module_made_by_hand_goes_by_value_and_works():
@@ -130,7 +138,7 @@ def test_what_is_open_elsewhere_but_not_used_works():
 
 
 def there_and_back(value):
-    return pickle.loads(shipping.pack_result(value)), pickle.loads(shipping.pack(print, (value,))[0])[1][0]
+    return pickle.loads(pickling.pack_result(value)), pickle.loads(pickling.pack(print, (value,))[0])[1][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.uint16, torch.uint64,
@@ -149,9 +157,9 @@ def test_a_view_travels_without_the_rest_of_its_storage():
     for part in (large[5:7], large.view(1000, 1000)[:, 3], large[9], torch.ones(1).expand(10**6), large.conj()[:3]):
         for came in there_and_back(part):
             assert torch.equal(came, part)
-        assert len(shipping.pack_result(part)) < 4 * 1000 + 1000
+        assert len(pickling.pack_result(part)) < 4 * 1000 + 1000
     parameter = torch.nn.Parameter(large[:2])
-    assert len(shipping.pack_result(parameter)) < 1000
+    assert len(pickling.pack_result(parameter)) < 1000
     assert type(there_and_back(parameter)[0]) is torch.nn.Parameter
 
 
@@ -182,7 +190,7 @@ def test_a_variable_that_is_not_assigned_yet_hides_no_other():
         return fn
         later = 1
 
-    assert "global variable 'LOCK' cannot travel" in refused(outer())
+    assert "global variable 'LOCK' cannot be pickled" in refused(outer())
 
 
 def test_lines_of_code_that_is_in_no_file_come_along_and_works():

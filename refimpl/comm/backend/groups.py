@@ -1,4 +1,4 @@
-"""Sub-groups that any of the ranks can make, in any order, of a sub-group too."""
+"""Sub-groups of any ranks, made in any order, of a sub-group too."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -6,29 +6,29 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
-from .errors import CollectiveMismatch
+from ..errors import CollectiveMismatch
 from .versions import all_gather_single
 
 
 def new_group(comm, members):
-    """torch's process group of `members` (ascending ranks of `comm`); None on a rank that is not one of them.
+    """Make torch's process group of `members` (ascending ranks of `comm`); None on a rank that is not one of them.
 
-    All ranks of `comm` call it, each with the members of its own sub-group. CollectiveMismatch if those differ.
+    All ranks of `comm` call it, each with the members of its own sub-group. CollectiveMismatch if its members differ.
     """
     mine = [_groups_made(), *(rank in members for rank in range(comm.world_size))]
-    said = torch.empty(comm.world_size * len(mine), dtype=torch.int64)
-    all_gather_single(said, torch.tensor(mine), group=comm._group)
-    said = said.view(comm.world_size, -1).tolist()
+    everyones = torch.empty(comm.world_size * len(mine), dtype=torch.int64)
+    all_gather_single(everyones, torch.tensor(mine), group=comm._group)
+    everyones = everyones.view(comm.world_size, -1).tolist()
     if comm.rank not in members:
         return None
     for rank in members:
-        if said[rank][1:] != said[comm.rank][1:]:
-            theirs = [member for member in range(comm.world_size) if said[rank][1 + member]]
+        if everyones[rank][1:] != everyones[comm.rank][1:]:
+            theirs = [member for member in range(comm.world_size) if everyones[rank][1 + member]]
             raise CollectiveMismatch(f"split: rank {comm.ranks[comm.rank]} makes a sub-group of ranks {members}, and "
                                      f"rank {comm.ranks[rank]} one of {theirs}", [comm.ranks[rank]])
-    # torch calls a group by its ranks and by how many groups the process has made. Members that have made different
-    # numbers would look for each other under different names, for ever: so who has made fewer catches up.
-    while _groups_made() < max(said[rank][0] for rank in members):
+    # torch names a group after its ranks and the number of groups that the process has made. Members that have made
+    # different numbers would wait for each other under different names forever: so those with fewer catch up.
+    while _groups_made() < max(everyones[rank][0] for rank in members):
         dist.new_group([comm.ranks[comm.rank]], use_local_synchronization=True)
     return dist.new_group([comm.ranks[rank] for rank in members], use_local_synchronization=True)
 
@@ -38,7 +38,7 @@ def _groups_made():
 
 
 def check_peer(rank, world_size, name, itself=None):
-    """`rank` as an int; ValueError naming the argument unless it is one of the world's, and not `itself`."""
+    """Return `rank` as an int. ValueError naming the argument if it is no rank of the world, or is `itself`."""
     integer = type(rank) is int or isinstance(rank, Integral) and not isinstance(rank, bool)
     if not integer or not 0 <= rank < world_size:
         raise ValueError(f"{name}={rank!r}: expected a rank from 0 to {world_size - 1}")
@@ -48,7 +48,7 @@ def check_peer(rank, world_size, name, itself=None):
 
 
 def check_members(ranks, world_size):
-    """The ranks of a sub-group in ascending order; ValueError for none, one twice, or one that does not exist."""
+    """Return a sub-group's ranks in ascending order. ValueError for none, one twice, or one that does not exist."""
     if not isinstance(ranks, Iterable):
         raise TypeError(f"split({ranks!r}): expected a list of ranks")
     ranks = [check_peer(rank, world_size, "ranks has") for rank in ranks]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refimpl import memory
-from refimpl.comm.tensors import as_bytes, check_out, reduction, resolved, same_memory
+from refimpl.comm.backend.tensors import as_bytes, check_out, reduction, resolved, same_memory
 
 
 @pytest.mark.parametrize("x", [

@@ -1,4 +1,4 @@
-"""What ranks print, in the caller's stdout and stderr: labelled, and in rank order although they print at once."""
+"""What ranks print, in the caller's stdout and stderr: labelled, and in rank order although they print together."""
 
 import codecs
 import sys
@@ -8,7 +8,7 @@ STREAMS = ("stdout", "stderr")
 
 
 class RankOutput:
-    """Collects what each rank writes. The lowest rank that still runs is shown as it writes; the others wait."""
+    """Collects what each rank writes. Shows the lowest rank that still runs as it writes, the others afterwards."""
 
     def __init__(self, world_size):
         self._lines = [deque() for _ in range(world_size)]  # (stream, text): complete, and not shown yet
@@ -16,10 +16,10 @@ class RankOutput:
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoders = [{stream: decoder("replace") for stream in STREAMS} for _ in range(world_size)]
         self._finished = [False] * world_size
-        self._turn = 0  # whose lines are shown at once; those of lower ranks too, should any come late
+        self._turn = 0  # this rank's lines are shown at once; so are late lines of lower ranks
 
     def feed(self, rank, stream, data):
-        """`rank` wrote the bytes `data` to "stdout" or "stderr"."""
+        """Take the bytes `data` that `rank` wrote to "stdout" or "stderr"."""
         partial = self._partial[rank][stream]
         *ends, beginning = self._decoders[rank][stream].decode(data).split("\n")
         for end in ends:
@@ -30,7 +30,7 @@ class RankOutput:
             self._show(rank)
 
     def finish(self, rank):
-        """`rank` has no more to say: a last line without an end is complete, and the next rank has its turn."""
+        """Note that `rank` writes no more: a last line without an end is complete, and the next rank has its turn."""
         for stream, partial in self._partial[rank].items():
             if partial:
                 self._lines[rank].append((stream, "".join(partial)))
@@ -46,8 +46,8 @@ class RankOutput:
 
     def _show(self, rank):
         for stream, line in self._lines[rank]:
-            # A progress bar rewrites its line: what stands there last is what a terminal would show. Blanks, if the
-            # bar has wiped itself away.
+            # A progress bar rewrites its line: show what it wrote last, as a terminal would. That is blank if the bar
+            # has wiped itself away.
             _, rewritten, line = line.rstrip("\r").rpartition("\r")
             if not rewritten or line.strip():
                 print(f"[rank {rank}] {line}", file=getattr(sys, stream))

@@ -1,4 +1,4 @@
-"""The caller's side of a launch: start the ranks, hear what they say and print, notice how they end."""
+"""The caller's side of a launch: start the ranks, take in their messages and output, notice how they end."""
 
 import os
 import pickle
@@ -15,14 +15,14 @@ from .report import blame, died, hung
 from .worker import FAILED, LENGTH, READY, RETURNED
 
 SECONDS_TO_START = 120  # to import what the function needs and to meet; from then on the caller's timeout runs
-SECONDS_TO_SETTLE = 0.05  # after a failure: an earlier one may still be on its way
+SECONDS_TO_ARRIVE = 0.05  # after a failure: the message of an earlier one may still be on its way
 SECONDS_TO_EXPLAIN = 0.5  # after a broken connection: which death broke it?
 SECONDS_TO_LEAVE = 5
 STDERR_KEPT = 4000  # bytes, for the message when a rank dies
 
 
 class Rank:
-    """What is known of one rank."""
+    """What the caller knows of one rank."""
 
     def __init__(self, number):
         self.number = number
@@ -34,21 +34,21 @@ class Rank:
 
 
 class Ranks:
-    """The ranks of one launch, as a context: when it is left, not one of them is.
+    """The ranks of one launch, as a context. When it is left, no process is.
 
-    `payload` is the file that `worker.read_payload` reads, `listener` the socket where rank 0 is to be met.
+    `payload` is the file that `worker.read_payload` reads, `listener` the bound socket that rank 0 takes over.
     """
 
-    def __init__(self, world_size, payload, listener):
-        self._ranks = [Rank(number) for number in range(world_size)]
+    def __init__(self, world, payload, listener):
+        self._world, self._ranks = world, [Rank(number) for number in range(world.size)]
         self._payload, self._listener = payload, listener
-        self._output, self._events = RankOutput(world_size), bytearray()
+        self._output, self._events = RankOutput(world.size), bytearray()
         self._leaving = False  # from here on a rank may end
 
     def __enter__(self):
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._channel = stack.enter_context(open_channel())
+            self._channel = stack.enter_context(open_channel(type(self._world).__module__))
             self._selector.register(self._channel, selectors.EVENT_READ, (None, "channel"))
             ends = stack.enter_context(ExitStack())
             stack.callback(self._wait_until_gone)
@@ -62,7 +62,7 @@ class Ranks:
         self._stack.close()
 
     def _start(self, rank, ends):
-        """Fork one, with the far ends of what connects us; ours go to `ends`, to be closed."""
+        """Fork one rank with the far ends of its control socket and pipes; our ends go to `ends`, to be closed."""
         with ExitStack() as far:
             ours, theirs = socket.socketpair()
             rank.ends["control"] = ends.enter_context(ours)
@@ -78,7 +78,7 @@ class Ranks:
             fork_rank(self._channel, rank.number, [end.fileno() for end in sent])
 
     def _end(self):
-        """Whatever happened: let the fork server kill what is left, and show what they printed."""
+        """Whatever happened: let the fork server kill the ranks that are left, and show what they printed."""
         self._leaving = True
         self._dismiss()
         deadline = time.monotonic() + SECONDS_TO_LEAVE
@@ -93,8 +93,8 @@ class Ranks:
             self._channel.shutdown(socket.SHUT_WR)
 
     def _wait_until_gone(self):
-        """The channel ends when the last rank has. After `_end` it mostly has; not so if showing or another Ctrl-C
-        cut that short."""
+        """Wait for the channel's end, which comes after the last rank's. Mostly it came during `_end`, unless an
+        error of printing or a second Ctrl-C cut that short."""
         self._dismiss()
         self._channel.settimeout(SECONDS_TO_LEAVE)
         with suppress(OSError):
@@ -104,11 +104,11 @@ class Ranks:
     # --- from start to answers -----------------------------------------------------------------------------------
 
     def results(self, timeout):
-        """What each rank returned, pickled, in rank order. RankError if one did not; `timeout` in seconds."""
+        """Return what each rank returned, pickled, in rank order. RankError if one did not in `timeout` seconds."""
         started, limit, deadline = False, SECONDS_TO_START, time.monotonic() + SECONDS_TO_START
         while any(rank.value is None for rank in self._ranks):
             failed = [rank for rank in self._ranks if rank.failure]
-            patience = [rank.noticed + (SECONDS_TO_EXPLAIN if rank.failure.consequence else SECONDS_TO_SETTLE)
+            patience = [rank.noticed + (SECONDS_TO_EXPLAIN if rank.failure.consequence else SECONDS_TO_ARRIVE)
                         for rank in failed]
             if failed and min(patience) <= time.monotonic():
                 raise blame([r.failure for r in failed], {r.number for r in failed if r.status is not None})
@@ -126,7 +126,7 @@ class Ranks:
         return [rank.value for rank in self._ranks]
 
     def _hung(self, seconds):
-        """Ask those that have not answered where they are, and tell."""
+        """Ask the ranks that have not answered where they are; return the RankError that says so."""
         self._leaving = True
         silent = [rank for rank in self._ranks if rank.value is None]
         for rank in [rank for rank in silent if rank.pid]:
@@ -138,12 +138,12 @@ class Ranks:
             if not more and all(rank.stacks for rank in silent):
                 break
         stacks = {rank.number: rank.stacks.decode(errors="replace") for rank in silent}
-        return hung(stacks, seconds, [rank.number for rank in self._ranks if rank.value is not None])
+        return hung(stacks, seconds, [rank.number for rank in self._ranks if rank.value is not None], self._world)
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
     def _listen(self, deadline):
-        """Wait for something until `deadline` and deal with it. False if nothing came."""
+        """Wait until `deadline` for messages, output or events, and deal with them. False if none came."""
         wait = deadline - time.monotonic()
         ready = self._selector.select(None if wait == float("inf") else max(0, wait))
         for key, _ in ready:
@@ -152,7 +152,7 @@ class Ranks:
         return bool(ready)
 
     def _read(self, end, rank, name):
-        """Take what is there. False at the end."""
+        """Read what is there. False if nothing is, or at the end."""
         try:
             data = os.read(end.fileno(), 1 << 20)
         except BlockingIOError:
@@ -210,7 +210,7 @@ class Ranks:
             self._output.finish(number)
             rank.status = status
             if not self._leaving and rank.failure is None:
-                self._fail(rank, died(rank, time.monotonic()))
+                self._fail(rank, died(rank, time.monotonic(), self._world.hint))
         if over and not self._leaving:
             raise RuntimeError("the process that forks ranks has ended, and the ranks with it; the next launch starts "
                                f"another\n{last_words()}".rstrip())

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from refimpl.comm import RankError, launch
-from refimpl.comm.worker import LENGTH, CannotReturn, Setup, describe, packed_result, read_payload, report
+from refimpl.ranks.worker import LENGTH, Setup, UnpicklableResult, describe, pickled_result, read_payload, report
 
 
 def raised(function):
@@ -21,7 +21,7 @@ def raised(function):
 
 
 def test_a_payload_is_read_from_a_shared_file_whatever_its_position(tmp_path):
-    setup = Setup(2, ["cpu"] * 2, "gloo", 1, False, "/", [], {}, {})
+    setup = Setup("a world", 1, "/", [], {}, {})
     head = pickle.dumps(setup)
     with open(tmp_path / "payload", "w+b") as file:
         file.write(LENGTH.pack(len(head)) + head + b"the function")
@@ -53,9 +53,9 @@ def test_a_failure_tells_what_was_raised_with_the_lines_of_the_reader():
     assert 'raise ValueError("on purpose")' in failure.text and failure.text.startswith("Traceback")
     assert pickle.loads(failure.exception).args == ("on purpose",)
     assert describe(0, SystemExit("bye")).what == "exited with code 'bye' (sys.exit) before it returned"
-    error = raised(lambda: packed_result(threading.Lock()))
-    assert isinstance(error, CannotReturn)
-    assert describe(0, error).what.startswith("returned what cannot travel: the result cannot travel to the caller")
+    error = raised(lambda: pickled_result(threading.Lock()))
+    assert isinstance(error, UnpicklableResult)
+    assert describe(0, error).what.startswith("returned an unpicklable value: the result cannot be pickled: lock")
 
 
 def test_what_torch_distributed_raises_may_be_a_consequence_wrapped_or_not():

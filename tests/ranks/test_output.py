@@ -9,7 +9,7 @@ import time
 import pytest
 
 from refimpl.comm import RankError, launch
-from refimpl.comm.output import RankOutput
+from refimpl.ranks.output import RankOutput
 
 
 def test_lines_come_in_rank_order_and_labelled(capsys):

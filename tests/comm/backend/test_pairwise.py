@@ -6,11 +6,11 @@ import operator
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import pooled
 
 from refimpl import memory
-from refimpl.comm import launch
-from refimpl.comm.pairwise import Messages
-from refimpl.comm.tensors import FLOATS, NAMED
+from refimpl.comm.backend.pairwise import Messages
+from refimpl.comm.backend.tensors import FLOATS, NAMED
 
 OPS = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum, "product": operator.mul}
 SHAPES = ((12,), (12, 5), (24, 1, 3), (0,), (12, 0))
@@ -47,7 +47,7 @@ def every_op(comm):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_op_dtype_and_shape_at_once_later_and_in_place(world_size):
-    assert launch(every_op, world_size) == [[]] * world_size
+    assert pooled(every_op, world_size) == [[]] * world_size
 
 
 def rounded(comm):
@@ -57,7 +57,7 @@ def rounded(comm):
 
 
 def test_a_sum_does_not_depend_on_the_rank_where_it_is_added_up():
-    answers = launch(rounded, 4)
+    answers = pooled(rounded, 4)
     xs = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).exp() for rank in range(4)]
     expected = {"sum": functools.reduce(operator.add, xs), "product": functools.reduce(operator.mul, xs)}
     expected["avg"] = expected["sum"] / 4
@@ -79,7 +79,7 @@ def under_way(comm):
 
 
 def test_several_under_way_at_once():
-    assert launch(under_way, 2) == [1.0, 1.0]
+    assert pooled(under_way, 2) == [1.0, 1.0]
 
 
 def in_a_group(comm):
@@ -89,7 +89,7 @@ def in_a_group(comm):
 
 
 def test_in_a_sub_group():
-    assert launch(in_a_group, 4) == [([20.0, 22.0], [0.0, 20.0]), ([40.0, 42.0], [10.0, 30.0]),
+    assert pooled(in_a_group, 4) == [([20.0, 22.0], [0.0, 20.0]), ([40.0, 42.0], [10.0, 30.0]),
                                      ([24.0, 26.0], [0.0, 20.0]), ([44.0, 46.0], [10.0, 30.0])]
 
 
@@ -111,7 +111,7 @@ def taken(comm, chunk):
 
 def test_bytes_that_are_taken_on_the_way():
     chunk, small = 100_000, 1000
-    for found in launch(taken, 4, chunk):
+    for found in pooled(taken, 4, chunk):
         assert found["all_gather"] <= small
         assert found["reduce_scatter in place"] <= 3 * chunk + small and found["reduce_scatter"] <= 3 * chunk + small
         assert found["gloo's reduce_scatter"] >= 4 * chunk  # a copy of the whole
@@ -126,7 +126,7 @@ def late(comm):
 
 
 def test_messages_larger_than_what_a_socket_holds():
-    assert launch(late, 2) == [[1.0], [0.0]]
+    assert pooled(late, 2) == [[1.0], [0.0]]
 
 
 class Work:

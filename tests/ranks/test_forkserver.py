@@ -16,7 +16,8 @@ import psutil
 import pytest
 import torch
 
-from refimpl.comm import RankError, forkserver, launch
+from refimpl.comm import RankError, launch
+from refimpl.ranks import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +47,9 @@ def test_a_script_runs_once_an_interrupt_leaves_nothing_and_its_ranks_die_with_i
         import psutil
         from beside import doubled
         from refimpl.comm import launch
+        from refimpl.ranks import forkserver
+
+        forkserver.PRELOADED = ("torch",)  # no rank makes an optimizer: half the time
 
         print("the script begins")
 
@@ -94,6 +98,9 @@ def test_a_notebook(tmp_path):
         import psutil
         import torch
         from refimpl.comm import RankError, launch
+        from refimpl.ranks import forkserver
+
+        forkserver.PRELOADED = ("torch",)  # as in the script above
 
         def scale():
             return 3
@@ -143,11 +150,28 @@ def test_the_server_is_warm_and_stays():
 
 def test_a_server_with_old_code_does_not_serve():
     launch(lambda comm: None, 1)
-    assert forkserver._current.serves(forkserver._freshness())
-    assert not forkserver._current.serves("edited")  # then `open_channel` starts another, as for one that has ended
+    server, modules = forkserver._current, {*forkserver.PRELOADED, "refimpl.comm.launch"}
+    assert server.serves(forkserver._freshness(), modules)
+    assert not server.serves("edited", modules)  # then `open_channel` starts another, as for one that has ended
+    assert not server.serves(forkserver._freshness(), {*forkserver.PRELOADED, "somebody.elses.world"})
 
 
-def test_a_server_that_was_killed_a_moment_ago_is_replaced():
+def faults(comm):
+    """Page faults of making and freeing 16 MiB, once that has been done a few times."""
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(2**22).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks glibc")
+def test_a_rank_keeps_what_tensors_free_for_the_next_ones(request):
+    assert max(launch(faults, 2)) < 8
+    request.getfixturevalue("another_server")
+    assert min(launch(faults, 2)) >= 8  # pages of 2 MiB at the most
+
+
+def test_a_server_that_was_killed_a_moment_ago_is_replaced(another_server):
     launch(lambda comm: None, 1)
     killed = forkserver._current._process
     os.kill(killed.pid, signal.SIGSTOP)  # it still seems to run, and never answers
@@ -175,10 +199,11 @@ def test_what_is_written_changes_freshness(tmp_path, monkeypatch):
 def test_a_server_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path("/nowhere"))])
     with pytest.raises(RuntimeError, match="(?s)did not start.*No module named"):
-        forkserver.ForkServer("never")
+        forkserver.ForkServer("never", set())
 
 
-def test_after_the_fork_server_is_gone_the_next_call_starts_another():
+def test_after_the_fork_server_is_gone_the_next_call_starts_another(another_server):
+    launch(lambda comm: None, 1)
     first = forkserver._current._process
 
     def fn(comm):
@@ -195,17 +220,13 @@ def test_after_the_fork_server_is_gone_the_next_call_starts_another():
     assert forkserver._current._process is not first
 
 
-def faults(comm):
-    """Page faults of making and freeing 16 MiB, once that has been done a few times."""
-    for _ in range(10):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.empty(2**22).fill_(1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks glibc")
-def test_a_rank_keeps_what_tensors_free_for_the_next_ones(monkeypatch):
-    assert max(launch(faults, 2)) < 8
-    monkeypatch.setattr(forkserver, "KEEP_FREED", {"MALLOC_MMAP_THRESHOLD_": "131072"})
-    monkeypatch.setenv("TORCH_OTHERWISE", "1")  # which asks for another server
-    assert min(launch(faults, 2)) >= 8  # pages of 2 MiB at the most
+def test_a_server_that_ends_by_an_error_is_quoted(another_server):
+    launch(lambda comm: None, 1)
+    channel = forkserver.open_channel("refimpl.comm.launch")
+    with channel:
+        channel.send(b"?")  # no request is as short
+        deadline = time.monotonic() + 5
+        while forkserver._current._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert forkserver._current._process.poll() == 1
+    assert "struct.error" in forkserver.last_words()

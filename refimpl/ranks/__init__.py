@@ -1,0 +1,22 @@
+"""Run a function in N processes of this machine, from a notebook's cell, a script or a test; name the rank that fails.
+
+Knows no collective. Whoever calls `run` says how ranks are connected, by a `World`: `comm.launch` gives one that hands
+each rank a Communicator, and is what users call.
+
+In the order of reading:
+
+    run, world      the whole of a launch; what its caller provides
+    worker          one rank: from the fork to the function, and back with what that returned or raised
+    watch           the caller's side: start the ranks, hear what they say, notice how they end
+    report          from failed ranks to one RankError that names who began it
+    output          what ranks print, labelled, in rank order
+    pickling        functions, arguments and results as bytes; the variable that cannot be pickled
+    forkserver      the caller's side of the process that forks ranks
+    forking         that process
+"""
+
+from .errors import RankError
+from .run import run
+from .world import World
+
+__all__ = ["RankError", "World", "run"]

@@ -1,0 +1,21 @@
+"""The exception that a caller of ranks can catch."""
+
+
+class RankError(RuntimeError):
+    """Raised when ranks do not return: they raised, exited, were killed, hung, or returned an unpicklable value.
+
+    `rank` is the first that failed, `ranks` all that are to blame. The message holds the first rank's own traceback,
+    and `__cause__` is its exception, if it raised one that can be pickled.
+    """
+
+    def __init__(self, message, ranks=()):
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    @property
+    def rank(self):
+        """The rank that failed first; None if it is not known."""
+        return self.ranks[0] if self.ranks else None
+
+    def __reduce__(self):
+        return type(self), (*self.args, self.ranks)

@@ -1,0 +1,46 @@
+"""Run a function in every rank of a world, and return what each returned."""
+
+import os
+import pickle
+import socket
+import sys
+import tempfile
+
+from .errors import RankError
+from .pickling import pack
+from .watch import Ranks
+from .worker import LENGTH, Setup
+
+
+def run(fn, world, args=(), timeout=60):
+    """Run `fn(connection, *args)` in `world.size` processes; return a list of what each returned, in rank order.
+
+    `connection` is what `world.connect` returns in that process. `timeout` counts in seconds from the moment when all
+    ranks are connected; infinity for no limit. See `comm.launch` for what is copied and what is raised.
+    """
+    packed, sources = pack(fn, args)
+    with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener, tempfile.TemporaryFile() as payload:
+        setup = pickle.dumps(Setup(world, listener.getsockname()[1], _directory(), list(sys.path), dict(os.environ),
+                                   sources))
+        for part in (LENGTH.pack(len(setup)), setup, packed):
+            payload.write(part)
+        payload.flush()
+        with Ranks(world, payload, listener) as ranks:
+            return [unpack(rank, value) for rank, value in enumerate(ranks.results(timeout))]
+
+
+def unpack(rank, value):
+    """Unpickle what `rank` returned. RankError if that fails, as for an exception class with two arguments."""
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise RankError(f"rank {rank} returned a value that cannot be unpickled: {type(error).__name__}: {error}",
+                        [rank]) from error
+
+
+def _directory():
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError("the current directory, in which ranks would start, was deleted: os.chdir to one that "
+                                "exists") from None

@@ -1,0 +1,29 @@
+"""What `run` has to be told of the ranks' connection. `comm.launch` defines one that makes Communicators."""
+
+
+class World:
+    """`size` ranks that are not connected: a function's first argument is its rank. Subclasses connect them.
+
+    A world is pickled for each rank, so its class has to stand in a module that ranks can import; the process that
+    forks ranks imports that module in advance.
+
+    - `folders`: directories of the code in which a rank waits for others. If all ranks hang, those that hang
+      elsewhere are to blame.
+    - `hint`: what the reader can try when ranks wait for each other, a sentence for the error message.
+    """
+
+    folders = ()
+    hint = ""
+
+    def __init__(self, size):
+        self.size = size
+
+    def connect(self, rank, store):
+        """Connect this process as `rank`; return the first argument of the function.
+
+        `store` is a `torch.distributed.TCPStore` that all ranks of the launch share.
+        """
+        return rank
+
+    def disconnect(self):
+        """Called in each rank after all ranks have returned."""
