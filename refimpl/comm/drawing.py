@@ -42,7 +42,7 @@ def _draw_ranks(axes, ranks):
 
 
 def colour(value, world_size):
-    """The colour of the one rank that is in `value`, or light grey for a sum over several, dark for one over all."""
+    """Choose the colour of the one rank in `value`; light grey for a sum over several ranks, dark for one over all."""
     digits = [place for place, digit in enumerate(reversed(str(abs(int(value))))) if digit != "0"]
     if len(digits) == 1:
         return COLOURS[digits[0] % len(COLOURS)]

@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import pickle
+import signal
 import tempfile
 import threading
 from multiprocessing import connection
@@ -22,6 +23,7 @@ from refimpl.comm import Communicator, RankError
 from refimpl.ranks.pickling import pack, pack_result
 
 LARGEST = 4  # ranks; larger worlds are launched
+SECONDS = 60  # for one function
 NAME = "rank pool"  # of the threads
 _pools = {}  # world size -> Pool
 
@@ -81,14 +83,14 @@ class Pool:
         task = bytes(pack(fn, args)[0])
         for end in self._ends:
             end.send((task, debug))
-        waiting, found = dict(enumerate(self._ends)), {}
+        waiting, found = {end: rank for rank, end in enumerate(self._ends)}, {}
         while waiting:
-            for end in connection.wait(waiting.values(), 60) or [None]:
-                rank = next((rank for rank, each in waiting.items() if each is end), None)
+            ready = connection.wait(waiting, SECONDS)
+            if not ready:
+                raise RankError(f"ranks {list(waiting.values())} did not answer in {SECONDS} s")
+            for end in ready:
                 try:
-                    found[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
-                except KeyError:
-                    raise RuntimeError(f"ranks {list(waiting)} did not answer in 60 s: use launch itself") from None
+                    found[waiting.pop(end)] = pickle.loads(end.recv_bytes())
                 except (EOFError, ConnectionError):
                     self._thread.join()
                     raise self._error from None
@@ -99,10 +101,14 @@ class Pool:
         return self._thread.is_alive()
 
     def close(self):
-        """End the ranks."""
+        """End the ranks; those that hang, too."""
         for end in self._ends:
             end.close()
-        self._thread.join()
+        self._thread.join(2)
+        if self.lives():
+            for pid in self.pids:
+                os.kill(pid, signal.SIGKILL)
+            self._thread.join()
 
 
 def serve(world, address):
