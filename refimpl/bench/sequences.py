@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from .. import memory
 from ..model import GPT, GPTConfig
-from ..sequence_length import ChunkedSequenceProcessor, training_step_bytes
+from ..sequence_length import ChunkedSequenceProcessor, chunked_step_bytes
 from .meter import DTYPES, REALISTIC
 from .record import row
 from .runner import BAR_DELAY, compare
@@ -61,8 +61,7 @@ def byte_rows(steps, name, dtype, device):
     batch, length = steps.tokens.shape
     for chunks in CHUNKS:
         ours = peak(steps, lambda chunks=chunks: steps.in_chunks(chunks), device)
-        ledger = training_step_bytes(steps.config, batch, length, chunk_size=length // chunks, dtype=dtype,
-                                     optimizer="sgd", device=device)
+        ledger = chunked_step_bytes(steps.config, batch, length, length // chunks, dtype, "sgd", device)
         predicted = ledger.total - ledger["parameters"] - ledger["buffers"] - ledger["inputs"]
         yield row(f"peak above the start, {chunks} chunks, {name}", WHOLE, "bytes", ours, whole, predicted=predicted)
 

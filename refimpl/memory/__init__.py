@@ -8,6 +8,7 @@ from .dry import dry_run
 from .figure import plot
 from .ledger import CATEGORIES, Ledger, beside, human
 from .state_bytes import bytes_per_parameter, model_state_bytes
+from .step_bytes import training_step_bytes, training_step_moments
 from .trace import Moment, Timeline, Trace
 from .tracker import Tracker, mark, track
 from .workspaces import with_workspaces
@@ -16,5 +17,5 @@ __all__ = [
     "CATEGORIES", "Ledger", "Moment", "Reading", "Timeline", "Trace", "Tracker", "activation_bytes",
     "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "export_chrome", "human",
     "korthikanti_bytes", "korthikanti_terms", "mark", "measure", "model_state_bytes", "plot", "track",
-    "with_workspaces",
+    "training_step_bytes", "training_step_moments", "with_workspaces",
 ]

@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from .. import memory
+from ..memory import Ledger
+from ..memory.step_bytes import backward_moments, step_states
 
 CARRIED = "keys and values"  # the category, of their gradients, too
 
@@ -136,3 +138,31 @@ class _Carry(torch.autograd.Function):
 def carried_bytes(config, batch_size, sequence, dtype=torch.float32):
     """Bytes of the keys and values of a whole sequence, and once more of their gradients: 2·e·L·B·s·G·D."""
     return 2 * dtype.itemsize * config.layers * batch_size * sequence * config.kv_heads * config.head_dim
+
+
+def chunked_step_bytes(config, batch_size, sequence, chunk_size, dtype=torch.float32, optimizer="adamw", device="cpu",
+                       gradient="full"):
+    """Count the bytes of a training step through `ChunkedSequenceProcessor` at its peak: a Ledger.
+
+    The two last chunks are the highest: the last attends to all keys, and when the one before it runs again all
+    gradients are there. So with the moments m of a chunk (`memory.step_bytes.backward_moments`):
+
+        states + inputs + 2 · carried_bytes + max over m and both chunks        (once carried_bytes if truncated)
+
+    As exact as `memory.training_step_moments`, and for the same models. ValueError as there.
+    """
+    if sequence <= chunk_size:
+        return memory.training_step_bytes(config, batch_size, sequence, dtype, optimizer, device)
+    states, e = step_states(config, batch_size, sequence, dtype, optimizer), dtype.itemsize
+    last, gradients, table = (sequence - 1) % chunk_size + 1, states["gradients"], e * config.vocab_size * config.hidden
+    highest = [Ledger(gradients=gradients, temporaries=3 * table * config.tied)]  # of the embedding: three become one
+    highest += backward_moments(config, batch_size, last, dtype, device, sequence, copied=False).values()
+    copied = batch_size * config.kv_heads > 1
+    for name, each in backward_moments(config, batch_size, chunk_size, dtype, device, sequence - last, copied).items():
+        # The new gradient of `down` is beside the sum for a moment.
+        down = e * config.hidden * (config.mlp_hidden + config.bias)
+        if config.activation == "swiglu":  # it is gone when the gate is highest
+            down = max(0, down - e * batch_size * chunk_size * config.mlp_hidden)
+        highest.append(each + {"gradients": gradients - each["gradients"], "temporaries": down * (name == "MLP")})
+    carried = carried_bytes(config, batch_size, sequence, dtype) * (2 if gradient == "full" else 1)
+    return states - {"gradients": gradients} + {CARRIED: carried} + max(highest, key=lambda ledger: ledger.total)

@@ -1,41 +1,47 @@
-"""The longest sequence that trains within a budget, solved from closed forms: nothing is run."""
+"""The longest sequence for which a training step fits in a budget: of any model, by dry runs at a few lengths.
+
+The size of a tensor is constant in the sequence length s (weights), or grows with s (activations, logits) or with s²
+(scores). So the bytes alive after each operation of a step are a polynomial a·s² + b·s + c, and three dry runs
+determine all of them.
+"""
 
 import math
 import sys
 from dataclasses import dataclass, field
+from itertools import count
 from numbers import Real
 
-import torch
+import numpy as np
+from tqdm import tqdm
 
+from .. import memory
 from ..memory import Ledger
-from ..memory.activation_bytes import check_sizes
-from ..memory.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES, human
-from .cache import CARRIED
+from ..memory.ledger import human
 from .polynomial import Quadratic
-from .sizes import Sizes
-from .states import PRECISIONS, always, chunked_moments, optimizer_moments
-from .step import training_moments
 
-ATTENTIONS, GRADIENTS_OF = ("dense", "flash"), ("full", "truncated")
+ALIKE = 12  # so many lengths of one peak, each twice the one before, are no step that pads
+FITTED = (4, 6, 8)  # the first three lengths, in multiples: a length of 1 has shapes of its own
 
 
 @dataclass(frozen=True)
 class LongestSequence:
     """What `longest_sequence` found.
 
-    - `sequence`: the tokens of each of `batch_size` rows. `limit`: what keeps it from being longer, "budget" or
-      "context length".
-    - `ledger`: the bytes of a step with it at its highest moment; `peak`, their sum, an int.
-    - `moment`: which operation that is; `polynomial`: the bytes of that moment for any s, a Quadratic.
+    - `sequence`: the length. `limit`: what keeps it from being longer, "budget" or "longest" (the argument).
+    - `ledger`: the bytes of the step at its peak, from a dry run at this length; `peak`: their sum, an int.
+    - `moment`: the operation at the peak, its module and phase.
+    - `polynomial`: the bytes of that moment for any s, a Quadratic, fitted at three other lengths and equal to `peak`
+      at this one. None if no such polynomial was found: then the step does something else at each length.
+    - `dry_runs`: {length: peak} of all dry runs that were made, in their order.
     """
 
     sequence: int
-    batch_size: int
     budget: float
     limit: str
     moment: str
-    polynomial: Quadratic
+    polynomial: Quadratic | None
     ledger: Ledger = field(repr=False)
+    dry_runs: dict = field(repr=False, hash=False)
 
     @property
     def peak(self):
@@ -43,136 +49,158 @@ class LongestSequence:
         return self.ledger.total
 
     def __str__(self):
-        return (f"{self.batch_size} × {self.sequence:,} tokens: {human(self.peak)} of {human(int(self.budget))}, "
-                f"limited by the {self.limit}\nhighest at {self.moment}: {self.polynomial} bytes")
+        of = f": {self.polynomial} bytes" if self.polynomial else ""
+        limit = "the budget" if self.limit == "budget" else "the longest that was asked for"
+        return (f"{self.sequence:,} tokens: {human(self.peak)} of {human(int(self.budget))}, limited by {limit}\n"
+                f"highest at {self.moment}{of}")
 
 
-def longest_sequence(config, budget, batch_size, *, multiple=None, grow=False, **step):
-    """The longest sequence for which a training step of our GPT peaks within `budget` bytes: a LongestSequence.
+def longest_sequence(step, budget, *args, longest=None, multiple=64):
+    """Find the longest sequence for which `step(sequence, *args)` peaks within `budget` bytes: a LongestSequence.
 
-        found = longest_sequence(GPTConfig.named("gpt2"), 16 * 2**30, batch_size=8, attention="flash")
+        def step(sequence):
+            model = TheirModel()                                # any torch model
+            optimizer = torch.optim.AdamW(model.parameters())
+            tokens = torch.zeros(8, sequence, dtype=torch.int64)
+            for _ in range(2):                                  # AdamW makes its states in its first step
+                model(tokens, tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        found = longest_sequence(step, 16 * 2**30, longest=1024)
         found.sequence, found.peak; print(found)
 
-    The step is forward, backward, `optimizer.step()` and `zero_grad()`, when the optimizer's states are there. Each of
-    its moments is a polynomial, and the least of their roots is the answer:
+    `step` runs only on fake tensors (`memory.dry_run`): it takes no memory, and its arithmetic is not done. All bytes
+    alive in it count, of the model, the optimizer and the batch. `args`: models, optimizers and tensors that exist
+    already; the step gets fake copies of them.
 
-        a_m·s² + b_m·s + c_m ≤ budget for all m:    s = min over m of ⌊(−b_m + √(b_m² − 4a_m(c_m − budget))) / 2a_m⌋
+    1. Dry runs at three lengths. If they run the same operations, the bytes after each operation m are fitted as a
+       polynomial, and the least of the roots is the prediction:
 
-    a_m is made of scores (e·ab of each matrix, and the causal mask), and 0 with fused attention or in chunks; b_m of
-    all other activations and temporaries; c_m of model states and the gradients that are there.
+           a_m·s² + b_m·s + c_m ≤ budget for all m:  s = min over m of ⌊(−b_m + √(b_m² − 4a_m(c_m − budget))) / 2a_m⌋
 
-    - `multiple`: the answer is a multiple of it, by default 64, or `chunk_size`.
-    - `grow`: no sequence is longer than `config.context_length`, unless the model grows with it: then its context is
-      the sequence, and learned positions cost h elements of parameters, gradients and states for every token.
-    - `step`: what the step is, in keywords; see `training_step_bytes`.
+       If they do not (a loop over chunks runs more operations for a longer sequence), only the peaks are fitted.
+    2. Dry runs at the prediction, which must fit, and at one multiple more, which must not. Where that is not so, the
+       polynomials are fitted again with the new lengths, and the search goes on between the longest length that fits
+       and the shortest above it that does not. So the answer never rests on the fit alone.
 
-    TypeError for what is no GPTConfig. ValueError for a budget that is no positive number of bytes or too small for the
-    shortest sequence (the message says what that takes), and for options that are not known.
+    - `longest`: no length above it is run or answered, e.g. the model's context length. None: there is no limit.
+    - `multiple`: the answer is a multiple of it. For a step in chunks, give the chunk's size.
+
+    TypeError for a step that is no function. ValueError for a budget that is no positive number of bytes or too small
+    for `multiple` tokens (the message says how many bytes those take), for `longest` or `multiple` that is no positive
+    integer, for `longest` below `multiple`, for a step whose bytes do not grow with its sequence, and for what
+    `memory.dry_run` refuses.
     """
-    chunk = _check_chunk(**step)
-    multiple = (chunk or 64) if multiple is None else multiple
-    longest, limit = _check(config, budget, multiple, grow), "context length"
-    form = _Form(config, batch_size, grow, None, **step)
-    if chunk is not None and multiple % chunk:
-        raise ValueError(f"multiple={multiple}: expected one of chunk_size={chunk}, so that chunks are full")
-    fits = form.largest(budget)
-    if fits < longest:
-        longest, limit = fits // multiple * multiple, "budget"
-    if longest < multiple:
-        least = form.ledger(multiple)[0].total
-        raise ValueError(f"budget={budget:,} bytes: {batch_size} × {multiple} tokens take {least:,} bytes, "
-                         f"{human(least)}, the smallest feasible budget; fewer rows, a smaller model, flash attention "
-                         "or recompute=True would take less")
-    ledger, moment, polynomial = form.ledger(longest)
-    return LongestSequence(longest, batch_size, budget, limit, moment, polynomial, ledger)
+    _check(step, budget, longest, multiple)
+    end = math.inf if longest is None else longest // multiple * multiple + multiple  # the first that is too long
+    with tqdm(desc="dry runs", delay=2, leave=False) as progress:
+        search = _Search(step, args, budget, multiple, end, progress)
+        search.run()
+    if not search.fits:
+        least = search.runs[multiple].peak.total
+        raise ValueError(f"budget={budget:,} bytes: a step of {multiple} tokens takes {least:,} bytes, {human(least)}, "
+                         "the smallest feasible budget; a smaller batch or model, fused attention or recomputation "
+                         "would take less")
+    run = search.runs[search.fits]
+    limit = "longest" if search.fails == end else "budget"
+    return LongestSequence(search.fits, budget, limit, run.moment, search.polynomial(), run.peak,
+                           {length: each.peak.total for length, each in search.runs.items()})
 
 
-def training_step_bytes(config, batch_size, sequence, *, grow=False, **step):
-    """Ledger (bytes) of a training step of our GPT at its highest moment, the closed form of `longest_sequence`.
+class _DryRun:
+    """What is kept of a dry run: its operations, the bytes after each, the ledger of its peak and where that is."""
 
-    `step`, in keywords:
-
-    - `attention`: "dense" (`softmax_attention`) or "flash" (`torch.nn.functional.scaled_dot_product_attention` in its
-      fused kernel, which keeps no scores).
-    - `recompute`: every block keeps its input alone, as with `refimpl.checkpointing.recompute(model.blocks)`.
-    - `chunk_size`: the sequence in chunks, by `ChunkedSequenceProcessor`; `gradient`: "full" or "truncated".
-    - `dtype`: of parameters, activations and optimizer states. `optimizer`: "adamw", "adam", "momentum" or "sgd".
-    - `device`: "cpu" or "cuda", for what its kernels keep.
-
-    As `memory.track` counts on a CPU: exact to the byte for an MLP at least twice as wide as the model and more than
-    one token and head, and within 1 % in chunks. Workspaces of kernels and rounding of the allocator come on top.
-
-    ValueError for a sequence that is no positive integer or longer than the context (`grow`: the context grows with
-    it), and for options that are not known.
-    """
-    check_sizes(batch_size, sequence)
-    if sequence > config.context_length and not grow:
-        raise ValueError(f"sequence={sequence}: the context has {config.context_length} tokens; grow=True extends it")
-    chunk = _check_chunk(**step)
-    last = None if chunk is None else (sequence - 1) % chunk + 1
-    return _Form(config, batch_size, grow, last, **step).ledger(sequence)[0]
+    def __init__(self, step, length, args):
+        try:
+            trace = memory.dry_run(step, length, *args)
+        except Exception as error:
+            error.add_note(f"in a dry run of {length:,} tokens by longest_sequence; if the model takes no such length, "
+                           "give longest=")
+            raise
+        timeline = trace.timeline
+        highest = timeline.peak()
+        self.operations, self.totals = [op.name for op in timeline.ops], timeline.totals
+        self.peak, self.index = highest.ledger, highest.index
+        self.moment = f"{highest.operation} in {highest.module or 'no module'}, {highest.phase}"
 
 
-class _Form:
-    """The polynomials of all moments of a step. `last`: the tokens of the last chunk; None: it is full."""
+class _Search:
+    """Narrows (fits, fails): the longest length known to fit (0: none), the shortest above it known not to."""
 
-    def __init__(self, config, batch, grow, last, /, *, attention="dense", recompute=False, chunk_size=None,
-                 gradient="full", dtype=torch.float32, optimizer="adamw", device="cpu"):
-        check_sizes(batch, 1)
-        for name, value, expected in (("attention", attention, ATTENTIONS), ("gradient", gradient, GRADIENTS_OF),
-                                      ("dtype", dtype, PRECISIONS), ("recompute", recompute, (True, False)),
-                                      ("grow", grow, (True, False))):
-            if value not in expected:
-                raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, expected))}")
-        if attention == "flash" and config.dropout and not str(device).startswith("cuda"):
-            raise ValueError(f"attention='flash' with dropout={config.dropout}: on a CPU the fused kernel has none, "
-                             "torch takes the dense one in its place; use attention='dense' or dropout=0.0")
-        context = Quadratic(b=1) if grow else Quadratic(c=config.context_length)
-        options = {"device": device, "flash": attention == "flash", "recompute": recompute}
-        self.always = always(config, batch, dtype, optimizer, context)
-        step = optimizer_moments(config, dtype, optimizer, context, device)
-        self.moments = {0: training_moments(Sizes(config, batch, context, dtype, **options)) + step}  # beyond s tokens
-        if chunk_size is not None:
-            options |= {"chunk": chunk_size, "last": last or chunk_size, "truncated": gradient == "truncated"}
-            self.moments |= {chunks * chunk_size: chunked_moments(config, batch, context, dtype, two=chunks == 1,
-                                                                  **options) + step for chunks in (1, 2)}
+    def __init__(self, step, args, budget, multiple, end, progress):
+        self.step, self.args, self.budget, self.multiple, self.progress = step, args, budget, multiple, progress
+        self.fits, self.fails, self.runs = 0, end, {}
 
-    def largest(self, budget):
-        """The longest sequence that fits; −1 if none does."""
-        below, longest = sum(self.always.values(), Quadratic()), -1
-        ends = [*self.moments, math.inf][1:]
-        for (beyond, moments), end in zip(self.moments.items(), ends, strict=True):
-            fits = min((below + moment.total).largest(budget) for moment in moments)
-            longest = min(fits, end) if fits > beyond else longest
-        return longest
+    def run(self):
+        """Make dry runs until no multiple lies between `fits` and `fails`."""
+        room = int(min(self.fails / self.multiple - 1, FITTED[-1]))
+        for times in FITTED if room == FITTED[-1] else sorted({max(1, room - 2), max(1, room - 1), room}):
+            self.try_length(times * self.multiple)
+        for turn in count():
+            if self.fails - self.fits <= self.multiple:
+                return
+            length = self.middle() if turn % 3 == 2 else self.predicted()  # a fit that is wrong does not hold it up
+            self.try_length(max(self.fits + self.multiple, min(length, self.fails - self.multiple)))
 
-    def ledger(self, s):
-        """(Ledger, moment's name, its Quadratic) of the highest moment at s."""
-        moments = next(moments for beyond, moments in reversed(self.moments.items()) if s > beyond)
-        highest = max(moments, key=lambda moment: moment.total(s))
-        nbytes = self.always | {ACTIVATIONS: highest.activations, GRADIENTS: highest.gradients, CARRIED:
-                                highest.carried, TEMPORARIES: highest.temporaries}
-        return (Ledger({name: each(s) for name, each in nbytes.items()}), highest.name,
-                sum(nbytes.values(), Quadratic()))
+    def try_length(self, length):
+        """Make a dry run of `length` tokens and narrow the bounds."""
+        self.runs[length] = run = _DryRun(self.step, length, self.args)
+        self.progress.update()
+        if run.peak.total > self.budget:
+            self.fails = min(self.fails, length)
+        elif length < self.fails:
+            self.fits = max(self.fits, length)
+
+    def nearest(self, lengths):
+        """The three of `lengths` nearest to the bounds, ascending; None if there are fewer."""
+        at = self.fits or self.fails
+        return sorted(sorted(lengths, key=lambda length: abs(length - at))[:3]) if len(lengths) > 2 else None
+
+    def predicted(self):
+        """The longest multiple that fits, by polynomials through the three nearest dry runs."""
+        lengths = self.nearest(self.runs)
+        if lengths is None:
+            return self.fails - self.multiple
+        runs = [self.runs[length] for length in lengths]
+        if all(run.operations == runs[0].operations for run in runs):
+            moments = np.unique([run.totals for run in runs], axis=1).T.tolist()
+        else:
+            moments = [[run.peak.total for run in runs]]
+        fits = min(Quadratic.fit(dict(zip(lengths, each, strict=True))).largest(self.budget) for each in moments)
+        return self.middle() if fits == math.inf else fits // self.multiple * self.multiple
+
+    def middle(self):
+        """Half-way between the bounds, or twice as far if nothing is known to fail."""
+        if self.fails < math.inf:
+            return (self.fits + self.fails) // (2 * self.multiple) * self.multiple
+        peaks = {run.peak.total for run in self.runs.values()}
+        if len(peaks) == 1 and len(self.runs) == ALIKE:
+            raise ValueError(f"step takes {peaks.pop():,} bytes at {', '.join(map(str, self.runs))} tokens alike: does "
+                             "it use its argument? If it does, give longest=")
+        return 2 * self.fits
+
+    def polynomial(self):
+        """The polynomial of the highest moment (of the peaks, if the operations differ) through the three lengths
+        nearest to the answer, if it holds there; else None."""
+        answer, lengths = self.runs[self.fits], self.nearest([length for length in self.runs if length != self.fits])
+        if lengths is None:
+            return None
+        runs = {length: self.runs[length] for length in lengths}
+        same = all(run.operations == answer.operations for run in runs.values())
+        found = Quadratic.fit({length: int(run.totals[answer.index]) if same else run.peak.total
+                               for length, run in runs.items()})
+        return found if found(self.fits) == answer.peak.total else None
 
 
-def _check_chunk(chunk_size=None, **step):
-    """The size of a chunk; ValueError if it is none."""
-    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-        raise ValueError(f"chunk_size={chunk_size!r}: expected an integer of at least 1, in tokens, or None")
-    return chunk_size
-
-
-def _check(config, budget, multiple, grow):
-    """The longest sequence that the model has room for; TypeError and ValueError for what is no config, budget or
-    multiple."""
-    if not hasattr(config, "context_length"):
-        raise TypeError(f"config={config!r}: expected a GPTConfig, as GPTConfig.named('gpt2') is one")
+def _check(step, budget, longest, multiple):
+    if not callable(step):
+        raise TypeError(f"step={step!r}: expected a function of the sequence length, which builds the model and makes "
+                        "a training step")
     if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget <= sys.float_info.max:
         raise ValueError(f"budget={budget!r}: expected bytes, a number above 0")
-    if type(multiple) is not int or multiple < 1:
-        raise ValueError(f"multiple={multiple!r}: expected an integer of at least 1")
-    if not grow and config.context_length < multiple:
-        raise ValueError(f"multiple={multiple}: the context has {config.context_length} tokens; give a smaller one, or "
-                         "grow=True")
-    return math.inf if grow else config.context_length // multiple * multiple
+    for name, value in (("multiple", multiple), ("longest", multiple if longest is None else longest)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}: expected an integer of at least 1")
+    if longest is not None and longest < multiple:
+        raise ValueError(f"multiple={multiple}: longer than longest={longest}; give a smaller one")

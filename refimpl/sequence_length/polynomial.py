@@ -1,30 +1,45 @@
-"""Bytes as a polynomial of the sequence length: a·s² + b·s + c, with whole coefficients."""
+"""Bytes as a polynomial of the sequence length: a·s² + b·s + c, in exact arithmetic."""
 
 from dataclasses import dataclass
-from math import inf, isqrt
+from fractions import Fraction
+from math import inf, isqrt, lcm
 
 
 @dataclass(frozen=True)
 class Quadratic:
-    """a·s² + b·s + c bytes. Adds, subtracts and multiplies; call it with s for the bytes."""
+    """Represents a·s² + b·s + c bytes. Adds, subtracts and multiplies; call it with s for the bytes.
 
-    a: int = 0
-    b: int = 0
-    c: int = 0
+    Coefficients are integers, or Fractions where a tensor has, say, one bit for each token.
+    """
+
+    a: int | Fraction = 0
+    b: int | Fraction = 0
+    c: int | Fraction = 0
 
     @classmethod
     def through(cls, function):
-        """The polynomial that `function(s)`, which is one of degree 2 or less, is: from its values at 1, 2 and 3.
+        """Find the polynomial that `function(s)`, of degree 2 or less, is: from its values at 1, 2 and 3.
 
         ValueError if it is none: a fourth value lies elsewhere, or a coefficient is no integer.
         """
-        one, two, three = function(1), function(2), function(3)
-        a, odd = divmod(three - 2 * two + one, 2)
-        found = cls(a, two - one - 3 * a, 3 * one - 3 * two + three)
-        if odd or found(1000) != function(1000):
-            raise ValueError(f"{function(1000):,} at s=1000, and not the {found(1000):,} of {found}: no polynomial "
+        found = cls.fit({s: function(s) for s in (1, 2, 3)})
+        if any(type(each) is Fraction for each in (found.a, found.b, found.c)) or found(1000) != function(1000):
+            raise ValueError(f"{function(1000):,} at s=1000, and not the {found(1000)} of {found}: no polynomial "
                              "a·s² + b·s + c with whole coefficients")
         return found
+
+    @classmethod
+    def fit(cls, points):
+        """Find the polynomial through three points {s: bytes}, by Newton's divided differences:
+
+            a = ((y₃ − y₂)/(s₃ − s₂) − (y₂ − y₁)/(s₂ − s₁)) / (s₃ − s₁)
+        """
+        (s1, y1), (s2, y2), (s3, y3) = points.items()
+        first, second = Fraction(y2 - y1, s2 - s1), Fraction(y3 - y2, s3 - s2)
+        a = (second - first) / (s3 - s1)
+        b = first - a * (s1 + s2)
+        coefficients = a, b, y1 - (a * s1 + b) * s1
+        return cls(*(int(each) if each.denominator == 1 else each for each in coefficients))
 
     def __call__(self, s):
         return (self.a * s + self.b) * s + self.c
@@ -36,7 +51,7 @@ class Quadratic:
     __radd__ = __add__
 
     def __mul__(self, other):
-        """Times an integer, or a polynomial if the product is of degree 2 or less."""
+        """Multiply by a number, or by a polynomial if the product is of degree 2 or less."""
         if not isinstance(other, Quadratic):
             return Quadratic(self.a * other, self.b * other, self.c * other)
         if self.a * other.a or self.a * other.b or self.b * other.a:
@@ -50,18 +65,25 @@ class Quadratic:
         return self + other * -1
 
     def largest(self, budget):
-        """The largest integer s ≥ 0 with a·s² + b·s + c ≤ budget, for a, b ≥ 0; −1 if c alone is more, infinite if
-        nothing grows.
+        """Solve for the largest integer s ≥ 0 with a·s² + b·s + c ≤ budget: −1 if there is none, infinite if there is
+        no largest.
 
             s = ⌊(−b + √(b² − 4a·(c − budget))) / 2a⌋,    ⌊(budget − c) / b⌋ if a = 0
         """
-        room = int(budget) - self.c
-        if room < 0:
+        whole = lcm(*(Fraction(each).denominator for each in (self.a, self.b, self.c)))
+        a, b, room = (int(each * whole) for each in (self.a, self.b, int(budget) - self.c))
+        if a < 0 or (a == 0 and b < 0) or (a == b == 0 and room >= 0):
+            return inf
+        square = b * b + 4 * a * room
+        if square < 0 or a == b == 0:
             return -1
-        if not self.a:
-            return room // self.b if self.b else inf
-        return (isqrt(self.b**2 + 4 * self.a * room) - self.b) // (2 * self.a)
+        return max(-1, (isqrt(square) - b) // (2 * a) if a else room // b)
 
     def __str__(self):
-        terms = [f"{factor:,}{power}" for factor, power in ((self.a, "·s²"), (self.b, "·s"), (self.c, "")) if factor]
+        terms = [f"{_text(factor)}{power}" for factor, power in ((self.a, "·s²"), (self.b, "·s"), (self.c, ""))
+                 if factor]
         return " + ".join(terms).replace("+ -", "− ") or "0"
+
+
+def _text(factor):
+    return f"{factor:,}" if isinstance(factor, int) else str(factor)

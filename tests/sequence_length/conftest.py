@@ -1,4 +1,4 @@
-"""The training step that the closed forms are held against, on real tensors or on fake ones."""
+"""The training step that answers and closed forms are held against, on real tensors or on fake ones."""
 
 import functools
 from contextlib import nullcontext

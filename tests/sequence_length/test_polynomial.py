@@ -1,6 +1,7 @@
 """Polynomials of s: exact arithmetic, exact roots."""
 
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,26 @@ def test_sums_and_products_are_those_of_the_values(a, b, c, s):
 @given(coefficients, coefficients, coefficients)
 def test_a_closed_form_is_found_from_its_values(a, b, c):
     assert Quadratic.through(Quadratic(a, b, c)) == Quadratic(a, b, c)
+
+
+@given(coefficients, coefficients, coefficients, st.sets(st.integers(1, 10**5), min_size=3, max_size=3))
+def test_three_points_determine_it(a, b, c, lengths):
+    form = Quadratic(a, b, c)
+    assert Quadratic.fit({s: form(s) for s in lengths}) == form
+
+
+def test_of_bits_there_are_parts_of_bytes():
+    """A mask of one bit for each token that a query sees, s(s + 1)/2 bits: whole bytes at the lengths that are run."""
+    form = Quadratic.fit({s: 7 + s * (s + 1) // 16 for s in (15, 16, 31)})
+    assert form == Quadratic(Fraction(1, 16), Fraction(1, 16), 7) and str(form) == "1/16·s² + 1/16·s + 7"
+    assert form.largest(form(1600)) == 1600 and form.largest(form(1600) - 1) == 1599
+
+
+def test_bytes_that_fall_at_first():
+    """As those of a step that pads: the larger root counts."""
+    form = Quadratic(1, -100, 5000)
+    assert form.largest(5000) == 100 and form.largest(2500) == 50 and form.largest(2499) == -1
+    assert Quadratic(b=-1, c=10).largest(0) == Quadratic(a=-1).largest(0) == math.inf
 
 
 def test_what_is_no_quadratic_is_refused():

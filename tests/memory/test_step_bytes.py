@@ -1,0 +1,110 @@
+"""The closed form of a training step is the dry run's peak to the byte, wherever one of its moments is highest."""
+
+import pytest
+import torch
+
+from refimpl import memory
+from refimpl.memory import step_bytes, training_step_bytes, training_step_moments
+from refimpl.model import GPT, GPTConfig
+
+GPT2 = {"vocab_size": 300, "context_length": 512, "layers": 2, "hidden": 64, "heads": 4}
+LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
+                "bias": False, "tied": False}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD,
+              "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9)}
+CASES = {  # changes, batch, sequence, dtype, optimizer, the highest moment
+    "gpt2, loss": (GPT2 | {"vocab_size": 3000}, 2, 64, torch.float32, "adamw", "loss"),
+    "gpt2, loss, bf16": (GPT2 | {"vocab_size": 3000}, 2, 200, torch.bfloat16, "sgd", "loss"),
+    "gpt2, softmax": (GPT2 | {"vocab_size": 10}, 2, 256, torch.float32, "adamw", "softmax"),
+    "gpt2, softmax, bf16, untied": (GPT2 | {"tied": False}, 1, 512, torch.bfloat16, "sgd", "softmax"),
+    "gpt2, MLP": (GPT2 | {"vocab_size": 10, "mlp_hidden": 1024}, 2, 64, torch.float32, "momentum", "MLP"),
+    "gpt2, embedding": (GPT2 | {"layers": 1, "hidden": 256, "vocab_size": 9000}, 1, 4, torch.float32, "sgd",
+                        "embedding"),
+    "llama, loss": (LLAMA | {"vocab_size": 3000}, 2, 100, torch.bfloat16, "adamw", "loss"),
+    "llama, softmax": (LLAMA, 2, 512, torch.float32, "sgd", "softmax"),
+    "llama, softmax, layernorm": (LLAMA | {"norm": "layernorm", "kv_heads": 4, "vocab_size": 9}, 2, 256, torch.bfloat16,
+                                  "adamw", "softmax"),
+    "llama, MLP": (LLAMA | {"vocab_size": 10, "hidden": 256, "mlp_hidden": 704}, 4, 128, torch.float32, "sgd", "MLP"),
+}
+
+
+def train(config, batch, sequence, dtype, optimizer):
+    """A step as in a loop: the optimizer's states and the last loss are there."""
+    model = GPT(config, dtype=dtype)
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    tokens, targets = torch.zeros(2, batch, sequence, dtype=torch.int64).unbind()
+    loss = torch.zeros(())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stepping.step()
+    stepping.zero_grad()
+    loss = model(tokens, targets)
+    loss.backward()
+    stepping.step()
+    stepping.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """A function: (arguments of the closed form, the peak by a dry run) of a case."""
+    made = {}
+
+    def read(case):
+        if case not in made:
+            changes, *rest, highest = CASES[case]
+            arguments = GPTConfig(**changes), *rest
+            made[case] = arguments, highest, memory.dry_run(train, *arguments).peak
+        return made[case]
+
+    return read
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_predicted_and_measured(measured, case):
+    """Category by category. (No graph keeps the last block's output: to the tracker it may be a temporary.)"""
+    arguments, highest, peak = measured(case)
+    predicted = training_step_bytes(*arguments)
+    assert predicted.total == peak.total and predicted == training_step_moments(*arguments)[highest]
+    for category in ("parameters", "buffers", "optimizer state", "inputs", "gradients"):
+        assert predicted[category] == peak[category]
+    if highest == "loss":
+        assert predicted == peak
+
+
+@pytest.mark.parametrize("forgotten", ["loss", "MLP", "softmax", "embedding"])
+def test_a_moment_that_is_forgotten_is_seen(monkeypatch, measured, forgotten):
+    """Each is the highest somewhere in these cases."""
+    whole = step_bytes.training_step_moments
+    monkeypatch.setattr(step_bytes, "training_step_moments", lambda *args: {
+        name: ledger for name, ledger in whole(*args).items() if name != forgotten})
+    seen = [case for case in CASES if training_step_bytes(*measured(case)[0]).total != measured(case)[2].total]
+    assert seen and all(CASES[case][-1] == forgotten for case in seen)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_in_a_step_of_few_tokens_it_is_the_least(optimizer):
+    """Then the optimizer's own temporaries may be highest, or a moment between: never less than the closed form."""
+    for sequence in (1, 2, 16):
+        arguments = GPTConfig(**GPT2 | {"hidden": 256}), 1, sequence, torch.float32, optimizer
+        predicted, peak = training_step_bytes(*arguments).total, memory.dry_run(train, *arguments).peak.total
+        assert 0.7 * peak < predicted <= peak
+
+
+def test_on_cuda_norms_keep_less():
+    config = GPTConfig(**LLAMA)
+    cpu, cuda = (training_step_bytes(config, 2, 64, device=device) for device in ("cpu", "cuda"))
+    assert cuda["activations"] < cpu["activations"] and cuda["parameters"] == cpu["parameters"]
+
+
+@pytest.mark.parametrize(("changes", "arguments", "message"), [
+    ({"dropout": 0.1}, {}, "dropout=0.1, parallel_residual=False: this closed form covers neither; use memory.dry_run"),
+    ({"parallel_residual": True}, {}, "parallel_residual=True: this closed form covers neither"),
+    ({}, {"batch": 0}, "batch=0: expected an integer of at least 1"),
+    ({}, {"sequence": 1.5}, "sequence=1.5: expected an integer of at least 1"),
+    ({}, {"device": "mps"}, "device='mps': what its kernels keep is not known"),
+    ({}, {"optimizer": "lion"}, "optimizer='lion': expected one of sgd"),
+    ({}, {"dtype": torch.float64}, "dtype=torch.float64: expected one of torch.float32, torch.bfloat16"),
+])
+def test_what_it_does_not_cover_is_refused(changes, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        training_step_bytes(GPTConfig(**GPT2 | changes), **{"batch": 2, "sequence": 64} | arguments)
