@@ -9,12 +9,12 @@ import torch
 
 from refimpl.attention import (
     attention_flops,
-    configs,
     flash_attention_bytes,
     flash_attention_traffic,
     reference_attention_bytes,
     tiled_attention_bytes,
 )
+from refimpl.attention.kernels import configs
 from refimpl.bench.record import measurement
 from refimpl.comm import ring_traffic
 from refimpl.memory.ledger import human

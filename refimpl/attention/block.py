@@ -1,10 +1,10 @@
 """A transformer block with FlashAttention in it, and what it keeps for backward.
 
-    x = x + attention(norm(x))          pre-norm: what is normalised is a copy,
+    x = x + attention(norm(x))          pre-norm: a copy is normalised,
     x = x + MLP(norm(x))                the residual stream itself passes through the block
 
-Of what `refimpl.model`'s block keeps with dense attention, all that grows with s² goes, and one logsumexp per row
-comes: the bytes of a layer are linear in the sequence.
+`refimpl.model`'s block with dense attention keeps tensors that grow with s². This one keeps one logsumexp per row
+instead: the bytes of a layer are linear in the sequence.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from ..memory import block_terms
 from ..model import MLP, GPTConfig, built_in, norm_of, rotate, rotation_table
-from .arguments import check_cu_seqlens
+from .call.arguments import check_cu_seqlens
 from .flash import flash_attention
 
 OPTIONS = {"norm", "norm_eps", "activation", "bias", "rotary_fraction", "rotary_base"}
@@ -20,23 +20,25 @@ QUADRATIC = ("causal mask", "softmax output", "softmax dropout mask", "softmax d
 
 
 class FlashTransformerBlock(nn.Module):
-    """`FlashTransformerBlock(hidden, heads)(x_BTC) -> x_BTC`: one causal layer, to be put into a model.
+    """Build one causal layer for a model: `FlashTransformerBlock(hidden, heads)(x_BTC) -> x_BTC`.
 
     - `kv_heads`: key and value heads, by default as many as heads; `mlp_hidden`: by default 4 · hidden.
-    - `window`: a token sees that many before it, besides itself; by default all.
-    - `rotary`: positions by rotation, of sequences up to that length; by default none (the model adds its own).
-    - `dropout`: of attention weights and of what both branches add, while training.
-    - `options`: what else of `GPTConfig` a layer has: norm, norm_eps, activation, bias, rotary_fraction, rotary_base.
+    - `window`: a token sees that many tokens before it, besides itself; by default all.
+    - `rotary`: rotary positions, for sequences up to that length; by default none (the model adds its own).
+    - `dropout`: of attention weights and of the output of both branches, while training.
+    - `options`: others of `GPTConfig` that concern a layer: norm, norm_eps, activation, bias, rotary_fraction,
+      rotary_base.
 
-    Its parts are named as those of `refimpl.model`'s block. TypeError for other options, ValueError as `GPTConfig`
-    raises it.
+    Its parts have the names of those in `refimpl.model`'s block. Raises TypeError for other options, and ValueError as
+    `GPTConfig` does.
     """
 
     def __init__(self, hidden, heads, *, kv_heads=None, mlp_hidden=None, window=None, rotary=None, dropout=0.0,
                  dtype=None, device=None, **options):
         super().__init__()
         if unknown := set(options) - OPTIONS:
-            raise TypeError(f"{sorted(unknown)}: expected options among {sorted(OPTIONS)}; the rest is the model's")
+            raise TypeError(f"FlashTransformerBlock({', '.join(sorted(unknown))}=…): expected options among "
+                            f"{sorted(OPTIONS)}; all others of GPTConfig are the model's")
         self.config = config = GPTConfig(
             vocab_size=1, hidden=hidden, heads=heads, kv_heads=kv_heads, mlp_hidden=mlp_hidden, dropout=dropout,
             layers=1, context_length=1 if rotary is None else rotary,
@@ -46,8 +48,8 @@ class FlashTransformerBlock(nn.Module):
             self.norm2, self.mlp, self.dropout = norm_of(config), MLP(config), nn.Dropout(dropout)
 
     def forward(self, x_BTC, cu_seqlens=None):
-        """`cu_seqlens`: sequences packed one after the other in a batch of 1, as in `flash_attention`; each sees itself
-        alone, and its positions begin at 0."""
+        """Apply the layer. `cu_seqlens`: sequences packed one after the other in a batch of 1, as in `flash_attention`;
+        each sees only itself, and its positions begin at 0."""
         x_BTC = x_BTC + self.dropout(self.attention(self.norm1(x_BTC), cu_seqlens))
         return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
 
@@ -79,12 +81,13 @@ class FlashSelfAttention(nn.Module):
 
 
 def positions_in(cu_seqlens, B, T, rotary, device):
-    """Each token's position in its own sequence: a slice, or (T,) ints if sequences are packed. ValueError for a
-    sequence longer than `rotary`, which a GPU would not survive."""
+    """Return each token's position in its own sequence: a slice, or (T,) ints if sequences are packed. Raises
+    ValueError for a sequence longer than `rotary`: on a GPU the index out of range would end the process."""
     ends = [0, T] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, T, B)
     lengths = [end - first for first, end in zip(ends, ends[1:], strict=False)]
     if max(lengths) > rotary:
-        raise ValueError(f"a sequence of {max(lengths)} tokens with rotary={rotary}: expected none longer")
+        raise ValueError(f"a sequence of {max(lengths)} tokens with rotary={rotary}: expected none longer; build the "
+                         f"block with rotary={max(lengths)} or more")
     if cu_seqlens is None:
         return slice(0, T)
     ends = torch.tensor(ends, device=device)
@@ -92,14 +95,14 @@ def positions_in(cu_seqlens, B, T, rotary, device):
 
 
 def flash_block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
-    """Bytes that a `FlashTransformerBlock` of this config keeps for backward: {term: bytes}; also of a GPT's block
-    with `flash_attention` and learned positions.
+    """Predict the bytes that a `FlashTransformerBlock` of this config keeps for backward: {term: bytes}. They are also
+    those of a GPT's block with `flash_attention` and learned positions.
 
         dense block − e·abs² − (a/g)·s² + 4·abs          no dropout
 
-    that is `memory.block_terms` without its terms in s², and the logsumexp in their place (and with dropout a seed of
-    8 bytes). A packed batch of n sequences has 8·(n + 1) more, and cos and sin of each token with rotary positions.
-    ValueError as in `block_terms`.
+    that is `memory.block_terms` without its terms in s², with the logsumexp in their place (and with dropout a seed of
+    8 bytes). A packed batch of n sequences has 8·(n + 1) more, and with rotary positions cos and sin of each token.
+    Raises ValueError as `block_terms` does.
     """
     terms = block_terms(config, batch, sequence, dtype, device)
     terms = {name: nbytes for name, nbytes in terms.items() if name not in QUADRATIC}

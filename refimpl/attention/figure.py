@@ -1,5 +1,5 @@
-"""What the pages on attention draw: peaks over the sequence's length, an online softmax by hand, the tiles read,
-how near the chip's rates a computation can come, and how near kernels do."""
+"""The figures of the pages on attention: peaks over the sequence's length, an online softmax by hand, the tiles that
+are computed, how near the chip's rates a computation can come, and how near kernels do."""
 
 import math
 
@@ -8,20 +8,20 @@ from matplotlib.patches import Patch, Rectangle
 
 from ..memory.figure import MemoryFigure
 from ..memory.ledger import human
-from .band import tiles
-from .reference import on_paper
+from .call.band import tiles
+from .reference import resolve_shapes
 
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")
-ROOFLINE = (*COLOURS, "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe and Ito's, told apart by everyone
+ROOFLINE = (*COLOURS, "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe and Ito's, safe for colour-blind readers
 READ, GONE, CHANGED = "#F6C667", "#E6E6E6", "#BFE0F5"
 WHOLE, MASKED = "#9CCBEB", "#F2B45C"
 
 
 def plot_peaks(predicted, measured):
-    """Bytes over tokens, both on log axes: `predicted` as lines, `measured` as points on them.
+    """Plot bytes over tokens, both on log axes: `predicted` as lines, `measured` as points on them.
 
-    Both are {name: {tokens: bytes}}. A line's name carries its slope at the end, d log(bytes) / d log(tokens). Returns
-    a matplotlib Figure. ValueError for measurements of a name that has no line.
+    Both are {name: {tokens: bytes}}. A line's label says its slope at the end, d log(bytes) / d log(tokens). Returns a
+    matplotlib Figure. Raises ValueError for measurements of a name that has no line.
     """
     if not set(measured) <= set(predicted):
         raise ValueError(f"measured {sorted(set(measured) - set(predicted))}: expected some of {sorted(predicted)}")
@@ -47,14 +47,14 @@ def plot_peaks(predicted, measured):
 
 
 def slope(line):
-    """d log(bytes) / d log(tokens) between the two longest sequences of {tokens: bytes}."""
+    """Return d log(bytes) / d log(tokens) between the two longest sequences of {tokens: bytes}."""
     short, long = sorted(line)[-2:]
     return math.log(line[long] / line[short]) / math.log(long / short)
 
 
 def plot_online(scores_TS, states, size):
-    """The online softmax of `scores_TS`, one panel for each tile of `size` keys: the tile that was read, and beside it
-    the running m, l and O after it, coloured where a new maximum made the old ones shrink.
+    """Draw the online softmax of `scores_TS`, one panel for each tile of `size` keys: the tile that was read, and
+    beside it the running m, l and O after it, coloured where a new maximum made the old ones shrink.
 
     `states`: (shrink, m, l, O) after each tile, tensors (T, 1). Returns a matplotlib Figure.
     """
@@ -86,8 +86,8 @@ def plot_online(scores_TS, states, size):
 
 
 def plot_tiles(calls, T, size):
-    """Which tiles of T queries by T keys are computed, one panel for each of `calls`, {name: options of an attention}:
-    those that need a mask, those that do not, and those that are left out. Returns a matplotlib Figure."""
+    """Draw which tiles of T queries by T keys are computed, one panel for each of `calls`, {name: options of an
+    attention}: those that need a mask, those that do not, and those that are skipped. Returns a matplotlib Figure."""
     figure = _figure(calls, 2.4 * len(calls) + 0.2, 3.3)
     for axes, (name, options) in zip(figure.subplots(1, len(calls), squeeze=False)[0], calls.items(), strict=True):
         count = 0
@@ -108,21 +108,21 @@ def plot_tiles(calls, T, size):
 
 
 def computed_tiles(T, size, **options):
-    """[(queries, keys, masked)] of the tiles that `tiled_attention` computes for T queries and keys: spans (first,
-    end), and whether some pair in them is hidden. `options` as `attention_flops` takes them."""
-    call, _ = on_paper((1, 1, T, 1), (1, 1, T, 1), torch.float32, **options)
+    """List the tiles that `tiled_attention` computes for T queries and keys, [(queries, keys, masked)]: spans (first,
+    end), and whether some pair in them is masked. `options` as `attention_flops` takes them."""
+    call, _ = resolve_shapes((1, 1, T, 1), (1, 1, T, 1), torch.float32, **options)
     found = []
     for queries, keys, band in call.sequences:
-        for rows in tiles((band.blind, band.T), size):
+        for rows in tiles((band.fully_masked, band.T), size):
             for cols in tiles(band.keys_seen(rows), size):
                 spans = (tuple(start + x for x in span) for (start, _), span in ((queries, rows), (keys, cols)))
-                found.append((*spans, band.hidden(rows, cols, "cpu") is not None))
+                found.append((*spans, band.mask(rows, cols, "cpu") is not None))
     return found
 
 
 def plot_roofs(hardware, intensities):
-    """The two roofs of a GPU as its maker publishes them, what its memory feeds and what its matrix units do, in FLOP/s
-    over FLOPs a byte, both on log axes; and on the roof the most that each computation can reach.
+    """Draw the two roofs of a GPU as its maker publishes them, of its memory and of its matrix units, in FLOP/s over
+    FLOPs a byte, both on log axes; and on the roof the most that each computation can reach.
 
     `hardware`: a `catalog.Hardware`; `intensities`: {name: FLOPs a byte}. Returns a matplotlib Figure. Williams,
     Waterman & Patterson 2009.
@@ -160,11 +160,11 @@ def plot_roofs(hardware, intensities):
 
 
 def plot_roofline(rows):
-    """TFLOP/s over FLOPs a byte, of the rows of a recorded bench `attention`: one panel for each pass and head_dim, a
-    point for each length; filled if every pair counts, hollow if causal. The line is what the chip reached in the same
-    run: its rate of matrix products, and before the ridge its rate of memory. Returns a matplotlib Figure.
+    """Plot TFLOP/s over FLOPs a byte, of the rows of a recorded bench `attention`: one panel for each pass and
+    head_dim, a point for each length; filled if every pair counts, hollow if causal. The line is what the chip reached
+    in the same run: its rate of matrix products, and before the ridge its rate of memory. Returns a matplotlib Figure.
 
-    ValueError if the rows have no rates or no kernels in them: they were not taken on a GPU.
+    Raises ValueError if the rows have no rates or no kernels in them: they were not taken on a GPU.
     """
     rates = {row["name"]: row["value"] for row in rows if row.get("name") in ("matrix rate", "memory rate")}
     points = [point for row in rows if "intensity" in row for point in _points(row)]
@@ -194,14 +194,14 @@ def plot_roofline(rows):
 
 
 def _points(row):
-    """What was measured of a row: ours, and the peer."""
+    """Yield what was measured in a row: our kernel, and the peer."""
     for name, value in ((row["name"], row["value"]), (row["peer"], row["peer_value"])):
         if value is not None:
             yield row | {"name": name, "value": value}
 
 
 def _roof(axes, rates, most):
-    """The rates of the chip as a line, up to twice the largest intensity that is shown."""
+    """Draw the rates of the chip as a line, up to twice the largest intensity that is shown."""
     ridge = rates["matrix rate"] / rates["memory rate"]
     rising = [ridge * 2 ** (-i / 8) for i in range(32, -1, -1)]  # straight, on an axis that is not
     axes.plot([*rising, 2 * max(most, ridge)], [*(rates["memory rate"] * x for x in rising), rates["matrix rate"]],

@@ -1,4 +1,4 @@
-"""FlashAttention, by Triton kernels where they run, and what it takes in bytes."""
+"""FlashAttention by Triton kernels where they run, and the bytes that it takes."""
 
 import importlib.util
 import math
@@ -7,9 +7,9 @@ import os
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
-from .arguments import check_kernel, settle
-from .operators import MAX_STRIDE, attention_forward
-from .reference import AttentionBytes, on_paper
+from .call.arguments import check_kernel, resolve
+from .kernels.operators import MAX_STRIDE, attention_forward
+from .reference import AttentionBytes, resolve_shapes
 from .tiled import tiled_attention
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -18,9 +18,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked once: torch
 
 def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
                     cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False, kernel="auto"):
-    """`reference_attention` by Triton kernels: same arguments, same result, same dropout mask for the same seed.
-    Autograd keeps the output and one fp32 logsumexp per row; backward computes the weights again, and gives the same
-    bits in every run.
+    """Compute `reference_attention` by Triton kernels: same arguments, same result, same dropout mask for the same
+    seed. Autograd keeps the output and one fp32 logsumexp per row; backward computes the weights again, and gives the
+    same bits in every run.
 
     The kernels run on CUDA, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1 before Triton is first
     imported; slow, for learning and tests). Elsewhere, and on CUDA for fp64, `tiled_attention` does the same in
@@ -28,15 +28,16 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=
 
     - `kernel`: which forward: "triton" (loads through pointers, on any GPU), "hopper" (tensor descriptors, compute
       capability 9.0), "gluon" (the same with barriers by hand), or "auto": the fastest that a GPU has proven with this
-      version of Triton and that agrees with "triton" on this device (`fast_path.py`). The backward is the same for all.
+      version of Triton and that agrees with "triton" on this device (`hopper/fast_path.py`). The backward is the same
+      for all.
 
     Raises as the reference does; ValueError for bfloat16 in the interpreter, for a stride of rows or columns of
     2²³ elements and more, and for a `kernel` by name that cannot compute this call; RuntimeError for forward-mode
-    derivatives, and if its backward is to be differentiated again.
+    derivatives, and where its backward would be differentiated.
     """
     check_kernel(kernel)
-    call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
-                  cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
+                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES:
         if kernel != "auto":
             raise ValueError(f"kernel={kernel!r} for {q_BHTD.dtype} on {q_BHTD.device}: Triton's kernels take float16, "
@@ -55,7 +56,8 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=
 
 
 def _packing(call, packed, device):
-    """(cu_seqlens, cu_seqlens_k, longest, longest_k) for the operators: None, None, 0, 0 if nothing is packed."""
+    """Return (cu_seqlens, cu_seqlens_k, longest, longest_k) for the operators: None, None, 0, 0 if nothing is
+    packed."""
     if not packed:
         return None, None, 0, 0
     spans = [[sequence[which] for sequence in call.sequences] for which in (0, 1)]
@@ -64,16 +66,16 @@ def _packing(call, packed, device):
 
 
 def kernels_run_on(device):
-    """True where Triton's kernels can: on CUDA, and on a CPU in a process that interprets them."""
+    """Say whether Triton's kernels run there: on CUDA, and on a CPU in a process that interprets them."""
     return HAS_TRITON and (device.type == "cuda" or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def check_for_kernels(q_BHTD, k_BGSD, v_BGSD):
-    """ValueError or RuntimeError for what the reference takes and the kernels do not."""
+    """Raise ValueError or RuntimeError for what the reference takes and the kernels do not."""
     for x in (q_BHTD, k_BGSD, v_BGSD):
         if max(x.stride()[2:]) >= MAX_STRIDE:
             raise ValueError(f"a tensor of strides {x.stride()}: expected less than {MAX_STRIDE:,} elements from row "
-                             "to row and from column to column; .contiguous() lays it out anew")
+                             "to row and from column to column; .contiguous() gives a tensor that fits")
         if unpack_dual(x).tangent is not None:  # an operator would take it for a constant, silently
             raise RuntimeError("flash_attention has no forward-mode derivative (torch.func.jvp): use "
                                "reference_attention or memory_efficient_attention")
@@ -83,16 +85,16 @@ def check_for_kernels(q_BHTD, k_BGSD, v_BGSD):
 
 
 def flash_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0):
-    """AttentionBytes of `flash_attention`'s kernels for shapes (B, H, T, D) and (B, G, S, D), exact. With Q = BHTD and
-    K = BGSD elements of e bytes:
+    """Predict the AttentionBytes of `flash_attention`'s kernels for shapes (B, H, T, D) and (B, G, S, D), exact. With
+    Q = BHTD and K = BGSD elements of e bytes:
 
         kept   e·Q + 4·BHT                    the output and its logsumexp
         peak   kept + e·(Q + 2K) + 4·BHT      dQ, dK and dV; Δ
 
-    so the slope in the sequence length is 1, and no tile is in it: those are on the chip. A seed takes 8 bytes more,
-    with dropout. FlashAttention-2 (Dao 2023), algorithms 1 and 2. Raises as `flash_attention` does.
+    so the slope in the sequence length is 1. Tiles are not counted: they are on the chip. With dropout a seed takes 8
+    bytes more. FlashAttention-2 (Dao 2023), algorithms 1 and 2. Raises as `flash_attention` does.
     """
-    _, (e, _) = on_paper(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
+    _, (e, _) = resolve_shapes(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
     if dtype not in KERNEL_DTYPES:
         raise ValueError(f"dtype={dtype}: expected float16, bfloat16 or float32; other dtypes are tiled_attention's")
     (B, H, T, D), (G, S) = q_shape, k_shape[1:3]

@@ -5,9 +5,9 @@ For one chunk of queries, each chunk c of keys is summarised on its own, and the
     m_c = rowmax(S_c)      l_c = rowsum(e^(S_c − m_c))      O_c = e^(S_c − m_c) V_c
     O = Σ_c e^(m_c − m) O_c  /  Σ_c e^(m_c − m) l_c,        m = max_c m_c
 
-Both the chunk of queries and each summary are checkpointed: autograd keeps their inputs, and backward runs them again,
-one chunk of queries at a time, and within it one chunk of keys at a time. At that moment there are S / key_chunk
-summaries and one matrix of key_chunk columns, which is least for key_chunk near √S: hence O(√S) for a query.
+Both the chunk of queries and each summary are checkpointed: autograd keeps their inputs, and backward computes them
+again, one chunk of queries at a time, and within it one chunk of keys at a time. At that moment S / key_chunk summaries
+and one matrix of key_chunk columns are in memory, which is least for key_chunk near √S: hence O(√S) for a query.
 "Self-attention Does Not Need O(n²) Memory" (Rabe & Staats 2021), sections 2 to 4.
 """
 
@@ -17,10 +17,10 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .arguments import settle, without_autocast
-from .band import tiles
-from .philox import dropped, dropped_bytes, runs_of
-from .reference import AttentionBytes, on_paper, wide_dtype
+from .call.arguments import resolve, without_autocast
+from .call.band import tiles
+from .call.philox import dropped, dropped_bytes, runs_of
+from .reference import AttentionBytes, resolve_shapes, wide_dtype
 from .tiled import check_sizes
 
 _checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Philox has no state
@@ -28,16 +28,16 @@ _checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_st
 
 def memory_efficient_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0,
                                seed=None, cu_seqlens=None, cu_seqlens_k=None, query_chunk=1024, key_chunk=None):
-    """`reference_attention` in chunks: same arguments, same result, same dropout mask for the same seed. Autograd keeps
-    the output alone; backward computes the weights again, and may be differentiated again.
+    """Compute `reference_attention` in chunks: same arguments, same result, same dropout mask for the same seed.
+    Autograd keeps the output alone; backward computes the weights again, and can be differentiated again.
 
     - `query_chunk`: 1,024 in the paper's code. `key_chunk`: by default ⌈√S⌉. Chunks of keys that no query of a chunk
-      sees are left out.
+      sees are skipped.
 
     Raises as the reference does, and ValueError for a chunk of no positive size.
     """
-    call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
-                  cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
+                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     key_chunk = default_key_chunk(k_BGSD.shape[2]) if key_chunk is None else key_chunk
     check_sizes(query_chunk=query_chunk, key_chunk=key_chunk)
     with without_autocast(q_BHTD.device):
@@ -48,12 +48,12 @@ def memory_efficient_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=N
 
 
 def default_key_chunk(S):
-    """⌈√S⌉, the paper's choice."""
+    """Return ⌈√S⌉, the paper's choice."""
     return math.isqrt(S - 1) + 1
 
 
 def _query_chunk(q_BHtD, k_BGSD, v_BGSD, call, sequence, rows, key_chunk):
-    """The output of one chunk of queries, in q's dtype."""
+    """Compute the output of one chunk of queries, in q's dtype."""
     band, G = sequence.band, k_BGSD.shape[1]
     spans = tiles(band.keys_seen(rows), key_chunk)
     if not spans:
@@ -63,42 +63,43 @@ def _query_chunk(q_BHtD, k_BGSD, v_BGSD, call, sequence, rows, key_chunk):
     summaries = [_checkpoint(_summarise, q_BGRD, k, v, call, sequence, rows, keys, q_BHtD.shape[1])
                  for k, v, keys in chunks]
     seen_R1 = None
-    if rows[0] < band.blind:
-        seen_R1 = torch.arange(*rows, device=q_BHtD.device).repeat(q_BHtD.shape[1] // G)[:, None] >= band.blind
+    if rows[0] < band.fully_masked:
+        seen_R1 = torch.arange(*rows, device=q_BHtD.device).repeat(q_BHtD.shape[1] // G)[:, None] >= band.fully_masked
     out_BGRD = _combine(*zip(*summaries, strict=True), seen_R1)
     out_BGRD = out_BGRD / (1 - call.dropout_p) if call.dropout_p else out_BGRD
     return out_BGRD.to(q_BHtD.dtype).view(q_BHtD.shape)
 
 
 def _cut(x_BGSD, start, spans):
-    """The chunks of keys or values, by one split of all: its backward lays their gradients side by side at once."""
+    """Cut keys or values into chunks by one split: its backward concatenates all their gradients at once."""
     first, end = start + spans[0][0], start + spans[-1][1]
     sizes = [first, *(end - first for first, end in spans), x_BGSD.shape[2] - end]
     return x_BGSD.split(sizes, dim=2)[1:-1]
 
 
 def _summarise(q_BGRD, k_BGSD, v_BGSD, call, sequence, rows, keys, H):
-    """(m, l, O) of a chunk of queries and one of keys: (B, G, R, 1) twice and (B, G, R, D), in fp32 or wider."""
+    """Summarise a chunk of queries and one of keys: (m, l, O), shapes (B, G, R, 1) twice and (B, G, R, D), in fp32 or
+    wider."""
     (B, G), wide = q_BGRD.shape[:2], wide_dtype(q_BGRD.dtype)
-    mask_BGRS = None
+    dropped_BGRS = None
     if call.seed is not None:
         at = [[span[0] + x for x in chunk] for span, chunk in zip(sequence[:2], (rows, keys), strict=True)]
-        mask_BHTS = dropped(call.seed, call.dropout_p, B, H, *at, q_BGRD.device)
-        mask_BGRS = mask_BHTS.unflatten(1, (G, -1)).flatten(2, 3)
+        dropped_BHTS = dropped(call.seed, call.dropout_p, B, H, *at, q_BGRD.device)
+        dropped_BGRS = dropped_BHTS.unflatten(1, (G, -1)).flatten(2, 3)
     p_BGRS = (q_BGRD.to(wide) * call.scale) @ k_BGSD.to(wide).mT
-    hidden_TS = sequence.band.hidden(rows, keys, q_BGRD.device)
-    if hidden_TS is not None:
-        p_BGRS.masked_fill_(hidden_TS.repeat(H // G, 1), -math.inf)
+    mask_TS = sequence.band.mask(rows, keys, q_BGRD.device)
+    if mask_TS is not None:
+        p_BGRS.masked_fill_(mask_TS.repeat(H // G, 1), -math.inf)
     m_BGR1 = p_BGRS.detach().amax(dim=-1, keepdim=True)  # cancels out, so that no gradient goes through it
     p_BGRS = p_BGRS.sub_(m_BGR1.masked_fill(m_BGR1 == -math.inf, 0)).exp_()
     l_BGR1 = p_BGRS.sum(dim=-1, keepdim=True)
-    if mask_BGRS is not None:
-        p_BGRS = p_BGRS.masked_fill(mask_BGRS, 0)
+    if dropped_BGRS is not None:
+        p_BGRS = p_BGRS.masked_fill(dropped_BGRS, 0)
     return m_BGR1, l_BGR1, p_BGRS @ v_BGSD.to(wide)
 
 
 def _combine(m_chunks, l_chunks, out_chunks, seen_R1):
-    """Σ_c e^(m_c − m) O_c / Σ_c e^(m_c − m) l_c; zeros in rows that see nothing."""
+    """Return Σ_c e^(m_c − m) O_c / Σ_c e^(m_c − m) l_c; zeros in rows that see nothing."""
     m_BGR1 = functools.reduce(torch.maximum, m_chunks)
     m_BGR1 = m_BGR1.masked_fill(m_BGR1 == -math.inf, 0)
     shrinks = [(m - m_BGR1).exp() for m in m_chunks]
@@ -115,21 +116,22 @@ def _combine(m_chunks, l_chunks, out_chunks, seen_R1):
 
 def memory_efficient_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0,
                                      query_chunk=1024, key_chunk=None):
-    """AttentionBytes of `memory_efficient_attention` for shapes (B, H, T, D) and (B, G, S, D). With Q = BHTD and
-    K = BGSD elements, e bytes an element, w a wide one, n = BH · query_chunk rows and c = S / key_chunk summaries:
+    """Predict the AttentionBytes of `memory_efficient_attention` for shapes (B, H, T, D) and (B, G, S, D). With Q =
+    BHTD and K = BGSD elements, e bytes an element, w a wide one, n = BH · query_chunk rows and c = S / key_chunk
+    summaries:
 
         kept   e·Q                                             the output
         peak   the largest, over the chunks of queries, of these three above 2e·Q + 2e·K (output, dQ, dK and dV):
-               w·n·(c·(D + 3) + 2D + …)                        all summaries, when they are combined again
+               w·n·(c·(D + 3) + 2D + …)                        all summaries, while they are combined again
                w·n·(c·(D + 1) + 3·key_chunk + …)               their gradients, and P, dP, dS of one chunk of keys
-               3e·K                                            dK and dV of one chunk of queries, put side by side
+               3e·K                                            dK and dV of one chunk of queries, concatenated
 
     The first falls and the second grows with key_chunk: c = S / key_chunk is √S at key_chunk = √S, so that the
     summaries of a query take O(√S · D). Rabe & Staats 2021, section 3 (they give the order; the constants are those of
     the code above). Within 2 % of the tracker, and exact in most fp32 shapes; with dropout within 6 %. Raises as
     `memory_efficient_attention` does.
     """
-    call, (e, w) = on_paper(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
+    call, (e, w) = resolve_shapes(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
     key_chunk = default_key_chunk(k_shape[2]) if key_chunk is None else key_chunk
     check_sizes(query_chunk=query_chunk, key_chunk=key_chunk)
     (B, H, T, D), (G, S), band = q_shape, k_shape[1:3], call.sequences[0].band
@@ -153,18 +155,18 @@ def memory_efficient_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, c
 
 
 def _waiting_bytes(n, chunks, D, w):
-    """What lies around a chunk of keys that is differentiated after j others, the last ones: ever fewer gradients of
-    O_c and l_c, ever more of k and v. `chunks`: bytes of the keys of each chunk."""
+    """Return the bytes in memory beside a chunk of keys that is differentiated after j others, the last ones: ever
+    fewer gradients of O_c and l_c, ever more of k and v. `chunks`: bytes of the keys of each chunk."""
     count = len(chunks)
     return max(w * n * ((count - j + 1) * D + count - j) + chunks[0] + 2 * sum(chunks[count - j:])
                for j in (min(1, count - 1), count - 1))
 
 
-def _tile_bytes(B, H, G, rows, keys, w, dropout_p, hides):
-    """P, dP, dS of one chunk of keys, and its masks; with dropout also Z ∘ P and Z, or Philox at work."""
+def _tile_bytes(B, H, G, rows, keys, w, dropout_p, masked):
+    """Bytes of P, dP, dS of one chunk of keys, and its masks; with dropout also Z ∘ P and Z, or Philox at work."""
     count, columns = rows[1] - rows[0], keys[1] - keys[0]
     weights = B * H * count * columns
-    masks = H // G * count * columns * hides
+    masks = H // G * count * columns * masked
     if not dropout_p:
         return 3 * w * weights + masks
     return max(dropped_bytes(B, H, rows, keys), 3 * w * weights + masks + 4 * B * H * count * runs_of(keys))

@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-from .arguments import settle, without_autocast
-from .philox import dropped, dropped_bytes, runs_of
+from .call.arguments import resolve, without_autocast
+from .call.philox import dropped, dropped_bytes, runs_of
 
 
 def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
                         cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False):
-    """softmax(scale · q kᵀ) v with the whole matrix in memory, differentiable as often as you like. Returns
-    (B, H, T, D) in q's dtype, reckoned in fp32 (fp64 from fp64), under autocast too.
+    """Compute softmax(scale · q kᵀ) v with the whole matrix in memory; it can be differentiated any number of times.
+
+    Returns (B, H, T, D) in q's dtype. The arithmetic is in fp32 (fp64 for fp64), under autocast too.
 
     - G divides H: query heads h·H/G … (h+1)·H/G − 1 share key head h.
     - `causal`: query i sees keys j ≤ i + S − T, so that the last query sees every key.
@@ -25,17 +26,17 @@ def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, sc
       (flash-attention's window_size = (window, 0) and (window, window)).
     - `scale`: default 1/√D.
     - `dropout_p`: each weight is dropped with this probability and the rest grow by 1/(1 − p). The mask follows from
-      `seed` alone (an int, or an int64 on the device; by default drawn from PyTorch's generator): see `philox.py`.
+      `seed` alone (an int, or an int64 on the device; by default drawn from PyTorch's generator): see `call/philox.py`.
     - `cu_seqlens`: several sequences packed one after the other in a batch of 1: 0 and where each one ends, an int32
-      tensor or a list; nobody sees into another one. `cu_seqlens_k`: the keys' own, if they differ.
+      tensor or a list; a query sees keys of its own sequence only. `cu_seqlens_k`: for the keys, if they differ.
     - `return_logsumexp`: (out, lse_BHT), lse = ln Σ exp(scale · q kᵀ) over the keys seen, natural, fp32 or wider.
 
-    A query that sees no key gives zeros (lse −∞) and zero gradients. A NaN or inf in a key seen goes where softmax
-    takes it; in v it may also reach rows that do not see it, since 0 · NaN is NaN. TypeError and ValueError name
-    what does not fit. Equation 1 of "Attention Is All You Need" (Vaswani et al. 2017).
+    A query that sees no key gives zeros (lse −∞) and zero gradients. A NaN or inf in a key spreads as in softmax, to
+    the rows that see it; in v it may also reach rows that do not see it, since 0 · NaN is NaN. Raises TypeError or
+    ValueError for arguments that do not fit. Equation 1 of "Attention Is All You Need" (Vaswani et al. 2017).
     """
-    call = settle(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
-                  cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
+                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     with without_autocast(q_BHTD.device):
         out_BHTD, lse_BHT = _definition(q_BHTD, k_BGSD, v_BGSD, call, return_logsumexp)
     return (out_BHTD, lse_BHT) if return_logsumexp else out_BHTD
@@ -44,49 +45,50 @@ def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, sc
 def _definition(q_BHTD, k_BGSD, v_BGSD, call, with_lse):
     (B, H, T, D), (G, S), wide = q_BHTD.shape, k_BGSD.shape[1:3], wide_dtype(q_BHTD.dtype)
     drops = call.seed is not None
-    mask_BHTS = dropped(call.seed, call.dropout_p, B, H, (0, T), (0, S), q_BHTD.device) if drops else None
-    hidden_TS, blind_T1 = _masks(call, T, S, q_BHTD.device)
-    scores_BHTS = _scores(q_BHTD.to(wide), k_BGSD.to(wide), call, hidden_TS, blind_T1)
+    dropped_BHTS = dropped(call.seed, call.dropout_p, B, H, (0, T), (0, S), q_BHTD.device) if drops else None
+    mask_TS, fully_masked_T1 = _masks(call, T, S, q_BHTD.device)
+    scores_BHTS = _scores(q_BHTD.to(wide), k_BGSD.to(wide), call, mask_TS, fully_masked_T1)
     lse_BHT = scores_BHTS.logsumexp(dim=-1) if with_lse else None
     weights_BHTS = scores_BHTS.softmax(dim=-1)
     del scores_BHTS
     if drops:
-        weights_BHTS = weights_BHTS.masked_fill(mask_BHTS, 0)
+        weights_BHTS = weights_BHTS.masked_fill(dropped_BHTS, 0)
     out_BHTD = (weights_BHTS.view(B, G, H // G * T, S) @ v_BGSD.to(wide)).view(B, H, T, D)
     if drops:
         out_BHTD = out_BHTD / (1 - call.dropout_p)
-    if blind_T1 is not None:
-        out_BHTD = out_BHTD.masked_fill(blind_T1, 0)
-        lse_BHT = lse_BHT.masked_fill(blind_T1[:, 0], -math.inf) if with_lse else None
+    if fully_masked_T1 is not None:
+        out_BHTD = out_BHTD.masked_fill(fully_masked_T1, 0)
+        lse_BHT = lse_BHT.masked_fill(fully_masked_T1[:, 0], -math.inf) if with_lse else None
     return out_BHTD.to(q_BHTD.dtype), lse_BHT
 
 
-def _scores(q_BHTD, k_BGSD, call, hidden_TS, blind_T1):
-    """S; where a row sees nothing 0, so that its softmax is finite (what it gives is not used)."""
+def _scores(q_BHTD, k_BGSD, call, mask_TS, fully_masked_T1):
+    """S; 0 in a row that sees nothing, so that its softmax is finite (its result is not used)."""
     (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
     rows_BGRD = q_BHTD.reshape(B, G, H // G * T, D)  # the heads of a group, one below the other
     scores_BHTS = call.scale * (rows_BGRD @ k_BGSD.mT).view(B, H, T, S)
-    if hidden_TS is not None:
-        scores_BHTS = scores_BHTS.masked_fill(hidden_TS, -math.inf)
-    return scores_BHTS if blind_T1 is None else scores_BHTS.masked_fill(blind_T1, 0)
+    if mask_TS is not None:
+        scores_BHTS = scores_BHTS.masked_fill(mask_TS, -math.inf)
+    return scores_BHTS if fully_masked_T1 is None else scores_BHTS.masked_fill(fully_masked_T1, 0)
 
 
 def _masks(call, T, S, device):
-    """(hidden_TS, blind_T1), True where a query does not see a key, and any key; None where there is no such."""
+    """(mask_TS, fully_masked_T1): True where a query does not see a key, and where it sees no key at all; each is None
+    if it would be False everywhere."""
     if len(call.sequences) == 1:
-        hidden_TS = call.sequences[0].band.hidden((0, T), (0, S), device)
+        mask_TS = call.sequences[0].band.mask((0, T), (0, S), device)
     else:
-        hidden_TS = torch.ones(T, S, dtype=torch.bool, device=device)
+        mask_TS = torch.ones(T, S, dtype=torch.bool, device=device)
         for queries, keys, band in call.sequences:
             if band.T and band.S:
-                own = band.hidden((0, band.T), (0, band.S), device)
-                hidden_TS[slice(*queries), slice(*keys)] = False if own is None else own
-    blind = any(sequence.band.blind for sequence in call.sequences)
-    return hidden_TS, hidden_TS.all(dim=-1, keepdim=True) if blind else None
+                own = band.mask((0, band.T), (0, band.S), device)
+                mask_TS[slice(*queries), slice(*keys)] = False if own is None else own
+    some = any(sequence.band.fully_masked for sequence in call.sequences)
+    return mask_TS, mask_TS.all(dim=-1, keepdim=True) if some else None
 
 
 def wide_dtype(dtype):
-    """What attention of `dtype` is reckoned in: fp32, or fp64 for fp64."""
+    """The dtype in which attention of `dtype` is computed: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -95,7 +97,7 @@ def wide_dtype(dtype):
 
 class AttentionFlops(NamedTuple):
     """FLOPs of attention's matrix products; a multiply-add is 2. `pairs`: (query, key) pairs that see each other, over
-    batch and heads. `backward` with P kept, `backward_recomputing` with P made again from Q and K."""
+    batch and heads. `backward` has P kept, `backward_recomputing` computes P again from Q and K."""
 
     pairs: int
     forward: int
@@ -104,7 +106,8 @@ class AttentionFlops(NamedTuple):
 
 
 def attention_flops(q_shape, k_shape, *, causal=False, window=None, cu_seqlens=None, cu_seqlens_k=None):
-    """The AttentionFlops of shapes (B, H, T, D) and (B, G, S, D): what no method can go below, masked pairs left out.
+    """Count the AttentionFlops of shapes (B, H, T, D) and (B, G, S, D): the least that any method needs, without masked
+    pairs.
 
         forward                2 products, Q Kᵀ and P V:                 2 · 2 · D · pairs
         backward               4 products: dV, dP, dQ, dK:               4 · 2 · D · pairs
@@ -112,36 +115,37 @@ def attention_flops(q_shape, k_shape, *, causal=False, window=None, cu_seqlens=N
 
     FlashAttention-2 (Dao 2023), section 4.1 and appendix, counts likewise. Raises as `reference_attention` does.
     """
-    call, _ = on_paper(q_shape, k_shape, torch.float32, causal=causal, window=window, cu_seqlens=cu_seqlens,
-                       cu_seqlens_k=cu_seqlens_k)
+    call, _ = resolve_shapes(q_shape, k_shape, torch.float32, causal=causal, window=window, cu_seqlens=cu_seqlens,
+                             cu_seqlens_k=cu_seqlens_k)
     B, H, _, D = q_shape
     pairs = B * H * sum(sequence.band.pairs() for sequence in call.sequences)
     return AttentionFlops(pairs, 4 * D * pairs, 8 * D * pairs, 10 * D * pairs)
 
 
-def on_paper(q_shape, k_shape, dtype, *, causal=False, window=None, dropout_p=0.0, cu_seqlens=None, cu_seqlens_k=None):
-    """(Call, (e, w)) of tensors that are not there: the checks are those of a real call; e bytes an element, w a wide
-    one."""
+def resolve_shapes(q_shape, k_shape, dtype, *, causal=False, window=None, dropout_p=0.0, cu_seqlens=None,
+                   cu_seqlens_k=None):
+    """Resolve a call from shapes alone, with the checks of a real one. Returns (Call, (e, w)): e bytes for an element,
+    w for an element of `wide_dtype`."""
     q, k = (torch.empty(tuple(shape), dtype=dtype, device="meta") for shape in (q_shape, k_shape))
-    call = settle(q, k, k, causal=causal, window=window, scale=None, dropout_p=dropout_p, seed=0, cu_seqlens=cu_seqlens,
-                  cu_seqlens_k=cu_seqlens_k)
+    call = resolve(q, k, k, causal=causal, window=window, scale=None, dropout_p=dropout_p, seed=0,
+                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     return call, (dtype.itemsize, wide_dtype(dtype).itemsize)
 
 
 class AttentionBytes(NamedTuple):
-    """Bytes above q, k and v. `kept`: when the forward is done, with the output. `peak`: the most in a forward and a
-    backward, with the output still held and above the gradient that backward is given."""
+    """Bytes above q, k and v. `kept`: after the forward, with the output. `peak`: the most during a forward and a
+    backward, with the output still held; the gradient that backward is given is not counted."""
 
     kept: int
     peak: int
 
 
 def reference_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0):
-    """AttentionBytes of `reference_attention` for shapes (B, H, T, D) and (B, G, S, D). With N = BHTS, Q = BHTD,
-    K = BGSD elements, e bytes an element and w a wide one (4, or 8 for fp64):
+    """Predict the AttentionBytes of `reference_attention` for shapes (B, H, T, D) and (B, G, S, D). With N = BHTS, Q =
+    BHTD, K = BGSD elements, e bytes an element and w a wide one (4, or 8 for fp64):
 
         kept   e·Q + w·N                      the output; P
-               + TS (+ T)                     booleans, if there are pairs hidden (and rows that see nothing)
+               + TS (+ T)                     booleans, if pairs are masked (and rows fully masked)
                + w·(Q + 2K)                   q, k and v in fp32, if they were 16-bit
                + (w + 1)·N                    Z ∘ P and Z, with dropout
         peak   3w·N + e·(Q + K) + …           P, dP and dS; with dropout P, Z ∘ P, Z and dP, or Philox at work
@@ -149,10 +153,10 @@ def reference_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=F
     so the slope in the sequence length is 2. Exact for contiguous q and k where the matrix outweighs the rest (S ≥ 4D),
     with an int seed (a drawn one takes 24 bytes). Raises as `reference_attention` does.
     """
-    call, (e, w) = on_paper(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
+    call, (e, w) = resolve_shapes(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
     (B, H, T, D), (G, S) = q_shape, k_shape[1:3]
     N, Q, K, band = B * H * T * S, B * H * T * D, B * G * S * D, call.sequences[0].band
-    masks = T * S * (band.pairs() < T * S) + T * (band.blind > 0)
+    masks = T * S * (band.pairs() < T * S) + T * (band.fully_masked > 0)
     cast, mask = w * (w != e), 4 * B * H * T * runs_of((0, S))  # Z is drawn four columns at a time
     kept = e * Q + w * N + masks + cast * (Q + 2 * K)
     softmax_backward = 3 * w * N + e * (Q + K) + cast * (Q + K) + masks

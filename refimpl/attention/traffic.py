@@ -1,10 +1,10 @@
-"""Bytes that cross between memory and the chip: what the kernels ask for, in closed form, and counted as they run.
+"""Bytes that move between memory and the chip: what the kernels ask for, in closed form, and counted as they run.
 
-Peak bytes say what must be there at a time, traffic says what must move. An operator of PyTorch reads its inputs and
-writes its outputs, each once at least (`moved`). A kernel that holds a tile of queries on the chip reads the keys once
-for each such tile (`counted`), so its traffic falls as the tile grows, and no tensor's size shows it. That is what
-programs ask for. A GPU's cache answers some of it, all but the first time if a head's keys fit; so what crosses the
-memory bus lies between the two.
+Peak bytes say what must be in memory at one time, traffic says what must move. An operator of PyTorch reads its inputs
+and writes its outputs, each at least once (`moved`). A kernel that holds a tile of queries on the chip reads the keys
+once for each such tile (`counted`), so its traffic falls as the tile grows, and no tensor's size shows it. That is what
+programs ask for. A GPU's cache serves some of it, all but the first read if a head's keys fit; so what crosses the
+memory bus is between the two.
 """
 
 import collections
@@ -17,12 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .band import tiles
-from .configs import DELTA, INTERPRETED, KERNELS
-from .reference import on_paper
+from .call.band import tiles
+from .kernels.configs import DELTA, INTERPRETED, KERNELS
+from .reference import resolve_shapes
 
 
-class Traffic(NamedTuple):
+class KernelTraffic(NamedTuple):
     """Bytes that programs load and store."""
 
     loaded: int
@@ -30,40 +30,44 @@ class Traffic(NamedTuple):
 
 
 def flash_attention_traffic(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, configs=None):
-    """{kernel: Traffic} of `flash_attention`'s kernels for shapes (B, H, T, D) and (B, G, S, D), exact. With Q = BHTD
-    and K = BGSD elements of e bytes, N keys that a tile of block_m queries visits, M queries that a tile of block_n
-    keys visits:
+    """Predict the {kernel: KernelTraffic} of `flash_attention`'s kernels for shapes (B, H, T, D) and (B, G, S, D),
+    exact. With Q = BHTD and K = BGSD elements of e bytes, N keys that a tile of block_m queries visits, M queries that
+    a tile of block_n keys visits:
 
         forward    loads e·Q + 2e·D·ΣN                     stores e·Q + 4·BHT
         delta      loads 2e·Q                              stores 4·BHT
         dkdv       loads 2e·K + (2e·D + 8)·ΣM              stores 2e·K
         dq         loads 2e·Q + 8·BHT + 2e·D·ΣN            stores e·Q
 
-    Sums over the tiles of all query heads: T/block_m · S for ΣN and S/block_n · T for ΣM, a head, where no mask leaves
-    tiles out. The heads of a group read their keys one by one. Without dropout, not packed. `configs`: {kernel:
-    Config} of the tiles, by default those of the interpreter. Raises as `flash_attention` does.
+    Sums over the tiles of all query heads: for each head ΣN is T/block_m · S and ΣM is S/block_n · T, if no tile is
+    skipped. Each head of a group reads its keys itself. Without dropout, not packed. `configs`: {kernel: Config} of
+    the tiles, by default those of the interpreter. Raises as `flash_attention` does, and ValueError for a kernel in
+    `configs` that is not in this table.
     """
-    call, (e, _) = on_paper(q_shape, k_shape, dtype, causal=causal, window=window)
+    size = dict.fromkeys(KERNELS, INTERPRETED) | {"delta": DELTA}
+    if unknown := set(configs or ()) - set(size):
+        raise ValueError(f"configs of {sorted(unknown)}: expected some of {sorted(size)}")
+    size |= configs or {}
+    call, (e, _) = resolve_shapes(q_shape, k_shape, dtype, causal=causal, window=window)
     (B, H, T, D), (G, S), band = q_shape, k_shape[1:3], call.sequences[0].band
     Q, K, rows = e * B * H * T * D, e * B * G * S * D, 4 * B * H * T
-    size = dict.fromkeys(KERNELS, INTERPRETED) | {"delta": DELTA} | (configs or {})
     forward, dq = (2 * e * D * B * H * sum(_keys(band, tile, size[name].block_n)
                                            for tile in tiles((0, T), size[name].block_m)) for name in ("forward", "dq"))
     dkdv = (2 * e * D + 8) * B * H * sum(_queries(band, tile, size["dkdv"].block_m)
                                          for tile in tiles((0, S), size["dkdv"].block_n))
-    return {"forward": Traffic(Q + forward, Q + rows), "delta": Traffic(2 * Q, rows),
-            "dkdv": Traffic(2 * K + dkdv, 2 * K), "dq": Traffic(2 * Q + 2 * rows + dq, Q)}
+    return {"forward": KernelTraffic(Q + forward, Q + rows), "delta": KernelTraffic(2 * Q, rows),
+            "dkdv": KernelTraffic(2 * K + dkdv, 2 * K), "dq": KernelTraffic(2 * Q + 2 * rows + dq, Q)}
 
 
 def _keys(band, queries, size):
-    """How many keys are loaded for a tile of queries: whole tiles of `size`, cut off at S alone."""
+    """Count the keys that are loaded for a tile of queries: whole tiles of `size`, cut off at S only."""
     first, end = band.keys_seen(queries)
     first = first // size * size
     return min(band.S, first + -(-(end - first) // size) * size) - first
 
 
 def _queries(band, keys, size):
-    """How many queries are loaded for a tile of keys, likewise: `row_range` of the kernels."""
+    """Count the queries that are loaded for a tile of keys, likewise: `row_range` of the kernels."""
     shift = band.S - band.T
     first = 0 if band.right is None else max(0, keys[0] - shift - band.right)
     end = band.T if band.left is None else min(band.T, keys[1] - shift + band.left)
@@ -71,8 +75,8 @@ def _queries(band, keys, size):
 
 
 class Counted(NamedTuple):
-    """Bytes by the tensor that they belong to, "other" for those that were not named; `largest`: the most elements of
-    it that one `tl.load` fetched."""
+    """Bytes by tensor, "other" for all that were not named; `largest`: the most elements of a tensor that one `tl.load`
+    fetched."""
 
     loaded: collections.Counter
     stored: collections.Counter
@@ -81,15 +85,15 @@ class Counted(NamedTuple):
 
 @contextlib.contextmanager
 def counted(**tensors):
-    """A Counted that fills while kernels run in Triton's interpreter: every element that a program's `tl.load` and
-    `tl.store` do not mask out.
+    """Count, while kernels run in Triton's interpreter, every element that a program's `tl.load` and `tl.store` do not
+    mask out. Gives a Counted.
 
         with counted(q=q, k=k, v=v) as traffic:
             flash_attention(q, k, v)
         traffic.loaded["k"] / k.nbytes           # how often k was read
 
-    The tensors named lie on the CPU and share no memory. RuntimeError in a process that does not interpret: a GPU has
-    no such meter.
+    The named tensors are on the CPU and share no memory. Raises RuntimeError in a process that does not interpret: a
+    GPU has no such meter.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("traffic is counted in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is "
@@ -117,13 +121,13 @@ def counted(**tensors):
 
 
 def _span(x):
-    """(first address, end) of a tensor's elements."""
+    """Return (first address, end) of a tensor's elements."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _add(counter, spans, ptrs, mask):
-    """Bytes to the counter; returns {name: elements}."""
+    """Add the bytes to the counter; returns {name: elements}."""
     at, nbytes = ptrs.data[mask.data], ptrs.get_element_ty().primitive_bitwidth // 8
     counts = {name: int(((at >= first) & (at < end)).sum()) for name, (first, end) in spans.items()}
     counts["other"] = at.size - sum(counts.values())
@@ -133,9 +137,9 @@ def _add(counter, spans, ptrs, mask):
 
 
 class moved(TorchDispatchMode):
-    """Bytes that PyTorch's operators must move: each reads its inputs and writes its outputs once, and none keeps
-    anything on the chip for the next. Views move nothing. A custom operator counts like any other, whatever its
-    kernels ask for.
+    """Count the bytes that PyTorch's operators must move: each reads its inputs and writes its outputs once, and keeps
+    nothing on the chip for the next. Views move nothing. A custom operator counts like any other, whatever its kernels
+    ask for.
 
         with moved() as traffic:
             reference_attention(q, k, v)
@@ -144,7 +148,7 @@ class moved(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.by_operator = collections.defaultdict(lambda: Traffic(0, 0))
+        self.by_operator = collections.defaultdict(lambda: KernelTraffic(0, 0))
 
     @property
     def loaded(self):
@@ -162,12 +166,12 @@ class moved(TorchDispatchMode):
         if written and not function.__name__.startswith(("empty", "new_empty")):  # those are not written yet
             name = str(function.overloadpacket)
             loaded, stored = self.by_operator[name]
-            self.by_operator[name] = Traffic(loaded + _nbytes(given), stored + _nbytes(written))
+            self.by_operator[name] = KernelTraffic(loaded + _nbytes(given), stored + _nbytes(written))
         return result
 
 
 def _tensors(tree):
-    """{(storage, offset, (size, stride) of each dimension that has elements of its own, bytes of one)}."""
+    """Describe the tensors of a tree: {(storage, offset, (size, stride) of each dimension with a stride, itemsize)}."""
     return {(x.untyped_storage().data_ptr(), x.storage_offset(),
              tuple((size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride),
              x.element_size()) for x in tree_leaves(tree) if isinstance(x, torch.Tensor)}

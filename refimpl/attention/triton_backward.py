@@ -1,4 +1,4 @@
-"""FlashAttention's backward as Triton kernels: P is made again from Q, K and the logsumexp, tile by tile.
+"""FlashAttention's backward as Triton kernels: P is computed again from Q, K and the logsumexp, tile by tile.
 
     Δ = rowsum(dO ∘ O)        P = 2^(c·S − lse2)        dP = dO Vᵀ        dS = P ∘ (dP − Δ)
     dV = Pᵀ dO                dK = scale · dSᵀ Q         dQ = scale · dS K
@@ -17,14 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import DELTA, config_for
-from .triton_tile import (
+from .kernels.configs import DELTA, config_for
+from .kernels.tile import (
     INF,
     LOG2E,
     Heads,
     Launch,
+    dropout_scale,
     dropped,
-    grown,
     key_range,
     load,
     padded,
@@ -39,7 +39,7 @@ from .triton_tile import (
 
 @triton.jit
 def delta_kernel(out, d_out, d_lse, delta, T, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Δ = rowsum(dO ∘ O) in fp32, for each row; less the logsumexp's own gradient, since ∂lse/∂S = P, too."""
+    """Compute Δ = rowsum(dO ∘ O) of each row in fp32, less the logsumexp's own gradient, since ∂lse/∂S = P, too."""
     tile, head, batch = place(T, BLOCK_M, heads)
     row = tile * BLOCK_M
     o_MD = load(out, start(out, batch, head, 0), row, T, D, BLOCK_M, BLOCK_D).to(tl.float32)
@@ -53,9 +53,9 @@ def delta_kernel(out, d_out, d_lse, delta, T, heads, D: tl.constexpr, BLOCK_D: t
 @triton.jit
 def dkdv_kernel(q, k, v, d_out, lse, delta, dk, dv, packed, band, heads, group, scale, dropout, D: tl.constexpr,
                 BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dK and dV of one tile of BLOCK_N keys: a loop over the heads of its group, and one over their queries.
+    """Compute dK and dV of one tile of BLOCK_N keys: a loop over the heads of its group, and one over their queries.
 
-    All matrices are transposed, (N, M), so that P and dS go into the next product from the registers that they are in.
+    All matrices are transposed, (N, M), so that P and dS are in the right registers for the next product.
     """
     tiles = tl.cdiv(band.S, BLOCK_N)
     tile, key_head, index = place(band.S, BLOCK_N, heads // group)
@@ -83,19 +83,19 @@ def dkdv_kernel(q, k, v, d_out, lse, delta, dk, dv, packed, band, heads, group, 
                     out_NM = dropped(dropout, batch * heads + head, first_row + row, first_key + key, packed, BLOCK_M,
                                      BLOCK_N).trans()
                     kept_NM = tl.where(out_NM, 0.0, p_NM)
-                    dp_NM = tl.where(out_NM, 0.0, dp_NM * dropout.grown)
+                    dp_NM = tl.where(out_NM, 0.0, dp_NM * dropout.scale)
                 dv_ND = tl.dot(kept_NM.to(q_MD.dtype), d_o_MD, dv_ND, input_precision="ieee")
                 delta_M = tl.load(delta_ptr + rows * delta.row, mask=rows < T, other=0.0)
                 ds_NM = p_NM * (dp_NM - delta_M[None, :])
                 dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
         store(dk, start(dk, batch, key_head, first_key), key, S, dk_ND * scale, D, BLOCK_N, BLOCK_D)
-        store(dv, start(dv, batch, key_head, first_key), key, S, dv_ND * grown(dropout), D, BLOCK_N, BLOCK_D)
+        store(dv, start(dv, batch, key_head, first_key), key, S, dv_ND * dropout_scale(dropout), D, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
 def dq_kernel(q, k, v, d_out, lse, delta, dq, packed, band, heads, group, scale, dropout, D: tl.constexpr,
               BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dQ of one tile of BLOCK_M queries: the forward's loop over the keys that it sees."""
+    """Compute dQ of one tile of BLOCK_M queries: the forward's loop over the keys that it sees."""
     tile, head, index = place(band.T, BLOCK_M, heads)
     batch, first_row, T, first_key, S = sequence(packed, band, index)
     row = tile * BLOCK_M
@@ -116,21 +116,21 @@ def dq_kernel(q, k, v, d_out, lse, delta, dq, packed, band, heads, group, scale,
             if dropout is not None:
                 out_MN = dropped(dropout, batch * heads + head, first_row + row, first_key + key, packed, BLOCK_M,
                                  BLOCK_N)
-                dp_MN = tl.where(out_MN, 0.0, dp_MN * dropout.grown)
+                dp_MN = tl.where(out_MN, 0.0, dp_MN * dropout.scale)
             ds_MN = tl.where(sees(rows[:, None], keys[None, :], T, S, band), p_MN * (dp_MN - delta_M[:, None]), 0.0)
             dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision="ieee")
         store(dq, start(dq, batch, head, first_row), row, T, dq_MD * scale, D, BLOCK_M, BLOCK_D)
 
 
 def delta(out_BHTD, d_out_BHTD, d_lse2_BHT=None):
-    """Δ_BHT in fp32. `d_lse2_BHT`: the gradient of the base-2 logsumexp, if it has one."""
+    """Return Δ_BHT in fp32. `d_lse2_BHT`: the gradient of the base-2 logsumexp, if it has one."""
     delta_BHT = out_BHTD.new_empty(out_BHTD.shape[:3], dtype=torch.float32)
     delta_launch(out_BHTD, d_out_BHTD, d_lse2_BHT, delta_BHT, DELTA).run(out_BHTD.device)
     return delta_BHT
 
 
 def delta_launch(out_BHTD, d_out_BHTD, d_lse2_BHT, delta_BHT, config):
-    """The Launch of Δ."""
+    """Return the Launch of Δ."""
     B, H, T, D = out_BHTD.shape
     return Launch(delta_kernel, triton.cdiv(T, config.block_m) * H * B, {
         "out": Heads.of(out_BHTD), "d_out": Heads.of(d_out_BHTD),
@@ -139,7 +139,7 @@ def delta_launch(out_BHTD, d_out_BHTD, d_lse2_BHT, delta_BHT, config):
 
 
 def backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, problem, configs=None):
-    """(dq_BHTD, dk_BGSD, dv_BGSD) in q's dtype, laid out in memory as q, k and v.
+    """Return (dq_BHTD, dk_BGSD, dv_BGSD) in q's dtype, with the memory layout of q, k and v.
 
     `problem`: a `Problem`; `configs`: two `Config`, for the kernels dkdv and dq, by default the table's.
     """
@@ -152,7 +152,7 @@ def backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, problem, c
 
 def backward_launches(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, dq_BHTD, dk_BGSD, dv_BGSD, problem,
                       configs):
-    """The Launches of dK with dV, and of dQ."""
+    """Return the Launches of dK with dV, and of dQ."""
     (_, H, _, D), G, (by_key, by_row) = q_BHTD.shape, k_BGSD.shape[1], configs
     given = {"q": q_BHTD, "k": k_BGSD, "v": v_BGSD, "d_out": d_out_BHTD, "lse": lse2_BHT, "delta": delta_BHT}
 

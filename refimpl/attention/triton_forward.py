@@ -1,7 +1,7 @@
 """FlashAttention's forward as a Triton kernel: `tiled.py`, with one program for each tile of queries of each head.
 
 The program holds its tile of Q and the running m, l and O in registers, and passes over the keys that its queries see.
-Nothing of size T × S leaves the chip: 4 bytes per row, the logsumexp, are all that is written besides the output.
+Nothing of size T × S leaves the chip: besides the output it writes 4 bytes per row, the logsumexp.
 
     c = scale · log2 e
     m' = max(m, c · rowmax(S))        P = 2^(c·S − m')        α = 2^(m − m')
@@ -12,24 +12,24 @@ with S = Q Kᵀ. The scale is folded with log2 e into one constant and multiplie
 is a single fused multiply-add for each weight. FlashAttention-2 (Dao 2023), section 3.1 and algorithm 1.
 
 The one step past a plain loop over all keys is `key_range`: tiles that none of the queries sees, above the diagonal or
-outside the window, are not visited. The tiles that are, are all masked. A loop for those inside the band, without a
-mask, and another for its edges would save a comparison a weight; but with two loops on one accumulator ptxas makes the
-matrix products of an H100 wait for one another (its remark C7515), which costs far more.
+outside the window, are skipped. All others are masked. A loop without a mask for the tiles inside the band, and another
+for its edges, would save a comparison for each weight; but with two loops on one accumulator ptxas makes the matrix
+products of an H100 wait for one another (its remark C7515), which costs far more.
 """
 
 import triton
 import triton.language as tl
 
-from .arguments import empty_outputs
-from .configs import config_for
-from .triton_tile import (
+from .call.arguments import empty_outputs
+from .kernels.configs import config_for
+from .kernels.tile import (
     INF,
     LOG2E,
     Heads,
     Launch,
-    blind,
+    dropout_scale,
     dropped,
-    grown,
+    fully_masked,
     key_range,
     load,
     place,
@@ -43,7 +43,7 @@ from .triton_tile import (
 @triton.jit
 def forward_kernel(q, k, v, out, lse, packed, band, heads, group, scale, dropout, D: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One tile of BLOCK_M queries. The last tiles, which see most keys under a causal mask, start first."""
+    """Compute one tile of BLOCK_M queries. The last tiles, which see most keys under a causal mask, start first."""
     tile, head, index = place(band.T, BLOCK_M, heads)
     batch, first_row, T, first_key, S = sequence(packed, band, index)
     row = tile * BLOCK_M
@@ -74,15 +74,16 @@ def forward_kernel(q, k, v, out, lse, packed, band, heads, group, scale, dropout
             v_ND = load(v, v_ptr, key, S, D, BLOCK_N, BLOCK_D)
             acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision="ieee")
             m_M = m_new_M
-        seeing_M = (rows >= blind(T, S, band)) & (rows < T)  # by position: where all scores seen are −∞, 0/0 is right
+        # By position: where all scores seen are −∞, 0/0 is right.
+        seeing_M = (rows >= fully_masked(T, S, band)) & (rows < T)
         l_M = tl.where(seeing_M, l_M, 1.0)
-        store(out, out_ptr, row, T, acc_MD / l_M[:, None] * grown(dropout), D, BLOCK_M, BLOCK_D)
+        store(out, out_ptr, row, T, acc_MD / l_M[:, None] * dropout_scale(dropout), D, BLOCK_M, BLOCK_D)
         lse_M = tl.where(seeing_M, tl.where(m_M == -INF, 0.0, m_M) + tl.log2(l_M), -INF)
         store(lse, lse_ptr, row, T, lse_M[:, None], 1, BLOCK_M, 1)
 
 
 def forward(q_BHTD, k_BGSD, v_BGSD, problem, config=None):
-    """(out_BHTD, lse2_BHT): the output in q's dtype, and the base-2 logsumexp of each row in fp32.
+    """Return (out_BHTD, lse2_BHT): the output in q's dtype, and the base-2 logsumexp of each row in fp32.
 
     `problem`: a `Problem`; `config`: a `Config`, by default the table's.
     """
@@ -93,7 +94,7 @@ def forward(q_BHTD, k_BGSD, v_BGSD, problem, config=None):
 
 
 def forward_launch(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, problem, config):
-    """The Launch of a forward."""
+    """Return the Launch of a forward."""
     (_, H, _, D), G = q_BHTD.shape, k_BGSD.shape[1]
     tensors = {"q": q_BHTD, "k": k_BGSD, "v": v_BGSD, "out": out_BHTD, "lse": lse2_BHT}
     return Launch(forward_kernel, triton.cdiv(problem.band.T, config.block_m) * H * problem.count, {

@@ -12,15 +12,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention import attention_flops, flash_attention, triton_forward
-from ..attention.triton_tile import Problem
+from ..attention.kernels.tile import Problem
 
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
 # Its backward adds to dQ from many programs in any order, unless PyTorch is told to be deterministic, as ours is.
 DETERMINISTIC = "FLASH_ATTENTION, deterministic"
 PEERS = {"forward": BACKENDS, "backward": (DETERMINISTIC, *BACKENDS)}
 # Forwards for one chip: the module, which has suits(q, k, v) and forward(q, k, v, scale=…, causal=…, window=…, …).
-FORWARDS = {"hopper": ("hopper", {}), "gluon_forward": ("gluon_forward", {}),
-            "hopper, specialized": ("hopper", {"specialize": True})}
+FORWARDS = {"hopper": ("forward", {}), "gluon_forward": ("gluon_forward", {}),
+            "hopper, specialized": ("forward", {"specialize": True})}
 # Those that are expected to be the fastest first, and last those whose barriers could hang a GPU.
 OURS = ("hopper", "triton_forward", "triton_backward", "gluon_forward", "hopper, specialized")
 
@@ -70,7 +70,7 @@ def forward_candidates(q, k, v, shape, anywhere=False):
     found = {"triton_forward": lambda: triton_forward.forward(q, k, v, problem)}
     for name, (module, options) in FORWARDS.items():
         try:
-            module = importlib.import_module(f"refimpl.attention.{module}")
+            module = importlib.import_module(f"refimpl.attention.hopper.{module}")
         except Exception as error:  # it may ask of Triton what this version has not; the row says it
             found[name] = reason(error)
             continue

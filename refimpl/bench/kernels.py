@@ -8,13 +8,14 @@ import subprocess
 
 from tqdm import tqdm
 
-from ..attention import report
-from ..attention.compiled import BIN
+from .compiler import table
+from .compiler.compiled import BIN
+from .compiler.processes import compile_all
 from .record import row
 from .runner import BAR_DELAY
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
-MODULES = ("hopper", "gluon_forward")  # kernels with a table of their own: each has a function `cases`
+MODULES = ("hopper", "gluon_forward")  # of compiler/: kernels that are not in the table; each has a function `cases`
 PEER = "shared memory of a program"
 
 
@@ -22,8 +23,8 @@ def run(device="cpu", named=None):
     """(settings, rows), one row a kernel. `named`: {name: Case} instead of all there are; `device` is not used."""
     ptxas = subprocess.run([BIN / "ptxas", "--version"], check=True, capture_output=True, text=True).stdout
     settings = {"ptxas": re.search(r"V([\d.]+)", ptxas)[1],
-                "targets": {chip: f"sm_{number}" for chip, (_, number) in report.TARGETS.items()},
-                "variants": report.VARIANTS, "instructions": "how many stand in the code, loops once"}
+                "targets": {chip: f"sm_{number}" for chip, (_, number) in table.TARGETS.items()},
+                "variants": table.VARIANTS, "instructions": "how many stand in the code, loops once"}
     named, missing = (named, []) if named else every_case()
     return settings, all_rows(named, missing)
 
@@ -31,16 +32,16 @@ def run(device="cpu", named=None):
 def all_rows(named, missing):
     """Yield the rows that are `missing`, then those of the kernels, as the compiler is done with them."""
     yield from missing
-    for name, compiled in tqdm(report.compile_all(named), "compiling", len(named), delay=BAR_DELAY, leave=False):
+    for name, compiled in tqdm(compile_all(named), "compiling", len(named), delay=BAR_DELAY, leave=False):
         yield kernel_row(name, named[name], compiled)
 
 
 def every_case():
     """({name: Case}, rows of modules that this Triton cannot import)."""
-    named, missing = dict(report.cases()), []
+    named, missing = dict(table.cases()), []
     for module in MODULES:
         try:
-            own = importlib.import_module(f"refimpl.attention.{module}").cases()
+            own = importlib.import_module(f".compiler.{module}", __package__).cases()
         except Exception as error:  # of a Triton that lacks what the module is written for: the row says so
             missing.append(failed_row(module, error))
         else:
@@ -66,9 +67,9 @@ def kernel_row(name, case, compiled):
 
 def described(name):
     """What a page sorts rows by: of the table's kernels, which one and its tile; of others their module."""
-    if not isinstance(name, report.Name):
+    if not isinstance(name, table.Name):
         return {"kernel": name.partition(",")[0]}
-    tile = report.config_of(name)
+    tile = table.config_of(name)
     return {**name._asdict(), "dtype": str(name.dtype).removeprefix("torch."), "block_m": tile.block_m,
             "block_n": tile.block_n}
 

@@ -32,7 +32,7 @@ TINY = [
     ("equal_weights", FP16, {"T": 20, "n": 6, "D": 16}),
     ("same_bits", FP16, {"shape": SMALL, "repeats": 2, "causal": True}),
     ("every_element_is_written", FP16, {"shape": (2, 4, 2, 33, 20, 19), "window": 30}),
-    ("blind_rows", FP16, {}), ("not_finite", FP16, {}), ("beyond_32_bits", FP16, {"rows": 300, "heads": 2}),
+    ("fully_masked_rows", FP16, {}), ("not_finite", FP16, {}), ("beyond_32_bits", FP16, {"rows": 300, "heads": 2}),
     ("on_another_device", FP16, {"other": "cpu"}), ("operators_pass_opcheck", FP16, {}),
     ("compiled_in_one_graph", FP16, {"backend": "aot_eager", "causal": True}),
     ("bytes_are_exact", FP16, {"shape": (1, 4, 2, 70, 90, 16), "dropout_p": 0.1}),
@@ -51,7 +51,7 @@ def test_a_forward_for_one_chip(monkeypatch):
         return bodies.by_pointers(*tensors, **options)
 
     made = SimpleNamespace(suits=lambda *_: True, forward=forward)
-    monkeypatch.setitem(sys.modules, "refimpl.attention.made", made)
+    monkeypatch.setitem(sys.modules, "refimpl.attention.hopper.made", made)
     given = {"shape": (1, 2, 1, 33, 20, 16), "repeats": 2, "layout": "transposed", "causal": True, "specialize": True}
     bodies.beside_the_definition("cpu", FP16, "made", **given)
     made.forward = lambda *x, **y: (forward(*x, **y)[0] * 1.01, forward(*x, **y)[1])

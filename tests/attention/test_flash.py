@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from refimpl import memory
-from refimpl.attention import configs, flash, flash_attention, flash_attention_bytes, reference_attention
-from refimpl.attention.configs import Config
+from refimpl.attention import flash, flash_attention, flash_attention_bytes, reference_attention
+from refimpl.attention.kernels import configs
+from refimpl.attention.kernels.configs import Config
 from refimpl.attention.triton_forward import forward_kernel
 from refimpl.mixed_precision import autocast
 

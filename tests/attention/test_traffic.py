@@ -7,10 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from refimpl.attention import configs, flash_attention, flash_attention_traffic, reference_attention, triton_forward
-from refimpl.attention.configs import Config
-from refimpl.attention.operators import attention_backward, attention_delta, attention_forward
-from refimpl.attention.traffic import Traffic, counted, moved
+from refimpl.attention import flash_attention, flash_attention_traffic, reference_attention, triton_forward
+from refimpl.attention.kernels import configs
+from refimpl.attention.kernels.configs import Config
+from refimpl.attention.kernels.operators import attention_backward, attention_delta, attention_forward
+from refimpl.attention.traffic import KernelTraffic, counted, moved
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
@@ -19,7 +20,7 @@ pytestmark = [
 
 
 def read(q, k, v, gradient, causal, window):
-    """{kernel: Traffic}, counted; dK with dV and dQ run one after the other, and are told apart by what they store."""
+    """The KernelTraffic of forward, delta, and the two kernels of the backward together, counted."""
     options = (0.25, causal, window, 0.0, None, None, None, 0, 0)
     with torch.no_grad():
         with counted() as forward:
@@ -28,7 +29,7 @@ def read(q, k, v, gradient, causal, window):
             row_sum = attention_delta(out, gradient, None)
         with counted() as rest:
             attention_backward(gradient, q, k, v, lse, row_sum, *options)
-    return [Traffic(x.loaded.total(), x.stored.total()) for x in (forward, delta, rest)]
+    return [KernelTraffic(x.loaded.total(), x.stored.total()) for x in (forward, delta, rest)]
 
 
 @pytest.mark.parametrize(("T", "S"), [(50, 37), (20, 61), (61, 20)])
@@ -39,7 +40,7 @@ def test_every_byte_is_foretold(T, S, causal, window, dtype, tile, kit, monkeypa
     q, k, v, gradient = kit.inputs(1, 2, 1, T, S, 19, dtype, requires_grad=False)
     said = flash_attention_traffic(q.shape, k.shape, dtype, causal=causal, window=window,
                                    configs=dict.fromkeys(configs.KERNELS, Config(*tile, 4, 1)))
-    both = Traffic(*(sum(pair) for pair in zip(said["dkdv"], said["dq"], strict=True)))
+    both = KernelTraffic(*(sum(pair) for pair in zip(said["dkdv"], said["dq"], strict=True)))
     assert [said["forward"], said["delta"], both] == read(q, k, v, gradient, causal, window)
 
 
@@ -76,6 +77,11 @@ def test_strided_tensors_are_told_apart(kit):
     with counted(q=q, k=k, v=v) as traffic:
         flash_attention(q, k, v)
     assert [traffic.loaded[name] for name in "qkv"] == [q.nbytes, k.nbytes, v.nbytes]
+
+
+def test_tiles_of_a_kernel_that_nobody_knows_are_refused():
+    with pytest.raises(ValueError, match=r"configs of \['backward'\]: expected some of \['delta', 'dkdv', 'dq', 'forw"):
+        flash_attention_traffic((1, 1, 8, 8), (1, 1, 8, 8), configs={"backward": Config(16, 16, 4, 1)})
 
 
 def test_a_process_that_compiles_has_no_such_meter(monkeypatch):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from refimpl import attention
-from refimpl.attention import flash, operators
+from refimpl.attention import flash
+from refimpl.attention.kernels import operators
 from refimpl.model import GPT, GPTConfig, softmax_attention
 
 STAGES = {

@@ -113,9 +113,9 @@ def test_a_kernel_that_is_wrong_raises_or_is_not_there_is_named_and_not_timed(mo
     modules = {"wrong": forward, "raises": raising, "fine": fine}
     for name, function in modules.items():
         module = types.SimpleNamespace(suits=lambda *_: True, forward=function)
-        monkeypatch.setitem(sys.modules, f"refimpl.attention.{name}", module)
+        monkeypatch.setitem(sys.modules, f"refimpl.attention.hopper.{name}", module)
     suits = types.SimpleNamespace(suits=lambda *_: False)
-    monkeypatch.setitem(sys.modules, "refimpl.attention.elsewhere", suits)
+    monkeypatch.setitem(sys.modules, "refimpl.attention.hopper.elsewhere", suits)
     names = (*modules, "elsewhere", "broken")
     monkeypatch.setattr(attention_candidates, "FORWARDS", {name: (name, {}) for name in names})
     monkeypatch.setattr(attention_speed, "OURS", ("triton_forward", *names))
@@ -201,7 +201,7 @@ def test_a_trial_ends_with_the_first_fault(monkeypatch):
         return out, lse2 + (0.1 if q.shape[2] == 128 else 0)
 
     made = types.SimpleNamespace(suits=lambda *_: True, forward=forward)
-    monkeypatch.setitem(sys.modules, "refimpl.attention.made", made)
+    monkeypatch.setitem(sys.modules, "refimpl.attention.hopper.made", made)
     monkeypatch.setattr(attention_candidates, "FORWARDS", {"made": ("made", {})})
     shapes = [SHAPE, SHAPE._replace(length=128)]
     assert attention_trials.trial("made", shapes[:1], "cpu", torch.float16) == attention_trials.DONE

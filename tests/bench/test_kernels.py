@@ -6,17 +6,17 @@ import types
 import pytest
 import torch
 
-from refimpl.attention import report
-from refimpl.attention.configs import Config
+from refimpl.attention.kernels.configs import Config
 from refimpl.bench import __main__, kernels
+from refimpl.bench.compiler import table
 
-NAME = report.Name("forward", "datacenter", torch.bfloat16, 128, "causal")
+NAME = table.Name("forward", "datacenter", torch.bfloat16, 128, "causal")
 
 
 @pytest.fixture(scope="module")
 def ran():
-    case = report.case(NAME)
-    spilling = report.case(NAME, Config(128, 128, 4, 2))
+    case = table.case(NAME)
+    spilling = table.case(NAME, Config(128, 128, 4, 2))
     named = {NAME: case, "hopper, spilling": spilling, "absent": case._replace(kernel="no.such:one")}
     settings, rows = kernels.run("cpu", named)
     return settings, list(rows)
@@ -28,7 +28,7 @@ def test_a_row_tells_what_bounds_a_kernel(ran):
     assert fine["what"] == "forward, bfloat16, d128, causal, datacenter" and fine["peer_value"] == 232448
     assert 0 < fine["value"] < 232448 and fine["unit"] == "bytes" and 64 < fine["registers"] <= 255
     assert (fine["kernel"], fine["dtype"], fine["head_dim"], fine["variant"]) == ("forward", "bfloat16", 128, "causal")
-    assert (fine["block_m"], fine["block_n"], fine["num_warps"], fine["num_stages"]) == report.config_of(NAME)
+    assert (fine["block_m"], fine["block_n"], fine["num_warps"], fine["num_stages"]) == table.config_of(NAME)
     assert fine["instructions"]["HGMMA"] and not fine["instructions"]["HMMA"] and not fine["remarks"]
     assert fine["faults"] == fine["spill_bytes"] == 0 and f"{fine['registers']} registers, 0 bytes" in fine["note"]
     assert spilling["spill_bytes"] > 500 and spilling["faults"] and spilling["kernel"] == "hopper"
@@ -46,9 +46,9 @@ def test_all_there_are_and_a_module_that_this_triton_lacks(monkeypatch):
     def cases():
         raise AttributeError("module 'gluon' has no 'tma'")
 
-    monkeypatch.setitem(sys.modules, "refimpl.attention.own", types.SimpleNamespace(cases=lambda: {"d64": 1}))
-    monkeypatch.setitem(sys.modules, "refimpl.attention.old", types.SimpleNamespace(cases=cases))
+    monkeypatch.setitem(sys.modules, "refimpl.bench.compiler.own", types.SimpleNamespace(cases=lambda: {"d64": 1}))
+    monkeypatch.setitem(sys.modules, "refimpl.bench.compiler.old", types.SimpleNamespace(cases=cases))
     monkeypatch.setattr(kernels, "MODULES", ("own", "old"))
     named, missing = kernels.every_case()
-    assert named == {**report.cases(), "own, d64": 1}
+    assert named == {**table.cases(), "own, d64": 1}
     assert [(row["what"], row["error"]) for row in missing] == [("old", "module 'gluon' has no 'tma'")]

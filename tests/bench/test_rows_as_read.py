@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from refimpl.attention import report
 from refimpl.bench import accumulation, activations, checkpointing, comm, kernels, meter, precision, sequences, zero
+from refimpl.bench.compiler import table
 from refimpl.bench.meter import SMALL, Size
 
 TINY = Size(layers=2, hidden=32, heads=4, vocab_size=64, batch=2, sequence=64)
 ON_TWO = {"sizes": (1024, 4096), "worlds": (2,), "seconds": 0.01, "launches": 2, "least_calls": 3}
-NAMES = [report.Name("forward", "any", torch.bfloat16, 64, variant) for variant in ("full", "causal")]
+NAMES = [table.Name("forward", "any", torch.bfloat16, 64, variant) for variant in ("full", "causal")]
 
 
 class Cut(Exception):
@@ -64,7 +64,7 @@ def after_one_kernel(_):
     (sequences, {"size": TINY, "rounds": 2}, sequences, "compare", after(1), 4 + 5 + 4),
     (zero, {}, zero, "launch", after_engines(2), 1),
     (zero, {}, zero, "launch", after_engines(len(zero.ENGINES)), len(zero.PAIRS)),
-    (kernels, {"named": {name: report.case(name) for name in NAMES}}, report, "compile_all", after_one_kernel, 1),
+    (kernels, {"named": {name: table.case(name) for name in NAMES}}, kernels, "compile_all", after_one_kernel, 1),
 ])
 def test_a_run_that_is_cut_has_yielded_what_it_read(monkeypatch, bench, options, owner, function, cut, count):
     monkeypatch.setattr(owner, function, cut(getattr(owner, function)))

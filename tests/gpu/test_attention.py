@@ -34,7 +34,7 @@ def tasks():
     exactness(ask)
     behaviour(ask)
     ask("the_fast_path_agrees", BF16, "hopper", head_dims=(40, 64, 128, 256))
-    for name, module, own in (("hopper", "hopper", {}), ("hopper, specialized", "hopper", {"specialize": True}),
+    for name, module, own in (("hopper", "forward", {}), ("hopper, specialized", "forward", {"specialize": True}),
                               ("gluon_forward", "gluon_forward", {})):
         for_one_chip(ask, name, module, own)
     ask("the_fast_path_agrees", BF16, "gluon", head_dims=(40, 64, 128), kernel="gluon")
@@ -68,7 +68,7 @@ def behaviour(ask):
     for D, options in ((64, MASKS["causal"]), (111, MASKS["window"]), (128, MASKS["dropout"])):
         ask("every_element_is_written", BF16, f"d{D}", shape=(2, 4, 2, 113, 200, D), **options)
     ask("every_element_is_written", BF16, "packed", shape=(1, 4, 2, 200, 330, 64), **PACKED)
-    ask("blind_rows", BF16)
+    ask("fully_masked_rows", BF16)
     ask("not_finite", FP16)
     for options in (MASKS["causal"], MASKS["dropout"], {"cu_seqlens": [0, 30, 80], "causal": True}):
         ask("compiled_in_one_graph", BF16, *options, backend="inductor", **options)

@@ -16,14 +16,14 @@ import torch
 
 from refimpl import memory
 from refimpl.attention import (
-    fast_path,
     flash_attention,
     flash_attention_bytes,
     reference_attention,
     triton_forward,
 )
-from refimpl.attention.operators import attention_backward, attention_delta, attention_forward
-from refimpl.attention.triton_tile import Problem
+from refimpl.attention.hopper import fast_path
+from refimpl.attention.kernels.operators import attention_backward, attention_delta, attention_forward
+from refimpl.attention.kernels.tile import Problem
 from refimpl.model import GPT, GPTConfig
 
 # --- exactness -------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def every_element_is_written(device, dtype, shape, **options):
 # --- rows that see nothing, NaN and infinity -------------------------------------------------------------------------
 
 
-def blind_rows(device, dtype):
+def fully_masked_rows(device, dtype):
     """Zeros and −∞, and no gradient whatever comes back to them."""
     q, k, v, gradient = kit.inputs(2, 4, 2, 90, 40, 64, dtype, device=device)
     gradient[:, :, :50] = math.nan
@@ -287,7 +287,7 @@ def beside_the_definition(device, dtype, module, shape, repeats, layout="contigu
     """A module's own forward, of inputs that suit it: the rule of the field, the logsumexp, every element written, the
     same bits each time, and next to those of the pointer kernel. `own`: options of that forward."""
     for_hopper(device)
-    module = importlib.import_module(f"refimpl.attention.{module}")
+    module = importlib.import_module(f"refimpl.attention.hopper.{module}")
     q, k, v, _ = (x.detach() for x in laid_out(kit.inputs(*shape, dtype, device=device), layout))
     assert module.suits(q, k, v)
     options = {"causal": causal, "window": window}

@@ -5,7 +5,7 @@ import math
 import torch
 
 from refimpl import memory
-from refimpl.attention.philox import dropped
+from refimpl.attention.call.philox import dropped
 
 
 def inputs(B=2, H=4, G=2, T=7, S=9, D=8, dtype=torch.float32, requires_grad=True, seed=0, device="cpu"):
@@ -55,16 +55,16 @@ def plain(q, k, v, *, causal=False, window=None, scale=None, dropout_p=0.0, seed
                              1 / (1 - dropout_p)) for row, key in spans], dim=2)
 
 
-def _plain(q, k, v, causal, window, scale, drops, grown):
+def _plain(q, k, v, causal, window, scale, drops, dropout_scale):
     (T, D), (H, S) = q.shape[2:], (q.shape[1], k.shape[2])
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
     away = torch.arange(T, device=q.device)[:, None] + S - T - torch.arange(S, device=q.device)
-    hidden = (away < 0) & causal | (away.abs() > (window if window is not None else T + S))
-    blind = hidden.all(-1, keepdim=True)
-    scores = (q @ k.mT * (D**-0.5 if scale is None else scale)).masked_fill(hidden & ~blind, -math.inf)
+    mask = (away < 0) & causal | (away.abs() > (window if window is not None else T + S))
+    fully_masked = mask.all(-1, keepdim=True)
+    scores = (q @ k.mT * (D**-0.5 if scale is None else scale)).masked_fill(mask & ~fully_masked, -math.inf)
     weights = scores.softmax(-1)
-    weights = weights if drops is None else weights.masked_fill(drops, 0) * grown
-    return (weights @ v).masked_fill(blind, 0)
+    weights = weights if drops is None else weights.masked_fill(drops, 0) * dropout_scale
+    return (weights @ v).masked_fill(fully_masked, 0)
 
 
 def assert_as_exact_as_plain(attention, exact, q, k, v, gradient, plain=plain, **options):

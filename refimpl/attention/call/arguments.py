@@ -1,0 +1,179 @@
+"""The arguments of every attention here, checked before anything is computed, and what follows from them.
+
+Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim. Each key head serves H/G query heads.
+"""
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import torch
+
+from .band import Band
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNELS = ("auto", "triton", "hopper", "gluon")
+MAX_HEAD_DIM = 256
+
+
+class Sequence(NamedTuple):
+    """One sequence of a batch: where its queries and keys lie, (first, end), and who sees whom, counted from there."""
+
+    queries: tuple
+    keys: tuple
+    band: Band
+
+
+class Call(NamedTuple):
+    """The arguments of an attention, checked, with their defaults filled in."""
+
+    scale: float
+    dropout_p: float
+    seed: int | torch.Tensor | None  # None without dropout
+    sequences: tuple  # of Sequence; one that holds everything unless cu_seqlens says otherwise
+
+
+def resolve(q_BHTD, k_BGSD, v_BGSD, *, causal, window, scale, dropout_p, seed, cu_seqlens, cu_seqlens_k):
+    """Check the arguments and return them as a Call. Raises TypeError or ValueError before any computation."""
+    check_tensors(q_BHTD, k_BGSD, v_BGSD)
+    check_mask(causal, window)
+    (B, _, T, D), S = q_BHTD.shape, k_BGSD.shape[2]
+    scale = check_scale(D**-0.5 if scale is None else scale)
+    queries = [0, T] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, T, B)
+    cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    keys = [0, S] if cu_seqlens_k is None else check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, S, B)
+    if (cu_seqlens is None) != (cu_seqlens_k is None) or len(queries) != len(keys):
+        raise ValueError(f"queries in {len(queries) - 1} sequences and keys in {len(keys) - 1}: expected as many of "
+                         "both; cu_seqlens says where those of the queries end, cu_seqlens_k (default: the same) those "
+                         "of the keys")
+    seed = check_dropout(dropout_p, seed, q_BHTD.device)  # last: it may draw
+    spans = zip(zip(queries, queries[1:], strict=False), zip(keys, keys[1:], strict=False), strict=True)
+    return Call(scale, dropout_p, seed, tuple(
+        Sequence(rows, cols, Band.of(rows[1] - rows[0], cols[1] - cols[0], causal, window)) for rows, cols in spans))
+
+
+def check_tensors(q_BHTD, k_BGSD, v_BGSD):
+    """Check ranks, shapes, dtypes and devices of q, k and v."""
+    named = {"q": q_BHTD, "k": k_BGSD, "v": v_BGSD}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a tensor (batch, heads, sequence, "
+                            "head_dim)")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected (batch, heads, sequence, head_dim); "
+                             "unsqueeze(0) adds a batch, transpose(1, 2) brings heads before the sequence")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} is empty: expected at least 1 in each dimension; "
+                             "skip the call")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}: expected float16, bfloat16, float32 or float64; cast it first")
+    for what in ("dtype", "device"):
+        values = {name: str(getattr(tensor, what)) for name, tensor in named.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{name} {value}" for name, value in values.items())
+            raise ValueError(f"several {what}s: {listed}; expected one, cast with .to(…)")
+    (B, H, _, D), (Bk, G, _, Dk) = q_BHTD.shape, k_BGSD.shape
+    if k_BGSD.shape != v_BGSD.shape:
+        raise ValueError(f"k of shape {tuple(k_BGSD.shape)} and v of shape {tuple(v_BGSD.shape)}: expected the same")
+    if (B, D) != (Bk, Dk):
+        raise ValueError(f"q of shape {tuple(q_BHTD.shape)} and k of shape {tuple(k_BGSD.shape)}: batch (first) and "
+                         "head_dim (last) must be the same")
+    if H % G:
+        raise ValueError(f"{H} query heads and {G} key heads: expected a number of key heads that divides {H}")
+    if D > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim={D}: expected 1 to {MAX_HEAD_DIM}; use more heads that are smaller")
+
+
+def check_mask(causal, window):
+    """Check that `causal` is a bool, and `window` None or an int of at least 0."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal is a {type(causal).__name__}: expected True or False; masks other than causal and "
+                        "window are not supported")
+    if window is not None and type(window) is not int:
+        raise TypeError(f"window={window!r}: expected None or an int, how many keys to the left a query sees besides "
+                        "its own position")
+    if window is not None and window < 0:
+        raise ValueError(f"window={window}: expected at least 0 (its own position only), or None for no window")
+
+
+def check_kernel(kernel):
+    """Check that `kernel` is one of KERNELS."""
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(map(repr, KERNELS))}")
+
+
+def check_scale(scale):
+    """Check that `scale` is a finite number above 0: kernels take a row's maximum before they multiply by it."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale is a {type(scale).__name__}: expected a number, such as head_dim**-0.5, or None for it")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale}: expected a finite number above 0; for a negative one, negate q")
+    return float(scale)
+
+
+def check_dropout(dropout_p, seed, device):
+    """Return the seed of the call's dropout mask: `seed`, or by default a number from PyTorch's generator of the device
+    (so torch.manual_seed governs it); None if nothing is dropped. A seed on the device is not copied to the host."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p is a {type(dropout_p).__name__}: expected a number in [0, 1)")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p={dropout_p}: expected a number in [0, 1); 0.1 drops a tenth of the weights")
+    if isinstance(seed, torch.Tensor):
+        if seed.dtype != torch.int64 or seed.ndim or seed.device != device:
+            raise ValueError(f"seed of shape {tuple(seed.shape)}, {seed.dtype}, on {seed.device}: expected an int, or "
+                             f"one int64 without dimensions on {device}")
+    elif seed is not None and type(seed) is not int:
+        raise TypeError(f"seed is a {type(seed).__name__}: expected an int, a tensor, or None to draw one")
+    elif seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: expected an int in [0, 2**63)")
+    if not dropout_p:
+        return None
+    return torch.randint(0, 2**63 - 1, (), device=device) if seed is None else seed
+
+
+def check_cu_seqlens(name, cu_seqlens, total, batch):
+    """Return `cu_seqlens` as a list of ints: 0, then where each sequence ends, the last one at `total`."""
+    if batch != 1:
+        raise ValueError(f"{name} with a batch of {batch}: expected sequences packed one after the other in a batch of "
+                         "1")
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+            raise ValueError(f"{name} of shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}: expected one dimension, "
+                             "int32; .to(torch.int32) casts it")
+        ends = cu_seqlens.tolist()  # on CUDA this waits for the device; a list does not
+    elif isinstance(cu_seqlens, (list, tuple)) and all(type(end) is int for end in cu_seqlens):
+        ends = list(cu_seqlens)
+    else:
+        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}: expected an int32 tensor or a list of ints (in a "
+                        "dry run a list: fake tensors have no values)")
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != total:
+        raise ValueError(f"{name}={_short(ends)}: expected to begin with 0 and to end with {total}, the number of "
+                         "tokens given")
+    if any(later < earlier for earlier, later in zip(ends, ends[1:], strict=False)):
+        raise ValueError(f"{name}={_short(ends)} decreases: expected the sequences' ends in order, as in "
+                         "lengths.cumsum(0)")
+    return ends
+
+
+def _short(ends):
+    return ends if len(ends) <= 8 else f"[{', '.join(map(str, ends[:6]))}, …, {ends[-1]}]"
+
+
+def without_autocast(device):
+    """Return a context without autocast; some devices, such as "meta", have none."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def empty_outputs(q_BHTD):
+    """Allocate (out_BHTD, lse2_BHT). In memory out is (B, T, H, D): the model that joins its heads next needs no copy,
+    which autograd would keep."""
+    B, H, T, D = q_BHTD.shape
+    return q_BHTD.new_empty(B, T, H, D).transpose(1, 2), q_BHTD.new_empty((B, H, T), dtype=torch.float32)
+
+
+def refuse_second_derivative(name):
+    """Raise RuntimeError: the backward of the attention `name` has no derivative."""
+    raise RuntimeError(f"{name}'s backward is not differentiable itself: use reference_attention or "
+                       "memory_efficient_attention where gradients of gradients are needed")

@@ -1,0 +1,120 @@
+"""The Triton kernels as PyTorch operators, so that autograd, fake tensors, torch.compile and the tracker see them.
+
+A kernel that is just launched is invisible to all of these: they see operators. Each operator here has a fake kernel,
+which gives the shapes and strides of its results without computing them, and the forward has a formula for autograd.
+The backward is two operators: what an operator allocates inside is not seen, and Δ, 4 bytes a row, is in memory while
+dQ, dK and dV are computed.
+
+    refimpl::attention_forward     q, k, v → out, lse2                      kept for backward: q, k, v, out, lse2
+    refimpl::attention_delta       out, dO, d_lse2 → Δ
+    refimpl::attention_backward    dO, q, k, v, lse2, Δ → dq, dk, dv
+
+The kernels' modules are imported at the first launch: Triton decides when it is imported whether it interprets.
+"""
+
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from ..call.arguments import empty_outputs, refuse_second_derivative
+
+LIBRARY = "refimpl"
+MAX_STRIDE = 2**23  # elements, of rows and columns: a kernel addresses a tile of up to 256 of each in 32 bits
+
+
+def check_interpreter(q):
+    """Raise ValueError or RuntimeError for what Triton's interpreter is known to get wrong, for tensors on any device.
+    Compiled kernels pass."""
+    import triton
+
+    from ..triton_forward import forward_kernel
+
+    if isinstance(forward_kernel, triton.JITFunction):
+        if q.device.type == "cpu":
+            raise RuntimeError("TRITON_INTERPRET=1 came after Triton was imported, which by then had made its kernels "
+                               "for a GPU: set it before anything imports Triton, at the top of the page or in the "
+                               "shell")
+        return
+    if q.dtype == torch.bfloat16:
+        raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an "
+                         "error (seen in 3.6 to 3.9); use float32 or float16 here, bfloat16 on a GPU, or unset the "
+                         "variable: then tiled_attention takes it")
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        raise RuntimeError(f"Triton {version('triton')} under TRITON_INTERPRET=1 fails with numpy {version('numpy')}: "
+                           "pip install 'triton>=3.7' or 'numpy<2.4'")
+
+
+@torch.library.custom_op(f"{LIBRARY}::attention_forward", mutates_args=())
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None,
+                      dropout_p: float, seed: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
+                      longest: int, longest_k: int, kernel: str = "auto") -> tuple[Tensor, Tensor]:
+    """Return (out_BHTD, lse2_BHT), laid out by `empty_outputs`; lse2 is the base-2 logsumexp of each row, fp32."""
+    from ..hopper.fast_path import forward
+    from .tile import Problem
+
+    check_interpreter(q)
+    problem = Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k)
+    return forward(q, k, v, problem, causal, window, kernel)
+
+
+@attention_forward.register_fake
+def _(q, k, v, *rest):
+    return empty_outputs(q)
+
+
+@torch.library.custom_op(f"{LIBRARY}::attention_delta", mutates_args=())
+def attention_delta(out: Tensor, d_out: Tensor, d_lse2: Tensor | None) -> Tensor:
+    """Return Δ_BHT = rowsum(dO ∘ O), less the logsumexp's own gradient; fp32."""
+    from ..triton_backward import delta
+
+    return delta(out, d_out, d_lse2)
+
+
+@attention_delta.register_fake
+def _(out, d_out, d_lse2):
+    return out.new_empty(out.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{LIBRARY}::attention_backward", mutates_args=())
+def attention_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, scale: float,
+                       causal: bool, window: int | None, dropout_p: float, seed: Tensor | None,
+                       cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int,
+                       ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq_BHTD, dk_BGSD, dv_BGSD), with the memory layout of q, k and v."""
+    from ..triton_backward import backward
+    from .tile import Problem
+
+    return backward(d_out, q, k, v, lse2, delta, Problem.of(
+        q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k))
+
+
+@attention_backward.register_fake
+def _(d_out, q, k, v, *rest):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx, inputs, output):
+    q, k, v, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, *longest, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, seed, cu_seqlens, cu_seqlens_k)
+    ctx.options, ctx.longest = (scale, causal, window, dropout_p), longest
+
+
+def _differentiate(ctx, d_out, d_lse2):
+    q, k, v, out, lse2, *rest = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    if max(d_out.stride()[2:]) >= MAX_STRIDE:
+        d_out = d_out.contiguous()
+    delta = attention_delta(out, d_out, d_lse2)
+    return *attention_backward(d_out, q, k, v, lse2, delta, *ctx.options, *rest, *ctx.longest), *[None] * 10
+
+
+def _refuse(ctx, *gradients):
+    refuse_second_derivative("flash_attention")
+
+
+attention_forward.register_autograd(_differentiate, setup_context=_keep)
+attention_delta.register_autograd(_refuse)
+attention_backward.register_autograd(_refuse)

@@ -1,0 +1,176 @@
+"""Which forward runs: the one asked for by name; else the fast one, where a GPU has proven it and it agrees."""
+
+import math
+import types
+import warnings
+
+import pytest
+import torch
+import triton
+
+from refimpl.attention import flash_attention, reference_attention, triton_forward
+from refimpl.attention.hopper import fast_path
+from refimpl.attention.hopper import forward as hopper
+from refimpl.attention.triton_forward import forward_kernel
+from refimpl.bench import record
+from refimpl.bench.attention_candidates import FORWARDS
+
+pytestmark = [
+    pytest.mark.skipif(type(forward_kernel).__name__ != "InterpretedFunction", reason="needs Triton's interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+    # Triton 3.6 interprets an element of an array in a way that NumPy warns of.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton"),
+]
+VERSION = ".".join(triton.__version__.split(".")[:2])
+WITHIN = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture
+def suited(monkeypatch):
+    """As on a Hopper GPU; how often its kernel has run, and what becomes of its output."""
+    calls, real = [], hopper.forward
+
+    def forward(*args, change=lambda out: out, **options):
+        calls.append(options)
+        out, lse2 = real(*args, **options)
+        return forward.change(out), lse2
+
+    forward.change = lambda out: out
+    monkeypatch.setattr(hopper, "suits", lambda *tensors: True)
+    monkeypatch.setattr(hopper, "forward", forward)
+    monkeypatch.setattr(fast_path, "_faults", {})
+    return calls, forward
+
+
+@pytest.fixture
+def proven(suited, monkeypatch):
+    """… and as if a GPU had run it right with this Triton."""
+    monkeypatch.setattr(fast_path, "PROVEN", {VERSION: "hopper"})
+    return suited
+
+
+# --- auto ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_no_gpu_has_proven_is_not_taken(suited, monkeypatch, kit):
+    q, k, v, _ = kit.inputs(1, 2, 1, 40, 40, 16)
+    for others in ({}, {"3.5": "hopper", "99.0": "hopper"}):
+        monkeypatch.setattr(fast_path, "PROVEN", others)
+        torch.testing.assert_close(flash_attention(q, k, v), reference_attention(q, k, v), **WITHIN)
+    assert suited[0] == []
+
+
+def test_what_counts_as_proven_is_on_record():
+    for version, kernel in fast_path.PROVEN.items():
+        records = [found for found in record.measurements("smoke").values()
+                   if found and found["device"]["slug"] != "cpu" and found["versions"]["triton"].startswith(version)]
+        name, = (name for name, found in FORWARDS.items() if found == (fast_path.MODULES[kernel], {}))
+        rows = [row for found in records for row in found["rows"] if row["name"] == name]
+        assert rows and all(row["verdict"] == "right" for row in rows), (version, kernel)
+
+
+def test_it_is_taken_once_it_agrees(proven, kit):
+    calls, _ = proven
+    q, k, v, gradient = kit.inputs(1, 2, 1, 40, 40, 16)
+    found = kit.gradients(flash_attention, q, k, v, gradient, causal=True)
+    assert len(calls) == 3 and calls[-1] == {"scale": 0.25, "causal": True, "window": None}  # two to agree, and ours
+    for a, b in zip(found, kit.gradients(reference_attention, q, k, v, gradient, causal=True), strict=True):
+        torch.testing.assert_close(a, b, **WITHIN)
+    flash_attention(q, k, v, causal=True)
+    assert len(calls) == 4
+    flash_attention(q, k, v, causal=True, window=3)
+    assert len(calls) == 7  # a kind of its own
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"cu_seqlens": [0, 10, 40]}], ids=str)
+def test_dropout_and_packed_sequences_go_the_other_way(options, proven, kit):
+    q, k, v, _ = kit.inputs(1, 2, 1, 40, 40, 16)
+    flash_attention(q, k, v, **options)
+    assert proven[0] == []
+
+
+def raising(out):
+    raise RuntimeError("out of resource: shared memory")
+
+
+@pytest.mark.parametrize("fault", [lambda out: out + 0.1, lambda out: out * math.nan, lambda out: out.roll(1, 2),
+                                   raising])
+def test_one_that_is_wrong_or_raises_is_never_used_and_said_once(fault, proven, kit):
+    calls, forward = proven
+    forward.change = fault
+    q, k, v, _ = kit.inputs(1, 2, 1, 40, 40, 16)
+    words = "raises RuntimeError: out of resource" if fault is raising else "is off by "
+    with pytest.warns(RuntimeWarning, match=f"fast path is not used: with Triton .* hopper .*head_dim=16.* {words}"):
+        out = flash_attention(q, k, v)
+    torch.testing.assert_close(out, reference_attention(q, k, v), **WITHIN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        flash_attention(q, k, v)
+    assert len(calls) == (1 if fault is raising else 2)
+
+
+def test_one_that_raises_later_is_not_used_again(proven, kit):
+    calls, forward = proven
+    q, k, v, _ = kit.inputs(1, 2, 1, 40, 40, 16)
+    flash_attention(q, k, v)
+    forward.change = raising
+    with pytest.warns(RuntimeWarning, match="raises RuntimeError: out of resource: shared memory; the pointer kernel"):
+        out = flash_attention(q, k, v)
+    torch.testing.assert_close(out, reference_attention(q, k, v), **WITHIN)
+    forward.change = lambda out: out
+    flash_attention(q, k, v)
+    assert len(calls) == 4
+
+
+def test_being_out_of_memory_is_no_fault_of_a_kernel(proven, kit):
+    _, forward = proven
+    q, k, v, _ = kit.inputs(1, 2, 1, 40, 40, 16)
+
+    def full(out):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for _ in range(2):  # while it is asked whether it agrees, and afterwards
+        change, forward.change = forward.change, full
+        with pytest.raises(torch.OutOfMemoryError):
+            flash_attention(q, k, v)
+        forward.change = change
+        flash_attention(q, k, v)
+
+
+# --- by name ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_by_name_is_the_one_that_runs(proven, monkeypatch, kit):
+    calls, _ = proven
+    gluon, pointers, real = [], [], triton_forward.forward
+    made = types.SimpleNamespace(suits=lambda *_: True, forward=lambda *given, **options: gluon.append(options) or real(
+        *given, fast_path.Problem.of(given[0], given[1], options["scale"], *list(options.values())[1:], 0.0,
+                                     *[None] * 3, 0, 0)))
+    modules = {"hopper": hopper, "gluon": made}
+    monkeypatch.setattr(fast_path, "module_of", modules.get)
+    monkeypatch.setattr(triton_forward, "forward", lambda *given: pointers.append(1) or real(*given))
+    q, k, v, gradient = kit.inputs(1, 2, 1, 40, 40, 16)
+    expected = kit.gradients(reference_attention, q, k, v, gradient, causal=True)
+    counts = {"hopper": (1, 0, 0), "gluon": (1, 1, 0), "triton": (1, 1, 1)}
+    for kernel, count in counts.items():
+        found = kit.gradients(flash_attention, q, k, v, gradient, causal=True, kernel=kernel)
+        assert (len(calls), len(gluon), len(pointers)) == count
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, **WITHIN)
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"cu_seqlens": [0, 10, 40]}], ids=str)
+@pytest.mark.parametrize("kernel", ["hopper", "gluon"])
+def test_a_call_that_the_named_kernel_cannot_compute_is_refused(kernel, options, kit):
+    q, k, v, _ = kit.inputs(1, 2, 1, 40, 40, 16)
+    for given in (options, {}):  # these tensors are on a CPU
+        with pytest.raises(ValueError, match=f"kernel='{kernel}' with q of shape .1, 2, 40, 16.* kernel='auto' takes"):
+            flash_attention(q, k, v, kernel=kernel, **given)
+    with pytest.raises(ValueError, match="kernel='triton' for torch.float64 on cpu: .* kernel='auto' takes tiled"):
+        flash_attention(q.double(), k.double(), v.double(), kernel="triton")
+
+
+@pytest.mark.parametrize("kernel", ["cuda", None, 3])
+def test_a_kernel_that_nobody_knows_is_refused(kernel, kit):
+    with pytest.raises(ValueError, match="expected one of 'auto', 'triton', 'hopper', 'gluon'"):
+        flash_attention(*kit.inputs()[:3], kernel=kernel)

@@ -1,0 +1,19 @@
+"""The table of tile sizes: an entry for everything that is launched. What the compiler says of each:
+tests/bench/compiler."""
+
+import pytest
+import torch
+
+from refimpl.attention.kernels.configs import KERNELS, look_up
+
+
+@pytest.mark.parametrize("chip", ["datacenter", "any"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_head_dim_and_dtype_has_an_entry(kernel, dtype, chip):
+    for D in range(1, 257):
+        for dropout in (False, True):
+            found = look_up(kernel, chip, dtype.itemsize, D, dropout)
+            for size in (found.block_m, found.block_n, found.num_warps, 16):
+                assert size & (size - 1) == 0 and size <= 128
+            assert min(found.block_m, found.block_n) >= 16 and found.num_stages >= 1
