@@ -68,7 +68,7 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
                 ranks.join(lambda: loss_fn(model, *parts[-1]))
         loss = ranks.loss(loss)
         ranks.reduce_gradients(sums)
-        sums.settle()
+        sums.write_gradients()
     except BaseException:
         for parameter in parameters:
             parameter.grad = None

@@ -11,7 +11,8 @@ from .. import memory
 class GradientSums:
     """A context in which gradients narrower than `dtype` are summed in `dtype`, while `.grad` stays None.
 
-    Gradients that were there before are part of the sums. After the context, `settle()` puts the sums into `.grad`.
+    Gradients that were there before are part of the sums. After the context, `write_gradients()` moves the sums to
+    `.grad`.
     With `dtype` None, and for parameters whose gradient is wide enough, autograd sums in `.grad` as it always does.
     Call `check_kept()` after each backward. RuntimeError, there or in backward, if another hook takes a gradient away.
     """
@@ -68,7 +69,7 @@ class GradientSums:
             parameter.grad = zeros
         return zeros
 
-    def settle(self):
+    def write_gradients(self):
         """Round each sum once, to the type that its parameter's gradient has, into `.grad`, and free it."""
         while self._sums:
             parameter, total = self._sums.popitem()

@@ -9,7 +9,7 @@ from .closed_forms import (
 from .compress import compress_activations
 from .offload import offload_activations
 from .report import Report
-from .transfer import Rehearsal
+from .transfer.streams import Rehearsal
 
 __all__ = [
     "Rehearsal", "Report", "compress_activations", "compressed_activation_bytes", "compressed_activation_terms",

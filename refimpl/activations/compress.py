@@ -23,7 +23,7 @@ from .codecs import (
     has_values,
     mask_bytes,
 )
-from .saving import SavedStorages, Stored
+from .saved_tensors import SavedStorages, Stored
 
 METHODS = ("lossless", "bf16", "int8")
 ROUNDED = {"bf16": (torch.float32, torch.float64),

@@ -9,9 +9,9 @@ it. "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neura
 has the idea, for feature maps.
 """
 
-from .saving import SavedStorages
-from .schedule import Schedule
-from .transfer import CUDATransfer
+from .saved_tensors import SavedStorages
+from .transfer.schedule import TransferSchedule
+from .transfer.streams import CUDATransfer
 
 SMALLEST = 2**20  # bytes: what takes some 40 µs on a bus of 25 GB/s, about as long as the kernels around it
 HOST = "in host memory"
@@ -51,14 +51,14 @@ class OffloadActivations(SavedStorages):
 
     def __enter__(self):
         super().__enter__()
-        self._schedule = Schedule(self._transfer, self.depth)
+        self._schedule = TransferSchedule(self._transfer, self.depth)
         return self
 
     def __exit__(self, *exception):
         try:
             super().__exit__(*exception)
         finally:
-            self._schedule.settle()
+            self._schedule.wait()
 
     def refuse(self, tensor):
         """What is in host memory already."""

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from .policies import Recomputing
-from .region import checkpoint
+from .region import checkpointed
 
 
 class AdaptiveCheckpoint(Recomputing):
@@ -55,20 +55,20 @@ class AdaptiveCheckpoint(Recomputing):
         return self
 
     def __call__(self, fn, *args, **kwargs):
-        return self._decide(fn, *args, index=None, **kwargs)
+        return self._decide(fn, args, kwargs, index=None)
 
     @property
     def limit(self):
         """Bytes that may be in use while there are more blocks to come."""
         return self.memory_threshold * (capacity(self.device) if self.budget is None else self.budget)
 
-    def _decide(self, fn, *args, index, **kwargs):
+    def _decide(self, fn, args, kwargs, *, index):
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         before, left = self._used(), 1 if index is None else self._blocks - index
         cost = self._costs.get(index, max(self._costs.values(), default=0))
         keep = before + left * cost <= self.limit
-        outputs = fn(*args, **kwargs) if keep else checkpoint(fn, *args, **kwargs)
+        outputs = fn(*args, **kwargs) if keep else checkpointed(fn, args, kwargs)
         if keep:
             self._costs[index] = max(0, self._used() - before)
         self.recomputed = [*(self.recomputed if index else []), not keep]

@@ -9,25 +9,27 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .region import checkpoint
+from .region import checkpointed, refuse_options_of_torch
 
 
 def run_chain(functions, plan, x, *args, **kwargs):
-    """x through `functions` in order, each called as f(x, *args, **kwargs), with the regions of `plan`.
+    """Run x through `functions` in order, each called as f(x, *args, **kwargs), with the regions of `plan`.
 
-    ValueError for a plan that does not name every function once, in order.
+    All keywords are the functions' own. ValueError for a plan that does not name every function once, in order;
+    TypeError for an option of `torch.utils.checkpoint`.
     """
     functions = list(functions)
+    refuse_options_of_torch(kwargs)
     if list(stages_of(plan)) != list(range(len(functions))):
         raise ValueError(f"plan {plan!r} has the stages {list(stages_of(plan))}: expected 0 to {len(functions) - 1}, "
                          "each once and in order")
-    return _run(functions, plan, x, *args, **kwargs)
+    return _run(functions, plan, x, args, kwargs)
 
 
-def _run(functions, plan, x, *args, **kwargs):
+def _run(functions, plan, x, args, kwargs):
     for item in plan:
         if isinstance(item, tuple):
-            x = checkpoint(_run, functions, item, x, *args, **kwargs)
+            x = checkpointed(_run, (functions, item, x, args, kwargs), {})
         else:
             x = functions[item](x, *args, **kwargs)
     return x
@@ -58,15 +60,16 @@ def segments_plan(n, segments):
 
 
 def checkpoint_sequential(functions, segments, x, *args, **kwargs):
-    """x through `functions` one after another, each called as f(x, *args, **kwargs), in `segments` regions.
+    """Run x through `functions` one after another, each called as f(x, *args, **kwargs), in `segments` regions.
 
     All but the last region are recomputed: what the last one keeps is needed at once. With n equal functions that keep
     s bytes each and take a bytes, backward holds about
 
         s · n / segments + a · segments, least at √(n · s / a) segments
 
-    which is √n where s = a ("Training Deep Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1). ValueError
-    unless 1 ≤ segments ≤ n.
+    which is √n where s = a ("Training Deep Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1). All
+    keywords are the functions' own. ValueError unless 1 ≤ segments ≤ n; TypeError for an option of
+    `torch.utils.checkpoint`.
     """
     functions = list(functions)
     return run_chain(functions, segments_plan(len(functions), segments), x, *args, **kwargs)
@@ -98,7 +101,7 @@ class _Item:
         self._blocks, self._item = blocks, item
 
     def __call__(self, x, *args, **kwargs):
-        return _run(self._blocks, [self._item], x, *args, **kwargs)
+        return _run(self._blocks, [self._item], x, args, kwargs)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ class Environment:
     - `fn`: what will run again; its parameters tell the devices used, if it is a module or a method of one.
     - `tensors`: its arguments, which tell the others.
 
-    A random state is 5,056 bytes on a CPU and 16 on CUDA. A function that drew no number needs none of it: `settle`
-    after its first run lets go of the states that did not change.
+    A random state is 5,056 bytes on a CPU and 16 on CUDA. A function that drew no number needs none of it: call
+    `drop_unused` after its first run.
     """
 
     def __init__(self, fn, tensors):
@@ -39,8 +39,8 @@ class Environment:
         self._autocast = {kind: _autocast(kind) for kind in kinds}
         self._contexts = [capture() for capture in _registered]
 
-    def settle(self):
-        """The first run is done: keep the random states that it changed."""
+    def drop_unused(self):
+        """Drop the random states that the first run did not change."""
         self._random = {device: state for device, state in self._random.items() if has_drawn(device, state)}
 
     @contextmanager

@@ -75,7 +75,7 @@ class Moment(NamedTuple):
 _PRIORITY = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, INPUTS)
 
 
-def settle(record, master_weights):
+def category_of(record, master_weights):
     """The category of one storage, from all that is known of it.
 
     An activation is what autograd saved. Where a technique's own hooks hide that, it is what the technique was
@@ -164,7 +164,7 @@ class Trace:
     def categories(self):
         """The settled category of every storage record, in order."""
         modules_seen = any(PARAMETERS in record.roles for record in self.records)
-        return [settle(record, modules_seen) for record in self.records]
+        return [category_of(record, modules_seen) for record in self.records]
 
     @property
     def timeline(self):

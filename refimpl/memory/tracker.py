@@ -15,11 +15,11 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import listeners
 from .ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
-from .storages import StorageMode, mark_of, remember_mark
-from .tensors import dense_parts, tensors_in
 from .trace import BACKWARD, FORWARD, STEP
+from .tracking import listeners
+from .tracking.storages import StorageMode, mark_of, remember_mark
+from .tracking.tensors import dense_parts, tensors_in
 
 
 def track(*objects):

@@ -5,10 +5,10 @@ Each works by itself, on the model, the optimizer or the loss that you give it.
 
 from .activations import autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes
 from .autocasting import autocast
+from .internals.recompute import keep_precision
 from .masters import step_bytes
 from .optimizer import MixedPrecisionOptimizer
 from .plan import DynamicPrecisionModel, plan_bytes, precision_context
-from .recompute import keep_precision
 from .scaler import AdaptiveLossScaler
 
 __all__ = [

@@ -9,7 +9,7 @@ v vocabulary, e bytes of the low dtype.
 import torch
 
 from .. import memory
-from .support import check_dtype
+from .internals.support import check_dtype
 
 NORMS = ("norm inputs", "norm statistics", "RMSNorm x/σ")
 

@@ -5,9 +5,9 @@ import inspect
 import torch
 from torch.utils._contextlib import _DecoratorContextManager
 
-from . import kernels, recompute
-from .regions import Region, current, set_stack, state
-from .support import check_computes, check_device, check_dtype
+from .internals import kernels, recompute
+from .internals.regions import AutocastRegion, current, set_stack, state
+from .internals.support import check_computes, check_device, check_dtype
 
 
 class autocast(_DecoratorContextManager):
@@ -51,7 +51,7 @@ class autocast(_DecoratorContextManager):
         if casts is not None and outer is not None and outer.dtype is dtype and outer.casts is not None:
             casts, shared = outer.casts, True
         recompute.region_opened()
-        set_stack((*state().stack, Region(self, self.device_type, dtype, casts, shared)))
+        set_stack((*state().stack, AutocastRegion(self, self.device_type, dtype, casts, shared)))
         return self
 
     @torch._disable_dynamo

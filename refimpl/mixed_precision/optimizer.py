@@ -14,8 +14,9 @@ import math
 
 import torch
 
-from . import masters, options
-from .support import check_dtype
+from . import masters
+from .internals import options
+from .internals.support import check_dtype
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 
 from . import masters
-from .support import LOW_DTYPES, check_dtype
+from .internals.support import LOW_DTYPES, check_dtype
 
 
 def resolve(model, plan):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from refimpl import memory
 from refimpl.mixed_precision import autocast, keep_precision, recompute
-from refimpl.mixed_precision.regions import KEY, current, state
+from refimpl.mixed_precision.internals.regions import KEY, current, state
 from refimpl.model import GPT, GPTConfig
 
 LOW = [torch.bfloat16, torch.float16]

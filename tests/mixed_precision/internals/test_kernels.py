@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from refimpl.mixed_precision import kernels, lists
-from refimpl.mixed_precision.regions import Region, set_stack, state
+from refimpl.mixed_precision.internals.regions import AutocastRegion, set_stack, state
 
 x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -16,7 +16,7 @@ x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 def cuda_table(dtype=torch.float16):
     """A region in which CPU tensors are treated as CUDA's are."""
     kernels.register("cuda")
-    region, before = Region(None, "cuda", dtype, {}), state().stack
+    region, before = AutocastRegion(None, "cuda", dtype, {}), state().stack
     region.on = "is_cpu"
     set_stack((*before, region))
     try:

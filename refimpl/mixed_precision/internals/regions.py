@@ -15,10 +15,10 @@ from torch._C import DispatchKey
 from torch.multiprocessing.reductions import StorageWeakRef
 
 KEY = DispatchKey.AutocastPrivateUse1  # above autograd, beside torch.autocast's own; free on CPU and CUDA
-_SLOT = "refimpl.mixed_precision"
+_TLS_KEY = "refimpl.mixed_precision"
 
 
-class Region:
+class AutocastRegion:
     """One `with autocast(…)`, open: what it says for `device_type`, and the casts of weights made in it.
 
     `dtype` is None where it is disabled. `casts`: id of a weight -> (weak references to it and its storage, what it
@@ -70,7 +70,7 @@ def _stash_steals():
     """Whether this PyTorch stashes an object without a reference of its own, and drops one later: 2.11 does."""
     probe = State()
     before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(_SLOT, probe)
+    torch._C._stash_obj_in_tls(_TLS_KEY, probe)
     steals = sys.getrefcount(probe) == before
     if steals:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
@@ -83,12 +83,12 @@ _STASH_STEALS = _stash_steals()
 def _stash(value):
     if _STASH_STEALS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(_SLOT, value)
+    torch._C._stash_obj_in_tls(_TLS_KEY, value)
 
 
 def state():
     """The State of this thread."""
-    return torch._C._get_obj_in_tls(_SLOT) if torch._C._is_key_in_tls(_SLOT) else NONE
+    return torch._C._get_obj_in_tls(_TLS_KEY) if torch._C._is_key_in_tls(_TLS_KEY) else NONE
 
 
 def current(device_type):

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from refimpl import memory
 from refimpl.activations import compress_activations, saving
-from refimpl.activations.saving import SavedStorages, Stored, View, Whole
+from refimpl.activations.saved_tensors import SavedStorages, Stored, View, Whole
 from refimpl.model import GPT, GPTConfig
 
 

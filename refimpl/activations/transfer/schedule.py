@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from .saving import Stored
+from ..saved_tensors import Stored
 
 
 class Offloaded(Stored):
@@ -27,7 +27,7 @@ class Offloaded(Stored):
         return self.schedule.take(self)
 
 
-class Schedule:
+class TransferSchedule:
     """The storages of one forward: at most `depth` on their way out, and `depth` fetched ahead of their use."""
 
     def __init__(self, transfer, depth):
@@ -46,11 +46,14 @@ class Schedule:
             stored = Offloaded(tensor, self, len(self._order), host)
             self._order.append(weakref.ref(stored))
             self._leaving.append((flat, flat._version, ticket, self._order[-1]))
-            self.settle(self._depth)
+            self.wait(self._depth)
             return stored
 
-    def settle(self, left=0):
-        """Let go of device memory until `left` storages are on their way. What was written to meanwhile is spoilt."""
+    def wait(self, left=0):
+        """Wait until at most `left` storages are on their way; the device memory of the others is free.
+
+        A storage that was written to while it was copied is marked: `take` refuses it.
+        """
         with self._lock:
             while len(self._leaving) > left:
                 flat, version, ticket, reference = self._leaving[0]
@@ -65,7 +68,7 @@ class Schedule:
     def take(self, stored):
         """The content on the device; the storages sent before it follow. RuntimeError for one that was overwritten."""
         with self._lock:
-            self.settle()
+            self.wait()
             if stored.overwritten:
                 now, then = stored.overwritten
                 raise RuntimeError("one of the variables needed for gradient computation has been modified by an "

@@ -15,9 +15,9 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .ledger import category_name
+from ..ledger import category_name
+from ..trace import START, Op, StorageRecord, Trace
 from .tensors import dense_parts
-from .trace import START, Op, StorageRecord, Trace
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
 

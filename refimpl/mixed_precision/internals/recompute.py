@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch.utils.checkpoint
 
-from ..memory import rerun
-from .regions import Region, set_stack, state
+from ...memory import rerun
+from .regions import AutocastRegion, set_stack, state
 
 _lock = threading.Lock()
 _open = 0  # regions, over all threads
@@ -32,7 +32,7 @@ def regions_of_now():
 @contextmanager
 def _reopened(then):
     now = state().stack
-    set_stack([Region(r.owner, r.device_type, r.dtype, None if r.casts is None else {}) for r in then])
+    set_stack([AutocastRegion(r.owner, r.device_type, r.dtype, None if r.casts is None else {}) for r in then])
     try:
         yield
     finally:
