@@ -1,6 +1,6 @@
 """Recompute only when memory is short: decided block by block, against what the device has.
 
-Peak of a step under it ≤ threshold · budget + the larger of two that it leaves room for outside: the loss after the
+The peak of a step is at most threshold · budget + the larger of two things that must fit beside it: the loss after the
 blocks, and what the backward of one block takes on top of what the block kept. (Unless a step that recomputes every
 block is above that already.)
 """
@@ -15,13 +15,13 @@ from .region import checkpointed
 class AdaptiveCheckpoint(Recomputing):
     """Recompute blocks until the rest of them can be kept.
 
-    `AdaptiveCheckpoint(0.8).apply(model.blocks)`: then every forward decides for each block. Or call it in place of a
-    function: `adaptive(block, x)`. `.recomputed`: the decisions of the last forward over all blocks, one bool each.
+    After `AdaptiveCheckpoint(0.8).apply(model.blocks)` every forward decides for each block. Or call it in place of a
+    function: `adaptive(block, x)`. `.recomputed` holds the decisions of the last forward, one bool for each block.
 
-    - `memory_threshold`: the share of the budget that may be in use, above 0 and up to 1. What is left over is for what
-      follows the blocks.
+    - `memory_threshold`: the share of the budget that may be in use, above 0 and up to 1. The rest is for what follows
+      the blocks.
     - `budget`: bytes; by default what the device can give this process (CUDA: free and reserved; CPU: all its memory).
-    - `used`: a function that tells the bytes in use now; by default the device's allocator, on a CPU the process.
+    - `used`: a function that returns the bytes in use now; by default the device's allocator, on a CPU the process.
 
     The rule for a block that kept c bytes when it was last kept (unknown: as the largest known), with n blocks from it
     to the end:
@@ -59,7 +59,7 @@ class AdaptiveCheckpoint(Recomputing):
 
     @property
     def limit(self):
-        """Bytes that may be in use while there are more blocks to come."""
+        """Return the bytes that may be in use while there are more blocks to come."""
         return self.memory_threshold * (capacity(self.device) if self.budget is None else self.budget)
 
     def _decide(self, fn, args, kwargs, *, index):
@@ -76,14 +76,14 @@ class AdaptiveCheckpoint(Recomputing):
 
 
 def capacity(device):
-    """Bytes that this process can have on the device."""
+    """Return the bytes that this process can have on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().total
 
 
 def bytes_in_use(device):
-    """Bytes of tensors on a CUDA device; on a CPU the resident memory of the process."""
+    """Return the bytes of tensors on a CUDA device; on a CPU the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss

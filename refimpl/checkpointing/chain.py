@@ -36,7 +36,7 @@ def _run(functions, plan, x, args, kwargs):
 
 
 def stages_of(plan):
-    """The stage numbers of a plan, without its regions."""
+    """Yield the stage numbers of a plan, without its regions."""
     for item in plan:
         if isinstance(item, tuple):
             yield from stages_of(item)
@@ -45,7 +45,7 @@ def stages_of(plan):
 
 
 def segments_plan(n, segments):
-    """The plan of `checkpoint_sequential`. The first n mod segments regions have one stage more.
+    """Return the plan of `checkpoint_sequential`. The first n mod segments regions have one stage more.
 
     ValueError unless 1 ≤ segments ≤ n.
     """
@@ -76,7 +76,7 @@ def checkpoint_sequential(functions, segments, x, *args, **kwargs):
 
 
 class PlannedBlocks(nn.ModuleList):
-    """A model's blocks with the same keys, run by a plan: `model.blocks = PlannedBlocks(model.blocks, plan)`.
+    """Run a model's blocks by a plan, under the same keys: `model.blocks = PlannedBlocks(model.blocks, plan)`.
 
     A loop `for block in model.blocks: x = block(x)` gets one callable for each item of the plan; indexing, `len` and
     `state_dict` are those of the blocks.
@@ -106,7 +106,7 @@ class _Item:
 
 @contextmanager
 def planned(model, plan):
-    """`model.blocks` run by `plan` (None: none is recomputed) in this context; afterwards they are as before."""
+    """Run `model.blocks` by `plan` in this context (None: none is recomputed); afterwards they are as before."""
     blocks = model.blocks
     model.blocks = PlannedBlocks(blocks, plan)
     try:

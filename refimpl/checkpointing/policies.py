@@ -1,7 +1,7 @@
-"""Which parts of a model to recompute, said from outside: no class changes, no key of `state_dict` changes.
+"""Which parts of a model to recompute, chosen from outside: no class changes, no key of `state_dict` changes.
 
 A policy gives chosen modules a `forward` of their own that is the old one under `checkpoint`. It is a context, and can
-be taken away at any time. The bytes of each policy are in `closed_forms.py`.
+be removed at any time. The bytes of each policy are in `closed_forms.py`.
 """
 
 import math
@@ -16,7 +16,7 @@ PARTS = ("block", "attention", "attention core", "mlp")
 
 
 class Recomputing:
-    """What a policy put in place; `.modules` are those that are recomputed. Use it as a context, or call `remove()`.
+    """Hold what a policy put in place; `.modules` are those that are recomputed. Use it as a context, or `remove()` it.
 
     A module that is recomputed already is refused with ValueError: twice would cost time and save nothing.
     """

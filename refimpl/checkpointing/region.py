@@ -23,8 +23,8 @@ from .operations import KeepOperations, operations
 
 OPTIONS = ("early_stop", "save", "recompute_context")  # of `checkpoint`; every other keyword is the function's own
 OPTIONS_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check")  # no function's own
-ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, state that the first call "
-          "changes, random numbers not torch's own")
+ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, for state that the first "
+          "call changes, and for random numbers that are not torch's own")
 
 
 class RecomputeError(RuntimeError):
@@ -32,14 +32,14 @@ class RecomputeError(RuntimeError):
 
 
 def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontext, **kwargs):
-    """`fn(*args, **kwargs)`, of which autograd keeps only the input tensors; backward computes the rest again.
+    """Call `fn(*args, **kwargs)`; autograd keeps only the input tensors, and backward computes the rest again.
 
     Arguments may be anything, nested in lists, tuples and dicts; tensors among them are the region's inputs. Gradients
     are bit for bit those without it: random numbers and autocast (PyTorch's and `mixed_precision`'s) are as they were
     in the forward. Without grad mode it is a plain call.
 
-    What the function takes from elsewhere is not kept for it: numbers of NumPy, `random` or a `torch.Generator` of your
-    own (draw them before and give them as arguments), and parameters, which must not change before backward.
+    What the function reads from elsewhere is not kept for it: numbers of NumPy, `random` or a `torch.Generator` of your
+    own (draw them before and pass them as arguments), and parameters, which must not change before backward.
 
     - `early_stop`: end the recomputation with the last tensor that backward needs. False runs `fn` to its end, and then
       also notices tensors that it would save after that one.
@@ -83,7 +83,7 @@ def refuse_options_of_torch(kwargs, known=()):
 
 
 class Placeholder:
-    """What autograd holds in a tensor's place. `tensor` is there from the recomputation until backward takes it."""
+    """Stand in a tensor's place in autograd. `tensor` is there from the recomputation until backward takes it."""
 
     __slots__ = ("region", "tensor", "__weakref__")
 
@@ -102,12 +102,12 @@ class Description(NamedTuple):
 
     @classmethod
     def of(cls, tensor):
-        """The description of a tensor that autograd is about to save."""
+        """Describe a tensor that autograd is about to save."""
         node = tensor.grad_fn
         return cls(tensor.dtype, tuple(tensor.shape), tensor.device, node and node.name())
 
     def fits(self, other):
-        """Whether a recomputed tensor may stand in this one's place."""
+        """Tell whether a recomputed tensor may stand in this one's place."""
         return self[:3] == other[:3] and (self.made_by == other.made_by or None in (self.made_by, other.made_by))
 
     def __str__(self):
@@ -208,7 +208,7 @@ class _Recomputation:
         self._early_stop, self._count = early_stop, 0
 
     def pack(self, tensor):
-        """Autograd saves a tensor once more."""
+        """Take a tensor that autograd saves in the recomputation."""
         index, self._count = self._count, self._count + 1
         if index < len(self._placeholders):
             expected, found = self._expected[index], Description.of(tensor)
@@ -224,7 +224,7 @@ class _Recomputation:
         return tensor
 
     def ended(self):
-        """`fn` came to its end: it must have saved as many tensors as before (or have swallowed the early stop)."""
+        """Check, at the end of `fn`, that it saved as many tensors as before (or that it swallowed the early stop)."""
         if self._count != len(self._expected) and not (self._early_stop and self._count > self._last):
             differs = min(self._count, len(self._expected))
             which = f"tensor {differs}, {self._expected[differs]}, is missing" if differs == self._count else (
@@ -244,7 +244,7 @@ class _Input:
         self._packed, self._unpack = (hooks[0](tensor), hooks[1]) if hooks else (tensor.detach(), None)
 
     def get(self):
-        """The tensor as `fn` got it, a leaf; RuntimeError if it has been changed in place."""
+        """Return the tensor as `fn` got it, a leaf; RuntimeError if it has been changed in place."""
         tensor = self._unpack(self._packed) if self._unpack else self._packed
         if self._unpack is None and tensor._version != self._version:
             raise RuntimeError(f"an argument of checkpoint, {Description.of(tensor)}, has been changed in place since: "

@@ -156,12 +156,12 @@ class Program:
         return nbytes, times + sum(c.forward_times[s:j])
 
     def curve(self):
-        """[(peak, time), …] of the whole chain."""
+        """Return [(peak, time), …] of the whole chain."""
         nbytes, times = self._stairs[0, len(self.chain) - 1]
         return [(m + self.chain.input_bytes, time) for m, time in zip(nbytes.tolist(), times.tolist(), strict=True)]
 
     def schedule(self, budget):
-        """The Schedule of least time within `budget` bytes; ValueError if there is none."""
+        """Return the Schedule of least time within `budget` bytes; ValueError if there is none."""
         fitting = [point for point in self.curve() if point[0] <= budget]
         if not fitting:
             raise ValueError(f"budget={budget:,} bytes: no schedule of these {len(self.chain)} stages peaks below "
@@ -201,7 +201,7 @@ def _at(stairs, m):
 
 
 def forwards(plan, around=1):
-    """How often each stage of a plan runs forward: once, and once more for each region around it."""
+    """Count how often each stage of a plan runs forward: once, and once more for each region around it."""
     counts = []
     for item in plan:
         counts += forwards(item, around + 1) if isinstance(item, tuple) else [around]
@@ -209,7 +209,7 @@ def forwards(plan, around=1):
 
 
 def plan_peak(chain, plan):
-    """The peak in bytes of running `plan` on a chain of Costs, the input included: any plan, not only the best one."""
+    """Predict the peak, in bytes with the input, of running `plan` on a chain of Costs: any plan, not only the best."""
     return chain.input_bytes + _peak(chain, list(plan), len(chain) - 1)
 
 
@@ -230,6 +230,6 @@ def _peak(chain, plan, t):
 
 
 def plan_time(chain, plan):
-    """The time of running `plan` on a chain of Costs."""
+    """Predict the time of running `plan` on a chain of Costs."""
     again = zip(forwards(plan), chain.forward_times, strict=True)
     return sum(n * f for n, f in again) + sum(chain.backward_times)

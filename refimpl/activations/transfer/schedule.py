@@ -15,7 +15,7 @@ from ..saved_tensors import Stored
 
 
 class Offloaded(Stored):
-    """A storage in host memory. `copy` is what was fetched of it and not yet used by all who saved it."""
+    """Hold a storage in host memory. `copy` is what was fetched of it, until every operation that saved it used it."""
 
     def __init__(self, tensor, schedule, index, host):
         super().__init__(tensor)
@@ -23,12 +23,12 @@ class Offloaded(Stored):
         self.overwritten, self.copy, self.ticket, self.taken, self.done = None, None, None, 0, False
 
     def restore(self):
-        """Its flat content on the device."""
+        """Return its flat content on the device."""
         return self.schedule.take(self)
 
 
 class TransferSchedule:
-    """The storages of one forward: at most `depth` on their way out, and `depth` fetched ahead of their use."""
+    """Order the copies of one forward: at most `depth` storages on their way out, `depth` prefetched in backward."""
 
     def __init__(self, transfer, depth):
         self._transfer, self._depth = transfer, depth
@@ -40,7 +40,7 @@ class TransferSchedule:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def send(self, flat, tensor):
-        """Begin to copy out. Returns the Offloaded."""
+        """Start the copy to the host. Returns the Offloaded."""
         with self._lock:
             host, ticket = self._transfer.to_host(flat)
             stored = Offloaded(tensor, self, len(self._order), host)
@@ -66,7 +66,7 @@ class TransferSchedule:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def take(self, stored):
-        """The content on the device; the storages sent before it follow. RuntimeError for one that was overwritten."""
+        """Return the content on the device and prefetch what was sent before it. RuntimeError if it was overwritten."""
         with self._lock:
             self.wait()
             if stored.overwritten:
@@ -109,7 +109,7 @@ class TransferSchedule:
                 ahead += 1
 
     def forget(self):
-        """Drop what was fetched and not used, and begin anew: a retained graph may come again."""
+        """Drop what was fetched and not used, and start again: a retained graph may run once more."""
         with self._lock:  # another thread's backward may be about to take one
             self._backward = None
             for stored in filter(None, (reference() for reference in self._order)):

@@ -21,7 +21,7 @@ _installed = ExitStack()
 
 @rerun.register
 def regions_of_now():
-    """A function that makes a context in which the autocast regions are those that are open now.
+    """Return a function that makes a context with the autocast regions that are open now.
 
     Casts of weights made in it last until its end.
     """
@@ -40,7 +40,7 @@ def _reopened(then):
 
 
 def keep_precision(function):
-    """`function`, so that it runs in the autocast regions that are open now, whenever and in whichever thread it runs.
+    """Wrap `function` so that it runs in the autocast regions that are open now, at any time and in any thread.
 
     Casts of weights made in such a run last until its end.
     """
@@ -55,7 +55,7 @@ def keep_precision(function):
 
 
 def region_opened():
-    """The first of all regions installs the wrappers."""
+    """Count a region; the first one installs the wrappers."""
     global _open
     with _lock:
         _open += 1
@@ -64,7 +64,7 @@ def region_opened():
 
 
 def region_closed():
-    """The last one takes them away."""
+    """Count it out; the last one removes the wrappers."""
     global _open
     with _lock:
         _open -= 1
