@@ -1,8 +1,7 @@
 """The GPT that every page uses: one decoder-only transformer that is GPT-2 or LLaMA, as its config says.
 
-Shapes carry a suffix: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim, C hidden (= H·D), V
-vocabulary. Techniques are applied from outside: the attention function is an argument, and nothing here knows of
-parallelism, recomputation or precision.
+Shapes have a suffix: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim, C hidden (= H·D), V
+vocabulary. Techniques are applied from outside, and nothing here knows of parallelism, recomputation or precision.
 """
 
 import functools
@@ -283,7 +282,8 @@ class GPT(nn.Module):
             if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
                 raise ValueError(f"{name} of shape {tuple(ids.shape)}, {ids.dtype}: expected int64 or int32, (B, T)")
         if targets_BT is not None and targets_BT.shape != tokens_BT.shape:
-            raise ValueError(f"targets of shape {tuple(targets_BT.shape)} for tokens of {tuple(tokens_BT.shape)}")
+            raise ValueError(f"targets of shape {tuple(targets_BT.shape)} for tokens of {tuple(tokens_BT.shape)}: "
+                             "expected one target for each token")
         T = tokens_BT.shape[1]
         if not isinstance(offset, int) or not 0 <= offset <= self.config.context_length - T:
             raise ValueError(f"{T} tokens from position {offset}: the context has {self.config.context_length}")

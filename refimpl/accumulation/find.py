@@ -140,7 +140,7 @@ def _dry(step, rows, args):
 
 
 def _probe(step, rows, args, device):
-    """The peak of a real run, or None if it ran out of memory; then nothing of it is left."""
+    """Return the peak of a real run, or None if it ran out of memory; then nothing of it is left."""
     _empty(device)  # what an earlier size left in the cache would count as reserved
     reading = memory.measure(device)
     try:
@@ -177,7 +177,7 @@ def _forget(error):
 
 
 def _empty(device):
-    """Give back what nobody holds: reference cycles first, then the allocator's cache."""
+    """Free unused memory: reference cycles first, then the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Which other ranks have a part of the batch, and when gradients are reduced: once a step, after the last micro-batch.
 
-Three cases with the same methods: nobody else; ranks that a Communicator connects; a model that averages its gradients
+Three cases with the same methods: one process; ranks that a Communicator connects; a model that averages its gradients
 in every backward but those under its `no_sync()`, as torch's DistributedDataParallel does.
 """
 
@@ -134,7 +134,7 @@ def accumulation_traffic(parameters, world_size, rank=0, dtype=torch.float32):
     of micro-batches.
 
         Σ over parameters of 2(N−1)/N · Ψᵢ · max(eᵢ, size of dtype)
-        + the same of 8 (number of targets), 8 (loss) and one byte for each parameter (who has a gradient)
+        + the same of 8 (number of targets), 8 (loss) and one byte for each parameter (whether it has a gradient)
 
     `parameters`: those with gradients, of eᵢ bytes an element (their `grad_dtype`); chunks that N does not divide are
     counted as `comm.ring_traffic` does. A reduction in every micro-batch sends the first line once for each of them.

@@ -77,7 +77,7 @@ class GradientSums:
 
 
 def _check_present(parameter):
-    """RuntimeError if somebody's hook took the gradient that autograd has written."""
+    """Raise RuntimeError if a hook took the gradient that autograd has written."""
     if parameter.grad is None:
         raise RuntimeError(f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away during "
                            "backward, by a hook that is not accumulate's (an optimizer's step in backward, say), which "

@@ -102,7 +102,7 @@ def compressed_activation_terms(config, batch, sequence, method="int8", *, group
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
     if type(group) is not int or group < 1:
-        raise ValueError(f"group={group!r}: expected how many values share a range, an integer of at least 1")
+        raise ValueError(f"group={group!r}: expected an integer of at least 1, the values that share a range")
     terms = {}
     for each in saved_storages(config, batch, sequence, dtype, device):
         packed = each.nbytes

@@ -77,12 +77,12 @@ class CompressActivations(SavedStorages):
         if method not in METHODS:
             raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
         if type(group) is not int or group < 1:
-            raise ValueError(f"group={group!r}: expected how many values share a range, an integer of at least 1")
+            raise ValueError(f"group={group!r}: expected an integer of at least 1, the values that share a range")
         if stochastic and method != "int8":
             raise ValueError(f"stochastic={stochastic!r} with method={method!r}: expected method='int8', which rounds "
                              "to steps; leave it out")
         if seed is not None and not stochastic:
-            raise ValueError(f"seed={seed!r} draws nothing: expected stochastic=True beside it")
+            raise ValueError(f"seed={seed!r} without stochastic=True has no effect: give both, or leave the seed out")
         if seed is not None and (type(seed) is not int or not 0 <= seed < 2**64):
             raise ValueError(f"seed={seed!r}: expected an integer from 0 to 2**64 - 1")
         self.method, self.group, self._stochastic, self._seed = method, group, stochastic, seed
@@ -145,7 +145,7 @@ def is_log(tensor):
 
 
 class Compressed(Stored):
-    """A storage's code. What is decoded is shared as long as somebody holds it: an operation that saved a tensor twice
+    """A storage's code. What is decoded is shared while it is in use: an operation that saved a tensor twice
     decodes it once, and nothing is held for the next operation."""
 
     def __init__(self, tensor, code):

@@ -45,8 +45,8 @@ class OffloadActivations(SavedStorages):
             raise ValueError(f"depth={depth!r}: expected an integer of at least 1, the storages copied at once")
         for name in ("offloads", "to_host", "to_device", "wait"):
             if transfer is not None and not callable(getattr(transfer, name, None)):
-                raise TypeError(f"transfer={transfer!r} has no method {name}: expected who makes the copies, such as "
-                                "CUDATransfer(); leave it out")
+                raise TypeError(f"transfer={transfer!r} has no method {name}: expected an object that makes the "
+                                "copies, such as Rehearsal(); leave it out for CUDA's")
         self.depth, self._transfer = depth, transfer or CUDATransfer()
 
     def __enter__(self):

@@ -5,6 +5,8 @@ blocks, and what the backward of one block takes on top of what the block kept. 
 block is above that already.)
 """
 
+from functools import partial
+
 import psutil
 import torch
 
@@ -51,18 +53,18 @@ class AdaptiveCheckpoint(Recomputing):
         """Decide for each of `blocks`, in this order, in every forward from now on. Returns self."""
         self._blocks = len(blocks)
         for index, block in enumerate(blocks):
-            self.add(block, how=self._decide, index=index)
+            self.add(block, how=partial(self._decide, index))
         return self
 
     def __call__(self, fn, *args, **kwargs):
-        return self._decide(fn, args, kwargs, index=None)
+        return self._decide(None, fn, *args, **kwargs)
 
     @property
     def limit(self):
         """Return the bytes that may be in use while there are more blocks to come."""
         return self.memory_threshold * (capacity(self.device) if self.budget is None else self.budget)
 
-    def _decide(self, fn, args, kwargs, *, index):
+    def _decide(self, index, fn, /, *args, **kwargs):
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         before, left = self._used(), 1 if index is None else self._blocks - index

@@ -25,13 +25,12 @@ class Recomputing:
         self.modules = []
         self._undo = []
 
-    def add(self, module, how=checkpointed, **options):
-        """Recompute the whole of `module`: its forward becomes `how(forward, args, kwargs, **options)`.
+    def add(self, module, how=checkpoint, **options):
+        """Recompute the whole of `module`: its forward becomes `how(forward, *args, **kwargs)`.
 
-        The `options` are those of `checkpoint`, or of another `how`; TypeError for one that `checkpoint` does not have.
+        The `options` are those of `checkpoint`; TypeError for any other, and for all beside another `how`.
         """
-        if how is checkpointed:
-            check_options(options, OPTIONS, type(self).__name__)
+        check_options(options, OPTIONS if how is checkpoint else (), type(self).__name__)
         if not isinstance(module, nn.Module):
             raise TypeError(f"cannot recompute a {type(module).__name__}: expected modules, e.g. model.blocks")
         if isinstance(vars(module).get("forward"), _Forward):
@@ -86,7 +85,9 @@ class _Forward:
     def __call__(self, *args, **kwargs):
         module = self._module()
         forward = self._previous or partial(type(module).forward, module)
-        return self._how(forward, args, kwargs, **self._options)
+        if self._how is checkpoint:
+            return checkpointed(forward, args, kwargs, **self._options)  # the call's keywords are the module's own
+        return self._how(forward, *args, **kwargs)
 
     def __deepcopy__(self, memo):
         module = self._module()

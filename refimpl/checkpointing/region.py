@@ -71,7 +71,7 @@ def check_options(options, known, owner):
     """Raise TypeError for the first of `options` whose name is not among `known`: `owner` would pass it on unseen."""
     for name in options:
         if name not in known:
-            raise TypeError(f"{owner} has no option {name!r}: expected {', '.join(known)}")
+            raise TypeError(f"{owner} has no option {name!r}: expected {', '.join(known) or 'none'}")
 
 
 def refuse_options_of_torch(kwargs, known=()):
@@ -149,7 +149,7 @@ class RecomputedRegion:
             if placeholder.tensor is None:
                 self._recompute()
             tensor, placeholder.tensor = placeholder.tensor, None
-            if torch._C._current_graph_task_id() == -1:  # somebody looks at a node outside any backward
+            if torch._C._current_graph_task_id() == -1:  # a node is inspected outside any backward
                 self._forget()
             return tensor
 

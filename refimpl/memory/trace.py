@@ -29,9 +29,9 @@ START, END = "(start)", "(end)"
 
 @dataclass(slots=True)
 class StorageRecord:
-    """One tensor storage: who made it, and what was learnt of it afterwards.
+    """One tensor storage: what made it, and what was learnt of it afterwards.
 
-    `roles` are categories that somebody vouched for (a module's parameter, an optimizer's state …). The flags below
+    `roles` are categories that its owner gave it (a module's parameter, an optimizer's state …). The flags below
     it decide between activation and temporary.
     """
 

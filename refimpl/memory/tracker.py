@@ -110,7 +110,7 @@ class Tracker(StorageMode):
         return self._switches[bisect_right(self._switches, number, key=itemgetter(0)) - 1][1]
 
     def _backward_began(self, task):
-        """What was born before it and is still alive is being kept by somebody."""
+        """Note what was made before it and is still alive: it is kept for this backward."""
         self._backwards.add(task)
         for index, _ in list(self._alive.values()):
             record = self.records[index]

@@ -12,7 +12,7 @@ from .ledger import human
 from .trace import StorageRecord, Trace
 
 WORKSPACE = "kernel workspace"
-_ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in somebody else's memory
+_ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in memory of another library
 
 
 def with_workspaces(trace, measurement):

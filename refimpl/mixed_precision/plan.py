@@ -101,7 +101,7 @@ class Applied:
     """Apply a plan to a model: cast its parameters, and let hooks cast the inputs of each part. `undo()` ends both.
 
     With `keep`, the old values are held: a parameter that nobody wrote to gets them back, to the bit; one that was
-    trained keeps what it became, element by element. Without, they are let go, and their bytes with them.
+    trained keeps what it became, element by element. Without, they are freed.
     """
 
     def __init__(self, model, plan, keep):

@@ -138,7 +138,7 @@ def test_bad_depth(depth):
 
 
 def test_bad_transfer():
-    with pytest.raises(TypeError, match="transfer='cpu' has no method offloads: expected who makes the copies"):
+    with pytest.raises(TypeError, match="transfer='cpu' has no method offloads: expected an object that makes the"):
         offload_activations(nn.Linear(1, 1), transfer="cpu")
 
 

@@ -79,9 +79,9 @@ class TransferSchedule:
             self._fetch_ahead(stored.index)
             self._transfer.wait(stored.ticket)
             flat, stored.taken = stored.copy, stored.taken + 1
-            if stored.taken == stored.views:  # the last who saved it
+            if stored.taken == stored.views:  # by every operation that saved it
                 stored.copy, stored.done = None, True
-            if self._backward == -1:  # somebody looks at a node outside any backward
+            if self._backward == -1:  # a node is inspected outside any backward
                 self.forget()
             return flat
 

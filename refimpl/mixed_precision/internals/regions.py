@@ -22,7 +22,7 @@ class AutocastRegion:
     """Hold one open `with autocast(…)`: what it says for `device_type`, and the casts of weights made in it.
 
     `dtype` is None where it is disabled. `casts`: id of a weight -> (weak references to it and its storage, what it
-    looked like, cast); regions inside one another with the same dtype share it, and who began it empties it.
+    looked like, cast); regions inside one another with the same dtype share it, and the outermost empties it.
     """
 
     __slots__ = ("casts", "device_type", "dtype", "on", "owner", "shared")
