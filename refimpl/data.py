@@ -88,7 +88,7 @@ class TextData:
         return generate()
 
     def steps(self, batch_size, sequence_length, *, split="train", world_size=1):
-        """How many batches an epoch of `batches` gives to each rank: ⌊⌊(N − 1) / T⌋ / (batch_size · world_size)⌋.
+        """Return the batches that an epoch gives to each rank: ⌊⌊(N − 1) / T⌋ / (batch_size · world_size)⌋.
 
         Raises ValueError as `batches` does.
         """
@@ -116,12 +116,12 @@ class TextData:
 
 
 def encode(text):
-    """The bytes of `text` in UTF-8, as a uint8 tensor (N,)."""
+    """Return the bytes of `text` in UTF-8, as a uint8 tensor (N,)."""
     return torch.from_numpy(np.frombuffer(bytearray(text, "utf-8"), dtype=np.uint8))
 
 
 def decode(tokens):
-    """The text of byte tokens (N,), of any integer dtype; what is not valid UTF-8 becomes U+FFFD.
+    """Return the text of byte tokens (N,), of any integer dtype; what is not valid UTF-8 becomes U+FFFD.
 
     That happens where a batch cuts a character in two, and in what a model samples. Raises ValueError for a tensor that
     is not 1-D and for a token outside 0…255.

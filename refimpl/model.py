@@ -1,8 +1,7 @@
 """The GPT that every page uses: one decoder-only transformer that is GPT-2 or LLaMA, as its config says.
 
-Shapes carry a suffix: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim, C hidden (= H·D), V
-vocabulary. Techniques are applied from outside: the attention function is an argument, and nothing here knows of
-parallelism, recomputation or precision.
+Shapes have a suffix: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim, C hidden (= H·D), V
+vocabulary. Techniques are applied from outside, and nothing here knows of parallelism, recomputation or precision.
 """
 
 import functools
@@ -23,7 +22,7 @@ NUMBERS = (("dropout", 0, 1), ("norm_eps", 0, math.inf), ("rotary_base", 1, math
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What a GPT is made of. The defaults are GPT-2 small; `GPTConfig.named(…)` knows published models.
+    """Describe a GPT. The defaults are GPT-2 small; `GPTConfig.named(…)` knows published models.
 
     Raises ValueError naming the field and its value when the numbers do not make a model.
     """
@@ -67,21 +66,21 @@ class GPTConfig:
 
     @classmethod
     def named(cls, name, **changes):
-        """A published model (see `catalog.model_names()`) with `changes`; an unknown name lists the close ones."""
+        """Return a published model (`catalog.model_names()`) with `changes`; an unknown name lists the close ones."""
         return cls(**{**catalog.model(name), **changes})
 
     @property
     def head_dim(self):
-        """D, the size of one head."""
+        """Return D, the size of one head."""
         return self.hidden // self.heads
 
     @property
     def rotary_dim(self):
-        """How many of the D dimensions are turned."""
+        """Return how many of the D dimensions are rotated."""
         return int(self.head_dim * self.rotary_fraction)
 
     def parameter_count(self):
-        """Ψ in closed form: embeddings + layers · (attention + MLP + two norms) + last norm (+ head if untied).
+        """Return Ψ in closed form: embeddings + layers · (attention + MLP + two norms) + last norm (+ head if untied).
 
         Shared weights count once, so that it equals `sum(p.numel() for p in GPT(config).parameters())`.
         """
@@ -96,7 +95,7 @@ class GPTConfig:
 
 
 def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
-    """softmax(q kᵀ / √D) v, with the whole T×S matrix in memory. Returns (B, H, T, D).
+    """Return softmax(q kᵀ / √D) v, (B, H, T, D), with the whole T×S matrix in memory.
 
     G divides H: each key head serves H/G query heads, which are stacked as more rows of one matrix. `causal` is aligned
     bottom-right: the last query sees every key. ValueError if G does not divide H, or a query would see no key (T > S).
@@ -123,7 +122,7 @@ def _bind(attention, dropout):
     except ValueError:  # another builtin, or a partial of one: call it as it is
         taken = {}
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    fixed = getattr(attention, "keywords", {})  # a functools.partial has settled these
+    fixed = getattr(attention, "keywords", {})  # a functools.partial fixes these
     ours = {"causal": True, "dropout_p": dropout}
     options = {k: v for k, v in ours.items() if k not in fixed and (k in taken or anything)}
     if dropout and "dropout_p" not in {**options, **fixed}:
@@ -152,7 +151,7 @@ class Attention(nn.Module):
 
 
 def rotation_table(config):
-    """cos and sin of position · base^(−2i/n) for i < n/2, n = rotary_dim: two (context_length, n) tables in fp32.
+    """Return cos and sin of position · base^(−2i/n) for i < n/2, n = rotary_dim: two (context_length, n) fp32 tables.
 
     RoFormer (Su et al. 2021), section 3.4.2, with the dimensions paired as halves, as GPT-NeoX pairs them.
     """
@@ -188,7 +187,7 @@ class MLP(nn.Module):
 
 
 def norm_of(config):
-    """The norm that a config names, over its hidden size."""
+    """Return the norm that a config names, over its hidden size."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.hidden, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
@@ -212,7 +211,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`GPT(config)(tokens, targets)`.
+    """Decoder-only transformer: `GPT(config)(tokens, targets)`.
 
     `attention`: any `(q_BHTD, k_BGSD, v_BGSD) -> out_BHTD`; if it takes `causal` and `dropout_p`, they are set.
     `dtype` and `device`: what the parameters are built in (default: torch's own defaults).
@@ -246,11 +245,11 @@ class GPT(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def forward(self, tokens_BT, targets_BT=None, *, offset=0, reduction="mean"):
-        """tokens (B, T) ints → logits (B, T, V), or the cross-entropy if `targets` (B, T) are given, "mean" or "sum".
+        """Map tokens (B, T) to logits (B, T, V), or to the cross-entropy ("mean" or "sum") with `targets` (B, T).
 
         A target of −100 is not counted. `offset`: the position of the first token, for a sequence fed in chunks.
-        TypeError for what is no tensor; ValueError for a wrong shape or dtype, a sequence past the context, and (on a
-        CPU; a GPU's own assertion stops it there) a token id outside the vocabulary.
+        Raises TypeError for what is no tensor; ValueError for a wrong shape or dtype, a sequence past the context, and
+        (on a CPU; a GPU's own assertion stops it there) a token id outside the vocabulary.
         """
         T = self._check(tokens_BT, targets_BT, offset)
         x_BTC = self._lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
@@ -283,7 +282,8 @@ class GPT(nn.Module):
             if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
                 raise ValueError(f"{name} of shape {tuple(ids.shape)}, {ids.dtype}: expected int64 or int32, (B, T)")
         if targets_BT is not None and targets_BT.shape != tokens_BT.shape:
-            raise ValueError(f"targets of shape {tuple(targets_BT.shape)} for tokens of {tuple(tokens_BT.shape)}")
+            raise ValueError(f"targets of shape {tuple(targets_BT.shape)} for tokens of {tuple(tokens_BT.shape)}: "
+                             "expected one target for each token")
         T = tokens_BT.shape[1]
         if not isinstance(offset, int) or not 0 <= offset <= self.config.context_length - T:
             raise ValueError(f"{T} tokens from position {offset}: the context has {self.config.context_length}")
@@ -292,7 +292,7 @@ class GPT(nn.Module):
 
 @contextmanager
 def built_in(dtype, device):
-    """Parameters that are made within are of this dtype, on this device (None: torch's own defaults)."""
+    """Build parameters in this dtype, on this device, inside the context (None: torch's own defaults)."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype or previous)
     try:

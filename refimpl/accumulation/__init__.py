@@ -1,4 +1,8 @@
-"""One large batch as several small ones: the same gradient, the activations of one micro-batch."""
+"""One large batch as several small ones: the same gradient, the activations of one micro-batch.
+
+Read `batches` (how a batch is cut, how its parts are weighted), `accumulate`, `sums` (low-precision gradients summed in
+fp32), `ranks` (several processes, one reduction a step), and `find` (the largest micro-batch that fits).
+"""
 
 from .accumulate import accumulate, accumulation_bytes
 from .batches import count_targets, split

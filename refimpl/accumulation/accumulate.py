@@ -68,7 +68,7 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
                 ranks.join(lambda: loss_fn(model, *parts[-1]))
         loss = ranks.loss(loss)
         ranks.reduce_gradients(sums)
-        sums.settle()
+        sums.write_gradients()
     except BaseException:
         for parameter in parameters:
             parameter.grad = None
@@ -130,7 +130,7 @@ def _check_dtype(name, dtype, or_none=False):
 
 
 def accumulation_bytes(parameters, activations, micro_batches, gradient=torch.float32, dtype=torch.float32):
-    """Ledger (bytes): gradients and activations where they are together, at the start of the last backward.
+    """Predict gradients and activations at the start of the last backward, where both are in memory: a Ledger, bytes.
 
     With Ψ = `parameters`, N = `micro_batches`, e = size of `gradient` (the type of `.grad`), s = size of `dtype` (what
     it is summed in; None: e) and A = `activations`, the bytes of one micro-batch (`memory.activation_bytes`):

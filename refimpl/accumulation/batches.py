@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def split(batch, size):
-    """`batch` in micro-batches of `size` rows, the last with what is left: a list of things shaped like `batch`.
+    """Cut `batch` into micro-batches of `size` rows, the last with what is left: a list of things shaped like `batch`.
 
     `batch`: a tensor, or lists, tuples and dicts of tensors, all of the same first dimension (or None, which every
     micro-batch gets). The parts are views: no byte is copied. TypeError for anything else in it; ValueError for a
@@ -37,21 +37,21 @@ def _rows(leaves):
             raise TypeError(f"a batch is made of tensors, and this one holds {type(leaf).__name__}: give what is the "
                             "same for every micro-batch to loss_fn, not to the batch")
         if leaf is not None and leaf.dim() == 0:
-            raise ValueError("the batch holds a tensor without dimensions: the first dimension has the rows")
+            raise ValueError("the batch holds a tensor without dimensions: expected rows in the first dimension")
     shapes = [tuple(leaf.shape) for leaf in leaves if leaf is not None]
     if len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(f"tensors of shapes {', '.join(map(str, shapes))}: their first dimensions, the rows, differ")
+        raise ValueError(f"tensors of shapes {', '.join(map(str, shapes))}: expected as many rows, the first dimension")
     if not shapes or shapes[0][0] == 0:
-        raise ValueError(f"an empty batch, {shapes[0] if shapes else 'no tensors'}: there is nothing to learn from")
+        raise ValueError(f"the batch is empty ({shapes[0] if shapes else 'no tensors'}): expected at least one row")
     return shapes[0][0]
 
 
 def count_targets(*micro_batch, ignore_index=-100):
-    """The number of targets in a micro-batch, whose last argument holds them: what its mean loss is a mean over.
+    """Count the targets in a micro-batch, whose last argument holds them: the terms of its mean loss.
 
-    Of integers, those that are not `ignore_index`, as `cross_entropy` and `refimpl.model.GPT` count them: a tensor
-    without dimensions, so that nobody waits for a GPU here. Of floating-point numbers, all: an int. ValueError if the
-    last argument is something else (a dict, a mask): then only you know what your loss is a mean over.
+    Integers count if they are not `ignore_index`, as in `cross_entropy` and `refimpl.model.GPT`; the result is then a
+    tensor without dimensions, so that the CPU does not wait for a GPU. Floating-point numbers all count; the result is
+    an int. ValueError if the last argument is something else (a dict, a mask): give `accumulate` a `count` of your own.
     """
     last = micro_batch[-1]
     if not isinstance(last, torch.Tensor) or last.dtype is torch.bool:
@@ -62,7 +62,7 @@ def count_targets(*micro_batch, ignore_index=-100):
 
 
 def cut(batch, micro_batch, micro_batches):
-    """The arguments of each micro-batch, from either way to give them. ValueError if both are given, or neither."""
+    """Return the arguments of each micro-batch, given in either way. ValueError if both ways are used, or neither."""
     if (micro_batch is None) == (micro_batches is None) or bool(batch) == (micro_batches is not None):
         raise ValueError("expected a batch and micro_batch=, the rows of a part: accumulate(model, tokens, targets, "
                          "micro_batch=8); or micro_batches=, the parts themselves, and nothing else")
@@ -72,12 +72,12 @@ def cut(batch, micro_batch, micro_batches):
     for part in parts:
         _rows(tree_flatten(part)[0])
     if not parts:
-        raise ValueError("micro_batches holds none: there is nothing to learn from")
+        raise ValueError("micro_batches is empty: expected at least one micro-batch")
     return parts
 
 
 def weights(parts, reduction, count, total):
-    """What each part's loss is multiplied by: nₘ / n for a mean, 1 for a sum.
+    """Return what each part's loss is multiplied by: nₘ / n for a mean, 1 for a sum.
 
     `total(n)` is n over all ranks. Raises ValueError if that is 0.
     """

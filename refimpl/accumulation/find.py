@@ -20,7 +20,7 @@ from ..memory.ledger import human
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What `find_micro_batch` found.
+    """Hold what `find_micro_batch` found.
 
     - `micro_batch`: the rows of one, for `accumulate(…, micro_batch=…)`; `micro_batches`: how many of them the
       effective batch makes, the last with fewer rows where they do not divide it.
@@ -43,7 +43,7 @@ class MicroBatch:
 
 
 def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=False, device=None):
-    """The largest number of rows for which `step(rows, *args)` peaks at no more than `budget` bytes: a MicroBatch.
+    """Find the largest number of rows for which `step(rows, *args)` peaks within `budget` bytes: a MicroBatch.
 
         def step(rows, model, optimizer):
             tokens = torch.zeros(min(3 * rows, 64), 1024, dtype=torch.int64)    # three micro-batches tell the peak
@@ -140,7 +140,7 @@ def _dry(step, rows, args):
 
 
 def _probe(step, rows, args, device):
-    """The peak of a real run, or None if it ran out of memory; then nothing of it is left."""
+    """Return the peak of a real run, or None if it ran out of memory; then nothing of it is left."""
     _empty(device)  # what an earlier size left in the cache would count as reserved
     reading = memory.measure(device)
     try:
@@ -161,7 +161,7 @@ OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't alloc
 
 
 def is_out_of_memory(error):
-    """Whether an exception says that a device, or the CPU's allocator, has no memory left."""
+    """Tell whether an exception says that a device, or the CPU's allocator, has no memory left."""
     named = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
     return named or isinstance(error, torch.OutOfMemoryError)
 
@@ -177,7 +177,7 @@ def _forget(error):
 
 
 def _empty(device):
-    """Give back what nobody holds: reference cycles first, then the allocator's cache."""
+    """Free unused memory: reference cycles first, then the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -196,7 +196,7 @@ def _nothing_fits(tried, budget, device):
 
 def _check(step, effective_batch, budget, probe, device):
     if not callable(step):
-        raise TypeError(f"step={step!r}: expected a function of the rows of a micro-batch")
+        raise TypeError(f"step={step!r}: expected a function, called as step(rows, *args)")
     if isinstance(effective_batch, bool) or not isinstance(effective_batch, Integral) or effective_batch < 1:
         raise ValueError(f"effective_batch={effective_batch!r}: expected an integer of at least 1, the rows of a step")
     if budget is None and probe and device.type == "cuda":

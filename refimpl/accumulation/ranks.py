@@ -1,6 +1,6 @@
-"""Who else has a part of the batch, and when gradients travel: once a step, with the last micro-batch.
+"""Which other ranks have a part of the batch, and when gradients are reduced: once a step, after the last micro-batch.
 
-Three cases with the same methods: nobody else; ranks that a Communicator connects; a model that averages its gradients
+Three cases with the same methods: one process; ranks that a Communicator connects; a model that averages its gradients
 in every backward but those under its `no_sync()`, as torch's DistributedDataParallel does.
 """
 
@@ -15,7 +15,7 @@ from .sums import gradient_dtype, is_narrower
 
 
 def ranks_of(model, parameters, comm):
-    """The case of `model` and `comm`. TypeError for a `comm` that is no Communicator, ValueError for FSDP2's models."""
+    """Choose the case of `model` and `comm`. TypeError if `comm` is no Communicator, ValueError for FSDP2's models."""
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for one "
                         "process alone")
@@ -49,28 +49,28 @@ class Alone:
         self.parameters = parameters
 
     def sum_in(self, dtype, parts):
-        """The type to sum in: None where there are no two gradients to be summed."""
+        """Return the type to sum in: None where there are no two gradients to be summed."""
         return dtype if len(parts) > 1 else None
 
     def backward(self, last):
-        """A context for a micro-batch, forward and backward; `last`: the one in which gradients may travel."""
+        """Return a context for a micro-batch, forward and backward. In the `last` one gradients may be reduced."""
         return nullcontext()
 
     def join(self, forward):
-        """Called instead of all backwards if this rank has no target in any micro-batch."""
+        """Take part in the reduction without a backward: this rank has no target in any micro-batch."""
 
     def reduce_gradients(self, sums):
         """Replace this rank's gradients by their sum over all ranks."""
 
     def total(self, terms):
-        """`terms`, a number, summed over all ranks: 8 bytes, sent before the first backward, which needs the sum."""
+        """Sum `terms`, a number, over all ranks: 8 bytes, sent before the first backward, which needs the sum."""
         if self.comm is None:
             return terms
-        told = self.comm.all_reduce(torch.tensor(terms, dtype=torch.float64, device=self.comm.device))
-        return terms * self.comm.world_size if isinstance(told, FakeTensor) else told.item()
+        total = self.comm.all_reduce(torch.tensor(terms, dtype=torch.float64, device=self.comm.device))
+        return terms * self.comm.world_size if isinstance(total, FakeTensor) else total.item()
 
     def loss(self, loss):
-        """This rank's share of the loss, summed over all ranks."""
+        """Sum this rank's share of the loss over all ranks."""
         if self.comm is None:
             return loss
         return self.comm.all_reduce(torch.as_tensor(loss, dtype=torch.float64, device=self.comm.device)).float()
@@ -87,14 +87,14 @@ class Connected(Alone):
                              "optimizer.zero_grad() first, and give the batch of a step in one call")
 
     def sum_in(self, dtype, parts):
-        """The same on all ranks, however many parts each has: they reduce the sums."""
+        """Return the same type on all ranks, however many parts each has: they reduce the sums."""
         return dtype
 
     def reduce_gradients(self, sums):
-        """One parameter after the other, in place, without a buffer. One that has no gradient on any rank gets none."""
+        """Reduce one parameter after the other, in place. A parameter without a gradient on any rank gets none."""
         here = [sums.so_far(parameter) is not None for parameter in self.parameters]
-        told = self.comm.all_reduce(torch.tensor(here, dtype=torch.uint8, device=self.comm.device), "max")
-        wanted = here if isinstance(told, FakeTensor) else told.tolist()
+        anywhere = self.comm.all_reduce(torch.tensor(here, dtype=torch.uint8, device=self.comm.device), "max")
+        wanted = here if isinstance(anywhere, FakeTensor) else anywhere.tolist()
         for parameter, is_wanted in zip(self.parameters, wanted, strict=True):
             if is_wanted:
                 gradient = sums.so_far(parameter)
@@ -111,7 +111,7 @@ class InModel(Alone):
         self.factor = 1 if comm is None else comm.world_size
 
     def sum_in(self, dtype, parts):
-        """In `.grad`: sums beside it would miss the last backward, in which the model reduces what is in `.grad`."""
+        """Sum in `.grad` only: the model reduces what is in `.grad` in the last backward, and would miss other sums."""
         low = [p for p in self.parameters if dtype is not None and is_narrower(p, dtype)]
         if low and len(parts) > 1:
             raise ValueError(f"{type(self.model).__name__} reduces gradients itself, in {gradient_dtype(low[0])}: they "
@@ -120,21 +120,21 @@ class InModel(Alone):
         return None
 
     def backward(self, last):
-        """The model's own context for all but the last."""
+        """Return the model's own `no_sync()` for all but the last micro-batch."""
         return nullcontext() if last else self.model.no_sync()
 
     def join(self, forward):
-        """The others wait in their last backward: run one, of zeros. (The mean over no targets would be NaN.)"""
+        """Run a backward of zeros, since the others wait in theirs. (The mean over no targets would be NaN.)"""
         forward()
         torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in self.parameters])
 
 
 def accumulation_traffic(parameters, world_size, rank=0, dtype=torch.float32):
-    """Bytes (int) that `rank` of N = `world_size` sends in one `accumulate(…, comm=comm)`, of any number of
-    micro-batches.
+    """Predict the bytes (int) that `rank` of N = `world_size` sends in one `accumulate(…, comm=comm)`, of any number
+    of micro-batches.
 
         Σ over parameters of 2(N−1)/N · Ψᵢ · max(eᵢ, size of dtype)
-        + the same of 8 (number of targets), 8 (loss) and one byte for each parameter (who has a gradient)
+        + the same of 8 (number of targets), 8 (loss) and one byte for each parameter (whether it has a gradient)
 
     `parameters`: those with gradients, of eᵢ bytes an element (their `grad_dtype`); chunks that N does not divide are
     counted as `comm.ring_traffic` does. A reduction in every micro-batch sends the first line once for each of them.

@@ -9,9 +9,10 @@ from .. import memory
 
 
 class GradientSums:
-    """A context in which gradients narrower than `dtype` are summed in `dtype`, while `.grad` stays None.
+    """Sum gradients narrower than `dtype` in `dtype` while this context is open; `.grad` is None meanwhile.
 
-    Gradients that were there before are part of the sums. After the context, `settle()` puts the sums into `.grad`.
+    Gradients that were there before are part of the sums. After the context, `write_gradients()` moves the sums to
+    `.grad`.
     With `dtype` None, and for parameters whose gradient is wide enough, autograd sums in `.grad` as it always does.
     Call `check_kept()` after each backward. RuntimeError, there or in backward, if another hook takes a gradient away.
     """
@@ -48,17 +49,17 @@ class GradientSums:
             self._sums[parameter] = memory.mark(gradient.to(self._dtype), "gradients")
 
     def check_kept(self):
-        """RuntimeError if a gradient that autograd wrote into `.grad` in the backward before this is gone."""
+        """Raise RuntimeError if a gradient that autograd wrote into `.grad` in the last backward is gone."""
         for parameter in self._written:
             _check_present(parameter)
         self._written.clear()
 
     def so_far(self, parameter):
-        """The gradient of `parameter`, wherever it is summed; None if there is none."""
+        """Return the gradient of `parameter`, wherever it is summed; None if there is none."""
         return self._sums.get(parameter, parameter.grad)
 
     def begin(self, parameter):
-        """Zeros as the gradient of a parameter that has none, where and in the type in which it would be summed."""
+        """Make zeros the gradient of a parameter that has none, in the place and type in which it would be summed."""
         summed = any(each is parameter for each in self.parameters)
         dtype = self._dtype if summed else gradient_dtype(parameter)
         zeros = memory.mark(parameter.detach().new_zeros(parameter.shape, dtype=dtype), "gradients")
@@ -68,15 +69,15 @@ class GradientSums:
             parameter.grad = zeros
         return zeros
 
-    def settle(self):
-        """Round each sum once, to the type that its parameter's gradient has, into `.grad`, and free it."""
+    def write_gradients(self):
+        """Round each sum once into its parameter's `.grad`, in the gradient's own type, and free the sum."""
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = memory.mark(total.to(gradient_dtype(parameter)), "gradients")
 
 
 def _check_present(parameter):
-    """RuntimeError if somebody's hook took the gradient that autograd has written."""
+    """Raise RuntimeError if a hook took the gradient that autograd has written."""
     if parameter.grad is None:
         raise RuntimeError(f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away during "
                            "backward, by a hook that is not accumulate's (an optimizer's step in backward, say), which "
@@ -84,10 +85,10 @@ def _check_present(parameter):
 
 
 def gradient_dtype(parameter):
-    """The type of `.grad`: the parameter's own, unless its owner chose another (`parameter.grad_dtype`)."""
+    """Return the type of `.grad`: the parameter's own, unless its owner chose another (`parameter.grad_dtype`)."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def is_narrower(parameter, dtype):
-    """Whether the gradient of `parameter` has fewer bytes than `dtype`, and both are real numbers."""
+    """Tell whether the gradient of `parameter` has fewer bytes than `dtype`, and both are real numbers."""
     return parameter.is_floating_point() and gradient_dtype(parameter).itemsize < dtype.itemsize

@@ -1,4 +1,8 @@
-"""Saved tensors in fewer bytes, or elsewhere: compression and host offload of what autograd keeps for backward."""
+"""Saved tensors in fewer bytes, or elsewhere: compression and host offload of what autograd keeps for backward.
+
+Read `saved_tensors` (each storage once), then `codecs` and `compress`, then `offload` with `transfer/schedule` (when a
+storage is copied) and `transfer/streams` (how). `closed_forms` predicts the bytes, `report` tells what was done.
+"""
 
 from .closed_forms import (
     compressed_activation_bytes,
@@ -9,7 +13,7 @@ from .closed_forms import (
 from .compress import compress_activations
 from .offload import offload_activations
 from .report import Report
-from .transfer import Rehearsal
+from .transfer.streams import Rehearsal
 
 __all__ = [
     "Rehearsal", "Report", "compress_activations", "compressed_activation_bytes", "compressed_activation_terms",

@@ -30,12 +30,12 @@ class Saved:
 
     @property
     def nbytes(self):
-        """Bytes of one of them."""
+        """Return the bytes of one of them."""
         return self.n * self.itemsize
 
 
 def saved_storages(config, batch, sequence, dtype=torch.float32, device="cpu"):
-    """[Saved, …]: every storage that autograd keeps of our GPT with targets; Σ count · nbytes is `activation_bytes`.
+    """List the storages that autograd keeps of our GPT with targets: [Saved, …]. Σ count·nbytes is `activation_bytes`.
 
     Takes and raises what `memory.activation_terms` does.
     """
@@ -88,7 +88,7 @@ FLOATING = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 def compressed_activation_terms(config, batch, sequence, method="int8", *, group=128, smallest=SMALLEST_COMPRESSED,
                                 dtype=torch.float32, device="cpu"):
-    """Bytes that autograd keeps of our GPT under `compress_activations`: {term: bytes}.
+    """Predict the bytes that autograd keeps of our GPT under `compress_activations`: {term: bytes}.
 
     For each storage of n elements of e bytes, if e·n ≥ smallest:
 
@@ -102,7 +102,7 @@ def compressed_activation_terms(config, batch, sequence, method="int8", *, group
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
     if type(group) is not int or group < 1:
-        raise ValueError(f"group={group!r}: expected how many values share a range, an integer of at least 1")
+        raise ValueError(f"group={group!r}: expected an integer of at least 1, the values that share a range")
     terms = {}
     for each in saved_storages(config, batch, sequence, dtype, device):
         packed = each.nbytes
@@ -115,16 +115,19 @@ def compressed_activation_terms(config, batch, sequence, method="int8", *, group
     return terms
 
 
-def compressed_activation_bytes(config, batch, sequence, method="int8", **options):
-    """Bytes that autograd keeps of our GPT under `compress_activations`: the sum of `compressed_activation_terms`, with
-    its equation, options and errors.
+def compressed_activation_bytes(config, batch, sequence, method="int8", *, group=128, smallest=SMALLEST_COMPRESSED,
+                                dtype=torch.float32, device="cpu"):
+    """Predict the bytes that autograd keeps of our GPT under `compress_activations`: the sum of
+    `compressed_activation_terms`, with its equation and errors.
     """
-    return sum(compressed_activation_terms(config, batch, sequence, method, **options).values())
+    terms = compressed_activation_terms(config, batch, sequence, method, group=group, smallest=smallest, dtype=dtype,
+                                        device=device)
+    return sum(terms.values())
 
 
 def offloaded_activation_bytes(config, batch, sequence, *, smallest=SMALLEST_OFFLOADED, dtype=torch.float32,
                                device="cuda"):
-    """(bytes on the device, bytes in host memory) between forward and backward under `offload_activations`:
+    """Predict (bytes on the device, bytes in host memory) between forward and backward under `offload_activations`:
 
         device = Σ e·n of storages below `smallest`        host = Σ e·n of the others
 

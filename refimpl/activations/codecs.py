@@ -15,7 +15,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size: to 
 
 
 def has_values(tensor):
-    """Whether it can be asked for them: a fake or meta tensor has a shape and nothing in it."""
+    """Tell whether the tensor has values: a fake or meta tensor has a shape and no values."""
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
@@ -29,7 +29,7 @@ class Bits:
     values: torch.Tensor | None = None  # (2,) integers
 
     def decode(self):
-        """(n,) elements, the very bits that were encoded."""
+        """Return (n,) elements, the very bits that were encoded."""
         ones = torch.empty(self.n, dtype=torch.uint8, device=self.bits.device)
         for i in range(min(8, self.n)):
             part = ones[i::8]
@@ -41,13 +41,15 @@ class Bits:
 
 
 def encode_bits(mask):
-    """A boolean tensor (n,) as Bits: the i-th element is bit i mod 8 of byte ⌊i/8⌋."""
+    """Encode a boolean tensor (n,) as Bits: the i-th element is bit i mod 8 of byte ⌊i/8⌋."""
     return Bits(_bits(mask), mask.numel(), mask.dtype)
 
 
 def encode_two_values(flat):
-    """Bits of a tensor (n,) that holds two different bit patterns at most, such as the noise that dropout multiplies
-    with, 0 and 1/(1 − p); None if there are more, or if nobody can tell (a fake or meta tensor has no values)."""
+    """Encode a tensor (n,) that holds at most two different bit patterns as Bits, such as dropout's 0 and 1/(1 − p).
+
+    Returns None if there are more, or if the tensor has no values (a fake or meta tensor).
+    """
     if not has_values(flat) or flat.dtype.itemsize not in INTEGERS or not flat.numel():
         return None
     integers = flat.view(INTEGERS[flat.dtype.itemsize])
@@ -67,7 +69,7 @@ def _bits(mask):
 
 
 def mask_bytes(n, itemsize=1):
-    """⌈n/8⌉ for a boolean mask; + 2·itemsize for two values of more than a byte, which are stored beside."""
+    """Return ⌈n/8⌉ for a boolean mask; + 2·itemsize for two values of more than a byte, which are stored beside."""
     return -(-n // 8) + (2 * itemsize if itemsize > 1 else 0)
 
 
@@ -79,17 +81,17 @@ class Cast:
     dtype: torch.dtype
 
     def decode(self):
-        """(n,) elements, each off by at most 2⁻⁸ of its own size (subnormals aside)."""
+        """Return (n,) elements, each off by at most 2⁻⁸ of its own size (subnormals aside)."""
         return self.values.to(self.dtype)
 
 
 def encode_cast(flat):
-    """Floating values (n,) in bfloat16. inf and NaN stay; what is above 3.39e38 becomes inf."""
+    """Round floating values (n,) to bfloat16. inf and NaN stay; what is above 3.39e38 becomes inf."""
     return Cast(flat.to(torch.bfloat16), flat.dtype)
 
 
 def cast_bytes(n):
-    """2·n."""
+    """Return 2·n."""
     return 2 * n
 
 
@@ -103,7 +105,7 @@ class Groups:
     dtype: torch.dtype
 
     def decode(self):
-        """(n,) elements: least + code · step of their group."""
+        """Return (n,) elements: least + code · step of their group."""
         flat = torch.empty(self.codes.numel(), dtype=self.dtype, device=self.codes.device)
         for begin, end, first, last in slices(flat.numel(), self.group):
             least, step = (each[first:last, None] for each in self.ranges)
@@ -115,8 +117,8 @@ class Groups:
 
 
 def encode_groups(flat, group, generator=None):
-    """Floating values (n,) as Groups of `group` elements in a row (the last may be shorter); None if one is inf or
-    NaN, or if a group's range is no fp32 number.
+    """Encode floating values (n,) as Groups of `group` elements in a row; the last may be shorter. Returns None if a
+    value is inf or NaN, or if a group's range is no fp32 number.
 
         step = (max − min) / 255        code = round((x − min) / step)        |x − x̂| ≤ step / 2
 
@@ -144,12 +146,12 @@ def encode_groups(flat, group, generator=None):
 
 
 def group_bytes(n, group):
-    """n + 8·⌈n/g⌉: a byte a value, two fp32 numbers a group of g."""
+    """Return n + 8·⌈n/g⌉: a byte a value, two fp32 numbers a group of g."""
     return n + 8 * -(-n // group)
 
 
 def slices(n, group):
-    """(begin, end, first group, last group) of the parts of n elements to work on; the short group comes by itself."""
+    """Yield (begin, end, first group, last group) of each part of n elements; the short group is a part of its own."""
     whole = n // group
     rows = max(1, CHUNK // group)
     for first in range(0, whole, rows):

@@ -23,7 +23,7 @@ from .codecs import (
     has_values,
     mask_bytes,
 )
-from .saving import SavedStorages, Stored
+from .saved_tensors import SavedStorages, Stored
 
 METHODS = ("lossless", "bf16", "int8")
 ROUNDED = {"bf16": (torch.float32, torch.float64),
@@ -36,9 +36,9 @@ _generators = {}  # device -> the numbers of stochastic rounding, which go on fr
 
 
 def compress_activations(model, method="int8", *, group=128, stochastic=False, smallest=SMALLEST, only=None, seed=None):
-    """`with compress_activations(model) as c: loss = model(x)`: autograd keeps compressed activations until backward.
+    """Keep compressed activations until backward: `with compress_activations(model) as c: loss = model(x)`.
 
-    Backward may run inside or after the context. Bytes afterwards: `compressed_activation_bytes`; `c.report` tells
+    Backward may run inside or after the context. `compressed_activation_bytes` predicts the bytes; `c.report` tells
     what was packed, what was left and why.
 
     - `method`: "lossless" packs masks (boolean, or of two values) into bits; "bf16" also rounds fp32 and fp64
@@ -77,19 +77,19 @@ class CompressActivations(SavedStorages):
         if method not in METHODS:
             raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
         if type(group) is not int or group < 1:
-            raise ValueError(f"group={group!r}: expected how many values share a range, an integer of at least 1")
+            raise ValueError(f"group={group!r}: expected an integer of at least 1, the values that share a range")
         if stochastic and method != "int8":
             raise ValueError(f"stochastic={stochastic!r} with method={method!r}: expected method='int8', which rounds "
                              "to steps; leave it out")
         if seed is not None and not stochastic:
-            raise ValueError(f"seed={seed!r} draws nothing: expected stochastic=True beside it")
+            raise ValueError(f"seed={seed!r} without stochastic=True has no effect: give both, or leave the seed out")
         if seed is not None and (type(seed) is not int or not 0 <= seed < 2**64):
             raise ValueError(f"seed={seed!r}: expected an integer from 0 to 2**64 - 1")
         self.method, self.group, self._stochastic, self._seed = method, group, stochastic, seed
         self._generators = _generators if seed is None else {}
 
     def refuse(self, tensor):
-        """Complex, integer and 8-bit types hold what cannot be rounded, unless they are masks."""
+        """Refuse complex, integer and 8-bit types, which cannot be rounded, unless they are masks."""
         if is_mask_type(tensor) or self._is_rounded(tensor):
             return None
         if not tensor.requires_grad:
@@ -104,7 +104,7 @@ class CompressActivations(SavedStorages):
         return tensor.requires_grad and tensor.dtype in ROUNDED.get(self.method, ()) and not is_one_a_row(tensor)
 
     def store(self, flat, tensor):
-        """As bits if it is a mask, else rounded; left if that is no smaller."""
+        """Store a mask as bits and anything else rounded; leave it if that is no smaller."""
         n, nbytes = flat.numel(), tensor.untyped_storage().nbytes()
         if not self._is_rounded(tensor):
             after = mask_bytes(n, flat.dtype.itemsize)
@@ -129,23 +129,23 @@ class CompressActivations(SavedStorages):
 
 
 def is_mask_type(tensor):
-    """Whether it may be a mask: boolean, or of two values (to be looked at) and in need of no gradient."""
+    """Tell whether the tensor may be a mask: boolean, or of two values (to be looked at) and in need of no gradient."""
     return tensor.dtype is torch.bool or not (
         tensor.requires_grad or tensor.dtype.is_complex or tensor.dtype.itemsize == 1)
 
 
 def is_one_a_row(tensor):
-    """Whether it has one value for each row of something larger."""
+    """Tell whether the tensor has one value for each row of something larger."""
     return tensor.dim() == 0 or tensor.shape[-1] == 1
 
 
 def is_log(tensor):
-    """Whether it is a log_softmax's output. Where scores were masked with −1e9 its values lie that far apart."""
+    """Tell whether the tensor is a log_softmax's output. Where −1e9 masked the scores, its values are far apart."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == "LogSoftmaxBackward0"
 
 
 class Compressed(Stored):
-    """A storage's code. What is decoded is shared as long as somebody holds it: an operation that saved a tensor twice
+    """A storage's code. What is decoded is shared while it is in use: an operation that saved a tensor twice
     decodes it once, and nothing is held for the next operation."""
 
     def __init__(self, tensor, code):
@@ -153,7 +153,7 @@ class Compressed(Stored):
         self._code, self._decoded = code, None
 
     def restore(self):
-        """Decode, or share."""
+        """Return the flat content: decode it, or share what is decoded already."""
         storage = self._decoded() if self._decoded else None
         if storage is None:
             flat = self._code.decode()

@@ -9,24 +9,24 @@ it. "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neura
 has the idea, for feature maps.
 """
 
-from .saving import SavedStorages
-from .schedule import Schedule
-from .transfer import CUDATransfer
+from .saved_tensors import SavedStorages
+from .transfer.schedule import TransferSchedule
+from .transfer.streams import CUDATransfer
 
 SMALLEST = 2**20  # bytes: what takes some 40 µs on a bus of 25 GB/s, about as long as the kernels around it
 HOST = "in host memory"
 
 
 def offload_activations(model, *, depth=2, smallest=SMALLEST, only=None, transfer=None):
-    """`with offload_activations(model) as c: loss = model(x)`: activations wait for backward in host memory.
+    """Keep activations in host memory until backward: `with offload_activations(model) as c: loss = model(x)`.
 
-    On a CPU it does nothing, at no cost in bytes: what is in host memory stays where it is. Bytes afterwards:
-    `offloaded_activation_bytes`; `c.report` tells what went and what stayed, and `c.report.host` the bytes that went.
+    No-op on a CPU: tensors in host memory remain where they are. `offloaded_activation_bytes` predicts the bytes;
+    `c.report` tells which storages were copied and which stayed, and `c.report.host` the bytes that were copied.
 
     - `depth`: how many storages may be on their way out at once, and how many are fetched ahead: device memory for
       time.
     - `smallest`: storages of fewer bytes stay. `only`: patterns of module names, e.g. `"blocks.*"`; None: all.
-    - `transfer`: who makes the copies, with the methods of `Rehearsal`. Default: CUDA's, with pinned memory.
+    - `transfer`: the object that makes the copies, with the methods of `Rehearsal`. Default: CUDA's, pinned memory.
 
     What is changed in place while it is being copied is refused in backward, as PyTorch does without hooks.
 
@@ -42,30 +42,30 @@ class OffloadActivations(SavedStorages):
     def __init__(self, model, depth, smallest, only, transfer):
         super().__init__(model, smallest, only)
         if type(depth) is not int or depth < 1:
-            raise ValueError(f"depth={depth!r}: expected how many storages travel at once, an integer of at least 1")
+            raise ValueError(f"depth={depth!r}: expected an integer of at least 1, the storages copied at once")
         for name in ("offloads", "to_host", "to_device", "wait"):
             if transfer is not None and not callable(getattr(transfer, name, None)):
-                raise TypeError(f"transfer={transfer!r} has no method {name}: expected who makes the copies, such as "
-                                "CUDATransfer(); leave it out")
+                raise TypeError(f"transfer={transfer!r} has no method {name}: expected an object that makes the "
+                                "copies, such as Rehearsal(); leave it out for CUDA's")
         self.depth, self._transfer = depth, transfer or CUDATransfer()
 
     def __enter__(self):
         super().__enter__()
-        self._schedule = Schedule(self._transfer, self.depth)
+        self._schedule = TransferSchedule(self._transfer, self.depth)
         return self
 
     def __exit__(self, *exception):
         try:
             super().__exit__(*exception)
         finally:
-            self._schedule.settle()
+            self._schedule.wait()
 
     def refuse(self, tensor):
-        """What is in host memory already."""
+        """Refuse what is in host memory already."""
         return None if self._transfer.offloads(tensor) else "left: in host memory already"
 
     def store(self, flat, tensor):
-        """Send it."""
+        """Start the copy to the host."""
         stored = self._schedule.send(flat, tensor)
         self.report.host += stored.nbytes
         return HOST, 0, stored

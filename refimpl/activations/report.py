@@ -20,7 +20,7 @@ class Report:
         return {**vars(self), "_stored": ()}  # a copy is a record: the originals' weak references cannot be copied
 
     def add(self, kind, before, after, stored=None):
-        """One more storage of `before` bytes, of which `after` are kept."""
+        """Count one more storage of `before` bytes, of which `after` are kept."""
         row = self._rows.setdefault(kind, [0, 0, 0])
         for i, more in enumerate((1, before, after)):
             row[i] += more
@@ -29,22 +29,22 @@ class Report:
 
     @property
     def before(self):
-        """Ledger: kind -> bytes that autograd would have kept."""
+        """Return a Ledger: kind -> bytes that autograd would have kept."""
         return Ledger({kind: row[1] for kind, row in self._rows.items()})
 
     @property
     def after(self):
-        """Ledger: kind -> bytes that are kept."""
+        """Return a Ledger: kind -> bytes that are kept."""
         return Ledger({kind: row[2] for kind, row in self._rows.items()})
 
     @property
     def counts(self):
-        """{kind: storages}."""
+        """Return {kind: number of storages}."""
         return {kind: row[0] for kind, row in self._rows.items()}
 
     def held_elsewhere(self):
-        """[(bytes, what it was)] of storages whose original is still alive now, beside its stored form: there, nothing
-        was saved. Largest first."""
+        """List [(bytes, what it was)] of the storages whose original is still alive beside its stored form, largest
+        first: these saved nothing."""
         alive = [(stored.nbytes, stored.described) for stored in self._stored if not stored.original.expired()]
         return sorted(alive, reverse=True)
 

@@ -1,4 +1,10 @@
-"""Recomputation: keep less in the forward, compute it again in backward."""
+"""Recomputation: keep less in the forward, compute it again in backward.
+
+Read `reentrant` (the idea in thirty lines), `region` (`checkpoint`, on saved-tensor hooks), `operations` (keep the
+results of some operations); then what to recompute: `chain` (plans and segments), `schedule` (the best plan for a
+budget), `policies` and `adaptive` (from outside a model). `closed_forms` predicts bytes and FLOPs, `profile` measures
+them, `figure` draws, `statistics` is for BatchNorm.
+"""
 
 from .adaptive import AdaptiveCheckpoint
 from .chain import PlannedBlocks, checkpoint_sequential, planned, run_chain, segments_plan

@@ -1,27 +1,29 @@
 """Recompute only when memory is short: decided block by block, against what the device has.
 
-Peak of a step under it ≤ threshold · budget + the larger of two that it leaves room for outside: the loss after the
+The peak of a step is at most threshold · budget + the larger of two things that must fit beside it: the loss after the
 blocks, and what the backward of one block takes on top of what the block kept. (Unless a step that recomputes every
 block is above that already.)
 """
+
+from functools import partial
 
 import psutil
 import torch
 
 from .policies import Recomputing
-from .region import checkpoint
+from .region import checkpointed
 
 
 class AdaptiveCheckpoint(Recomputing):
     """Recompute blocks until the rest of them can be kept.
 
-    `AdaptiveCheckpoint(0.8).apply(model.blocks)`: then every forward decides for each block. Or call it in place of a
-    function: `adaptive(block, x)`. `.recomputed`: the decisions of the last forward over all blocks, one bool each.
+    After `AdaptiveCheckpoint(0.8).apply(model.blocks)` every forward decides for each block. Or call it in place of a
+    function: `adaptive(block, x)`. `.recomputed` holds the decisions of the last forward, one bool for each block.
 
-    - `memory_threshold`: the share of the budget that may be in use, above 0 and up to 1. What is left over is for what
-      follows the blocks.
+    - `memory_threshold`: the share of the budget that may be in use, above 0 and up to 1. The rest is for what follows
+      the blocks.
     - `budget`: bytes; by default what the device can give this process (CUDA: free and reserved; CPU: all its memory).
-    - `used`: a function that tells the bytes in use now; by default the device's allocator, on a CPU the process.
+    - `used`: a function that returns the bytes in use now; by default the device's allocator, on a CPU the process.
 
     The rule for a block that kept c bytes when it was last kept (unknown: as the largest known), with n blocks from it
     to the end:
@@ -51,24 +53,24 @@ class AdaptiveCheckpoint(Recomputing):
         """Decide for each of `blocks`, in this order, in every forward from now on. Returns self."""
         self._blocks = len(blocks)
         for index, block in enumerate(blocks):
-            self.add(block, how=self._decide, index=index)
+            self.add(block, how=partial(self._decide, index))
         return self
 
     def __call__(self, fn, *args, **kwargs):
-        return self._decide(fn, *args, index=None, **kwargs)
+        return self._decide(None, fn, *args, **kwargs)
 
     @property
     def limit(self):
-        """Bytes that may be in use while there are more blocks to come."""
+        """Return the bytes that may be in use while there are more blocks to come."""
         return self.memory_threshold * (capacity(self.device) if self.budget is None else self.budget)
 
-    def _decide(self, fn, *args, index, **kwargs):
+    def _decide(self, index, fn, /, *args, **kwargs):
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         before, left = self._used(), 1 if index is None else self._blocks - index
         cost = self._costs.get(index, max(self._costs.values(), default=0))
         keep = before + left * cost <= self.limit
-        outputs = fn(*args, **kwargs) if keep else checkpoint(fn, *args, **kwargs)
+        outputs = fn(*args, **kwargs) if keep else checkpointed(fn, args, kwargs)
         if keep:
             self._costs[index] = max(0, self._used() - before)
         self.recomputed = [*(self.recomputed if index else []), not keep]
@@ -76,14 +78,14 @@ class AdaptiveCheckpoint(Recomputing):
 
 
 def capacity(device):
-    """Bytes that this process can have on the device."""
+    """Return the bytes that this process can have on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().total
 
 
 def bytes_in_use(device):
-    """Bytes of tensors on a CUDA device; on a CPU the resident memory of the process."""
+    """Return the bytes of tensors on a CUDA device; on a CPU the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss

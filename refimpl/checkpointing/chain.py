@@ -9,32 +9,34 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .region import checkpoint
+from .region import checkpointed, refuse_options_of_torch
 
 
 def run_chain(functions, plan, x, *args, **kwargs):
-    """x through `functions` in order, each called as f(x, *args, **kwargs), with the regions of `plan`.
+    """Run x through `functions` in order, each called as f(x, *args, **kwargs), with the regions of `plan`.
 
-    ValueError for a plan that does not name every function once, in order.
+    All keywords are the functions' own. ValueError for a plan that does not name every function once, in order;
+    TypeError for an option of `torch.utils.checkpoint`.
     """
     functions = list(functions)
+    refuse_options_of_torch(kwargs)
     if list(stages_of(plan)) != list(range(len(functions))):
         raise ValueError(f"plan {plan!r} has the stages {list(stages_of(plan))}: expected 0 to {len(functions) - 1}, "
                          "each once and in order")
-    return _run(functions, plan, x, *args, **kwargs)
+    return _run(functions, plan, x, args, kwargs)
 
 
-def _run(functions, plan, x, *args, **kwargs):
+def _run(functions, plan, x, args, kwargs):
     for item in plan:
         if isinstance(item, tuple):
-            x = checkpoint(_run, functions, item, x, *args, **kwargs)
+            x = checkpointed(_run, (functions, item, x, args, kwargs), {})
         else:
             x = functions[item](x, *args, **kwargs)
     return x
 
 
 def stages_of(plan):
-    """The stage numbers of a plan, without its regions."""
+    """Yield the stage numbers of a plan, without its regions."""
     for item in plan:
         if isinstance(item, tuple):
             yield from stages_of(item)
@@ -43,7 +45,7 @@ def stages_of(plan):
 
 
 def segments_plan(n, segments):
-    """The plan of `checkpoint_sequential`. The first n mod segments regions have one stage more.
+    """Return the plan of `checkpoint_sequential`. The first n mod segments regions have one stage more.
 
     ValueError unless 1 ≤ segments ≤ n.
     """
@@ -58,22 +60,23 @@ def segments_plan(n, segments):
 
 
 def checkpoint_sequential(functions, segments, x, *args, **kwargs):
-    """x through `functions` one after another, each called as f(x, *args, **kwargs), in `segments` regions.
+    """Run x through `functions` one after another, each called as f(x, *args, **kwargs), in `segments` regions.
 
     All but the last region are recomputed: what the last one keeps is needed at once. With n equal functions that keep
     s bytes each and take a bytes, backward holds about
 
         s · n / segments + a · segments, least at √(n · s / a) segments
 
-    which is √n where s = a ("Training Deep Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1). ValueError
-    unless 1 ≤ segments ≤ n.
+    which is √n where s = a ("Training Deep Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1). All
+    keywords are the functions' own. ValueError unless 1 ≤ segments ≤ n; TypeError for an option of
+    `torch.utils.checkpoint`.
     """
     functions = list(functions)
     return run_chain(functions, segments_plan(len(functions), segments), x, *args, **kwargs)
 
 
 class PlannedBlocks(nn.ModuleList):
-    """A model's blocks with the same keys, run by a plan: `model.blocks = PlannedBlocks(model.blocks, plan)`.
+    """Run a model's blocks by a plan, under the same keys: `model.blocks = PlannedBlocks(model.blocks, plan)`.
 
     A loop `for block in model.blocks: x = block(x)` gets one callable for each item of the plan; indexing, `len` and
     `state_dict` are those of the blocks.
@@ -98,12 +101,12 @@ class _Item:
         self._blocks, self._item = blocks, item
 
     def __call__(self, x, *args, **kwargs):
-        return _run(self._blocks, [self._item], x, *args, **kwargs)
+        return _run(self._blocks, [self._item], x, args, kwargs)
 
 
 @contextmanager
 def planned(model, plan):
-    """`model.blocks` run by `plan` (None: none is recomputed) in this context; afterwards they are as before."""
+    """Run `model.blocks` by `plan` in this context (None: none is recomputed); afterwards they are as before."""
     blocks = model.blocks
     model.blocks = PlannedBlocks(blocks, plan)
     try:

@@ -44,7 +44,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config, batch, sequence, dtype, device):
-        """The sizes of `config` with `batch` sequences."""
+        """Return the sizes of `config` with `batch` sequences."""
         e, token, mask = dtype.itemsize, batch * sequence, kept_on(device, dtype.itemsize).mask
         U, K = e * token * config.hidden, e * token * config.kv_heads * config.head_dim
         score, D = batch * config.heads * sequence**2, config.dropout > 0
@@ -56,7 +56,7 @@ class Sizes:
 
 
 def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=None):
-    """(s, p, q, r) of one block: what it keeps besides its input, and the peaks of F∅, Fall and B, all in bytes.
+    """Predict (s, p, q, r) of one block: what it keeps besides its input, and the peaks of F∅, Fall and B, in bytes.
 
     Exact but for what is of the size of a bias: within 1 % of the tracker (asserted for each family and policy). Where
     RMSNorm keeps an fp32 copy of its input in the input's place (16 bits on a CPU), a region has both: `copies`.
@@ -90,7 +90,7 @@ def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=Non
 
 
 def gpt_costs(config, batch, sequence, dtype=torch.float32, device="cpu", part=None):
-    """The Costs of a GPT's blocks and its head with the loss, one stage each; times are FLOPs.
+    """Predict the Costs of a GPT's blocks and its head with the loss, one stage each; times are FLOPs.
 
     `part`: one part of every kept block is recomputed, as `selective` does. ValueError for an unknown part.
     """
@@ -121,8 +121,9 @@ def _head(config, batch, sequence, dtype, device):
 
 
 def gpt_peak_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.float32, device="cpu"):
-    """Peak bytes of a forward and backward above parameters and gradients (all of them there, as when gradients are
-    accumulated), with the blocks run by `plan` (default: all kept) and one `part` of each kept block recomputed.
+    """Predict the peak bytes of a forward and backward above parameters and gradients (all of them there, as when
+    gradients are accumulated), with the blocks run by `plan` (default: all kept) and one `part` of each kept block
+    recomputed.
 
         plan_peak(costs) + the token positions, or what else stays around the blocks
         + a random state for each region, with dropout: 5,056 on a CPU, 16 on CUDA
@@ -150,7 +151,7 @@ def _regions(plan):
 
 
 def kept_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.float32, device="cpu"):
-    """Bytes of activations when the forward of a GPT with targets is done, under `plan` and `part`: exact.
+    """Predict the bytes of activations after the forward of a GPT with targets, under `plan` and `part`: exact.
 
         activation_bytes − Σ over regions of (their blocks − one input) − Σ over kept blocks of what `part` makes again
     """
@@ -168,7 +169,7 @@ def kept_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.float3
 
 
 def block_flops(config, batch, sequence):
-    """FLOPs of one block's forward, by matrix product, as `torch.utils.flop_counter` counts them: 2 a multiply-add."""
+    """Count the FLOPs of one block's forward by matrix product, as `torch.utils.flop_counter` does: 2 per FMA."""
     token, h, f, kv = batch * sequence, config.hidden, config.mlp_hidden, config.kv_heads * config.head_dim
     inputs = 2 if config.activation == "swiglu" else 1
     return {"qkv": 2 * token * h * (h + 2 * kv), "scores": 2 * batch * sequence**2 * h,
@@ -177,8 +178,8 @@ def block_flops(config, batch, sequence):
 
 
 def recomputed_flops(flops, part, dropout=0.0):
-    """FLOPs that one block runs again in backward. The last product of a region is not among them: backward needs its
-    inputs only, and the recomputation stops there (with dropout after it, it does not: the mask comes later)."""
+    """Count the FLOPs that one block runs again in backward. The last product of a region is not among them: backward
+    needs its inputs only, and the recomputation stops there (not with dropout after it: the mask comes later)."""
     return {
         None: 0, "block": sum(flops.values()) - flops["down"] * (not dropout), "attention core": flops["scores"],
         "attention": flops["qkv"] + flops["scores"] + flops["weighted values"], "mlp": flops["up"],
@@ -186,7 +187,7 @@ def recomputed_flops(flops, part, dropout=0.0):
 
 
 def extra_flops(config, batch, sequence, plan=None, part=None, early_stop=True):
-    """FLOPs of a step beyond those without recomputation: exact, for a plan of blocks or one part of each.
+    """Count the FLOPs of a step beyond those without recomputation: exact, for a plan of blocks or one part of each.
 
         Σ over regions of (their blocks' forward − the last block's last product), + kept blocks · the part
     """

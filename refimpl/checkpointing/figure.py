@@ -33,7 +33,7 @@ def plot_time_peak(curve, points=(), unit="FLOPs of a step, without recomputatio
 
 
 def _together(points):
-    """{(peak, time): names}: points that nobody can tell apart get one label."""
+    """{(peak, time): names}: points that cannot be told apart get one label."""
     found = {}
     for name, (peak, time) in points.items():
         near = [at for at in found if abs(at[0] - peak) < 0.01 * peak and abs(at[1] - time) < 0.01 * time]

@@ -18,7 +18,7 @@ from ..memory.rerun import has_drawn, random_state, set_random_state
 
 
 def operations(save):
-    """The set of OpOverloads that `save` names: `torch.ops.aten.mm` (all its overloads) or `torch.ops.aten.mm.default`.
+    """Return the OpOverloads that `save` names: `torch.ops.aten.mm` (all its overloads) or `torch.ops.aten.mm.default`.
 
     Raises TypeError for anything else, and ValueError for an operation that writes in place or returns a view: it has
     no output of its own to keep.
@@ -58,7 +58,7 @@ class _Kept:
         return [leaf._version for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
 
     def changed(self):
-        """Whether something wrote into the outputs since they were kept."""
+        """Tell whether something wrote into the outputs since they were kept."""
         return self._now() != self._versions
 
 
@@ -69,14 +69,14 @@ def _alias(tensor):
 
 
 class KeepOperations:
-    """The outputs that one region keeps, in the order of the calls."""
+    """Hold the outputs that one region keeps, in the order of the calls."""
 
     def __init__(self, wanted):
         self._wanted, self._calls = wanted, None
 
     @contextmanager
     def keeping(self):
-        """For the forward. What was written into by its end is not kept: it is computed again."""
+        """Keep outputs during the forward. One that was written to by its end is not kept: it is computed again."""
         calls = []
         with _Keeping(self._wanted, calls):
             yield
@@ -84,7 +84,7 @@ class KeepOperations:
 
     @contextmanager
     def replaying(self):
-        """For the recomputation. It takes the outputs: a second one (after `retain_graph`) computes all of them."""
+        """Return kept outputs in the recomputation, once: a second one (after `retain_graph`) computes all of them."""
         calls, self._calls = self._calls, None
         if calls is None:
             yield

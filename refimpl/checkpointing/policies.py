@@ -1,7 +1,7 @@
-"""Which parts of a model to recompute, said from outside: no class changes, no key of `state_dict` changes.
+"""Which parts of a model to recompute, chosen from outside: no class changes, no key of `state_dict` changes.
 
 A policy gives chosen modules a `forward` of their own that is the old one under `checkpoint`. It is a context, and can
-be taken away at any time. The bytes of each policy are in `closed_forms.py`.
+be removed at any time. The bytes of each policy are in `closed_forms.py`.
 """
 
 import math
@@ -10,13 +10,13 @@ from functools import partial
 
 from torch import nn
 
-from .region import checkpoint
+from .region import OPTIONS, check_options, checkpoint, checkpointed
 
 PARTS = ("block", "attention", "attention core", "mlp")
 
 
 class Recomputing:
-    """What a policy put in place; `.modules` are those that are recomputed. Use it as a context, or call `remove()`.
+    """Hold what a policy put in place; `.modules` are those that are recomputed. Use it as a context, or `remove()` it.
 
     A module that is recomputed already is refused with ValueError: twice would cost time and save nothing.
     """
@@ -26,7 +26,11 @@ class Recomputing:
         self._undo = []
 
     def add(self, module, how=checkpoint, **options):
-        """Recompute the whole of `module`: its forward becomes `how(forward, …)`. `options` are those of `how`."""
+        """Recompute the whole of `module`: its forward becomes `how(forward, *args, **kwargs)`.
+
+        The `options` are those of `checkpoint`; TypeError for any other, and for all beside another `how`.
+        """
+        check_options(options, OPTIONS if how is checkpoint else (), type(self).__name__)
         if not isinstance(module, nn.Module):
             raise TypeError(f"cannot recompute a {type(module).__name__}: expected modules, e.g. model.blocks")
         if isinstance(vars(module).get("forward"), _Forward):
@@ -37,7 +41,8 @@ class Recomputing:
         self.modules.append(module)
 
     def add_function(self, owner, name, **options):
-        """Recompute a plain function that is an attribute of the module `owner`."""
+        """Recompute a plain function that is an attribute of the module `owner`. The `options` are `checkpoint`'s."""
+        check_options(options, OPTIONS, type(self).__name__)
         function = getattr(owner, name)
         if isinstance(function, nn.Module):
             return self.add(function, **options)
@@ -80,7 +85,9 @@ class _Forward:
     def __call__(self, *args, **kwargs):
         module = self._module()
         forward = self._previous or partial(type(module).forward, module)
-        return self._how(forward, *args, **self._options, **kwargs)
+        if self._how is checkpoint:
+            return checkpointed(forward, args, kwargs, **self._options)  # the call's keywords are the module's own
+        return self._how(forward, *args, **kwargs)
 
     def __deepcopy__(self, memo):
         module = self._module()
@@ -91,11 +98,12 @@ class _Forward:
 
 
 def recompute(modules, **options):
-    """Recompute each of `modules` (an iterable) as a region of its own. Returns a Recomputing; `options` go to
-    `checkpoint`.
+    """Recompute each of `modules` (an iterable) as a region of its own. Returns a Recomputing.
 
-    `with recompute(model.blocks): loss.backward()` must hold for the forward; backward needs it no more.
+    `with recompute(model.blocks): loss = model(x)`: only the forward must be inside. The `options` are those of
+    `checkpoint`; TypeError for any other.
     """
+    check_options(options, OPTIONS, "recompute")
     applied = Recomputing()
     try:
         for module in modules:
@@ -106,18 +114,22 @@ def recompute(modules, **options):
     return applied
 
 
-def every(layers, k=1, start=0, end=None):
-    """Indexes start, start + k, … below end (default: `layers`). ValueError for what is no such range."""
-    end = layers if end is None else end
-    if not _is_int(k) or k < 1:
-        raise ValueError(f"k={k!r}: expected an integer of at least 1, recompute every k-th block")
-    if not _is_int(start) or not _is_int(end) or not 0 <= start <= end <= layers:
-        raise ValueError(f"start={start!r}, end={end!r}: expected 0 ≤ start ≤ end ≤ {layers}, the number of blocks")
-    return list(range(start, end, k))
+def every(layers, start_layer=0, end_layer=None, interval=1):
+    """Return the indexes start_layer, start_layer + interval, … below end_layer (default: `layers`).
+
+    ValueError for an interval below 1 and for ends that are not within 0 … `layers`, in order.
+    """
+    end_layer = layers if end_layer is None else end_layer
+    if not _is_int(interval) or interval < 1:
+        raise ValueError(f"interval={interval!r}: expected an integer of at least 1; 2 recomputes every second block")
+    if not _is_int(start_layer) or not _is_int(end_layer) or not 0 <= start_layer <= end_layer <= layers:
+        raise ValueError(f"start_layer={start_layer!r}, end_layer={end_layer!r}: expected 0 ≤ start_layer ≤ end_layer "
+                         f"≤ {layers}, the number of blocks")
+    return list(range(start_layer, end_layer, interval))
 
 
 def spread(layers, ratio):
-    """The indexes of round(ratio · layers) blocks, evenly spread. ValueError unless 0 ≤ ratio ≤ 1."""
+    """Return the indexes of round(ratio · layers) blocks, evenly spread. ValueError unless 0 ≤ ratio ≤ 1."""
     if not 0 <= ratio <= 1:  # NaN is neither
         raise ValueError(f"ratio={ratio!r}: expected a share of the blocks, from 0 to 1")
     n = round(ratio * layers)
@@ -129,10 +141,10 @@ def _is_int(value):
 
 
 def return_on_time(saved, slower, noise=0.01):
-    """What a policy returns for its time: share of the peak saved ÷ share of the time added.
+    """Return what a policy saves for its time: share of the peak saved ÷ share of the time added.
 
-    `saved` and `slower` are shares of the step without it: 0.4 and 0.25 return 1.6. A slow-down within `noise` costs
-    nothing that could be measured: the return is infinite if something is saved, and 0 if nothing is.
+    `saved` and `slower` are shares of the step without the policy: 0.4 and 0.25 return 1.6. A slow-down within `noise`
+    cannot be measured: the return is then infinite if something is saved, and 0 if nothing is.
     """
     if saved <= 0:
         return 0.0
@@ -140,24 +152,33 @@ def return_on_time(saved, slower, noise=0.01):
 
 
 class DynamicCheckpoint(Recomputing):
-    """Recompute every k-th of `blocks` from `start` to `end`, or a `ratio` of them. It can be changed between steps.
+    """Recompute every `interval`-th of `blocks` in a range, or a `ratio` of them; the choice may change between steps.
 
-    `DynamicCheckpoint(model.blocks, k=2)`; `.chosen` are the indexes; `.change(ratio=0.5)` chooses anew. ValueError for
-    a k, start, end or ratio out of range, or a ratio beside any of the others.
+    `DynamicCheckpoint(model.blocks, start_layer=0, end_layer=24, interval=2)` recomputes blocks 0, 2, …, 22. `.chosen`
+    are the indexes; `.change(ratio=0.5)` chooses anew.
+
+    - `start_layer`, `end_layer`: the first block of the range and the first one after it; by default all blocks.
+    - `interval`: the distance from one recomputed block to the next; by default 1, every block.
+    - `ratio`: instead of the three, the share of blocks to recompute, evenly spread.
+    - `options`: those of `checkpoint`.
+
+    Raises ValueError for a value out of range and for a ratio beside any of the three; TypeError for an unknown option.
     """
 
-    def __init__(self, blocks, k=None, start=None, end=None, ratio=None, **options):
+    def __init__(self, blocks, start_layer=None, end_layer=None, interval=None, ratio=None, **options):
         super().__init__()
+        check_options(options, ("start_layer", "end_layer", "interval", "ratio", *OPTIONS), type(self).__name__)
         self._blocks, self._options = list(blocks), options
-        self.change(k, start, end, ratio)
+        self.change(start_layer, end_layer, interval, ratio)
 
-    def change(self, k=None, start=None, end=None, ratio=None):
+    def change(self, start_layer=None, end_layer=None, interval=None, ratio=None):
         """Choose other blocks from the next forward on."""
-        layers = len(self._blocks)
-        if ratio is not None and (k, start, end) != (None, None, None):
-            raise ValueError(f"ratio={ratio!r} beside k={k!r}, start={start!r}, end={end!r}: expected one or the other")
-        chosen = every(layers, k or (1 if k is None else k), start or 0, end) if ratio is None else spread(
-            layers, ratio)
+        layers, given = len(self._blocks), {"start_layer": start_layer, "end_layer": end_layer, "interval": interval}
+        given = {name: value for name, value in given.items() if value is not None}
+        if ratio is not None and given:
+            given = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"ratio={ratio!r} beside {given}: expected one or the other")
+        chosen = every(layers, **given) if ratio is None else spread(layers, ratio)
         self.remove()
         for i in chosen:
             self.add(self._blocks[i], **self._options)
@@ -165,7 +186,7 @@ class DynamicCheckpoint(Recomputing):
 
     @property
     def plan(self):
-        """The choice as a plan, for the closed forms: `[(0,), 1, (2,), 3]`."""
+        """Return the choice as a plan, for the closed forms: `[(0,), 1, (2,), 3]`."""
         return [(i,) if i in self.chosen else i for i in range(len(self._blocks))]
 
 
@@ -174,13 +195,15 @@ def selective(blocks, part="attention core", **options):
     `mlp`; `block` is all of it. Returns a Recomputing.
 
     Blocks are modules with `.attention` (a module, its function as `.attention.attention`) and `.mlp`, as those of
-    `refimpl.model`; ValueError for an unknown part or blocks without it.
+    `refimpl.model`; ValueError for an unknown part or blocks without it. The `options` are those of `checkpoint`;
+    TypeError for any other.
 
     The core is where scores of s × s are made: it is most of the bytes of a long sequence and few of the operations
     ("Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al. 2022, section 5).
     """
     if part not in PARTS:
         raise ValueError(f"part={part!r}: expected one of {', '.join(map(repr, PARTS))}")
+    check_options(options, OPTIONS, "selective")
     applied = Recomputing()
     try:
         for block in blocks:

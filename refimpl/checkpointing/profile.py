@@ -12,7 +12,7 @@ from .schedule import costs
 
 
 def profile_chain(functions, x, *args, unit="flops", **kwargs):
-    """The Costs of `functions`, each called as f(x, *args, **kwargs) on what the one before returned, a tensor.
+    """Measure the Costs of `functions`, each called as f(x, *args, **kwargs) on the tensor that the last one returned.
 
     Bytes are the tracker's. Times are FLOPs, the same on every machine, or with `unit="seconds"` the shortest of three
     passes. Gradients are added to, as backward does: ValueError if a parameter has none yet, since one that appears in

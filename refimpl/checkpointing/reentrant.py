@@ -29,5 +29,5 @@ class _Recompute(torch.autograd.Function):
 
 
 def reentrant_checkpoint(fn, *inputs):
-    """`fn(*inputs)`, all of them tensors; keeps the inputs alone and runs `fn` again in backward. For reading."""
+    """Call `fn(*inputs)`, all of them tensors; keep the inputs alone and run `fn` again in backward. For reading."""
     return _Recompute.apply(fn, *inputs)

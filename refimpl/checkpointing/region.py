@@ -1,8 +1,8 @@
-"""Recomputation on saved-tensor hooks: autograd keeps empty slots, and a region fills them when the first is asked for.
+"""Recomputation on saved-tensor hooks: autograd keeps placeholders, and a region fills them when one is asked for.
 
-    forward    every tensor that autograd would save becomes a Slot; the region keeps the inputs of `fn` alone
-    backward   the first slot that is unpacked makes the region run `fn` once more, up to the last tensor that is still
-               needed; each slot gets its tensor, gives it to backward once, and lets go of it
+    forward    every tensor that autograd would save becomes a Placeholder; the region keeps the inputs of `fn` alone
+    backward   the first placeholder that is unpacked makes the region run `fn` once more, up to the last tensor that
+               is still needed; each placeholder gets its tensor, gives it to backward once, and drops it
 
 Kept bytes of a region = its input tensors, + the random state if it drew numbers (5,056 on a CPU, 16 on CUDA).
 "Training Deep Nets with Sublinear Memory Cost" (Chen et al. 2016), section 3, has the idea; the hooks are described in
@@ -21,8 +21,10 @@ from torch.utils import _pytree as pytree
 from ..memory.rerun import Environment
 from .operations import KeepOperations, operations
 
-ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, state that the first call "
-          "changes, random numbers not torch's own")
+OPTIONS = ("early_stop", "save", "recompute_context")  # of `checkpoint`; every other keyword is the function's own
+OPTIONS_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check")  # no function's own
+ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, for state that the first "
+          "call changes, and for random numbers that are not torch's own")
 
 
 class RecomputeError(RuntimeError):
@@ -30,36 +32,58 @@ class RecomputeError(RuntimeError):
 
 
 def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontext, **kwargs):
-    """`fn(*args, **kwargs)`, of which autograd keeps only the input tensors; backward computes the rest again.
+    """Call `fn(*args, **kwargs)`; autograd keeps only the input tensors, and backward computes the rest again.
 
     Arguments may be anything, nested in lists, tuples and dicts; tensors among them are the region's inputs. Gradients
     are bit for bit those without it: random numbers and autocast (PyTorch's and `mixed_precision`'s) are as they were
     in the forward. Without grad mode it is a plain call.
 
-    What the function takes from elsewhere is not kept for it: numbers of NumPy, `random` or a `torch.Generator` of your
-    own (draw them before and give them as arguments), and parameters, which must not change before backward.
+    What the function reads from elsewhere is not kept for it: numbers of NumPy, `random` or a `torch.Generator` of your
+    own (draw them before and pass them as arguments), and parameters, which must not change before backward.
 
     - `early_stop`: end the recomputation with the last tensor that backward needs. False runs `fn` to its end, and then
       also notices tensors that it would save after that one.
     - `save`: operations (`[torch.ops.aten.addmm, …]`) whose outputs are kept and not computed again; see `operations`.
     - `recompute_context`: makes a context to recompute in; see `frozen_statistics`.
 
-    If `fn` has keywords of these names itself, give it as a `functools.partial`.
+    Every other keyword goes to `fn`. If `fn` has keywords of these names itself, give it as a `functools.partial`.
 
-    Raises TypeError if `fn` is not callable; in backward RecomputeError, naming the first tensor that differs in shape,
-    dtype or device or the count of them, and RuntimeError for an argument that was changed in place.
+    Raises TypeError if `fn` is not callable, and for an option of `torch.utils.checkpoint`, which a function with
+    `**kwargs` would swallow. In backward, raises RecomputeError, naming the first tensor that differs in shape, dtype
+    or device or the count of them, and RuntimeError for an argument that was changed in place.
     """
+    return checkpointed(fn, args, kwargs, early_stop=early_stop, save=save, recompute_context=recompute_context)
+
+
+def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_context=nullcontext):
+    """Do what `checkpoint` does, with the function's arguments apart from the options."""
     if not callable(fn):
         raise TypeError(f"checkpoint({type(fn).__name__}, …): expected a function and its arguments, as in "
                         "checkpoint(block, x), not what it returned")
+    refuse_options_of_torch(kwargs, OPTIONS)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    region = Region(fn, args, kwargs, early_stop, operations(save), recompute_context)
+    region = RecomputedRegion(fn, args, kwargs, early_stop, operations(save), recompute_context)
     return region.forward(args, kwargs)
 
 
-class Slot:
-    """What autograd holds in a tensor's place. `tensor` is there from the recomputation until backward takes it."""
+def check_options(options, known, owner):
+    """Raise TypeError for the first of `options` whose name is not among `known`: `owner` would pass it on unseen."""
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{owner} has no option {name!r}: expected {', '.join(known) or 'none'}")
+
+
+def refuse_options_of_torch(kwargs, known=()):
+    """Raise TypeError if the keywords of a function hold an option of `torch.utils.checkpoint`."""
+    for name in OPTIONS_OF_TORCH:
+        if name in kwargs:
+            here = f"; the options here are {', '.join(known)}" if known else ""
+            raise TypeError(f"{name}={kwargs[name]!r} is an option of torch.utils.checkpoint: leave it out{here}")
+
+
+class Placeholder:
+    """Stand in a tensor's place in autograd. `tensor` is there from the recomputation until backward takes it."""
 
     __slots__ = ("region", "tensor", "__weakref__")
 
@@ -78,12 +102,12 @@ class Description(NamedTuple):
 
     @classmethod
     def of(cls, tensor):
-        """The description of a tensor that autograd is about to save."""
+        """Describe a tensor that autograd is about to save."""
         node = tensor.grad_fn
         return cls(tensor.dtype, tuple(tensor.shape), tensor.device, node and node.name())
 
     def fits(self, other):
-        """Whether a recomputed tensor may stand in this one's place."""
+        """Tell whether a recomputed tensor may stand in this one's place."""
         return self[:3] == other[:3] and (self.made_by == other.made_by or None in (self.made_by, other.made_by))
 
     def __str__(self):
@@ -91,8 +115,8 @@ class Description(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} on {self.device}{made}"
 
 
-class Region:
-    """One call of `fn`: its inputs, its environment, and weak references to the slots that autograd holds.
+class RecomputedRegion:
+    """One call of `fn`: its inputs, its environment, and weak references to the placeholders that autograd holds.
 
     Slots hold the region and not the other way round, so that a region goes when the last node of its graph goes.
     """
@@ -103,36 +127,36 @@ class Region:
         self._environment = Environment(fn, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         self._inputs = [_Input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._kept = KeepOperations(kept_operations) if kept_operations else None
-        self._slots, self._descriptions = [], []  # as many, in the order in which autograd saved
+        self._placeholders, self._descriptions = [], []  # as many, in the order in which autograd saved
         self._lock = threading.RLock()  # autograd has one thread for each CUDA device
 
     def forward(self, args, kwargs):
-        """Run `fn` with slots for all that autograd would save."""
+        """Run `fn` with placeholders for all that autograd would save."""
         with saved_tensors_hooks(self._pack, _unpack), self._kept.keeping() if self._kept else nullcontext():
             outputs = self._fn(*args, **kwargs)
-        self._environment.settle()
+        self._environment.drop_unused()
         return outputs
 
     def _pack(self, tensor):
-        slot = Slot(self)
-        self._slots.append(weakref.ref(slot))
+        placeholder = Placeholder(self)
+        self._placeholders.append(weakref.ref(placeholder))
         self._descriptions.append(Description.of(tensor))
-        return slot
+        return placeholder
 
-    def take(self, slot):
-        """The tensor of `slot`, recomputed with all others of the region if it is not there. It is given once."""
+    def take(self, placeholder):
+        """Return the tensor of `placeholder`, once. If it is not there, all of the region's are recomputed."""
         with self._lock:
-            if slot.tensor is None:
+            if placeholder.tensor is None:
                 self._recompute()
-            tensor, slot.tensor = slot.tensor, None
-            if torch._C._current_graph_task_id() == -1:  # somebody looks at a node outside any backward
+            tensor, placeholder.tensor = placeholder.tensor, None
+            if torch._C._current_graph_task_id() == -1:  # a node is inspected outside any backward
                 self._forget()
             return tensor
 
     def _recompute(self):
         args, kwargs = pytree.tree_unflatten(
             [leaf.get() if isinstance(leaf, _Input) else leaf for leaf in self._inputs], self._structure)
-        recomputation = _Recomputation(self._slots, self._descriptions, self._early_stop)
+        recomputation = _Recomputation(self._placeholders, self._descriptions, self._early_stop)
         try:
             with self._environment.restored(), self._recompute_context(), torch.enable_grad():
                 with saved_tensors_hooks(recomputation.pack, _same):
@@ -150,8 +174,8 @@ class Region:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(region()))
 
     def _forget(self):
-        for slot in filter(None, (ref() for ref in self._slots)):
-            slot.tensor = None
+        for placeholder in filter(None, (ref() for ref in self._placeholders)):
+            placeholder.tensor = None
 
 
 def _forget(region):
@@ -159,8 +183,8 @@ def _forget(region):
         region._forget()
 
 
-def _unpack(slot):
-    return slot.region.take(slot)
+def _unpack(placeholder):
+    return placeholder.region.take(placeholder)
 
 
 def _same(tensor):
@@ -176,31 +200,31 @@ class _Enough(Exception):
 
 
 class _Recomputation:
-    """One more run of `fn`: the n-th tensor that autograd saves goes to the n-th slot, if somebody still holds it."""
+    """One more run of `fn`: the n-th tensor that autograd saves goes to the n-th placeholder, if that is still held."""
 
-    def __init__(self, slots, descriptions, early_stop):
-        self._slots, self._expected = [ref() for ref in slots], descriptions[:]
-        self._last = max(i for i, slot in enumerate(self._slots) if slot is not None)
+    def __init__(self, placeholders, descriptions, early_stop):
+        self._placeholders, self._expected = [ref() for ref in placeholders], descriptions[:]
+        self._last = max(i for i, placeholder in enumerate(self._placeholders) if placeholder is not None)
         self._early_stop, self._count = early_stop, 0
 
     def pack(self, tensor):
-        """Autograd saves a tensor once more."""
+        """Take a tensor that autograd saves in the recomputation."""
         index, self._count = self._count, self._count + 1
-        if index < len(self._slots):
+        if index < len(self._placeholders):
             expected, found = self._expected[index], Description.of(tensor)
             if not expected.fits(found):
-                raise RecomputeError(f"tensor {index} of the {len(self._slots)} that autograd saves is {found} in the "
-                                     f"recomputation, and was {expected} in the forward: {ADVICE}")
-        tensor = tensor.detach() if tensor.requires_grad else tensor  # its node may be the one that holds the slot
-        if index <= self._last and self._slots[index] is not None:
-            self._slots[index].tensor = tensor
-            self._slots[index] = None
+                raise RecomputeError(f"tensor {index} of the {len(self._placeholders)} that autograd saves is {found} "
+                                     f"in the recomputation, and was {expected} in the forward: {ADVICE}")
+        tensor = tensor.detach() if tensor.requires_grad else tensor  # its node may hold the placeholder
+        if index <= self._last and self._placeholders[index] is not None:
+            self._placeholders[index].tensor = tensor
+            self._placeholders[index] = None
         if index == self._last and self._early_stop:
             raise _Enough(self)
         return tensor
 
     def ended(self):
-        """`fn` came to its end: it must have saved as many tensors as before (or have swallowed the early stop)."""
+        """Check, at the end of `fn`, that it saved as many tensors as before (or that it swallowed the early stop)."""
         if self._count != len(self._expected) and not (self._early_stop and self._count > self._last):
             differs = min(self._count, len(self._expected))
             which = f"tensor {differs}, {self._expected[differs]}, is missing" if differs == self._count else (
@@ -220,7 +244,7 @@ class _Input:
         self._packed, self._unpack = (hooks[0](tensor), hooks[1]) if hooks else (tensor.detach(), None)
 
     def get(self):
-        """The tensor as `fn` got it, a leaf; RuntimeError if it has been changed in place."""
+        """Return the tensor as `fn` got it, a leaf; RuntimeError if it has been changed in place."""
         tensor = self._unpack(self._packed) if self._unpack else self._packed
         if self._unpack is None and tensor._version != self._version:
             raise RuntimeError(f"an argument of checkpoint, {Description.of(tensor)}, has been changed in place since: "

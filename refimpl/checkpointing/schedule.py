@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .chain import stages_of
+from .region import check_options
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Costs:
         return len(self.forward_times)
 
 
+COSTS = tuple(Costs.__dataclass_fields__)  # what `costs` takes
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What to do: `plan` for `run_chain`, and what it takes: `time`, and `peak` in bytes (the input included).
@@ -64,8 +68,8 @@ class Schedule:
 
 def costs(forward_times, activation_bytes, output_bytes=None, *, backward_times=None, gradient_bytes=None,
           forward_peaks=None, saving_peaks=None, backward_peaks=None, input_bytes=0):
-    """The chain as Costs, with what was not given assumed: outputs of 0 bytes, backward twice as long as forward,
-    gradients as large as outputs, no temporaries.
+    """Return the chain as Costs. Where not given: outputs of 0 bytes, backward twice as long as forward, gradients as
+    large as outputs, no temporaries.
 
     `activation_bytes`: what autograd keeps of each stage, its input not counted. ValueError for a number that is
     negative or not finite, or for sequences of different lengths.
@@ -83,7 +87,7 @@ def costs(forward_times, activation_bytes, output_bytes=None, *, backward_times=
         "saving_peaks": saving_peaks, "backward_peaks": backward_peaks}
     for name, values in given.items():
         if values is not None and len(values) != n:
-            raise ValueError(f"{name} has {len(values)} entries for {n} stages")
+            raise ValueError(f"{name} has {len(values)} entries: expected {n}, one for each of forward_times")
     if saving_peaks is None:
         given["saving_peaks"] = [s + x for s, x in zip(activation_bytes, a, strict=True)]
     if backward_peaks is None:  # δ_0 is that of the input
@@ -97,11 +101,13 @@ def costs(forward_times, activation_bytes, output_bytes=None, *, backward_times=
 
 
 def optimal_schedule(forward_times, activation_bytes, output_bytes=None, *, budget, **more):
-    """The Schedule of least time whose peak is within `budget` bytes (the input included). Takes what `costs` takes.
+    """Find the Schedule of least time whose peak is within `budget` bytes (the input included).
 
-    Of equal times the one with the smallest peak. Raises ValueError for a budget that is not a positive number, and for
-    one that no schedule meets: the message says the smallest that one does.
+    The costs are given as to `costs`. Of equal times, the schedule with the smallest peak is taken. Raises ValueError
+    for a budget that is not a positive number and for one that no schedule meets (the message says the smallest that
+    one does), and TypeError for a keyword that `costs` does not have.
     """
+    check_options(more, COSTS, "optimal_schedule")
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
         raise ValueError(f"budget={budget!r}: expected a positive number of bytes")
     program = Program(costs(forward_times, activation_bytes, output_bytes, **more))
@@ -109,7 +115,8 @@ def optimal_schedule(forward_times, activation_bytes, output_bytes=None, *, budg
 
 
 def time_peak_curve(*args, **more):
-    """All schedules worth having, as [(peak, time), …] from the smallest peak on. Takes what `costs` takes."""
+    """List all schedules worth having as [(peak, time), …], from the smallest peak on. Takes what `costs` takes."""
+    check_options(more, COSTS, "time_peak_curve")
     return Program(costs(*args, **more)).curve()
 
 
@@ -149,12 +156,12 @@ class Program:
         return nbytes, times + sum(c.forward_times[s:j])
 
     def curve(self):
-        """[(peak, time), …] of the whole chain."""
+        """Return [(peak, time), …] of the whole chain."""
         nbytes, times = self._stairs[0, len(self.chain) - 1]
         return [(m + self.chain.input_bytes, time) for m, time in zip(nbytes.tolist(), times.tolist(), strict=True)]
 
     def schedule(self, budget):
-        """The Schedule of least time within `budget` bytes; ValueError if there is none."""
+        """Return the Schedule of least time within `budget` bytes; ValueError if there is none."""
         fitting = [point for point in self.curve() if point[0] <= budget]
         if not fitting:
             raise ValueError(f"budget={budget:,} bytes: no schedule of these {len(self.chain)} stages peaks below "
@@ -194,7 +201,7 @@ def _at(stairs, m):
 
 
 def forwards(plan, around=1):
-    """How often each stage of a plan runs forward: once, and once more for each region around it."""
+    """Count how often each stage of a plan runs forward: once, and once more for each region around it."""
     counts = []
     for item in plan:
         counts += forwards(item, around + 1) if isinstance(item, tuple) else [around]
@@ -202,7 +209,7 @@ def forwards(plan, around=1):
 
 
 def plan_peak(chain, plan):
-    """The peak in bytes of running `plan` on a chain of Costs, the input included: any plan, not only the best one."""
+    """Predict the peak, in bytes with the input, of running `plan` on a chain of Costs: any plan, not only the best."""
     return chain.input_bytes + _peak(chain, list(plan), len(chain) - 1)
 
 
@@ -223,6 +230,6 @@ def _peak(chain, plan, t):
 
 
 def plan_time(chain, plan):
-    """The time of running `plan` on a chain of Costs."""
+    """Predict the time of running `plan` on a chain of Costs."""
     again = zip(forwards(plan), chain.forward_times, strict=True)
     return sum(n * f for n, f in again) + sum(chain.backward_times)

@@ -1,4 +1,4 @@
-"""A function that is run twice does twice what it does on the side. BatchNorm's running averages are the known case."""
+"""A function that runs twice has its side effects twice. BatchNorm's running averages are the known case."""
 
 from contextlib import contextmanager
 
@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 @contextmanager
 def frozen_statistics(*modules):
-    """The running averages of every BatchNorm in `modules` are afterwards what they were before.
+    """Restore the running averages of every BatchNorm in `modules` at the end of this context.
 
     For the second run: `checkpoint(net, x, recompute_context=partial(frozen_statistics, net))`. Without it the averages
     move twice a step, by 1 − (1 − momentum)² in place of momentum, and `num_batches_tracked` counts double. Takes a

@@ -1,5 +1,10 @@
-"""Where the bytes are: a tracker that counts every tensor storage by category, the allocator's own word, and a dry
-run."""
+"""Where the bytes are: a tracker that counts every tensor storage by category, the allocator's own reading, and a dry
+run.
+
+Read the instruments first: `ledger` (categories and bytes), `tracker` and the `trace` that it writes, `allocator`,
+`dry`, `workspaces` (the first two laid over each other). Then the closed forms: `state_bytes`, `activation_bytes`.
+`figure` and `chrome` draw. `rerun` is for techniques that run a function again; `tracking/` is the tracker's machinery.
+"""
 
 from .activation_bytes import activation_bytes, activation_terms, block_terms, korthikanti_bytes, korthikanti_terms
 from .allocator import Reading, measure

@@ -19,7 +19,7 @@ class Kept:
 
 
 def kept_on(device, element):
-    """What `device` ("cpu" or "cuda") keeps for activations of `element` bytes. ValueError for another device."""
+    """Return what `device`, "cpu" or "cuda", keeps for activations of `element` bytes. ValueError for another."""
     kind = str(device).partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r}: what its kernels keep is not known here; expected 'cpu' or 'cuda'")
@@ -29,7 +29,7 @@ def kept_on(device, element):
 
 
 def check_sizes(batch, sequence, dtype=torch.float32):
-    """ValueError for what cannot be the shape and type of activations."""
+    """Raise ValueError for what cannot be the shape and type of activations."""
     for name, size in (("batch", batch), ("sequence", sequence)):
         if type(size) is not int or size < 1:
             raise ValueError(f"{name}={size!r}: expected an integer of at least 1")
@@ -38,7 +38,7 @@ def check_sizes(batch, sequence, dtype=torch.float32):
 
 
 def block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
-    """Bytes that one block keeps for backward, with the dense attention of `refimpl.model`: {term: bytes}.
+    """Predict the bytes that one block keeps for backward, with the dense attention of `refimpl.model`: {term: bytes}.
 
         e·sb·(2h + h + (h + 2hg/a) + h + h + 2f) + e·abs² + (a/g)·s² + statistics        GELU, no dropout
 
@@ -74,7 +74,7 @@ def block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
 
 
 def norm_terms(config, tokens, e, kept):
-    """What norms over `tokens` vectors of h keep besides their output (which is the next matmul's input)."""
+    """Predict what norms over `tokens` vectors of h keep besides their output (which is the next matmul's input)."""
     h = config.hidden
     if config.norm == "layernorm":
         return {"norm inputs": e * tokens * h, "norm statistics": 2 * kept.statistics * tokens}
@@ -86,7 +86,7 @@ def norm_terms(config, tokens, e, kept):
 
 
 def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
-    """Bytes that the whole GPT keeps when it is given targets: {term: bytes}; `blocks` is L times one block.
+    """Predict the bytes that the whole GPT keeps, given targets: {term: bytes}; `blocks` is L times one block.
 
     Outside the blocks: the positions, the embedding's dropout, the last norm, the head's input, and 4·sbv for the
     log-probabilities, which are fp32 in any precision. Tokens and targets are inputs; but the loss takes int64 alone,
@@ -113,12 +113,12 @@ def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu")
 
 
 def activation_bytes(config, batch, sequence, dtype=torch.float32, device="cpu"):
-    """Bytes of all activations of one forward of our GPT with targets: the sum of `activation_terms`."""
+    """Predict the bytes of all activations of one forward of our GPT with targets: the sum of `activation_terms`."""
     return sum(activation_terms(config, batch, sequence, dtype, device).values())
 
 
 def korthikanti_terms(config, batch, sequence):
-    """Their block in their terms: 16-bit, GELU, dropout with one-byte masks, nothing small counted: {term: bytes}."""
+    """Return the paper's block in its own terms: 16-bit, GELU, one-byte dropout masks, nothing small: {term: bytes}."""
     check_sizes(batch, sequence)
     token_h, score = sequence * batch * config.hidden, config.heads * batch * sequence**2
     per_token = {"norm inputs": 4, "qkv input": 2, "queries and keys": 4, "values": 2, "projection input": 2,
@@ -128,7 +128,7 @@ def korthikanti_terms(config, batch, sequence):
 
 
 def korthikanti_bytes(config, batch, sequence):
-    """sbh · (34 + 5as/h), equation 1 of Korthikanti et al. 2022: bytes of one block."""
+    """Return sbh · (34 + 5as/h), equation 1 of Korthikanti et al. 2022: bytes of one block."""
     check_sizes(batch, sequence)
     s, b, h, a = sequence, batch, config.hidden, config.heads
     return 34 * s * b * h + 5 * a * b * s * s

@@ -18,7 +18,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 @dataclass(frozen=True)
 class Reading:
-    """What one device's allocator said about the region, in bytes.
+    """Hold what one device's allocator said about the region, in bytes.
 
     - `peak`, `net`: what tensors asked for, at the highest moment and at the end, above the start. On the CPU the
       profiler knows the size only of what was allocated under it: releases of anything older are not counted.
@@ -43,7 +43,7 @@ class Reading:
     inactive: int | None = None
 
     def rows(self):
-        """[(name, int)] of what this device tells."""
+        """Return [(name, int)] of what this device reports."""
         return [(name, value) for name, value in vars(self).items() if isinstance(value, int)]
 
     def __str__(self):
@@ -58,7 +58,7 @@ class Reading:
 
 
 def measure(device=None):
-    """Ask the real allocator: `with memory.measure() as m: step()`, then `m.peak` and the other fields of `Reading`.
+    """Read the real allocator: `with memory.measure() as m: step()`, then `m.peak` and the other fields of `Reading`.
 
     `device`: `"cpu"`, `"cuda"` …; by default a CUDA device where there is one. ValueError for a device with no
     readings.

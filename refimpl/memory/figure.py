@@ -95,7 +95,7 @@ def _predictions(predicted, columns):
 
 
 def colour(name):
-    """The colour of a category, on every page the same."""
+    """Return the colour of a category, the same on every page."""
     return COLOURS.get(name, "#7F7F7F")
 
 
@@ -105,7 +105,7 @@ def _names(ledgers):
 
 
 def draw_bars(axes, measured, predicted, divisor, highest, rows, inches):
-    """Ledgers as stacked horizontal bars; bytes are written in each part that has room, and the total at the end.
+    """Draw ledgers as stacked horizontal bars; bytes are written in each part that has room, and the total at the end.
 
     `rows`: how many bars the figure's columns have at most; `inches`: how wide the axes are, roughly.
     """
@@ -135,7 +135,7 @@ def _readable_on(background):
 
 
 def draw_timeline(axes, timeline, peak, divisor, highest, inches):
-    """Bytes by category after each operation, stacked; phases at the top, where there is room; the peak marked."""
+    """Draw bytes by category after each operation, stacked; phases at the top, where there is room; the peak marked."""
     x, bottom = np.arange(len(timeline)), np.zeros(len(timeline))
     for i, name in enumerate(timeline.categories):
         top = bottom + timeline.nbytes[:, i] / divisor
@@ -172,7 +172,7 @@ def _side(at, inches, letters):
 
 
 def phases(timeline):
-    """[(phase, first row, last row)] of each run of rows in one phase."""
+    """Return [(phase, first row, last row)] of each run of rows in one phase."""
     runs = []
     for row, op in enumerate(timeline.ops):
         if runs and runs[-1][0] == op.phase:

@@ -21,7 +21,7 @@ CATEGORIES = (PARAMETERS, BUFFERS, OPTIMIZER_STATE, GRADIENTS, INPUTS, ACTIVATIO
 
 
 def human(nbytes):
-    """`nbytes` for a person: `12 B`, `3.4 MiB`, `112.0 GiB` (binary units, one decimal)."""
+    """Write `nbytes` for a person: `12 B`, `3.4 MiB`, `112.0 GiB` (binary units, one decimal)."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
@@ -32,7 +32,7 @@ def human(nbytes):
 
 @functools.cache
 def category_name(name):
-    """The canonical spelling of a category: `optimizer_state` and `optimizer state` are one.
+    """Return the canonical spelling of a category: `optimizer_state` and `optimizer state` are one.
 
     Any name makes a category of its own, but for those that would stand unnoticed beside a known one: its short or
     singular form (`grads`, `parameter`) and a misspelling (`paramters`). ValueError names the one that was meant.
@@ -62,7 +62,7 @@ def _whole(name, count):
 
 
 class Ledger(Mapping):
-    """Category → bytes (int), and `.total`.
+    """Map categories to bytes (int), with their `.total`.
 
     A category of `CATEGORIES` that holds nothing reads 0; any other unknown name raises KeyError. Ledgers add and
     subtract, with each other and with dicts, so that `t.peak - t.start` is what a step put on top of what was there.
@@ -77,7 +77,7 @@ class Ledger(Mapping):
 
     @property
     def total(self):
-        """Bytes over all categories."""
+        """Return the bytes over all categories."""
         return sum(self._bytes.values())
 
     def __getitem__(self, name):
@@ -131,7 +131,7 @@ class Ledger(Mapping):
 
 
 class Table:
-    """Ledgers side by side, one column each; with exactly two, a third column holds second minus first.
+    """Lay Ledgers side by side, one column each; with exactly two, a third column holds second minus first.
 
     Shows itself as a table in Jupyter and as aligned text in a terminal.
     """
@@ -143,7 +143,7 @@ class Table:
             raise ValueError("a table needs at least one ledger: beside(predicted=…, measured=…)")
 
     def rows(self):
-        """(category, (bytes, …)) for each category that any column holds, and the total last."""
+        """Return (category, (bytes, …)) for each category that any column holds, and the total last."""
         held = dict.fromkeys(name for ledger in self.columns.values() for name in ledger)  # a set that keeps its order
         names = [c for c in CATEGORIES if c in held] + [name for name in held if name not in CATEGORIES]
         rows = [(name, [ledger._get(name) for ledger in self.columns.values()]) for name in names]
@@ -151,7 +151,7 @@ class Table:
         return [(name, (*v, v[1] - v[0]) if len(v) == 2 else tuple(v)) for name, v in rows]
 
     def headers(self):
-        """Column titles, the category's column excluded."""
+        """Return the column titles, the category's column excluded."""
         return [*self.columns, "difference"] if len(self.columns) == 2 else list(self.columns)
 
     def _cells(self):
@@ -182,7 +182,7 @@ class Table:
 
 
 def beside(**ledgers):
-    """Ledgers in one table: `beside(predicted=…, measured=t.peak)`. Two ledgers get a column of differences.
+    """Lay ledgers side by side: `beside(predicted=…, measured=t.peak)`. Two ledgers get a column of differences.
 
     A tracker or trace stands for its peak.
     """

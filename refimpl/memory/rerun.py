@@ -13,20 +13,22 @@ _registered = []
 
 
 def register(capture):
-    """From now on every Environment calls `capture()` when it is made. It returns a function without arguments that
-    makes a context in which all is as it was at that call. Gives `capture` back, so it can stand as a decorator."""
+    """Let every Environment call `capture()` when it is made, from now on. Returns `capture`, so it can be a decorator.
+
+    `capture()` returns a function without arguments; that makes a context in which all is as it was at the capture.
+    """
     _registered.append(capture)
     return capture
 
 
 class Environment:
-    """The random states of the CPU and of the devices used, both autocasts, and what is registered, as they are now.
+    """Capture the random states of the CPU and of the devices used, autocast, and what is registered, as they are now.
 
     - `fn`: what will run again; its parameters tell the devices used, if it is a module or a method of one.
     - `tensors`: its arguments, which tell the others.
 
-    A random state is 5,056 bytes on a CPU and 16 on CUDA. A function that drew no number needs none of it: `settle`
-    after its first run lets go of the states that did not change.
+    A random state is 5,056 bytes on a CPU and 16 on CUDA. A function that drew no number needs none of it: call
+    `drop_unused` after its first run.
     """
 
     def __init__(self, fn, tensors):
@@ -39,13 +41,13 @@ class Environment:
         self._autocast = {kind: _autocast(kind) for kind in kinds}
         self._contexts = [capture() for capture in _registered]
 
-    def settle(self):
-        """The first run is done: keep the random states that it changed."""
+    def drop_unused(self):
+        """Drop the random states that the first run did not change."""
         self._random = {device: state for device, state in self._random.items() if has_drawn(device, state)}
 
     @contextmanager
     def restored(self):
-        """A context in which all is as it was. Afterwards random numbers go on as if none had been drawn in it."""
+        """Open a context in which all is as it was. Afterwards random numbers go on as if none had been drawn in it."""
         now = {device: random_state(device) for device in self._random}
         with ExitStack() as stack:
             for kind, options in self._autocast.items():
@@ -79,12 +81,12 @@ def _autocast(kind):
 
 
 def random_state(device):
-    """The state of the device's generator: a tensor of bytes, on the CPU."""
+    """Return the state of the device's generator: a tensor of bytes, on the CPU."""
     return torch.get_rng_state() if device == CPU else torch.get_device_module(device).get_rng_state(device)
 
 
 def set_random_state(device, state):
-    """Continue from `state` on the device."""
+    """Set the device's generator to `state`."""
     if device == CPU:
         torch.set_rng_state(state)
     else:
@@ -92,6 +94,6 @@ def set_random_state(device, state):
 
 
 def has_drawn(device, before):
-    """Whether numbers were drawn on the device since it was in the state `before`. Fake tensors draw none."""
+    """Tell whether numbers were drawn on the device since it was in the state `before`. Fake tensors draw none."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return not fake and not torch.equal(before, random_state(device))

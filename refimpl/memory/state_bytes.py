@@ -30,7 +30,7 @@ STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
 def model_state_bytes(parameters, optimizer="adamw", precision="fp32", tensors=0):
-    """Ledger (bytes) of the model states of `parameters` = Ψ, when every gradient is there.
+    """Predict the model states of `parameters` = Ψ when every gradient is there: a Ledger (bytes).
 
     `tensors`: how many parameter tensors there are; Adam keeps an fp32 step counter, 4 bytes, for each (on the CPU,
     also when the model is on a GPU, unless it is capturable or fused). Raises ValueError for an unknown recipe and for
@@ -53,6 +53,6 @@ def model_state_bytes(parameters, optimizer="adamw", precision="fp32", tensors=0
 
 
 def bytes_per_parameter(optimizer="adamw", precision="fp32"):
-    """Bytes of model states for one parameter: 16 for Adam in fp32, and 16 again with bf16 weights and an fp32
-    master."""
+    """Return the bytes of model states for one parameter: 16 for Adam in fp32, and 16 again with bf16 weights and
+    an fp32 master."""
     return model_state_bytes(1, optimizer, precision).total

@@ -1,7 +1,7 @@
 """Trace: what a tracker wrote down, and everything that can be read from it.
 
-A storage has one category for its whole life, settled only when the trace is read: that a tensor was saved for
-backward, or became a gradient, is known later than that it was born.
+A storage has one category for its whole life, decided only when the trace is read: that a tensor was saved for
+backward, or became a gradient, is known only after it was allocated.
 """
 
 import time
@@ -29,9 +29,9 @@ START, END = "(start)", "(end)"
 
 @dataclass(slots=True)
 class StorageRecord:
-    """One tensor storage: who made it, and what was learnt of it afterwards.
+    """One tensor storage: what made it, and what was learnt of it afterwards.
 
-    `roles` are categories that somebody vouched for (a module's parameter, an optimizer's state …). The flags below
+    `roles` are categories that its owner gave it (a module's parameter, an optimizer's state …). The flags below
     it decide between activation and temporary.
     """
 
@@ -75,8 +75,8 @@ class Moment(NamedTuple):
 _PRIORITY = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, INPUTS)
 
 
-def settle(record, master_weights):
-    """The category of one storage, from all that is known of it.
+def category_of(record, master_weights):
+    """Decide the category of one storage, from all that is known of it.
 
     An activation is what autograd saved. Where a technique's own hooks hide that, it is what the technique was
     offered or made, if it lives on until backward; or what backward alone was holding. A tensor that the user holds
@@ -122,7 +122,7 @@ class Timeline:
         return (self[i] for i in range(len(self)))
 
     def peak(self, phase=None):
-        """The Moment with the most bytes (the first of equals), over all operations or those of one `phase`."""
+        """Return the Moment with the most bytes (the first of equals), over all operations or those of one `phase`."""
         inside = np.array([phase is None or op.phase == phase for op in self.ops], dtype=bool)
         if not inside.any():
             phases = sorted({op.phase for op in self.ops})
@@ -145,41 +145,41 @@ class Trace:
 
     @property
     def devices(self):
-        """Devices that held a storage, e.g. `["cpu", "cuda:0"]`."""
+        """Return the devices that held a storage, e.g. `["cpu", "cuda:0"]`."""
         return sorted({record.device for record in self.records})
 
     @property
     def device(self):
-        """The device that the readings below are of."""
+        """Return the device that the readings below are of."""
         accelerators = [device for device in self.devices if device != "cpu"]
         return self._device or (accelerators or ["cpu"])[0]
 
     def on(self, device):
-        """The same recording read on `device` (`"cpu"`, `"cuda:0"`); ValueError if it held nothing there."""
+        """Return the same recording read on `device` (`"cpu"`, `"cuda:0"`); ValueError if it held nothing there."""
         device = str(device)
         if device not in self.devices:
             raise ValueError(f"nothing was allocated on {device!r}; this trace saw {', '.join(self.devices) or 'none'}")
         return Trace(self.ops, self.records, self.events, self.first_call, device, self.began_ns)
 
     def categories(self):
-        """The settled category of every storage record, in order."""
+        """Return the category of every storage record, in order."""
         modules_seen = any(PARAMETERS in record.roles for record in self.records)
-        return [settle(record, modules_seen) for record in self.records]
+        return [category_of(record, modules_seen) for record in self.records]
 
     @property
     def timeline(self):
-        """Bytes by category over time; the first row is what was there at the start, the last what is there now."""
-        settled, device = self.categories(), self.device
-        names = [*CATEGORIES, *sorted(set(settled).difference(CATEGORIES))]
+        """Return bytes by category over time: the first row is from the start, the last from now."""
+        found, device = self.categories(), self.device
+        names = [*CATEGORIES, *sorted(set(found).difference(CATEGORIES))]
         column = {name: i for i, name in enumerate(names)}
         deltas = np.zeros((len(self.ops) + 2, len(names)), dtype=np.int64)
         for index, record, delta in self.events:
             if self.records[record].device == device:
-                deltas[index + 1, column[settled[record]]] += delta
+                deltas[index + 1, column[found[record]]] += delta
         return Timeline(self._lines(), names, deltas.cumsum(axis=0))
 
     def _lines(self):
-        """The operations with a line for the start and one for the end, and building told from forward."""
+        """Return the operations with a line for the start and one for the end, and building as a phase of its own."""
         first = self.first_call or 0
         ops = [op._replace(phase=BUILD) if i < first and op.phase == FORWARD else op for i, op in enumerate(self.ops)]
         begin, end = (ops[0], ops[-1]) if ops else (Op("", FORWARD, "", 0),) * 2
@@ -188,36 +188,36 @@ class Trace:
 
     @property
     def start(self):
-        """Ledger of what was alive when the context was entered."""
+        """Return the Ledger of what was alive when the context was entered."""
         return self.timeline[0].ledger
 
     @property
     def now(self):
-        """Ledger of what is alive; after the context, what was alive when it ended."""
+        """Return the Ledger of what is alive; after the context, what was alive when it ended."""
         return self.timeline[-1].ledger
 
     @property
     def peak(self):
-        """Ledger at the moment with the most bytes."""
+        """Return the Ledger at the moment with the most bytes."""
         return self.peak_moment().ledger
 
     def peak_moment(self, phase=None):
-        """The Moment of the peak: operation, phase, module and ledger; of one phase if `phase` is given."""
+        """Return the Moment of the peak: operation, phase, module and ledger; of one phase if `phase` is given."""
         return self.timeline.peak(phase)
 
     def top(self, k=5, by="module", phase=None):
-        """The `k` largest holders of bytes at the peak (of `phase`, if given): [(name, bytes), …].
+        """List the `k` largest holders of bytes at the peak (of `phase`, if given): [(name, bytes), …].
 
         `by`: "category", or what made the storages: "module", "operation".
         """
         if by not in ("category", "module", "operation"):
             raise ValueError(f"by={by!r}: expected 'category', 'module' or 'operation'")
         row = self.peak_moment(phase).index
-        held, settled = Counter(), self.categories()
+        held, categories = Counter(), self.categories()
         for index, i, delta in self.events:
             record = self.records[i]
             if index + 1 <= row and record.device == self.device:
-                names = {"category": settled[i], "module": record.module or "(no module)", "operation": record.op}
+                names = {"category": categories[i], "module": record.module or "(no module)", "operation": record.op}
                 held[names[by]] += delta
         return sorted(((n, b) for n, b in held.items() if b), key=lambda item: (-item[1], item[0]))[:k]
 
@@ -236,7 +236,7 @@ class Trace:
         return f"<p>peak on {self.device}, after {where}</p>{moment.ledger._repr_html_()}"
 
     def plot(self, predicted=None, **labels):
-        """This trace in the figure of every page; see `memory.plot`."""
+        """Draw this trace in the figure of every page; see `memory.plot`."""
         from .figure import plot
 
         return plot(self, predicted=predicted, **labels)

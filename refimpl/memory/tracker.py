@@ -1,11 +1,12 @@
 """The tracker: exact bytes of every tensor storage, by category, on any device and on fake tensors.
 
-`storages.py` counts; here it is found out what each storage is for, from what modules, optimizers and autograd tell.
+`tracking/storages.py` counts the storages. The Tracker finds out what each is for, from what modules, optimizers and
+autograd report.
 
-What it does not see: what a kernel takes and returns inside one operation (`memory.measure` does); operations on
-threads that the program starts (those of autograd are seen); a bare `UntypedStorage` until a tensor is on it; tensors
-in oneDNN's own layout. What C++ takes behind the dispatcher's back, such as the buckets of DistributedDataParallel,
-counts as older than the trace once it is met. A model under `torch.compile` runs uncompiled.
+It does not see what a kernel takes and returns inside one operation (`memory.measure` does), operations on threads that
+the program starts (those of autograd are seen), a bare `UntypedStorage` until a tensor is on it, and tensors in
+oneDNN's own layout. What C++ allocates without the dispatcher, such as the buckets of DistributedDataParallel, counts
+as older than the trace from when it is first used. A model under `torch.compile` runs uncompiled.
 """
 
 from bisect import bisect_right
@@ -15,11 +16,11 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import listeners
 from .ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
-from .storages import StorageMode, mark_of, remember_mark
-from .tensors import dense_parts, tensors_in
 from .trace import BACKWARD, FORWARD, STEP
+from .tracking import listeners
+from .tracking.storages import StorageMode, mark_of, remember_mark
+from .tracking.tensors import dense_parts, tensors_in
 
 
 def track(*objects):
@@ -66,7 +67,7 @@ class Tracker(StorageMode):
         if self.ops or self._alive:
             raise RuntimeError("this tracker has recorded already: call memory.track(…) again for a new one")
         self._under_fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        objects, self._objects = self._objects, ()  # what the program lets go inside goes
+        objects, self._objects = self._objects, ()  # what the program frees inside must go
         try:
             for thing in objects:
                 self._adopt(thing)
@@ -109,7 +110,7 @@ class Tracker(StorageMode):
         return self._switches[bisect_right(self._switches, number, key=itemgetter(0)) - 1][1]
 
     def _backward_began(self, task):
-        """What was born before it and is still alive is being kept by somebody."""
+        """Note what was made before it and is still alive: it is kept for this backward."""
         self._backwards.add(task)
         for index, _ in list(self._alive.values()):
             record = self.records[index]
@@ -118,9 +119,9 @@ class Tracker(StorageMode):
     # --- what the listeners tell -----------------------------------------------------------------------------------
 
     def enter_module(self, module):
-        """A module's forward begins. The outermost one is adopted."""
+        """Note that a module's forward begins. The outermost one is adopted."""
         if not self._modules:
-            self._stepping = 0  # a step that raised never told us that it ended
+            self._stepping = 0  # a step that raised did not report its end
             self._adopt(module)
             if self.first_call is None:
                 self.first_call = len(self.ops)
@@ -129,7 +130,7 @@ class Tracker(StorageMode):
         self._switch()
 
     def leave_module(self, module, arguments):
-        """A module's forward ended, or raised. What came to the outermost one from outside are inputs."""
+        """Note that a module's forward ended, or raised. What the outermost one got from outside are inputs."""
         if module in self._modules:
             while self._modules.pop() is not module:
                 pass
@@ -147,67 +148,67 @@ class Tracker(StorageMode):
         self._switches.append((torch._C._autograd._get_sequence_nr(), module))
 
     def own_parameter(self, parameter, name=""):
-        """A module registered a parameter, or one was found in a module."""
+        """Note a parameter that a module registered, or that was found in one."""
         if parameter is not None and not is_lazy(parameter):
             self._role(parameter, PARAMETERS)
             self._watch_gradient(parameter)
 
     def own_buffer(self, buffer):
-        """A module registered a buffer, or one was found."""
+        """Note a buffer that a module registered, or that was found in one."""
         if buffer is not None:
             self._role(buffer, BUFFERS)
 
     def enter_step(self, optimizer):
-        """An optimizer's step begins: gradients that were assigned by hand are found now at the latest."""
+        """Note that an optimizer's step begins: gradients assigned by hand are found now at the latest."""
         self._adopt_optimizer(optimizer)
         self._stepping += 1
 
     def enter_closure(self):
-        """A step calls the function that computes the loss."""
+        """Note that a step calls the function that computes the loss."""
         self._waiting.append(self._stepping)
         self._stepping = 0
 
     def leave_closure(self):
-        """… and goes on."""
+        """Note that this function returned, and the step goes on."""
         self._stepping = self._waiting.pop()
 
     def leave_step(self, optimizer):
-        """An optimizer's step ended: state that it created lazily has a name now."""
+        """Note that an optimizer's step ended: state that it created lazily is known now."""
         self._stepping = max(0, self._stepping - 1)
         self._adopt_optimizer(optimizer)
 
     def saved(self, tensor):
-        """Autograd saved the tensor itself."""
+        """Note that autograd saved the tensor itself."""
         for record in self._of(tensor):
             record.saved = True
 
     def offered(self, tensor):
-        """Autograd would save the tensor; a technique decides."""
+        """Note that autograd offered the tensor to a technique's pack hook."""
         for record in self._of(tensor):
             record.offered = True
 
     def packed(self, packed):
-        """What the technique's pack hook gave back."""
+        """Note what the technique's pack hook returned."""
         for tensor in tensors_in(packed):
             for record in self._of(tensor):
                 record.packed = True
 
     def enter_packing(self):
-        """Storages born from here on are a technique's own."""
+        """Note that storages made from here on are a technique's own."""
         self._packing += 1
 
     def leave_packing(self):
-        """… until here."""
+        """Note that they are not any more."""
         self._packing -= 1
 
     def function_returned(self, outputs):
-        """The outputs of an autograd.Function are the caller's, not what the function kept."""
+        """Note the outputs of an autograd.Function: they are the caller's, not what the function kept."""
         for tensor in tensors_in(outputs):
             for record in self._of(tensor):
                 record.packed = False
 
     def marked(self, tensor):
-        """Somebody marked this tensor's storage."""
+        """Note that this tensor's storage was marked."""
         for record in self._of(tensor):
             record.mark = mark_of(tensor.untyped_storage())
 

@@ -12,11 +12,11 @@ from .ledger import human
 from .trace import StorageRecord, Trace
 
 WORKSPACE = "kernel workspace"
-_ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in somebody else's memory
+_ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in memory of another library
 
 
 def with_workspaces(trace, measurement):
-    """`trace` with the workspaces that `measurement` saw inside its operations, as a category of their own.
+    """Add to `trace` the workspaces that `measurement` saw inside its operations, as a category of their own.
 
     `with memory.track(…) as t, memory.measure("cpu") as m: step()`, then `memory.with_workspaces(t, m)`: a Trace
     whose peak is the allocator's, and whose `top(by="operation")` names the kernels. Its operation k holds the

@@ -1,14 +1,16 @@
 """Mixed precision, from scratch: low-precision operations, a loss scale, fp32 master weights, a dtype for each part.
 
-Each works by itself, on the model, the optimizer or the loss that you give it.
+Each works by itself, on the model, the optimizer or the loss that you give it. Read `autocasting` (with the tables of
+`internals/lists`), then `scaler`, `masters` and `optimizer`, then `plan`; `activations` predicts what autocast saves.
+`internals/` is machinery: kernels below Python, the state of a thread, checks.
 """
 
 from .activations import autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes
 from .autocasting import autocast
+from .internals.recompute import keep_precision
 from .masters import step_bytes
 from .optimizer import MixedPrecisionOptimizer
 from .plan import DynamicPrecisionModel, plan_bytes, precision_context
-from .recompute import keep_precision
 from .scaler import AdaptiveLossScaler
 
 __all__ = [

@@ -9,13 +9,13 @@ v vocabulary, e bytes of the low dtype.
 import torch
 
 from .. import memory
-from .support import check_dtype
+from .internals.support import check_dtype
 
 NORMS = ("norm inputs", "norm statistics", "RMSNorm x/σ")
 
 
 def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
-    """Bytes (int) of the 16-bit copies of weights that a region holds after one forward: each linear layer's, once.
+    """Predict the bytes (int) of 16-bit copies of weights in a region after one forward: each linear layer's, once.
 
         e · (L·(h·(h + 2gh/a) + h² + n·h·f + f·h) + v·h) + e · L·(3h + 2gh/a + n·f)     weights, then biases
 
@@ -33,7 +33,7 @@ def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
 
 
 def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
-    """Bytes that autograd keeps when the forward, with targets, runs under `autocast(dtype)`: {term: bytes}.
+    """Predict the bytes that autograd keeps of a forward with targets under `autocast(dtype)`: {term: bytes}.
 
     `batch` rows (b) of `sequence` tokens (s). Per block, GELU, no dropout, on a CPU:
 
@@ -60,5 +60,5 @@ def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, dev
 
 
 def autocast_activation_bytes(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
-    """Bytes (int) that autograd keeps under `autocast(dtype)`: the sum of `autocast_activation_terms`."""
+    """Predict the bytes (int) that autograd keeps under `autocast(dtype)`: the sum of `autocast_activation_terms`."""
     return sum(autocast_activation_terms(config, batch, sequence, dtype, device).values())

@@ -5,15 +5,17 @@ import inspect
 import torch
 from torch.utils._contextlib import _DecoratorContextManager
 
-from . import kernels, recompute
-from .regions import Region, current, set_stack, state
-from .support import check_computes, check_device, check_dtype
+from .internals import kernels, recompute
+from .internals.regions import AutocastRegion, current, set_stack, state
+from .internals.support import check_computes, check_device, check_dtype
 
 
 class autocast(_DecoratorContextManager):
-    """`with autocast(torch.bfloat16): loss = model(tokens, targets)`; `loss.backward()` outside. Also a decorator.
+    """Run each operation in the type that its kind needs; the weights stay in fp32.
 
-    - `dtype`: `torch.bfloat16` or `torch.float16`, for the operations that run low (see `lists.py`).
+    `with autocast(torch.bfloat16): loss = model(tokens, targets)`; call `loss.backward()` outside. Also a decorator.
+
+    - `dtype`: `torch.bfloat16` or `torch.float16`, for the operations that run low (see `internals/lists.py`).
     - `device_type`: whose tensors are cast, "cpu" or "cuda"; by default CUDA's where there is a GPU, else the CPU's.
     - `enabled=False`: inside another region, operations run as called (their inputs may be low: `x.float()`).
     - `cache`: cast each weight once in the region, not at each use.
@@ -51,7 +53,7 @@ class autocast(_DecoratorContextManager):
         if casts is not None and outer is not None and outer.dtype is dtype and outer.casts is not None:
             casts, shared = outer.casts, True
         recompute.region_opened()
-        set_stack((*state().stack, Region(self, self.device_type, dtype, casts, shared)))
+        set_stack((*state().stack, AutocastRegion(self, self.device_type, dtype, casts, shared)))
         return self
 
     @torch._disable_dynamo
@@ -75,7 +77,7 @@ class autocast(_DecoratorContextManager):
         return super().__call__(function)
 
     def clone(self):
-        """A region with the same options (for one call of a decorated function)."""
+        """Return a region with the same options (for one call of a decorated function)."""
         return type(self)(self.dtype, self.device_type, enabled=self.enabled, cache=self.cache)
 
     def __repr__(self):

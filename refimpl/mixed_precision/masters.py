@@ -7,7 +7,7 @@ import torch
 
 
 def check(parameters):
-    """ValueError unless each parameter can be kept low: floating point, no wider than fp32, in memory of its own."""
+    """Raise ValueError unless each parameter can be 16-bit: floating point, at most fp32, in memory of its own."""
     seen = {}
     for index, p in enumerate(parameters):
         if not p.is_floating_point() or p.dtype.itemsize > 4:
@@ -22,7 +22,7 @@ def check(parameters):
 
 @torch.no_grad()
 def master_of(parameter):
-    """An fp32 copy of a parameter, a leaf of its own."""
+    """Return an fp32 copy of a parameter, a leaf of its own."""
     return parameter.detach().to(torch.float32, copy=True).requires_grad_()
 
 
@@ -36,7 +36,7 @@ def narrow(parameter, dtype, fp32_gradient=False):
 
 
 def check_place(parameter, master, dtype):
-    """ValueError if the parameter was converted or moved since it was made `dtype`."""
+    """Raise ValueError if the parameter was converted or moved since it was made `dtype`."""
     if parameter.dtype is not dtype:
         raise ValueError(f"a weight of shape {tuple(parameter.shape)} is {parameter.dtype}, and was made {dtype}: "
                          "convert the model before it is wrapped, and not after")
@@ -47,7 +47,7 @@ def check_place(parameter, master, dtype):
 
 @torch.no_grad()
 def sync(master, parameter):
-    """Take the master from its weight in the elements where the master does not round to it."""
+    """Set the elements of the master that do not round to its weight to the weight."""
     master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
 
 
@@ -60,7 +60,7 @@ def round_into(sources, targets):
 
 @torch.no_grad()
 def give_gradients(parameters, masters, factor):
-    """Each master's gradient: its parameter's, in fp32, times `factor` (a number, or a tensor of one).
+    """Give each master its parameter's gradient, in fp32, times `factor` (a number, or a tensor of one).
 
     A gradient that is fp32 already is multiplied in place and lent, not copied.
     """
@@ -79,7 +79,7 @@ def give_gradients(parameters, masters, factor):
 
 @torch.no_grad()
 def norm(gradients):
-    """√ Σ g², over all gradients, added up in fp32, on the first one's device."""
+    """Return √ Σ g² over all gradients, added up in fp32, on the first one's device."""
     by_device = defaultdict(list)
     for gradient in gradients:
         values = gradient.coalesce()._values() if gradient.is_sparse else gradient
@@ -91,7 +91,7 @@ def norm(gradients):
 
 
 def step_bytes(sizes, bucket_bytes=2**25):
-    """Bytes (int) of the fp32 copies of 16-bit gradients that are there at once during a step: the largest bucket's.
+    """Predict the bytes (int) of fp32 copies of 16-bit gradients during a step: the largest bucket's.
 
         max over buckets of Σ 4·n,   each Σ ≤ bucket_bytes, or one parameter alone
 
@@ -103,13 +103,13 @@ def step_bytes(sizes, bucket_bytes=2**25):
 
 
 def check_bucket_bytes(bucket_bytes):
-    """ValueError unless it is None or a number above 0."""
+    """Raise ValueError unless `bucket_bytes` is None or a number above 0."""
     if bucket_bytes is not None and not (isinstance(bucket_bytes, (int, float)) and bucket_bytes > 0):
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected bytes above 0, or None for all at once")
 
 
 def buckets(items, limit, nbytes=lambda item: item):
-    """`items` in order, in lists of at most `limit` bytes together; a larger item is a list of its own."""
+    """Yield `items` in order, in lists of at most `limit` bytes together; a larger item is a list of its own."""
     bucket, held = [], 0
     for item in items:
         if bucket and limit is not None and held + nbytes(item) > limit:

@@ -14,8 +14,9 @@ import math
 
 import torch
 
-from . import masters, options
-from .support import check_dtype
+from . import masters
+from .internals import options
+from .internals.support import check_dtype
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -63,7 +64,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group):
-        """One group more, here and in the inner optimizer. Its parameters become low."""
+        """Add a group, here and in the inner optimizer. Its parameters become 16-bit."""
         place, new = len(self.param_groups), len(self.param_groups) == len(self.inner.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[place]
@@ -111,7 +112,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def multiply_gradients(self, factor):
-        """The next step multiplies every gradient by `factor`, in fp32. (So a loss scaler divides by its scale.)"""
+        """Multiply every gradient by `factor` in the next step, in fp32. (So a loss scaler divides by its scale.)"""
         self._factor *= factor
 
     def widen_gradients(self):
@@ -127,7 +128,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             p.grad = None if gradient is None else gradient.to(dtype)
 
     def zero_grad(self, set_to_none=True):
-        """As any optimizer's."""
+        """Clear the gradients, as any optimizer does, and what was prepared for a step."""
         super().zero_grad(set_to_none)
         self.skip_step()
 
@@ -144,7 +145,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, closure=None):
-        """One step of the inner optimizer on the masters, which are then rounded into the weights.
+        """Run one step of the inner optimizer on the masters, which are then rounded into the weights.
 
         With a closure, which may be called several times, all gradients are fp32 at once. ValueError if no parameter
         has a gradient, or if one has another dtype or device than we gave it.
@@ -245,7 +246,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # --- save, resume, copy ------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict):
-        """Masters, state and options as `state_dict()` gave them; the weights become the rounded masters.
+        """Load masters, state and options as `state_dict()` gave them; the weights become the rounded masters.
 
         ValueError for a state without masters, such as a plain optimizer's, or with other groups.
         """

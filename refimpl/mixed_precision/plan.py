@@ -1,14 +1,14 @@
 """A dtype for each part of a model: embeddings and head in fp32, blocks in bf16, and casts only where two parts meet.
 
-A plan maps patterns of module paths to dtypes, `{"*": torch.float32, "blocks.*": torch.bfloat16}`; how patterns match
-is said in DynamicPrecisionModel. Autocast decides per operation and keeps fp32 weights; here the weights themselves are
-in their part's dtype, and take its bytes:
+A plan maps patterns of module paths to dtypes, `{"*": "fp32", "blocks.*": "bf16"}`; DynamicPrecisionModel says how
+patterns match. Autocast decides per operation and keeps fp32 weights. Here the weights themselves are in the dtype of
+their part, and take its bytes:
 
     bytes of parameters = Σ over parameters of numel · itemsize(dtype of the module that owns it)
 
-A BatchNorm's running statistics are sums over many steps, of which 16 bits would lose most: with them in fp32, its
-parameters stay fp32 too, whatever the plan says, and its kernels take 16-bit inputs beside them (as `torch.autocast`
-has it).
+A BatchNorm's running statistics are sums over many steps, and 16 bits would lose most of them. Where they are fp32, the
+BatchNorm's parameters stay fp32 too, whatever the plan says; its kernels take 16-bit inputs beside them (as under
+`torch.autocast`).
 """
 
 from contextlib import contextmanager
@@ -20,21 +20,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 
 from . import masters
-from .support import LOW_DTYPES, check_dtype
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # what a plan may say, and its words
 
 
 def resolve(model, plan):
-    """{path of every module: its dtype, or None where the plan says nothing}.
+    """Return {path of every module: its dtype, or None where the plan says nothing}.
 
-    TypeError for a plan that is not a mapping; ValueError for a dtype other than float32, bfloat16 and float16, and for
-    a pattern that matches no module.
+    Raises as `dtypes_of` does, and ValueError for a pattern that matches no module.
     """
-    if not hasattr(plan, "items"):
-        raise TypeError(f"plan={plan!r}: expected a mapping of patterns to dtypes, {{'blocks.*': torch.bfloat16}}")
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     own = {}
-    for pattern, dtype in plan.items():
-        check_dtype(dtype, (torch.float32, *LOW_DTYPES), name=f"plan[{pattern!r}]")
+    for pattern, dtype in dtypes_of(plan).items():
         matched = [path for path in paths if fnmatchcase(path, str(pattern))]
         if not matched:
             raise ValueError(f"plan[{pattern!r}] matches no module: this model has {', '.join(paths[1:8])} …")
@@ -45,8 +42,24 @@ def resolve(model, plan):
     return found
 
 
+def dtypes_of(plan):
+    """Return {pattern: torch dtype} of a plan, whose dtypes may also be "fp32", "bf16" and "fp16".
+
+    TypeError for a plan that is not a mapping; ValueError for any other dtype.
+    """
+    if not hasattr(plan, "items"):
+        raise TypeError(f"plan={plan!r}: expected a mapping of patterns to dtypes, {{'blocks.*': torch.bfloat16}}")
+    found = {}
+    for pattern, dtype in plan.items():
+        found[pattern] = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        if found[pattern] not in DTYPES.values():
+            raise ValueError(f"plan[{pattern!r}]={dtype!r}: expected torch.float32, torch.bfloat16 or torch.float16, "
+                             f"or {', '.join(map(repr, DTYPES))}")
+    return found
+
+
 def plan_bytes(model, plan):
-    """Bytes (int) of the model's parameters under `plan`, each shared one counted once:
+    """Return the bytes (int) of the model's parameters under `plan`, each shared one counted once:
 
         Σ over parameters of numel · itemsize(dtype of the module that owns it)
 
@@ -72,7 +85,7 @@ def _dtype_of_parameters(model, dtypes):
 
 
 def keeps_fp32(path, module, dtype):
-    """Whether `module` is a BatchNorm, or an InstanceNorm, that keeps running statistics in fp32.
+    """Tell whether `module` is a BatchNorm, or an InstanceNorm, that keeps running statistics in fp32.
 
     ValueError for one that keeps them in another type than the plan's `dtype`: no kernel takes the two.
     """
@@ -85,10 +98,10 @@ def keeps_fp32(path, module, dtype):
 
 
 class Applied:
-    """A plan applied to a model: its parameters are cast, and hooks cast the inputs of each part. `undo()` ends both.
+    """Apply a plan to a model: cast its parameters, and let hooks cast the inputs of each part. `undo()` ends both.
 
     With `keep`, the old values are held: a parameter that nobody wrote to gets them back, to the bit; one that was
-    trained keeps what it became, element by element. Without, they are let go, and their bytes with them.
+    trained keeps what it became, element by element. Without, they are freed.
     """
 
     def __init__(self, model, plan, keep):
@@ -117,7 +130,7 @@ class Applied:
         self._handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
 
     def undo(self):
-        """The model as it was. Gradients go with their parameters, in the old dtype."""
+        """Put the model back as it was. Gradients go with their parameters, in the old dtype."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -137,7 +150,7 @@ def _cast_inputs(dtype, module, args, kwargs):
 
 
 def cast(tree, dtype):
-    """`tree` (nested lists, tuples, dicts) with its floating-point tensors in `dtype`; float64 stays."""
+    """Cast the floating-point tensors in `tree` (nested lists, tuples, dicts) to `dtype`; float64 stays."""
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() and tree.dtype.itemsize <= 4 else tree
     if isinstance(tree, dict):
@@ -149,16 +162,18 @@ def cast(tree, dtype):
 
 @contextmanager
 def precision_context(model, plan):
-    """`with precision_context(model, {"blocks.*": torch.bfloat16}): …`: the model in these dtypes, and then as it was.
+    """Run the model in other dtypes inside the context: `with precision_context(model, {"blocks.*": torch.bfloat16}):`.
 
-    `plan`: as in DynamicPrecisionModel, or one dtype for the whole model. Afterwards, also after an exception, the
-    model has the same parameters in their old dtypes, with the same values to the bit where nobody wrote to them, and
-    no hook is left. The old values are held meanwhile, so this saves no bytes: the cast parameters come on top. To
-    save, use DynamicPrecisionModel. Yields the model. TypeError for a plan that is not a mapping; ValueError for a
-    dtype other than float32, bfloat16 and float16, a pattern that matches no module, a parameter that parts of two
-    dtypes share, and a BatchNorm whose statistics are in a 16-bit type other than the plan's.
+    `plan`: as in DynamicPrecisionModel, or one dtype for the whole model. Yields the model. Afterwards, also after an
+    exception, the model has the same parameters in their old dtypes, with the same values to the bit where nobody wrote
+    to them, and no hook is left. The old values are held meanwhile, so this saves no bytes: the cast parameters come on
+    top. To save bytes, use DynamicPrecisionModel.
+
+    Raises TypeError for a plan that is not a mapping. Raises ValueError for a dtype other than float32, bfloat16 and
+    float16, a pattern that matches no module, a parameter that parts of two dtypes share, and a BatchNorm whose
+    statistics are in a 16-bit type other than the plan's.
     """
-    applied = Applied(model, {"*": plan} if isinstance(plan, torch.dtype) else plan, keep=True)
+    applied = Applied(model, {"*": plan} if isinstance(plan, (torch.dtype, str)) else plan, keep=True)
     try:
         yield model
     finally:
@@ -166,55 +181,55 @@ def precision_context(model, plan):
 
 
 class DynamicPrecisionModel(nn.Module):
-    """`DynamicPrecisionModel(model, plan)`: the model with a dtype per submodule, which may change as it trains.
+    """Give each submodule of a model its own dtype, which may change as the model trains.
 
         DynamicPrecisionModel(model, {"*": torch.bfloat16, "*norm*": torch.float32, "head": torch.float32})
 
-    A plan maps patterns to torch.float32, torch.bfloat16 or torch.float16. A pattern is held against the whole path of
-    every module (`model.named_modules()`; the model itself is `""`), capitals count: `*` stands for any text, dots and
-    none included, `?` for one character, `[01]` for one of these; `"*"` is every module. So `"blocks.*"` is all that is
-    inside `blocks`, and `"blocks"` is that module.
+    A plan maps patterns to torch.float32, torch.bfloat16 or torch.float16, or to their short names "fp32", "bf16" and
+    "fp16". A pattern is matched with the whole path of every module (`model.named_modules()`; the model itself is
+    `""`), and case counts. `*` stands for any text, dots and none included, `?` for one character, `[01]` for one of
+    these; `"*"` is every module. So `"blocks.*"` is all that is inside `blocks`, and `"blocks"` is that module.
 
-    - Where several lines match a module, the last of them counts, in the order of the mapping: the general first.
-    - A module that no line matches has the dtype of the module around it; where no line matches any around it, it stays
-      as it is. So `{"blocks.0": torch.bfloat16}` is the whole first block.
+    - Where several patterns match a module, the last of them in the mapping counts: write the general ones first.
+    - A module that no pattern matches has the dtype of the module around it. Where none matches any module around it,
+      it stays as it is. So `{"blocks.0": torch.bfloat16}` is the whole first block.
     - A pattern that matches no module is an error.
     - Floating-point inputs of a part (not float64) are cast to its dtype; its outputs are cast where the next part
       wants another. A BatchNorm with fp32 statistics keeps fp32 parameters, and takes inputs in the plan's dtype.
 
-    Its parameters take `plan_bytes(model, plan)`. `.plan = {…}` puts another plan in force; `restore()` gives the model
-    back in the dtypes that it had, and so does the end of `with DynamicPrecisionModel(model, plan) as m:`. Values that
-    were rounded stay rounded, unless `keep=True` holds the old ones (and their bytes). Call it as the model itself.
-    Give its parameters to an optimizer after this. Raises as `precision_context` does.
+    Its parameters take `plan_bytes(model, plan)`. Call it as the model itself, and make the optimizer after it.
+    `.plan = {…}` puts another plan in force; `.plan` reads as torch dtypes. `restore()` returns the model in the dtypes
+    that it had, and so does the end of `with DynamicPrecisionModel(model, plan) as m:`. Values that were rounded stay
+    rounded, unless `keep=True` holds the old ones (and their bytes). Raises as `precision_context` does.
     """
 
     def __init__(self, model, plan, *, keep=False):
         super().__init__()
         self.model, self.keep = model, keep
         self._applied = Applied(model, plan, keep)
-        self._plan = dict(plan)
+        self._plan = dtypes_of(plan)
 
     @property
     def plan(self):
-        """Pattern → dtype, as in force; None after `restore()`."""
+        """Return the plan in force, pattern → torch dtype; None after `restore()`."""
         return None if self._applied is None else dict(self._plan)
 
     @plan.setter
     def plan(self, plan):
-        _dtype_of_parameters(self.model, resolve(self.model, plan))  # what is wrong is said before anything changes
+        _dtype_of_parameters(self.model, resolve(self.model, plan))  # raises before anything changes
         self.restore()
         self._applied = Applied(self.model, plan, self.keep)
-        self._plan = dict(plan)
+        self._plan = dtypes_of(plan)
 
     def restore(self):
-        """Take casts and hooks away; the model is returned. Calling it again does nothing."""
+        """Take casts and hooks away and return the model. Calling it again does nothing."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
         return self.model
 
     def forward(self, *args, **kwargs):
-        """The model's."""
+        """Call the model."""
         return self.model(*args, **kwargs)
 
     def __enter__(self):

@@ -14,14 +14,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm import Communicator
-from .support import LOW_DTYPES
+from .internals.support import LOW_DTYPES
 
 NO_GRADIENTS, FINITE, OVERFLOW = 0.0, 1.0, 2.0  # of a rank; the largest over ranks is what holds for all
 SETTINGS = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
 
 
 class AdaptiveLossScaler:
-    """`scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()`, as with `torch.amp.GradScaler`.
+    """Scale the loss, skip steps that overflow, and adapt the scale. Use it as `torch.amp.GradScaler`:
+
+        scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     - After an overflow (an inf or NaN in a gradient) the step is skipped and the scale times `backoff_factor`, not
       below `min_scale`; after `growth_interval` steps without one it is times `growth_factor`, not above `max_scale`.
@@ -77,12 +79,12 @@ class AdaptiveLossScaler:
     # --- before backward ---------------------------------------------------------------------------------------------
 
     def get_scale(self):
-        """S, a float."""
+        """Return S, a float."""
         self._in_use = True
         return self._scale
 
     def scale(self, loss):
-        """`loss` · S, in fp32 or wider. Of a list or tuple of losses, each is scaled. TypeError for anything else."""
+        """Return `loss` · S, in fp32 or wider; of a list or tuple of losses, each one. TypeError for anything else."""
         if isinstance(loss, tuple) and hasattr(loss, "_fields"):
             return type(loss)(*map(self.scale, loss))
         if isinstance(loss, (list, tuple)):
@@ -95,7 +97,7 @@ class AdaptiveLossScaler:
     # --- after backward ----------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer):
-        """Divide the gradients by S in place, so that they can be clipped. Once for each step; `step` does it if not.
+        """Divide the gradients by S in place, so that they can be clipped. Once a step; if not called, `step` does it.
 
         Gradients of a MixedPrecisionOptimizer become fp32 here (2 bytes a parameter more, until its step), since fp16
         could not hold them. ValueError for fp16 gradients of any other optimizer, and if there are no gradients.
@@ -113,7 +115,7 @@ class AdaptiveLossScaler:
         self._found[optimizer] = self._look(gradients)
 
     def step(self, optimizer, closure=None):
-        """`optimizer.step()`, or nothing if a gradient is inf or NaN, on any rank. Returns what it returns, or None.
+        """Call `optimizer.step()`, unless a gradient is inf or NaN on any rank. Returns what it returns, or None.
 
         ValueError for a `closure`, for fp16 gradients (as in `unscale_`) and if there are no gradients; RuntimeError
         for a second call before `update()`, and if no loss was scaled.
@@ -206,7 +208,7 @@ class AdaptiveLossScaler:
     # --- save and resume ---------------------------------------------------------------------------------------------
 
     def state_dict(self):
-        """S, how far it is to the next growth, and the settings."""
+        """Return S, the steps since it last grew, and the settings."""
         return {"scale": self._scale, "good_steps": self._good_steps, "tolerated": self._tolerated,
                 "skipped_steps": self.skipped_steps, **{name: getattr(self, name) for name in SETTINGS}}
 

@@ -163,7 +163,7 @@ class _Pass:
             with torch.set_grad_enabled(bool(self.trained) and not again):
                 self.last = self._loss(first, last, store=True)
             if again:
-                self.environments[-1].settle()
+                self.environments[-1].drop_unused()
             loss = loss + self.last.detach()
         return loss
 

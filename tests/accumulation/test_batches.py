@@ -25,7 +25,7 @@ def test_parts_are_the_batch_in_order_and_only_the_last_is_smaller(rows, size):
     ((torch.ones(2), [3]), TypeError, "holds int"),
     ((torch.tensor(1.0),), ValueError, "without dimensions"),
     ((None,), ValueError, "no tensors"),
-    ((torch.ones(0, 3),), ValueError, r"an empty batch, \(0, 3\)"),
+    ((torch.ones(0, 3),), ValueError, r"the batch is empty \(\(0, 3\)\): expected at least one row"),
     ((torch.ones(2, 3), torch.ones(3, 2)), ValueError, r"\(2, 3\), \(3, 2\)"),
 ])
 def test_batches_that_cannot_be_cut(batch, error, message):

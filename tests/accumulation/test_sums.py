@@ -78,7 +78,7 @@ def test_gradients_that_were_there_are_added_to_in_fp32_from_the_first_micro_bat
 
 
 def test_one_low_precision_gradient_at_a_time():
-    """While sums are settled: the sums not settled yet, those that are, and the one at hand in both types."""
+    """While sums move to `.grad`: the sums not written yet, those that are, and the one at hand in both types."""
     layers, n = 4, 64 * 64
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(layers)]).bfloat16()
     with memory.track(model) as t:

@@ -413,13 +413,13 @@ def test_under_autocast_casts_of_weights_are_left(gpt):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"method": "int4"}, "method='int4': expected 'lossless', 'bf16', 'int8'"),
-    ({"group": 0}, "group=0: expected how many values share a range"),
+    ({"group": 0}, "group=0: expected an integer of at least 1, the values"),
     ({"group": 1.5}, "group=1.5"),
     ({"group": True}, "group=True"),
     ({"method": "bf16", "stochastic": True}, "stochastic=True with method='bf16': expected method='int8'"),
     ({"stochastic": True, "seed": 1.5}, "seed=1.5: expected an integer from 0 to"),
     ({"stochastic": True, "seed": -1}, "seed=-1: expected an integer from 0 to"),
-    ({"seed": 3}, "seed=3 draws nothing: expected stochastic=True"),
+    ({"seed": 3}, "seed=3 without stochastic=True has no effect"),
 ])
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):

@@ -133,12 +133,12 @@ def test_two_regions_before_one_backward(gpt, lazy):
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, True])
 def test_bad_depth(depth):
-    with pytest.raises(ValueError, match=f"depth={depth!r}: expected how many storages travel at once"):
+    with pytest.raises(ValueError, match=f"depth={depth!r}: expected an integer of at least 1, the storages copied"):
         offload_activations(nn.Linear(1, 1), depth=depth)
 
 
 def test_bad_transfer():
-    with pytest.raises(TypeError, match="transfer='cpu' has no method offloads: expected who makes the copies"):
+    with pytest.raises(TypeError, match="transfer='cpu' has no method offloads: expected an object that makes the"):
         offload_activations(nn.Linear(1, 1), transfer="cpu")
 
 

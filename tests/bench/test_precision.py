@@ -7,7 +7,7 @@ import torch
 
 from refimpl.bench import precision
 from refimpl.bench.meter import SMALL
-from refimpl.mixed_precision.regions import Region
+from refimpl.mixed_precision.internals.regions import AutocastRegion
 
 
 def test_a_run_reads_time_and_bytes_of_every_recipe():
@@ -35,18 +35,18 @@ def test_a_region_that_keeps_too_much_is_seen(monkeypatch):
             return kept[-1]
         return x
 
-    monkeypatch.setattr(Region, "cast", cast)
+    monkeypatch.setattr(AutocastRegion, "cast", cast)
     _, peak = precision.beside_torch(SMALL, "cpu", torch.bfloat16, 2)
     assert peak["ratio"] > peak["limit"]
 
 
 def test_a_region_that_is_slow_is_seen(monkeypatch):
-    original = Region.cast
+    original = AutocastRegion.cast
 
     def cast(self, x, dtype):
         time.sleep(1e-3)
         return original(self, x, dtype)
 
-    monkeypatch.setattr(Region, "cast", cast)
+    monkeypatch.setattr(AutocastRegion, "cast", cast)
     step, _ = precision.beside_torch(SMALL, "cpu", torch.bfloat16, 3)
     assert step["ratio"] > step["limit"] and step["paired"] > step["limit"]

@@ -69,6 +69,17 @@ def test_segments(n, segments, plan):
     assert segments_plan(n, segments) == plan and list(stages_of(plan)) == list(range(n))
 
 
+def test_keywords_are_the_functions_own_in_every_region():
+    def scaled(x, *, save):
+        return x * save
+
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(checkpoint_sequential([scaled] * 3, 2, x, save=2.0), 8 * x)
+    for run in (checkpoint_sequential, run_chain):
+        with pytest.raises(TypeError, match="use_reentrant=False is an option of torch.utils.checkpoint: leave it out"):
+            run([scaled] * 2, 2 if run is checkpoint_sequential else [0, 1], x, save=1.0, use_reentrant=False)
+
+
 @pytest.mark.parametrize("segments", [0, -1, 5, 2.0, True, None])
 def test_segments_out_of_range(segments):
     with pytest.raises(ValueError, match=f"segments={segments}: expected an integer from 1 to 4, the functions given"):

@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 from refimpl import memory
-from refimpl.checkpointing import DynamicCheckpoint, RecomputeError, Recomputing, recompute, return_on_time, selective
+from refimpl.checkpointing import (
+    AdaptiveCheckpoint,
+    DynamicCheckpoint,
+    RecomputeError,
+    Recomputing,
+    recompute,
+    return_on_time,
+    selective,
+)
 from refimpl.checkpointing.policies import PARTS, every, spread
 from refimpl.model import GPT, GPTConfig
 
@@ -70,9 +78,10 @@ def test_an_attention_that_is_a_module_is_a_core_too(tokens):
 
 
 @pytest.mark.parametrize(("arguments", "chosen"), [
-    ({}, [0, 1, 2, 3]), ({"k": 2}, [0, 2]), ({"k": 2, "start": 1}, [1, 3]), ({"start": 1, "end": 3}, [1, 2]),
-    ({"end": 0}, []), ({"k": 9}, [0]), ({"ratio": 0.5}, [1, 3]), ({"ratio": 0}, []), ({"ratio": 1}, [0, 1, 2, 3]),
-    ({"ratio": 0.3}, [3])])
+    ({}, [0, 1, 2, 3]), ({"interval": 2}, [0, 2]), ({"interval": 2, "start_layer": 1}, [1, 3]),
+    ({"start_layer": 1, "end_layer": 3}, [1, 2]), ({"start_layer": 0, "end_layer": 4, "interval": 2}, [0, 2]),
+    ({"end_layer": 0}, []), ({"interval": 9}, [0]), ({"ratio": 0.5}, [1, 3]), ({"ratio": 0}, []),
+    ({"ratio": 1}, [0, 1, 2, 3]), ({"ratio": 0.3}, [3])])
 def test_which_blocks(model, arguments, chosen):
     with DynamicCheckpoint(model.blocks, **arguments) as policy:
         assert policy.chosen == chosen
@@ -82,7 +91,7 @@ def test_which_blocks(model, arguments, chosen):
 
 def test_a_dynamic_choice_is_changed_between_steps(model, tokens):
     expected, sizes = gradients(model, tokens), []
-    policy = DynamicCheckpoint(model.blocks, end=0)
+    policy = DynamicCheckpoint(model.blocks, end_layer=0)
     for share in (0, 0.25, 0.5, 0.75, 1):
         policy.change(ratio=share)
         assert all(map(torch.equal, gradients(model, tokens), expected))
@@ -94,11 +103,14 @@ def test_a_dynamic_choice_is_changed_between_steps(model, tokens):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"k": 0}, "k=0: expected an integer of at least 1"), ({"k": 1.5}, "k=1.5"), ({"k": -2}, "k=-2"),
-    ({"k": True}, "k=True"), ({"start": 5}, "start=5, end=4: expected 0 ≤ start ≤ end ≤ 4"),
-    ({"start": -1}, "start=-1"), ({"end": 5}, "end=5"), ({"start": 3, "end": 1}, "start=3, end=1"),
+    ({"interval": 0}, "interval=0: expected an integer of at least 1"), ({"interval": 1.5}, "interval=1.5"),
+    ({"interval": -2}, "interval=-2"), ({"interval": True}, "interval=True"),
+    ({"start_layer": 5}, "start_layer=5, end_layer=4: expected 0 ≤ start_layer ≤ end_layer ≤ 4"),
+    ({"start_layer": -1}, "start_layer=-1"), ({"end_layer": 5}, "end_layer=5"),
+    ({"start_layer": 3, "end_layer": 1}, "start_layer=3, end_layer=1"),
     ({"ratio": 1.1}, "ratio=1.1: expected a share of the blocks, from 0 to 1"), ({"ratio": -0.1}, "ratio=-0.1"),
-    ({"ratio": float("nan")}, "ratio=nan"), ({"ratio": 0.5, "k": 2}, "ratio=0.5 beside k=2")])
+    ({"ratio": float("nan")}, "ratio=nan"), ({"ratio": 0.5, "interval": 2}, "ratio=0.5 beside interval=2"),
+    ({"ratio": 0.5, "start_layer": 0, "end_layer": 4}, "ratio=0.5 beside start_layer=0, end_layer=4")])
 def test_choices_out_of_range(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         DynamicCheckpoint(model.blocks, **arguments)
@@ -106,7 +118,7 @@ def test_choices_out_of_range(model, arguments, message):
 
 
 def test_spread_is_even():
-    assert spread(12, 0.25) == [3, 7, 11] and every(12, 4) == [0, 4, 8]
+    assert spread(12, 0.25) == [3, 7, 11] and every(12, interval=4) == [0, 4, 8]
     assert all(len(spread(n, r)) == round(n * r) for n in range(1, 30) for r in (0, 0.1, 0.33, 0.5, 0.9, 1))
 
 
@@ -191,6 +203,49 @@ def test_options_reach_checkpoint(model, tokens):
     with recompute(model.blocks):
         assert kept(model, tokens) < more
     assert issubclass(RecomputeError, RuntimeError) and len(Recomputing()) == 0
+
+
+class Swallowing(nn.Linear):
+    """A layer with **kwargs, as those of Hugging Face's models: nothing that it is handed by mistake is an error."""
+
+    def forward(self, x, save=None, **kwargs):
+        self.handed = {"save": save, **kwargs}
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("policy", "name", "known"), [
+    (lambda blocks: DynamicCheckpoint(blocks, k=2), "k", "start_layer, end_layer, interval, ratio, early_stop"),
+    (lambda blocks: DynamicCheckpoint(blocks, intervall=2), "intervall", "start_layer, end_layer, interval, ratio"),
+    (lambda blocks: recompute(blocks, use_reentrant=False), "use_reentrant", "early_stop, save, recompute_context"),
+    (lambda blocks: recompute((), k=2), "k", "early_stop, save, recompute_context"),
+    (lambda blocks: selective(blocks, "block", k=2), "k", "early_stop, save, recompute_context"),
+    (lambda blocks: Recomputing().add(blocks[0], k=2), "k", "early_stop, save, recompute_context"),
+    (lambda blocks: Recomputing().add_function(blocks[0], "extra_repr", k=2), "k", "early_stop, save")])
+def test_an_option_that_nobody_knows_reaches_no_layer(policy, name, known):
+    blocks = nn.ModuleList(Swallowing(4, 4) for _ in range(4))
+    with pytest.raises(TypeError, match=f"has no option '{name}': expected {known}"):
+        policy(blocks)
+    assert not any("forward" in vars(block) for block in blocks)
+
+
+def test_the_articles_words_choose_the_blocks():
+    """`interval` once went on to each block's forward, which swallowed it, and every block was recomputed."""
+    blocks, x = nn.ModuleList(Swallowing(4, 4) for _ in range(24)), torch.randn(2, 4, requires_grad=True)
+    with DynamicCheckpoint(blocks, start_layer=0, end_layer=24, interval=2) as policy:
+        assert policy.chosen == list(range(0, 24, 2))
+        for block in blocks:
+            x = block(x, cache=None)
+    assert all(block.handed == {"save": None, "cache": None} for block in blocks)
+
+
+def test_a_keyword_of_the_call_is_the_layer_s_own():
+    """Also one that `checkpoint` has, too."""
+    x = torch.randn(2, 4, requires_grad=True)
+    for apply in (recompute, AdaptiveCheckpoint(0.5, 1, used=lambda: 1).apply):
+        block = Swallowing(4, 4)
+        with apply([block]):
+            block(x, save="this", index=3).sum().backward()
+        assert block.handed == {"save": "this", "index": 3} and block.weight.grad is not None
 
 
 @pytest.mark.parametrize(("saved", "slower", "expected"), [

@@ -73,7 +73,7 @@ def test_other_random_numbers_the_second_time(pair):
 
 
 def test_the_whole_region_stays_until_it_is_through():
-    """Backward of the outer graph cannot free what the inner one holds; slots let go one by one."""
+    """Backward of the outer graph cannot free what the inner one holds; placeholders let go one by one."""
     x = torch.randn(1000, requires_grad=True)
 
     def peak(how):

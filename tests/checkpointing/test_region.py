@@ -1,6 +1,7 @@
 """checkpoint: the gradients of a plain call bit for bit, and the bytes of its inputs alone."""
 
 import gc
+import inspect
 import threading
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from refimpl import memory
 from refimpl.checkpointing import RecomputeError, checkpoint
-from refimpl.checkpointing.region import Region
+from refimpl.checkpointing.region import OPTIONS, OPTIONS_OF_TORCH, RecomputedRegion
 from refimpl.model import GPT, GPTConfig, softmax_attention
 
 CONFIG = GPTConfig(vocab_size=64, context_length=64, layers=2, hidden=32, heads=4, dropout=0.1)
@@ -289,13 +290,13 @@ def test_backward_lets_go_of_each_tensor_as_it_takes_it(monkeypatch):
 
     assert held_along_backward() == [(7 - i) * 4000 for i in range(8)]  # x itself is an input
 
-    class Hoarder(Region):
-        def take(self, slot):
-            tensor = super().take(slot)
+    class Hoarder(RecomputedRegion):
+        def take(self, placeholder):
+            tensor = super().take(placeholder)
             self.__dict__.setdefault("hoard", []).append(tensor)
             return tensor
 
-    monkeypatch.setattr("refimpl.checkpointing.region.Region", Hoarder)
+    monkeypatch.setattr("refimpl.checkpointing.region.RecomputedRegion", Hoarder)
     assert held_along_backward() == [7 * 4000] * 8
 
 
@@ -329,7 +330,7 @@ def test_a_region_runs_once_more_for_a_backward_and_is_gone_after_it(x, w):
     y.square().sum().backward()
     assert len(runs) == 2
     del y
-    assert not [o for o in gc.get_objects() if type(o) is Region], "it waits for the collector of cycles"
+    assert not [o for o in gc.get_objects() if type(o) is RecomputedRegion], "it waits for the collector of cycles"
 
 
 def test_what_a_backward_does_not_take_goes_at_its_end():
@@ -359,6 +360,21 @@ def test_looking_at_a_node_leaves_nothing_behind(x, w):
 def test_what_cannot_be_called_is_refused(x):
     with pytest.raises(TypeError, match=r"checkpoint\(Tensor, …\): expected a function"):
         checkpoint(x.sin(), x)
+
+
+@pytest.mark.parametrize("name", OPTIONS_OF_TORCH)
+def test_an_option_of_torch_s_checkpoint_is_refused(x, name):
+    def swallowing(x, **anything):
+        return x.sin()
+
+    with pytest.raises(TypeError, match=f"{name}=False is an option of torch.*early_stop, save, recompute_context"):
+        checkpoint(swallowing, x, **{name: False})
+    assert name in inspect.getsource(torch_checkpoint), "torch knows it"
+
+
+def test_the_options_are_those_of_the_signature():
+    parameters = inspect.signature(checkpoint).parameters.values()
+    assert OPTIONS == tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 @pytest.mark.parametrize(("second", "early_stop", "message"), [
@@ -433,7 +449,7 @@ def test_a_function_that_writes_into_its_input_makes_no_cycle(x):
     with pytest.raises(RuntimeError, match="changed in place"):
         y.sum().backward()
     del hidden, y
-    assert not [o for o in gc.get_objects() if type(o) is Region], "it waits for the collector of cycles"
+    assert not [o for o in gc.get_objects() if type(o) is RecomputedRegion], "it waits for the collector of cycles"
 
 
 def test_an_exception_in_the_forward_leaves_no_hooks(x):

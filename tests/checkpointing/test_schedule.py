@@ -138,8 +138,15 @@ def test_a_budget_that_cannot_be_met(budget, message):
     assert optimal_schedule([1] * 5, [10] * 5, [1] * 5, budget=13).peak == 13
 
 
+@pytest.mark.parametrize("search", [optimal_schedule, time_peak_curve])
+def test_a_cost_that_nobody_knows(search):
+    options = {"budget": 9} if search is optimal_schedule else {}
+    with pytest.raises(TypeError, match=f"{search.__name__} has no option 'peaks': expected forward_times, backward_"):
+        search([1], [1], peaks=[1], **options)
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
-    (([], []), "forward_times is empty"), (([1, 2], [1]), "activation_bytes has 1 entries for 2 stages"),
+    (([], []), "forward_times is empty"), (([1, 2], [1]), "activation_bytes has 1 entries: expected 2"),
     (([1, float("nan")], [1, 1]), r"forward_times\[1\] is nan"), (([1], [-3]), r"activation_bytes\[0\] is -3"),
     (([1], [1], [float("inf")]), r"output_bytes\[0\] is inf")])
 def test_costs_that_make_no_sense(arguments, message):

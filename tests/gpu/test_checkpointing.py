@@ -64,7 +64,7 @@ def test_the_generator_goes_on_as_if_nothing_was_drawn_twice():
 
 
 def test_tensors_on_both_devices():
-    """Autograd's CUDA thread and the main thread open slots of one region."""
+    """Autograd's CUDA thread and the main thread open placeholders of one region."""
     x, y = torch.randn(512, 512, device="cuda", requires_grad=True), torch.randn(512, 512, requires_grad=True)
 
     def both(x, y):

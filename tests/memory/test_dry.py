@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from refimpl import memory
 from refimpl.memory.dry import _trackable
-from refimpl.memory.tensors import tensors_in
+from refimpl.memory.tracking.tensors import tensors_in
 from refimpl.model import GPT, GPTConfig
 
 SHAPE = {"vocab_size": 256, "context_length": 64, "layers": 2, "hidden": 32, "heads": 4}

@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from refimpl import memory
-from refimpl.memory.tensors import tensors_in
+from refimpl.memory.tracking.tensors import tensors_in
 
 PROGRAMS = {}
 

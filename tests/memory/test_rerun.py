@@ -12,7 +12,7 @@ from refimpl.memory.rerun import Environment, has_drawn, random_state
 def test_numbers_come_again_and_afterwards_go_on_as_before():
     there = Environment(torch.rand, [])
     first = torch.rand(3)
-    there.settle()
+    there.drop_unused()
     state = torch.get_rng_state()
     with there.restored():
         assert torch.equal(torch.rand(3), first)
@@ -21,7 +21,7 @@ def test_numbers_come_again_and_afterwards_go_on_as_before():
 
 def test_a_state_that_did_not_change_is_let_go():
     there = Environment(torch.sin, [])
-    there.settle()
+    there.drop_unused()
     assert not there._random
     torch.rand(1)
     state = torch.get_rng_state()

@@ -9,7 +9,7 @@ import torch
 
 from refimpl import memory
 from refimpl.memory import Moment, Trace, Tracker
-from refimpl.memory.trace import Op, StorageRecord, settle
+from refimpl.memory.trace import Op, StorageRecord, category_of
 
 
 def test_categories_sum_to_the_total_at_every_point(trained):
@@ -111,7 +111,7 @@ PLAIN = {"device": "cpu", "op": "mm", "phase": "forward", "module": "", "born": 
     ({"held_by_optimizer": True}, "optimizer state"),
 ])
 def test_the_category_that_each_fact_leads_to(known, category):
-    assert settle(StorageRecord(**PLAIN | known), master_weights=True) == category
+    assert category_of(StorageRecord(**PLAIN | known), master_weights=True) == category
 
 
 def test_an_activation_is_what_backward_will_read():
@@ -126,16 +126,16 @@ def test_an_activation_is_what_backward_will_read():
             (facts["offered"] or facts["packed"]) and (facts["alive"] or facts["kept"]),  # lives on until backward
         ]
         record = StorageRecord(**PLAIN | facts | {"phase": phase})
-        assert settle(record, master_weights=False) == ("activations" if any(reasons) else "temporaries"), facts
+        assert category_of(record, master_weights=False) == ("activations" if any(reasons) else "temporaries"), facts
 
 
 def test_roles_win_in_one_order_and_the_owner_of_bare_tensors_depends():
     order = ["parameters", "buffers", "gradients", "optimizer state", "inputs"]
     for stronger, weaker in itertools.combinations(order, 2):
-        assert settle(StorageRecord(**PLAIN, roles={weaker, stronger}), master_weights=True) == stronger
+        assert category_of(StorageRecord(**PLAIN, roles={weaker, stronger}), master_weights=True) == stronger
     held = StorageRecord(**PLAIN, held_by_optimizer=True)
-    assert settle(held, master_weights=True) == "optimizer state"
-    assert settle(held, master_weights=False) == "parameters"
+    assert category_of(held, master_weights=True) == "optimizer state"
+    assert category_of(held, master_weights=False) == "parameters"
     module = StorageRecord(**PLAIN, roles={"parameters"})
     assert Trace([], [held, module]).categories() == ["optimizer state", "parameters"]
     assert Trace([], [held, StorageRecord(**PLAIN, roles={"inputs"})]).categories() == ["parameters", "inputs"]

@@ -5,7 +5,7 @@ import torch
 
 from refimpl import memory
 from refimpl.mixed_precision import autocast, autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes
-from refimpl.mixed_precision.regions import Region
+from refimpl.mixed_precision.internals.regions import AutocastRegion
 from refimpl.model import GPT, GPTConfig
 
 LOW = [torch.bfloat16, torch.float16]
@@ -38,7 +38,7 @@ def test_regions_that_keep_more_are_seen(gpt, monkeypatch):
         return t.now["activations"], y
 
     cached = twice()[0]
-    monkeypatch.setattr(Region, "_cast_once", lambda self, weight, dtype: weight.to(dtype))
+    monkeypatch.setattr(AutocastRegion, "_cast_once", lambda self, weight, dtype: weight.to(dtype))
     assert twice()[0] == cached + 2 * linear.weight.numel()
 
 

@@ -10,8 +10,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.mixed_precision import autocast, keep_precision, recompute
-from refimpl.mixed_precision.regions import KEY, current, state
+from refimpl.memory.tracking.tensors import tensors_in
+from refimpl.mixed_precision import autocast, keep_precision
+from refimpl.mixed_precision.internals import recompute
+from refimpl.mixed_precision.internals.regions import KEY, current, state
 from refimpl.model import GPT, GPTConfig
 
 LOW = [torch.bfloat16, torch.float16]
@@ -112,7 +114,7 @@ def test_layers_beyond_our_gpt():
             theirs = module(*given)
         with autocast():
             ours = module(*given)
-        for one, other in zip(memory.tensors.tensors_in(ours), memory.tensors.tensors_in(theirs), strict=True):
+        for one, other in zip(tensors_in(ours), tensors_in(theirs), strict=True):
             assert one.dtype is other.dtype and torch.equal(one, other), module
 
 

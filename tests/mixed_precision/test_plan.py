@@ -121,6 +121,19 @@ def test_what_patterns_match():
         resolve(model, {"head": low})
 
 
+def test_short_names_stand_for_dtypes(small):
+    model, _ = small
+    named = {"*": torch.float32, "blocks.*": torch.bfloat16, "blocks.*.norm?": torch.float16}
+    short = {"*": "fp32", "blocks.*": "bf16", "blocks.*.norm?": "fp16"}
+    assert resolve(model, short) == resolve(model, named) and plan_bytes(model, short) == plan_bytes(model, named)
+    with DynamicPrecisionModel(model, short) as dynamic:
+        assert dynamic.plan == named
+        dynamic.plan = {"*": "fp16"}
+        assert dynamic.plan == {"*": torch.float16}
+    with precision_context(model, "bf16"):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
 def test_arguments_of_every_kind_are_cast():
     x = torch.ones(2)
     tree = {"a": [x, (x.double(), torch.tensor(1))], "b": torch.return_types.max((x, x.long())), "c": "text"}
@@ -281,8 +294,9 @@ def test_plans_that_cannot_be(small):
                  lambda plan: DynamicPrecisionModel(model, plan)):
         for plan, error, message in (
             ({"blocks.9": torch.bfloat16}, ValueError, r"plan\['blocks.9'\] matches no module: this model has embed"),
-            ({"blocks.*": torch.int8}, ValueError, r"plan\['blocks.\*'\]=torch.int8: expected torch.float32 or"),
+            ({"blocks.*": torch.int8}, ValueError, r"plan\['blocks.\*'\]=torch.int8: expected torch.float32, "),
             ({"blocks.*": torch.float64}, ValueError, r"plan\['blocks.\*'\]=torch.float64: expected"),
+            ({"blocks.*": "int8"}, ValueError, r"plan\['blocks.\*'\]='int8': expected .* or 'fp32', 'bf16', 'fp16'"),
             ([("blocks.*", torch.bfloat16)], TypeError, "expected a mapping of patterns to dtypes"),
             ({"head": torch.bfloat16, "embedding": torch.float32}, ValueError,
              "embedding.weight and head.weight are one parameter, and the plan wants it in torch.float32 and in "

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from refimpl.mixed_precision import autocast, kernels, lists
+from refimpl.mixed_precision import autocast
+from refimpl.mixed_precision.internals import kernels, lists
 
 # Known to one side only: what a version of PyTorch took in or dropped, and cuDNN's LSTM, whose flat weights are cast
 # as one buffer (only there where PyTorch was built with CUDA).

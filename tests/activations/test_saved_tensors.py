@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from refimpl import memory
-from refimpl.activations import compress_activations, saving
-from refimpl.activations.saving import SavedStorages, Stored, View, Whole
+from refimpl.activations import compress_activations, saved_tensors
+from refimpl.activations.saved_tensors import SavedStorages, Stored, View, Whole
 from refimpl.model import GPT, GPTConfig
 
 
@@ -287,9 +287,9 @@ def test_bad_arguments(arguments, error, message):
 
 def test_techniques_say_what_they_do(linear):
     x = torch.randn(4, 16, requires_grad=True) * 1
-    with pytest.raises(TypeError, match="does not say how to store"), SavedStorages(linear, 0, None):
+    with pytest.raises(NotImplementedError, match="SavedStorages defines no store"), SavedStorages(linear, 0, None):
         linear(x)
-    with pytest.raises(TypeError, match="does not say how to restore"):
+    with pytest.raises(NotImplementedError, match=r"Stored defines no restore\(\)"):
         Stored(x).restore()
     assert no_hooks()
 
@@ -409,7 +409,7 @@ def test_a_copy_of_the_model_made_inside_is_not_in_the_region(gpt):
             other(tokens.clone(), tokens.clone())
         assert len(c._callers) == seen
         hooks = [hook for m in twin.modules() for hook in (m._forward_pre_hooks | m._forward_hooks).values()]
-        assert all(hook._function is saving._nothing for hook in hooks)
+        assert all(hook._function is saved_tensors._nothing for hook in hooks)
     again = pickle.loads(pickle.dumps(copy.deepcopy(c.report)))
     assert again.before == c.report.before and again.held_elsewhere() == [] and loss.isfinite()
 
@@ -447,7 +447,7 @@ def test_a_hook_that_raises_before_ours_does_not_choose_what_follows(linear):
 
 def test_a_shared_module_goes_by_each_of_its_names(linear):
     model = nn.ModuleDict({"first": linear, "second": linear})
-    assert saving.chosen(model, ["second"]) == saving.chosen(model, ["*"])[1:] == [linear]
+    assert saved_tensors.chosen(model, ["second"]) == saved_tensors.chosen(model, ["*"])[1:] == [linear]
 
 
 # --- what is more than a view of a storage ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a tracker hears besides operations: modules, optimizers, autograd's savings, resized storages.
+"""What a tracker hears besides operations: modules, optimizers, saved tensors, resized storages.
 
 PyTorch offers global hooks for modules and optimizers. It offers none for three things, so while a tracker is active
 three public methods are wrapped, once, whatever the number of trackers:
@@ -27,7 +27,7 @@ _installed = ExitStack()
 
 
 def subscribe(tracker):
-    """Let `tracker` hear everything until `unsubscribe`."""
+    """Send every event to `tracker` until `unsubscribe`."""
     if not _trackers:
         try:
             _install()
@@ -38,7 +38,7 @@ def subscribe(tracker):
 
 
 def unsubscribe(tracker):
-    """Stop; when the last tracker leaves, PyTorch is as it was."""
+    """Stop sending to `tracker`. When the last one leaves, PyTorch is as it was."""
     _trackers.remove(tracker)
     if not _trackers:
         _installed.close()

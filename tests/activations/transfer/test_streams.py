@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from refimpl.activations import offload_activations
-from refimpl.activations.transfer import CUDATransfer, Rehearsal
+from refimpl.activations.transfer.streams import CUDATransfer, Rehearsal
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,8 @@
 """The autocast regions of a thread: which are open, and the dtype that each device's operations take in them.
 
-The state lies in PyTorch's thread-local storage, beside the switch that lets operations reach our kernels: a new thread
-has neither, and autograd's own threads, which run the backward of CUDA tensors, inherit both from the thread that
-called `backward`.
+The state is in PyTorch's thread-local storage, beside the switch that lets operations reach our kernels. A new thread
+has neither; autograd's own threads, which run the backward of CUDA tensors, inherit both from the thread that called
+`backward`. A `threading.local` would not be inherited.
 """
 
 import ctypes
@@ -15,14 +15,14 @@ from torch._C import DispatchKey
 from torch.multiprocessing.reductions import StorageWeakRef
 
 KEY = DispatchKey.AutocastPrivateUse1  # above autograd, beside torch.autocast's own; free on CPU and CUDA
-_SLOT = "refimpl.mixed_precision"
+_TLS_KEY = "refimpl.mixed_precision"
 
 
-class Region:
-    """One `with autocast(…)`, open: what it says for `device_type`, and the casts of weights made in it.
+class AutocastRegion:
+    """Hold one open `with autocast(…)`: what it says for `device_type`, and the casts of weights made in it.
 
     `dtype` is None where it is disabled. `casts`: id of a weight -> (weak references to it and its storage, what it
-    looked like, cast); regions inside one another with the same dtype share it, and who began it empties it.
+    looked like, cast); regions inside one another with the same dtype share it, and the outermost empties it.
     """
 
     __slots__ = ("casts", "device_type", "dtype", "on", "owner", "shared")
@@ -32,7 +32,7 @@ class Region:
         self.on = "is_cuda" if device_type == "cuda" else "is_cpu"  # the property that tells its tensors
 
     def cast(self, x, dtype):
-        """`x` in `dtype`, if it is a floating-point tensor of this device (but not float64: that was chosen)."""
+        """Return `x` in `dtype` if it is a floating-point tensor of this device, and not float64, which was chosen."""
         if x.dtype is dtype or not getattr(x, self.on) or not x.is_floating_point() or x.dtype is torch.float64:
             return x
         if self.casts is None or dtype is not self.dtype or not (x.requires_grad and x.is_leaf) or x._is_view():
@@ -66,33 +66,21 @@ class State(NamedTuple):
 NONE = State()
 
 
-def _stash_steals():
-    """Whether this PyTorch stashes an object without a reference of its own, and drops one later: 2.11 does."""
-    probe = State()
-    before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(_SLOT, probe)
-    steals = sys.getrefcount(probe) == before
-    if steals:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
-    return steals
-
-
-_STASH_STEALS = _stash_steals()
-
-
 def _stash(value):
-    if _STASH_STEALS:
+    """Put `value`, a new object, into the thread's storage. PyTorch 2.11 takes no reference to it, but drops one."""
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(_TLS_KEY, value)
+    if sys.getrefcount(value) == before:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(_SLOT, value)
 
 
 def state():
-    """The State of this thread."""
-    return torch._C._get_obj_in_tls(_SLOT) if torch._C._is_key_in_tls(_SLOT) else NONE
+    """Return the State of this thread."""
+    return torch._C._get_obj_in_tls(_TLS_KEY) if torch._C._is_key_in_tls(_TLS_KEY) else NONE
 
 
 def current(device_type):
-    """The innermost open region for `device_type`, or None."""
+    """Return the innermost open region for `device_type`, or None."""
     return next((region for region in reversed(state().stack) if region.device_type == device_type), None)
 
 
@@ -101,6 +89,6 @@ def set_stack(stack):
     innermost = {region.device_type: region for region in stack}
     active = tuple(innermost[device] for device in ("cuda", "cpu")
                    if device in innermost and innermost[device].dtype is not None)
-    _stash(State(tuple(stack), active) if stack else NONE)
+    _stash(State(tuple(stack), active))
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not active)
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, bool(active))

@@ -11,11 +11,11 @@ from collections import deque
 
 import torch
 
-from .saving import Stored
+from ..saved_tensors import Stored
 
 
 class Offloaded(Stored):
-    """A storage in host memory. `copy` is what was fetched of it and not yet used by all who saved it."""
+    """Hold a storage in host memory. `copy` is what was fetched of it, until every operation that saved it used it."""
 
     def __init__(self, tensor, schedule, index, host):
         super().__init__(tensor)
@@ -23,12 +23,12 @@ class Offloaded(Stored):
         self.overwritten, self.copy, self.ticket, self.taken, self.done = None, None, None, 0, False
 
     def restore(self):
-        """Its flat content on the device."""
+        """Return its flat content on the device."""
         return self.schedule.take(self)
 
 
-class Schedule:
-    """The storages of one forward: at most `depth` on their way out, and `depth` fetched ahead of their use."""
+class TransferSchedule:
+    """Order the copies of one forward: at most `depth` storages on their way out, `depth` prefetched in backward."""
 
     def __init__(self, transfer, depth):
         self._transfer, self._depth = transfer, depth
@@ -40,17 +40,20 @@ class Schedule:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def send(self, flat, tensor):
-        """Begin to copy out. Returns the Offloaded."""
+        """Start the copy to the host. Returns the Offloaded."""
         with self._lock:
             host, ticket = self._transfer.to_host(flat)
             stored = Offloaded(tensor, self, len(self._order), host)
             self._order.append(weakref.ref(stored))
             self._leaving.append((flat, flat._version, ticket, self._order[-1]))
-            self.settle(self._depth)
+            self.wait(self._depth)
             return stored
 
-    def settle(self, left=0):
-        """Let go of device memory until `left` storages are on their way. What was written to meanwhile is spoilt."""
+    def wait(self, left=0):
+        """Wait until at most `left` storages are on their way; the device memory of the others is free.
+
+        A storage that was written to while it was copied is marked: `take` refuses it.
+        """
         with self._lock:
             while len(self._leaving) > left:
                 flat, version, ticket, reference = self._leaving[0]
@@ -63,9 +66,9 @@ class Schedule:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def take(self, stored):
-        """The content on the device; the storages sent before it follow. RuntimeError for one that was overwritten."""
+        """Return the content on the device and prefetch what was sent before it. RuntimeError if it was overwritten."""
         with self._lock:
-            self.settle()
+            self.wait()
             if stored.overwritten:
                 now, then = stored.overwritten
                 raise RuntimeError("one of the variables needed for gradient computation has been modified by an "
@@ -76,9 +79,9 @@ class Schedule:
             self._fetch_ahead(stored.index)
             self._transfer.wait(stored.ticket)
             flat, stored.taken = stored.copy, stored.taken + 1
-            if stored.taken == stored.views:  # the last who saved it
+            if stored.taken == stored.views:  # by every operation that saved it
                 stored.copy, stored.done = None, True
-            if self._backward == -1:  # somebody looks at a node outside any backward
+            if self._backward == -1:  # a node is inspected outside any backward
                 self.forget()
             return flat
 
@@ -106,7 +109,7 @@ class Schedule:
                 ahead += 1
 
     def forget(self):
-        """Drop what was fetched and not used, and begin anew: a retained graph may come again."""
+        """Drop what was fetched and not used, and start again: a retained graph may run once more."""
         with self._lock:  # another thread's backward may be about to take one
             self._backward = None
             for stored in filter(None, (reference() for reference in self._order)):

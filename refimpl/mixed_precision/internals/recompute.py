@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch.utils.checkpoint
 
-from ..memory import rerun
-from .regions import Region, set_stack, state
+from ...memory import rerun
+from .regions import AutocastRegion, set_stack, state
 
 _lock = threading.Lock()
 _open = 0  # regions, over all threads
@@ -21,7 +21,7 @@ _installed = ExitStack()
 
 @rerun.register
 def regions_of_now():
-    """A function that makes a context in which the autocast regions are those that are open now.
+    """Return a function that makes a context with the autocast regions that are open now.
 
     Casts of weights made in it last until its end.
     """
@@ -32,7 +32,7 @@ def regions_of_now():
 @contextmanager
 def _reopened(then):
     now = state().stack
-    set_stack([Region(r.owner, r.device_type, r.dtype, None if r.casts is None else {}) for r in then])
+    set_stack([AutocastRegion(r.owner, r.device_type, r.dtype, None if r.casts is None else {}) for r in then])
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def _reopened(then):
 
 
 def keep_precision(function):
-    """`function`, so that it runs in the autocast regions that are open now, whenever and in whichever thread it runs.
+    """Wrap `function` so that it runs in the autocast regions that are open now, at any time and in any thread.
 
     Casts of weights made in such a run last until its end.
     """
@@ -55,7 +55,7 @@ def keep_precision(function):
 
 
 def region_opened():
-    """The first of all regions installs the wrappers."""
+    """Count a region; the first one installs the wrappers."""
     global _open
     with _lock:
         _open += 1
@@ -64,7 +64,7 @@ def region_opened():
 
 
 def region_closed():
-    """The last one takes them away."""
+    """Count it out; the last one removes the wrappers."""
     global _open
     with _lock:
         _open -= 1

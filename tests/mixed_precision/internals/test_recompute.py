@@ -9,7 +9,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from refimpl import memory
 from refimpl.checkpointing import RecomputeError
 from refimpl.checkpointing import checkpoint as own_checkpoint
-from refimpl.mixed_precision import autocast, keep_precision, recompute
+from refimpl.mixed_precision import autocast, keep_precision
+from refimpl.mixed_precision.internals import recompute
 
 KINDS = {"reentrant": True, "not reentrant": False}
 

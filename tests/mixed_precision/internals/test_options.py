@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from refimpl.mixed_precision import MixedPrecisionOptimizer, options
+from refimpl.mixed_precision import MixedPrecisionOptimizer
+from refimpl.mixed_precision.internals import options
 
 
 def test_options_are_replaced_and_parameters_stay():

@@ -7,16 +7,16 @@ import weakref
 import pytest
 import torch
 
-from refimpl.activations.saving import View
-from refimpl.activations.schedule import Schedule
+from refimpl.activations.saved_tensors import View
+from refimpl.activations.transfer.schedule import TransferSchedule
 
 
 class Case:
-    """`n` storages sent by a Schedule of `depth`, each saved `views` times; `.flats` are weak references to the
+    """`n` storages sent by a TransferSchedule of `depth`, each saved `views` times; `.flats` are weak references to the
     device's storages."""
 
     def __init__(self, lazy, depth, n=6, views=1):
-        self.lazy, self.schedule = lazy, Schedule(lazy, depth)
+        self.lazy, self.schedule = lazy, TransferSchedule(lazy, depth)
         self.views, self.flats, self.values = [], [], []
         for i in range(n):
             flat = torch.full((10,), float(i))
@@ -67,7 +67,7 @@ def test_at_most_depth_storages_are_on_their_way_out(lazy, depth):
     case = Case(lazy, depth)
     assert case.alive == list(range(6 - depth, 6))
     assert lazy.waits == [("out", i) for i in range(6 - depth)], "each is waited for before it is let go"
-    case.schedule.settle()
+    case.schedule.wait()
     assert case.alive == []
     assert lazy.numbers("out") == list(range(6))
 
@@ -84,7 +84,7 @@ def test_they_come_back_in_reverse_order_once_each(lazy, depth, order):
 def test_depth_of_them_are_fetched_ahead(lazy, depth):
     """When storage i is handed over, i − 1 … i − depth are on their way, and no others."""
     case = Case(lazy, depth)
-    case.schedule.settle()
+    case.schedule.wait()
     begun = len(lazy.log)
     seen = []
 
@@ -188,18 +188,18 @@ def test_a_region_of_many_steps_does_not_grow(lazy):
 def test_host_memory_goes_with_the_graph(lazy):
     case = Case(lazy, depth=2)
     hosts = [weakref.ref(views[0].stored.host) for views in case.views]
-    case.schedule.settle()
+    case.schedule.wait()
     lazy._queue.clear()
     case.views.clear()
     assert not any(host() is not None for host in hosts)
 
 
 def test_what_was_written_to_on_its_way_out_is_refused(lazy):
-    schedule = Schedule(lazy, 2)
+    schedule = TransferSchedule(lazy, 2)
     flat = torch.zeros(10)
     view = View(schedule.send(flat, flat), flat)
     flat.add_(1)
-    schedule.settle()
+    schedule.wait()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation while it was copied to the host: float32 "
                                            r"\[10\] is at version 1, expected version 0"):
         view.unpack()
@@ -210,14 +210,14 @@ def test_what_was_written_to_on_its_way_out_is_refused(lazy):
         view.unpack()  # inside the region, before anybody has settled
     late = torch.zeros(10)
     view = View(schedule.send(late, late), late)
-    schedule.settle()
+    schedule.wait()
     late.add_(1)
     assert torch.equal(view.unpack(), torch.zeros(10)), "the copy was made by then"
 
 
 def test_a_wait_that_was_interrupted_is_made_again(lazy):
     """Until then the device's memory is not given away."""
-    schedule, flat, wait = Schedule(lazy, 2), torch.ones(10), lazy.wait
+    schedule, flat, wait = TransferSchedule(lazy, 2), torch.ones(10), lazy.wait
     alive = weakref.ref(flat.untyped_storage())
     view = View(schedule.send(flat, flat), flat)
     lazy._queue[0] = lazy._queue[0][0], torch.ones(10)  # the schedule alone holds the source
@@ -228,7 +228,7 @@ def test_a_wait_that_was_interrupted_is_made_again(lazy):
 
     lazy.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
-        schedule.settle()
+        schedule.wait()
     assert alive() is not None
     lazy.wait = wait
     assert torch.equal(view.unpack(), torch.ones(10)) and alive() is None
@@ -245,7 +245,7 @@ def test_the_end_of_a_backward_waits_for_another_threads_take(lazy):
         return fetch(host, device)
 
     lazy.to_device = slow
-    case.schedule.settle()
+    case.schedule.wait()
     ended = []
     other = threading.Thread(target=lambda: (entered.wait(), case.schedule.forget(), ended.append(go.is_set())))
     other.start()

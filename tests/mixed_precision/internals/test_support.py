@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from refimpl import memory
-from refimpl.mixed_precision import autocast, support
+from refimpl.mixed_precision import autocast
+from refimpl.mixed_precision.internals import support
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def tensors_in(tree):
-    """Every tensor in nested lists, tuples and dicts."""
+    """Yield every tensor in nested lists, tuples and dicts."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -28,7 +28,7 @@ _SPARSE = {  # layout -> the methods that give the dense tensors it is made of
 
 
 def dense_parts(tensor):
-    """The tensors that own the storages of `tensor`: itself, or the parts of a sparse or wrapper tensor."""
+    """Return the tensors that own the storages of `tensor`: itself, or the parts of a sparse or wrapper tensor."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly always; on every operation's way
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):

@@ -4,10 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from refimpl.mixed_precision import kernels, lists
-from refimpl.mixed_precision.regions import Region, set_stack, state
+from refimpl.mixed_precision import autocast
+from refimpl.mixed_precision.internals import kernels, lists
+from refimpl.mixed_precision.internals.regions import AutocastRegion, set_stack, state
 
 x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -16,7 +18,7 @@ x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 def cuda_table(dtype=torch.float16):
     """A region in which CPU tensors are treated as CUDA's are."""
     kernels.register("cuda")
-    region, before = Region(None, "cuda", dtype, {}), state().stack
+    region, before = AutocastRegion(None, "cuda", dtype, {}), state().stack
     region.on = "is_cpu"
     set_stack((*before, region))
     try:
@@ -116,6 +118,14 @@ def test_our_gpt_under_cuda_s_table(gpt, dtypes):
     norm = "aten::native_layer_norm" if model.config.norm == "layernorm" else "aten::rsqrt"
     assert by_name[norm] == {"torch.float32"}
     assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_an_operation_of_another_device_s_table_passes_through():
+    """einsum is in CUDA's table alone: in a region for the CPU, the products inside it are cast."""
+    kernels.register("cuda")
+    with autocast(torch.bfloat16, "cpu"):
+        assert torch.einsum("ij,jk->ik", x, x).dtype is torch.bfloat16
+        assert nn.GRUCell(4, 4)(x, x).dtype is torch.float32 and x.exp().dtype is torch.float32
 
 
 def test_an_operation_that_this_pytorch_does_not_have_is_passed_over(monkeypatch):

@@ -5,8 +5,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class CUDATransfer:
-    """One more stream for each device, which makes all copies of both directions in the order in which they were asked
-    for: what was sent out has arrived before it is fetched back.
+    """Copy on one more stream for each device, in both directions and in the order of the calls: what was sent out has
+    arrived before it is fetched back.
 
     Pinned memory does not move, so the device reads and writes it without the CPU. PyTorch keeps freed pinned blocks
     for the next allocation, and rounds each up to a power of two.
@@ -16,21 +16,21 @@ class CUDATransfer:
         self._streams = {}
 
     def offloads(self, tensor):
-        """Whether it lies on a device that is not the host."""
+        """Tell whether the tensor is on a device other than the host."""
         return tensor.device.type == "cuda"
 
     def to_host(self, flat):
-        """(pinned copy, ticket): begin to copy out, after what the current stream has been asked so far."""
+        """Start a copy to the host, after the work already queued on the current stream: (pinned copy, ticket)."""
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=not isinstance(flat, FakeTensor))
         return host, self._copy(host, flat, flat.device)
 
     def to_device(self, host, device):
-        """(copy on the device, ticket): begin to copy in. Its block is the current stream's, to be waited for there."""
+        """Start a copy to the device: (copy, ticket). Its block is the current stream's: `wait` before it is used."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=device)
         return flat, self._copy(flat, host, device)
 
     def wait(self, ticket):
-        """The current stream goes on when the copy is done. The CPU does not wait."""
+        """Let the current stream go on when the copy is done. The CPU does not wait."""
         device, done = ticket
         torch.cuda.current_stream(device).wait_event(done)
 
@@ -45,7 +45,7 @@ class CUDATransfer:
 
 
 class Rehearsal:
-    """A transfer within host memory, for the order and the bytes where there is no GPU: each copy is made at once.
+    """Copy within host memory, at once: for the order and the bytes where there is no GPU.
 
     `.log`: ("out" or "in", bytes) of every copy.
     """
@@ -54,18 +54,18 @@ class Rehearsal:
         self.log = []
 
     def offloads(self, tensor):
-        """Everything."""
+        """Return True: everything is copied."""
         return True
 
     def to_host(self, flat):
-        """(copy, None)."""
+        """Return (copy, None)."""
         self.log.append(("out", flat.nbytes))
         return flat.clone(), None
 
     def to_device(self, host, device):
-        """(copy, None)."""
+        """Return (copy, None)."""
         self.log.append(("in", host.nbytes))
         return host.clone(), None
 
     def wait(self, ticket):
-        """Every copy is there already."""
+        """No-op: every copy is done already."""

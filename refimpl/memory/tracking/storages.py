@@ -1,7 +1,7 @@
-"""The life of storages: who is born, resized and freed, by which operation. No word yet of what they are for.
+"""The life of storages: allocated, resized and freed, by which operation; not yet what they are for.
 
-Each operation is seen below autograd (a `TorchDispatchMode`); a storage that it brings into the world is noted once,
-and a weak reference tells when it leaves. Views and tied weights share a storage and count once. What a kernel takes
+Each operation is seen below autograd (a `TorchDispatchMode`). A storage that it allocates is noted once, and a weak
+reference tells when it is freed. Views and tied weights share a storage and count once. What a kernel takes
 and returns inside one operation is not seen; see `memory.measure` for that.
 """
 
@@ -15,21 +15,21 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .ledger import category_name
+from ..ledger import category_name
+from ..trace import START, Op, StorageRecord, Trace
 from .tensors import dense_parts
-from .trace import START, Op, StorageRecord, Trace
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
 
 
 def remember_mark(storage, category):
-    """From now until it dies, `storage` has this category, whoever tracks it."""
+    """Give `storage` this category until it is freed, in every tracker."""
     key = storage._cdata
     _marks[key] = weakref.ref(storage, lambda _: _marks.pop(key, None)), category_name(category)
 
 
 def mark_of(storage):
-    """The category that `storage` was marked with, or None."""
+    """Return the category that `storage` was marked with, or None."""
     return _marks.get(storage._cdata, (None, None))[1]
 
 
@@ -51,7 +51,7 @@ class _StorageRef(weakref.ref):
 
 
 class StorageMode(Trace, TorchDispatchMode):
-    """A Trace that is still being written. Subclasses say in which phase and module an operation runs."""
+    """Write a Trace. Subclasses say in which phase and module an operation runs."""
 
     supports_higher_order_operators = True  # torch.cond, flex_attention: seen as one operation
 
@@ -151,11 +151,11 @@ class StorageMode(Trace, TorchDispatchMode):
         return found
 
     def made(self, name, tensor):
-        """A tensor that no operation announced was born just now."""
+        """Note a tensor that a call made without an operation."""
         self._record(name, tensor)
 
     def resized(self, storage, before):
-        """`untyped_storage().resize_` was called on a storage that had `before` bytes."""
+        """Note that `untyped_storage().resize_` was called on a storage that had `before` bytes."""
         if storage._cdata not in self._alive:
             self._register(storage, storage.device, nbytes=before)
         if storage._cdata in self._alive:

@@ -25,7 +25,7 @@ ALIASES = {"TBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBa
 
 
 class Stored:
-    """What a technique made of one storage: `restore()` gives its flat content, a tensor (n,), back.
+    """Hold what a technique made of one storage; `restore()` returns its flat content, a tensor (n,).
 
     It lives as long as autograd holds a View of it. `views` counts them.
     """
@@ -36,12 +36,12 @@ class Stored:
         self.described = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
     def restore(self):
-        """The flat content, as it was."""
-        raise TypeError(f"{type(self).__name__} does not say how to restore")
+        """Return the flat content, as it was."""
+        raise NotImplementedError(f"{type(self).__name__} defines no restore()")
 
 
 class View:
-    """In the place of one saved tensor: where it lies in a Stored."""
+    """Stand in the place of one saved tensor: where it lies in a Stored."""
 
     __slots__ = ("offset", "shape", "stored", "stride")
 
@@ -51,7 +51,7 @@ class View:
         stored.views += 1
 
     def unpack(self):
-        """The tensor."""
+        """Return the tensor."""
         with torch.no_grad():
             return self.stored.restore().as_strided(self.shape, self.stride, self.offset)
 
@@ -85,7 +85,7 @@ class Whole:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def unpack(self):
-        """The tensor."""
+        """Return the tensor."""
         if self.tensor._version != self.version:
             raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
                                f"operation: {self.tensor.dtype} {list(self.tensor.shape)} is at version "
@@ -94,19 +94,21 @@ class Whole:
 
 
 class SavedStorages:
-    """A context: in it, what autograd saves goes through `store`. One at a time; of contexts inside one another, the
-    innermost is asked (PyTorch calls the innermost pair of hooks). `.report` tells what was done, from each entry anew.
+    """Pass what autograd saves through `store` while this context is open.
+
+    Of contexts inside one another only the innermost is asked (PyTorch calls the innermost pair of hooks). Each entry
+    begins a new `.report` of what was done.
 
     - `model`: its parameters and buffers, and what it is called with, are left alone.
     - `smallest`: storages of fewer bytes are left as they are.
     - `only`: patterns of module names (`"blocks.*.mlp"`); what other modules save is left. None: everything.
 
-    TypeError for a model that is no module; ValueError for a threshold below 0 and a pattern that no module has.
+    Raises TypeError for a model that is no module; ValueError for a threshold below 0 and a pattern that no module has.
     """
 
     def __init__(self, model, smallest, only):
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}: expected the module whose activations are meant")
+            raise TypeError(f"model is a {type(model).__name__}: expected the module whose activations are stored")
         if type(smallest) is not int or smallest < 0:
             raise ValueError(f"smallest={smallest!r}: expected a number of bytes, 0 or more")
         self._model, self.smallest = model, smallest
@@ -116,12 +118,12 @@ class SavedStorages:
     # --- for the technique ------------------------------------------------------------------------------------------
 
     def refuse(self, tensor):
-        """Why this tensor's storage is left whole, in a few words; None if it is to be stored."""
+        """Say why this tensor's storage is left whole, in a few words; None if it is to be stored."""
         return None
 
     def store(self, flat, tensor):
-        """(name of the kind, bytes that it takes, Stored) for the flat content of the tensor's storage, or why not."""
-        raise TypeError(f"{type(self).__name__} does not say how to store")
+        """Return (name of the kind, bytes taken, Stored) for the flat content of the storage, or a str: why not."""
+        raise NotImplementedError(f"{type(self).__name__} defines no store()")
 
     # --- the context ------------------------------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class SavedStorages:
 
 
 def has_storage(tensor):
-    """Whether it is a tensor that is nothing but a strided view of one storage."""
+    """Tell whether the tensor is a plain one: a strided view of one storage."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -247,7 +249,7 @@ def _remember(storages, storage):
 
 
 def chosen(model, patterns):
-    """The modules of `model` whose names match one of `patterns`; ValueError for a pattern that matches none."""
+    """Find the modules of `model` whose names match one of `patterns`; ValueError for a pattern that matches none."""
     modules = dict(model.named_modules(remove_duplicate=False))  # a shared one has several names
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in modules):

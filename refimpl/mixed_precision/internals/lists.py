@@ -4,7 +4,7 @@ A name is an operation of `torch.ops.aten`, `name` or `name.overload`. What is i
 types that its arguments have: GELU, dropout, views, `a + b` (where PyTorch's own promotion gives the wider type). The
 tables are those of `torch.autocast`, op by op (PyTorch 2.13, `ATen/autocast_mode.h` and `autocast_mode.cpp`), so that
 the same program has the same types under both; the reasons are ours. In-place operations and those with `out=` are in
-no table: who writes into a tensor has chosen its type.
+no table: code that writes into a tensor has chosen its type.
 
 The tables differ. CUDA's was made for fp16, whose range ends at 65504: whatever may leave it, exp, powers, sums,
 softmax, norms, runs in fp32. The CPU's was made for bf16, which has fp32's range: softmax, LayerNorm and sum stay as

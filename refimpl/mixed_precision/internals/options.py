@@ -9,12 +9,12 @@ def replace(group, other):
 
 
 def remember(groups):
-    """The options as they are now, for `check_unchanged`."""
+    """Return the options as they are now, for `check_unchanged`."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
 def check_unchanged(remembered, groups):
-    """ValueError if an option of the inner optimizer was changed since, which the wrapper's would now overwrite."""
+    """Raise ValueError if an option of the inner optimizer was changed since: the wrapper's would overwrite it."""
     for then, now in zip(remembered, groups, strict=True):
         for name in then.keys() & now.keys():
             if now[name] is not then[name] and now[name] != then[name]:

@@ -9,14 +9,14 @@ LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def check_dtype(dtype, allowed=LOW_DTYPES, name="dtype"):
-    """ValueError unless `dtype` is one of `allowed`."""
+    """Return `dtype`; ValueError unless it is one of `allowed`."""
     if dtype not in allowed:
         raise ValueError(f"{name}={dtype!r}: expected {' or '.join(map(str, allowed))}")
     return dtype
 
 
 def check_device(device_type):
-    """`device_type`, or what there is if it is None. ValueError for one that is unknown or not there."""
+    """Return `device_type`, or the one there is if it is None. ValueError for one that is unknown or not there."""
     if device_type is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(device_type, torch.dtype):
@@ -30,7 +30,7 @@ def check_device(device_type):
 
 
 def check_computes(device_type, dtype):
-    """ValueError where `device_type` cannot multiply matrices of `dtype`: asked of the device, once a process."""
+    """Raise ValueError if `device_type` cannot multiply matrices of `dtype`: tried on the device, once a process."""
     error = _refusal(device_type, dtype)
     if error:
         other = torch.bfloat16 if dtype is torch.float16 else torch.float16

@@ -35,27 +35,29 @@ def register(device_type):
             op = operation(name)
             if op is not None:
                 policies = {device: table[name] for device, table in lists.POLICIES.items() if name in table}
-                _libraries[1].impl(name, kernel(op, policies), KEY.name)
+                _libraries[1].impl(name, kernel(op, policies), KEY.name, with_keyset=True)
             _registered.add(name)
 
 
 def operation(name):
-    """`torch.ops.aten`'s operation `name` or `name.overload`; None if this version of PyTorch has none."""
+    """Return `torch.ops.aten`'s operation `name` or `name.overload`; None if this version of PyTorch has none."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
 def kernel(op, policies):
-    """What runs in place of `op`: it casts the arguments as the open regions say, then calls `op`, past our key."""
+    """Return what runs in place of `op`: it casts arguments as the open regions say, then calls `op` past our key."""
     apply = {device: POLICIES[policy](op) for device, policy in policies.items()}
-    closed = DispatchKeySet(KEY)
+    closed, below = DispatchKeySet(KEY), torch._C._dispatch_keyset_full_after(KEY)
 
-    def cast_and_call(*args, **kwargs):
+    def cast_and_call(keys, *args, **kwargs):
+        regions = [region for region in state().active if region.device_type in apply]
+        if not regions:  # in another device's table only: pass through, and let the operations inside come here
+            return op.redispatch(keys & below, *args, **kwargs)
         call = op
         with torch._C._ExcludeDispatchKeyGuard(closed):
-            for region in state().active:
-                if region.device_type in apply:
-                    call, args, kwargs = apply[region.device_type](region, call, args, kwargs)
+            for region in regions:
+                call, args, kwargs = apply[region.device_type](region, call, args, kwargs)
             return call(*args, **kwargs)
 
     _leave_to_python(cast_and_call)
@@ -96,7 +98,7 @@ def fp32(op):
 
 
 def eligible(region, x):
-    """Whether autocast may change the type of `x`."""
+    """Tell whether autocast may change the type of `x`."""
     return (isinstance(x, torch.Tensor) and getattr(x, region.on) and x.is_floating_point()
             and x.dtype is not torch.float64)
 
