@@ -33,19 +33,19 @@ class Carried:
         self.aligned = set()  # ids of attention functions that were seen to be
 
     def values(self, where, new):
-        """The tensor of K or V, `where` = (layer, 0 or 1), that `new` is a part of."""
+        """Return the tensor of K or V, `where` = (layer, 0 or 1), that `new` is a part of."""
         layer, which = where
         if self._values[layer][which] is None:
             self._values[layer][which] = memory.mark(new.new_empty(self._shape), CARRIED)
         return self._values[layer][which]
 
     def need_gradients(self):
-        """Room for the sums of gradients, zeros."""
+        """Allocate the sums of gradients, zeros."""
         self.gradients = [[memory.mark(torch.zeros_like(value), CARRIED) for value in pair] for pair in self._values]
 
     @contextmanager
     def chunk(self, first, last, store):
-        """The model's attentions are those of a chunk. `store`: the keys and values are new; else they are there."""
+        """Make the attentions of the model those of a chunk. `store`: its keys and values are new."""
         mask = _Mask(first, last)
         before = [vars(layer).get("attention") for layer in self.layers]
         try:
@@ -107,9 +107,9 @@ class _Mask:
 
     def like(self, q_BHTD):
         if self.made is None:
-            hidden_TS = torch.full((self.last - self.first, self.last), -math.inf, dtype=q_BHTD.dtype,
-                                   device=q_BHTD.device)
-            self.made = hidden_TS.triu_(self.first + 1)
+            mask_TS = torch.full((self.last - self.first, self.last), -math.inf, dtype=q_BHTD.dtype,
+                                 device=q_BHTD.device)
+            self.made = mask_TS.triu_(self.first + 1)
         return self.made
 
 
@@ -136,7 +136,7 @@ class _Carry(torch.autograd.Function):
 
 
 def carried_bytes(config, batch_size, sequence, dtype=torch.float32):
-    """Bytes of the keys and values of a whole sequence, and once more of their gradients: 2·e·L·B·s·G·D."""
+    """Count the bytes of a whole sequence's keys and values: 2·e·L·B·s·G·D. Their gradients take as many."""
     return 2 * dtype.itemsize * config.layers * batch_size * sequence * config.kv_heads * config.head_dim
 
 
