@@ -1,7 +1,9 @@
 """What several tests share: a small GPT, and a step to train it."""
 
+import fnmatch
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,33 @@ from refimpl.model import GPT, GPTConfig
 
 # On a busy machine threads that wait for each other take a hundred times as long as one that does all the work.
 torch.set_num_threads(1)
+
+# Parts of the suite, by file, for `pytest -m core` and the like; without -m everything runs.
+PARTS = {
+    "core": ("test_floors.py", "test_model.py", "memory/test_ledger.py", "memory/test_tracker.py",
+             "memory/test_trace.py", "comm/test_traffic.py", "comm/test_ring.py", "comm/test_matching.py",
+             "accumulation/test_sums.py", "accumulation/test_batches.py", "mixed_precision/test_masters.py",
+             "mixed_precision/test_plan.py", "checkpointing/test_schedule.py", "checkpointing/test_policies.py",
+             "activations/test_codecs.py", "sequence_length/test_polynomial.py", "sequence_length/test_cache.py",
+             "attention/test_reference.py", "attention/call/test_band.py", "zero/test_closed_forms.py",
+             "zero/test_bucket.py", "zero/test_zero2.py", "zero/test_gathering.py"),
+    "faults": ("*/test_faults.py", "*/test_retries.py", "*/test_durable.py", "*/test_refused.py", "*_refused.py",
+               "ranks/test_watch.py", "ranks/test_forking.py", "ranks/test_forkserver.py", "test_gpu_command.py"),
+    "peers": ("bench/*", "zero/test_users_models.py", "zero/test_stages.py", "memory/test_programs.py",
+              "checkpointing/test_region.py"),
+}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark each test with the parts that its file belongs to."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            path = item.path.relative_to(here).as_posix()
+            for part, patterns in PARTS.items():
+                if any(fnmatch.fnmatch(path, pattern) for pattern in patterns):
+                    item.add_marker(part)
+
 
 SMALL = GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)
 

@@ -15,9 +15,9 @@ from refimpl.mixed_precision import (
     MixedPrecisionOptimizer,
     autocast,
     autocast_activation_bytes,
-    lists,
     weight_cast_bytes,
 )
+from refimpl.mixed_precision.internals import lists
 from refimpl.model import GPT, GPTConfig
 
 _path = Path(__file__).parents[1] / "mixed_precision" / "conftest.py"
