@@ -1,12 +1,18 @@
 """What the real allocator says about a region: the second instrument, which knows nothing of the first.
 
-CPU: every allocation and release that PyTorch's CPU allocator made, as its profiler logs them. CUDA: the statistics
-of the caching allocator and of the driver. They include what a kernel takes inside one operation, which no tracker
-sees; they leave out what another library allocated (a NumPy array under a tensor) and, on the CPU, other threads.
+CPU: every allocation and release that PyTorch's CPU allocator made, as its profiler logs them, and its running total,
+which counts those of other threads too (gloo's, DataLoader's, a user's). CUDA: the statistics of the caching allocator
+and of the driver. They include what a kernel takes inside one operation, which no tracker sees; they leave out what
+another library allocated (a NumPy array under a tensor).
 """
 
+import ctypes
+import functools
 import os
+import sys
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -96,7 +102,9 @@ class _Measurement:
 class CPUMeasurement(_Measurement):
     """Sums the profiler's memory events in time order. `events`: [(ns, ± bytes)] of the region.
 
-    The profiler is one per process: RuntimeError if another is running.
+    The profiler logs the threads that it knows: this one, and autograd's. What others took and freed shows in the
+    allocator's total at the next event of a known thread, and stands in `events` as one change. The profiler is one
+    per process: RuntimeError if another is running.
     """
 
     def __enter__(self):
@@ -105,11 +113,15 @@ class CPUMeasurement(_Measurement):
         self._resident = psutil.Process().memory_info().rss
         # Not torch.profiler.profile, which makes a Python object of each operation at the end: seconds for thousands.
         self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+        _count_all_threads(True)
         self._profiler.__enter__()
+        torch.UntypedStorage(1)  # an event at the start and one at the end: the allocator's total is known there
         return self
 
     def __exit__(self, *exception):
+        torch.UntypedStorage(1)
         self._profiler.__exit__(*exception)
+        _count_all_threads(False)
         self.events = _of_this_region(self._profiler.kineto_results.experimental_event_tree())
         del self._profiler
         held = peak = 0
@@ -120,21 +132,46 @@ class CPUMeasurement(_Measurement):
         self.reading = Reading("cpu", peak, held, resident=resident)
 
 
+@functools.cache
+def _all_threads_flag():
+    """The allocator's own flag: with it on, its total counts the threads, too, that the profiler does not know."""
+    name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+        return ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    except (OSError, ValueError) as error:
+        warnings.warn(f"memory.measure on CPU reads this thread and autograd's alone: this build of PyTorch does not "
+                      f"let it count others ({error})", RuntimeWarning, stacklevel=4)
+        return ctypes.c_bool()
+
+
+def _count_all_threads(on):
+    _all_threads_flag().value = on
+
+
 def _of_this_region(tree):
-    """[(ns, ± bytes)] in time order. A release counts if its address was given out here: the profiler keeps the
-    sizes of earlier regions, and would take them for those of what lies at the same address today."""
-    allocations, events = [], list(tree)
+    """[(ns, ± bytes)] in time order, between the first and the last event, which are this meter's own.
+
+    A release counts if its address was given out here: the profiler keeps the sizes of earlier regions, and would
+    take them for those of what lies at the same address today.
+    """
+    log, events = [], list(tree)
     while events:
         event = events.pop()
         events += event.children
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            allocations.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
-    here, kept = set(), []
-    for ns, nbytes, address in sorted(allocations):
+            of_event = event.extra_fields
+            log.append((event.start_time_ns, of_event.alloc_size, of_event.ptr, of_event.total_allocated))
+    here, kept, known = set(), [], None  # known: the total after the event before
+    for ns, nbytes, address, total in sorted(log):
+        by_others = 0 if known is None else total - known - nbytes
+        known = total
+        if by_others:
+            kept.append((ns, by_others))
         if nbytes > 0 or address in here:
             (here.add if nbytes > 0 else here.discard)(address)
             kept.append((ns, nbytes))
-    return kept
+    return kept[2:-2]
 
 
 class CUDAMeasurement(_Measurement):

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
 from .trace import BACKWARD, FORWARD, STEP
 from .tracking import listeners
+from .tracking.in_place import calibrate
 from .tracking.storages import StorageMode, mark_of, remember_mark
 from .tracking.tensors import dense_parts, tensors_in
 
@@ -67,6 +68,7 @@ class Tracker(StorageMode):
         if self.ops or self._alive:
             raise RuntimeError("this tracker has recorded already: call memory.track(…) again for a new one")
         self._under_fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        calibrate(self._under_fake_mode)
         objects, self._objects = self._objects, ()  # what the program frees inside must go
         try:
             for thing in objects:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.variable import Variable
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_buffer_registration_hook,
@@ -21,6 +22,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .in_place import WatchedEngine
 
 _trackers = []  # the active ones, outermost first
 _installed = ExitStack()
@@ -70,6 +73,8 @@ def _install():
     for name in ("frombuffer", "from_dlpack", "get_rng_state"):  # they make a tensor by no operation
         _wrap(torch, name, _make)
     _listen_to_autograd()
+    _installed.callback(setattr, Variable, "_execution_engine", Variable._execution_engine)
+    Variable._execution_engine = WatchedEngine(lambda name, outputs: tell("made", name, outputs))
 
 
 def _enter_step(optimizer, args, kwargs):

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ledger import category_name
 from ..trace import START, Op, StorageRecord, Trace
+from .in_place import note, twin_of
 from .tensors import dense_parts
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
@@ -53,6 +54,7 @@ class _StorageRef(weakref.ref):
 class StorageMode(Trace, TorchDispatchMode):
     """Write a Trace. Subclasses say in which phase and module an operation runs."""
 
+    only_watches = True  # see in_place.py
     supports_higher_order_operators = True  # torch.cond, flex_attention: seen as one operation
 
     def __init__(self):
@@ -75,7 +77,9 @@ class StorageMode(Trace, TorchDispatchMode):
             self._see(args)
             if kwargs:
                 self._see(kwargs.values())
+        func = twin_of(func, args)
         outputs = func(*args, **kwargs)
+        note(func, outputs)
         if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
             self._record(_name(func), outputs)
         return outputs

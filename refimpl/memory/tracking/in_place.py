@@ -1,0 +1,191 @@
+"""Backward in place, as autograd computes it while nobody watches.
+
+Before it writes into a tensor, autograd asks whether a dispatch mode is on, and if one is, computes out of place
+(`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, `areAnyTensorSubclassLike` in FunctionsManual.cpp).
+A tracker is a dispatch mode, and so is what makes tensors fake. So two things are done here for it:
+- gradients that meet at a tensor are added in place under the condition of input_buffer.cpp: that nobody but the
+engine holds the sum so far;
+- formulas that ask run without the mode and count as one operation. On fake tensors, which make autograd compute out
+of place by themselves, what a formula adds to fresh zeros is written into these.
+
+A mode that the user turns on has the same effect on the user's program, so beside one nothing is done.
+"""
+
+import functools
+import sys
+import threading
+from collections import Counter
+from contextlib import nullcontext
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.variable import ImperativeEngine
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+aten = torch.ops.aten
+_PYTHON = torch._C.DispatchKey.Python
+_VANILLA = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_ZEROS = frozenset({aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default})
+_TWINS = {  # what a formula does out of place -> the same in place
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
+    aten.masked_scatter.default: aten.masked_scatter_.default,
+    aten.put.default: aten.put_.default,
+}
+# Nodes whose formula asks. On fake tensors the first ones take as much as on real ones, with the twins above.
+_SCATTERING = ("CummaxBackward0 CumminBackward0 GatherBackward0 IndexBackward0 IndexSelectBackward0 KthvalueBackward0 "
+               "MaskedSelectBackward0 MaxBackward0 MedianBackward1 MinBackward0 ModeBackward0 NanmedianBackward1 "
+               "SortBackward0 SortBackward1 TakeBackward0 TopkBackward0 TraceBackward0").split()
+_OTHER = ("BinaryCrossEntropyBackward0 ClampBackward0 CumprodBackward0 LinalgHouseholderProductBackward0 "
+          "MaskedFillBackward1 MaxBackward1 MedianBackward0 MinBackward1 NanmedianBackward0 OrmqrBackward0 "
+          "ProdBackward0 ProdBackward1").split()
+_ASKING = frozenset(_SCATTERING + _OTHER)
+
+_now = threading.local()  # .ran: the node whose formula has run, so that the engine adds up what it returned
+
+
+class WatchedEngine(ImperativeEngine):
+    """Autograd's engine, which notes before each backward where gradients will meet and which formulas ask.
+
+    - `report(name, outputs)`: called when such a formula ran as one operation.
+    """
+
+    def __init__(self, report):
+        super().__init__()
+        self._report = report
+
+    def run_backward(self, tensors, *args, **kwargs):
+        """Run autograd's own `run_backward` under hooks on these nodes."""
+        hooks = list(self._hooks(tensors))
+        try:
+            return super().run_backward(tensors, *args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hooks(self, tensors):
+        edges = list(_edges(tensors))
+        meet = {edge for edge, count in Counter(edge for _, edge in edges).items() if count > 1}
+        for node in {node for node, edge in edges if edge in meet}:
+            yield node.register_hook(_ran)
+        for node in {node for edge in edges for node in (edge[0], edge[1][0]) if node.name() in _ASKING}:
+            yield node.register_prehook(_without_mode)
+            yield node.register_hook(functools.partial(self._with_mode, node.name()))
+
+    def _with_mode(self, name, outputs, gradients):
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(_PYTHON):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_PYTHON, False)
+            self._report(name, outputs)
+
+
+def _edges(tensors):
+    """Each edge of the graph below: (node, (next node, number of its input))."""
+    nodes = [tensor.grad_fn if isinstance(tensor, torch.Tensor) else tensor.node for tensor in tensors]
+    nodes, met = [node for node in nodes if node is not None], set(nodes)
+    while nodes:
+        node = nodes.pop()
+        for following in node.next_functions:
+            if following[0] is not None:
+                yield node, following
+                if following[0] not in met:
+                    met.add(following[0])
+                    nodes.append(following[0])
+
+
+def _running():
+    """Identify the node that runs: (backward, place in the order of nodes), or None outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
+
+
+def _ran(outputs, gradients):
+    _now.ran = _running()
+
+
+def _without_mode(gradients):
+    """Turn the trackers off for the formula that comes, unless a mode or tensor of the user's is there as well."""
+    real = all(gradient is None or type(gradient) in _VANILLA[:2] for gradient in gradients)
+    if real and _only_trackers():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_PYTHON, True)
+
+
+def _only_trackers():
+    return all(getattr(mode, "only_watches", False) or isinstance(mode, FakeTensorMode)
+               for mode in _get_current_dispatch_mode_stack())
+
+
+# --- inside the mode -------------------------------------------------------------------------------------------------
+
+
+def twin_of(func, args):
+    """Return the operation that autograd would call in place of `func` if no mode were on, or `func`."""
+    if func is aten.add.Tensor:
+        ran = getattr(_now, "ran", None)
+        return aten.add_.Tensor if ran is not None and ran == _running() and _accumulates(*args) else func
+    if func in _TWINS and type(args[0]) is FakeTensor:
+        fresh = getattr(_now, "fresh", None)
+        return _TWINS[func] if fresh == (args[0].untyped_storage()._cdata, _running()) else func
+    return func
+
+
+def note(func, outputs):
+    """Note the zeros that a formula will write into."""
+    if func in _ZEROS and type(outputs) is FakeTensor:
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() in _SCATTERING:
+            _now.fresh = outputs.untyped_storage()._cdata, _running()
+
+
+def _accumulates(so_far, gradient):
+    """Tell whether the engine adds `gradient` to `so_far` in place."""
+    held, readings = _held(so_far), getattr(_now, "readings", None)
+    if readings is not None:  # being calibrated
+        readings.append(held)
+        return False
+    return (not torch.is_grad_enabled() and type(so_far) in _VANILLA and type(gradient) in _VANILLA
+            and held == calibrate(type(so_far) is FakeTensor)
+            and so_far.layout is torch.strided and not so_far._is_zerotensor()
+            and _dense(so_far) and _only_trackers())
+
+
+def _dense(tensor):
+    """Tell whether the elements fill one piece of memory, each its own place, in whatever order of dimensions."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True
+
+
+def _held(tensor):
+    """Count what holds the tensor, its storage and its Python object, this function and its callers included."""
+    return (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), sys.getrefcount(tensor))
+
+
+@functools.cache
+def calibrate(fake):
+    """Return `_held` of a sum that the engine alone holds, read in a backward of three numbers."""
+    _now.readings = readings = []
+    engine = WatchedEngine(None)
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        with FakeTensorMode() if fake else nullcontext(), _Probe():
+            x = torch.ones(3, requires_grad=True) * 1
+            engine.run_backward((x * 2 + x * 3,), (torch.ones(3),), False, False, (), True, True)
+    _now.readings = None
+    return readings[0]
+
+
+class _Probe(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        func = twin_of(func, args)
+        return func(*args, **kwargs)

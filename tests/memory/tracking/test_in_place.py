@@ -1,0 +1,239 @@
+"""A tracked program takes what the same program takes untracked: the allocator alone reads both, in runs of their own."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from refimpl import memory
+from refimpl.memory.tracking import storages
+
+PROGRAMS, FORMULAS = {}, {}
+
+
+def program(function):
+    """Takes weights (4 of 64 × 64) and an input (128, 64); leaves gradients."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+@program
+def a_state_read_by_four_heads(weights, x):
+    h = x @ weights[0]
+    sum((h @ w[:, :4].contiguous()).square().sum() for w in weights).backward()
+
+
+@program
+def the_same_gradient_for_two(weights, x):
+    h, g = x @ weights[0], x @ weights[1]
+    s = h[None] + g[None]
+    (s.sum() + h.square().sum() + g.square().sum()).backward()
+
+
+@program
+def gradients_that_somebody_keeps(weights, x):
+    h, kept = x @ weights[0], []
+    views = [h.view_as(h) for _ in range(3)]
+    for view in views:
+        view.register_hook(kept.append)
+    sum((view @ weights[1]).square().sum() for view in views).backward()
+
+
+@program
+def a_gradient_that_stays(weights, x):
+    h = x @ weights[0]
+    h.retain_grad()
+    sum((h @ w).square().sum() for w in weights).backward()
+
+
+@program
+def gradients_that_are_views(weights, x):
+    h = x @ weights[0]
+    (h.sum() + h.mean() + h.square().sum() + h[:64].sum()).backward()
+
+
+@program
+def gradients_in_another_order_of_dimensions(weights, x):
+    h = (x @ weights[0]).t()
+    sum((w @ h).square().sum() for w in weights).backward()
+
+
+@program
+def a_graph_used_twice(weights, x):
+    h = x @ weights[0]
+    loss = sum((h @ w).square().sum() for w in weights)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@program
+def a_graph_of_gradients(weights, x):
+    h = x @ weights[0]
+    loss = sum((h @ w).square().sum() for w in weights)
+    (gradient,) = torch.autograd.grad(loss, h, create_graph=True)
+    gradient.square().sum().backward()
+
+
+@program
+def recomputed(weights, x):
+    def heads(h):
+        return sum((h @ w).square().sum() for w in weights)
+
+    h = x @ weights[0]
+    (checkpoint(heads, h, use_reentrant=False) + checkpoint(heads, h, use_reentrant=True)).backward()
+
+
+@program
+def several_roots(weights, x):
+    h = x @ weights[0]
+    torch.autograd.backward([h @ w for w in weights], [torch.ones(128, 64) for _ in weights])
+
+
+@program
+def a_users_own_function(weights, x):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.zeros_like(gradient).index_add(0, torch.arange(128), gradient) + gradient
+
+    h = x @ weights[0]
+    (Twice.apply(h) + Twice.apply(h).sin()).sum().backward()
+
+
+@program
+def rows_of_a_table(weights, x):
+    rows = torch.randint(64, (512,))
+    (weights[0][rows].sum() + torch.nn.functional.embedding(rows, weights[0]).square().sum()).backward()
+
+
+@program
+def beside_a_mode_of_the_users(weights, x):
+    with FlopCounterMode(display=False):
+        a_state_read_by_four_heads(weights, x)
+
+
+def formula(*names):
+    def register(function):
+        for name in names:
+            FORMULAS[f"{function.__name__} {name}"] = lambda h, name=name: function(h, name)
+        return function
+
+    return register
+
+
+@formula("sort", "topk", "max", "min", "median", "nanmedian", "mode", "kthvalue", "cummax", "cummin")
+def values_and_places(h, name):
+    given = {"topk": (8,), "kthvalue": (5,), "sort": ()}.get(name, (1,))
+    return getattr(h, name)(*given)[0]
+
+
+@formula("max", "min", "median", "prod", "trace")
+def of_all_elements(h, name):
+    return getattr(h, name)()
+
+
+@formula("cumprod", "prod")
+def along_a_dimension(h, name):
+    return getattr(h, name)(1)
+
+
+@formula("gather", "index_select", "take_along_dim", "take")
+def by_index(h, name):
+    index = torch.randint(64, (128, 32))
+    given = {"gather": (1, index), "index_select": (0, index[0]), "take": (index,)}.get(name, (index, 1))
+    return getattr(h, name)(*given)
+
+
+@formula("index", "masked_select", "clamp", "masked_fill", "binary_cross_entropy")
+def beside_other_tensors(h, name):
+    if name == "index":
+        return h[torch.arange(0, 128, 2)]
+    if name == "binary_cross_entropy":
+        return torch.nn.functional.binary_cross_entropy(h.sigmoid(), h.detach().sigmoid().requires_grad_())
+    return {"masked_select": lambda: h.masked_select(h > 0),
+            "clamp": lambda: h.clamp(-h.detach().abs(), torch.ones(64, requires_grad=True)),
+            "masked_fill": lambda: h.masked_fill(h > 0, torch.ones((), requires_grad=True))}[name]()
+
+
+def of_formula(name):
+    return lambda weights, x: FORMULAS[name]((x @ weights[0]).tanh()).sum().backward()
+
+
+ALL = PROGRAMS | {name: of_formula(name) for name in FORMULAS}
+
+
+def prepare():
+    """A new run: (weights, x), all that they need drawn anew."""
+    torch.manual_seed(0)
+    return [torch.randn(64, 64, requires_grad=True) for _ in range(4)], torch.randn(128, 64)
+
+
+def alone(function):
+    """(Peak of the allocator, gradients) of a run that nothing else watches."""
+    given = prepare()
+    with memory.measure("cpu") as m:
+        function(*given)
+    return m.peak, m.net, [w.grad for w in given[0]]
+
+
+def watched(function):
+    """What the allocator gives out to the program while it is tracked."""
+    given = prepare()
+    with memory.track(*given) as t, memory.measure("cpu") as m:
+        function(*given)
+    return m.peak, m.net, [w.grad for w in given[0]], t
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_takes_what_it_takes_untracked(name):
+    alone(ALL[name])  # the first use of some parts of PyTorch keeps something for ever
+    peak, net, gradients = alone(ALL[name])
+    tracked_peak, tracked_net, tracked_gradients, t = watched(ALL[name])
+    assert (tracked_peak, tracked_net) == (peak, net)
+    for ours, theirs in zip(tracked_gradients, gradients, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    assert t.now.total - t.start.total == net
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "beside_a_mode_of_the_users"])
+def test_the_tracker_reads_it_and_so_does_a_dry_run(name):
+    alone(PROGRAMS[name])
+    peak, _, _ = alone(PROGRAMS[name])
+    given = prepare()
+    with memory.track(*given) as t:
+        PROGRAMS[name](*given)
+    assert t.peak.total - t.start.total == pytest.approx(peak, rel=1e-3)
+    dry = memory.dry_run(PROGRAMS[name], *prepare())
+    assert dry.peak == t.peak
+    assert dry.now == t.now
+
+
+@pytest.mark.parametrize("name", ["a_state_read_by_four_heads", "values_and_places sort", "by_index gather"])
+def test_a_tracker_that_is_in_the_way_is_seen(name, monkeypatch):
+    peak, _, _ = alone(ALL[name])
+    monkeypatch.setattr(storages, "twin_of", lambda func, args: func)
+    monkeypatch.setattr("refimpl.memory.tracking.in_place._ASKING", frozenset())
+    assert watched(ALL[name])[0] > 1.05 * peak
+
+
+def test_the_figures_of_a_hidden_state_read_by_four_linears():
+    body, heads = torch.nn.Linear(8, 1024), torch.nn.ModuleList(torch.nn.Linear(1024, 8) for _ in range(4))
+    x = torch.randn(8192, 8)
+
+    def step():
+        h = body(x)
+        sum(head(h).square().sum() for head in heads).backward()
+        body.zero_grad()
+        heads.zero_grad()
+
+    step()
+    with memory.measure("cpu") as m:
+        step()
+    with memory.track(body, heads, x) as t:
+        step()
+    assert t.peak.total - t.start.total == pytest.approx(m.peak, rel=1e-4)
+    assert m.peak < 105e6  # 134 MB if the gradients of h are added up out of place
