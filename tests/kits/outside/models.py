@@ -97,9 +97,11 @@ def padded(batch=8, length=64, vocabulary=256):
 
 
 def images(batch=4, size=32, classes=10, labels=()):
-    """Return a maker of images, with a class each, or for each point of a map of shape `labels`."""
+    """Return a maker of images, with a class each, for each point of a map of shape `labels`, or none for None."""
 
     def make():
+        if labels is None:
+            return {"pixel_values": torch.randn(batch, 3, size, size)}
         return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(classes, (batch, *labels))}
 
     return make
@@ -120,5 +122,14 @@ def speech(batch=4, mels=40, frames=64, length=16):
 
     def make():
         return {"input_features": torch.randn(batch, mels, frames), "labels": torch.randint(1, 256, (batch, length))}
+
+    return make
+
+
+def sound(batch=2, samples=1600, length=8):
+    """Return a maker of waveforms with what was said."""
+
+    def make():
+        return {"input_values": torch.randn(batch, samples), "labels": torch.randint(1, 256, (batch, length))}
 
     return make
