@@ -65,6 +65,8 @@ def problems(pyproject, constraints, environment, workflow):
             found.append(f"Python {minor} is either tested or allowed by environment.yml, not both")
         if minor in tested and not ours.contains(minor):
             found.append(f"Python {minor} is tested, but requires-python is {ours}")
+    for name in {"torch", "torchvision", "triton"} - set(re.search(r"\^\((.+)\)==", workflow)[1].split("|")):
+        found.append(f"{name} stays pinned where the newest torch is tested")
     return found
 
 
@@ -87,6 +89,7 @@ def test_the_files_agree():
         ("environment.yml", "      - -e .", "", "does not install refimpl"),
         ("environment.yml", "<3.14", "<3.13", "Python 3.13 is either"),
         (".github/workflows/cpu.yml", '"3.11", ', "", "Python 3.11 is either"),
+        (".github/workflows/cpu.yml", "|torchvision", "", "torchvision stays pinned"),
     ],
 )
 def test_a_disagreement_is_found(file, old, new, problem):
@@ -101,10 +104,12 @@ def versions(name):
     return {name: exact_version(pin) for name, pin in requirements((ROOT / name).read_text().splitlines()).items()}
 
 
-def test_the_gpu_machines_have_the_same_but_for_torch_triton_and_numpy():
+def test_the_gpu_machines_have_the_same_but_for_torch_torchvision_triton_and_numpy():
     ours, theirs = versions(PINS), versions(GPU_PINS)
     assert {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} == {
-        "torch", "triton", "numpy"}
+        "torch", "torchvision", "triton", "numpy"}
+    for pins in (ours, theirs):  # torchvision 0.26 asks for torch 2.11, 0.28 for 2.13
+        assert Version(pins["torchvision"]).minor == Version(pins["torch"]).minor + 15
     oldest = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
     assert all(oldest[name].specifier.contains(theirs[name]) for name in ("torch", "triton", "numpy"))
     assert theirs["triton"].startswith("3.6.") and Version(theirs["numpy"]) < Version("2.4")

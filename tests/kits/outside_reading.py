@@ -1,0 +1,86 @@
+"""Reads a program twice, each time with one instrument alone: what PyTorch's allocator logs, and what the tracker sees.
+
+An instrument may change what it watches (a tracker that keeps tensors alive shows their bytes to an allocator that
+is read beside it), so that two that watch the same run can agree and both be wrong. Here each has a build and a run of
+its own.
+"""
+
+import gc
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from refimpl import memory
+from refimpl.memory.trace import START
+
+WARMUP = 2  # steps before the one that is read: state made in the first, and caches
+
+
+@dataclass(frozen=True)
+class Read:
+    """The step after the warm-up: bytes above its start, what it returned, and how long it took.
+
+    `peak`, `net`: of what the step itself allocated, as in `memory.Reading`: releases of older storages are not
+    counted. `seconds`: under the tracker; of `read_alone`, those of the step before, under no instrument at all.
+    """
+
+    peak: int
+    net: int
+    seconds: float
+    results: list = field(repr=False)
+    log: object = field(repr=False)  # the Measurement or the Tracker
+
+
+def read_alone(build):
+    """Read the step of a new build with the allocator's log."""
+    with _no_collection():
+        program = build()
+        for _ in range(WARMUP):
+            gc.collect()
+            began = time.perf_counter()
+            program.step()
+            seconds = time.perf_counter() - began
+        gc.collect()
+        with memory.measure("cpu") as m:
+            results = program.step()
+    return Read(m.peak, m.net, seconds, results, m)
+
+
+def read_tracked(build):
+    """Read the same step of another build with the tracker."""
+    with _no_collection():
+        program = build()
+        for _ in range(WARMUP):
+            gc.collect()
+            program.step()
+        gc.collect()
+        with memory.track(*program.objects) as t:
+            began = time.perf_counter()
+            results = program.step()
+            seconds = time.perf_counter() - began
+    return Read(*born_inside(t), seconds, results, t)
+
+
+def born_inside(trace):
+    """(peak, net) of the storages that were born in the trace."""
+    held = peak = 0
+    for _, record, nbytes in trace.events:
+        if trace.records[record].op != START and trace.records[record].device == "cpu":
+            held += nbytes
+            peak = max(peak, held)
+    return peak, held
+
+
+@contextmanager
+def _no_collection():
+    """Let nothing but `gc.collect()` find cycles of Python objects, in what is made inside.
+
+    Such cycles hold tensors until the collector comes by, and that is the sooner the more objects an instrument makes.
+    """
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
