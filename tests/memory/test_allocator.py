@@ -1,5 +1,6 @@
 """The allocator's readings."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch._C._profiler import _EventType
 
 from refimpl import memory
-from refimpl.memory.allocator import _of_this_region
+from refimpl.memory.allocator import _all_threads_flag, _of_this_region
 
 
 def test_peak_and_net_are_what_was_allocated():
@@ -50,16 +51,51 @@ def test_a_later_region_does_not_count_what_an_earlier_one_gave_out():
         del kept
 
 
-def allocation(time, nbytes, address, device="cpu", children=()):
-    fields = SimpleNamespace(device=torch.device(device), alloc_size=nbytes, ptr=address)
-    return SimpleNamespace(tag=_EventType.Allocation, start_time_ns=time, extra_fields=fields, children=children)
+def test_what_other_threads_take_and_free_is_counted():
+    held = []
+    for function in (lambda: held.append(torch.empty(1000)), held.clear):
+        with memory.measure("cpu") as m:
+            thread = threading.Thread(target=function)
+            thread.start()
+            thread.join()
+            freed = torch.empty(7)
+            del freed
+        assert (m.peak, m.net) == ((4028, 4000) if held else (0, -4000))
+        assert sum(nbytes for _, nbytes in m.events) == m.net
+    with memory.measure("cpu") as m:
+        held.append(torch.empty(1000))
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+    assert (m.peak, m.net) == (4000, 0)
+
+
+def test_a_build_that_cannot_count_other_threads_says_so(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/nowhere/torch/__init__.py")
+    _all_threads_flag.cache_clear()
+    with pytest.warns(RuntimeWarning, match="this thread and autograd's alone"), memory.measure("cpu") as m:
+        torch.empty(7)
+    monkeypatch.undo()
+    _all_threads_flag.cache_clear()
+    assert m.peak == 28
+
+
+def log_of(*changes):
+    """The profiler's events of (ns, bytes, address, device), with the total after each on the CPU."""
+    total, events = 5000, []
+    for time, nbytes, address, *device in changes:
+        total += nbytes * (not device)
+        fields = SimpleNamespace(device=torch.device(*device or ["cpu"]), alloc_size=nbytes, ptr=address,
+                                 total_allocated=total)
+        events.append(SimpleNamespace(tag=_EventType.Allocation, start_time_ns=time, extra_fields=fields, children=()))
+    return events
 
 
 def test_a_release_counts_if_its_address_was_given_out_here():
-    operation = SimpleNamespace(tag=_EventType.TorchOp, children=[
-        allocation(3, 50, 0xB), allocation(2, -8, 0xA), allocation(2, 70, 0xC, "cuda")])
-    tree = [allocation(6, -60, 0xB), operation, allocation(1, -100, 0xB), allocation(4, -50, 0xB),
-            allocation(5, -50, 0xB)]
+    first, last = [(0, 1, 0xF), (0.5, -1, 0xF)], [(8, 1, 0xF), (9, -1, 0xF)]
+    tree = log_of(*first, (1, -100, 0xB), (2, -8, 0xA), (2.5, 70, 0xC, "cuda"), (3, 50, 0xB), (4, -50, 0xB),
+                  (5, -50, 0xB), (6, -60, 0xB), *last)
+    tree = [SimpleNamespace(tag=_EventType.TorchOp, children=tree[3:6]), *tree[6:], *tree[:3]]
     assert _of_this_region(tree) == [(3, 50), (4, -50)]
 
 
