@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping
 from numbers import Number
+from textwrap import wrap
 
 import numpy as np
 from matplotlib.colors import to_rgb
@@ -60,6 +61,10 @@ def plot(*traces, predicted=None, **labelled):
     shown = _names(ledgers + ever)
     patches = [Patch(color=colour(name), label=name) for name in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=4 * len(runs), frameon=False, fontsize=9)
+    if notes := list(dict.fromkeys(note for trace in runs.values() for note in trace.notes)):
+        width = int(figure.get_figwidth() / 0.062)  # a letter at this size
+        lines = [line for note in notes for line in wrap(note, width)]
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=8, color="#444444")
     return figure
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 
 from .ledger import human
 from .trace import StorageRecord, Trace
+from .tracking.taking import NOT_COUNTED
 
 WORKSPACE = "kernel workspace"
 _ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in memory of another library
@@ -36,7 +37,8 @@ def with_workspaces(trace, measurement):
             record = StorageRecord("cpu", op.name, op.phase, op.module, index, nbytes, alive=False, mark=WORKSPACE)
             records.append(record)
             events += [(index, len(records) - 1, nbytes), (index + 1, len(records) - 1, -nbytes)]
-    return Trace(trace.ops, records, events, trace.first_call, "cpu", trace.began_ns)
+    notes = [note for note in trace.notes if not note.startswith(NOT_COUNTED)]
+    return Trace(trace.ops, records, events, trace.first_call, "cpu", trace.began_ns, notes)
 
 
 def _spans(ops, log):

@@ -6,6 +6,7 @@ import functools
 import io
 import pickle
 import threading
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -291,28 +292,39 @@ def state_of_torch():
           if name.startswith("_global") and isinstance(hooks, dict)]]
 
 
-def run(function, instruments):
+def run(function, instrument=nullcontext):
+    """The result, and what `instrument(model, x)` read; each run has a model of its own."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32))
     x = torch.randn(16, 32)
-    if not instruments:
-        return function(model, x), None, None
-    with memory.track(model, x) as t, memory.measure("cpu") as m:
+    with instrument(model, x) if instrument is not nullcontext else nullcontext() as read:
         result = function(model, x)
-    return result, t, m
+    return result, read
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_bytes_and_torch_stay_as_they_are(name):
     before = state_of_torch()
-    run(PROGRAMS[name], instruments=False)  # the first use of some parts of PyTorch keeps something for ever
-    plain, _, _ = run(PROGRAMS[name], instruments=False)
-    tracked, t, m = run(PROGRAMS[name], instruments=True)
+    run(PROGRAMS[name])  # the first use of some parts of PyTorch keeps something for ever
+    plain, m = run(PROGRAMS[name], lambda model, x: memory.measure("cpu"))
+    tracked, t = run(PROGRAMS[name], memory.track)
     pairs = list(zip(tensors_in(plain), tensors_in(tracked), strict=True))
     assert pairs and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
     assert state_of_torch() == before
     older = memory.Trace(t.ops, t.records, [e for e in t.events if t.records[e[1]].born != -1 or e[0] == -1])
-    with_workspaces = memory.with_workspaces(older, m)
-    assert abs(with_workspaces.peak.total - t.start.total - m.peak) <= 64
+    if name == "backward_on_a_thread":  # not seen, as `Tracker` says: what it kept counts as older, nothing as born
+        assert t.start["gradients"] == t.now["gradients"] == m.net
+        return
     assert older.now.total - t.start.total == m.net
+    inside = m.peak - (older.peak.total - t.start.total)
+    if abs(inside) > 64:  # in kernels: the allocator beside the tracker names them
+        _, (t, both) = run(PROGRAMS[name], both_instruments)
+        assert inside > 0
+        assert abs(memory.with_workspaces(t, both).peak.total - t.start.total - m.peak) <= 64
+
+
+@contextmanager
+def both_instruments(model, x):
+    with memory.track(model, x) as t, memory.measure("cpu") as m:
+        yield t, m

@@ -39,14 +39,14 @@ _TWINS = {  # what a formula does out of place -> the same in place
     aten.masked_scatter.default: aten.masked_scatter_.default,
     aten.put.default: aten.put_.default,
 }
-# Nodes whose formula asks. On fake tensors the first ones take as much as on real ones, with the twins above.
+# Nodes whose formula asks. The first take what they return, on fake tensors with the twins above; the others more.
 _SCATTERING = ("CummaxBackward0 CumminBackward0 GatherBackward0 IndexBackward0 IndexSelectBackward0 KthvalueBackward0 "
                "MaskedSelectBackward0 MaxBackward0 MedianBackward1 MinBackward0 ModeBackward0 NanmedianBackward1 "
                "SortBackward0 SortBackward1 TakeBackward0 TopkBackward0 TraceBackward0").split()
-_OTHER = ("BinaryCrossEntropyBackward0 ClampBackward0 CumprodBackward0 LinalgHouseholderProductBackward0 "
+TAKES_MORE = ("BinaryCrossEntropyBackward0 ClampBackward0 CumprodBackward0 LinalgHouseholderProductBackward0 "
           "MaskedFillBackward1 MaxBackward1 MedianBackward0 MinBackward1 NanmedianBackward0 OrmqrBackward0 "
           "ProdBackward0 ProdBackward1").split()
-_ASKING = frozenset(_SCATTERING + _OTHER)
+_ASKING = frozenset(_SCATTERING + TAKES_MORE)
 
 _now = threading.local()  # .ran: the node whose formula has run, so that the engine adds up what it returned
 

@@ -74,7 +74,7 @@ def _install():
         _wrap(torch, name, _make)
     _listen_to_autograd()
     _installed.callback(setattr, Variable, "_execution_engine", Variable._execution_engine)
-    Variable._execution_engine = WatchedEngine(lambda name, outputs: tell("made", name, outputs))
+    Variable._execution_engine = WatchedEngine(functools.partial(tell, "ran"))
 
 
 def _enter_step(optimizer, args, kwargs):

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ledger import category_name
 from ..trace import START, Op, StorageRecord, Trace
-from .in_place import note, twin_of
+from .in_place import TAKES_MORE, note, twin_of
+from .taking import note_of, takes_workspace
 from .tensors import dense_parts
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
@@ -61,9 +62,15 @@ class StorageMode(Trace, TorchDispatchMode):
         Trace.__init__(self)
         TorchDispatchMode.__init__(self)
         self._alive = {}  # storage key -> (record index, weak reference)
+        self._with_workspaces = set()  # names of operations
         self._packing = 0  # deeper than 0: what is born is a technique's own copy
         self._under_fake_mode = True
         self._lock = threading.RLock()  # autograd has threads of its own on CUDA
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        if self._with_workspaces:
+            self.notes.append(note_of(self._with_workspaces, self.device))
 
     def _where(self):
         """(phase, module) of the operation that just ran."""
@@ -80,6 +87,8 @@ class StorageMode(Trace, TorchDispatchMode):
         func = twin_of(func, args)
         outputs = func(*args, **kwargs)
         note(func, outputs)
+        if takes_workspace(func, outputs):
+            self._with_workspaces.add(_name(func))
         if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
             self._record(_name(func), outputs)
         return outputs
@@ -157,6 +166,12 @@ class StorageMode(Trace, TorchDispatchMode):
     def made(self, name, tensor):
         """Note a tensor that a call made without an operation."""
         self._record(name, tensor)
+
+    def ran(self, name, outputs):
+        """Note that a formula of autograd's ran as one operation."""
+        self._record(name, outputs)
+        if name in TAKES_MORE:
+            self._with_workspaces.add(name)
 
     def resized(self, storage, before):
         """Note that `untyped_storage().resize_` was called on a storage that had `before` bytes."""

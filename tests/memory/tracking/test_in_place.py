@@ -1,4 +1,4 @@
-"""A tracked program takes what the same program takes untracked: the allocator alone reads both, in runs of their own."""
+"""A tracked program takes what it takes untracked: the allocator alone reads it, in a run of its own."""
 
 import pytest
 import torch
