@@ -139,6 +139,7 @@ STATE_SPACES = {
 }
 VISION = {
     "vit": plain(hf("ForImageClassification", "vit", **PICTURE), images(8), fused),
+    "vit, autocast": plain(hf("ForImageClassification", "vit", **PICTURE), images(8), autocast=True, clip=1.0),
     "swin": plain(hf("ForImageClassification", "swin", image_size=32, patch_size=2, embed_dim=16, depths=[2, 2],
                      num_heads=[2, 4], window_size=4, num_labels=10), images(8)),
     "convnext": plain(hf("ForImageClassification", "convnext", **CONVNEXT), images(8, 64), momentum),

@@ -10,6 +10,8 @@ from functools import partial
 import numpy as np
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -35,12 +37,14 @@ def muon(parameters):
 
 
 def seeded(build):
-    """Return `build`, each call of which begins from the same random numbers."""
+    """Return `build`, each call of which begins from the same random numbers and with nothing left by another."""
 
     def again():
         torch.manual_seed(0)
         np.random.seed(0)  # noqa: NPY002 - the one that models draw from
         random.seed(0)
+        AcceleratorState._reset_state(reset_partial_state=True)  # one per process: a Trainer's precision stays in it
+        GradientState._reset_state()
         return build()
 
     return again
@@ -171,8 +175,6 @@ def accelerated(model, batch, optimizer=adamw, micro_batches=2):
     """Return a builder of Accelerate's loop, with its gradient accumulation and clipping."""
 
     def build():
-        from accelerate import Accelerator
-
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
         net, micro = model(), [batch() for _ in range(micro_batches)]
         net, opt = accelerator.prepare(net, optimizer(net.parameters()))
