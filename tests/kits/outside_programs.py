@@ -1,7 +1,8 @@
 """Training programs on models that nobody here wrote: transformers, timm and peft, their own loops, tiny and random.
 
 `PROGRAMS[name]()` seeds, builds and returns a Program: `step()` runs one whole training step and returns tensors that
-are equal to the bit in another build, and `objects` are its model and optimizer, for `memory.track(*objects)`.
+are equal to the bit in another build; `objects` is for `memory.track(*objects)`, and the same step on fake copies is
+`memory.dry_run(function, *given)`.
 """
 
 import torch
