@@ -1,7 +1,8 @@
 """Training programs on models that nobody here wrote: transformers, timm and peft, their own loops, tiny and random.
 
 `PROGRAMS[name]()` seeds, builds and returns a Program: `step()` runs one whole training step and returns tensors that
-are equal to the bit in another build, and `objects` are its model and optimizer, for `memory.track(*objects)`.
+are equal to the bit in another build; `objects` is for `memory.track(*objects)`, and the same step on fake copies is
+`memory.dry_run(function, *given)`.
 """
 
 import torch
@@ -139,6 +140,7 @@ STATE_SPACES = {
 }
 VISION = {
     "vit": plain(hf("ForImageClassification", "vit", **PICTURE), images(8), fused),
+    "vit, autocast": plain(hf("ForImageClassification", "vit", **PICTURE), images(8), autocast=True, clip=1.0),
     "swin": plain(hf("ForImageClassification", "swin", image_size=32, patch_size=2, embed_dim=16, depths=[2, 2],
                      num_heads=[2, 4], window_size=4, num_labels=10), images(8)),
     "convnext": plain(hf("ForImageClassification", "convnext", **CONVNEXT), images(8, 64), momentum),

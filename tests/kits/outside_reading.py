@@ -10,6 +10,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from refimpl import memory
 from refimpl.memory.trace import START
 
@@ -33,7 +35,7 @@ class Read:
 
 def read_alone(build):
     """Read the step of a new build with the allocator's log."""
-    with _no_collection():
+    with _steady():
         program = build()
         for _ in range(WARMUP):
             gc.collect()
@@ -48,7 +50,7 @@ def read_alone(build):
 
 def read_tracked(build):
     """Read the same step of another build with the tracker."""
-    with _no_collection():
+    with _steady():
         program = build()
         for _ in range(WARMUP):
             gc.collect()
@@ -72,11 +74,14 @@ def born_inside(trace):
 
 
 @contextmanager
-def _no_collection():
-    """Let nothing but `gc.collect()` find cycles of Python objects, in what is made inside.
+def _steady():
+    """Let a step take the same bytes each time: on one thread, since kernels' workspaces and the order of sums depend
+    on their number, and with nothing but `gc.collect()` to find cycles of Python objects in what is made inside.
 
     Such cycles hold tensors until the collector comes by, and that is the sooner the more objects an instrument makes.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     gc.freeze()
     gc.disable()
     try:
@@ -84,3 +89,4 @@ def _no_collection():
     finally:
         gc.enable()
         gc.unfreeze()
+        torch.set_num_threads(threads)
