@@ -103,10 +103,13 @@ def byte_rows(size, dtype, dropout, device):
     case = f"{dtype}, dropout {dropout}"
     if torch.device(device).type == "cuda":
         return cuda_byte_rows(step, case, device)
-    with memory.track(step.model, step.optimizer, step.tokens) as t, memory.measure(device) as m:
+    with memory.measure(device) as m:  # alone: a run that nothing else watches
         step()
-    peer = "allocator, bytes asked for"
-    items = {"kernel workspace": memory.with_workspaces(t, m).peak.total - t.peak.total}
+    t = step.tracked()
+    with memory.measure(device) as beside, memory.track(step.model, step.optimizer, step.tokens) as again:
+        step()
+    peer = "allocator alone, bytes asked for"
+    items = {"kernel workspace": memory.with_workspaces(again, beside).peak.total - again.peak.total}
     return [byte_row(f"tracker's peak above the start, {case}", t.peak.total - t.start.total, peer, m.peak, items,
                      at=where(t)),
             byte_row(f"tracker's net, {case}", t.now.total - t.start.total, peer, m.net)]
@@ -117,19 +120,20 @@ def cuda_byte_rows(step, case, device):
     release_workspaces()
     torch.cuda.empty_cache()
     requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    with memory.track(step.model, step.optimizer, step.tokens) as t, memory.measure(device) as m:
+    with memory.measure(device) as m:
         step()
     reserved_now = torch.cuda.memory_reserved()
+    t = step.tracked()
     ours, peak, net = t.peak.total, f"tracker's peak, {case}", t.now.total - t.start.total
     items = {"cuBLAS workspace": release_workspaces()}
-    rows = [byte_row(f"tracker's net, {case}", net, "allocator, bytes asked for", m.net, items)]
+    rows = [byte_row(f"tracker's net, {case}", net, "allocator alone, bytes asked for", m.net, items)]
     items["older and unknown to the tracker"] = requested - t.start.total
-    rows.append(byte_row(peak, ours, "allocator, bytes asked for", m.requested, items, "inside kernels",
+    rows.append(byte_row(peak, ours, "allocator alone, bytes asked for", m.requested, items, "inside kernels",
                          at=where(t)))
     items = {**rows[-1]["items"], "rounding to 512 B": rounding(t)}
-    rows.append(byte_row(peak, ours, "allocator, blocks given", m.allocated, items,
+    rows.append(byte_row(peak, ours, "allocator alone, blocks given", m.allocated, items,
                          "ends of blocks too small to split off"))
-    rows.append(byte_row(peak, ours, "allocator, segments reserved", m.reserved, rows[-1]["items"],
+    rows.append(byte_row(peak, ours, "allocator alone, segments reserved", m.reserved, rows[-1]["items"],
                          "free in segments"))
     rows.append(byte_row(f"reserved at the end, {case}", reserved_now, "driver, in use on the device", m.driver,
                          rest="CUDA context, kernels, other processes"))

@@ -6,7 +6,11 @@ autograd report.
 It does not see what a kernel takes and returns inside one operation (`memory.measure` does), operations on threads that
 the program starts (those of autograd are seen), a bare `UntypedStorage` until a tensor is on it, and tensors in
 oneDNN's own layout. What C++ allocates without the dispatcher, such as the buckets of DistributedDataParallel, counts
-as older than the trace from when it is first used. A model under `torch.compile` runs uncompiled.
+as older than the trace from when it is first used. Compiled code runs as such: its buffers and the operations that it
+calls are seen, its modules are not.
+
+It takes care not to be in the way: a tracked program takes what the same program takes untracked
+(`tracking/in_place.py`). What kernels are known to take besides is said in `notes`, which are printed with the bytes.
 """
 
 from bisect import bisect_right

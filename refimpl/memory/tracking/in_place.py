@@ -14,7 +14,6 @@ A mode that the user turns on has the same effect on the user's program, so besi
 import functools
 import sys
 import threading
-from collections import Counter
 from contextlib import nullcontext
 
 import torch
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import (
 aten = torch.ops.aten
 _PYTHON = torch._C.DispatchKey.Python
 _VANILLA = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_ZEROS = frozenset({aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default})
+ZEROS = frozenset({aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default})
 _TWINS = {  # what a formula does out of place -> the same in place
     aten.scatter.src: aten.scatter_.src,
     aten.scatter_add.default: aten.scatter_add_.default,
@@ -71,11 +70,10 @@ class WatchedEngine(ImperativeEngine):
                 hook.remove()
 
     def _hooks(self, tensors):
-        edges = list(_edges(tensors))
-        meet = {edge for edge, count in Counter(edge for _, edge in edges).items() if count > 1}
-        for node in {node for node, edge in edges if edge in meet}:
+        feeding, asking = _meetings(tensors)
+        for node in feeding:
             yield node.register_hook(_ran)
-        for node in {node for edge in edges for node in (edge[0], edge[1][0]) if node.name() in _ASKING}:
+        for node in asking:
             yield node.register_prehook(_without_mode)
             yield node.register_hook(functools.partial(self._with_mode, node.name()))
 
@@ -85,18 +83,27 @@ class WatchedEngine(ImperativeEngine):
             self._report(name, outputs)
 
 
-def _edges(tensors):
-    """Each edge of the graph below: (node, (next node, number of its input))."""
+def _meetings(tensors):
+    """The nodes that feed an input which another feeds as well, and the nodes whose formula asks."""
     nodes = [tensor.grad_fn if isinstance(tensor, torch.Tensor) else tensor.node for tensor in tensors]
-    nodes, met = [node for node in nodes if node is not None], set(nodes)
+    nodes = [node for node in nodes if node is not None]
+    met, first, feeding, asking = set(nodes), {}, set(), []
     while nodes:
         node = nodes.pop()
-        for following in node.next_functions:
-            if following[0] is not None:
-                yield node, following
-                if following[0] not in met:
-                    met.add(following[0])
-                    nodes.append(following[0])
+        if node.name() in _ASKING:
+            asking.append(node)
+        for edge in node.next_functions:  # (the next node, which of its inputs)
+            following = edge[0]
+            if following is None:
+                continue
+            if edge in first:
+                feeding |= {node, first[edge]}
+            else:
+                first[edge] = node
+            if following not in met:
+                met.add(following)
+                nodes.append(following)
+    return feeding, asking
 
 
 def _running():
@@ -124,6 +131,11 @@ def _only_trackers():
 # --- inside the mode -------------------------------------------------------------------------------------------------
 
 
+def has_twin(func):
+    """Tell whether `twin_of` has to be asked."""
+    return func is aten.add.Tensor or func in _TWINS
+
+
 def twin_of(func, args):
     """Return the operation that autograd would call in place of `func` if no mode were on, or `func`."""
     if func is aten.add.Tensor:
@@ -135,12 +147,12 @@ def twin_of(func, args):
     return func
 
 
-def note(func, outputs):
-    """Note the zeros that a formula will write into."""
-    if func in _ZEROS and type(outputs) is FakeTensor:
+def note_zeros(zeros):
+    """Note what one of `ZEROS` returned: a formula may write into it."""
+    if type(zeros) is FakeTensor:
         node = torch._C._current_autograd_node()
         if node is not None and node.name() in _SCATTERING:
-            _now.fresh = outputs.untyped_storage()._cdata, _running()
+            _now.fresh = zeros.untyped_storage()._cdata, _running()
 
 
 def _accumulates(so_far, gradient):
@@ -187,5 +199,6 @@ def calibrate(fake):
 class _Probe(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        func = twin_of(func, args)
+        if has_twin(func):
+            func = twin_of(func, args)
         return func(*args, **kwargs)

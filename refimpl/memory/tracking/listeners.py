@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.variable import Variable
+from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_buffer_registration_hook,
@@ -23,6 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from . import compiled
 from .in_place import WatchedEngine
 
 _trackers = []  # the active ones, outermost first
@@ -48,7 +50,9 @@ def unsubscribe(tracker):
 
 
 def tell(event, *args):
-    """Call the method `event` of every active tracker."""
+    """Call the method `event` of every active tracker. Not in code that is being compiled: that runs as one piece."""
+    if is_compiling():
+        return
     for tracker in _trackers:
         getattr(tracker, event)(*args)
 
@@ -73,6 +77,7 @@ def _install():
     for name in ("frombuffer", "from_dlpack", "get_rng_state"):  # they make a tensor by no operation
         _wrap(torch, name, _make)
     _listen_to_autograd()
+    _installed.enter_context(compiled.heard(functools.partial(tell, "made")))
     _installed.callback(setattr, Variable, "_execution_engine", Variable._execution_engine)
     Variable._execution_engine = WatchedEngine(functools.partial(tell, "ran"))
 

@@ -5,10 +5,10 @@ reference tells when it is freed. Views and tied weights share a storage and cou
 and returns inside one operation is not seen; see `memory.measure` for that.
 """
 
-import functools
 import threading
 import time
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ledger import category_name
 from ..trace import START, Op, StorageRecord, Trace
-from .in_place import TAKES_MORE, note, twin_of
-from .taking import note_of, takes_workspace
+from .in_place import TAKES_MORE, ZEROS, has_twin, note_zeros, twin_of
+from .taking import may_take, note_of, takes_workspace
 from .tensors import dense_parts
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
@@ -43,9 +43,23 @@ _NO_TENSORS = frozenset({
 })
 
 
-@functools.cache
-def _name(func):
-    return func.name().removeprefix("aten::").partition(".")[0]
+class _Facts(NamedTuple):
+    """What is known of an operation beforehand; looked up by id, since its hash is a call of Python's."""
+
+    name: str
+    no_tensors: bool
+    in_place: bool  # autograd may mean another one in place
+    zeros: bool
+    takes_workspace: bool
+
+
+_facts = {}  # id of an operation -> its _Facts; operations live as long as the process
+
+
+def _facts_of(func):
+    name = func.name().removeprefix("aten::").partition(".")[0]
+    _facts[id(func)] = facts = _Facts(name, func in _NO_TENSORS, has_twin(func), func in ZEROS, may_take(func))
+    return facts
 
 
 class _StorageRef(weakref.ref):
@@ -57,6 +71,11 @@ class StorageMode(Trace, TorchDispatchMode):
 
     only_watches = True  # see in_place.py
     supports_higher_order_operators = True  # torch.cond, flex_attention: seen as one operation
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Let compiled code run as such."""
+        return True
 
     def __init__(self):
         Trace.__init__(self)
@@ -78,19 +97,22 @@ class StorageMode(Trace, TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _NO_TENSORS:
+        facts = _facts.get(id(func)) or _facts_of(func)
+        if facts.no_tensors:
             return func(*args, **kwargs)
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) fills a storage first, then announces it
             self._see(args)
             if kwargs:
                 self._see(kwargs.values())
-        func = twin_of(func, args)
+        if facts.in_place:
+            func = twin_of(func, args)
         outputs = func(*args, **kwargs)
-        note(func, outputs)
-        if takes_workspace(func, outputs):
-            self._with_workspaces.add(_name(func))
+        if facts.zeros:
+            note_zeros(outputs)
+        if facts.takes_workspace and takes_workspace(func, outputs):
+            self._with_workspaces.add(facts.name)
         if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
-            self._record(_name(func), outputs)
+            self._record(facts.name, outputs)
         return outputs
 
     def _record(self, name, outputs):

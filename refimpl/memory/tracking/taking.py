@@ -18,11 +18,14 @@ _HOW = {
 }
 
 
+def may_take(func):
+    """Tell whether kernels of `func` are known to take workspaces."""
+    return func in _TAKING
+
+
 def takes_workspace(func, outputs):
-    """Tell whether the kernels of `func` are known to take workspaces for such outputs."""
-    limit = _TAKING.get(func)
-    if limit is None:
-        return False
+    """Tell whether those for such outputs are."""
+    limit = _TAKING[func]
     first = next(iter(outputs), None) if isinstance(outputs, (tuple, list)) else outputs
     return first is None or first.element_size() <= limit
 
