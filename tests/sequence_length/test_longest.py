@@ -263,7 +263,7 @@ def test_the_longest_is_a_multiple():
 
 
 def test_bytes_that_do_not_grow():
-    with pytest.raises(ValueError, match="step takes 5 bytes at 4, 6, 8, 16, .* tokens alike: does it use its"):
+    with pytest.raises(ValueError, match="step takes 5 bytes at each of 4, 6, 8, 16, .* tokens: does it use its"):
         longest_sequence(takes(lambda s: 5), 10, multiple=1)
     found = longest_sequence(takes(lambda s: 5), 10, longest=10_000, multiple=1)
     assert (found.sequence, found.limit) == (10_000, "longest")
