@@ -10,6 +10,7 @@ from functools import partial
 import psutil
 import torch
 
+from ..memory.options import check_options
 from .policies import Recomputing
 from .region import checkpointed
 
@@ -33,12 +34,13 @@ class AdaptiveCheckpoint(Recomputing):
     So the first blocks are recomputed and the last are kept, which is the cheap order: what a block keeps is there from
     its forward to its backward, and the last ones' is gone before the first ones are recomputed.
 
-    A past peak says what this model needed, not what there is, so it plays no part. ValueError for a threshold or a
-    budget out of range.
+    The peak of past steps is not used: it tells what this model needed, not what is free. Raises ValueError for a
+    threshold or a budget out of range, and TypeError for an unknown option.
     """
 
-    def __init__(self, memory_threshold=0.8, budget=None, *, used=None, device=None):
+    def __init__(self, memory_threshold=0.8, budget=None, *, used=None, device=None, **unknown):
         super().__init__()
+        check_options(unknown, ("memory_threshold", "budget", "used", "device"), type(self).__name__)
         if not isinstance(memory_threshold, (int, float)) or not 0 < memory_threshold <= 1:  # NaN is neither
             raise ValueError(f"memory_threshold={memory_threshold!r}: expected a share above 0, up to 1")
         if budget is not None and (not isinstance(budget, (int, float)) or not 0 < budget < float("inf")):

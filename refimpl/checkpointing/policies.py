@@ -10,7 +10,8 @@ from functools import partial
 
 from torch import nn
 
-from .region import OPTIONS, check_options, checkpoint, checkpointed
+from ..memory.options import check_options
+from .region import OPTIONS, checkpoint, checkpointed
 
 PARTS = ("block", "attention", "attention core", "mlp")
 

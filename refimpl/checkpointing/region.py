@@ -67,13 +67,6 @@ def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_contex
     return region.forward(args, kwargs)
 
 
-def check_options(options, known, owner):
-    """Raise TypeError for the first of `options` whose name is not among `known`: `owner` would pass it on unseen."""
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{owner} has no option {name!r}: expected {', '.join(known) or 'none'}")
-
-
 def refuse_options_of_torch(kwargs, known=()):
     """Raise TypeError if the keywords of a function hold an option of `torch.utils.checkpoint`."""
     for name in OPTIONS_OF_TORCH:

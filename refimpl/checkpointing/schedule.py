@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..memory.options import check_options
 from .chain import stages_of
-from .region import check_options
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 
+from ..memory.options import check_options
 from . import masters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # what a plan may say, and its words
@@ -200,11 +201,13 @@ class DynamicPrecisionModel(nn.Module):
     Its parameters take `plan_bytes(model, plan)`. Call it as the model itself, and make the optimizer after it.
     `.plan = {…}` puts another plan in force; `.plan` reads as torch dtypes. `restore()` returns the model in the dtypes
     that it had, and so does the end of `with DynamicPrecisionModel(model, plan) as m:`. Values that were rounded stay
-    rounded, unless `keep=True` holds the old ones (and their bytes). Raises as `precision_context` does.
+    rounded, unless `keep=True` holds the old ones (and their bytes). Raises as `precision_context` does, and TypeError
+    for an unknown option.
     """
 
-    def __init__(self, model, plan, *, keep=False):
+    def __init__(self, model, plan, *, keep=False, **unknown):
         super().__init__()
+        check_options(unknown, ("model", "plan", "keep"), type(self).__name__)
         self.model, self.keep = model, keep
         self._applied = Applied(model, plan, keep)
         self._plan = dtypes_of(plan)

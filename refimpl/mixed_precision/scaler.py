@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm import Communicator
+from ..memory.options import check_options
 from .internals.support import LOW_DTYPES
 
 NO_GRADIENTS, FINITE, OVERFLOW = 0.0, 1.0, 2.0  # of a rank; the largest over ranks is what holds for all
@@ -31,12 +32,13 @@ class AdaptiveLossScaler:
       begins anew when the scale grows (DeepSpeed's DynamicLossScaler with `consecutive_hysteresis=False`).
     - `comm`: a Communicator; then an overflow on one rank is one on all, and all call `step` together.
 
-    A step waits for the device once, however many gradients there are. Raises ValueError for settings that make no
-    sense, TypeError for a `comm` that is not a Communicator.
+    A step waits for the device once, however many gradients there are. Raises ValueError for invalid settings, and
+    TypeError for an unknown one and for a `comm` that is not a Communicator.
     """
 
     def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1,
-                 min_scale=1.0, max_scale=2.0**24, *, comm=None):
+                 min_scale=1.0, max_scale=2.0**24, *, comm=None, **unknown):
+        check_options(unknown, ("init_scale", *SETTINGS, "comm"), type(self).__name__)
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.hysteresis, self.min_scale, self.max_scale, self.comm = hysteresis, min_scale, max_scale, comm
         self._check()
