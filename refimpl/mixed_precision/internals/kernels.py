@@ -17,7 +17,7 @@ from . import lists
 from .regions import KEY, state
 
 _lock = threading.Lock()
-_libraries = []  # a registration lasts as long as these objects
+_libraries = []  # registrations end when these objects are freed
 _registered = set()  # operations
 
 
@@ -52,7 +52,7 @@ def kernel(op, policies):
 
     def cast_and_call(keys, *args, **kwargs):
         regions = [region for region in state().active if region.device_type in apply]
-        if not regions:  # in another device's table only: pass through, and let the operations inside come here
+        if not regions:  # only in another device's table: call it as it is; operations inside may be in this one's
             return op.redispatch(keys & below, *args, **kwargs)
         call = op
         with torch._C._ExcludeDispatchKeyGuard(closed):
@@ -65,8 +65,10 @@ def kernel(op, policies):
 
 
 def _leave_to_python(function):
-    """Tell torch.compile not to trace `function`, nor what it calls. (`torch.compiler.disable` would wrap it, and the
-    wrapper would take time at every operation.)"""
+    """Tell torch.compile to trace neither `function` nor what it calls.
+
+    (`torch.compiler.disable` would wrap it, and the wrapper costs time at every operation.)
+    """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
