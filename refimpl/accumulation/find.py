@@ -73,7 +73,7 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
     _check(step, effective_batch, budget, probe, device)
     sizes = [rows for rows in range(1, effective_batch + 1) if not equal or effective_batch % rows == 0]
     tried = {}
-    with tqdm(desc="micro-batches", delay=2, leave=False) as progress, torch.random.fork_rng(
+    with tqdm(desc="micro-batches", delay=2) as progress, torch.random.fork_rng(
             [device] if probe and device.type == "cuda" else []):
 
         def fits(index):

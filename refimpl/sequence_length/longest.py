@@ -94,7 +94,7 @@ def longest_sequence(step, budget, *args, longest=None, multiple=64):
     """
     _check(step, budget, longest, multiple)
     end = math.inf if longest is None else longest // multiple * multiple + multiple  # the first that is too long
-    with tqdm(desc="dry runs", delay=2, leave=False) as progress:
+    with tqdm(desc="dry runs", delay=2) as progress:  # it stays: one that clears itself leaves an empty box
         search = _Search(step, args, budget, multiple, end, progress)
         search.run()
     if not search.fits:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from refimpl import memory
 from refimpl.accumulation import accumulate, find, find_micro_batch
@@ -136,6 +137,16 @@ def test_when_nothing_fits_the_error_says_the_least_need(peak):
     assert min(peak.values()) == peak[1]
     with pytest.raises(ValueError, match=f"of 1 row, needs {peak[1]:,} bytes, .*, and the budget is {peak[1] - 1:,}"):
         find_micro_batch(step, ROWS, peak[1] - 1)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_bar_writes_nothing_or_stays(monkeypatch, capsys, drawn):
+    """A notebook would show an empty box for a bar that clears itself."""
+    when = {"delay": 1e-9 if drawn else 1000, "mininterval": 0}
+    monkeypatch.setattr(find, "tqdm", lambda **options: tqdm(**options | when))
+    find_micro_batch(lambda rows: torch.ones(rows), 8, 16)
+    shown = capsys.readouterr().err
+    assert shown.endswith("\n") and shown.rpartition("\r")[2].startswith("micro-batches: 7it") if drawn else shown == ""
 
 
 def test_what_the_step_raises_goes_through():
