@@ -206,7 +206,7 @@ class DataParallel(SavingMixin):
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _arrived(self, parameter):
-        """Reduce a gradient that is complete. Autograd calls this hook once for each parameter in a backward."""
+        """Put a complete gradient into its bucket. Autograd calls this hook once for each parameter in a backward."""
         if not self._running:
             self.zero_grad()
             raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss)")
