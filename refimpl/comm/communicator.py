@@ -154,7 +154,7 @@ class Communicator:
 
     @property
     def traffic(self):
-        """Bytes that this rank sent through this communicator and its sub-groups, as a ring sends them, so far."""
+        """Return the bytes that this rank has sent in this communicator and its sub-groups, as a ring sends them."""
         return Traffic(self._sent)
 
     def reset_traffic(self):

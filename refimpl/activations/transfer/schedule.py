@@ -86,7 +86,7 @@ class TransferSchedule:
             return flat
 
     def _begin(self, task):
-        """At the first `take` of a backward, schedule `forget` for the end of that backward."""
+        """Schedule `forget` for the end of a backward, at its first `take`."""
         if task == self._backward:
             return
         self.forget()

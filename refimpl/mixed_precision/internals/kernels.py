@@ -78,13 +78,13 @@ def _leave_to_python(function):
 
 
 def each(region, items, dtype):
-    """`items` as a list, with the tensors in it, also those in nested lists and tuples, cast to `dtype`."""
+    """Return `items` as a list, with all tensors in it, also in nested lists and tuples, cast to `dtype`."""
     return [region.cast(item, dtype) if isinstance(item, torch.Tensor) else
             each(region, item, dtype) if isinstance(item, (list, tuple)) else item for item in items]
 
 
 def everything(region, args, kwargs, dtype):
-    """All arguments cast to `dtype`."""
+    """Call the operation with all arguments cast to `dtype`."""
     return (each(region, args, dtype),
             dict(zip(kwargs, each(region, kwargs.values(), dtype), strict=True)) if kwargs else kwargs)
 
@@ -109,7 +109,7 @@ WITH_DTYPE = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype
 
 
 def fp32_result(op):
-    """`dtype=torch.float32`, unless the caller gave a dtype. Where `op` takes none, its overload that does."""
+    """Call with `dtype=torch.float32`, unless a dtype is given. If `op` takes none, call its overload that does."""
     names = [argument.name for argument in op._schema.arguments]
     if "dtype" in names:
         place, other = names.index("dtype"), op
@@ -129,7 +129,7 @@ def fp32_result(op):
 
 
 def widest(region, tree, found):
-    """The widest type of the tensors in `tree` that autocast may change, starting from `found`."""
+    """Return the widest dtype of `found` and the tensors in `tree` that autocast may change."""
     if eligible(region, tree):
         return torch.promote_types(found, tree.dtype)
     if isinstance(tree, (list, tuple)):
@@ -148,7 +148,7 @@ def promote(op):
 
 
 def refuse(op):
-    """An error that names the operation to use."""
+    """Refuse the call, with an error that names the operation to use instead."""
 
     def apply(region, call, args, kwargs):
         raise RuntimeError(f"{op} is not safe in {region.dtype}: take binary_cross_entropy_with_logits of the values "
