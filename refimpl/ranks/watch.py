@@ -78,7 +78,7 @@ class Ranks:
             fork_rank(self._channel, rank.number, [end.fileno() for end in sent])
 
     def _end(self):
-        """Whatever happened: let the fork server kill the ranks that are left, and show what they printed."""
+        """Let the fork server kill the remaining ranks, and show what they printed. Runs in any case."""
         self._leaving = True
         self._dismiss()
         deadline = time.monotonic() + SECONDS_TO_LEAVE

@@ -84,18 +84,18 @@ def each(region, items, dtype):
 
 
 def everything(region, args, kwargs, dtype):
-    """Call the operation with all arguments cast to `dtype`."""
+    """Return (args, kwargs) with everything cast to `dtype`."""
     return (each(region, args, dtype),
             dict(zip(kwargs, each(region, kwargs.values(), dtype), strict=True)) if kwargs else kwargs)
 
 
 def low(op):
-    """Everything in the region's dtype."""
+    """Make a policy that casts all arguments to the region's dtype."""
     return lambda region, call, args, kwargs: (call, *everything(region, args, kwargs, region.dtype))
 
 
 def fp32(op):
-    """Everything in fp32."""
+    """Make a policy that casts all arguments to fp32."""
     return lambda region, call, args, kwargs: (call, *everything(region, args, kwargs, torch.float32))
 
 
@@ -109,7 +109,7 @@ WITH_DTYPE = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype
 
 
 def fp32_result(op):
-    """Call with `dtype=torch.float32`, unless a dtype is given. If `op` takes none, call its overload that does."""
+    """Make a policy that adds `dtype=torch.float32` if no dtype is given, for an overload of `op` that takes one."""
     names = [argument.name for argument in op._schema.arguments]
     if "dtype" in names:
         place, other = names.index("dtype"), op
@@ -129,7 +129,7 @@ def fp32_result(op):
 
 
 def widest(region, tree, found):
-    """Return the widest dtype of `found` and the tensors in `tree` that autocast may change."""
+    """Return the widest of the dtype `found` and those of the tensors in `tree` that autocast may change."""
     if eligible(region, tree):
         return torch.promote_types(found, tree.dtype)
     if isinstance(tree, (list, tuple)):
@@ -138,7 +138,7 @@ def widest(region, tree, found):
 
 
 def promote(op):
-    """Everything in the widest type among the arguments, at least the region's."""
+    """Make a policy that casts all arguments to the widest dtype among them and the region's."""
 
     def apply(region, call, args, kwargs):
         dtype = widest(region, list(kwargs.values()), widest(region, args, region.dtype))
@@ -148,7 +148,7 @@ def promote(op):
 
 
 def refuse(op):
-    """Refuse the call, with an error that names the operation to use instead."""
+    """Make a policy that raises an error, which names the operation to use instead."""
 
     def apply(region, call, args, kwargs):
         raise RuntimeError(f"{op} is not safe in {region.dtype}: take binary_cross_entropy_with_logits of the values "
