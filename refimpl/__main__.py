@@ -1,4 +1,4 @@
-"""python -m refimpl COMMAND"""
+"""The command `python -m refimpl COMMAND`."""
 
 from .cli import main
 

@@ -1,9 +1,9 @@
-"""Published models and GPUs, read from data/models.toml and data/hardware.toml: facts, each with its source.
+"""Published models and GPUs, read from data/models.toml and data/hardware.toml. Each entry names its source.
 
     GPTConfig(**catalog.model("gpt2"))         # the shape of a published model, as keyword arguments
     catalog.hardware("a100-80").memory_bytes   # 85899345920
 
-A name is looked up as it is written in the file; one that is not there raises ValueError with the close ones.
+Names are those of the files. An unknown name raises ValueError, which lists similar names.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-# A wheel carries the files inside the package; a checkout has them beside it.
+# A wheel has the files inside the package; a checkout has them beside it.
 FOLDERS = (Path(__file__).parent / "_data", Path(__file__).parent.parent / "data")
 
 MODEL_REQUIRED = {"vocab_size", "context_length", "layers", "hidden", "heads"}
@@ -29,25 +29,25 @@ LINKS = {"nvlink", "pcie"}
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU, as its maker publishes it. Peaks, not what a program reaches.
+    """Describes a GPU by its maker's figures. Rates are peaks, which programs do not reach.
 
-    Bandwidths of links are in one direction and sum over the GPU's links; None where the GPU has no such link.
+    A link's bandwidth is in one direction, summed over the GPU's links; None if the GPU has no such link.
     """
 
     name: str
-    memory_bytes: int  # the marketed number in GiB: an upper bound, drivers report up to 1.3% less
+    memory_bytes: int  # the advertised size, read as GiB: an upper bound, since drivers report up to 1.3% less
     memory_bandwidth: float  # bytes/s
     bf16_flops: float  # FLOP/s, dense (no sparsity), in `low_precision` with fp32 accumulation
     low_precision: str  # "bf16", or "fp16" for a GPU without bf16
     nvlink_bandwidth: float | None  # bytes/s
     pcie_bandwidth: float | None  # bytes/s
     source: str
-    recalled: tuple[str, ...]  # fields of the file that were not looked up
+    recalled: tuple[str, ...]  # fields written from memory, not checked against the source
     note: str
 
 
 def model(name):
-    """The config of a published model, as a new dict of keyword arguments for `GPTConfig`.
+    """Return the config of a published model, as a new dict of keyword arguments for `GPTConfig`.
 
     Fields equal to GPTConfig's default are absent. Raises ValueError for a name that is not in `model_names()`.
     """
@@ -55,12 +55,12 @@ def model(name):
 
 
 def model_names():
-    """The names that `model` takes, in the order of the file."""
+    """Return the names that `model` takes, in the order of the file."""
     return list(_models())
 
 
 def published_parameters(name):
-    """The exact parameter count that is published for model `name`, or None where there is none.
+    """Return the exact parameter count published for model `name`, or None if there is none.
 
     Raises ValueError for a name that is not in `model_names()`.
     """
@@ -68,7 +68,7 @@ def published_parameters(name):
 
 
 def source(name):
-    """Where the config of model `name` is published: paper and table, or official config.
+    """Return where the config of model `name` is published: paper and table, or official config.
 
     Raises ValueError for a name that is not in `model_names()`.
     """
@@ -76,7 +76,7 @@ def source(name):
 
 
 def training(name):
-    """The batch sizes and parallel degrees that are published with model `name`, as a new dict of integers.
+    """Return the batch sizes and parallel degrees published with model `name`, as a new dict of integers.
 
     Keys: micro_batch and global_batch (sequences), tensor_parallel, pipeline_parallel (GPUs), interleave (model chunks
     per pipeline stage, m in Korthikanti et al. 2022). Raises ValueError for an unknown name and for a model whose
@@ -90,12 +90,12 @@ def training(name):
 
 
 def hardware(name):
-    """The `Hardware` called `name`. Raises ValueError for a name that is not in `hardware_names()`."""
+    """Return the `Hardware` called `name`. Raises ValueError for a name that is not in `hardware_names()`."""
     return _lookup(_all_hardware(), name, "hardware")
 
 
 def hardware_names():
-    """The names that `hardware` takes, in the order of the file."""
+    """Return the names that `hardware` takes, in the order of the file."""
     return list(_all_hardware())
 
 
@@ -143,7 +143,7 @@ def _all_hardware():
 
 
 def _check(where, entry, required, known):
-    """A misspelt key must not become a silent default: every key is known, none that is needed is missing."""
+    """Raise ValueError for an unknown key (a misspelt one would silently become a default) and for a missing one."""
     if "source" in known:
         required = required | {"source", "recalled"}
     for key in entry:
@@ -151,7 +151,7 @@ def _check(where, entry, required, known):
             raise ValueError(f"{where}: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
     for key in sorted(required):
         if key not in entry:
-            raise ValueError(f"{where}: {key!r} is missing")
+            raise ValueError(f"{where}: {key!r} is missing; expected {', '.join(sorted(required))}")
     if "source" in known and not entry["source"].strip():
         raise ValueError(f"{where}: 'source' is empty; cite the paper, table or config that the figures come from")
 

@@ -1,4 +1,4 @@
-"""The command line, `refimpl` or `python -m refimpl`: what can be run from a shell."""
+"""The command line: `refimpl`, or `python -m refimpl`."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from .bench import __main__ as bench
 
 
 def main(arguments=None):
-    """Run the command that `arguments` (default: the shell's) name; without one, print what there is."""
+    """Run the command in `arguments` (default: the shell's). Without a command, print the help."""
     called = "refimpl" if Path(sys.argv[0]).name == "refimpl" else "python -m refimpl"
     parser = argparse.ArgumentParser(prog=called, description="Techniques that save memory when training "
                                      "a large language model. The course is in notebooks/: make lab.")

@@ -1,11 +1,11 @@
-"""Real text as tokens, on any machine and with no download: one token is one byte, so the vocabulary is 256.
+"""Real text as tokens, on any machine, without a download. A token is a byte, so the vocabulary has 256 entries.
 
     text = TextData()                                         # or TextData("my/notes")
     for tokens_BT, targets_BT in text.batches(8, 256):
         loss = model(tokens_BT, targets_BT)
 
-Without a path the text is the reference prose that Python carries for its own `help()` (`pydoc_data.topics`, about
-465 kB of English); it differs a little from one Python version to the next, so losses compare only within a version.
+Without a path, the text is the reference manual behind Python's own `help()` (`pydoc_data.topics`, about 465 kB of
+English). It differs a little between Python versions, so compare losses only within one version.
 
 Shapes: B batch (sequences of one rank), T sequence length, N bytes.
 """
@@ -22,25 +22,26 @@ PATTERNS = ("*.txt", "*.md", "*.py", "*.rst")
 
 
 class TextData:
-    """A text, split into the bytes to train on and the last part of it, kept for validation.
+    """Holds a text, split into bytes for training and a last part for validation.
 
-    `path` is a UTF-8 file, or a folder: then all files below it whose names match one of `patterns`, in sorted order.
-    `validation` is the fraction of the bytes to keep, in [0, 1). `train` and `validation` are 1-D uint8 tensors on the
-    CPU. Raises FileNotFoundError, PermissionError, and ValueError for a text that is empty or not UTF-8.
+    `path` is a UTF-8 file or a folder. Of a folder, all files below it whose names match one of `patterns` are read, in
+    sorted order. The argument `validation` is the fraction of the bytes for validation, in [0, 1). The attributes
+    `train` and `validation` are 1-D uint8 tensors on the CPU. Raises FileNotFoundError, PermissionError, and ValueError
+    for a text that is empty or not UTF-8.
 
-    Batches can be drawn under `FakeTensorMode` too (a dry run): they are fake, of the same shape and dtype.
+    In a dry run (under `FakeTensorMode`) batches are fake tensors of the same shape and dtype.
     """
 
     def __init__(self, path=None, validation=0.1, *, patterns=PATTERNS):
         if isinstance(patterns, str):
-            raise ValueError(f"patterns={patterns!r}: expected several, ({patterns!r},)")
+            raise ValueError(f"patterns={patterns!r}: expected a sequence of patterns, ({patterns!r},)")
         if not 0 <= validation < 1:
             raise ValueError(f"validation={validation!r}: expected a fraction in [0, 1)")
         if path is None:
             self.name, data = "the text of pydoc_data.topics", _standard_library_text()
         else:
             self.name, data = str(path), _read(Path(path).expanduser(), patterns)
-        # The bytearray is there because torch wants memory that it may write to; both tensors share it.
+        # A bytearray, since torch.from_numpy warns about memory that is not writable. Both tensors share it.
         array_N = np.frombuffer(bytearray(data), dtype=np.uint8)
         train_bytes = len(array_N) - int(len(array_N) * validation)
         self._arrays = {"train": array_N[:train_bytes], "validation": array_N[train_bytes:]}
@@ -54,16 +55,16 @@ class TextData:
     def batches(
         self, batch_size, sequence_length, *, split="train", seed=0, rank=0, world_size=1, device=None, epochs=1
     ):
-        """Iterate over `(tokens_BT, targets_BT)`, int64 on `device`; a target is the token that follows.
+        """Iterate over `(tokens_BT, targets_BT)`, int64 on `device`. The target of a token is the next token.
 
-        The split is cut into windows of `sequence_length` + 1 bytes that start at multiples of `sequence_length`: each
-        byte but the first is a target once. An epoch visits each window once, in an order that `(seed, epoch)` alone
-        decides; `epochs=None` goes on for ever. One global batch is `batch_size` · `world_size` windows, and `rank`
-        gets its own `batch_size` of them, so that the ranks together draw what one rank would with a batch
-        `world_size` times as large. An incomplete last global batch is dropped: all ranks make `steps(…)` steps.
+        The split is cut into windows of `sequence_length` + 1 bytes, which start at multiples of `sequence_length`. So
+        each byte but the first is a target once. An epoch visits each window once, in an order given by `(seed, epoch)`
+        alone; `epochs=None` never ends. A global batch has `batch_size` · `world_size` windows, of which `rank` gets
+        `batch_size`. So the ranks together draw what a single rank would with a batch `world_size` times as large. An
+        incomplete last global batch is dropped, so that all ranks make `steps(…)` steps.
 
-        Arguments are checked when this is called, not at the first batch. Raises ValueError for one that is out of
-        range, and for a split that is too short for one sequence or for one global batch.
+        Arguments are checked at the call, not at the first batch. Raises ValueError for an argument out of range, and
+        for a split that is too short for one sequence or one global batch.
         """
         steps = self.steps(batch_size, sequence_length, split=split, world_size=world_size)
         if not isinstance(rank, int) or not 0 <= rank < world_size:
@@ -88,7 +89,7 @@ class TextData:
         return generate()
 
     def steps(self, batch_size, sequence_length, *, split="train", world_size=1):
-        """Return the batches that an epoch gives to each rank: ⌊⌊(N − 1) / T⌋ / (batch_size · world_size)⌋.
+        """Return the number of batches per rank in an epoch: ⌊⌊(N − 1) / T⌋ / (batch_size · world_size)⌋.
 
         Raises ValueError as `batches` does.
         """
@@ -121,13 +122,13 @@ def encode(text):
 
 
 def decode(tokens):
-    """Return the text of byte tokens (N,), of any integer dtype; what is not valid UTF-8 becomes U+FFFD.
+    """Return the text of byte tokens (N,), of any integer dtype. Invalid UTF-8 becomes U+FFFD.
 
-    That happens where a batch cuts a character in two, and in what a model samples. Raises ValueError for a tensor that
-    is not 1-D and for a token outside 0…255.
+    That occurs where a batch cuts a character in two, and in text that a model samples. Raises ValueError for a tensor
+    that is not 1-D, and for a token outside 0…255.
     """
     if tokens.ndim != 1:
-        raise ValueError(f"decode takes one sequence of tokens (N,), got shape {tuple(tokens.shape)}: pass it by rows")
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)}: expected one sequence (N,); call decode for each row")
     values = tokens.tolist()
     for position, value in enumerate(values):
         if value not in range(VOCAB_SIZE):
@@ -137,7 +138,7 @@ def decode(tokens):
 
 def _draw(array_N, starts_B, sequence_length, device):
     window_BT1 = array_N[starts_B[:, None] + np.arange(sequence_length + 1)]  # (B, T+1)
-    # Cut in numpy: under FakeTensorMode torch.tensor makes a fake batch of it, where indexing a real tensor is refused.
+    # Indexed in numpy: under FakeTensorMode indexing a real tensor fails, and torch.tensor makes a fake batch.
     tokens_BT = torch.tensor(window_BT1[:, :-1], dtype=torch.int64, device=device)
     targets_BT = torch.tensor(window_BT1[:, 1:], dtype=torch.int64, device=device)
     return tokens_BT, targets_BT
@@ -149,13 +150,13 @@ def _check_at_least_one(name, value, otherwise=""):
 
 
 def _standard_library_text():
-    from pydoc_data.topics import topics  # half a megabyte that only this needs
+    from pydoc_data.topics import topics  # imported here, since it takes half a megabyte
 
     return "".join(topics[topic] for topic in sorted(topics)).encode("utf-8")
 
 
 def _read(path, patterns):
-    """The bytes of a file, or of the matching files below a folder one after the other."""
+    """Return the bytes of a file, or those of all matching files below a folder, concatenated."""
     if not os.path.isdir(path):
         data = _read_file(path)
         if not data:
@@ -167,7 +168,8 @@ def _read(path, patterns):
     data = b"".join(_read_file(file) for file in sorted(files))
     if not data:
         raise ValueError(
-            f"no text in {path}: none of the files below it is called {' or '.join(patterns)} and has bytes in it"
+            f"no text in {path}: expected a non-empty file below it whose name matches {' or '.join(patterns)}; give "
+            f"another folder or other patterns"
         )
     return data
 
@@ -187,7 +189,7 @@ def _read_file(path):
 
 
 def _raise(error):
-    """Raise what the system refused, with what to do about it. os.walk passes over such a folder unless given this."""
+    """Raise `error` with advice. Without such an `onerror`, os.walk skips folders that it cannot read."""
     path = error.filename
     if isinstance(error, FileNotFoundError):
         raise FileNotFoundError(f"no file or folder {path}: give a UTF-8 text, a folder, or no path at all") from error

@@ -1,10 +1,9 @@
-"""The GPT that every page uses: one decoder-only transformer that is GPT-2 or LLaMA, as its config says.
+"""The GPT that every page uses: a decoder-only transformer that is GPT-2, LLaMA or GPT-NeoX, depending on its config.
 
-Shapes have a suffix: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim, C hidden (= H·D), V
-vocabulary. Techniques are applied from outside, and nothing here knows of parallelism, recomputation or precision.
+Tensor names end with the shape: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim, C hidden
+(= H·D), V vocabulary. Parallelism, recomputation and precision are applied from outside and not known here.
 """
 
-import functools
 import inspect
 import math
 from contextlib import contextmanager
@@ -22,9 +21,9 @@ NUMBERS = (("dropout", 0, 1), ("norm_eps", 0, math.inf), ("rotary_base", 1, math
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Describe a GPT. The defaults are GPT-2 small; `GPTConfig.named(…)` knows published models.
+    """Describes a GPT. The defaults are GPT-2 small; `GPTConfig.named(…)` returns published models.
 
-    Raises ValueError naming the field and its value when the numbers do not make a model.
+    Raises ValueError, with the field and its value, if the values do not describe a model.
     """
 
     vocab_size: int = 50257
@@ -33,12 +32,12 @@ class GPTConfig:
     hidden: int = 768
     heads: int = 12
     kv_heads: int | None = None  # fewer than heads: grouped-query attention; None: as many
-    mlp_hidden: int | None = None  # None: 4 · hidden. dataclasses.replace hands on what None became: give None again
+    mlp_hidden: int | None = None  # None: 4 · hidden (dataclasses.replace keeps the number: pass None again)
     norm: str = "layernorm"  # or "rmsnorm"
     norm_eps: float = 1e-5
     activation: str = "gelu"  # the tanh approximation, as GPT-2 has it; or "swiglu"
     positions: str = "learned"  # or "rotary"
-    rotary_fraction: float = 1.0  # of each head's dimensions; GPT-NeoX turns a quarter
+    rotary_fraction: float = 1.0  # the share of a head's dimensions that rotate; GPT-NeoX: 0.25
     rotary_base: float = 10000.0
     bias: bool = True  # of linear layers and LayerNorm
     tied: bool = True  # the output head is the token embedding
@@ -49,7 +48,7 @@ class GPTConfig:
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "mlp_hidden", 4 * self.hidden if self.mlp_hidden is None else self.mlp_hidden)
         for name in ("vocab_size", "context_length", "layers", "hidden", "heads", "kv_heads", "mlp_hidden"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:  # True is an int, too
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:  # not isinstance: True is an int
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer of at least 1")
         for name, low, high in NUMBERS:
             if not isinstance(getattr(self, name), (int, float)) or not low <= getattr(self, name) < high:
@@ -62,7 +61,7 @@ class GPTConfig:
                 raise ValueError(f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}")
         if self.positions == "rotary" and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
             raise ValueError(f"rotary_fraction={self.rotary_fraction} turns {self.rotary_dim} of a head's "
-                             f"{self.head_dim} dimensions: expected an even number, at least 2")
+                             f"{self.head_dim} dimensions: expected an even number from 2 to {self.head_dim}")
 
     @classmethod
     def named(cls, name, **changes):
@@ -87,8 +86,7 @@ class GPTConfig:
         C, M, b, kv = self.hidden, self.mlp_hidden, int(self.bias), self.kv_heads * self.head_dim
         norm = C * (1 + (self.norm == "layernorm" and self.bias))
         attention = (C + b) * (C + 2 * kv) + (C + b) * C  # q, k, v in one matrix; then the projection out
-        inputs = 2 if self.activation == "swiglu" else 1  # gate and up, or up alone
-        mlp = inputs * (C + b) * M + (M + b) * C
+        mlp = (1 + (self.activation == "swiglu")) * (C + b) * M + (M + b) * C  # gate and up, or up alone; then down
         embeddings = (self.vocab_size + (self.context_length if self.positions == "learned" else 0)) * C
         head = 0 if self.tied else self.vocab_size * C
         return embeddings + self.layers * (attention + mlp + 2 * norm) + norm + head
@@ -97,14 +95,14 @@ class GPTConfig:
 def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
     """Return softmax(q kᵀ / √D) v, (B, H, T, D), with the whole T×S matrix in memory.
 
-    G divides H: each key head serves H/G query heads, which are stacked as more rows of one matrix. `causal` is aligned
-    bottom-right: the last query sees every key. ValueError if G does not divide H, or a query would see no key (T > S).
+    Each key head serves H/G query heads, which become more rows of one matrix. `causal` is aligned bottom-right: the
+    last query sees every key. Raises ValueError if G does not divide H, or if `causal` and T > S.
     """
     (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
     if H % G or (causal and T > S):
-        raise ValueError(f"{T} queries in {H} heads, {S} keys in {G}: heads must divide, and causal needs T ≤ S")
+        raise ValueError(f"{T} queries in {H} heads, {S} keys in {G}: expected H/G whole, and T ≤ S if causal")
     rows_BGRD = (q_BHTD * D**-0.5).reshape(B, G, H // G * T, D)
-    k_BGSD, v_BGSD = k_BGSD.contiguous(), v_BGSD.contiguous()  # of views autograd would keep all of q, k and v
+    k_BGSD, v_BGSD = k_BGSD.contiguous(), v_BGSD.contiguous()  # else autograd saves views, and with them all of qkv
     scores_BGRS = rows_BGRD @ k_BGSD.transpose(-2, -1)
     if causal:
         last_seen_R = torch.arange(S - T, S, device=q_BHTD.device).repeat(H // G)
@@ -114,12 +112,12 @@ def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
 
 
 def _bind(attention, dropout):
-    """`causal` and `dropout_p` as options of `attention`, if it takes them; a plain `(q, k, v) -> out` takes none."""
-    if attention is F.scaled_dot_product_attention:  # a builtin, which does not tell what it takes
+    """Return `causal` and `dropout_p` as options of `attention`, as far as it has them."""
+    if attention is F.scaled_dot_product_attention:  # a builtin, which has no signature
         return {"is_causal": True, "dropout_p": dropout, "enable_gqa": True}
     try:
         taken = inspect.signature(getattr(attention, "forward", attention)).parameters
-    except ValueError:  # another builtin, or a partial of one: call it as it is
+    except ValueError:  # another builtin, or a partial of one: call it without options
         taken = {}
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     fixed = getattr(attention, "keywords", {})  # a functools.partial fixes these
@@ -131,7 +129,7 @@ def _bind(attention, dropout):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the function in the middle is given."""
+    """Causal self-attention: q, k and v of x, then the given `attention` function, then the output projection."""
 
     def __init__(self, config, attention):
         super().__init__()
@@ -143,7 +141,7 @@ class Attention(nn.Module):
         (B, T, C), c = x_BTC.shape, self.config
         qkv = self.qkv(x_BTC).view(B, T, c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
         q_BHTD, k_BGTD, v_BGTD = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
-        if rotation is not None:  # under autocast the tables are fp32, and so what they turn, until here
+        if rotation is not None:  # under autocast the tables are fp32, and so is what they rotate
             q_BHTD, k_BGTD = (rotate(x, *rotation).to(v_BGTD.dtype) for x in (q_BHTD, k_BGTD))
         options = self.options if self.training or not c.dropout else {**self.options, "dropout_p": 0.0}
         out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, **options)
@@ -162,7 +160,7 @@ def rotation_table(config):
 
 
 def rotate(x_BHTD, cos_TN, sin_TN):
-    """Turn the first N dimensions of each head by its position's angle; the rest pass."""
+    """Rotate the first N dimensions of each head by its position's angle. The others stay the same."""
     n = cos_TN.shape[-1]
     turned, passed = x_BHTD[..., :n], x_BHTD[..., n:]
     first, second = turned.chunk(2, dim=-1)
@@ -171,7 +169,7 @@ def rotate(x_BHTD, cos_TN, sin_TN):
 
 
 class MLP(nn.Module):
-    """GELU(x W_up) W_down, or SwiGLU: (SiLU(x W_gate) ∘ x W_up) W_down (Shazeer 2020)."""
+    """The feed-forward layer: GELU(x W_up) W_down, or SwiGLU, (SiLU(x W_gate) ∘ x W_up) W_down (Shazeer 2020)."""
 
     def __init__(self, config):
         super().__init__()
@@ -194,7 +192,7 @@ def norm_of(config):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)); both from the same x if the residual is parallel."""
+    """A layer: x + attention(norm(x)), then x + MLP(norm(x)). With `parallel_residual` both read the same x."""
 
     def __init__(self, config, attention):
         super().__init__()
@@ -211,10 +209,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer: `GPT(config)(tokens, targets)`.
+    """A decoder-only transformer: `GPT(config)(tokens, targets)`.
 
-    `attention`: any `(q_BHTD, k_BGSD, v_BGSD) -> out_BHTD`; if it takes `causal` and `dropout_p`, they are set.
-    `dtype` and `device`: what the parameters are built in (default: torch's own defaults).
+    `attention`: any `(q_BHTD, k_BGSD, v_BGSD) -> out_BHTD`. If it has options `causal` and `dropout_p`, they are set.
+    `dtype` and `device`: those of the parameters (default: torch's own defaults).
     """
 
     def __init__(self, config, attention=softmax_attention, *, dtype=None, device=None):
@@ -235,7 +233,7 @@ class GPT(nn.Module):
         self.apply(self._initialise)
 
     def _initialise(self, module):
-        """As GPT-2: N(0, 0.02²), biases 0; what writes into the residual stream is smaller by √(2 · layers)."""
+        """Initialise as GPT-2: N(0, 0.02²), biases 0. Output projections of a block are smaller by √(2 · layers)."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -245,18 +243,18 @@ class GPT(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def forward(self, tokens_BT, targets_BT=None, *, offset=0, reduction="mean"):
-        """Map tokens (B, T) to logits (B, T, V), or to the cross-entropy ("mean" or "sum") with `targets` (B, T).
+        """Map tokens (B, T) to logits (B, T, V), or to the cross-entropy ("mean" or "sum") with targets (B, T).
 
         A target of −100 is not counted. `offset`: the position of the first token, for a sequence fed in chunks.
-        Raises TypeError for what is no tensor; ValueError for a wrong shape or dtype, a sequence past the context, and
-        (on a CPU; a GPU's own assertion stops it there) a token id outside the vocabulary.
+        Raises TypeError for anything but tensors. Raises ValueError for a wrong shape or dtype, a sequence that exceeds
+        the context, and on a CPU an id outside the vocabulary. (On a GPU such an id triggers a device-side assertion.)
         """
         T = self._check(tokens_BT, targets_BT, offset)
         x_BTC = self._lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
+        rotation = None
         if self.positions is None:
             rotation = [table[offset : offset + T].to(x_BTC.dtype) for table in (self.cos, self.sin)]
         else:
-            rotation = None
             x_BTC = x_BTC + self.positions(torch.arange(offset, offset + T, device=tokens_BT.device))
         x_BTC = self.dropout(x_BTC)
         for block in self.blocks:
@@ -264,13 +262,13 @@ class GPT(nn.Module):
         logits_BTV = self.head(self.norm(x_BTC))
         if targets_BT is None:
             return logits_BTV
-        loss, targets = functools.partial(F.cross_entropy, reduction=reduction), targets_BT.flatten().long()
-        return self._lookup(loss, logits_BTV.float().flatten(0, 1), targets, ids=targets_BT, name="targets")
+        return self._lookup(F.cross_entropy, logits_BTV.float().flatten(0, 1), targets_BT.flatten().long(),
+                            ids=targets_BT, name="targets", reduction=reduction)
 
-    def _lookup(self, function, *args, ids, name):
-        """An id that `function` does not know becomes a ValueError with the value, at no cost when all is well."""
+    def _lookup(self, function, *args, ids, name, **options):
+        """Call `function`. If an id is outside the vocabulary, raise ValueError; no check is made beforehand."""
         try:
-            return function(*args)
+            return function(*args, **options)
         except IndexError as error:
             raise ValueError(f"{name} run from {ids.min()} to {ids.max()}: the vocabulary is 0…"
                              f"{self.config.vocab_size - 1}") from error
@@ -292,7 +290,7 @@ class GPT(nn.Module):
 
 @contextmanager
 def built_in(dtype, device):
-    """Build parameters in this dtype, on this device, inside the context (None: torch's own defaults)."""
+    """Build parameters in `dtype` and on `device` inside the context. None: torch's own defaults."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype or previous)
     try:

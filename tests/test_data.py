@@ -70,7 +70,7 @@ def test_a_folder_is_its_matching_files_in_sorted_order(tmp_path):
 def test_one_pattern_alone_is_refused(tmp_path):
     """A string is a sequence of letters, and "*" among them would match every file."""
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"patterns='\*\.txt': expected several, \('\*\.txt',\)"):
+    with pytest.raises(ValueError, match=r"patterns='\*\.txt': expected a sequence of patterns, \('\*\.txt',\)"):
         TextData(tmp_path, patterns="*.txt")
     assert decode(TextData(tmp_path, validation=0, patterns=["*.txt"]).train) == "text"
 
@@ -212,7 +212,7 @@ def test_decode_refuses_what_is_not_bytes():
         decode(torch.tensor([1, 256]))
     with pytest.raises(ValueError, match="token -1 at position 0 is not a byte"):
         decode(torch.tensor([-1]))
-    with pytest.raises(ValueError, match=r"one sequence of tokens \(N,\), got shape \(2, 3\): pass it by rows"):
+    with pytest.raises(ValueError, match=r"tokens of shape \(2, 3\): expected one sequence \(N,\)"):
         decode(torch.zeros(2, 3, dtype=torch.int64))
 
 
@@ -282,7 +282,7 @@ def test_an_empty_file(tmp_path):
 def test_a_folder_without_text(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "data.bin").write_bytes(b"not text")
-    with pytest.raises(ValueError, match=r"no text in .*: none of the files below it is called \*\.txt or \*\.md or "):
+    with pytest.raises(ValueError, match=r"no text in .*: expected a non-empty file below it .* \*\.txt or \*\.md or "):
         TextData(tmp_path)
 
 

@@ -1,7 +1,8 @@
-"""One large batch as several small ones: the same gradient, the activations of one micro-batch.
+"""Gradient accumulation: the gradient of a large batch with the activations of one micro-batch.
 
-Read `batches` (how a batch is cut, how its parts are weighted), `accumulate`, `sums` (low-precision gradients summed in
-fp32), `ranks` (several processes, one reduction a step), and `find` (the largest micro-batch that fits).
+Read in this order: `batches` (how a batch is cut, and how its parts are weighted), `accumulate`, `sums` (low-precision
+gradients summed in fp32), `ranks` (several processes, one reduction per step), and `find` (the largest micro-batch that
+fits).
 """
 
 from .accumulate import accumulate, accumulation_bytes

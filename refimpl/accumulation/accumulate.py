@@ -1,7 +1,7 @@
-"""Gradient accumulation: one large batch as several small ones, and the gradient of the whole.
+"""Gradient accumulation: a large batch is processed as several small ones, and the gradient is that of the whole.
 
-Activations grow with the rows of a batch. Gradients do not, since a gradient is a sum over rows. So the batch can be
-cut into parts, each with its own forward and backward, and the optimizer steps once, on the sum.
+Activations grow with the number of rows in a batch. Gradients do not, since a gradient is a sum over rows. So the batch
+can be cut into micro-batches, each with its own forward and backward. The optimizer then steps once, on the sum.
 """
 
 import torch
@@ -14,40 +14,41 @@ from .sums import GradientSums
 
 def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None, reduction="mean",
                count=count_targets, dtype=torch.float32, scale=None, comm=None):
-    """Add the gradient of `loss_fn(model, *batch)`, computed in parts, to `.grad`. Returns that loss, without a graph.
+    """Add the gradient of `loss_fn(model, *batch)`, computed in parts, to `.grad`. Returns the loss without a graph.
 
         loss = accumulate(model, tokens, targets, micro_batch=8)     # instead of loss = model(tokens, targets)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)      #        and loss.backward()
         optimizer.step()
 
-    The gradient is that of the whole batch, so clip it once, after this, and leave the learning rate as it is. Only one
+    The gradient is that of the whole batch. So clip it once, after this call, and keep the learning rate. Only one
     micro-batch's activations are in memory at a time (`accumulation_bytes`).
 
-    - `batch`: tensors, or lists and dicts of them, with the rows in their first dimension. `micro_batch`: the rows of a
-      part; the last part has what is left. Or give the parts themselves as `micro_batches`, each padded to its own
-      length, say: an iterable of tuples, each with the arguments of one part (or of its only argument).
-    - `loss_fn(model, *micro_batch)`: a tensor of one number with its graph. By default `model(*micro_batch)`.
-    - `reduction`: what that number is, the `"mean"` or the `"sum"` over the part. Means are weighted by the number of
-      terms that they have, `count(*micro_batch)`: by default the number of targets in the last tensor, without those
-      that are −100 (`count_targets`). A part of no terms is not run.
-    - `dtype`: gradients of fewer bytes than this are summed in it. fp32 takes 4 bytes a parameter, and the sum is
-      rounded to the gradient's own type once, at the end. With None, autograd sums in `.grad`, in that type. To keep
-      the sum in fp32, set `parameter.grad_dtype = torch.float32` beforehand.
-    - `scale`: a function that is applied to each loss before its backward, such as a loss scaler's `scale`. The loss
-      that is returned is not scaled.
-    - `comm`: connects the ranks, each of which gives its own part of the batch. Loss and gradient are those of all
-      ranks' rows together, and gradients are reduced once, after the last micro-batch (`accumulation_traffic`). A
-      `model` with a method `no_sync`, such as torch's DDP, reduces them itself, in the last backward; `comm` is then
-      made from its `process_group`. A model of `fully_shard` (FSDP2) is refused.
+    - `batch`: tensors, or lists and dicts of them, with the rows in their first dimension. `micro_batch`: the number of
+      rows in a micro-batch; the last one may have fewer. Alternatively, `micro_batches` gives the micro-batches
+      themselves (each padded to its own length, for example): an iterable of tuples of arguments, or of single
+      arguments.
+    - `loss_fn(model, *micro_batch)`: returns a tensor of one number with its graph. By default `model(*micro_batch)`.
+    - `reduction`: whether that number is the `"mean"` or the `"sum"` over the micro-batch. A mean is weighted by its
+      number of terms, `count(*micro_batch)`. By default these are the targets in the last tensor that are not −100
+      (`count_targets`). A micro-batch without terms is not run.
+    - `dtype`: gradients with fewer bytes per element are summed in this dtype. fp32 takes 4 bytes a parameter. The sum
+      is rounded once, at the end, to the gradient's own dtype. With None, autograd sums in `.grad`, in that dtype. To
+      keep the sum in fp32, set `parameter.grad_dtype = torch.float32` beforehand.
+    - `scale`: a function applied to each loss before its backward, such as a loss scaler's `scale`. The returned loss
+      is not scaled.
+    - `comm`: connects the ranks, each of which passes its own part of the batch. Loss and gradient are those of all
+      ranks' rows together. Gradients are reduced once, after the last micro-batch (`accumulation_traffic`). A `model`
+      with a method `no_sync`, such as torch's DDP, reduces them itself, in the last backward; `comm` is then made from
+      its `process_group`. A model made by `fully_shard` (FSDP2) is refused.
 
-    A batch that cannot be cut or has no target, an option that makes no sense and a model without trainable parameters
-    raise TypeError or ValueError, and gradients stay as they were. An exception in a loss, a backward or a collective
-    is passed on; every `.grad` is then None, since a part of the sum is of no use, and no hook is left. The same holds
-    for the RuntimeError if another hook takes gradients away in backward, as an optimizer that steps there does: it
-    would step on one micro-batch's gradient.
+    Raises TypeError or ValueError for a batch that cannot be cut or has no target, for an invalid option, and for a
+    model without trainable parameters; gradients then stay as they were. An exception in a loss, a backward or a
+    collective is passed on. Every `.grad` is then set to None, since a partial sum is not a gradient, and no hook is
+    left. The same holds for the RuntimeError that is raised if another hook takes gradients away during backward, as an
+    optimizer that steps there does: it would step on one micro-batch's gradient.
 
-    Modules that mix rows, above all BatchNorm in training, see a micro-batch instead of the batch, and get another
-    gradient. Dropout draws other masks than it would for the whole batch. Counting the targets waits for a GPU once.
+    Modules that mix rows, above all BatchNorm in training, see a micro-batch instead of the batch, so their gradient
+    differs. Dropout draws different masks than it would for the whole batch. Counting targets waits for a GPU once.
     """
     parameters = _trainable(model)
     _check_options(reduction, dtype, loss_fn=loss_fn, count=count, scale=scale)
@@ -81,42 +82,45 @@ def _call(model, *part):
 
 
 def _forward_backward(loss_fn, model, part, weight, factor, scale):
-    """This part's share of the loss, in fp32 or wider. Its graph, and so its activations, end with this call."""
+    """Run forward and backward of a micro-batch. Returns its share of the loss, in fp32 or wider, without a graph."""
     loss = _one_number(loss_fn(model, *part)) * weight
     scaled = loss * factor if factor != 1 else loss
     scaled = scaled if scale is None else scale(scaled)
     if not isinstance(scaled, torch.Tensor):
-        raise TypeError(f"scale gave {type(scaled).__name__}: expected the loss that it was given, multiplied")
+        raise TypeError(f"scale returned {type(scaled).__name__}: expected the loss that it was given, multiplied by a "
+                        "factor")
     scaled.backward()
     return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def _one_number(loss):
+    """Return `loss` without dimensions. Raises TypeError or ValueError unless it is one number with a graph."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss is of type {type(loss).__name__}: expected a tensor; to take it from what a model "
                         "returns, loss_fn=lambda model, batch: model(batch).loss")
     if loss.numel() != 1:
         raise ValueError(f"the loss has shape {tuple(loss.shape)}: expected one number, a mean or a sum (reduction=)")
     if not loss.requires_grad:
-        raise ValueError("the loss depends on no parameter that asks for a gradient: was it computed under no_grad, "
-                         "detached, or by frozen modules alone?")
+        raise ValueError("the loss does not require a gradient: expected one that depends on a trainable parameter. "
+                         "Was it computed under no_grad, detached, or by frozen modules alone?")
     return loss.reshape(())
 
 
 def _trainable(model):
-    """The parameters that get gradients, each once."""
+    """Return the parameters that get gradients, each once."""
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"accumulate({type(model).__name__}, …): expected a module, whose gradients are summed; "
-                        "a function goes to loss_fn=")
+        raise TypeError(f"accumulate({type(model).__name__}, …): expected a module, whose gradients are summed. Pass "
+                        "a function as loss_fn=")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise ValueError(f"{type(model).__name__} has no parameter that asks for a gradient: requires_grad_(True)")
+        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: call requires_grad_(True) "
+                         "on those to train")
     return parameters
 
 
 def _check_options(reduction, dtype, **functions):
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum', what the loss of a micro-batch is")
+        raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum', as loss_fn reduces a micro-batch")
     _check_dtype("dtype", dtype, or_none=True)
     for name, function in functions.items():
         if function is not None and not callable(function):
@@ -130,17 +134,17 @@ def _check_dtype(name, dtype, or_none=False):
 
 
 def accumulation_bytes(parameters, activations, micro_batches, gradient=torch.float32, dtype=torch.float32):
-    """Predict gradients and activations at the start of the last backward, where both are in memory: a Ledger, bytes.
+    """Predict the bytes of gradients and activations at the start of the last backward, the peak of both: a Ledger.
 
-    With Ψ = `parameters`, N = `micro_batches`, e = size of `gradient` (the type of `.grad`), s = size of `dtype` (what
-    it is summed in; None: e) and A = `activations`, the bytes of one micro-batch (`memory.activation_bytes`):
+    With Ψ = `parameters`, N = `micro_batches`, e = size of `gradient` (the dtype of `.grad`), s = size of `dtype` (in
+    which gradients are summed; None: e) and A = `activations` of one micro-batch (`memory.activation_bytes`):
 
-        gradients      Ψ · max(e, s)    if N > 1, else 0: there is none before the first backward
+        gradients      Ψ · max(e, s)    if N > 1, else 0: no gradient exists before the first backward
         activations    A
 
-    From N = 2 on nothing grows with N, where the whole batch at once would have N · A. If e < s, backward also has the
-    gradients that one operation gives, e bytes an element (a weight's and its bias's), and Ψ · e are left at the end.
-    ValueError for a count that is not an integer or is too small, and for a type that is not floating-point.
+    From N = 2 on, nothing grows with N; the whole batch at once would have N · A. If e < s, backward also holds the
+    gradients that one operation returns (a weight's and its bias's, e bytes an element), and Ψ · e remain at the end.
+    Raises ValueError for a count that is not an integer or is too small, and for a dtype that is not floating-point.
     """
     _check_dtype("gradient", gradient)
     _check_dtype("dtype", dtype, or_none=True)

@@ -1,4 +1,4 @@
-"""Micro-batches: how a batch is cut, and how much each part weighs in the mean over the whole.
+"""Micro-batches: how a batch is cut, and the weight of each part in the mean over the whole.
 
 With n targets in the batch and nₘ of them in micro-batch m, whose own mean loss is Lₘ, the mean over the batch is
 
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def split(batch, size):
-    """Cut `batch` into micro-batches of `size` rows, the last with what is left: a list of things shaped like `batch`.
+    """Cut `batch` into micro-batches of `size` rows; the last may have fewer. Returns a list of such structures.
 
-    `batch`: a tensor, or lists, tuples and dicts of tensors, all of the same first dimension (or None, which every
-    micro-batch gets). The parts are views: no byte is copied. TypeError for anything else in it; ValueError for a
-    `size` that is not an integer of at least 1, no rows, or first dimensions that differ.
+    `batch`: a tensor, or lists, tuples and dicts of tensors with the same first dimension. A None in it goes to every
+    micro-batch. The parts are views, so nothing is copied. Raises TypeError for anything else in the batch. Raises
+    ValueError for a `size` that is not an integer of at least 1, for no rows, and for first dimensions that differ.
     """
     if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
         raise ValueError(f"micro_batch={size!r}: expected an integer of at least 1, the rows of each micro-batch")
@@ -31,41 +31,43 @@ def split(batch, size):
 
 
 def _rows(leaves):
-    """The first dimension that all tensors in `leaves` share."""
+    """Return the first dimension, which all tensors in `leaves` must share."""
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"a batch is made of tensors, and this one holds {type(leaf).__name__}: give what is the "
-                            "same for every micro-batch to loss_fn, not to the batch")
+            raise TypeError(f"the batch holds {type(leaf).__name__}: expected tensors. Give what is the same for every "
+                            "micro-batch to loss_fn, not to the batch")
         if leaf is not None and leaf.dim() == 0:
             raise ValueError("the batch holds a tensor without dimensions: expected rows in the first dimension")
     shapes = [tuple(leaf.shape) for leaf in leaves if leaf is not None]
     if len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(f"tensors of shapes {', '.join(map(str, shapes))}: expected as many rows, the first dimension")
+        raise ValueError(f"tensors of shapes {', '.join(map(str, shapes))}: expected one number of rows in all, the "
+                         "first dimension")
     if not shapes or shapes[0][0] == 0:
         raise ValueError(f"the batch is empty ({shapes[0] if shapes else 'no tensors'}): expected at least one row")
     return shapes[0][0]
 
 
 def count_targets(*micro_batch, ignore_index=-100):
-    """Count the targets in a micro-batch, whose last argument holds them: the terms of its mean loss.
+    """Count the targets of a micro-batch, its last argument. They are the terms of its mean loss.
 
-    Integers count if they are not `ignore_index`, as in `cross_entropy` and `refimpl.model.GPT`; the result is then a
-    tensor without dimensions, so that the CPU does not wait for a GPU. Floating-point numbers all count; the result is
-    an int. ValueError if the last argument is something else (a dict, a mask): give `accumulate` a `count` of your own.
+    Integers count unless they are `ignore_index`, as in `cross_entropy` and `refimpl.model.GPT`. The result is then a
+    tensor without dimensions, so that the CPU does not wait for a GPU. Floating-point numbers all count, and the result
+    is an int. Raises ValueError if the last argument is something else (a dict, a mask): then give `accumulate` a
+    `count` of your own.
     """
     last = micro_batch[-1]
     if not isinstance(last, torch.Tensor) or last.dtype is torch.bool:
         what = "a mask" if isinstance(last, torch.Tensor) else type(last).__name__
-        raise ValueError(f"the last part of the batch is {what}, not targets: give count=, a function of a micro-batch "
-                         "that says how many terms its mean loss has")
+        raise ValueError(f"the batch's last argument is {what}, not targets: give count=, a function of a micro-batch "
+                         "that returns how many terms its mean loss has")
     return last.numel() if last.is_floating_point() else (last != ignore_index).sum()
 
 
 def cut(batch, micro_batch, micro_batches):
-    """Return the arguments of each micro-batch, given in either way. ValueError if both ways are used, or neither."""
+    """Return the arguments of each micro-batch. Raises ValueError unless exactly one of the two ways is used."""
     if (micro_batch is None) == (micro_batches is None) or bool(batch) == (micro_batches is not None):
-        raise ValueError("expected a batch and micro_batch=, the rows of a part: accumulate(model, tokens, targets, "
-                         "micro_batch=8); or micro_batches=, the parts themselves, and nothing else")
+        raise ValueError("expected either a batch and micro_batch=, the rows of a part: accumulate(model, tokens, "
+                         "targets, micro_batch=8); or micro_batches=, the parts themselves, and nothing else")
     if micro_batches is None:
         return split(batch, micro_batch)
     parts = [part if isinstance(part, tuple) else (part,) for part in micro_batches]
@@ -77,21 +79,22 @@ def cut(batch, micro_batch, micro_batches):
 
 
 def weights(parts, reduction, count, total):
-    """Return what each part's loss is multiplied by: nₘ / n for a mean, 1 for a sum.
+    """Return the weight of each part's loss: nₘ / n for a mean, 1 for a sum.
 
-    `total(n)` is n over all ranks. Raises ValueError if that is 0.
+    `total(n)` returns n summed over all ranks. Raises ValueError if that is 0.
     """
     if reduction == "sum":
         return [1.0] * len(parts)
     terms = _counts(parts, count)
     n = total(sum(terms))
     if n == 0:
-        raise ValueError("every target of the batch is ignored (or count gave 0 for all of it): a mean over no terms")
+        raise ValueError("every target of the batch is ignored (or count returned 0 for all of it): a mean needs at "
+                         "least one term")
     return [each / n for each in terms]
 
 
 def _counts(parts, count):
-    """nₘ of each part, as numbers; a GPU is waited for once. 1 for each in a dry run, whose tensors have no values."""
+    """Return nₘ of each part as a number, waiting for a GPU once. In a dry run tensors have no values: 1 for each."""
     found = [count(*part) for part in parts]
     if any(isinstance(each, FakeTensor) for each in found):
         return [1] * len(found)
@@ -99,5 +102,5 @@ def _counts(parts, count):
         found = torch.stack([each.detach().reshape(()) for each in found]).tolist()
     for number, each in enumerate(found):
         if not isinstance(each, (int, float)) or not 0 <= each < math.inf:
-            raise ValueError(f"count gave {each!r} for micro-batch {number}: expected one number, 0 or more")
+            raise ValueError(f"count returned {each!r} for micro-batch {number}: expected one number, 0 or more")
     return found

@@ -1,7 +1,7 @@
-"""The largest micro-batch that fits: found by dry runs, or on a device that may run out of memory.
+"""The largest micro-batch that fits in a budget, found by dry runs or by real runs on a device.
 
-The effective batch stays what it is, cut in fewer or more micro-batches, so the optimizer's step and the learning rate
-see no difference.
+The effective batch stays the same and is only cut differently, so neither the optimizer's step nor the learning rate
+changes.
 """
 
 import gc
@@ -20,12 +20,12 @@ from ..memory.ledger import human
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Hold what `find_micro_batch` found.
+    """Holds what `find_micro_batch` found.
 
-    - `micro_batch`: the rows of one, for `accumulate(…, micro_batch=…)`; `micro_batches`: how many of them the
-      effective batch makes, the last with fewer rows where they do not divide it.
-    - `nbytes`: the peak of a step with it, in bytes; `budget`: what it had to fit into, or None.
-    - `tried`: {rows: bytes} of every size that was run, None for one that ran out of memory.
+    - `micro_batch`: the number of rows, for `accumulate(…, micro_batch=…)`. `micro_batches`: how many micro-batches
+      that makes of the effective batch; the last may have fewer rows.
+    - `nbytes`: the peak of a step with it, in bytes. `budget`: the budget in bytes, or None.
+    - `tried`: {rows: bytes} of every size that was run; None for a size that ran out of memory.
     """
 
     micro_batch: int
@@ -46,34 +46,34 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
     """Find the largest number of rows for which `step(rows, *args)` peaks within `budget` bytes: a MicroBatch.
 
         def step(rows, model, optimizer):
-            tokens = torch.zeros(min(3 * rows, 64), 1024, dtype=torch.int64)    # three micro-batches tell the peak
+            tokens = torch.zeros(min(3 * rows, 64), 1024, dtype=torch.int64)    # the peak is that of 3 micro-batches
             accumulate(model, tokens, tokens, micro_batch=rows)
             optimizer.step()
 
         find_micro_batch(step, 64, 8 * 2**30, model, optimizer).micro_batch
 
-    The sizes 1…`effective_batch` are searched by doubling and halving, about 3·log₂ of them run. `equal`: only those
-    that divide the effective batch, so that all micro-batches have one shape.
+    The sizes 1…`effective_batch` are searched by doubling and halving, in about 3·log₂(`effective_batch`) runs.
+    `equal`: try only divisors of the effective batch, so that all micro-batches have one shape.
 
-    Each is a dry run (`memory.dry_run`): no memory is taken and `args` (models, optimizers, tensors) stay as they are.
-    Its peak counts all tensors, also those of `args`. Workspaces of kernels and the allocator's rounding are not in it,
-    so leave some room.
+    Each run is a dry run (`memory.dry_run`): it takes no memory, and `args` (models, optimizers, tensors) stay as they
+    are. Its peak counts all tensors, including those of `args`. It does not count workspaces of kernels or the
+    allocator's rounding, so leave some room.
 
-    With `probe` the step really runs on `device` (default: CUDA if there is one), once for each size that is tried, and
-    so trains the model in `args`. After a size that runs out of memory, the tensors of its frames and the allocator's
-    cache are freed. Peaks are then the allocator's: on CUDA all that it reserved, on a CPU what came on top of the
-    start. On CUDA the budget may then be None, for all that the device has. The state of random number generators is
-    restored.
+    With `probe` the step really runs on `device` (default: CUDA if there is one), once for each size tried, and so
+    trains the model in `args`. After a size runs out of memory, the tensors of its frames and the allocator's cache are
+    freed. Peaks are then the allocator's: on CUDA all bytes that it reserved, on a CPU the bytes above the start. On
+    CUDA the budget may be None, which means the whole device. The random number generators are restored.
 
-    ValueError if no size fits, with the least that one takes; for an `effective_batch` that is not an integer above 0,
-    a `budget` that is not a number above 0, and a probe of a CPU without a budget, where running out of memory ends
-    the process. TypeError for a `step` that is not callable. Any other exception in the step is passed on.
+    Raises ValueError if no size fits (the message names the smallest need), for an `effective_batch` that is not an
+    integer above 0, for a `budget` that is not a number above 0, and for a probe of a CPU without a budget, since a CPU
+    process that runs out of memory is killed. Raises TypeError for a `step` that is not callable. Any other exception
+    in the step is passed on.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(step, effective_batch, budget, probe, device)
     sizes = [rows for rows in range(1, effective_batch + 1) if not equal or effective_batch % rows == 0]
     tried = {}
-    with tqdm(desc="micro-batches", delay=2, leave=False) as progress, torch.random.fork_rng(
+    with tqdm(desc="micro-batches", delay=2) as progress, torch.random.fork_rng(
             [device] if probe and device.type == "cuda" else []):
 
         def fits(index):
@@ -93,12 +93,12 @@ def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=Fa
 
 
 def _largest(sizes, fits, peaks):
-    """The index of the largest of `sizes` that fits; None if the first does not. Doubles, then halves.
+    """Return the index of the largest of `sizes` that fits, or None if none does. Doubles, then bisects.
 
-    Up to half of the batch peaks rise with the rows. Beyond, there are two micro-batches or one, and the second, which
-    runs on top of the gradients of the first, has what the first leaves: peaks fall until the first is the larger, then
-    rise. So the whole batch is asked for at once, and then the valley is searched by its slope, if `peaks` (rows →
-    bytes, of the sizes asked for so far) are known: not in a probe, which stops where memory ends.
+    Up to half of the batch, peaks rise with the rows. Beyond that there are two micro-batches, and the second, which
+    runs on top of the first one's gradients, has the remaining rows. So the peak falls while the second decides it, and
+    rises again once the first does. This valley is searched by its slope, after the whole batch was tried. That needs
+    `peaks` (rows → bytes of the sizes tried so far), which a probe does not have for sizes that ran out of memory.
     """
     last = len(sizes) - 1
     if peaks is not None and fits(last):
@@ -117,7 +117,7 @@ def _largest(sizes, fits, peaks):
 
 
 def _rising(low, high, fits):
-    """The largest index from `low`, which fits, to below `high`, which does not, where peaks rise."""
+    """Return the largest index that fits, by bisection from `low`, which fits, to `high`, which does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -125,7 +125,7 @@ def _rising(low, high, fits):
 
 
 def _valley(low, high, sizes, fits, peaks):
-    """An index from `low` to below `high` that fits, where peaks fall and then rise; None if there is none."""
+    """Return an index in [low, high) that fits, where peaks fall and then rise; None if there is none."""
     while low < high:
         middle = (low + high) // 2
         if fits(middle):
@@ -140,8 +140,8 @@ def _dry(step, rows, args):
 
 
 def _probe(step, rows, args, device):
-    """Return the peak of a real run, or None if it ran out of memory; then nothing of it is left."""
-    _empty(device)  # what an earlier size left in the cache would count as reserved
+    """Return the peak of a real run, or None if it ran out of memory; everything it allocated is then freed."""
+    _empty(device)  # else memory cached by an earlier run would count as reserved
     reading = memory.measure(device)
     try:
         with reading:
@@ -157,7 +157,7 @@ def _probe(step, rows, args, device):
 
 
 OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory",
-                 "DefaultCPUAllocator: not enough memory")  # in RuntimeErrors that have no type of their own
+                 "DefaultCPUAllocator: not enough memory")  # messages of plain RuntimeErrors
 
 
 def is_out_of_memory(error):
@@ -167,7 +167,7 @@ def is_out_of_memory(error):
 
 
 def _forget(error):
-    """Drop the tracebacks of `error` and of its causes: they hold the frames, which hold every tensor they name."""
+    """Drop the tracebacks of `error` and its causes: they hold frames, whose local variables hold tensors."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -184,7 +184,7 @@ def _empty(device):
 
 
 def _nothing_fits(tried, budget, device):
-    """The message if every size is too much: the least that one needs, if any ran to its end."""
+    """Return the message for when no size fits. It names the smallest need, if any size ran to its end."""
     advice = "shorter sequences, recomputed activations or a smaller model would take less"
     needs = {rows: nbytes for rows, nbytes in tried.items() if nbytes is not None}
     if not needs:
@@ -202,8 +202,8 @@ def _check(step, effective_batch, budget, probe, device):
     if budget is None and probe and device.type == "cuda":
         return
     if budget is None and probe:
-        raise ValueError("budget=None: a CPU gives no error when memory is out, the operating system ends the process: "
-                         "give the bytes that a step may take")
+        raise ValueError("budget=None: on a CPU the operating system kills a process that runs out of memory, so no "
+                         "error can be caught. Give the bytes that a step may take")
     if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget < math.inf:
         raise ValueError(f"budget={budget!r}: expected bytes, a number above 0" + (
             "" if budget is not None else " (None, all that a GPU has, is for probe=True)"))

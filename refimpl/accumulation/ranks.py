@@ -1,7 +1,7 @@
-"""Which other ranks have a part of the batch, and when gradients are reduced: once a step, after the last micro-batch.
+"""Gradient accumulation on several ranks: gradients are reduced once a step, after the last micro-batch.
 
-Three cases with the same methods: one process; ranks that a Communicator connects; a model that averages its gradients
-in every backward but those under its `no_sync()`, as torch's DistributedDataParallel does.
+There are three cases, with the same methods: one process alone; ranks connected by a Communicator; and a model that
+averages its gradients itself in every backward outside `no_sync()`, as torch's DistributedDataParallel does.
 """
 
 from contextlib import nullcontext
@@ -15,7 +15,10 @@ from .sums import gradient_dtype, is_narrower
 
 
 def ranks_of(model, parameters, comm):
-    """Choose the case of `model` and `comm`. TypeError if `comm` is no Communicator, ValueError for FSDP2's models."""
+    """Choose the case for `model` and `comm`.
+
+    Raises TypeError if `comm` is not a Communicator, and ValueError for a model of FSDP2.
+    """
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for one "
                         "process alone")
@@ -32,7 +35,7 @@ def ranks_of(model, parameters, comm):
 
 
 def _communicator_of(model, parameters):
-    """A Communicator of the process group that torch's own wrappers carry; None if the model has none."""
+    """Make a Communicator of the process group of torch's own wrappers; None if the model has none."""
     group = getattr(model, "process_group", None)
     if not isinstance(group, dist.ProcessGroup):
         return None
@@ -40,58 +43,58 @@ def _communicator_of(model, parameters):
 
 
 class Alone:
-    """One process has the whole batch."""
+    """The case of one process, which has the whole batch. The other cases override what differs."""
 
     comm = None
-    factor = 1  # of each loss: W where the model averages over W ranks what is to be a sum
+    factor = 1  # each loss is multiplied by it: W where the model averages gradients over W ranks, to make it a sum
 
     def __init__(self, parameters):
         self.parameters = parameters
 
     def sum_in(self, dtype, parts):
-        """Return the type to sum in: None where there are no two gradients to be summed."""
+        """Return the dtype to sum in; None for a single micro-batch, which leaves nothing to sum."""
         return dtype if len(parts) > 1 else None
 
     def backward(self, last):
-        """Return a context for a micro-batch, forward and backward. In the `last` one gradients may be reduced."""
+        """Return a context for forward and backward of a micro-batch. Only in the `last` are gradients reduced."""
         return nullcontext()
 
     def join(self, forward):
-        """Take part in the reduction without a backward: this rank has no target in any micro-batch."""
+        """Take part in the reduction without a backward, on a rank without targets."""
 
     def reduce_gradients(self, sums):
-        """Replace this rank's gradients by their sum over all ranks."""
+        """Replace this rank's gradients by their sum over all ranks. One process alone has nothing to reduce."""
 
     def total(self, terms):
-        """Sum `terms`, a number, over all ranks: 8 bytes, sent before the first backward, which needs the sum."""
+        """Sum the number `terms` over all ranks. These 8 bytes are sent before the first backward, which needs them."""
         if self.comm is None:
             return terms
         total = self.comm.all_reduce(torch.tensor(terms, dtype=torch.float64, device=self.comm.device))
         return terms * self.comm.world_size if isinstance(total, FakeTensor) else total.item()
 
     def loss(self, loss):
-        """Sum this rank's share of the loss over all ranks."""
+        """Return the sum over all ranks of `loss`, this rank's share."""
         if self.comm is None:
             return loss
         return self.comm.all_reduce(torch.as_tensor(loss, dtype=torch.float64, device=self.comm.device)).float()
 
 
 class Connected(Alone):
-    """`comm` connects the ranks. Each has the model as it is, and gradients are summed here."""
+    """The case of ranks that `comm` connects. The model is an ordinary one, and its gradients are summed here."""
 
     def __init__(self, parameters, comm):
         super().__init__(parameters)
         self.comm = comm
         if any(parameter.grad is not None for parameter in parameters):
-            raise ValueError("gradients are there already, and would be summed over ranks a second time: call "
+            raise ValueError("some .grad is not None, and would be summed over ranks a second time: call "
                              "optimizer.zero_grad() first, and give the batch of a step in one call")
 
     def sum_in(self, dtype, parts):
-        """Return the same type on all ranks, however many parts each has: they reduce the sums."""
+        """Return the same dtype on all ranks, however many parts each has, since they reduce the sums."""
         return dtype
 
     def reduce_gradients(self, sums):
-        """Reduce one parameter after the other, in place. A parameter without a gradient on any rank gets none."""
+        """Reduce one parameter after another, in place. One that has no gradient on any rank stays without."""
         here = [sums.so_far(parameter) is not None for parameter in self.parameters]
         anywhere = self.comm.all_reduce(torch.tensor(here, dtype=torch.uint8, device=self.comm.device), "max")
         wanted = here if isinstance(anywhere, FakeTensor) else anywhere.tolist()
@@ -103,7 +106,7 @@ class Connected(Alone):
 
 
 class InModel(Alone):
-    """The model reduces gradients itself, to their mean over W ranks. So each loss is multiplied by W, for the sum."""
+    """The case of a model that averages gradients over W ranks itself. Each loss is multiplied by W, for the sum."""
 
     def __init__(self, model, parameters, comm):
         super().__init__(parameters)
@@ -111,12 +114,15 @@ class InModel(Alone):
         self.factor = 1 if comm is None else comm.world_size
 
     def sum_in(self, dtype, parts):
-        """Sum in `.grad` only: the model reduces what is in `.grad` in the last backward, and would miss other sums."""
+        """Return None: autograd sums in `.grad`, since that is what the model reduces in the last backward.
+
+        Raises ValueError if `dtype` would need sums elsewhere.
+        """
         low = [p for p in self.parameters if dtype is not None and is_narrower(p, dtype)]
         if low and len(parts) > 1:
             raise ValueError(f"{type(self.model).__name__} reduces gradients itself, in {gradient_dtype(low[0])}: they "
-                             f"cannot be summed in {dtype} beside it. Give the module inside it and comm=, or "
-                             "dtype=None to sum in .grad")
+                             f"cannot be summed in {dtype}. Give the module inside it and comm=, or dtype=None to sum "
+                             "in .grad")
         return None
 
     def backward(self, last):
@@ -124,20 +130,23 @@ class InModel(Alone):
         return nullcontext() if last else self.model.no_sync()
 
     def join(self, forward):
-        """Run a backward of zeros, since the others wait in theirs. (The mean over no targets would be NaN.)"""
+        """Run a backward with zero gradients, since the other ranks wait in theirs.
+
+        Its loss is an empty sum of the parameters, since a mean over no targets is NaN.
+        """
         forward()
         torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in self.parameters])
 
 
 def accumulation_traffic(parameters, world_size, rank=0, dtype=torch.float32):
-    """Predict the bytes (int) that `rank` of N = `world_size` sends in one `accumulate(…, comm=comm)`, of any number
-    of micro-batches.
+    """Predict the bytes (int) that `rank` of N = `world_size` sends in one `accumulate(…, comm=comm)`.
 
-        Σ over parameters of 2(N−1)/N · Ψᵢ · max(eᵢ, size of dtype)
-        + the same of 8 (number of targets), 8 (loss) and one byte for each parameter (whether it has a gradient)
+        2(N−1)/N · (Σᵢ Ψᵢ · max(eᵢ, size of dtype)  +  8  +  8  +  number of parameters)
 
-    `parameters`: those with gradients, of eᵢ bytes an element (their `grad_dtype`); chunks that N does not divide are
-    counted as `comm.ring_traffic` does. A reduction in every micro-batch sends the first line once for each of them.
+    The sum is over `parameters`, those with gradients, of eᵢ bytes an element (their `grad_dtype`). The other terms are
+    the number of targets, the loss, and a byte per parameter that says whether it has a gradient. Sizes that N does not
+    divide are rounded as in `comm.ring_traffic`. The number of micro-batches does not matter; reducing gradients in
+    each of them would send the sum as many times.
     """
     parameters = list(parameters)
     sizes = [(p.numel(), max(gradient_dtype(p).itemsize, 0 if dtype is None else dtype.itemsize)) for p in parameters]

@@ -1,26 +1,26 @@
-"""Gradients in low precision, summed in a higher one.
+"""Sums of low-precision gradients in a higher precision.
 
-bf16 has 8 significant bits: once a sum is 256 times as large as what is to be added, adding changes nothing any more
+bf16 has 8 significant bits. Once a sum is 256 times as large as a summand, adding that summand no longer changes it
 (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 4.2). So the sum is kept in fp32, 4 bytes a
-parameter, and autograd's own gradient is added to it and freed as soon as it is there, one parameter at a time.
+parameter. As soon as autograd has computed a parameter's gradient, it is added to the sum and freed.
 """
 
 from .. import memory
 
 
 class GradientSums:
-    """Sum gradients narrower than `dtype` in `dtype` while this context is open; `.grad` is None meanwhile.
+    """Sums gradients narrower than `dtype` in `dtype` while this context is open. Their `.grad` is None meanwhile.
 
-    Gradients that were there before are part of the sums. After the context, `write_gradients()` moves the sums to
-    `.grad`.
-    With `dtype` None, and for parameters whose gradient is wide enough, autograd sums in `.grad` as it always does.
-    Call `check_kept()` after each backward. RuntimeError, there or in backward, if another hook takes a gradient away.
+    Gradients that exist already become part of the sums. After the context, `write_gradients()` moves the sums to
+    `.grad`. With `dtype` None, and for parameters whose gradient is wide enough, autograd sums in `.grad` as usual.
+
+    Call `check_kept()` after each backward. It, or backward, raises RuntimeError if another hook takes a gradient away.
     """
 
     def __init__(self, parameters, dtype):
         self._all, self._dtype, self._sums, self._hooks = parameters, dtype, {}, []
         self.parameters = [] if dtype is None else [p for p in parameters if is_narrower(p, dtype)]
-        self._written = []  # parameters whose `.grad` autograd wrote in this backward and that is to stay there
+        self._written = []  # parameters whose `.grad` autograd wrote in this backward and nobody else may take
 
     def __enter__(self):
         narrow = set(self.parameters)
@@ -28,7 +28,7 @@ class GradientSums:
             for parameter in self._all:
                 if parameter in narrow and parameter.grad is not None:
                     self._add(parameter)
-                hook = self._add if parameter in narrow else self._written.append  # in C: next to no time
+                hook = self._add if parameter in narrow else self._written.append  # a C function: cheap
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         except BaseException:
             self.__exit__()
@@ -59,7 +59,7 @@ class GradientSums:
         return self._sums.get(parameter, parameter.grad)
 
     def begin(self, parameter):
-        """Make zeros the gradient of a parameter that has none, in the place and type in which it would be summed."""
+        """Start the sum of a parameter without a gradient: zeros, in the place and dtype of its sum."""
         summed = any(each is parameter for each in self.parameters)
         dtype = self._dtype if summed else gradient_dtype(parameter)
         zeros = memory.mark(parameter.detach().new_zeros(parameter.shape, dtype=dtype), "gradients")
@@ -70,14 +70,14 @@ class GradientSums:
         return zeros
 
     def write_gradients(self):
-        """Round each sum once into its parameter's `.grad`, in the gradient's own type, and free the sum."""
+        """Round each sum once into its parameter's `.grad`, in the gradient's own dtype, and free the sum."""
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = memory.mark(total.to(gradient_dtype(parameter)), "gradients")
 
 
 def _check_present(parameter):
-    """Raise RuntimeError if a hook took the gradient that autograd has written."""
+    """Raise RuntimeError if a hook took away the gradient that autograd has just written."""
     if parameter.grad is None:
         raise RuntimeError(f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away during "
                            "backward, by a hook that is not accumulate's (an optimizer's step in backward, say), which "
@@ -85,10 +85,10 @@ def _check_present(parameter):
 
 
 def gradient_dtype(parameter):
-    """Return the type of `.grad`: the parameter's own, unless its owner chose another (`parameter.grad_dtype`)."""
+    """Return the dtype of `.grad`: the parameter's own, unless the user chose another (`parameter.grad_dtype`)."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def is_narrower(parameter, dtype):
-    """Tell whether the gradient of `parameter` has fewer bytes than `dtype`, and both are real numbers."""
+    """Tell whether the gradient of `parameter` is floating-point and has fewer bytes an element than `dtype`."""
     return parameter.is_floating_point() and gradient_dtype(parameter).itemsize < dtype.itemsize

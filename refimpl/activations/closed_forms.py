@@ -52,7 +52,7 @@ def saved_storages(config, batch, sequence, dtype=torch.float32, device="cpu"):
 
 
 class _Split:
-    """A term of so many bytes as its storages."""
+    """Splits a term (its name and bytes) into the storages that it is made of."""
 
     def __init__(self, config, tokens, e, kept, norm):
         self.config, self.tokens, self.e, self.kept, self.norm = config, tokens, e, kept, norm
@@ -75,7 +75,7 @@ class _Split:
         return [Saved(name, ACTIVATION, nbytes // size, size)]
 
     def _other(self, name, nbytes):
-        """(bytes of an element, storages): norms keep their statistics one by one, a rotation is cos and sin."""
+        """Return (bytes of an element, storages). Each norm keeps statistics of its own; a rotation is cos and sin."""
         if name == "norm statistics":
             each = 2 if self.config.norm == "layernorm" else 1
             size = self.norm[name] // each // self.tokens

@@ -31,8 +31,8 @@ ROUNDED = {"bf16": (torch.float32, torch.float64),
 MASKS = "masks, 1 bit"
 KINDS = {"bf16": "activations, bf16", "int8": "activations, 8 bits"}
 WIDEST = 0.25  # step of log-probabilities: backward takes exp of them, so each may be off by a factor of exp(1/8)
-SMALLEST = 4096  # bytes: below it, a storage is not worth the kernels that it takes
-_generators = {}  # device -> the numbers of stochastic rounding, which go on from context to context
+SMALLEST = 4096  # bytes: compressing a smaller storage costs more time than its bytes are worth
+_generators = {}  # device -> generator for stochastic rounding; it is not reset between contexts
 
 
 def compress_activations(model, method="int8", *, group=128, stochastic=False, smallest=SMALLEST, only=None, seed=None):

@@ -13,7 +13,7 @@ from .saved_tensors import SavedStorages
 from .transfer.schedule import TransferSchedule
 from .transfer.streams import CUDATransfer
 
-SMALLEST = 2**20  # bytes: what takes some 40 µs on a bus of 25 GB/s, about as long as the kernels around it
+SMALLEST = 2**20  # bytes: 1 MiB takes some 40 µs at 25 GB/s, about as long as the kernels around it
 HOST = "in host memory"
 
 

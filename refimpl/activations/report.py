@@ -17,7 +17,7 @@ class Report:
         self._rows, self._stored, self.owned, self.host = {}, weakref.WeakSet(), 0, 0
 
     def __getstate__(self):
-        return {**vars(self), "_stored": ()}  # a copy is a record: the originals' weak references cannot be copied
+        return {**vars(self), "_stored": ()}  # weak references cannot be copied; the figures can
 
     def add(self, kind, before, after, stored=None):
         """Count one more storage of `before` bytes, of which `after` are kept."""

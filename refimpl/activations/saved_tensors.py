@@ -72,7 +72,7 @@ class Hook:
 
 
 def _nothing(*args):
-    """What is left of a hook in a copy."""
+    """Do nothing. A hook becomes this function in a copy of the module."""
 
 
 class Whole:
@@ -81,7 +81,7 @@ class Whole:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor):
-        # An alias: the node of an operation that saves its own output would hold the tensor that holds the node.
+        # detach(): if an operation saves its own output, node and tensor would otherwise hold each other.
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def unpack(self):
@@ -132,7 +132,7 @@ class SavedStorages:
             raise RuntimeError(f"this {type(self).__name__} is in use already: make another one for the inner region")
         self.report = Report()
         self._stored = weakref.WeakValueDictionary()  # (storage, version, dtype) -> Stored
-        self._left = {}  # storage -> weak reference to it: its address is not given to another meanwhile
+        self._left = {}  # storage -> weak reference, which also keeps the address from being reused
         owned = [*self._model.parameters(), *self._model.buffers()]
         self._owned = {tensor.untyped_storage()._cdata for tensor in owned if type(tensor) in PLAIN}
         self._callers, self._inside = {}, []
@@ -173,7 +173,7 @@ class SavedStorages:
         self._inside.append(module)
 
     def _left_module(self, module, args, output):
-        if any(each is module for each in self._inside):  # not where a hook before ours raised
+        if any(each is module for each in self._inside):  # False if an earlier hook raised before ours
             while self._inside.pop() is not module:
                 pass
 
@@ -198,11 +198,11 @@ class SavedStorages:
             if stored is not None:
                 self._stored[key] = stored
                 return View(stored, tensor)
-        _remember(self._left, storage)  # whole for one is whole for all
+        _remember(self._left, storage)  # kept whole for one tensor, so for all of this storage
         return Whole(tensor)
 
     def _store(self, tensor, nbytes):
-        """(kind, bytes, Stored), or (reason, the same bytes, None)."""
+        """Return (kind, bytes, Stored), or (reason, `nbytes`, None) for a storage that is kept whole."""
         if nbytes < self.smallest:
             reason = f"left: smaller than {self.smallest:,} B"
         elif self._chosen is not None and not self._inside:
@@ -217,17 +217,17 @@ class SavedStorages:
         return reason, nbytes, None
 
     def _is_owned(self, tensor, storage):
-        """Whether somebody else keeps it: the model, the caller, or the owner of a leaf."""
+        """Tell whether the storage is kept anyway: by the model, by the caller, or as a leaf."""
         if storage._cdata in self._owned or storage._cdata in self._callers:
             return True
         base = tensor._base if tensor._is_view() else tensor
         return (base.is_leaf and base.requires_grad) or self._is_cast_of_owned(tensor.grad_fn)
 
     def _is_cast_of_owned(self, node):
-        """Whether only views and casts lie between a parameter and the tensor that `node` made."""
+        """Tell whether the tensor made by `node` is a parameter after nothing but views and casts."""
         while node is not None and node.name() in ALIASES:
             ((node, _),) = node.next_functions
-        leaf = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        leaf = getattr(node, "variable", None)  # AccumulateGrad has it, the node of a leaf
         return leaf is not None and type(leaf) in PLAIN and leaf.untyped_storage()._cdata in self._owned
 
 
@@ -241,7 +241,7 @@ def _unpack(packed):
 
 
 def _remember(storages, storage):
-    """Note a storage in a dict of weak references, and now and then forget those that are gone: a region may last."""
+    """Add a storage to a dict of weak references. Expired ones are removed from time to time, for long regions."""
     if storages and len(storages) % 1024 == 0:
         for key in [key for key, reference in storages.items() if reference.expired()]:
             del storages[key]
@@ -250,7 +250,7 @@ def _remember(storages, storage):
 
 def chosen(model, patterns):
     """Find the modules of `model` whose names match one of `patterns`; ValueError for a pattern that matches none."""
-    modules = dict(model.named_modules(remove_duplicate=False))  # a shared one has several names
+    modules = dict(model.named_modules(remove_duplicate=False))  # a shared module has several names
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in modules):
             raise ValueError(f"only={pattern!r}: no module of this {type(model).__name__} has such a name; there are "

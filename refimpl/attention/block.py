@@ -20,7 +20,7 @@ QUADRATIC = ("causal mask", "softmax output", "softmax dropout mask", "softmax d
 
 
 class FlashTransformerBlock(nn.Module):
-    """Build one causal layer for a model: `FlashTransformerBlock(hidden, heads)(x_BTC) -> x_BTC`.
+    """A causal transformer layer: `FlashTransformerBlock(hidden, heads)(x_BTC) -> x_BTC`.
 
     - `kv_heads`: key and value heads, by default as many as heads; `mlp_hidden`: by default 4 · hidden.
     - `window`: a token sees that many tokens before it, besides itself; by default all.
@@ -74,7 +74,7 @@ class FlashSelfAttention(nn.Module):
             positions = positions_in(cu_seqlens, B, T, c.context_length, x_BTC.device)
             rotation = [table[positions].to(x_BTC.dtype) for table in (self.cos, self.sin)]
             q_BHTD, k_BGTD = (rotate(x, *rotation).to(v_BGTD.dtype) for x in (q_BHTD, k_BGTD))  # fp32 under autocast
-            v_BGTD = v_BGTD.clone()  # of a view autograd would keep all of q, k and v, as they were before the rotation
+            v_BGTD = v_BGTD.clone()  # else autograd saves a view, and with it the whole of qkv before the rotation
         out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, causal=True, window=self.window, cu_seqlens=cu_seqlens,
                                   dropout_p=c.dropout if self.training else 0.0)
         return self.out(out_BHTD.transpose(1, 2).reshape(B, T, C))

@@ -203,7 +203,7 @@ def _points(row):
 def _roof(axes, rates, most):
     """Draw the rates of the chip as a line, up to twice the largest intensity that is shown."""
     ridge = rates["matrix rate"] / rates["memory rate"]
-    rising = [ridge * 2 ** (-i / 8) for i in range(32, -1, -1)]  # straight, on an axis that is not
+    rising = [ridge * 2 ** (-i / 8) for i in range(32, -1, -1)]  # many points: one axis is logarithmic
     axes.plot([*rising, 2 * max(most, ridge)], [*(rates["memory rate"] * x for x in rising), rates["matrix rate"]],
               color="#444444", linewidth=1.2)
     axes.text(2 * max(most, ridge), rates["matrix rate"], f"{rates['matrix rate']:.0f} TFLOP/s ", ha="right",

@@ -13,7 +13,7 @@ from .reference import AttentionBytes, resolve_shapes
 from .tiled import tiled_attention
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # at import, since torch.compile cannot trace find_spec
 
 
 def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
@@ -66,17 +66,17 @@ def _packing(call, packed, device):
 
 
 def kernels_run_on(device):
-    """Say whether Triton's kernels run there: on CUDA, and on a CPU in a process that interprets them."""
+    """Tell whether Triton's kernels run on `device`: on CUDA, and on a CPU in a process that interprets them."""
     return HAS_TRITON and (device.type == "cuda" or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def check_for_kernels(q_BHTD, k_BGSD, v_BGSD):
-    """Raise ValueError or RuntimeError for what the reference takes and the kernels do not."""
+    """Raise ValueError or RuntimeError for tensors that the reference supports and the kernels do not."""
     for x in (q_BHTD, k_BGSD, v_BGSD):
         if max(x.stride()[2:]) >= MAX_STRIDE:
             raise ValueError(f"a tensor of strides {x.stride()}: expected less than {MAX_STRIDE:,} elements from row "
                              "to row and from column to column; .contiguous() gives a tensor that fits")
-        if unpack_dual(x).tangent is not None:  # an operator would take it for a constant, silently
+        if unpack_dual(x).tangent is not None:  # an operator would silently treat it as a constant
             raise RuntimeError("flash_attention has no forward-mode derivative (torch.func.jvp): use "
                                "reference_attention or memory_efficient_attention")
     if q_BHTD.shape[1] * q_BHTD.shape[3] >= MAX_STRIDE:

@@ -58,7 +58,7 @@ def _query_chunk(q_BHtD, k_BGSD, v_BGSD, call, sequence, rows, key_chunk):
     spans = tiles(band.keys_seen(rows), key_chunk)
     if not spans:
         return q_BHtD * 0
-    q_BGRD = q_BHtD.unflatten(1, (G, -1)).flatten(2, 3)  # the heads of a group, one below the other
+    q_BGRD = q_BHtD.unflatten(1, (G, -1)).flatten(2, 3)  # the heads of a group become rows of one matrix
     chunks = zip(*(_cut(x, sequence.keys[0], spans) for x in (k_BGSD, v_BGSD)), spans, strict=True)
     summaries = [_checkpoint(_summarise, q_BGRD, k, v, call, sequence, rows, keys, q_BHtD.shape[1])
                  for k, v, keys in chunks]
@@ -90,7 +90,7 @@ def _summarise(q_BGRD, k_BGSD, v_BGSD, call, sequence, rows, keys, H):
     mask_TS = sequence.band.mask(rows, keys, q_BGRD.device)
     if mask_TS is not None:
         p_BGRS.masked_fill_(mask_TS.repeat(H // G, 1), -math.inf)
-    m_BGR1 = p_BGRS.detach().amax(dim=-1, keepdim=True)  # cancels out, so that no gradient goes through it
+    m_BGR1 = p_BGRS.detach().amax(dim=-1, keepdim=True)  # m cancels out, so it needs no gradient
     p_BGRS = p_BGRS.sub_(m_BGR1.masked_fill(m_BGR1 == -math.inf, 0)).exp_()
     l_BGR1 = p_BGRS.sum(dim=-1, keepdim=True)
     if dropped_BGRS is not None:
@@ -107,7 +107,7 @@ def _combine(m_chunks, l_chunks, out_chunks, seen_R1):
     for shrink, l_chunk, out_chunk in zip(shrinks[1:], l_chunks[1:], out_chunks[1:], strict=True):
         l_BGR1, out_BGRD = l_BGR1.addcmul(shrink, l_chunk), out_BGRD.addcmul(shrink, out_chunk)
     if seen_R1 is not None:
-        l_BGR1, out_BGRD = l_BGR1.where(seen_R1, 1), out_BGRD.where(seen_R1, 0)  # 0/0 otherwise
+        l_BGR1, out_BGRD = l_BGR1.where(seen_R1, 1), out_BGRD.where(seen_R1, 0)  # else 0/0
     return out_BGRD / l_BGR1
 
 
@@ -137,33 +137,36 @@ def memory_efficient_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, c
     (B, H, T, D), (G, S), band = q_shape, k_shape[1:3], call.sequences[0].band
     Q, K, peak = e * B * H * T * D, e * B * G * S * D, 0
     for rows in tiles((0, T), query_chunk):
-        parts = Q - e * B * H * rows[1] * D  # of dQ: backward goes from the last chunk to the first
-        added = 2 * K * (rows[1] < T)  # dK and dV of the chunks after this one
+        parts = Q - e * B * H * rows[1] * D  # dQ of the chunks after this one, which backward has done
+        added = 2 * K * (rows[1] < T)  # and their dK and dV
         n, (first, end) = B * H * (rows[1] - rows[0]), band.keys_seen(rows)
         spans = tiles((first, end), key_chunk)
         if spans:
-            # Of a chunk of queries, a strided view, heads of a group are copied to be one matrix; and of its gradient.
+            # A chunk of queries is a strided view: to make its groups' heads one matrix copies it, and its gradient.
             copied = e * n * D * (rows[1] - rows[0] < T) * (H > G)
             q, d_out = copied, w * n * D if w != e else copied
             summaries = w * n * (len(spans) * (D + 3) + 2 * D + 3)
             tile = _tile_bytes(B, H, G, rows, spans[0], w, dropout_p, band.pairs() < T * S) + w * n * (w != e)
             seen = e * B * G * D * (end - first)
-            beside = e * n * D + 2 * seen + (K - seen) + K  # a gradient of zeros for what is not seen
+            beside = e * n * D + 2 * seen + (K - seen) + K  # keys that are not seen get a gradient of zeros
             waiting = _waiting_bytes(n, [e * B * G * D * (last - first) for first, last in spans], D, w)
             peak = max(peak, parts + added + max(q + d_out + summaries, q + waiting + tile, beside))
     return AttentionBytes(Q, Q + peak)
 
 
 def _waiting_bytes(n, chunks, D, w):
-    """Return the bytes in memory beside a chunk of keys that is differentiated after j others, the last ones: ever
-    fewer gradients of O_c and l_c, ever more of k and v. `chunks`: bytes of the keys of each chunk."""
+    """Return the bytes in memory beside the chunk of keys that is differentiated, at their maximum.
+
+    Backward goes from the last chunk to the first. With each chunk, fewer gradients of O_c and l_c are left, and more
+    gradients of k and v exist. `chunks`: bytes of the keys of each chunk.
+    """
     count = len(chunks)
     return max(w * n * ((count - j + 1) * D + count - j) + chunks[0] + 2 * sum(chunks[count - j:])
                for j in (min(1, count - 1), count - 1))
 
 
 def _tile_bytes(B, H, G, rows, keys, w, dropout_p, masked):
-    """Bytes of P, dP, dS of one chunk of keys, and its masks; with dropout also Z ∘ P and Z, or Philox at work."""
+    """Return the bytes of P, dP, dS and the masks of one chunk of keys; with dropout also Z ∘ P and Z, or Philox's."""
     count, columns = rows[1] - rows[0], keys[1] - keys[0]
     weights = B * H * count * columns
     masks = H // G * count * columns * masked

@@ -63,9 +63,9 @@ def _definition(q_BHTD, k_BGSD, v_BGSD, call, with_lse):
 
 
 def _scores(q_BHTD, k_BGSD, call, mask_TS, fully_masked_T1):
-    """S; 0 in a row that sees nothing, so that its softmax is finite (its result is not used)."""
+    """Return the scores S. A row that sees no key gets zeros, so that its softmax, which is not used, is finite."""
     (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
-    rows_BGRD = q_BHTD.reshape(B, G, H // G * T, D)  # the heads of a group, one below the other
+    rows_BGRD = q_BHTD.reshape(B, G, H // G * T, D)  # the heads of a group become rows of one matrix
     scores_BHTS = call.scale * (rows_BGRD @ k_BGSD.mT).view(B, H, T, S)
     if mask_TS is not None:
         scores_BHTS = scores_BHTS.masked_fill(mask_TS, -math.inf)
@@ -73,8 +73,8 @@ def _scores(q_BHTD, k_BGSD, call, mask_TS, fully_masked_T1):
 
 
 def _masks(call, T, S, device):
-    """(mask_TS, fully_masked_T1): True where a query does not see a key, and where it sees no key at all; each is None
-    if it would be False everywhere."""
+    """Return (mask_TS, fully_masked_T1): True where a query does not see a key, and where it sees no key at all. Each
+    is None if it would be False everywhere."""
     if len(call.sequences) == 1:
         mask_TS = call.sequences[0].band.mask((0, T), (0, S), device)
     else:
@@ -88,7 +88,7 @@ def _masks(call, T, S, device):
 
 
 def wide_dtype(dtype):
-    """The dtype in which attention of `dtype` is computed: fp32, or fp64 for fp64."""
+    """Return the dtype in which attention of `dtype` is computed: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -96,8 +96,11 @@ def wide_dtype(dtype):
 
 
 class AttentionFlops(NamedTuple):
-    """FLOPs of attention's matrix products; a multiply-add is 2. `pairs`: (query, key) pairs that see each other, over
-    batch and heads. `backward` has P kept, `backward_recomputing` computes P again from Q and K."""
+    """FLOPs of attention's matrix products; a multiply-add counts 2.
+
+    `pairs`: (query, key) pairs that are not masked, over batch and heads. `backward` has P in memory;
+    `backward_recomputing` computes P again from Q and K.
+    """
 
     pairs: int
     forward: int

@@ -92,7 +92,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Part(NamedTuple):
-    """One sequence of a call: its numbers of heads, and which weights of a tile are masked or dropped."""
+    """Describes one sequence of a call: its heads, and which weights of a tile are masked or dropped."""
 
     call: object
     sequence: object
@@ -127,8 +127,10 @@ class _Part(NamedTuple):
 
 
 def _load(x_BHTD, span, groups):
-    """Copy rows span = (first, end) into a tile, contiguous and wide: (B, G, H/G · rows, D), the heads of a group one
-    below the other. A kernel loads such a tile into the chip's own memory."""
+    """Copy the rows `span` = (first, end) into a contiguous tile of wide dtype, (B, G, H/G · rows, D).
+
+    The heads of a group become rows of one matrix. A kernel would load such a tile into on-chip memory.
+    """
     tile = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1))
     return tile.to(wide_dtype(x_BHTD.dtype), memory_format=torch.contiguous_format, copy=True).flatten(2, 3)
 
@@ -184,8 +186,7 @@ def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
 
 
 def _backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, call, sizes):
-    """Return (dQ, dK, dV). Each tile of queries writes its dQ, and adds to dK and dV of the keys that it sees, in
-    fp32."""
+    """Return (dQ, dK, dV). Each tile of queries writes its dQ, and adds in fp32 to dK and dV of the keys it sees."""
     dq_BHTD = torch.zeros_like(q_BHTD, memory_format=torch.contiguous_format)
     dk_BGSD, dv_BGSD = (k_BGSD.new_zeros(k_BGSD.shape, dtype=lse_BHT1.dtype) for _ in range(2))
     for part in _Part.of(call, q_BHTD, k_BGSD):
@@ -256,14 +257,14 @@ def tiled_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False
     kept = e * Q + w * B * H * T
     tile_bytes = [2 * e * K * (e != w)]
     for rows in tiles((band.fully_masked, T), query_tile):
-        first, end = band.keys_seen(rows)  # of the tiles of keys the first are the largest, and drawn in four ways
+        first, end = band.keys_seen(rows)  # the largest tile is one of the first four: Philox draws four columns
         tile_bytes += [_tile_bytes(B, H, G, D, rows, keys, w, dropout_p)
                        for keys in tiles((first, min(end, first + 4 * key_tile)), key_tile)]
     return AttentionBytes(kept, kept + e * Q + 2 * w * K + max(tile_bytes))
 
 
 def _tile_bytes(B, H, G, D, rows, keys, w, dropout_p):
-    """Bytes that backward takes for one tile of weights."""
+    """Return the bytes that backward takes for one tile of weights."""
     n, m, columns = B * H * (rows[1] - rows[0]), B * G * (keys[1] - keys[0]), keys[1] - keys[0]
     held, largest = w * (3 * n * D + 2 * m * D + 2 * n), w * max(n, m) * D
     if not dropout_p:

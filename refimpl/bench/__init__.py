@@ -1,8 +1,8 @@
-"""Each technique beside its production peer, in one process: `python -m refimpl bench NAME`.
+"""Benchmarks of each technique beside its production peer, in one process: `python -m refimpl bench NAME`.
 
-A bench is a module of this folder with a function `run(device) -> (settings, rows)`: `settings` says what was run
-(shapes, rounds), and `rows` is an iterator of rows made by `record.row`, which yields each as soon as it is read: what
-was read is on disk when a run is cut. Its name, and what it compares, is its line in `NAMES`.
+A bench is a module of this folder with a function `run(device) -> (settings, rows)`. `settings` says what is run
+(shapes, rounds). `rows` is an iterator of rows made by `record.row`. It yields each row as soon as it is measured, so
+that a run that is interrupted leaves on disk what it has measured. `NAMES` lists the benches and what they compare.
 """
 
 from .record import measurement, measurements

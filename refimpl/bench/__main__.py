@@ -1,4 +1,4 @@
-"""python -m refimpl.bench NAME [--record] [--out DIR]"""
+"""The command `python -m refimpl.bench NAME [--record] [--out DIR]`."""
 
 import argparse
 import importlib
@@ -12,7 +12,7 @@ from . import NAMES, record
 
 
 def main(arguments=None):
-    """Run the benches that the command line names; print them, and write them if it says so."""
+    """Run the benches that the command line names, print their rows, and write them with `--record`."""
     parser = argparse.ArgumentParser(prog="python -m refimpl.bench", description="Run a technique beside its peer.",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
@@ -20,7 +20,7 @@ def main(arguments=None):
 
 
 def add_arguments(parser):
-    """What the command takes, and in its help a line for each bench."""
+    """Add the command's arguments to `parser`, and to its help a line for each bench."""
     parser.add_argument("name", choices=[*NAMES, "all"], metavar="NAME", help=f"one of {', '.join(NAMES)}, or all")
     parser.add_argument("--record", action="store_true", help="write data/measurements/<device>/NAME.json")
     parser.add_argument("--out", type=Path, metavar="DIR", help="with --record: write below DIR instead")
@@ -29,7 +29,7 @@ def add_arguments(parser):
 
 
 def run(chosen, parser):
-    """Do what the command line chose. Exit status 1 if a bench raised; of `all`, the others run nevertheless."""
+    """Run what the command line chose. If a bench raises, the others still run, and the exit status is 1."""
     if chosen.out and not chosen.record:
         parser.error("--out says where --record writes: give both")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +46,7 @@ def run(chosen, parser):
 
 
 def run_one(name, device, to_record, folder):
-    """Run one bench; write its rows, if they are to be recorded, as they are read."""
+    """Run one bench and print its rows. With `to_record`, write each row as soon as it is measured."""
     settings, rows = importlib.import_module(f".{name}", __package__).run(device)
     reading = record.describe(name, settings, [], device)
     print(f"{name} on {reading['device']['name']}, torch {reading['versions']['torch']}", flush=True)
@@ -62,7 +62,7 @@ def run_one(name, device, to_record, folder):
 
 
 def table(rows):
-    """The rows as aligned text: what, its value, the peer, its value, the ratio, and a note if the row has one."""
+    """Return the rows as aligned text: what, its value, the peer, its value, the ratio, and a note if there is one."""
     lines = [("", "", "beside", "", "ratio", "")]
     for each in rows:
         value, peer_value = (_number(each[key], each["unit"]) for key in ("value", "peer_value"))

@@ -1,7 +1,8 @@
-"""Accumulated steps beside the whole batch at once, and beside the loop that is written by hand.
+"""Steps in micro-batches, beside the whole batch at once and beside a loop written by hand.
 
-Two questions: what do parts cost in time and save in bytes, the effective batch being constant; and what does
-`refimpl.accumulation.accumulate` cost beside a plain loop, whose gradient is right if every part has as many targets.
+There are two questions. With a constant effective batch, how many bytes do micro-batches save, and what do they cost in
+time? What does `refimpl.accumulation.accumulate` cost beside a plain loop, whose gradient is right only if all
+micro-batches have equally many targets?
 """
 
 from dataclasses import asdict
@@ -16,12 +17,12 @@ from .meter import DTYPES, REALISTIC
 from .record import row
 from .runner import BAR_DELAY, compare
 
-ROWS, PARTS = 16, (1, 2, 4, 8, 16)  # the effective batch, and in how many micro-batches it comes
+ROWS, PARTS = 16, (1, 2, 4, 8, 16)  # the effective batch, and the numbers of micro-batches
 OURS, PLAIN, WHOLE = "refimpl.accumulation", "a plain loop", "the whole batch at once"
 
 
 class Steps:
-    """A GPT, its AdamW and a batch; `ours`, `plain` and `whole` make the same step in three ways."""
+    """Holds a GPT, its AdamW and a batch. `ours`, `plain` and `whole` make the same step in three ways."""
 
     def __init__(self, size, dtype, device):
         self.config = GPTConfig(vocab_size=size.vocab_size, context_length=size.sequence, layers=size.layers,
@@ -31,18 +32,18 @@ class Steps:
         self.tokens = torch.randint(0, size.vocab_size, (ROWS, size.sequence), device=device)
 
     def ours(self, parts):
-        """With `accumulate`."""
+        """Make a step with `accumulate`."""
         accumulate(self.model, self.tokens, self.tokens, micro_batch=ROWS // parts)
         self._step()
 
     def plain(self, parts):
-        """As in most scripts: each mean divided by the number of micro-batches, gradients summed in `.grad`."""
+        """Make a step as most scripts do: divide each mean by the number of micro-batches, and sum in `.grad`."""
         for part in self.tokens.split(ROWS // parts):
             (self.model(part, part) / parts).backward()
         self._step()
 
     def whole(self):
-        """One forward, one backward."""
+        """Make a step with one forward and one backward."""
         self.model(self.tokens, self.tokens).backward()
         self._step()
 
@@ -52,7 +53,7 @@ class Steps:
 
 
 def run(device="cpu", size=None, rounds=9):
-    """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one."""
+    """Make all comparisons on `device`: (settings, rows). `size` replaces the device's realistic one."""
     size = size or REALISTIC[torch.device(device).type]
     settings = {"step": {**asdict(size), "batch": ROWS}, "optimizer": "AdamW", "rounds": rounds,
                 "threads": torch.get_num_threads(), "micro-batches": list(PARTS)}
@@ -82,7 +83,7 @@ def byte_rows(steps, name, dtype, device):
 
 
 def peak(step, device):
-    """Bytes above the start, as the allocator was asked for them."""
+    """Return the peak in bytes above the start, as requested from the allocator."""
     with memory.measure(device) as m:
         step()
     return m.peak

@@ -1,8 +1,8 @@
-"""Compressed and offloaded activations beside a step that keeps them whole, and beside PyTorch's own ways.
+"""Compressed and offloaded activations, beside a step that keeps them whole and beside PyTorch's own methods.
 
-Four questions: what does each way save at the peak and what does it cost in time, `torch.utils.checkpoint` in the same
-run; is our offload as fast and as small as `torch.autograd.graph.save_on_cpu`; how far off are gradients, beside those
-of `torch.autocast`; and where does training end.
+There are four questions. What does each method save at the peak and cost in time, with `torch.utils.checkpoint` in the
+same run? Is our offload as fast and as small as `torch.autograd.graph.save_on_cpu`? How large is the error of the
+gradients, beside that of `torch.autocast`? Which loss does training reach?
 """
 
 from contextlib import nullcontext
@@ -27,12 +27,14 @@ WAYS = {"lossless": {"method": "lossless"}, "bf16": {"method": "bf16"}, "int8": 
         "int8, stochastic": {"method": "int8", "stochastic": True}}
 NOTHING, CHECKPOINT, SAVE_ON_CPU = "uncompressed", "torch.utils.checkpoint", "save_on_cpu"
 YARDSTICK = "uncompressed, weights 0.1 % off"
-LEARNING_RATE, LAST = 1e-3, 20  # the mean of so many losses is where training ended
+LEARNING_RATE, LAST = 1e-3, 20  # the final loss of a training run is the mean of its LAST losses
 
 
 def run(device="cpu", size=None, rounds=15, steps=300):
-    """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one; `steps`: of the
-    training run."""
+    """Make all comparisons on `device`: (settings, rows).
+
+    `size` replaces the device's realistic one. `steps`: the number of steps in the training run.
+    """
     size = size or REALISTIC[torch.device(device).type]
     settings = {"step": asdict(size), "training": {**asdict(SMALL), "steps": steps, "learning rate": LEARNING_RATE},
                 "rounds": rounds, "threads": torch.get_num_threads(),
@@ -50,7 +52,7 @@ def all_rows(size, device, rounds, steps):
 
 
 class CompressedStep(Step):
-    """A GPT's forward in `context(model)`, and its backward."""
+    """Runs a GPT's forward in `context(model)`, and its backward."""
 
     def __init__(self, size, dtype, dropout, device, context):
         super().__init__(size, dtype, dropout, device)
@@ -60,13 +62,13 @@ class CompressedStep(Step):
         self.loss().backward()
 
     def loss(self):
-        """The forward alone; the same dropout each time."""
+        """Return the loss of a forward, with the same dropout masks each time."""
         torch.manual_seed(1)
         with self.context(self.model):
             return self.model(self.tokens, self.tokens)
 
     def kept(self):
-        """Bytes of activations between forward and backward, as the tracker reads them on the device."""
+        """Return the bytes of activations between forward and backward, as the tracker reads them on the device."""
         with memory.track(self.model, self.tokens) as t:
             loss = self.loss()
         del loss
@@ -74,8 +76,8 @@ class CompressedStep(Step):
 
 
 def compression_rows(size, dtype, dropout, device, rounds):
-    """Yield each way, and recomputation, beside the same step with none: the seconds of all, then one by one the peak
-    and the bytes kept."""
+    """Yield rows for each method, and for recomputation, beside the same step without: the seconds of all, then for
+    each one the peak and the bytes kept."""
     make = partial(CompressedStep, size, dtype, dropout, device)
     steps = {NOTHING: make(lambda model: nullcontext())}
     for name, options in WAYS.items():
@@ -98,16 +100,16 @@ def compression_rows(size, dtype, dropout, device, rounds):
 
 
 def recomputed(step):
-    """The step with each block under `torch.utils.checkpoint`."""
+    """Return `step` with each block under `torch.utils.checkpoint`."""
     for block in step.blocks:
         block.forward = partial(torch_checkpoint, block.forward, use_reentrant=False)
     return step
 
 
 def offload_rows(size, device, rounds):
-    """Yield our offload beside torch's, and beside none: seconds, then the device's peak, then the bytes kept on it.
+    """Yield rows of our offload beside torch's and beside none: seconds, the device's peak, and the bytes kept on it.
 
-    On a CPU neither moves anything.
+    On a CPU neither offload moves anything.
     """
     pinned = torch.device(device).type == "cuda"
     ways = {"offload": offload_activations, SAVE_ON_CPU: lambda model: save_on_cpu(pin_memory=pinned),
@@ -126,8 +128,8 @@ def offload_rows(size, device, rounds):
 
 
 def gradient_rows(size, device):
-    """Yield, way by way, ‖Δ gradient‖ / ‖gradient‖ of one step beside that of `torch.autocast` in bf16, fp32 being
-    right."""
+    """Yield a row for each method: ‖Δ gradient‖ / ‖gradient‖ of one step, with fp32 as the reference, beside that of
+    `torch.autocast` in bf16."""
     def gradient(context):
         step = CompressedStep(size, "fp32", 0.0, device, context)
         step()
@@ -146,10 +148,10 @@ def gradient_rows(size, device):
 
 
 def training_rows(steps, device):
-    """Yield, way by way, where `steps` steps on real text end beside uncompressed; `curve`: means of ten losses each.
+    """Yield a row for each method: the loss after `steps` steps on real text, beside that without compression.
 
-    The yardstick is a run without compression whose first weights are a thousandth off: so far do two runs part that
-    nobody would call different.
+    `curve`: means of ten losses each. The yardstick is a run without compression whose initial weights are changed by
+    0.1 %. Its distance shows how far two equivalent runs drift apart.
     """
     plain = train(steps, device, lambda model: nullcontext())
     for name in tqdm([*WAYS, YARDSTICK], "training", delay=BAR_DELAY, leave=False):
@@ -162,9 +164,9 @@ def training_rows(steps, device):
 
 
 def train(steps, device, context, nudge=0, rate=LEARNING_RATE):
-    """The losses of a small GPT that learns from the real text; its weights begin as ever, times 1 + `nudge`.
+    """Train a small GPT on real text and return its losses. The initial weights are multiplied by 1 + `nudge`.
 
-    `context`: of a model, what its forwards run in.
+    `context(model)` returns the context that forwards run in.
     """
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=256, context_length=SMALL.sequence, layers=SMALL.layers, hidden=SMALL.hidden,
@@ -185,10 +187,10 @@ def train(steps, device, context, nudge=0, rate=LEARNING_RATE):
 
 
 def mean(values):
-    """Their mean."""
+    """Return the mean of `values`."""
     return sum(values) / len(values)
 
 
 def smooth(values, width=10):
-    """Means of `width` values each."""
+    """Return the means of `width` values each."""
     return [round(mean(values[i : i + width]), 4) for i in range(0, len(values), width)]

@@ -1,8 +1,8 @@
-"""Attention in all its stages beside PyTorch's own: bytes at the peak, seconds; on a GPU TFLOP/s of the kernels, too.
+"""Each stage of attention beside PyTorch's: bytes at the peak and seconds, and on a GPU the kernels' TFLOP/s.
 
-Three questions: is the peak what the closed form says, and does it grow with the sequence or with its square; what does
-a stage cost in time on this device; and on a GPU, how near do the kernels come to what the chip can do
-(`attention_speed.py`; what is tried first: `attention_trials.py`).
+There are three questions. Is the peak what the closed form predicts, and does it grow with the sequence length or with
+its square? What does a stage cost in time on this device? On a GPU, how close are the kernels to the chip's own rate
+(`attention_speed.py`)? Before that, each kernel is tried in a separate process (`attention_trials.py`).
 """
 
 import functools
@@ -27,7 +27,7 @@ STAGES = ("reference_attention", "memory_efficient_attention", "tiled_attention"
 
 
 def run(device="cpu", lengths=None, rounds=None):
-    """(settings, rows). `lengths`: of the sequences for bytes and seconds, instead of the device's."""
+    """Make all comparisons on `device`: (settings, rows). `lengths` replaces the device's sequence lengths."""
     kind = torch.device(device).type
     lengths, dtype = lengths or LENGTHS[kind], {"cpu": torch.float32, "cuda": torch.bfloat16}[kind]
     settings = {"shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM}, "dtype": str(dtype).removeprefix("torch."),
@@ -65,7 +65,8 @@ SPEED_SETTINGS = {
 
 
 def gpu_rows(device, lengths, dtype, rounds):
-    """Yield what the chip can, the kernels beside PyTorch's, and last the bytes: those do not need this GPU."""
+    """Yield the rows of the chip's own rates, of the kernels beside PyTorch's, and last of the bytes, which could be
+    measured on any GPU."""
     shapes = attention_speed.shapes()
     faults, timer = attention_trials.trials(device, shapes), KernelTimer(device)
     yield from attention_speed.rate_rows(device, rounds=rounds, timer=timer)
@@ -78,8 +79,8 @@ def gpu_rows(device, lengths, dtype, rounds):
 
 
 def candidates(device, without_kernels=False):
-    """{name: attention(q, k, v, causal=…)}: our stages that run on this device, and PyTorch's by backend."""
-    gpu = torch.device(device).type == "cuda"  # what Triton's interpreter takes is no reading of anything
+    """Return {name: attention(q, k, v, causal=…)}: our stages that run on this device, and PyTorch's by backend."""
+    gpu = torch.device(device).type == "cuda"  # bytes and seconds of Triton's interpreter say nothing about a kernel
     kernels = gpu and not without_kernels
     found = {name: getattr(attention, name) for name in STAGES if kernels or name != "flash_attention"}
     backends = attention_candidates.BACKENDS if gpu else ["FLASH_ATTENTION"]
@@ -88,13 +89,13 @@ def candidates(device, without_kernels=False):
 
 
 def fused(backend, q, k, v, *, causal):
-    """PyTorch's attention, this backend and no other."""
+    """Call PyTorch's attention with this backend and no other."""
     with sdpa_kernel(getattr(SDPBackend, backend)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 class Step:
-    """A forward and a backward of one attention: a call makes one, and keeps nothing."""
+    """Makes a forward and a backward of one attention at each call, and keeps nothing."""
 
     def __init__(self, attention, length, dtype, device):
         torch.manual_seed(0)
@@ -112,25 +113,26 @@ class Step:
 
 
 def byte_rows(length, dtype, device, without_kernels=False):
-    """Yield the peak of a step of each attention above its start, as the allocator was asked for it, beside the closed
-    form if there is one."""
+    """Yield a row for each attention: the peak of a step above its start, as requested from the allocator, beside the
+    closed form if there is one."""
     for name, function in candidates(device, without_kernels).items():
         what, form = f"peak: {name}, {length:,} tokens", getattr(attention, f"{name}_bytes", None)
         step = Step(function, length, dtype, device)
         predicted = form(step.shape, step.shape, dtype, causal=True).peak if form else None
         peak, note = None, ""
         try:
-            attention_candidates.quietly(step)  # workspaces are there, kernels compiled
+            attention_candidates.quietly(step)  # first: it allocates workspaces and compiles kernels
             with memory.measure(device) as m:
                 step()
             peak = m.peak
-        except RuntimeError as error:  # a backend that this device has not
+        except RuntimeError as error:  # a backend that this device does not have
             note = attention_candidates.reason(error)
         yield row(what, "closed form", "bytes", peak, predicted, name=name, length=length, note=note)
 
 
 def slope_rows(rows, lengths):
-    """d log(peak) / d log(tokens) of each attention between the two longest sequences, beside the closed form's."""
+    """Return a row for each attention: d log(peak) / d log(tokens) between the two longest sequences, beside the
+    closed form's."""
     short, long = sorted(lengths)[-2:]
     found = []
     for name, own in itertools.groupby(sorted(rows, key=lambda row: row["name"]), key=lambda row: row["name"]):
@@ -142,7 +144,7 @@ def slope_rows(rows, lengths):
 
 
 def slope(first, second, factor):
-    """log(second / first) / log(factor), or None."""
+    """Return log(second / first) / log(factor), or None if either is missing."""
     return math.log(second / first) / math.log(factor) if first and second else None
 
 
@@ -150,7 +152,7 @@ def slope(first, second, factor):
 
 
 def time_rows(length, dtype, device, rounds):
-    """Median seconds of a step of each of ours, beside the dense attention and PyTorch's fused one."""
+    """Return rows of our stages: median seconds of a step, beside dense attention and PyTorch's fused one."""
     steps = {name: Step(function, length, dtype, device) for name, function in candidates(device).items()}
     timing = compare(steps, rounds=rounds, warmup=1, title=f"{length:,} tokens")
     return [row(f"step: {name}, {length:,} tokens", peer, "s", timing.median(name), timing.median(peer), name=name,

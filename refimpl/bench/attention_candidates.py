@@ -1,5 +1,7 @@
-"""Attention's kernels and PyTorch's, ready to be timed beside each other: which of them run here, and give what they
-should. What does not is named with its reason, and takes nothing else with it.
+"""Our attention kernels and PyTorch's, prepared to be timed beside each other.
+
+Each is checked first: does it run on this device, and is its result right? A kernel that fails is listed with the
+reason, and the others are not affected.
 """
 
 import functools
@@ -15,18 +17,20 @@ from ..attention import attention_flops, flash_attention, triton_forward
 from ..attention.kernels.tile import Problem
 
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
-# Its backward adds to dQ from many programs in any order, unless PyTorch is told to be deterministic, as ours is.
+# FlashAttention's backward adds to dQ from many programs in any order unless PyTorch is set to be deterministic. Our
+# backward is always deterministic.
 DETERMINISTIC = "FLASH_ATTENTION, deterministic"
 PEERS = {"forward": BACKENDS, "backward": (DETERMINISTIC, *BACKENDS)}
-# Forwards for one chip: the module, which has suits(q, k, v) and forward(q, k, v, scale=…, causal=…, window=…, …).
+# Forwards written for one chip: name → (module, options). A module has the functions suits(q, k, v) and
+# forward(q, k, v, scale=…, causal=…, window=…, …).
 FORWARDS = {"hopper": ("forward", {}), "gluon_forward": ("gluon_forward", {}),
             "hopper, specialized": ("forward", {"specialize": True})}
-# Those that are expected to be the fastest first, and last those whose barriers could hang a GPU.
+# In the order in which they are tried: first the presumably fastest, last those whose barriers could hang a GPU.
 OURS = ("hopper", "triton_forward", "triton_backward", "gluon_forward", "hopper, specialized")
 
 
 class Shape(NamedTuple):
-    """q, k and v are (tokens / length, width / head_dim, length, head_dim), contiguous."""
+    """A shape to compare: q, k and v are (tokens / length, width / head_dim, length, head_dim), contiguous."""
 
     tokens: int
     width: int
@@ -36,12 +40,14 @@ class Shape(NamedTuple):
 
     @property
     def dims(self):
-        """(B, H, N, D)."""
+        """Return (B, H, N, D)."""
         return self.tokens // self.length, self.width // self.head_dim, self.length, self.head_dim
 
     def work(self, direction):
-        """(FLOPs, bytes): of the products, and of tensors read or written once: q, k, v, out and the logsumexp, and in
-        a backward dO, dQ, dK and dV too. Bytes of a 16-bit dtype."""
+        """Return (FLOPs, bytes) of a pass: the matrix products, and each tensor read or written once in a 16-bit dtype.
+
+        The tensors are q, k, v, out and the logsumexp (fp32), and in a backward also dO, dQ, dK and dV.
+        """
         B, H, N, D = self.dims
         flops = attention_flops(self.dims, self.dims, causal=self.causal)
         one, rows = 2 * B * H * N * D, 4 * B * H * N
@@ -54,7 +60,7 @@ class Shape(NamedTuple):
 
 
 def tensors(shape, device, dtype):
-    """q, k, v and a gradient."""
+    """Make q, k, v and a gradient of the output."""
     torch.manual_seed(0)
     return [torch.randn(shape.dims, device=device).to(dtype) for _ in range(4)]
 
@@ -63,15 +69,17 @@ def tensors(shape, device, dtype):
 
 
 def forward_candidates(q, k, v, shape, anywhere=False):
-    """{name: a call, or the reason why there is none}: ours by module, PyTorch's by backend. `anywhere`: do not ask
-    whether a module suits this device; Triton's interpreter runs some that are for another one."""
+    """Return {name: a call, or the reason why there is none}: our forwards by module, PyTorch's by backend.
+
+    `anywhere`: include modules written for another device, some of which Triton's interpreter runs.
+    """
     scale, causal = shape.head_dim**-0.5, shape.causal
     problem = Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
     found = {"triton_forward": lambda: triton_forward.forward(q, k, v, problem)}
     for name, (module, options) in FORWARDS.items():
         try:
             module = importlib.import_module(f"refimpl.attention.hopper.{module}")
-        except Exception as error:  # it may ask of Triton what this version has not; the row says it
+        except Exception as error:  # it may need a newer Triton; the row gives the reason
             found[name] = reason(error)
             continue
         found[name] = "does not suit this device or these tensors"
@@ -81,13 +89,16 @@ def forward_candidates(q, k, v, shape, anywhere=False):
 
 
 def pinned(backend, q, k, v, causal):
-    """PyTorch's attention by this backend and no other; RuntimeError if it cannot."""
+    """Call PyTorch's attention with this backend and no other. Raises RuntimeError if it cannot compute this."""
     with sdpa_kernel(getattr(SDPBackend, backend)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def backward_candidates(q, k, v, gradient, shape, peers=PEERS["backward"], faults=()):
-    """The same for backward: the forward is done here, once. `faults`: reasons, of those that are not to be called."""
+    """Return {name: a call of the backward, or the reason why there is none}. The forward runs here, once.
+
+    `faults`: {name: reason} of those that must not be called.
+    """
     found = {}
     forwards = {"triton_backward": lambda: flash_attention(q, k, v, causal=shape.causal, kernel="triton")} | {
         name: lambda name=name: pinned(name.partition(",")[0], q, k, v, shape.causal) for name in peers}
@@ -100,19 +111,19 @@ def backward_candidates(q, k, v, gradient, shape, peers=PEERS["backward"], fault
         except Exception as error:  # as in `ready`
             found[name] = reason(error)
             continue
-        own = torch.empty_like(out).copy_(gradient)  # laid out as `out` is, which spares each a copy
+        own = torch.empty_like(out).copy_(gradient)  # laid out as `out`, so that no backward copies it
         found[name] = functools.partial(differentiate, out, (q, k, v), own, name == DETERMINISTIC)
     return found
 
 
 def differentiate(out, inputs, gradient, deterministic):
-    """dq, dk and dv. `deterministic`: by algorithms that give the same bits each time, or RuntimeError."""
+    """Return dq, dk and dv. `deterministic`: use deterministic algorithms only, or raise RuntimeError."""
     modes = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), modes.fill_uninitialized_memory
     try:
         if deterministic:
             torch.use_deterministic_algorithms(True)
-            modes.fill_uninitialized_memory = False  # else every empty tensor is written, which no algorithm needs
+            modes.fill_uninitialized_memory = False  # else PyTorch would fill every empty tensor
         return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
     finally:
         torch.use_deterministic_algorithms(before[0])
@@ -120,8 +131,10 @@ def differentiate(out, inputs, gradient, deterministic):
 
 
 def ready(found, check=lambda name, result: None):
-    """({name: call} of those that run and pass `check`, {name: reason} of the others): each is called once, which also
-    compiles it. Whatever one of them raises is in its row: the others are to be read all the same."""
+    """Return ({name: call} of those that run and pass `check`, {name: reason} of the others).
+
+    Each is called once, which also compiles it. An exception becomes its reason, so that the others are still measured.
+    """
     calls, reasons = {}, {}
     for name, call in found.items():
         if isinstance(call, str):
@@ -139,8 +152,10 @@ def ready(found, check=lambda name, result: None):
 
 
 def agrees_with(call):
-    """A check for `ready`: ours by another kernel must give what `call` gives, to a few roundings; `call` may be the
-    reason why there is nothing to compare with."""
+    """Return a check for `ready`: each of FORWARDS must return what `call` returns, within rounding errors.
+
+    `call` may be a string, the reason why there is nothing to compare with.
+    """
     expected = []
 
     def check(name, result):
@@ -152,7 +167,7 @@ def agrees_with(call):
         within = {"output": 4 * torch.finfo(expected[0].dtype).eps, "logsumexp": 1e-4}
         for which, a, b in zip(within, result, expected, strict=True):
             error, most = (a.float() - b.float()).abs().max().item(), b.float().abs().max().item()
-            if not error <= within[which] * most:  # a NaN is no agreement
+            if not error <= within[which] * most:  # a NaN must not pass
                 return f"wrong: its {which} is off by {error:.3g} from triton_forward's, the largest is {most:.3g}"
         return None
 
@@ -160,13 +175,13 @@ def agrees_with(call):
 
 
 def quietly(call):
-    """Its result; PyTorch warns at length why a backend cannot."""
+    """Return `call()`, without the warnings that PyTorch gives if a backend cannot compute it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return call()
 
 
 def reason(error):
-    """An error in a line."""
+    """Return the error's type and first line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"

@@ -1,8 +1,9 @@
-"""Attention's kernels beside PyTorch's, each backend pinned, on one device in one run: TFLOP/s, and the chip's own.
+"""TFLOP/s of our attention kernels beside each of PyTorch's backends and the chip's own rates, in one run.
 
-TFLOP/s are of the products that no method can leave out (`attention_flops`): 2 forward, 5 in a backward that makes the
-weights again, 2.5 times the forward, as the field counts. Kernels that do 7 in a backward get no credit for two of
-them. A row says how many times as fast ours is as a peer, and beside it what was aimed at: met or short.
+The FLOPs are those of the matrix products that no method can omit (`attention_flops`): 2 in a forward, and 5 in a
+backward that recomputes the weights, which is 2.5 times the forward. This is the usual count. A kernel that computes 7
+products in its backward gets no credit for the other two. Each row gives the ratio to a peer, and whether it reached
+the target: "met" or "short".
 """
 
 import torch
@@ -23,9 +24,10 @@ from .attention_candidates import (
 from .record import row
 from .runner import BAR_DELAY, compare
 
-PUBLISHED = {"H100 80GB HBM3": "h100-sxm", "H100 PCIe": "h100-pcie", "H200": "h200"}  # by a part of the driver's name
+# Part of the driver's name → name in the catalog.
+PUBLISHED = {"H100 80GB HBM3": "h100-sxm", "H100 PCIe": "h100-pcie", "H200": "h200"}
 
-# How many times as fast as a peer: what is to be reached, (pass, peer) → (head_dim, causal) → factor.
+# The speed relative to a peer: (pass, peer) → (head_dim, causal) → factor. TARGETS are binding, AIMS are not.
 TARGETS = {
     ("forward", "FLASH_ATTENTION"): {(128, False): 1.25, (128, True): 1.25, (64, False): 1.1, (64, True): 1.1},
     ("forward", "CUDNN_ATTENTION"): {(128, False): 0.85, (128, True): 0.85},
@@ -38,13 +40,15 @@ AIMS = {
 
 
 def shapes(tokens=16384, width=2048, head_dims=(128, 64), lengths=(16384, 8192, 4096, 2048)):
-    """All that are compared; those first that a run that is cut should have."""
+    """Return all shapes to compare, the most important first, in case the run is interrupted."""
     return [Shape(tokens, width, D, N, causal) for D in head_dims for causal in (False, True) for N in lengths]
 
 
 def speed_rows(device, chosen, rounds, timer=None, dtype=torch.bfloat16, faults=None):
-    """Yield the rows of each Shape, forward and backward, each of ours beside each peer. `faults`: {(name, head_dim):
-    reason} of those that are not to be called."""
+    """Yield rows of each Shape, forward and backward: each of our kernels beside each peer.
+
+    `faults`: {(name, head_dim): reason} of the kernels that must not be called.
+    """
     for shape in tqdm(chosen, "shapes", delay=BAR_DELAY, leave=False):
         q, k, v, gradient = tensors(shape, device, dtype)
         own = {name: words for (name, D), words in (faults or {}).items() if D == shape.head_dim}
@@ -60,7 +64,7 @@ def speed_rows(device, chosen, rounds, timer=None, dtype=torch.bfloat16, faults=
 
 
 def rows_beside(direction, shape, calls, reasons, rounds, timer):
-    """A row for each of ours beside each peer; None for the value of one that does not run, with the reason."""
+    """Return a row for each of our kernels beside each peer. One that does not run has the value None and a reason."""
     timing = compare(calls, rounds=rounds, title=f"{direction}, {shape}", timer=timer) if calls else None
     flops, nbytes = shape.work(direction)
     rows = []
@@ -79,7 +83,7 @@ def rows_beside(direction, shape, calls, reasons, rounds, timer):
 
 
 def verdict(direction, peer, shape, ratio):
-    """What was aimed at here, how binding it is, and whether it was reached; empty where nothing was."""
+    """Return {kind: "target" or "aim", factor, verdict} of a comparison; {} if it has none."""
     for kind, table in (("target", TARGETS), ("aim", AIMS)):
         factor = table.get((direction, peer), {}).get((shape.head_dim, shape.causal))
         if factor:
@@ -93,8 +97,8 @@ def _aim_words(aim):
 
 
 def rate_rows(device, rounds=15, timer=None, dtype=torch.bfloat16, size=8192, buffer_bytes=2**30):
-    """What the chip reaches in this run: a large matrix product in TFLOP/s, and a large copy in TB/s, beside its
-    maker's figures where the catalog has them."""
+    """Return the rows of the chip's own rates in this run: a large matrix product in TFLOP/s and a large copy in TB/s,
+    beside the published figures where the catalog has them."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     source = torch.zeros(buffer_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -110,7 +114,7 @@ def rate_rows(device, rounds=15, timer=None, dtype=torch.bfloat16, size=8192, bu
 
 
 def published_rates(device):
-    """(whose, (TFLOP/s, TB/s)) by the maker, or None for both."""
+    """Return (source, (TFLOP/s, TB/s)) as the maker publishes them; None for both if they are not in the catalog."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
     entry = next((entry for words, entry in PUBLISHED.items() if words in name), None)
     if entry is None:

@@ -1,5 +1,7 @@
-"""Each of our kernels is tried in a process of its own before it is timed: one that hangs, or reads where it may not,
-would take all other readings with it. What they compile there the bench finds in Triton's cache.
+"""Trials of our kernels before they are timed, each in its own process.
+
+A kernel that hangs or reads out of bounds would end all other measurements. What a trial compiles is in Triton's cache
+when the bench needs it.
 """
 
 import json
@@ -15,13 +17,15 @@ from .record import CHECKOUT
 from .runner import cores
 
 SECONDS = 60  # for all of them
-GRACE = 5  # seconds that a process has to end in after it was killed: one that waits for a hung GPU may not
+GRACE = 5  # seconds for a killed process to end: one that waits for a hung GPU may never end
 DONE = "done, nothing wrong"
 
 
 def trials(device, chosen):
-    """{(name, head_dim): reason} of ours that are not to be timed. Those that are expected to be the fastest are tried
-    first, at the larger head_dim first."""
+    """Try our kernels and return {(name, head_dim): reason} of those that must not be timed.
+
+    The kernels are tried in the order of OURS, at the largest head_dim first.
+    """
     if torch.device(device).type != "cuda":
         return {}
     commands = {(name, D): command(name, [shape for shape in chosen if shape.head_dim == D])
@@ -31,14 +35,14 @@ def trials(device, chosen):
 
 
 def command(name, chosen):
-    """The process for one of them: the shortest and the longest shapes."""
+    """Return the command line that tries one kernel at the shortest and the longest shapes."""
     lengths = [shape.length for shape in chosen]
     ends = [shape for shape in chosen if shape.length in (min(lengths), max(lengths))]
     return [sys.executable, "-m", __name__, name, json.dumps(ends)]
 
 
 def fault_of(status, said):
-    """A trial's fault in a line, "" if there is none."""
+    """Return a trial's fault in one line, "" if there is none."""
     last = said[-1] if said else ""
     if isinstance(status, str):
         return status
@@ -46,10 +50,10 @@ def fault_of(status, said):
 
 
 def in_order(commands, seconds, processes=None):
-    """Run {which: command}, so many at once (default: one a core), in this order. Yields (which, exit status or what
-    became of it instead, lines that it printed, seconds that it took) as each ends.
+    """Run the processes {which: command} in this order, `processes` at a time (default: one per core).
 
-    After `seconds` for all, those that run are killed, and none is begun any more.
+    Yields (which, exit status, printed lines, seconds) as each ends. After `seconds` in all, running processes are
+    killed and no other is started; a string that says so takes the place of their exit status.
     """
     processes = processes or cores()
     waiting, running, start = list(commands), {}, time.monotonic()
@@ -78,14 +82,14 @@ def in_order(commands, seconds, processes=None):
 
 
 class Trial:
-    """A process, and the file that it prints into: a pipe that nobody empties would stop it."""
+    """A process and the file that it prints into. (A pipe that nobody reads would block the process when full.)"""
 
     def __init__(self, command):
         self.begun, self.output = time.monotonic(), tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(command, cwd=CHECKOUT, stdout=self.output, stderr=subprocess.STDOUT)
 
     def kill(self):
-        """End it; returns "", or what to add if it would not end."""
+        """Kill the process. Returns "", or an addition to the message if it does not end."""
         self.process.kill()
         try:
             self.process.wait(GRACE)
@@ -94,7 +98,7 @@ class Trial:
         return ""
 
     def said(self):
-        """The lines that it printed."""
+        """Return the lines that it printed, and close the file."""
         self.output.seek(0)
         lines = self.output.read().strip().splitlines()
         self.output.close()
@@ -102,7 +106,7 @@ class Trial:
 
 
 def trial(name, chosen, device="cuda", dtype=torch.bfloat16):
-    """The first fault of one of ours, or DONE."""
+    """Return the first fault of one of our kernels, or DONE."""
     for shape in chosen:
         q, k, v, gradient = tensors(shape, device, dtype)
         if name == "triton_backward":

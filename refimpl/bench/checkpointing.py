@@ -1,8 +1,8 @@
-"""Recomputation beside torch.utils.checkpoint: the time and the peak of the same step, and what each policy costs.
+"""Recomputation beside torch.utils.checkpoint: time and peak of the same step, and the cost of each policy.
 
-Two questions: is `refimpl.checkpointing` as fast and as small as its peer, held to a time of 1.00 within a noise of 3 %
-and a peak of at most 1.00; and for each policy, what does it save of a step without recomputation, and how much slower
-is it.
+There are two questions. Is `refimpl.checkpointing` as fast and as small as its peer (a time ratio of 1.00 within 3 % of
+noise, a peak ratio of at most 1.00)? How many bytes does each policy save beside a step without recomputation, and how
+much slower is it?
 """
 
 import statistics
@@ -27,7 +27,7 @@ PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
 def run(device="cpu", size=None, rounds=15):
-    """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one."""
+    """Make all comparisons on `device`: (settings, rows). `size` replaces the device's realistic one."""
     size = size or REALISTIC[torch.device(device).type]
     settings = {"step": asdict(size), "small step": asdict(SMALL), "rounds": rounds,
                 "threads": torch.get_num_threads(), "a step": "forward and backward; gradients are there and added to",
@@ -45,7 +45,7 @@ def all_rows(size, device, rounds):
 
 
 class Step:
-    """A GPT's forward and backward on random tokens."""
+    """Runs a GPT's forward and backward on random tokens."""
 
     def __init__(self, size, dtype="fp32", dropout=0.0, device="cpu"):
         self.config = GPTConfig(vocab_size=size.vocab_size, context_length=size.sequence, layers=size.layers,
@@ -60,7 +60,7 @@ class Step:
         self.model(self.tokens, self.tokens).backward()
 
     def peak(self):
-        """Bytes above the start, as the allocator says. Not the first step."""
+        """Return the peak in bytes above the start of a step that is not the first, as the allocator reads it."""
         self()
         with memory.measure(self.device) as m:
             self()
@@ -68,7 +68,7 @@ class Step:
 
 
 def beside_torch(size, dtype, dropout, device, rounds, pairs):
-    """Yield the peak, then the time of each pair: ours and torch's, in alternation, of one model."""
+    """Yield the rows of each pair: the peak, then the time, ours and torch's in alternation on one model."""
     for pair in pairs:
         steps = {name: install(Step(size, dtype, dropout, device)) for name, install in PAIRS[pair].items()}
         gradients = [[p.grad for p in step.model.parameters()] for step in steps.values() if step() is None]
@@ -83,8 +83,8 @@ def beside_torch(size, dtype, dropout, device, rounds, pairs):
 
 
 def policy_rows(size, device, rounds):
-    """Yield each policy beside the same step without: its peak and what the closed form says of it, one by one, then
-    the seconds of all."""
+    """Yield rows of each policy beside the same step without recomputation: the peak and its closed form of each one,
+    then the seconds of all."""
     n, plain = size.layers, Step(size, device=device)
     steps, peaks = {"none": plain}, {"none": plain.peak()}
     policies = {"every block": ([(i,) for i in range(n)], None),
@@ -104,7 +104,7 @@ def policy_rows(size, device, rounds):
 
 
 def with_policy(step, plan, part):
-    """The step with its blocks run by a plan, or a part of each recomputed."""
+    """Return `step` with its blocks run by `plan`, or with `part` of each block recomputed."""
     if part is not None:
         step.policy = ours.selective(step.blocks, part)
     else:
@@ -112,7 +112,7 @@ def with_policy(step, plan, part):
     return step
 
 
-# --- pairs: what is put into one step, ours and torch's --------------------------------------------------------------
+# --- pairs: the same recomputation, ours and torch's -----------------------------------------------------------------
 
 
 def _every_block(step, how, **options):
@@ -135,7 +135,7 @@ def _segments(step, how):
 
 
 class _One(torch.nn.Module):
-    """A loop over it runs one function."""
+    """Takes the place of a list of blocks; a loop over it runs one function."""
 
     def __init__(self, function):
         super().__init__()

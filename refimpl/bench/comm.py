@@ -1,7 +1,7 @@
-"""Ranks and collectives beside their peers: how long a launch takes, and each collective beside torch.distributed's.
+"""The time to launch ranks, and the rate of each collective beside torch.distributed's.
 
-Two questions: how long does a reader wait for eight ranks to answer; and what do the checks, the counting and the
-marking of `refimpl.comm` cost beside the same collective called directly, on the same tensors in the same ranks.
+There are two questions. How long does a user wait for eight ranks to answer? What do the checks and the byte counts of
+`refimpl.comm` cost beside the same collective called directly, on the same tensors in the same ranks?
 """
 
 import statistics
@@ -19,17 +19,17 @@ from .runner import BAR_DELAY, Comparison, compare
 
 SIZES = (2**10, 2**15, 2**20, 2**24)  # bytes of the full tensor
 WORLDS = (2, 4)
-LAUNCH_WORLD, LAUNCH_SECONDS = 8, 0.5  # what a launch may take
-LEAST_RATE = 0.95  # of torch.distributed's
-LEAST_CALLS = 61  # of each: where single calls differ by 40 %, a median of 15 would be off by a tenth
+LAUNCH_WORLD, LAUNCH_SECONDS = 8, 0.5  # ranks, and the seconds that their launch may take
+LEAST_RATE = 0.95  # the rate to reach, as a share of torch.distributed's
+LEAST_CALLS = 61  # of each collective: single calls differ by 40 %, so a median of 15 would be off by a tenth
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
 TORCH, OURS = "torch.distributed", "refimpl.comm"
 
 
 def run(device="cpu", sizes=SIZES, worlds=WORLDS, seconds=0.6, launches=11, least_calls=LEAST_CALLS):
-    """Launch latency, and the rate of each collective: (settings, rows).
+    """Measure the launch and the rate of each collective: (settings, rows).
 
-    Ranks have a GPU each and NCCL where there are enough of them; else the tensors are the CPU's, and gloo moves them.
+    If there is a GPU for each rank, the ranks use NCCL. Otherwise the tensors are on the CPU, and gloo moves them.
     """
     gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
     devices = {world: "cuda" if world <= gpus else "cpu" for world in worlds}
@@ -41,7 +41,10 @@ def run(device="cpu", sizes=SIZES, worlds=WORLDS, seconds=0.6, launches=11, leas
 
 
 def all_rows(devices, sizes, seconds, launches, least_calls):
-    """Yield the row of launches, then for each collective its rate at every size and over all; `devices`: of worlds."""
+    """Yield the row of launches, then each collective's rate at every size and over all sizes.
+
+    `devices`: {number of ranks: device}.
+    """
     yield launch_row(launches)
     for world, device in devices.items():
         for collective in tqdm(COLLECTIVES, f"{world} ranks", delay=BAR_DELAY, leave=False):
@@ -53,7 +56,10 @@ def all_rows(devices, sizes, seconds, launches, least_calls):
 
 
 def launch_row(launches, world=LAUNCH_WORLD):
-    """Median seconds from the call to the answers of `world` ranks that met in one all_reduce; not the first call."""
+    """Return the row of a launch: median seconds until `world` ranks have returned from one all_reduce.
+
+    The first call is not counted; it is in the row as `first_call`.
+    """
     seconds = []
     for _ in tqdm(range(launches + 1), "launches", delay=BAR_DELAY, leave=False):
         start = time.perf_counter()
@@ -66,15 +72,15 @@ def launch_row(launches, world=LAUNCH_WORLD):
 
 
 def answer(comm):
-    """The least that ranks can do together."""
+    """Count the ranks by one all_reduce."""
     return comm.all_reduce(torch.tensor(1)).item()
 
 
 def rate_row(collective, world, nbytes, seconds):
-    """Bytes of the full tensor per second, ours beside torch's. Above 1 in `ratio`: ours is faster.
+    """Return a row: bytes of the full tensor per second, ours beside torch's. A `ratio` above 1 means ours is faster.
 
-    `paired` is the median ratio of two calls that followed each other: where a call takes either 0.1 or 5 ms, as the
-    operating system pleases, medians fall on one side or the other, and this does not.
+    `paired` is the median ratio of two consecutive calls. Where scheduling makes a call take either 0.1 or 5 ms, a
+    plain median is one or the other by chance; the paired ratio is steadier.
     """
     timing = Comparison(seconds)
     ours, theirs = (nbytes / timing.median(name) for name in (OURS, TORCH))
@@ -85,13 +91,13 @@ def rate_row(collective, world, nbytes, seconds):
 
 
 def slowest(ranks):
-    """What `rates` returned on each rank, as one: a collective lasts until the last rank has its result."""
+    """Merge what `rates` returned on each rank: a collective lasts until the last rank has its result."""
     return {nbytes: {name: list(map(max, *(rank[nbytes][name] for rank in ranks))) for name in timing}
             for nbytes, timing in ranks[0].items()}
 
 
 def summary_row(collective, world, rows):
-    """The rate over all sizes (geometric mean of `paired`) beside what is held to."""
+    """Return the row of the rate over all sizes (the geometric mean of `paired`) beside the rate to reach."""
     rate = statistics.geometric_mean(each["paired"] for each in rows)
     return row(f"{collective} on {world} ranks, of {TORCH}'s rate", "at least", "x", rate, LEAST_RATE)
 
@@ -100,10 +106,10 @@ def summary_row(collective, world, rows):
 
 
 def rates(comm, collective, sizes, seconds, least_calls):
-    """{size: {name: seconds of each call}} of the collective, called directly and through `comm`, in alternation.
+    """Return {size: {name: seconds of each call}} of the collective, called directly and through `comm` in turns.
 
-    As many calls as take about `seconds`, and at least `least_calls` of each: a single one tells little, since a rank
-    has to wait until the operating system wakes the others.
+    The calls take about `seconds` in all, but each is made at least `least_calls` times. Single calls vary a lot, since
+    each rank waits until the operating system schedules the others.
     """
     found = {}
     for nbytes in sizes:
@@ -119,7 +125,7 @@ def rates(comm, collective, sizes, seconds, least_calls):
 
 
 def pair(comm, collective, nbytes):
-    """{name: function} of one collective on one tensor of `nbytes` bytes, ours and torch's, into the same memory."""
+    """Return {name: function} of one collective on one tensor of `nbytes` bytes: ours and torch's, with one output."""
     N, r = comm.world_size, comm.rank
     full = torch.ones(nbytes // 4, device=comm.device)
     other, part = torch.empty_like(full), full.chunk(N)[r].clone()

@@ -1,5 +1,5 @@
-"""What the compiler makes of each attention kernel: shared memory beside what the chip has, and in each row registers,
-spills, instructions and ptxas' remarks. Runs on any machine; the readings are Triton's and ptxas', not the device's.
+"""What the compiler makes of each attention kernel: its shared memory beside the chip's, and in each row registers,
+spills, instructions and ptxas' remarks. The readings come from Triton and ptxas, so no GPU is needed.
 """
 
 import importlib
@@ -15,12 +15,15 @@ from .record import row
 from .runner import BAR_DELAY
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
-MODULES = ("hopper", "gluon_forward")  # of compiler/: kernels that are not in the table; each has a function `cases`
+MODULES = ("hopper", "gluon_forward")  # in compiler/: kernels that are not in the table; each has a function `cases`
 PEER = "shared memory of a program"
 
 
 def run(device="cpu", named=None):
-    """(settings, rows), one row a kernel. `named`: {name: Case} instead of all there are; `device` is not used."""
+    """Compile the kernels: (settings, rows), one row each. `named`: {name: Case} instead of all kernels.
+
+    `device` is not used.
+    """
     ptxas = subprocess.run([BIN / "ptxas", "--version"], check=True, capture_output=True, text=True).stdout
     settings = {"ptxas": re.search(r"V([\d.]+)", ptxas)[1],
                 "targets": {chip: f"sm_{number}" for chip, (_, number) in table.TARGETS.items()},
@@ -30,19 +33,19 @@ def run(device="cpu", named=None):
 
 
 def all_rows(named, missing):
-    """Yield the rows that are `missing`, then those of the kernels, as the compiler is done with them."""
+    """Yield the rows in `missing`, then the row of each kernel as soon as it is compiled."""
     yield from missing
     for name, compiled in tqdm(compile_all(named), "compiling", len(named), delay=BAR_DELAY, leave=False):
         yield kernel_row(name, named[name], compiled)
 
 
 def every_case():
-    """({name: Case}, rows of modules that this Triton cannot import)."""
+    """Return ({name: Case}, rows of the modules that cannot be imported with this Triton)."""
     named, missing = dict(table.cases()), []
     for module in MODULES:
         try:
             own = importlib.import_module(f".compiler.{module}", __package__).cases()
-        except Exception as error:  # of a Triton that lacks what the module is written for: the row says so
+        except Exception as error:  # this Triton lacks something that the module needs; the row says what
             missing.append(failed_row(module, error))
         else:
             named |= {f"{module}, {name}": case for name, case in own.items()}
@@ -50,7 +53,7 @@ def every_case():
 
 
 def kernel_row(name, case, compiled):
-    """The row of one kernel, compiled or not."""
+    """Return the row of one kernel, or of the error if it did not compile."""
     if isinstance(compiled, Exception):
         return failed_row(name, compiled)
     shown = {which: compiled.instructions[which] for which in SHOWN}
@@ -66,7 +69,7 @@ def kernel_row(name, case, compiled):
 
 
 def described(name):
-    """What a page sorts rows by: of the table's kernels, which one and its tile; of others their module."""
+    """Return what pages select rows by: a table kernel's name and tile, another kernel's module."""
     if not isinstance(name, table.Name):
         return {"kernel": name.partition(",")[0]}
     tile = table.config_of(name)
@@ -75,6 +78,6 @@ def described(name):
 
 
 def failed_row(name, error):
-    """The row of what does not compile, or is not there: the last lines of the error."""
+    """Return the row of a kernel that does not compile or a module that cannot be imported: the error's last lines."""
     return row(str(name), PEER, "bytes", None, None, **described(name), error=str(error)[-1000:],
                note=f"did not compile: {str(error).strip().splitlines()[-1][:100]}")

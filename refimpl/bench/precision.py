@@ -1,7 +1,7 @@
-"""Mixed precision beside PyTorch's own: autocast and loss scaler beside `torch.autocast` and `torch.amp.GradScaler`.
+"""Mixed precision beside PyTorch's: our autocast and loss scaler, `torch.autocast` and `torch.amp.GradScaler`.
 
-Three questions: is our step as fast; does it take no more memory; and how do the recipes compare with fp32, in bytes at
-the peak, in bytes of model states, and in seconds.
+There are three questions. Is our step as fast? Does it take no more memory? How do the recipes compare with fp32, in
+bytes at the peak, bytes of model states, and seconds?
 """
 
 import statistics
@@ -17,13 +17,13 @@ from .meter import REALISTIC, TrainingStep
 from .record import row
 from .runner import BAR_DELAY, compare
 
-MOST_TIME = {"cpu": 1.10, "cuda": 1.05}  # of torch's
+MOST_TIME = {"cpu": 1.10, "cuda": 1.05}  # the limits, as multiples of torch's time and peak
 MOST_PEAK = 1.00
 OURS, TORCH = "autocast and AdaptiveLossScaler", "torch.autocast and GradScaler"
 
 
 class PrecisionStep(TrainingStep):
-    """A training step whose forward runs in `region()`, and whose loss `scaler` scales if there is one."""
+    """Makes training steps whose forward runs in `region()` and whose loss is scaled by `scaler`, if given."""
 
     def __init__(self, size, device, region, scaler=None, wrap=None):
         super().__init__(size, device=device)
@@ -44,9 +44,9 @@ class PrecisionStep(TrainingStep):
 
 
 def run(device="cpu", size=None, rounds=31):
-    """Time and bytes of each recipe on `device`: (settings, rows). `size`: instead of the device's realistic one.
+    """Measure time and bytes of each recipe on `device`: (settings, rows). `size` replaces the device's realistic one.
 
-    On a CPU bf16 only: few have arithmetic in fp16.
+    On a CPU only bf16 is measured, since few CPUs compute in fp16.
     """
     kind = torch.device(device).type
     size = size or REALISTIC[kind]
@@ -64,7 +64,7 @@ def all_rows(size, device, dtypes, rounds):
 
 
 def pair(size, device, dtype):
-    """{name: step}: our step in `dtype`, and torch's, from the same beginning."""
+    """Return {name: step}: our step in `dtype` and torch's, from the same initial weights."""
     kind = torch.device(device).type
     steps = {}
     for name, region, scaler in ((OURS, lambda: autocast(dtype, kind), AdaptiveLossScaler()),
@@ -79,7 +79,7 @@ def beside_torch(size, device, dtype, rounds):
     steps, name = pair(size, device, dtype), str(dtype).removeprefix("torch.")
     timing = compare(steps, rounds=rounds, title=f"steps in {name}")
     what = f"{OURS}, {name}, {size}"
-    # Two steps that follow each other share what else the machine does: the median of their ratios is steadier.
+    # Two consecutive steps see the same load of the machine, so the median of their ratios is steadier.
     paired = statistics.median(o / t for o, t in zip(timing.seconds[OURS], timing.seconds[TORCH], strict=True))
     yield row(f"step with {what}", TORCH, "s", timing.median(OURS), timing.median(TORCH), paired=paired,
               limit=MOST_TIME[torch.device(device).type], spread=timing.spread(OURS),
@@ -89,7 +89,7 @@ def beside_torch(size, device, dtype, rounds):
 
 
 def peak_of(step, device):
-    """Bytes at the peak of one step (not the first), above its start, as the allocator reads them."""
+    """Return the peak in bytes above the start of a step that is not the first, as the allocator reads it."""
     step()
     with memory.measure(device) as m:
         step()
@@ -97,8 +97,8 @@ def peak_of(step, device):
 
 
 def recipes(size, device, rounds):
-    """Yield each bf16 recipe beside fp32: the seconds of all, then one by one, from the tracker, the bytes at the peak
-    and of model states."""
+    """Yield rows of each bf16 recipe beside fp32: the seconds of all, then of each one the bytes at the peak and of
+    model states, by the tracker."""
     kind = torch.device(device).type
     off, low = partial(autocast, device_type=kind, enabled=False), partial(autocast, torch.bfloat16, kind)
     made = {
@@ -121,6 +121,6 @@ def recipes(size, device, rounds):
 
 
 def states(trace):
-    """Bytes of parameters, gradients and optimizer state at the end of backward, where all are there."""
+    """Return the bytes of parameters, gradients and optimizer state at the end of backward, when all exist."""
     *_, end = (moment for moment in trace.timeline if moment.phase == "backward")
     return sum(end.ledger[name] for name in ("parameters", "gradients", "optimizer state"))

@@ -3,7 +3,7 @@
     {"name": …, "device": {"slug", "name", "memory_bytes", "cpus"}, "versions": {…}, "commit": …, "date": …,
      "settings": {…}, "rows": [{"what", "peer", "unit", "value", "peer_value", "ratio", …}, …]}
 
-A bench that is not done yet, or was cut, has <name>.partial.json with the rows that it has read so far.
+A bench that is still running, or was interrupted, has a <name>.partial.json with the rows measured so far.
 """
 
 import importlib.metadata
@@ -25,17 +25,17 @@ FOLDER = CHECKOUT / "data" / "measurements"
 
 
 def row(what, peer, unit, value, peer_value, **more):
-    """One line of a record: `value` of `what` beside `peer_value` of `peer`, both in `unit`, and their ratio. None
-    stands for a value that cannot be had here.
+    """Make one row of a record: `value` of `what` beside `peer_value` of `peer`, both in `unit`, and their ratio.
 
-    `more`: what explains the line, e.g. `spread=…`, `items={name: bytes}` that the difference is made of.
+    None stands for a value that cannot be measured here. `more` explains the row: `spread=…`, for example, or
+    `items={name: bytes}`, the parts of a difference.
     """
     ratio = value / peer_value if peer_value and value is not None else None
     return {"what": what, "peer": peer, "unit": unit, "value": value, "peer_value": peer_value, "ratio": ratio, **more}
 
 
 def describe(name, settings, rows, device):
-    """The whole record, as a dict that JSON can hold. `device`: what was measured, `"cpu"` or `"cuda"`."""
+    """Make the whole record, a dict that JSON can hold. `device`: the measured device, `"cpu"` or `"cuda"`."""
     return {
         "name": name,
         "device": device_facts(device),
@@ -50,14 +50,14 @@ def describe(name, settings, rows, device):
 def write(record, folder=None, partial=False):
     """Write `record` below `folder` (default: the checkout's data/measurements). Returns the Path.
 
-    - `partial`: more rows will come. The file is then <name>.partial.json, which the whole record replaces, so that an
-      older whole record stays until there is a newer one.
+    - `partial`: more rows will follow. The file is then <name>.partial.json, and the complete record replaces it. Until
+      then, an older complete record stays.
 
-    Whoever reads the file meanwhile, or is left with it by a run that was killed, finds it whole.
-    FileNotFoundError where there is no checkout and no folder is named.
+    The file is replaced in one step, so it is valid at any time, even if the run is killed. Raises FileNotFoundError if
+    there is no checkout and no folder is given.
     """
     if folder is None and not (CHECKOUT / "pyproject.toml").exists():
-        raise FileNotFoundError(f"refimpl is not run from a checkout ({CHECKOUT}): name a folder to write to (--out)")
+        raise FileNotFoundError(f"refimpl does not run from a checkout ({CHECKOUT}): name a folder to write to (--out)")
     whole = Path(folder or FOLDER) / record["device"]["slug"] / f"{record['name']}.json"
     unfinished = whole.with_suffix(".partial.json")
     whole.parent.mkdir(parents=True, exist_ok=True)
@@ -71,12 +71,12 @@ def write(record, folder=None, partial=False):
 
 
 def measurement(name, device=None, folder=None, partial=False):
-    """The record of bench `name` as a dict, or None if it was not measured yet (or there is no checkout).
+    """Return the record of bench `name`, a dict, or None if it was not measured yet (or there is no checkout).
 
-    - `device`: its slug or full name (`"cpu"`, `"nvidia-h200"`, `"NVIDIA H200"`); by default the newest record of any.
-    - `partial`: take what a run that was cut had read, where nothing whole is there.
+    - `device`: its slug or full name (`"cpu"`, `"nvidia-h200"`, `"NVIDIA H200"`). By default the newest of all devices.
+    - `partial`: if there is no complete record, return the rows of an interrupted run.
 
-    Raises ValueError for a file that is no record.
+    Raises ValueError for a file that is not a record.
     """
     for suffix in (".json", ".partial.json")[: 1 + partial]:
         paths = sorted(Path(folder or FOLDER).glob(f"{slug(device) if device else '*'}/{name}{suffix}"))
@@ -87,15 +87,18 @@ def measurement(name, device=None, folder=None, partial=False):
 
 
 def measurements(name, folder=None, partial=False):
-    """{device: record} of bench `name`: the CPU's and those of the GPUs that it was run on, None for what was not
-    measured yet. Where no GPU was, that stands under "a GPU". Arguments and errors as of `measurement`."""
+    """Return {device: record} of bench `name`, for the CPU and for each GPU that was measured.
+
+    The CPU's record is None if it was not measured yet. If no GPU was, there is an entry "a GPU" with None. Arguments
+    and errors are those of `measurement`.
+    """
     gpus = sorted(path.name for path in Path(folder or FOLDER).glob("*") if path.is_dir() and path.name != "cpu")
     found = {gpu: record for gpu in gpus if (record := measurement(name, gpu, folder, partial))}
     return {"cpu": measurement(name, "cpu", folder, partial), **(found or {"a GPU": None})}
 
 
 def _dated(path):
-    """(date, record) of a file."""
+    """Return (date, record) of a file."""
     try:
         record = json.loads(path.read_text())
         return datetime.fromisoformat(record["date"]), record
@@ -104,12 +107,12 @@ def _dated(path):
 
 
 def slug(name):
-    """A device's name for a path: `NVIDIA H200` → `nvidia-h200`."""
+    """Return a device's name as part of a path: `NVIDIA H200` → `nvidia-h200`."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def device_facts(device):
-    """Slug, full name, memory in bytes (of the device itself), and how many CPUs this process may use."""
+    """Return slug, full name and memory in bytes of the device, and the number of CPUs this process may use."""
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {"slug": slug(properties.name), "name": properties.name, "memory_bytes": properties.total_memory,
@@ -118,14 +121,14 @@ def device_facts(device):
 
 
 def processor():
-    """The processor's model name."""
+    """Return the processor's model name."""
     facts = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(), re.MULTILINE) if facts.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
 
 
 def versions():
-    """What the reading depends on: python, torch, and those of cuda, triton and refimpl that are there."""
+    """Return the versions that a measurement depends on: python, torch, and cuda, triton and refimpl if installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
              "triton": _installed("triton"), "refimpl": _installed("refimpl")}
     project = CHECKOUT / "pyproject.toml"
@@ -142,12 +145,12 @@ def _installed(package):
 
 
 def commit():
-    """The checkout's commit, `+dirty` if refimpl/ differs from it; None without git or a checkout."""
+    """Return the checkout's commit, with `+dirty` if refimpl/ differs from it; None without git or a checkout."""
     if not (CHECKOUT / ".git").exists():
         return None
     try:
         head, changed = (subprocess.run(["git", *command], cwd=CHECKOUT, capture_output=True, text=True, check=True)
                          for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "refimpl"]))
-    except (FileNotFoundError, subprocess.CalledProcessError):  # no git here, or not a repository that it will read
+    except (FileNotFoundError, subprocess.CalledProcessError):  # git is missing, or refuses this repository
         return None
     return head.stdout.strip() + ("+dirty" if changed.stdout.strip() else "")

@@ -1,4 +1,4 @@
-"""Times functions beside each other: in rounds, so that a machine that is busy for a while is busy for all of them."""
+"""Timing of functions in alternation, so that other load on the machine affects all of them alike."""
 
 import os
 import statistics
@@ -11,27 +11,27 @@ BAR_DELAY = 2  # seconds until a progress bar is shown
 
 
 def cores():
-    """How many CPUs this process may use."""
+    """Return how many CPUs this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Comparison:
-    """What `compare` measured. `seconds`: name → the seconds of each round, in order."""
+    """Holds what `compare` measured. `seconds`: name → the seconds of each round, in order."""
 
     def __init__(self, seconds):
         self.seconds = seconds
 
     def median(self, name):
-        """Median seconds of one call."""
+        """Return the median seconds of one call."""
         return statistics.median(self.seconds[name])
 
     def spread(self, name):
-        """Interquartile range, in seconds: half of the rounds lay within it."""
+        """Return the interquartile range in seconds: half of the rounds are within it."""
         low, _, high = statistics.quantiles(self.seconds[name], n=4, method="inclusive")
         return high - low
 
     def ratio(self, name, peer):
-        """Median of `name` over median of `peer`: 2.0 means twice as slow."""
+        """Return the median of `name` over that of `peer`: 2.0 means twice as slow."""
         return self.median(name) / self.median(peer)
 
     def __repr__(self):
@@ -43,13 +43,14 @@ class Comparison:
 def compare(candidates, *, rounds=11, warmup=2, title="comparing", timer=None):
     """Time each of `candidates` (name → function without arguments) in alternation: A B A B …; returns a Comparison.
 
-    The first `warmup` rounds are not counted. Work on a CUDA device is waited for before and after each call; `timer`
-    (function → seconds) may be another clock, such as a `KernelTimer`.
+    The first `warmup` rounds are not counted. The default timer waits for the CUDA device before and after each call.
+    `timer` (function → seconds) replaces it, for example by a `KernelTimer`.
+
     Raises ValueError for no candidates, fewer than 2 rounds (which have no spread) or a negative `warmup`.
     """
     timer = timer or _time
     if not candidates:
-        raise ValueError("compare needs candidates: compare({'ours': f, 'peer': g})")
+        raise ValueError(f"candidates={candidates!r}: expected at least one, compare({{'ours': f, 'peer': g}})")
     if rounds < 2 or warmup < 0:
         raise ValueError(f"rounds={rounds}, warmup={warmup}: expected at least 2 rounds and 0 or more of warm-up")
     seconds = {name: [] for name in candidates}
@@ -72,17 +73,16 @@ def _time(function):
 
 
 def synchronize():
-    """Wait for the work that is queued on the CUDA device, if one is in use."""
+    """Wait for the work queued on the CUDA device, if one is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 class KernelTimer:
-    """Seconds between the first and the last thing that a function queues on a CUDA device, without the time the host
-    takes to queue it: as a clock for `compare`.
+    """Measures the seconds that a CUDA device works on a function, without the host's time to launch it.
 
-    Before each call a buffer is written that is larger than any cache, so that the call finds nothing of its own there
-    from the last time. That takes the device about a millisecond, in which the host queues the call.
+    It is a timer for `compare`. Before each call it writes a buffer larger than any cache, so that no data of the last
+    call is cached. The device takes about a millisecond for that, during which the host launches the call.
     """
 
     def __init__(self, device, buffer_bytes=2 * 2**30):

@@ -12,12 +12,12 @@ from .meter import DTYPES, REALISTIC
 from .record import row
 from .runner import BAR_DELAY, compare
 
-LONGER, CHUNKS = 8, (2, 4, 8, 16)  # times the usual sequence, in one row; and in how many chunks it comes
+LONGER, CHUNKS = 8, (2, 4, 8, 16)  # the sequence, in multiples of the usual one, and the numbers of chunks
 WHOLE = "the whole sequence at once"
 
 
 class Steps:
-    """A GPT and a sequence; gradients are there and are added to."""
+    """Holds a GPT and a sequence. Gradients exist, and steps add to them."""
 
     def __init__(self, size, dtype, device):
         self.config = GPTConfig(vocab_size=size.vocab_size, context_length=size.sequence, layers=size.layers,
@@ -26,17 +26,17 @@ class Steps:
         self.tokens = torch.randint(0, size.vocab_size, (size.batch, size.sequence), device=device)
 
     def whole(self):
-        """One forward, one backward."""
+        """Make a step with one forward and one backward."""
         self.model(self.tokens, self.tokens).backward()
 
     def in_chunks(self, chunks, gradient="full"):
-        """The same in chunks."""
+        """Make the same step in chunks."""
         length = self.tokens.shape[1] // chunks
         ChunkedSequenceProcessor(self.model, length, gradient=gradient)(self.tokens, self.tokens).backward()
 
 
 def run(device="cpu", size=None, rounds=11):
-    """All comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one, made longer."""
+    """Make all comparisons on `device`: (settings, rows). `size` replaces the device's realistic one, made longer."""
     if size is None:
         usual = REALISTIC[torch.device(device).type]
         size = replace(usual, batch=1, sequence=LONGER * usual.sequence)
@@ -55,8 +55,8 @@ def all_rows(size, device, rounds):
 
 
 def byte_rows(steps, name, dtype, device):
-    """Yield, for each number of chunks, the peak by the allocator above the start of a step whose gradients are None
-    before."""
+    """Yield a row for each number of chunks: the allocator's peak above the start of a step that starts with gradients
+    None."""
     whole = peak(steps, steps.whole, device)
     batch, length = steps.tokens.shape
     for chunks in CHUNKS:
@@ -67,7 +67,7 @@ def byte_rows(steps, name, dtype, device):
 
 
 def peak(steps, step, device):
-    """Bytes above the start, as the allocator was asked for them."""
+    """Return the peak in bytes above the start, as requested from the allocator."""
     steps.model.zero_grad()
     with memory.measure(device) as m:
         step()
@@ -75,7 +75,7 @@ def peak(steps, step, device):
 
 
 def time_rows(steps, name, rounds):
-    """Median seconds of a step in chunks beside the whole, in alternation."""
+    """Return rows of the median seconds of a step in chunks, beside the whole sequence, in alternation."""
     kinds = {f"step in {chunks} chunks, {name}": lambda chunks=chunks: steps.in_chunks(chunks) for chunks in CHUNKS}
     kinds[f"step in {CHUNKS[1]} chunks, truncated, {name}"] = lambda: steps.in_chunks(CHUNKS[1], "truncated")
     timing = compare({**kinds, WHOLE: steps.whole}, rounds=rounds, title=f"chunks, {name}")

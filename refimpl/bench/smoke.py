@@ -1,7 +1,8 @@
-"""Does each attention kernel run on this device, and is it right? The first thing to ask of a GPU: 20 seconds for all.
+"""A smoke test of each attention kernel: does it run on this device, and is it right? It takes 20 seconds for all.
 
-Each kernel computes two small calls in a process of its own, all at once, beside the definition in fp64. One that hangs
-costs the others nothing. On a CPU Triton's interpreter runs the kernels that it can.
+Each kernel computes two small calls in its own process, and the results are compared with the definition in fp64. The
+processes run at the same time, so one that hangs does not delay the others. On a CPU, Triton's interpreter runs the
+kernels that it supports.
 """
 
 import json
@@ -18,11 +19,11 @@ from .record import row
 SECONDS = 20
 HEAD_DIMS = (128, 64)
 LENGTH, HEADS, BATCH = 300, 2, 1  # 300 is no multiple of any tile
-WITHIN = 0.02  # of the largest value, for a 16-bit dtype
+WITHIN = 0.02  # the error allowed, as a share of the largest value, for a 16-bit dtype
 
 
 def run(device="cpu", seconds=SECONDS, head_dims=HEAD_DIMS, names=OURS):
-    """(settings, rows): one row a kernel and head_dim, as each is done."""
+    """Test the kernels: (settings, rows), one row for each kernel and head_dim as soon as it is done."""
     kind = torch.device(device).type
     settings = {"shape": [BATCH, HEADS, LENGTH], "dtype": dtype_of(kind), "seconds for all": seconds,
                 "calls": "full and causal", "kernels": "compiled" if kind == "cuda" else "interpreted"}
@@ -30,12 +31,12 @@ def run(device="cpu", seconds=SECONDS, head_dims=HEAD_DIMS, names=OURS):
 
 
 def dtype_of(kind):
-    """Triton's interpreter computes bfloat16 wrongly."""
+    """Return the dtype to test. On a CPU it is fp16, since Triton's interpreter computes bf16 wrongly."""
     return "bfloat16" if kind == "cuda" else "float16"
 
 
 def all_rows(kind, seconds, head_dims, names):
-    """Yield the row of each kernel as its process ends; `verdict` is "right", or what is wrong."""
+    """Yield the row of each kernel as its process ends. `verdict` is "right", "wrong" or the fault."""
     python = [sys.executable] if kind == "cuda" else ["env", "TRITON_INTERPRET=1", sys.executable]
     commands = {(name, D): [*python, "-m", __name__, kind, name, str(D)] for D in head_dims for name in names}
     for (name, D), status, said, took in in_order(commands, seconds):
@@ -44,13 +45,13 @@ def all_rows(kind, seconds, head_dims, names):
             value, verdict = None, fault_of(status, said)
         else:
             value = max(errors.values())
-            verdict = "right" if all(error <= WITHIN for error in errors.values()) else "wrong"  # a NaN is not right
+            verdict = "right" if all(error <= WITHIN for error in errors.values()) else "wrong"  # a NaN is wrong
         yield row(f"largest error: {name}, d{D}", "allowed", "of the largest", value, WITHIN, name=name, head_dim=D,
                   errors=errors, verdict=verdict, seconds=round(took, 1), note=verdict)
 
 
 def answer_of(said):
-    """{tensor: error} from the last line, None if that says something else."""
+    """Parse {tensor: error} from the last printed line; None if it is something else."""
     try:
         return json.loads(said[-1])
     except (IndexError, ValueError):
@@ -61,7 +62,7 @@ def answer_of(said):
 
 
 def errors_of(kind, name, D):
-    """{"full output": largest error over the largest value, …} of one kernel, beside the definition in fp64."""
+    """Return {"full output": largest error over largest value, …} of one kernel, against the definition in fp64."""
     found = {}
     for causal in (False, True):
         torch.manual_seed(0)
@@ -75,7 +76,7 @@ def errors_of(kind, name, D):
 
 
 def forward(name, shape, q, k, v, gradient):
-    """(which, ours, exact) of the output and the base-2 logsumexp."""
+    """Return [(name, ours, exact)] of the output and the base-2 logsumexp."""
     call = forward_candidates(q, k, v, shape, anywhere=q.device.type == "cpu")[name]
     if isinstance(call, str):
         raise RuntimeError(call)
@@ -85,7 +86,7 @@ def forward(name, shape, q, k, v, gradient):
 
 
 def backward(name, shape, q, k, v, gradient):
-    """(which, ours, exact) of the gradients, with the pointers' forward."""
+    """Return [(name, ours, exact)] of the gradients. The forward is `triton_forward`."""
     given = [x.requires_grad_() for x in (q, k, v)]
     ours = torch.autograd.grad(flash_attention(*given, causal=shape.causal, kernel="triton"), given, gradient)
     wide = [x.detach().double().requires_grad_() for x in given]

@@ -1,10 +1,10 @@
-"""Each stage of ZeRO beside torch's own: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 with each block sharded.
+"""Each stage of ZeRO beside torch's: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 with each block sharded.
 
-Four ranks train a GPT of 14 million parameters, each engine alone in ranks of its own for its bytes, all of them in
-turns in the same ranks for its time. Bytes are per parameter, on the rank that takes most, by two instruments: the
-tracker, which sees no memory that a collective takes on its way, and the allocator, which on a CPU does not see what
-another thread releases, as torch's engines do by chance (their readings differ by 4 bytes from run to run). Against
-ourselves: of our two readings the larger one counts, of a peer's the smaller one.
+Four ranks train a GPT of 14 million parameters. For bytes, each engine runs alone in its own ranks. For time, all
+engines take turns in the same ranks. Bytes are per parameter, on the rank that takes most, by two instruments. The
+tracker does not see memory that a collective takes internally. The allocator, on a CPU, does not see what another
+thread frees, as torch's engines sometimes do (their readings differ by 4 bytes from run to run). The comparison is to
+our disadvantage: it takes the larger of our two readings and the smaller of the peer's.
 """
 
 import functools
@@ -27,21 +27,22 @@ from .runner import BAR_DELAY, Comparison, synchronize
 
 CONFIG = GPTConfig(vocab_size=8192, context_length=64, layers=6, hidden=384, heads=6)
 WORLD, ROWS = 4, 1  # ranks, and sequences of a rank in a step
-BUCKET_BYTES, LOOK_AHEAD = 2**22, 2**21  # of gradients, and elements of parameters, on their way at once
+BUCKET_BYTES, LOOK_AHEAD = 2**22, 2**21  # bytes of a bucket of gradients, and elements of parameters prefetched
 LEARNING_RATE = 1e-4
 DDP, REDUNDANCY, FSDP2 = "DistributedDataParallel", "ZeroRedundancyOptimizer + DDP", "FSDP2"
 LEAN_DDP, LEAN = f"{DDP}, gradients as views of buckets", f"{REDUNDANCY}, gradients as views of buckets"
 PAIRS = [("DataParallel", DDP), ("DataParallel", LEAN_DDP), ("Zero1", REDUNDANCY), ("Zero1", LEAN),
          ("Zero2", REDUNDANCY), ("Zero2", LEAN), ("Zero3", FSDP2)]
-BYTES_HELD = {("Zero1", REDUNDANCY): 0.9, ("Zero3", FSDP2): 0.8}  # at most so much of the peer's
+# The limits, as multiples of the peer's bytes and time.
+BYTES_HELD = {("Zero1", REDUNDANCY): 0.9, ("Zero3", FSDP2): 0.8}
 TIME_HELD = {("Zero1", REDUNDANCY): 1.0, ("Zero1", LEAN): 1.0, ("Zero3", FSDP2): 1.0}
 
 
 class Ours:
-    """An engine of `refimpl.zero`: `step(tokens)` is one training step."""
+    """Wraps an engine of `refimpl.zero`. `step(tokens)` makes one training step."""
 
     def __init__(self, stage, model, comm):
-        options = {"DataParallel": {}, "Zero3": {"look_ahead": LOOK_AHEAD}}  # DDP's buckets are as large as ours are
+        options = {"DataParallel": {}, "Zero3": {"look_ahead": LOOK_AHEAD}}  # DataParallel's default buckets are DDP's
         options = options.get(stage.__name__, {"bucket_bytes": BUCKET_BYTES})
         self.engine = stage(model, comm, functools.partial(torch.optim.AdamW, lr=LEARNING_RATE), **options)
         self.model, self.optimizer = model, self.engine.optimizer
@@ -52,7 +53,7 @@ class Ours:
 
 
 class Theirs:
-    """DDP or FSDP2: what torch's documentation says to write."""
+    """Wraps DDP or FSDP2, used as torch's documentation shows."""
 
     def __init__(self, name, model, comm):
         if name == FSDP2:
@@ -77,9 +78,9 @@ ENGINES = {**{stage.__name__: functools.partial(Ours, stage) for stage in (DataP
 
 
 def run(device="cpu", config=CONFIG, world=WORLD, rounds=15):
-    """Bytes per parameter and seconds of a step of every engine: (settings, rows)."""
+    """Measure bytes per parameter and seconds of a step of every engine: (settings, rows)."""
     gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
-    device = "cuda" if gpus >= world else "cpu"  # DDP and FSDP2 have no way for CUDA tensors but NCCL
+    device = "cuda" if gpus >= world else "cpu"  # DDP and FSDP2 need NCCL for CUDA tensors
     settings = {"model": asdict(config), "parameters": config.parameter_count(), "dtype": "fp32", "ranks": world,
                 "sequences of a rank": ROWS, "tokens on": device, "rounds": rounds, "bucket_bytes": BUCKET_BYTES,
                 "look_ahead": LOOK_AHEAD, "optimizer": "AdamW",
@@ -95,8 +96,8 @@ def all_rows(device, config, world, rounds):
 
 
 def byte_rows(device, config, world):
-    """Yield, pair by pair, the peak of a step beside the peer's, and what is held between two steps (`resident`), by
-    both instruments. Each engine is measured when its first pair is due."""
+    """Yield a row for each pair: the peak of a step beside the peer's, and the bytes held between two steps
+    (`resident`), by both instruments. Each engine is measured once, for its first pair."""
     held = {}
     for pair in tqdm(PAIRS, "bytes", delay=BAR_DELAY, leave=False):
         for name in pair:
@@ -114,7 +115,7 @@ def bytes_held(name, device, config, world):
 
 
 def time_rows(timing, seconds):
-    """Median seconds of a step beside the peer's. `paired`: the median ratio of two steps of the same round."""
+    """Return rows of the median seconds of a step beside the peer's. `paired`: the median ratio within a round."""
     rows = []
     for name, peer in PAIRS:
         paired = statistics.median(ours / theirs for ours, theirs in zip(seconds[name], seconds[peer], strict=True))
@@ -125,7 +126,7 @@ def time_rows(timing, seconds):
 
 
 def slowest(ranks):
-    """{engine: seconds of each round}: a step lasts until the last rank is done."""
+    """Merge the ranks' seconds to {engine: seconds of each round}: a step lasts until the last rank is done."""
     return {name: list(map(max, *(rank[name] for rank in ranks))) for name in ranks[0]}
 
 
@@ -133,7 +134,7 @@ def slowest(ranks):
 
 
 def made(name, comm, config):
-    """(engine, tokens) on the rank's device."""
+    """Make (engine, tokens) on the rank's device."""
     torch.manual_seed(0)
     engine = ENGINES[name](GPT(config, device=comm.device), comm)
     torch.manual_seed(comm.rank)
@@ -141,7 +142,7 @@ def made(name, comm, config):
 
 
 def bytes_of(comm, name, config):
-    """{instrument: peak of a step, "resident": held between two steps}, in bytes."""
+    """Return {instrument: peak of a step, "resident": held between two steps}, in bytes."""
     with memory.measure(comm.device) as before:
         engine, tokens = made(name, comm, config)
         for _ in range(2):
@@ -157,7 +158,7 @@ def bytes_of(comm, name, config):
 
 
 def seconds_of(comm, config, rounds):
-    """{engine: seconds of each round}, all engines in turns, every rank at the same step."""
+    """Return {engine: seconds of each round}. The engines take turns, and every rank is at the same step."""
     engines = {name: made(name, comm, config) for name in ENGINES}
     seconds = {name: [] for name in engines}
     for turn in range(rounds + 3):

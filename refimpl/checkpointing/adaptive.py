@@ -1,8 +1,7 @@
-"""Recompute only when memory is short: decided block by block, against what the device has.
+"""Recomputation only when memory is short: decided block by block, from the memory that the device has left.
 
-The peak of a step is at most threshold · budget + the larger of two things that must fit beside it: the loss after the
-blocks, and what the backward of one block takes on top of what the block kept. (Unless a step that recomputes every
-block is above that already.)
+The peak of a step is at most threshold · budget + max(a, b). Here a is what the loss after the blocks takes, and b what
+the backward of one block takes above what the block kept. (A step that recomputes every block may already exceed it.)
 """
 
 from functools import partial
@@ -10,35 +9,37 @@ from functools import partial
 import psutil
 import torch
 
+from ..memory.options import check_options
 from .policies import Recomputing
 from .region import checkpointed
 
 
 class AdaptiveCheckpoint(Recomputing):
-    """Recompute blocks until the rest of them can be kept.
+    """Recomputes blocks until all remaining ones can be kept.
 
-    After `AdaptiveCheckpoint(0.8).apply(model.blocks)` every forward decides for each block. Or call it in place of a
+    After `AdaptiveCheckpoint(0.8).apply(model.blocks)` every forward decides for each block. Or call it with a
     function: `adaptive(block, x)`. `.recomputed` holds the decisions of the last forward, one bool for each block.
 
-    - `memory_threshold`: the share of the budget that may be in use, above 0 and up to 1. The rest is for what follows
-      the blocks.
-    - `budget`: bytes; by default what the device can give this process (CUDA: free and reserved; CPU: all its memory).
+    - `memory_threshold`: the share of the budget that may be in use, above 0 and up to 1. The rest is left for the loss
+      and the backward.
+    - `budget`: in bytes; by default all that this process can have (CUDA: free and reserved; CPU: all its memory).
     - `used`: a function that returns the bytes in use now; by default the device's allocator, on a CPU the process.
 
-    The rule for a block that kept c bytes when it was last kept (unknown: as the largest known), with n blocks from it
-    to the end:
+    A block is kept if, with n blocks from it to the end and c the bytes that it kept the last time (the largest known,
+    if it was never kept),
 
-        keep if used + n·c ≤ memory_threshold · budget
+        used + n·c ≤ memory_threshold · budget
 
-    So the first blocks are recomputed and the last are kept, which is the cheap order: what a block keeps is there from
-    its forward to its backward, and the last ones' is gone before the first ones are recomputed.
+    So the first blocks are recomputed and the last ones kept. That order is the cheaper one: a block holds its bytes
+    from its forward to its backward, so the last blocks have freed theirs before the first ones are recomputed.
 
-    A past peak says what this model needed, not what there is, so it plays no part. ValueError for a threshold or a
-    budget out of range.
+    The peak of past steps is not used: it tells what this model needed, not what is free. Raises ValueError for a
+    threshold or a budget out of range, and TypeError for an unknown option.
     """
 
-    def __init__(self, memory_threshold=0.8, budget=None, *, used=None, device=None):
+    def __init__(self, memory_threshold=0.8, budget=None, *, used=None, device=None, **unknown):
         super().__init__()
+        check_options(unknown, ("memory_threshold", "budget", "used", "device"), type(self).__name__)
         if not isinstance(memory_threshold, (int, float)) or not 0 < memory_threshold <= 1:  # NaN is neither
             raise ValueError(f"memory_threshold={memory_threshold!r}: expected a share above 0, up to 1")
         if budget is not None and (not isinstance(budget, (int, float)) or not 0 < budget < float("inf")):
@@ -61,7 +62,7 @@ class AdaptiveCheckpoint(Recomputing):
 
     @property
     def limit(self):
-        """Return the bytes that may be in use while there are more blocks to come."""
+        """Return the bytes that may be in use while blocks run: memory_threshold · budget."""
         return self.memory_threshold * (capacity(self.device) if self.budget is None else self.budget)
 
     def _decide(self, index, fn, /, *args, **kwargs):

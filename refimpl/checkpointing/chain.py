@@ -95,7 +95,7 @@ class PlannedBlocks(nn.ModuleList):
 
 
 class _Item:
-    """One item of the plan, as a block."""
+    """Runs one item of the plan as if it were a block."""
 
     def __init__(self, blocks, item):
         self._blocks, self._item = blocks, item

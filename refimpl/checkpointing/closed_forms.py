@@ -18,7 +18,7 @@ from ..memory.activation_bytes import kept_on, norm_terms
 from .schedule import costs, plan_peak
 
 CORE = ("queries and keys", "values", "causal mask", "softmax output", "softmax dropout mask", "softmax dropout output")
-DROPPED = {  # part -> the terms of a block that its recomputation makes again
+DROPPED = {  # part -> the terms of a block that are not kept, but recomputed
     None: (),
     "attention core": CORE,
     "attention": (*CORE, "projection input"),
@@ -38,9 +38,9 @@ class Sizes:
     M: int
     N: int
     dropout: bool
-    turned: int  # rotated queries and keys, beside the qkv that they come from
-    copied: int  # without rotation: keys made contiguous
-    cloned: int  # … and, with as many key heads, the scaled queries once more for the matrix product
+    turned: int  # rotated queries and keys, which exist beside qkv
+    copied: int  # without rotation: a contiguous copy of the keys
+    cloned: int  # without rotation, if there are as many key heads: a copy of the scaled queries
 
     @classmethod
     def of(cls, config, batch, sequence, dtype, device):
@@ -69,7 +69,7 @@ def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=Non
     qkv = U + 2 * K
     s = whole - sum(terms.get(name, 0) for name in DROPPED[part])
     s += (part == "attention core") * (qkv + z.turned)
-    products = 3 if config.activation == "swiglu" else 2  # of F bytes that the MLP's forward holds at once
+    products = 3 if config.activation == "swiglu" else 2  # tensors of F bytes that the MLP's forward holds at once
     attention = U + qkv + z.turned + U + z.copied + K  # norm1(x); q, k, v; scaled q; copies of k and v
     dropping = attention + max(2 * S + U, D * (3 * S + M))
     saving = attention + z.cloned + causal + max(2 * S + U, D * (3 * S + M + U))
@@ -103,14 +103,14 @@ def gpt_costs(config, batch, sequence, dtype=torch.float32, device="cpu", part=N
     flops = block_flops(config, batch, sequence)
     times = [sum(flops.values())] * n + [head_flops]
     again = recomputed_flops(flops, part, config.dropout)
-    waiting = dtype.itemsize * config.vocab_size * config.hidden * config.tied  # the head's, until the embedding's is
+    waiting = dtype.itemsize * config.vocab_size * config.hidden * config.tied  # a tied head's, until the embedding's
     return costs(times, kept, [z.U] * n + [4], backward_times=[2 * t + again * (i < n) for i, t in enumerate(times)],
                  gradient_bytes=[z.U + waiting] * n + [4], forward_peaks=dropping, saving_peaks=saving,
                  backward_peaks=[r + waiting * (i < n) for i, r in enumerate(backward)], input_bytes=z.U)
 
 
 def _head(config, batch, sequence, dtype, device):
-    """(s, p, q, r, FLOPs) of the last norm, the head and the loss, whose softmax is fp32 in any precision."""
+    """Return (s, p, q, r, FLOPs) of the last norm, the head and the loss. Its softmax is fp32 in any precision."""
     e, token = dtype.itemsize, batch * sequence
     norm = sum(norm_terms(config, token, e, kept_on(device, e)).values()) - e * token * config.hidden
     U, logits, wide = e * token * config.hidden, e * token * config.vocab_size, 4 * token * config.vocab_size
@@ -192,13 +192,13 @@ def extra_flops(config, batch, sequence, plan=None, part=None, early_stop=True):
         Σ over regions of (their blocks' forward − the last block's last product), + kept blocks · the part
     """
     flops, plan = block_flops(config, batch, sequence), list(range(config.layers)) if plan is None else plan
-    dropout = config.dropout or not early_stop  # both run a region to its end
+    dropout = config.dropout or not early_stop  # either way a recomputation runs to its end
     return sum(_again(flops, item, dropout) if isinstance(item, tuple) else recomputed_flops(flops, part, dropout)
                for item in plan)
 
 
 def _again(flops, region, dropout):
-    """One recomputation of a region, and those of the regions in it. A region at its end is only reached, not run."""
+    """Count the FLOPs of recomputing a region and the regions in it. A region at its end needs only its input."""
     *before, last = region
     inner = sum(_again(flops, item, dropout) for item in region if isinstance(item, tuple))
     run = sum(_forward(flops, item) for item in before)

@@ -21,7 +21,7 @@ def plot_time_peak(curve, points=(), unit="FLOPs of a step, without recomputatio
     for i, ((peak, time), names) in enumerate(_together(dict(points)).items()):
         axes.plot([peak / 2**20], [time / least], "ox^sDvP*"[i % 8], color="#D55E00", markersize=7)
         axes.annotate(", ".join(names), (peak / 2**20, time / least), (3, 6), textcoords="offset points", fontsize=9,
-                      rotation=30, rotation_mode="anchor")  # clear of the staircase, which falls to the right
+                      rotation=30, rotation_mode="anchor")  # so that labels do not cover the staircase
     axes.axvline(peaks[0], color="#999999", linewidth=0.6, linestyle=":")
     axes.text(peaks[0], times[-1], f" least: {human(curve[0][0])}", fontsize=8, color="#444444", va="top")
     axes.set_xlim(0, right)
@@ -33,7 +33,7 @@ def plot_time_peak(curve, points=(), unit="FLOPs of a step, without recomputatio
 
 
 def _together(points):
-    """{(peak, time): names}: points that cannot be told apart get one label."""
+    """Return {(peak, time): names}; points too close to distinguish share one label."""
     found = {}
     for name, (peak, time) in points.items():
         near = [at for at in found if abs(at[0] - peak) < 0.01 * peak and abs(at[1] - time) < 0.01 * time]

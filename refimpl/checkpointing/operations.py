@@ -47,7 +47,7 @@ def _has_own_output(overload):
 
 
 class _Kept:
-    """The outputs of one call, their versions, and the random states after it if it drew numbers."""
+    """Holds the outputs of one call, their versions, and the random states after it if it drew numbers."""
 
     def __init__(self, operation, outputs, random):
         self.operation, self.random = operation, random
@@ -63,7 +63,7 @@ class _Kept:
 
 
 def _alias(tensor):
-    """The same storage and version counter, without what autograd will write on the tensor."""
+    """Return a tensor with the same storage and version counter, on which autograd does not set a `grad_fn`."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

@@ -10,15 +10,16 @@ from functools import partial
 
 from torch import nn
 
-from .region import OPTIONS, check_options, checkpoint, checkpointed
+from ..memory.options import check_options
+from .region import OPTIONS, checkpoint, checkpointed
 
 PARTS = ("block", "attention", "attention core", "mlp")
 
 
 class Recomputing:
-    """Hold what a policy put in place; `.modules` are those that are recomputed. Use it as a context, or `remove()` it.
+    """Holds the changes of a policy. `.modules` are the recomputed ones. Use it as a context, or call `remove()`.
 
-    A module that is recomputed already is refused with ValueError: twice would cost time and save nothing.
+    Raises ValueError for a module that is recomputed already, since doing it twice costs time and saves nothing.
     """
 
     def __init__(self):
@@ -35,7 +36,7 @@ class Recomputing:
             raise TypeError(f"cannot recompute a {type(module).__name__}: expected modules, e.g. model.blocks")
         if isinstance(vars(module).get("forward"), _Forward):
             raise ValueError(f"this {type(module).__name__} is recomputed already: remove() the other policy first")
-        previous = vars(module).get("forward")  # another technique's
+        previous = vars(module).get("forward")  # set by another technique
         module.forward = _Forward(module, previous, how, options)
         self._undo.append(partial(_restore, module, "forward", previous))
         self.modules.append(module)

@@ -38,7 +38,7 @@ def profile_chain(functions, x, *args, unit="flops", **kwargs):
 
 
 def _bytes(call, existing):
-    """(a, s, p, q, r) of one stage in the symbols of `schedule`, and an output to go on with."""
+    """Return (a, s, p, q, r) of one stage, in the symbols of `schedule`, and its output, the next stage's input."""
     with memory.track(existing) as dropping:
         following = checkpoint(call)
     with memory.track(existing) as keeping:
@@ -54,7 +54,7 @@ def _bytes(call, existing):
 
 
 class _End(torch.autograd.Function):
-    """In place of what follows a stage: holds nothing of its output, and gives it a gradient that nobody else holds."""
+    """Stands for everything after a stage: saves nothing of its output, and returns a new gradient for it."""
 
     @staticmethod
     def forward(ctx, y):

@@ -1,4 +1,4 @@
-"""Recomputation on saved-tensor hooks: autograd keeps placeholders, and a region fills them when one is asked for.
+"""Recomputation by saved-tensor hooks: autograd keeps placeholders, which a region fills when the first is unpacked.
 
     forward    every tensor that autograd would save becomes a Placeholder; the region keeps the inputs of `fn` alone
     backward   the first placeholder that is unpacked makes the region run `fn` once more, up to the last tensor that
@@ -21,14 +21,14 @@ from torch.utils import _pytree as pytree
 from ..memory.rerun import Environment
 from .operations import KeepOperations, operations
 
-OPTIONS = ("early_stop", "save", "recompute_context")  # of `checkpoint`; every other keyword is the function's own
-OPTIONS_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check")  # no function's own
+OPTIONS = ("early_stop", "save", "recompute_context")  # of `checkpoint`; other keywords go to the function
+OPTIONS_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check")  # refused
 ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, for state that the first "
           "call changes, and for random numbers that are not torch's own")
 
 
 class RecomputeError(RuntimeError):
-    """The recomputation saved other tensors than the forward did: `fn` is not the same function twice."""
+    """Raised if the recomputation saves other tensors than the forward did, so `fn` did not do the same twice."""
 
 
 def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontext, **kwargs):
@@ -67,13 +67,6 @@ def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_contex
     return region.forward(args, kwargs)
 
 
-def check_options(options, known, owner):
-    """Raise TypeError for the first of `options` whose name is not among `known`: `owner` would pass it on unseen."""
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{owner} has no option {name!r}: expected {', '.join(known) or 'none'}")
-
-
 def refuse_options_of_torch(kwargs, known=()):
     """Raise TypeError if the keywords of a function hold an option of `torch.utils.checkpoint`."""
     for name in OPTIONS_OF_TORCH:
@@ -83,7 +76,7 @@ def refuse_options_of_torch(kwargs, known=()):
 
 
 class Placeholder:
-    """Stand in a tensor's place in autograd. `tensor` is there from the recomputation until backward takes it."""
+    """Takes a saved tensor's place in autograd. `tensor` is set from the recomputation until backward takes it."""
 
     __slots__ = ("region", "tensor", "__weakref__")
 
@@ -92,13 +85,15 @@ class Placeholder:
 
 
 class Description(NamedTuple):
-    """What must be the same twice. The values are not compared (that would take them both), and an operation for which
-    autograd saves nothing goes unseen."""
+    """Describes what must be the same in forward and recomputation of a saved tensor.
+
+    Values are not compared, since that would need both in memory. Operations that save nothing are not noticed.
+    """
 
     dtype: torch.dtype
     shape: tuple
     device: torch.device
-    made_by: str | None  # the autograd node that made it; inputs of the region have none when they come again
+    made_by: str | None  # its autograd node; in the recomputation the region's inputs have none
 
     @classmethod
     def of(cls, tensor):
@@ -116,9 +111,9 @@ class Description(NamedTuple):
 
 
 class RecomputedRegion:
-    """One call of `fn`: its inputs, its environment, and weak references to the placeholders that autograd holds.
+    """Holds one call of `fn`: its inputs, its environment, and weak references to the placeholders.
 
-    Slots hold the region and not the other way round, so that a region goes when the last node of its graph goes.
+    Placeholders hold the region, not the other way round. So the region is freed with the last node of its graph.
     """
 
     def __init__(self, fn, args, kwargs, early_stop, kept_operations, recompute_context):
@@ -127,7 +122,7 @@ class RecomputedRegion:
         self._environment = Environment(fn, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         self._inputs = [_Input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._kept = KeepOperations(kept_operations) if kept_operations else None
-        self._placeholders, self._descriptions = [], []  # as many, in the order in which autograd saved
+        self._placeholders, self._descriptions = [], []  # one each for every saved tensor, in order
         self._lock = threading.RLock()  # autograd has one thread for each CUDA device
 
     def forward(self, args, kwargs):
@@ -149,7 +144,7 @@ class RecomputedRegion:
             if placeholder.tensor is None:
                 self._recompute()
             tensor, placeholder.tensor = placeholder.tensor, None
-            if torch._C._current_graph_task_id() == -1:  # a node is inspected outside any backward
+            if torch._C._current_graph_task_id() == -1:  # not in a backward: a node's saved tensor is inspected
                 self._forget()
             return tensor
 
@@ -167,9 +162,9 @@ class RecomputedRegion:
             if enough.recomputation is not recomputation:
                 raise
         except BaseException:
-            self._forget()  # a retry starts from nothing
+            self._forget()  # so that a retry recomputes everything
             raise
-        if torch._C._current_graph_task_id() != -1:  # what this backward does not take goes at its end
+        if torch._C._current_graph_task_id() != -1:  # at the end of this backward, drop what it did not take
             region = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(region()))
 
@@ -192,7 +187,7 @@ def _same(tensor):
 
 
 class _Enough(Exception):
-    """Ends a recomputation. An Exception, since modules run their `always_call` hooks for no other kind."""
+    """Ends a recomputation early. It is an Exception, since modules call their `always_call` hooks only for those."""
 
     def __init__(self, recomputation):
         super().__init__("the recomputation made the last tensor that backward needs")
@@ -200,7 +195,7 @@ class _Enough(Exception):
 
 
 class _Recomputation:
-    """One more run of `fn`: the n-th tensor that autograd saves goes to the n-th placeholder, if that is still held."""
+    """Runs `fn` again. The n-th tensor that autograd saves goes to the n-th placeholder, if that still exists."""
 
     def __init__(self, placeholders, descriptions, early_stop):
         self._placeholders, self._expected = [ref() for ref in placeholders], descriptions[:]
@@ -208,14 +203,14 @@ class _Recomputation:
         self._early_stop, self._count = early_stop, 0
 
     def pack(self, tensor):
-        """Take a tensor that autograd saves in the recomputation."""
+        """Give a tensor that autograd saves in the recomputation to its placeholder."""
         index, self._count = self._count, self._count + 1
         if index < len(self._placeholders):
             expected, found = self._expected[index], Description.of(tensor)
             if not expected.fits(found):
                 raise RecomputeError(f"tensor {index} of the {len(self._placeholders)} that autograd saves is {found} "
                                      f"in the recomputation, and was {expected} in the forward: {ADVICE}")
-        tensor = tensor.detach() if tensor.requires_grad else tensor  # its node may hold the placeholder
+        tensor = tensor.detach() if tensor.requires_grad else tensor  # else a cycle: its node may hold the placeholder
         if index <= self._last and self._placeholders[index] is not None:
             self._placeholders[index].tensor = tensor
             self._placeholders[index] = None
@@ -224,7 +219,7 @@ class _Recomputation:
         return tensor
 
     def ended(self):
-        """Check, at the end of `fn`, that it saved as many tensors as before (or that it swallowed the early stop)."""
+        """Raise RecomputeError unless `fn` saved as many tensors as before, or caught the early stop itself."""
         if self._count != len(self._expected) and not (self._early_stop and self._count > self._last):
             differs = min(self._count, len(self._expected))
             which = f"tensor {differs}, {self._expected[differs]}, is missing" if differs == self._count else (
@@ -234,17 +229,20 @@ class _Recomputation:
 
 
 class _Input:
-    """A tensor among the arguments: kept by the hooks that are in force outside (a checkpoint around this one, a
-    technique that stores tensors elsewhere, a tracker), or as it is."""
+    """Keeps a tensor argument until the recomputation.
+
+    If saved-tensor hooks are active around the region (a checkpoint around this one, a technique that stores tensors
+    elsewhere, a tracker), they keep it, as they would for any operation.
+    """
 
     def __init__(self, tensor):
         self._requires_grad, self._version = tensor.requires_grad, tensor._version
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # An alias: where `fn` writes into its input, the input itself would hold the graph that holds the region.
+        # detach(): if `fn` writes into its input, the input would hold the graph, which holds the region.
         self._packed, self._unpack = (hooks[0](tensor), hooks[1]) if hooks else (tensor.detach(), None)
 
     def get(self):
-        """Return the tensor as `fn` got it, a leaf; RuntimeError if it has been changed in place."""
+        """Return the tensor that `fn` got, as a leaf. Raises RuntimeError if it was changed in place."""
         tensor = self._unpack(self._packed) if self._unpack else self._packed
         if self._unpack is None and tensor._version != self._version:
             raise RuntimeError(f"an argument of checkpoint, {Description.of(tensor)}, has been changed in place since: "

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..memory.options import check_options
 from .chain import stages_of
-from .region import check_options
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def time_peak_curve(*args, **more):
 
 
 class Program:
-    """The staircases T(s, t, ·) of all sub-chains, filled once; then a schedule for any budget."""
+    """Computes the staircases T(s, t, ·) of all sub-chains once, and from them a schedule for any budget."""
 
     def __init__(self, chain):
         self.chain = chain
@@ -134,7 +134,7 @@ class Program:
                 self._stairs[s, s + length - 1] = _lowest(options)
 
     def _keep(self, s, t):
-        """The staircase of keeping what stage s saves."""
+        """Return the staircase of the stages s … t when stage s keeps what it saves."""
         c = self.chain
         floor = max(c.gradient_bytes[t] + c.saving_peaks[s], c.backward_peaks[s])
         time = c.forward_times[s] + c.backward_times[s]
@@ -144,7 +144,7 @@ class Program:
         return np.maximum(nbytes + c.activation_bytes[s] + c.output_bytes[s], floor), times + time
 
     def _recompute(self, s, j, t):
-        """The staircase of recomputing the stages s … j−1."""
+        """Return the staircase of the stages s … t when s … j−1 are recomputed."""
         c = self.chain
         floor = c.gradient_bytes[t] + max(
             c.forward_peaks[i] + (c.output_bytes[i - 1] if i > s else 0) for i in range(s, j))
@@ -171,7 +171,7 @@ class Program:
         return Schedule(plan, time, peak, forwards(plan))
 
     def _plan(self, s, t, m):
-        """The items of the stages s … t that take T(s, t, m)."""
+        """Return the plan of the stages s … t whose time is T(s, t, m)."""
         if s > t:
             return []
         options = [(_at(self._keep(s, t), m), s)]
@@ -184,7 +184,7 @@ class Program:
 
 
 def _lowest(options):
-    """The lower envelope of staircases: at each step the least time of all of them, and only steps that go down."""
+    """Return the lower envelope of staircases: the least time of all of them, at the bytes where it decreases."""
     nbytes = np.concatenate([m for m, _ in options])
     times = np.concatenate([time for _, time in options])
     order = np.lexsort((times, nbytes))
@@ -194,7 +194,7 @@ def _lowest(options):
 
 
 def _at(stairs, m):
-    """The time at m bytes; infinite below the first step."""
+    """Return the time of a staircase at m bytes; infinity below its first step."""
     nbytes, times = stairs
     step = np.searchsorted(nbytes, m, "right") - 1
     return times[step] if step >= 0 else np.inf
@@ -214,7 +214,7 @@ def plan_peak(chain, plan):
 
 
 def _peak(chain, plan, t):
-    """The peak of the stages of `plan`, of which t is the last, besides the input of the first and with δ_t."""
+    """Return the peak of the stages in `plan`, the last of which is t, with δ_t and without the first one's input."""
     if not plan:
         return 0
     item, rest = plan[0], plan[1:]

@@ -24,7 +24,7 @@ from .handle import Handle, landed
 from .matching import CheckedReceive, check_match, send_header
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 
-IN_PLACE = ("all_reduce", "broadcast")  # torch takes one tensor, to read from and to write to
+IN_PLACE = ("all_reduce", "broadcast")  # torch reads from and writes to one tensor
 
 
 class Communicator:
@@ -43,13 +43,13 @@ class Communicator:
         self.ranks = tuple(ranks or range(world_size))
         self._group, self._debug, self._parent = group, debug, parent
         self._sent = dict.fromkeys(COLLECTIVES, 0)
-        self._pending = set()  # handles that were dropped before anybody waited for them
+        self._pending = set()  # handles dropped before `wait()`
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
         self._gather, self._scatter = ((all_gather_single, reduce_scatter_single) if self._nccl else
                                        (pairwise.all_gather, pairwise.reduce_scatter))
-        if self._nccl and world_size > 1:  # NCCL connects a group in its first call, in which all ranks take part:
-            self._meet()  # if that were a send between two of them, they would wait forever
+        if self._nccl and world_size > 1:
+            self._meet()  # NCCL connects a group in its first call; if that were a send, it would wait for all ranks
 
     # --- collectives ---------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Communicator:
 
     @property
     def traffic(self):
-        """Bytes that this rank sent through this communicator and its sub-groups, as a ring sends them, so far."""
+        """Return the bytes that this rank has sent in this communicator and its sub-groups, as a ring sends them."""
         return Traffic(self._sent)
 
     def reset_traffic(self):
@@ -166,16 +166,17 @@ class Communicator:
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size}{of}, {self.device})"
 
     def __deepcopy__(self, memo):
-        return self  # connections are not copied: `memory.dry_run(step, comm)` counts in the comm that it is given
+        return self  # connections cannot be copied; so `memory.dry_run(step, comm)` counts in `comm` itself
 
-    # --- how each of them runs -----------------------------------------------------------------------------------
+    # --- how a collective runs -----------------------------------------------------------------------------------
 
     def _meet(self):
         with unseen():
             dist.barrier(self._group, device_ids=[self.device.index] if self._nccl else None)
 
     def _run(self, collective, x, out, async_op, call, op=None, src=0):
-        """Count, then `call(source, landing, group, async_op)`: x is in `source`, the result comes to `landing`."""
+        """Count the bytes, then run `call(source, landing, group, async_op)`: it reads x from `source`, and writes the
+        result to `landing`."""
         self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
         span = started(collective, x, out)
         if self._debug:
@@ -191,7 +192,7 @@ class Communicator:
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):
-        """Send x to dst (if there is one), receive into `out` from src (if there is one)."""
+        """Send x to dst, unless x is None, and receive into `out` from src, unless `out` is None."""
         works, wanted, source, landing = [], [], None, None
         if x is not None:
             self._count("send", x.nbytes)
@@ -220,24 +221,24 @@ class Communicator:
             comm = comm._parent
 
     def _ready(self, x, out, in_place=False):
-        """(source, landing): x where the backend can read it, and a tensor like `out` that it can write to.
+        """Return (source, landing): x where the backend can read it, and a tensor like `out` that it can write to.
 
-        With `in_place` they are one, with x in it.
+        With `in_place` both are one tensor, which holds x.
         """
-        staged = self._staged(out)  # and x, which is where `out` is
+        staged = self._staged(out)  # x is on the same device
         plain = out.is_contiguous() and not (staged or out.requires_grad or out.is_neg() or out.is_conj())
         landing = out if plain else self._landing(out)
         if not in_place:
             return x if x.is_contiguous() and not staged else self._source(x), landing
-        if landing is not x and not same_memory(landing, x):  # out is not x
+        if landing is not x and not same_memory(landing, x):
             landing.copy_(x)
         return landing, landing
 
     def _result(self, out, shape, x, collective):
-        """`out` if it fits, or a new tensor."""
+        """Return `out`, or a new tensor if it is None. Raises TypeError or ValueError if `out` does not fit."""
         if out is None:
             return memory.mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
-        if out is x and collective in IN_PLACE and x.is_contiguous():  # nearly always
+        if out is x and collective in IN_PLACE and x.is_contiguous():  # fast path
             return out
         if not isinstance(out, Tensor):
             raise TypeError(f"out={type(out).__name__}: expected a tensor")
@@ -247,14 +248,14 @@ class Communicator:
         return out
 
     def _source(self, x):
-        """x where the backend can read it: contiguous, and on the host if it does not serve x's device."""
+        """Return x where the backend can read it: contiguous, and on the host if it cannot read x's device."""
         if x.is_contiguous() and not self._staged(x):
             return x
         there = x.to("cpu", copy=True) if self._staged(x) else x
         return memory.mark(there.contiguous(), "communication")
 
     def _landing(self, out):
-        """`out`, or beside it a tensor that the backend can write to."""
+        """Return `out`, or a new tensor like it if the backend cannot write to `out`."""
         staged = self._staged(out)
         if out.is_contiguous() and not (staged or out.is_neg() or out.is_conj()):
             return out.detach() if out.requires_grad else out
@@ -262,13 +263,13 @@ class Communicator:
         return memory.mark(torch.empty(out.shape, dtype=out.dtype, device=device), "communication")
 
     def _staged(self, x):
-        """Whether x goes through host memory: gloo does not take it where it is."""
+        """Tell whether x is copied through host memory, as gloo needs it for CUDA tensors."""
         return x.is_cuda and not self._nccl
 
     def _given(self, x):
         """Return x without autograd. TypeError if a collective cannot move it."""
         if type(x) is Tensor and x.dtype in NAMED and x.layout is strided and not (
-                x.requires_grad or x.is_meta or x.is_neg() or x.is_nested):  # nearly always
+                x.requires_grad or x.is_meta or x.is_neg() or x.is_nested):  # fast path
             return x
         if not isinstance(x, Tensor):
             raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: pass torch.tensor(…)")

@@ -55,7 +55,7 @@ class FakeCommunicator(Communicator):
         return self._answer(source, landing, out, async_op, span)
 
     def _repeat(self, source, chunks):
-        """Copy `source` to every one of `chunks`; it may be this rank's own."""
+        """Copy `source` to each of `chunks`. It may be this rank's own chunk."""
         if not same_memory(chunks[self.rank], source):
             chunks.copy_(source)
             return
@@ -75,5 +75,5 @@ class FakeCommunicator(Communicator):
 
     @staticmethod
     def _answer(source, landing, out, async_op, span=None):
-        handle = Handle((), out, landing, [source], span=span)  # held as long as one that is really sent
+        handle = Handle((), out, landing, [source], span=span)  # holds `source` until `wait()`, as a real one does
         return handle if async_op else handle.wait()

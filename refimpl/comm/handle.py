@@ -13,7 +13,7 @@ class Handle:
 
     def __init__(self, works, result=None, landing=None, lent=(), references=None, pending=None, span=None):
         self.works, self._result, self._landing, self._lent = works, result, landing, lent
-        self._span = span  # of the recorder that is active, if there is one
+        self._span = span  # of the active recorder, if any
         self._references = references
         self._pending = set() if pending is None else pending
         if self._pending:
@@ -22,7 +22,7 @@ class Handle:
             span.launched(self.done)
 
     def __del__(self):
-        if not self.done():  # torch drops a message that is not sent yet with its work: hold it
+        if not self.done():  # hold the works: torch cancels an unsent message when its work is dropped
             self._pending.add(self)
 
     def wait(self):
@@ -46,7 +46,7 @@ class Handle:
         return self._result
 
     def done(self):
-        """Whether `wait()` would return at once. For sends gloo does not know: False until they are waited for."""
+        """Tell whether `wait()` would return at once. Of sends gloo cannot tell: False until `wait()`."""
         return all(work.is_completed() for work in self.works)
 
 

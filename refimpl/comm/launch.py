@@ -68,7 +68,7 @@ class ConnectedWorld(World):
             torch.cuda.set_device(device)
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-        forever = datetime.timedelta(days=365)  # `run` has the timeout
+        forever = datetime.timedelta(days=365)  # `ranks.run` enforces the timeout
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size, timeout=forever)
         return Communicator(rank, self.size, device, dist.group.WORLD, debug=self.debug)
 

@@ -66,7 +66,7 @@ class CheckedReceive:
             me, them = self._comm.ranks[self._comm.rank], self._comm.ranks[self._src]
             raise CollectiveMismatch(f"ranks {them} and {me} do not match:\n  rank {them}: {sent}\n"
                                      f"  rank {me}: {_describe('recv', self._like)}", (them, me))
-        # A batch of one, as the send is: NCCL connects two ranks for a send alone, and a group for batches.
+        # A batch of one, because the send is one: NCCL uses other connections for batches than for single messages.
         self._works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, self._landing, group=self._comm._group,
                                                          group_peer=self._src)])
 

@@ -14,7 +14,7 @@ from .communicator import Communicator
 
 
 def inside_torchrun():
-    """Whether torchrun started this process."""
+    """Tell whether torchrun started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 

@@ -18,7 +18,7 @@ def chunk_sizes(n, parts):
     return [n // parts + (i < n % parts) for i in range(parts)]
 
 
-@lru_cache(4096)  # a training step asks the same again and again
+@lru_cache(4096)  # a training step repeats the same calls
 def ring_traffic(collective, nbytes, world_size, rank=0, itemsize=1, src=0):
     """Count the bytes (int, exact) that `rank` of N = `world_size` sends in a collective on B = `nbytes` bytes.
 

@@ -1,19 +1,19 @@
-"""The exercises at the end of each page: each is graded on parity (the same result) and on bytes (the tracker's word).
+"""Graders of the exercises at the end of each page. Each grades parity (the same result) and bytes (by the tracker).
 
-One module a page, `first`, `second`, `third` in it; each takes the reader's function, prints one verdict and returns
-nothing.
+There is one module for each page, with the functions `first`, `second` and `third`. Each takes the reader's function,
+prints one verdict and returns None.
 """
 
 
 class _Blank(Exception):
-    """The reader's function still returns None or Ellipsis."""
+    """Raised when the reader's function still returns None or Ellipsis."""
 
 
 def verdict(name, answer, check):
-    """Print what `check(answer)` found wrong, or that nothing was.
+    """Print what `check(answer)` found wrong, or that everything is right.
 
-    `check` returns None if all is right, else a sentence that says what was expected and what was read. A function that
-    returns None or Ellipsis is not answered yet; what it raises is shown, not hidden.
+    `check` returns None if everything is right, else a sentence that says what was expected and what was measured. An
+    answer that returns None or Ellipsis counts as not given yet. An exception that it raises is passed on.
     """
 
     def asked(*args):
@@ -25,7 +25,7 @@ def verdict(name, answer, check):
     try:
         complaint = check(asked)
     except Exception as error:
-        if not isinstance(error, _Blank) and not isinstance(error.__cause__, _Blank):  # the cause: asked in a rank
+        if not isinstance(error, _Blank) and not isinstance(error.__cause__, _Blank):  # the cause: raised in a rank
             raise
         complaint = "not answered yet (or is a `return` missing? the function gave None)"
     print(f"{name} exercise: {complaint or 'right, on parity and on bytes'}")

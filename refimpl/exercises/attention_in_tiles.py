@@ -10,8 +10,8 @@ from . import verdict
 
 
 def online_under_autograd(q_BHTD, k_BHSD, v_BHSD, key_tile=128):
-    """Broken: an online softmax as an ordinary function. Autograd keeps what each step needs for its backward, and so
-    the weights of every tile."""
+    """Compute attention with an online softmax. Broken on purpose: written as an ordinary function, so autograd saves
+    the tensors of each step for backward, among them the weights of every tile."""
     q_BHTD = q_BHTD * q_BHTD.shape[-1] ** -0.5
     m_BHT1 = q_BHTD.new_full((*q_BHTD.shape[:-1], 1), -math.inf)
     l_BHT1, out_BHTD = torch.zeros_like(m_BHT1), torch.zeros_like(q_BHTD)
@@ -25,7 +25,7 @@ def online_under_autograd(q_BHTD, k_BHSD, v_BHSD, key_tile=128):
 
 
 def _over(q, k, v, seen_TS):
-    """(out, logsumexp) over the keys that each query sees; zeros and −∞ if it sees none."""
+    """Return (out, logsumexp) over the keys that each query sees; zeros and −∞ for a query that sees none."""
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen_TS, -math.inf)
     lse = scores.logsumexp(dim=-1)
     top = lse.masked_fill(lse == -math.inf, 0)
@@ -43,9 +43,11 @@ def _close(said, expected):
 
 
 def first(merge):
-    """`merge(out_a, lse_a, out_b, lse_b)`: (out, lse) over the keys of a and of b, from the two of each.
+    """Grade `merge(out_a, lse_a, out_b, lse_b)`, which returns (out, lse) over the keys of both parts, a and b.
 
-    out (B, H, T, D); lse (B, H, T), −∞ with zeros where a query sees none of the keys. It may hold three outputs."""
+    out is (B, H, T, D) and lse (B, H, T). Where a query sees none of a part's keys, its out is 0 and its lse −∞. The
+    function may take the bytes of three outputs.
+    """
 
     def check(merge):
         everything = torch.ones(256, 256, dtype=torch.bool)
@@ -69,8 +71,10 @@ def first(merge):
 
 
 def second(attend):
-    """`attend(q, k, v, tile)`: attention of all queries to all keys, without a graph, that holds scores of one tile of
-    keys at a time: the bytes are the same however many keys there are."""
+    """Grade `attend(q, k, v, tile)`, which returns the attention of all queries to all keys, without a graph.
+
+    It holds the scores of one tile of keys at a time, so its bytes do not grow with the number of keys.
+    """
 
     def check(attend):
         for S, scale in ((1000, 1), (4096, 30)):  # the last tile is shorter; e^score alone overflows
@@ -89,8 +93,10 @@ def second(attend):
 
 
 def third(backward):
-    """`backward(q, k, v, out, lse, d_out, tile)`: (dq, dk, dv) of causal attention, from its output and logsumexp, in
-    less than a quarter of the T × S weights."""
+    """Grade `backward(q, k, v, out, lse, d_out, tile)`, which returns (dq, dk, dv) of causal attention.
+
+    It starts from the output and the logsumexp, and takes less than a quarter of the bytes of the T × S weights.
+    """
 
     def check(backward):
         T = 2048

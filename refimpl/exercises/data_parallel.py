@@ -15,7 +15,7 @@ LENGTHS = ((16, 3, 9), (0, 0), (12,), (5, 16, 1, 2))  # targets of each row, of 
 
 
 def _step(world_size, micro_batches, no_sync):
-    """(parameters, bytes of model states, bytes sent for gradients) of one rank's second step."""
+    """Return (parameters, bytes of model states, bytes sent for gradients) of one rank's second step."""
     layers = [torch.nn.Linear(128, 128, bias=False) for _ in range(4)]
     engine = DataParallel(torch.nn.Sequential(*layers), FakeCommunicator(0, world_size))
     x = torch.ones(2, 128)
@@ -49,7 +49,7 @@ def first(predict):
 
 
 def _averaged(comm, average, sizes, bucket_bytes):
-    """What `average` left in each gradient, the means, collectives, bytes sent, and bytes that it took for buffers."""
+    """Return (the gradients that `average` left, the means, collectives, bytes sent, bytes of buffers)."""
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, float(number * comm.world_size + comm.rank))
@@ -90,7 +90,7 @@ def second(average):
 
 
 def _batch(rank):
-    """(tokens, targets) of a rank: as many rows as it has LENGTHS, filled up with targets of −100."""
+    """Return (tokens, targets) of a rank: a row for each of its LENGTHS, padded with targets of −100."""
     rows = torch.randint(0, 64, (2, len(LENGTHS[rank]), 16), generator=torch.Generator().manual_seed(rank))
     for row, length in enumerate(LENGTHS[rank]):
         rows[1, row, length:] = -100
@@ -103,7 +103,7 @@ def _model():
 
 
 def _unequal(comm, backward):
-    """The gradients that `backward` left, and the bytes that it sent."""
+    """Return the gradients that `backward` left, and the bytes that it sent."""
     model = _model()
     backward(comm, model, *_batch(comm.rank))
     return [parameter.grad for parameter in model.parameters()], comm.traffic.total

@@ -16,8 +16,8 @@ from . import verdict
 
 @triton.jit
 def smallest_kernel(q, k, v, out, T, c, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Attention of one tile of queries of one head. Tensors (heads, T, D), contiguous, T a multiple of
-    BLOCK, no mask; c = scale · log2 e."""
+    """Compute attention of one tile of queries of one head, without a mask. Tensors are (heads, T, D),
+    contiguous; T is a multiple of BLOCK; c = scale · log2 e."""
     tile = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]  # from a tile's first element
     head = tl.program_id(1) * T * D
     here = head + tl.program_id(0) * BLOCK * D
@@ -37,7 +37,7 @@ def smallest_kernel(q, k, v, out, T, c, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def smallest_attention(q_BHTD, k_BHTD, v_BHTD, block=32):
-    """softmax(q kᵀ / √D) v by `smallest_kernel`, for fp32 of its kind."""
+    """Return softmax(q kᵀ / √D) v by `smallest_kernel`, for contiguous fp32 tensors (B, H, T, D)."""
     (B, H, T, D), out_BHTD = q_BHTD.shape, torch.empty_like(q_BHTD)
     smallest_kernel[T // block, B * H](q_BHTD, k_BHTD, v_BHTD, out_BHTD, T, D**-0.5 * math.log2(math.e), D, block)
     return out_BHTD
@@ -45,7 +45,7 @@ def smallest_attention(q_BHTD, k_BHTD, v_BHTD, block=32):
 
 @torch.library.custom_op("refimpl_exercises::dense_inside", mutates_args=())
 def dense_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Broken: q, k and v on one side, the output on the other, and the whole matrix inside."""
+    """Compute attention as a custom operator. Broken on purpose: the operator holds the whole matrix of weights."""
     return reference_attention(q, k, v)
 
 
@@ -58,12 +58,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _counts():
-    """Whether loads of a kernel can be counted here."""
+    """Tell whether a kernel's loads can be counted here: only Triton's interpreter does."""
     return DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _run(answer, *tensors, names, arguments=()):
-    """(what it returned, bytes at the peak above its inputs, Counted or None)."""
+    """Return (what `answer` returned, its peak in bytes above its inputs, Counted or None)."""
     if not _counts():
         with memory.track(*tensors) as t:
             said = answer(*tensors, *arguments)
@@ -87,8 +87,11 @@ def _inputs(*shape, count=3, scale=1.0):
 
 
 def first(logsumexp):
-    """`logsumexp(x, tile)`: ln Σ exp of each row of x (R, N), fp32, by a Triton kernel that takes `tile` elements at a
-    time, reads each once and writes R numbers. Scores are large, and rows may begin with a tile of −∞."""
+    """Grade `logsumexp(x, tile)`, which returns ln Σ exp of each row of x (R, N), fp32, by a Triton kernel.
+
+    The kernel loads `tile` elements at a time, each element once, and writes R numbers. Scores are large, and a row may
+    begin with a whole tile of −∞.
+    """
 
     def check(logsumexp):
         for what, scale in (("a row of 1,000", 1), ("large scores", 100), ("a row that begins with −∞", 1)):
@@ -114,8 +117,11 @@ def first(logsumexp):
 
 
 def second(received):
-    """`received(q, k, lse)`: (B, H, S), how much attention each key gets from all queries, Σ over rows of causal P,
-    from the logsumexps: bytes that grow with the length, not with its square."""
+    """Grade `received(q, k, lse)`, which returns how much attention each key gets from all queries, (B, H, S).
+
+    That is the sum over the rows of causal P, computed from the logsumexps. The bytes grow with the sequence length,
+    not with its square.
+    """
 
     def check(received):
         taken = []
@@ -137,8 +143,11 @@ def second(received):
 
 
 def third(attend):
-    """`attend(q, k, v, cap)`: attention whose scores s become cap · tanh(s / cap), by one Triton kernel that writes
-    nothing but the output. Contiguous fp32 (B, H, T, D), T and D multiples of 16, no mask."""
+    """Grade `attend(q, k, v, cap)`, which returns attention with scores cap · tanh(s / cap) in place of s.
+
+    One Triton kernel computes it and writes only the output. Tensors are contiguous fp32 (B, H, T, D), with T and D
+    multiples of 16. There is no mask.
+    """
 
     def check(attend):
         for B, H, T, D, cap, scale in ((1, 2, 64, 16, 5.0, 3), (2, 1, 96, 32, 1.0, 20)):

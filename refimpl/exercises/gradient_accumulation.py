@@ -11,14 +11,15 @@ LENGTHS = (32, 3, 17, 1, 0, 30, 2, 9, 24, 5, 1, 12)  # targets of each row
 
 
 def mean_of_means(model, tokens, targets, micro_batch):
-    """The loop that is in many scripts. Right if every micro-batch has as many targets as the others."""
+    """Accumulate gradients by the loop of many scripts. It is right only if all micro-batches have equally many
+    targets."""
     parts = list(zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True))
     for part in parts:
         (model(*part) / len(parts)).backward()
 
 
 def ragged(rows):
-    """(model, tokens, targets), the same at every call: rows of unequal length, filled up with targets of −100."""
+    """Return (model, tokens, targets), the same at every call. Rows differ in length, padded with targets of −100."""
     torch.manual_seed(0)
     model, tokens, targets = GPT(CONFIG), *torch.randint(0, 256, (2, rows, 32))
     for row in range(rows):
@@ -27,7 +28,7 @@ def ragged(rows):
 
 
 def _distance(model, expected):
-    """Of the model's gradients from `expected`, as a share of its norm; None if one is missing."""
+    """Return ‖gradients − expected‖ / ‖expected‖ of the model's gradients; None if one is missing."""
     found = [parameter.grad for parameter in model.parameters()]
     if any(gradient is None for gradient in found):
         return None
@@ -41,8 +42,8 @@ def _gradients(model, *batch):
 
 
 def first(step):
-    """`step(model, tokens, targets, micro_batch)`: leave the gradient of the mean loss over all targets of the batch in
-    `.grad`, at a peak that does not grow with the batch, and return something."""
+    """Grade `step(model, tokens, targets, micro_batch)`, which adds the gradient of the mean loss over all targets of
+    the batch to `.grad`, with a peak that does not grow with the batch. It returns anything but None."""
 
     def check(step):
         expected = _gradients(*ragged(12))
@@ -64,8 +65,8 @@ def first(step):
 
 
 def second(predict):
-    """`predict(config, effective_batch, micro_batch, sequence)`: bytes of gradients and activations at the peak of a
-    step in fp32, with gradients None before."""
+    """Grade `predict(config, effective_batch, micro_batch, sequence)`, which returns the bytes of gradients and
+    activations at the peak of a step in fp32. Gradients are None before the step."""
 
     def check(predict):
         for batch, micro_batch, layers in ((8, 2, 1), (8, 8, 1), (4, 1, 2), (6, 3, 1)):
@@ -78,7 +79,7 @@ def second(predict):
             said = getattr(said, "total", said)  # a Ledger will do
             if not isinstance(said, (int, float)):
                 return f"expected the sum of both in bytes, or a Ledger; you say {said!r}"
-            if not abs(said - read) <= 4:  # the loss's own number of targets: gone or not
+            if not abs(said - read) <= 4:  # a 4-byte number of targets may still be there, or not
                 return (f"{batch} rows by {micro_batch}, {layers} layer{'s' * (layers > 1)}: you say {said:,}, the "
                         f"tracker reads {read:,} bytes")
         return None
@@ -87,8 +88,9 @@ def second(predict):
 
 
 def third(step):
-    """`step(model, tokens, targets, micro_batch)`: as the first, of full rows, for a model in bf16: sum in fp32 and
-    leave bf16 in `.grad`, with never more than one layer's bf16 gradients beside the sums in a backward."""
+    """Grade `step(model, tokens, targets, micro_batch)`, which does what the first one does, for a model in bf16 and
+    rows of equal length. It sums in fp32 and leaves bf16 in `.grad`. During a backward, the bf16 gradients of at most
+    one layer exist beside the sums."""
 
     def check(step):
         torch.manual_seed(0)
@@ -116,7 +118,7 @@ def third(step):
         backward = [op.phase == "backward" for op in t.timeline.ops]
         held = t.timeline.nbytes[backward][:, columns].sum(axis=1).max()
         limit = 4 * count + (2 + 4) * layer
-        return None if held <= limit + count else (  # half of what all bf16 gradients take is left to temporaries
+        return None if held <= limit + count else (  # allowed for temporaries: half the bytes of all bf16 gradients
             f"the gradient is right, but sums and gradients were {held:,} bytes in a backward; fp32 sums and the "
             f"gradients of the largest layer, in bf16 and fp32, are {limit:,}")
 

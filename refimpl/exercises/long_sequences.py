@@ -12,8 +12,8 @@ CONFIG = GPTConfig(vocab_size=1024, context_length=1024, layers=1, hidden=32, he
 
 
 def keep_every_graph(model, tokens, targets, chunk_size):
-    """Broken: the chunks' losses are summed, and one backward goes through all. Each chunk reads the keys of those
-    before it from a list, by which autograd holds them all."""
+    """Train on a sequence in chunks. Broken on purpose: one backward, through the mean of the chunks' losses, so the
+    activations of all chunks are kept until then. Each chunk reads the keys of earlier chunks from a list."""
     losses, past = [], {block: [] for block in model.blocks}
 
     def carrying(block):
@@ -38,7 +38,8 @@ def keep_every_graph(model, tokens, targets, chunk_size):
 
 
 def first(solve):
-    """`solve(a, b, c, budget)`: the largest whole s with a·s² + b·s + c ≤ budget; 0 if there is none."""
+    """Grade `solve(a, b, c, budget)`, which returns the largest integer s with a·s² + b·s + c ≤ budget, or 0 if there
+    is none."""
 
     def check(solve):
         for a, b, c in ((16, 100, 1000), (0, 7, 3), (3, 0, 0), (12_000, 5_000_000, 2 * 10**9)):
@@ -54,8 +55,10 @@ def first(solve):
 
 
 def second(attend):
-    """`attend(q, k, v, first)`: causal attention of a chunk whose first query stands at position `first`; q (B, H, T,
-    D), k and v (B, H, first + T, D). It may hold scores of T × S, and none of S × S."""
+    """Grade `attend(q, k, v, first)`, which returns causal attention of a chunk whose first query has position `first`.
+
+    q is (B, H, T, D), and k and v are (B, H, S, D) with S = first + T. It may hold T × S scores, but not S × S.
+    """
 
     def check(attend):
         torch.manual_seed(0)
@@ -74,8 +77,10 @@ def second(attend):
 
 
 def third(loss):
-    """`loss(model, tokens, targets, chunk_size)`: the mean loss over the targets that are not −100, without a graph, at
-    a peak of one chunk's logits and not the sequence's."""
+    """Grade `loss(model, tokens, targets, chunk_size)`, which returns the mean loss over the targets that are not −100.
+
+    The loss has no graph, and the peak holds the logits of one chunk, not those of the whole sequence.
+    """
 
     def check(loss):
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ from . import verdict
 CONFIG = GPTConfig(vocab_size=256, context_length=32, layers=2, hidden=32, heads=4)
 RECIPES = ("fp32", "autocast", "16-bit weights", "16-bit weights, fp32 gradients")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHARE = 2.0**-15  # of the whole batch's loss: what one micro-batch of 128 tokens has of a batch of four million
+SHARE = 2.0**-15  # the share of the loss that a micro-batch of 128 tokens has in a batch of four million tokens
 
 
 def _model(config=CONFIG):
@@ -26,7 +26,7 @@ def _model(config=CONFIG):
 
 
 def _states(recipe, config):
-    """Bytes of parameters, gradients and AdamW's state when all are there, as the tracker reads them."""
+    """Return the bytes of parameters, gradients and AdamW's state when all exist, as the tracker reads them."""
     tokens = torch.randint(0, 256, (2, 16))
     with memory.track() as t:
         model = _model(config)
@@ -41,7 +41,8 @@ def _states(recipe, config):
 
 
 def first(predict):
-    """`predict(config, recipe)`: bytes of model states under a recipe of `RECIPES`, step counters included."""
+    """Grade `predict(config, recipe)`, which returns the bytes of model states under one of `RECIPES`, including the
+    optimizer's step counters."""
 
     def check(predict):
         for config in (CONFIG, GPTConfig(vocab_size=256, context_length=32, layers=1, hidden=48, heads=4, tied=False)):
@@ -63,8 +64,8 @@ def _step_in_fp32(model, optimizer, tokens, targets, share):
 
 
 def _stepped(step):
-    """What three steps on micro-batches change in the weights, the activations kept in the last, in bytes, and what
-    the head gave in it: [(dtype, rows)]. On the device that `autocast` takes by itself."""
+    """Run three steps on micro-batches, on autocast's default device. Returns the change of all weights and, of the
+    last step, the bytes of activations kept and the head's outputs as [(dtype, rows)]."""
     model, seen = _model().to(DEVICE), []
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / SHARE)
@@ -80,10 +81,11 @@ def _stepped(step):
 
 
 def second(step):
-    """`step(model, optimizer, tokens, targets, share)`: one step in fp16 on `share` times the loss; returns True.
+    """Grade `step(model, optimizer, tokens, targets, share)`, which makes a step in fp16 on `share` times the loss and
+    returns True.
 
-    The weights are fp32 and stay so. The update is that of fp32, and the activations are those of fp16 autocast, over
-    all rows at once.
+    The weights are fp32 and stay fp32. The update must equal that of an fp32 step. The activations must be those of
+    fp16 autocast, with all rows in one forward.
     """
 
     def check(step):
@@ -106,7 +108,8 @@ def second(step):
 
 
 def third(plan):
-    """`plan(config)`: a dtype for each part, embeddings, head and every norm in fp32, all else in bf16."""
+    """Grade `plan(config)`, which returns a dtype for each part: fp32 for embeddings, head and every norm, and bf16 for
+    the rest."""
 
     def check(plan):
         for config in (CONFIG, GPTConfig(vocab_size=256, context_length=32, layers=1, hidden=32, heads=4, tied=False)):

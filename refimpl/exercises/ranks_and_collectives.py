@@ -10,7 +10,8 @@ NBYTES = 4 * 24  # 24 fp32 numbers: 2, 3 and 4 ranks divide them
 
 
 def first(predict):
-    """`predict(collective, nbytes, world_size)`: bytes that one rank sends; `nbytes` is the full tensor's."""
+    """Grade `predict(collective, nbytes, world_size)`, which returns the bytes that one rank sends. `nbytes` is the
+    size of the full tensor."""
 
     def check(predict):
         for world_size in (2, 3, 4):
@@ -30,7 +31,7 @@ def first(predict):
 
 
 def _on_ranks(comm, function):
-    """What `function(comm, x)` returned on this rank, the sum over ranks, bytes sent, and bytes it took for buffers."""
+    """Return (what `function(comm, x)` returned, the sum over ranks, bytes sent, bytes of buffers) of this rank."""
     x = torch.arange(24.0) * 10**comm.rank
     expected = torch.arange(24.0) * sum(10**rank for rank in range(comm.world_size))
     with memory.track(x) as t:
@@ -40,7 +41,8 @@ def _on_ranks(comm, function):
 
 
 def second(my_reduce_scatter):
-    """`my_reduce_scatter(comm, x)`: chunk r of the sum over ranks, on rank r, with `comm.send_recv` alone."""
+    """Grade `my_reduce_scatter(comm, x)`, which returns chunk r of the sum over ranks, on rank r. It may call only
+    `comm.send_recv`."""
 
     def check(my_reduce_scatter):
         for world_size in (2, 4):
@@ -59,7 +61,7 @@ def second(my_reduce_scatter):
 
 
 def third(sum_in_place):
-    """`sum_in_place(comm, x)`: the sum over ranks, in x itself, with no buffer besides it."""
+    """Grade `sum_in_place(comm, x)`, which leaves the sum over ranks in x and returns x. It allocates no buffer."""
 
     def check(sum_in_place):
         for rank, (said, expected, traffic, taken) in enumerate(launch(_on_ranks, 2, sum_in_place, device="cpu")):

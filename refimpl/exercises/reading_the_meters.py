@@ -11,7 +11,7 @@ CONFIG = GPTConfig(vocab_size=256, context_length=128, layers=2, hidden=64, head
 
 
 def leaking_validation(model, batches):
-    """The mean loss over `batches`, and a leak: every loss in the list holds its batch's activations."""
+    """Return the mean loss over `batches`. Leaks on purpose: every loss in the list holds its batch's activations."""
     losses = [model(tokens, targets) for tokens, targets in batches]
     return (sum(losses) / len(losses)).item()
 
@@ -23,8 +23,8 @@ def _model_and_batches(count=6):
 
 
 def first(validate):
-    """`validate(model, batches)`: the mean loss (a float), with a peak that does not grow with the number of
-    batches."""
+    """Grade `validate(model, batches)`, which returns the mean loss, a float, with a peak that does not grow with the
+    number of batches."""
 
     def check(validate):
         expected = leaking_validation(*_model_and_batches())
@@ -43,7 +43,7 @@ def first(validate):
 
 
 def second(culprit):
-    """`culprit(trace)`: (module, bytes) of the module whose storages are the largest part of the peak."""
+    """Grade `culprit(trace)`, which returns (module, bytes) of the module with the largest share of the peak."""
 
     def check(culprit):
         for heads, vocab_size, batch in ((2, 256, 4), (16, 256, 4), (2, 20_000, 4), (2, 256, 1)):
@@ -68,7 +68,7 @@ def second(culprit):
 
 
 def build_and_step(config, batch, sequence):
-    """The page's, with `batch` sequences."""
+    """Build a GPT and make one training step on `batch` sequences, as the page does."""
     model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, config.vocab_size, (batch, sequence))
@@ -78,9 +78,9 @@ def build_and_step(config, batch, sequence):
 
 
 def third(fits):
-    """`fits(config, batch, sequence, budget)`: whether the page's `build_and_step`, with `batch` sequences, does.
+    """Grade `fits(config, batch, sequence, budget)`, which tells whether `build_and_step` fits in `budget` bytes.
 
-    To find out it may take a hundredth of those bytes: who runs the step has found out too late.
+    It may take a hundredth of the step's bytes to find out, so it cannot run the step itself.
     """
 
     def check(fits):

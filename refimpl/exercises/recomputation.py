@@ -15,7 +15,7 @@ CONFIGS = (
 
 
 def _step(apply, config=CONFIGS[0], sequence=64):
-    """(gradients, bytes kept by the forward, bytes at the peak) of a step of a model that `apply` has changed."""
+    """Return (gradients, bytes kept by the forward, peak in bytes) of a step of a model that `apply` has changed."""
     torch.manual_seed(0)
     model, tokens = GPT(config), torch.randint(0, 128, (2, sequence))
     for parameter in model.parameters():
@@ -29,7 +29,8 @@ def _step(apply, config=CONFIGS[0], sequence=64):
 
 
 def first(predict):
-    """`predict(config, batch, sequence)`: bytes of activations after the forward when every block is recomputed."""
+    """Grade `predict(config, batch, sequence)`, which returns the bytes of activations after the forward when every
+    block is recomputed."""
 
     def check(predict):
         for config, sequence in zip(CONFIGS, (64, 96), strict=True):
@@ -44,7 +45,7 @@ def first(predict):
 
 
 def second(once_more):
-    """`once_more(fn, x)`: fn(x), keeping x alone, with the gradients of fn(x), by `saved_tensors_hooks`."""
+    """Grade `once_more(fn, x)`, which returns fn(x) with its gradients, and keeps only x, by `saved_tensors_hooks`."""
 
     def check(once_more):
         torch.manual_seed(0)
@@ -68,12 +69,13 @@ def second(once_more):
 
 
 def saves_nothing(model):
-    """Recomputes every Linear of the blocks by itself."""
+    """Recompute every Linear of the blocks, each as a region of its own."""
     recompute(module for block in model.blocks for module in block.modules() if isinstance(module, torch.nn.Linear))
 
 
 def third(apply):
-    """`apply(model)`: change the model from outside, so that its peak is below 0.6 of what it was. Return True."""
+    """Grade `apply(model)`, which changes the model from outside, so that its peak falls below 0.6 of what it was. It
+    returns True."""
 
     def check(apply):
         def changed(model):

@@ -12,7 +12,8 @@ CONFIG = GPTConfig(vocab_size=256, context_length=64, layers=3, hidden=64, heads
 
 
 def first(hooks):
-    """`hooks()`: (pack, unpack) for `saved_tensors_hooks`, with which a boolean tensor takes a bit an element."""
+    """Grade `hooks()`, which returns (pack, unpack) for `saved_tensors_hooks` that keep a boolean tensor in one bit an
+    element."""
 
     def check(hooks):
         for n in (4096, 4099):
@@ -33,9 +34,10 @@ def first(hooks):
 
 
 def second(code):
-    """`code(x, group)`: (tensors, decode) for fp32 values (n,); `decode(*tensors)` is within half a step of x.
+    """Grade `code(x, group)`, which returns (tensors, decode) for fp32 values (n,).
 
-    A step is (max − min) / 255 of a group; the tensors take n + 8·⌈n/group⌉ bytes.
+    `decode(*tensors)` differs from x by at most half a quantization step, (max − min) / 255 of a group. The tensors
+    take n + 8·⌈n/group⌉ bytes.
     """
 
     def check(code):
@@ -57,7 +59,7 @@ def second(code):
 
 
 def saves_nothing(model, tokens):
-    """A forward in 8 bits that also notes how large each block's output is: (loss, norms)."""
+    """Run a forward with activations compressed to 8 bits. Returns (loss, norms of some activations)."""
     outputs = []
     handles = [block.register_forward_hook(lambda block, args, x: outputs.append(x)) for block in model.blocks]
     handles += [block.mlp.register_forward_hook(lambda mlp, args, x: outputs.append(args[0])) for block in model.blocks]
@@ -70,7 +72,8 @@ def saves_nothing(model, tokens):
 
 
 def third(forward):
-    """`forward(model, tokens)`: what `saves_nothing` returns, keeping below 0.3 of a plain forward's activations."""
+    """Grade `forward(model, tokens)`, which returns what `saves_nothing` returns, and keeps less than 0.3 of the bytes
+    of a plain forward's activations."""
 
     def check(forward):
         torch.manual_seed(0)

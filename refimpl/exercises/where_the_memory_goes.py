@@ -16,7 +16,7 @@ CONFIGS = (
 
 
 def _training(config=CONFIGS[0]):
-    """(model, optimizer, tokens, targets), the same at every call."""
+    """Return (model, optimizer, tokens, targets), the same at every call."""
     torch.manual_seed(0)
     model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -24,7 +24,8 @@ def _training(config=CONFIGS[0]):
 
 
 def first(predict):
-    """`predict(config)`: bytes of parameters, gradients and AdamW state of a GPT in fp32, step counters included."""
+    """Grade `predict(config)`, which returns the bytes of parameters, gradients and AdamW states of a GPT in fp32,
+    including the optimizer's step counters."""
 
     def check(predict):
         for config in CONFIGS:
@@ -46,7 +47,7 @@ def first(predict):
 
 
 def second(evaluate):
-    """`evaluate(model, tokens, targets)`: the loss of the model, keeping no activations at any moment."""
+    """Grade `evaluate(model, tokens, targets)`, which returns the model's loss and keeps no activations at any time."""
 
     def check(evaluate):
         model, _, tokens, targets = _training()
@@ -63,7 +64,7 @@ def second(evaluate):
 
 
 def wasteful_step(model, optimizer, tokens, targets):
-    """A training step that holds more than it needs; the third exercise makes it leaner. Returns the loss."""
+    """Make a training step that holds more than it needs; returns the loss. The third exercise improves it."""
     logits = model(tokens)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
@@ -81,7 +82,7 @@ def _two_steps(step, config=CONFIGS[0]):
 
 
 def third(step):
-    """`step(model, optimizer, tokens, targets)`: what `wasteful_step` does, at a lower peak. Returns the loss."""
+    """Grade `step(model, optimizer, tokens, targets)`, which does what `wasteful_step` does, at a lower peak."""
 
     def check(step):
         loss, weights, wasteful, config = _two_steps(wasteful_step)

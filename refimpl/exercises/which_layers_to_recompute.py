@@ -14,7 +14,7 @@ CONFIG = GPTConfig(vocab_size=64, context_length=64, layers=6, hidden=32, heads=
 
 
 def _step(plan, config=CONFIG, sequence=64):
-    """(gradients, bytes at the peak, FLOPs beyond a plain step) of a GPT whose blocks run by `plan`."""
+    """Return (gradients, peak in bytes, FLOPs beyond a plain step) of a GPT whose blocks run by `plan`."""
     torch.manual_seed(0)
     model, tokens = GPT(config), torch.randint(0, 64, (2, sequence))
     for parameter in model.parameters():
@@ -23,7 +23,7 @@ def _step(plan, config=CONFIG, sequence=64):
     model.blocks = PlannedBlocks(model.blocks, plan)
     extra = _flops(model, tokens) - plain
     model.zero_grad(set_to_none=False)
-    with memory.track(model, tokens) as t:  # not under the FLOP counter, which keeps tensors for a while
+    with memory.track(model, tokens) as t:  # outside the FLOP counter, which keeps tensors alive
         model(tokens, tokens).backward()
     return [p.grad for p in model.parameters()], t.peak.total - t.start.total, extra
 
@@ -35,7 +35,8 @@ def _flops(model, tokens):
 
 
 def first(choose):
-    """`choose(layers, k)`: which k of the layers to recompute, each a region of its own, for the smallest peak."""
+    """Grade `choose(layers, k)`, which returns the k layers whose recomputation, each as its own region, gives the
+    smallest peak."""
 
     def check(choose):
         for k in (2, 4):
@@ -55,8 +56,10 @@ def first(choose):
 
 
 def second(segments):
-    """`segments(n, s, a)`: into how many segments to cut n functions that keep s bytes and take a, for the least of
-    s·n/k + a·k."""
+    """Grade `segments(n, s, a)`, which returns the number of segments k that minimizes s·n/k + a·k.
+
+    The n functions are cut into k segments. Each function keeps s bytes, and its input takes a bytes.
+    """
 
     def check(segments):
         for n, s, a in ((9, 1, 1), (100, 4, 1), (48, 34, 2), (12, 16, 1), (7, 0, 5)):
@@ -74,8 +77,8 @@ def second(segments):
 
 
 def third(fit):
-    """`fit(config, batch, sequence, budget)`: a plan for the blocks that peaks within `budget` bytes above parameters
-    and gradients, with as few FLOPs as any."""
+    """Grade `fit(config, batch, sequence, budget)`, which returns a plan for the blocks that recomputes the fewest
+    FLOPs of all whose peak fits in `budget` bytes above parameters and gradients."""
 
     def check(fit):
         chain = gpt_costs(CONFIG, 2, 64)

@@ -17,7 +17,7 @@ def _layers(number=4, width=64, dtype=torch.float32):
 
 
 def _states(world_size, stage, dtype):
-    """(parameters, bytes of model states on a rank, when all gradients are there)."""
+    """Return (parameters, bytes of model states on a rank when all gradients exist)."""
     engine = ENGINES[stage](_layers(width=128, dtype=DTYPES[dtype]), FakeCommunicator(0, world_size))
     x = torch.ones(2, 128, dtype=DTYPES[dtype])
     for _ in range(2):
@@ -53,7 +53,7 @@ def _gradient(step, rank):
 
 
 def _sharded(comm, sharded):
-    """The parameters after some steps, the bytes that stay besides them, and the bytes sent."""
+    """Return the parameters after some steps, the bytes kept beside them, and the bytes sent."""
     flat, gradients = torch.zeros(NUMEL), [_gradient(step, comm.rank) for step in range(STEPS)]
     with memory.track(flat, gradients) as t:
         step = sharded(comm, flat)
@@ -88,8 +88,8 @@ def second(sharded):
 
 
 def _in_shards(comm, backward):
-    """The shards that `backward` returned, whether gradients or hooks are left, the most bytes of gradients, and the
-    bytes sent."""
+    """Return the shards that `backward` returned, how many gradients and hooks it left, the peak bytes of gradients,
+    and the bytes sent."""
     model, x = _layers(8), torch.full((2, 64), 1.0 + comm.rank)
     with memory.track(model) as t:
         shards = backward(comm, model, model(x).sum())

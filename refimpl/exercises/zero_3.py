@@ -17,7 +17,7 @@ def _layers(number):
 
 
 def _stack(layers, world_size, ahead):
-    """(the most bytes of parameters, bytes sent of parameters and gradients) in the third step of a stack of layers."""
+    """Return (peak bytes of parameters, bytes sent of parameters and gradients) of a stack's third step."""
     model, x = _layers(layers), torch.ones(2, WIDTH)
     engine = Zero3(model, FakeCommunicator(0, world_size), look_ahead=ahead * WIDTH * WIDTH)
     sent = []
@@ -70,7 +70,7 @@ def _inputs(rank):
 
 
 def _sharded(comm, sharded_linear):
-    """(output, gradient of x, of the shard, bytes kept from forward to backward, bytes sent) on this rank."""
+    """Return (output, gradients of x and of the shard, bytes kept until backward, bytes sent) of this rank."""
     shard = _weight().flatten().chunk(comm.world_size)[comm.rank].clone().requires_grad_()
     x = _inputs(comm.rank).requires_grad_()
     with memory.track(shard, x) as t:
@@ -111,8 +111,8 @@ def second(sharded_linear):
 
 
 def _averaged(comm, average):
-    """What `update` gave at the end, beside the shards of the average of whole weights; the most bytes that calls of
-    the reader's took, those that stay, and bytes that they sent."""
+    """Return what the last `update` returned, the shards of the average of whole weights, and of the reader's calls
+    the most bytes that one took, the bytes that stay, and the bytes sent."""
     engine = Zero3(_layers(8), comm, look_ahead=0)
     whole, taken, sent = _whole(engine), 0, 0
     before = comm.traffic.total
@@ -133,7 +133,7 @@ def _averaged(comm, average):
 
 
 def _whole(engine):
-    """Of each bucket all parameters, flat."""
+    """Return all parameters of each bucket, flat."""
     with engine.gathered():
         return [engine.full[bucket].clone() for bucket in engine.buckets]
 

@@ -41,7 +41,7 @@ class autocast(_DecoratorContextManager):
         if self.enabled:
             check_computes(self.device_type, self.dtype)
 
-    @torch._disable_dynamo  # it changes the thread's state, which a graph of torch.compile would not hold
+    @torch._disable_dynamo  # it changes thread state, which a compiled graph would not record
     def __enter__(self):
         if torch.compiler.is_exporting():
             raise RuntimeError("torch.export keeps no casts of autocast, so the exported program would run without "
@@ -63,7 +63,7 @@ class autocast(_DecoratorContextManager):
         if not mine:
             raise RuntimeError(f"{self!r} was not entered in the thread that leaves it (was a generator continued in "
                                "another thread?): enter and leave it in the same thread")
-        stack.remove(mine[-1])  # not always the last: generators may end in another order than they began
+        stack.remove(mine[-1])  # not always the top: generators may close in any order
         set_stack(stack)
         if mine[-1].casts is not None and not mine[-1].shared:
             mine[-1].casts.clear()

@@ -54,7 +54,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.dtype, self.fp32_gradients = check_dtype(dtype), bool(fp32_gradients)
         self.max_grad_norm, self.bucket_bytes, self.grad_norm = max_grad_norm, bucket_bytes, None
         self.inner = optimizer
-        self._masters, self._written = {}, {}  # parameter -> master; -> what it looked like when we wrote it last
+        self._masters, self._written = {}, {}  # parameter -> master; -> (version, storage) after our last write
         self._factor, self._widened = 1.0, False
         masters.check([p for group in optimizer.param_groups for p in group["params"]])
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
@@ -77,12 +77,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if new:
             self.inner.add_param_group({**group, "params": stand_ins})
         else:
-            self.inner.param_groups[place]["params"][:] = stand_ins  # in place: LBFGS has a name for this list
+            self.inner.param_groups[place]["params"][:] = stand_ins  # in place: LBFGS holds this list
         self._inner_options = options.remember(self.inner.param_groups)
         self._show(group["params"])
 
     def _adopt(self, parameter):
-        """Make the parameter low. Returns what stands for it in the inner optimizer: its master; itself if frozen."""
+        """Cast the parameter to 16 bits. Returns what the inner optimizer gets: its master; itself if frozen."""
         master = masters.master_of(parameter) if parameter.requires_grad else None
         masters.narrow(parameter, self.dtype, self.fp32_gradients)
         self._note(parameter)
@@ -97,7 +97,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._written[parameter] = parameter._version, parameter.untyped_storage()._cdata
 
     def _show(self, parameters):
-        """What `self.state` says of them: the inner optimizer's state and the master."""
+        """Set `self.state` of these parameters: the master and the inner optimizer's state."""
         for p in parameters:
             if p in self._masters:
                 self.state[p] = {"master": self._masters[p], **self.inner.state.get(self._masters[p], {})}
@@ -133,7 +133,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.skip_step()
 
     def skip_step(self):
-        """Forget what was prepared for a step: gradients are in their own dtype again, no factor waits."""
+        """Drop what was prepared for a step: gradients get their own dtype again, and the factor is 1."""
         self._factor = 1.0
         if self._widened:
             self._widened = False
@@ -166,17 +166,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 master.grad = None
         self._take_options()
         self._show(self._masters)
-        self.skip_step()  # nothing waits any more
+        self.skip_step()  # the factor and wide gradients are used up
         return loss
 
     def _ready(self):
-        """The parameters that have a gradient, each with a master that agrees with it."""
+        """Return the parameters with a gradient, after their masters were brought up to date."""
         ready = [p for p in self._parameters() if p.grad is not None]
         if not ready:
             raise ValueError("no parameter of this optimizer has a gradient: call loss.backward() before step(), and "
                              "check that the model has parameters that require them")
         for p in ready:
-            if p not in self._masters:  # it was frozen
+            if p not in self._masters:  # it was frozen before
                 self._unfreeze(p)
             masters.check_place(p, self._masters[p], self.dtype)
             if self._written[p] != (p._version, p.untyped_storage()._cdata):
@@ -190,15 +190,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             group["params"][:] = [master if p is parameter else p for p in group["params"]]
 
     def _clip(self, ready):
-        """What to multiply gradients by: the factor that waits, and less if their norm is too large."""
+        """Return what gradients are multiplied by: the postponed factor, smaller if their norm is too large."""
         if self.max_grad_norm is None:
             return self._factor
         self.grad_norm = masters.norm([p.grad for p in ready]) * self._factor
         return (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) * self._factor
 
     def _step_on(self, bucket, factor):
-        """Step the inner optimizer on these parameters alone. Every bucket starts from the same options, so that an
-        optimizer that counts steps in its groups counts one, not one for each bucket."""
+        """Step the inner optimizer on these parameters only.
+
+        Every bucket starts from the same options. So an optimizer that counts steps in its param groups counts one per
+        step, not one per bucket.
+        """
         self._give_options()
         masters.give_gradients(bucket, self._masters, factor)
         wanted, groups = {id(self._masters[p]) for p in bucket}, self.inner.param_groups
@@ -217,7 +220,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self._masters[p].grad = None
 
     def _evaluate(self, closure):
-        """The closure on weights rounded from the masters as they are now; its gradients to the masters, in fp32."""
+        """Return the closure's loss on weights rounded from the current masters; give the masters its gradients."""
         for p, master in self._masters.items():
             if self._written[p] != (p._version, p.untyped_storage()._cdata):
                 masters.sync(master, p)

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 
+from ..memory.options import check_options
 from . import masters
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # what a plan may say, and its words
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # a plan's dtypes by their short names
 
 
 def resolve(model, plan):
@@ -70,7 +71,7 @@ def plan_bytes(model, plan):
 
 
 def _dtype_of_parameters(model, dtypes):
-    """{id: (parameter, dtype)}. ValueError for one that is shared by modules of two dtypes."""
+    """Return {id: (parameter, dtype)}. Raises ValueError for a parameter that modules of two dtypes share."""
     found, owners = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, p in module.named_parameters(recurse=False):
@@ -98,10 +99,10 @@ def keeps_fp32(path, module, dtype):
 
 
 class Applied:
-    """Apply a plan to a model: cast its parameters, and let hooks cast the inputs of each part. `undo()` ends both.
+    """Applies a plan to a model: casts its parameters, and adds hooks that cast the inputs of each part.
 
-    With `keep`, the old values are held: a parameter that nobody wrote to gets them back, to the bit; one that was
-    trained keeps what it became, element by element. Without, they are freed.
+    `undo()` reverts both. With `keep`, the old values are held. A parameter that was not written to gets them back, to
+    the bit; of a trained one, the elements that changed keep their new values. Without `keep` they are freed.
     """
 
     def __init__(self, model, plan, keep):
@@ -119,9 +120,9 @@ class Applied:
             raise
 
     def _guard(self, module, dtype, around):
-        """Cast what comes in, where the module has parameters or another dtype than the module around it.
+        """Add a hook that casts inputs, if the module has parameters or another dtype than the module around it.
 
-        Where both sides have the same dtype, nothing is cast: `Tensor.to` returns its argument.
+        If an input has the dtype already, `Tensor.to` returns it without a copy.
         """
         own = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), None)
         dtype = dtype or own
@@ -200,11 +201,13 @@ class DynamicPrecisionModel(nn.Module):
     Its parameters take `plan_bytes(model, plan)`. Call it as the model itself, and make the optimizer after it.
     `.plan = {…}` puts another plan in force; `.plan` reads as torch dtypes. `restore()` returns the model in the dtypes
     that it had, and so does the end of `with DynamicPrecisionModel(model, plan) as m:`. Values that were rounded stay
-    rounded, unless `keep=True` holds the old ones (and their bytes). Raises as `precision_context` does.
+    rounded, unless `keep=True` holds the old ones (and their bytes). Raises as `precision_context` does, and TypeError
+    for an unknown option.
     """
 
-    def __init__(self, model, plan, *, keep=False):
+    def __init__(self, model, plan, *, keep=False, **unknown):
         super().__init__()
+        check_options(unknown, ("model", "plan", "keep"), type(self).__name__)
         self.model, self.keep = model, keep
         self._applied = Applied(model, plan, keep)
         self._plan = dtypes_of(plan)

@@ -14,9 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm import Communicator
+from ..memory.options import check_options
 from .internals.support import LOW_DTYPES
 
-NO_GRADIENTS, FINITE, OVERFLOW = 0.0, 1.0, 2.0  # of a rank; the largest over ranks is what holds for all
+NO_GRADIENTS, FINITE, OVERFLOW = 0.0, 1.0, 2.0  # what a rank found; the maximum over ranks decides
 SETTINGS = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
 
 
@@ -31,12 +32,13 @@ class AdaptiveLossScaler:
       begins anew when the scale grows (DeepSpeed's DynamicLossScaler with `consecutive_hysteresis=False`).
     - `comm`: a Communicator; then an overflow on one rank is one on all, and all call `step` together.
 
-    A step waits for the device once, however many gradients there are. Raises ValueError for settings that make no
-    sense, TypeError for a `comm` that is not a Communicator.
+    A step waits for the device once, however many gradients there are. Raises ValueError for invalid settings, and
+    TypeError for an unknown one and for a `comm` that is not a Communicator.
     """
 
     def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1,
-                 min_scale=1.0, max_scale=2.0**24, *, comm=None):
+                 min_scale=1.0, max_scale=2.0**24, *, comm=None, **unknown):
+        check_options(unknown, ("init_scale", *SETTINGS, "comm"), type(self).__name__)
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.hysteresis, self.min_scale, self.max_scale, self.comm = hysteresis, min_scale, max_scale, comm
         self._check()
@@ -46,9 +48,9 @@ class AdaptiveLossScaler:
         self._scale = self._checked_scale(init_scale, "init_scale")
         self._good_steps, self._tolerated = 0, hysteresis
         self.skipped_steps = 0  # since the beginning
-        self._found = {}  # optimizer -> what its gradients were: since unscale_, until update
+        self._found = {}  # optimizer -> what was found, from unscale_ or step until update
         self._stepped = set()
-        self._in_use = False  # whether anybody has taken the scale yet
+        self._in_use = False  # whether the scale was ever read
 
     def _check(self):
         for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
@@ -129,7 +131,7 @@ class AdaptiveLossScaler:
         if optimizer not in self._found:
             if postpone is None:
                 self.unscale_(optimizer)
-            else:  # it divides in fp32, on the way to its master weights
+            else:  # the optimizer divides in fp32, when it gives gradients to its masters
                 self._found[optimizer] = self._look(self._gradients(optimizer))
                 postpone(1 / self._scale)
         found = self._ask(self._found[optimizer])
@@ -173,7 +175,7 @@ class AdaptiveLossScaler:
 
     def _went_well(self):
         self._good_steps += 1
-        if self._good_steps >= self.growth_interval:  # which may have been made less
+        if self._good_steps >= self.growth_interval:  # >=: a loaded state may have lowered it
             self._scale = min(_fp32(self._scale * self.growth_factor), self.max_scale)
             self._good_steps, self._tolerated = 0, self.hysteresis
 
@@ -190,7 +192,7 @@ class AdaptiveLossScaler:
         return gradients
 
     def _look(self, gradients):
-        """NO_GRADIENTS, FINITE or OVERFLOW, over all ranks: a tensor on the gradients' device, not waited for."""
+        """Return NO_GRADIENTS, FINITE or OVERFLOW over all ranks, as a tensor on the device, without waiting for it."""
         flags = [torch.stack(_extremes(parts)).isfinite().all() for parts in _by_device_and_dtype(gradients).values()]
         device = flags[0].device if flags else self.comm.device
         found = torch.full((), FINITE if flags else NO_GRADIENTS, device=device)
@@ -200,7 +202,7 @@ class AdaptiveLossScaler:
 
     @staticmethod
     def _ask(found):
-        """The number itself: here the CPU waits for the device. A dry run, which has no numbers, goes well."""
+        """Return the number, waiting for the device. A dry run has no numbers: FINITE."""
         if isinstance(found, torch.Tensor):
             return FINITE if isinstance(found, FakeTensor) else found.item()
         return found
@@ -245,7 +247,7 @@ class AdaptiveLossScaler:
 
 
 def _fp32(x):
-    """`x` rounded to fp32, in which the loss is multiplied; inf past its range."""
+    """Return `x` rounded to fp32, in which the loss is multiplied; inf beyond its range."""
     return ctypes.c_float(x).value
 
 
@@ -257,9 +259,10 @@ def _refuse_fp16(gradients):
 
 
 def _extremes(tensors):
-    """Numbers of which one is inf or NaN exactly if an element is: each tensor's largest magnitude, or both ends.
+    """Return numbers of which one is inf or NaN exactly if an element of a tensor is.
 
-    CUDA reads all tensors in a few kernels; a CPU has a fast kernel for minimum and maximum, and a slow one for that.
+    These are each tensor's largest magnitude on CUDA, where a few kernels read all tensors, and its minimum and maximum
+    on a CPU, where that kernel is the faster one.
     """
     if tensors[0].is_cpu:
         return [end for tensor in tensors for end in tensor.aminmax()]
@@ -267,8 +270,10 @@ def _extremes(tensors):
 
 
 def _by_device_and_dtype(gradients):
-    """{(device, dtype): dense, real tensors}; of a sparse gradient the values that are stored, of a complex one both
-    parts."""
+    """Group gradients as {(device, dtype): dense, real tensors}.
+
+    Of a sparse gradient these are the stored values, of a complex one its real and imaginary parts.
+    """
     groups = defaultdict(list)
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient

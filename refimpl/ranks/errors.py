@@ -14,7 +14,7 @@ class RankError(RuntimeError):
 
     @property
     def rank(self):
-        """The rank that failed first; None if it is not known."""
+        """Return the rank that failed first; None if it is not known."""
         return self.ranks[0] if self.ranks else None
 
     def __reduce__(self):

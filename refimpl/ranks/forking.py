@@ -18,11 +18,11 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig as die_with_parent
 
 from .worker import run
 
-EVENT = struct.Struct("iii")  # rank, pid, status as from waitpid; STARTED is no such status
+EVENT = struct.Struct("iii")  # rank, pid, waitpid's status, or STARTED
 REQUEST = struct.Struct("i")  # rank
 STARTED = -1
-OPEN = b"O"  # the server's first word on a channel
-FDS = 8  # at most, with one request
+OPEN = b"O"  # the server's first message on a channel
+FDS = 8  # the most file descriptors in a request
 
 
 def serve(fd, modules):
@@ -31,17 +31,17 @@ def serve(fd, modules):
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a rank need not touch, and so copy, the pages of what is imported
+    gc.freeze()  # else a collection in a rank would write to, and so copy, the pages of all imported objects
     Server(socket.socket(fileno=fd)).run()
 
 
 class Server:
-    """Forks on request, reports how ranks end, kills the ranks of a channel that closes."""
+    """Forks ranks on request, reports how they end, and kills the ranks of a channel that closes."""
 
     def __init__(self, requests):
         self._requests = requests
         self._ranks = {}  # pid -> (channel, rank)
-        self._closed = set()  # channels whose launch is over: they go when their last rank has
+        self._closed = set()  # channels whose launch is over, until their last rank has ended
         self._selector = selectors.DefaultSelector()
         self._woken, waker = socket.socketpair()
         self._waker = waker
@@ -61,14 +61,14 @@ class Server:
 
     def _accept(self, requests):
         message, fds, *_ = socket.recv_fds(requests, 1, 1)
-        if not message:  # the owner is gone, or wants no more launches
+        if not message:  # the owner has ended, or closed its socket
             self._selector.unregister(requests)
             requests.close()
             return None
         channel = socket.socket(fileno=fds[0])
         try:
             channel.sendall(OPEN)
-        except ConnectionError:  # the caller has given up already
+        except ConnectionError:  # the caller has closed its end
             channel.close()
             return None
         self._channels.add(channel)
@@ -92,10 +92,10 @@ class Server:
         self._tell(channel, rank, pid, STARTED)
 
     def _become_rank(self, rank, fds):
-        """In the child: close what is the server's, and run. Never returns."""
+        """Close the server's sockets and run as a rank. It is called in the child, and never returns."""
         status = 1
         try:
-            os.setsid()  # a process group of its own: what the rank starts is in it, and is killed with it
+            os.setsid()  # its own process group: processes that the rank starts are killed with it
             die_with_parent(signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -115,11 +115,11 @@ class Server:
             while woken.recv(4096):
                 pass
         ended = []
-        with contextlib.suppress(ChildProcessError):  # no child at all
+        with contextlib.suppress(ChildProcessError):  # there is no child
             while (event := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 ended += [event] if event[0] in self._ranks else []
         for pid, _ in ended:
-            _kill(os.killpg, pid)  # the processes that it started, and left behind
+            _kill(os.killpg, pid)  # processes that it started and that still run
         for pid, status in ended:
             channel, rank = self._ranks.pop(pid)
             self._tell(channel, rank, pid, status)
@@ -127,7 +127,7 @@ class Server:
                 self._over(channel)
 
     def _over(self, channel):
-        """End a launch: kill its ranks. Once all are reaped the channel is closed, which tells the caller."""
+        """End a launch: kill its ranks. When all have ended, close the channel, which tells the caller."""
         if channel not in self._closed:
             self._closed.add(channel)
             self._selector.unregister(channel)
@@ -141,7 +141,7 @@ class Server:
 
     @staticmethod
     def _tell(channel, *event):
-        with contextlib.suppress(ConnectionError):  # the caller is gone; its ranks are killed next
+        with contextlib.suppress(ConnectionError):  # the caller has ended; its ranks are killed next
             channel.sendall(EVENT.pack(*event))
 
 

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from .forking import OPEN, REQUEST
 
-# Optimizers import torch._dynamo when the first one is made, 1.4 s in every rank; here it is paid once.
+# The first optimizer of a process imports torch._dynamo, which takes 1.4 s. The server does it once for all ranks.
 PRELOADED = ("torch", "torch._dynamo", "refimpl.ranks.world")
 PACKAGE = Path(__file__).resolve().parents[1]
-# In a rank glibc keeps freed memory of up to 32 MiB for the next tensors, as CUDA's caching allocator does. By default
-# it returns that memory to the system, and a step pays for zeroed pages again, one fault per 4 KB: a tenth of its time.
+# With these settings, glibc keeps freed blocks of up to 32 MiB for the next tensors, as CUDA's caching allocator does.
+# By default it returns them to the system. The page faults on new, zeroed memory then take a tenth of a step's time.
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
-READ_AT_IMPORT = ("TORCH_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_INTERPRET")  # beginnings of names in the environment
+READ_AT_IMPORT = ("TORCH_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_INTERPRET")  # prefixes of environment variables
 START_SECONDS = 120
 
 _current, _lock = None, threading.Lock()
@@ -48,28 +48,28 @@ def open_channel(module):
                 _current = None
             if _current is None:
                 _current = ForkServer(freshness, modules)
-            with contextlib.suppress(ConnectionError):  # it has just ended: start another
+            with contextlib.suppress(ConnectionError):  # the server has just ended: start another
                 return _current.open_channel()
             _current.kill()
 
 
 def _freshness():
-    """Return what a server cannot change any more: when this package was written, and what torch read at import."""
+    """Return what makes a server stale: the newest source file's time, and variables that torch read at import."""
     written = max(path.stat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
     return written, sorted((name, value) for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT))
 
 
 class ForkServer:
-    """The process that forks ranks, as its owner sees it. RuntimeError if it does not start, with what it wrote."""
+    """Starts and owns the process that forks ranks. Raises RuntimeError, with its output, if it does not start."""
 
     def __init__(self, freshness, modules):
         self._freshness, self._modules, self._owner = freshness, modules, os.getpid()
         self._socket, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = {sys.path!r}; from refimpl.ranks.forking import serve; " \
                f"serve({theirs.fileno()}, {sorted(modules)!r})"
-        # Numpy's threads would not survive a fork, nor would a CUDA driver that an import has asked for GPUs.
+        # Neither numpy's threads nor an initialized CUDA driver survive a fork. (An import may ask for GPUs.)
         environment = {**KEEP_FREED, **os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        self._log = tempfile.TemporaryFile()  # what the server itself writes: the error with which it ends
+        self._log = tempfile.TemporaryFile()  # the server's own output, such as its last error
         with theirs:
             self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=self._log,
                                              stderr=self._log, pass_fds=[theirs.fileno()], start_new_session=True,
@@ -92,12 +92,12 @@ class ForkServer:
                            f"{self.last_words()}")
 
     def last_words(self):
-        """Return what it wrote."""
+        """Return the server's output."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
     def serves(self, freshness, modules):
-        """Whether it is alive, owned by this process, up to date, and has imported these modules."""
+        """Tell whether it is alive, owned by this process, up to date, and has imported these modules."""
         alive = self._owner == os.getpid() and self._process.poll() is None
         return alive and self._freshness == freshness and self._modules >= modules
 
@@ -117,12 +117,12 @@ class ForkServer:
         return ours
 
     def kill(self):
-        """Kill it, and its ranks with it."""
+        """Kill the server, and its ranks with it."""
         self._process.kill()
         self._process.wait()
 
     def close(self):
-        """Let it end, once launches that still run in other threads have."""
+        """Let the server end. Launches in other threads are completed first."""
         self._socket.close()
         self._log.close()
         if self._owner != os.getpid():
@@ -130,16 +130,16 @@ class ForkServer:
         atexit.unregister(self.close)
         try:
             self._process.wait(5)
-        except subprocess.TimeoutExpired:  # a launch in another thread: it goes when that has ended
+        except subprocess.TimeoutExpired:  # it serves a launch in another thread, and ends after it
             threading.Thread(target=self._process.wait, daemon=True).start()
 
 
 def last_words():
-    """Return what the fork server wrote, be it running or just ended."""
+    """Return the output of the fork server, whether it runs or has just ended."""
     with _lock:
         return _current.last_words() if _current is not None else ""
 
 
 def fork_rank(channel, rank, fds):
-    """Ask for one rank; it gets copies of `fds` (see `worker.run`)."""
+    """Request one rank. It gets copies of `fds` (see `worker.run`)."""
     socket.send_fds(channel, [REQUEST.pack(rank)], fds)

@@ -8,15 +8,15 @@ STREAMS = ("stdout", "stderr")
 
 
 class RankOutput:
-    """Collects what each rank writes. Shows the lowest rank that still runs as it writes, the others afterwards."""
+    """Collects what ranks write. Lines of the lowest running rank are shown at once, those of others after it."""
 
     def __init__(self, world_size):
-        self._lines = [deque() for _ in range(world_size)]  # (stream, text): complete, and not shown yet
-        self._partial = [{stream: [] for stream in STREAMS} for _ in range(world_size)]  # pieces of a line
+        self._lines = [deque() for _ in range(world_size)]  # complete lines (stream, text) not shown yet
+        self._partial = [{stream: [] for stream in STREAMS} for _ in range(world_size)]  # parts of a line
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoders = [{stream: decoder("replace") for stream in STREAMS} for _ in range(world_size)]
         self._finished = [False] * world_size
-        self._turn = 0  # this rank's lines are shown at once; so are late lines of lower ranks
+        self._turn = 0  # lines of this rank and of lower ones are shown at once
 
     def feed(self, rank, stream, data):
         """Take the bytes `data` that `rank` wrote to "stdout" or "stderr"."""
@@ -30,7 +30,7 @@ class RankOutput:
             self._show(rank)
 
     def finish(self, rank):
-        """Note that `rank` writes no more: a last line without an end is complete, and the next rank has its turn."""
+        """Note that `rank` writes no more. A last line without a newline is complete; the next rank has its turn."""
         for stream, partial in self._partial[rank].items():
             if partial:
                 self._lines[rank].append((stream, "".join(partial)))
@@ -46,8 +46,8 @@ class RankOutput:
 
     def _show(self, rank):
         for stream, line in self._lines[rank]:
-            # A progress bar rewrites its line: show what it wrote last, as a terminal would. That is blank if the bar
-            # has wiped itself away.
+            # A progress bar rewrites its line. Show the last text, as a terminal would: nothing, if the bar has cleared
+            # itself.
             _, rewritten, line = line.rstrip("\r").rpartition("\r")
             if not rewritten or line.strip():
                 print(f"[rank {rank}] {line}", file=getattr(sys, stream))

@@ -45,7 +45,7 @@ def pack_result(value):
 
 HOST = ("cpu", "meta")  # device types of tensors that any process can hold
 OPEN_FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
-# torch cannot read back what pickle writes of tensors of any other dtype (uint16, float8_e4m3fn, …).
+# Dtypes of tensors that can be pickled and unpickled. Others cannot (uint16, float8_e4m3fn, …).
 PICKLED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,
            torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128)
 
@@ -53,15 +53,17 @@ PICKLED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 class _Packer(cloudpickle.Pickler):
     def reducer_override(self, obj):
         if isinstance(obj, OPEN_FILES) and obj not in (sys.stdout, sys.stderr):
-            raise TypeError("an open file belongs to its process: pass its path")  # cloudpickle would copy it
+            raise TypeError("an open file belongs to its process: pass its path")  # cloudpickle would copy its contents
         if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return _reduced(obj) if not obj.is_quantized and not vars(obj) else super().reducer_override(obj)
         return super().reducer_override(obj)
 
 
 def _reduced(tensor):
-    """Reduce a tensor, for pickle, to its own elements. Of a view torch would take the whole storage: 1 GiB for one row
-    of a large matrix."""
+    """Reduce a tensor, for pickle, to its own elements.
+
+    torch would pickle the whole storage of a view: 1 GiB, for example, for one row of a large matrix.
+    """
     plain = tensor.detach()
     if plain.untyped_storage().nbytes() > plain.nbytes:
         plain = plain.clone()
@@ -76,7 +78,7 @@ def _from_bytes(raw, dtype, shape, requires_grad):
 
 
 class _ToRanks(_Packer):
-    """Pickles by value what modules define that ranks cannot import; keeps the source of code that is in no file."""
+    """Pickles for ranks: by value what they cannot import. Keeps the source of code that is not in a file."""
 
     def __init__(self, file):
         super().__init__(file)
@@ -89,7 +91,7 @@ class _ToRanks(_Packer):
             if obj.device.type not in HOST:
                 raise TypeError(f"a tensor on {obj.device} belongs to its process: pass its .cpu()")
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-            if sys.modules.get(obj.__name__) is obj:  # torch._dynamo.config, which cloudpickle takes for an object
+            if sys.modules.get(obj.__name__) is obj:  # a module's subclass, such as torch._dynamo.config
                 return importlib.import_module, (obj.__name__,)
         if not isinstance(obj, (type, types.FunctionType)):
             return super().reducer_override(obj)
@@ -110,7 +112,7 @@ class _ToRanks(_Packer):
         return self._importable[name]
 
     def _keep_source(self, obj):
-        """Keep the lines of a notebook's cell, which a traceback in a rank shows."""
+        """Keep the source of a notebook's cell, so that a rank's traceback can show it."""
         if isinstance(obj, types.FunctionType):
             name = obj.__code__.co_filename
             if name not in self.sources and not os.path.exists(name):
@@ -120,7 +122,7 @@ class _ToRanks(_Packer):
 
 
 class _ToCaller(_Packer):
-    """Pickles CUDA tensors as copies on the host: the caller may have no GPU, or another one."""
+    """Pickles for the caller: CUDA tensors as copies on the host, since the caller may have no GPU, or another one."""
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.device.type not in HOST:
@@ -132,13 +134,13 @@ class _ToCaller(_Packer):
 
 
 def _importable(module):
-    """Whether a new process with the same sys.path would import the same file under the same name.
+    """Tell whether a new process with the same sys.path would import the same file under the same name.
 
-    It would not for test modules, whose asserts pytest rewrites, and for modules made by hand.
+    Exceptions are test modules, whose asserts pytest rewrites, and modules made by hand.
     """
     file = getattr(module, "__file__", None)
     if file is None or not file.endswith(".py"):
-        return True  # built in, or compiled: cloudpickle knows best
+        return True  # built-in or compiled: left to cloudpickle
     loader = type(getattr(module, "__loader__", None))
     if loader.__module__.startswith("_pytest."):
         return False
@@ -157,7 +159,7 @@ def _importable(module):
 
 
 def _explain(named, packer):
-    """Say which of `named` cannot be pickled; of a function, which of its variables, and so on inside these."""
+    """Say which of `named` cannot be pickled; if it is a function, which of its variables, recursively."""
     for name, obj in named.items():
         error, seen = _error(obj, packer), set()
         if error is None:
@@ -181,9 +183,9 @@ def _error(obj, packer):
 
 
 def _variables(fn):
-    """Yield (label, value) of what a function is pickled with: its closure, globals and defaults."""
+    """Yield (label, value) of everything pickled with a function: its closure, globals and defaults."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        if cell != types.CellType():  # an empty one: the variable is not assigned yet
+        if cell != types.CellType():  # not empty; an empty one is a variable without a value yet
             yield f"closure variable {name!r}", cell.cell_contents
     for name in _names(fn.__code__):
         if name in fn.__globals__:
@@ -193,7 +195,7 @@ def _variables(fn):
 
 
 def _names(code):
-    """Names that a function and those inside it look up, globals among them."""
+    """Return the names that a function, and functions inside it, look up. Its globals are among them."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for one in inner for name in _names(one))]))
 

@@ -24,7 +24,7 @@ def died(rank, when, hint=""):
         what += "; the kernel does that too when memory runs out"
     if "Received data size doesn't match" in errors:
         what += f"; tensors of different sizes met in a collective: {hint}"
-    # gloo aborts when something is wrong with what others sent: perhaps another rank is to blame.
+    # gloo aborts the process on an invalid message, so another rank may be to blame.
     return Failure(rank.number, what, "\n\n".join(text), when, consequence=number == signal.SIGABRT)
 
 

@@ -14,27 +14,27 @@ from .output import STREAMS, RankOutput
 from .report import blame, died, hung
 from .worker import FAILED, LENGTH, READY, RETURNED
 
-SECONDS_TO_START = 120  # to import what the function needs and to meet; from then on the caller's timeout runs
-SECONDS_TO_ARRIVE = 0.05  # after a failure: the message of an earlier one may still be on its way
-SECONDS_TO_EXPLAIN = 0.5  # after a broken connection: which death broke it?
+SECONDS_TO_START = 120  # for imports and the rendezvous; then the caller's timeout begins
+SECONDS_TO_ARRIVE = 0.05  # after a failure: an earlier one's message may still arrive
+SECONDS_TO_EXPLAIN = 0.5  # after a broken connection: wait for the failure that broke it
 SECONDS_TO_LEAVE = 5
 STDERR_KEPT = 4000  # bytes, for the message when a rank dies
 
 
 class Rank:
-    """What the caller knows of one rank."""
+    """Holds what the caller knows about one rank."""
 
     def __init__(self, number):
         self.number = number
         self.pid = self.status = self.failure = self.value = None
         self.ready = False
-        self.noticed = 0.0  # when its failure was
+        self.noticed = 0.0  # the time at which its failure arrived
         self.inbox, self.stacks, self.errors = bytearray(), bytearray(), bytearray()
         self.ends = {}  # our ends of its control socket and of its pipes, by name
 
 
 class Ranks:
-    """The ranks of one launch, as a context. When it is left, no process is.
+    """Starts and watches the ranks of one launch, as a context. When it exits, no process is left.
 
     `payload` is the file that `worker.read_payload` reads, `listener` the bound socket that rank 0 takes over.
     """
@@ -43,7 +43,7 @@ class Ranks:
         self._world, self._ranks = world, [Rank(number) for number in range(world.size)]
         self._payload, self._listener = payload, listener
         self._output, self._events = RankOutput(world.size), bytearray()
-        self._leaving = False  # from here on a rank may end
+        self._leaving = False  # whether ranks may end without that being a failure
 
     def __enter__(self):
         with ExitStack() as stack:
@@ -78,7 +78,7 @@ class Ranks:
             fork_rank(self._channel, rank.number, [end.fileno() for end in sent])
 
     def _end(self):
-        """Whatever happened: let the fork server kill the ranks that are left, and show what they printed."""
+        """Let the fork server kill the remaining ranks, and show what they printed. Runs in any case."""
         self._leaving = True
         self._dismiss()
         deadline = time.monotonic() + SECONDS_TO_LEAVE
@@ -89,12 +89,14 @@ class Ranks:
             self._output.finish(rank.number)
 
     def _dismiss(self):
-        with suppress(OSError):  # the fork server is gone, and its ranks with it
+        with suppress(OSError):  # the fork server has ended, and its ranks with it
             self._channel.shutdown(socket.SHUT_WR)
 
     def _wait_until_gone(self):
-        """Wait for the channel's end, which comes after the last rank's. Mostly it came during `_end`, unless an
-        error of printing or a second Ctrl-C cut that short."""
+        """Wait until the channel is closed, after the last rank's end.
+
+        Usually `_end` has seen that already, unless it was interrupted by a second Ctrl-C or an error while printing.
+        """
         self._dismiss()
         self._channel.settimeout(SECONDS_TO_LEAVE)
         with suppress(OSError):
@@ -126,12 +128,12 @@ class Ranks:
         return [rank.value for rank in self._ranks]
 
     def _hung(self, seconds):
-        """Ask the ranks that have not answered where they are; return the RankError that says so."""
+        """Ask the ranks without an answer for their stacks, and return the RankError that shows them."""
         self._leaving = True
         silent = [rank for rank in self._ranks if rank.value is None]
         for rank in [rank for rank in silent if rank.pid]:
             with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGUSR1)  # on which faulthandler writes every thread's stack
+                os.kill(rank.pid, signal.SIGUSR1)  # faulthandler then writes every thread's stack
         deadline = time.monotonic() + 1
         while time.monotonic() < deadline:
             more = self._listen(time.monotonic() + 0.1)
@@ -143,16 +145,16 @@ class Ranks:
     # --- what comes in -------------------------------------------------------------------------------------------
 
     def _listen(self, deadline):
-        """Wait until `deadline` for messages, output or events, and deal with them. False if none came."""
+        """Wait until `deadline` for messages, output or events, and handle them. Returns False if none came."""
         wait = deadline - time.monotonic()
         ready = self._selector.select(None if wait == float("inf") else max(0, wait))
         for key, _ in ready:
-            if key.fileobj in self._selector.get_map():  # it may have been drained for another's sake
+            if key.fileobj in self._selector.get_map():  # False if it was drained meanwhile
                 self._read(key.fileobj, *key.data)
         return bool(ready)
 
     def _read(self, end, rank, name):
-        """Read what is there. False if nothing is, or at the end."""
+        """Read the data available. Returns False if there is none, or at the end."""
         try:
             data = os.read(end.fileno(), 1 << 20)
         except BlockingIOError:
@@ -177,7 +179,7 @@ class Ranks:
 
     def _drain(self, rank, names=(*STREAMS, "stacks", "control")):
         for name in names:
-            end = rank.ends.get(name)  # none yet, if the launch was interrupted before
+            end = rank.ends.get(name)  # None if the launch was interrupted before
             while end is not None and end in self._selector.get_map() and self._read(end, rank, name):
                 pass
 

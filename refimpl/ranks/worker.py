@@ -31,33 +31,33 @@ TORCH_DISTRIBUTED = os.path.dirname(dist.__file__)
 
 @dataclass
 class Setup:
-    """What a rank needs before it can unpickle the function."""
+    """Holds what a rank needs before it can unpickle the function."""
 
     world: World
-    port: int  # where rank 0 keeps the store
+    port: int  # of rank 0's store
     directory: str
     path: list
     environment: dict
-    sources: dict  # file name -> lines, of code that is in no file (a notebook's cell)
+    sources: dict  # file name -> lines, of code not in a file (a notebook's cell)
 
 
 @dataclass
 class Failure:
-    """Why a rank did not return. `when` is time.monotonic, one clock for all processes of a machine."""
+    """Says why a rank did not return. `when`: time.monotonic(), the same clock for all processes of a machine."""
 
     rank: int
     what: str  # "raised ValueError: …", "was killed by SIGKILL", …
     text: str = ""  # traceback, or where it hangs
     when: float = 0.0
     exception: bytes | None = None
-    consequence: bool = False  # of another rank's failure, perhaps: torch.distributed raised it, or it names that rank
+    consequence: bool = False  # perhaps of another rank's failure: torch.distributed raised it, or it names that rank
 
 
 def run(rank, control, out, err, stacks, payload, listener=None):
-    """Live as a rank. `control`, `out`, … are file descriptors.
+    """Run as a rank. `control`, `out`, … are file descriptors.
 
-    A rank that has returned or failed stays until the caller closes its control socket, so that its end breaks no
-    connection: other ranks fail only for reasons of their own.
+    A rank that has returned or failed waits until the caller closes its control socket. So its end breaks no
+    connection, and other ranks fail only for their own reasons.
     """
     parent, setup = socket.socket(fileno=control), None
     redirect(out, err)
@@ -67,7 +67,7 @@ def run(rank, control, out, err, stacks, payload, listener=None):
         setup, packed = read_payload(payload)
         prepare(rank, setup)
         fn, args = pickle.loads(packed)
-        store = meet(rank, setup, listener)  # rank 0's has to live as long as any rank
+        store = meet(rank, setup, listener)  # rank 0's store must exist as long as any rank
         connection = setup.world.connect(rank, store)
         report(parent, READY, None)
         value = pickled_result(fn(connection, *args))
@@ -78,7 +78,7 @@ def run(rank, control, out, err, stacks, payload, listener=None):
         report(parent, FAILED, describe(rank, error, setup.world.folders if setup else ()))
     parent.recv(1)  # until the caller closes its end
     flush()
-    redirect(*[os.open(os.devnull, os.O_WRONLY)] * 2)  # connections end in any order now, and torch would log it
+    redirect(*[os.open(os.devnull, os.O_WRONLY)] * 2)  # torch would log that connections are closed
     if setup is not None:
         setup.world.disconnect()
 
@@ -115,7 +115,7 @@ def prepare(rank, setup):
     os.environ.update(setup.environment)
     sys.path[:] = setup.path
     linecache.cache.update({name: (sum(map(len, lines)), None, lines, name) for name, lines in setup.sources.items()})
-    np.random.seed()  # noqa: NPY002  a fork copies its state, and all ranks would draw the same
+    np.random.seed()  # noqa: NPY002  a fork copies the state, so all ranks would draw the same numbers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // setup.world.size))
 
@@ -159,21 +159,21 @@ def describe(rank, error, folders=()):
         what = f"raised {''.join(traceback.format_exception_only(error)).strip()}"
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next  # the reader's own code comes first
+        frames = frames.tb_next  # omit this file: begin with the user's code
     text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     try:
         exception = pack_result(error)
         pickle.loads(exception)
-    except Exception:  # the message has to do
+    except Exception:  # without the exception itself, only its message is sent
         exception = None
-    # Where ranks exchange exceptions, those that had none raise a RankError that names the rank that had one.
+    # Ranks may exchange exceptions. Those without one then raise a RankError that names the rank that had one.
     of_another = type(error) is RankError and error.ranks and rank not in error.ranks
     return Failure(rank, what, text, time.monotonic(), exception,
                    bool(of_another) or _from_distributed(error, (TORCH_DISTRIBUTED, *folders)))
 
 
 def _from_distributed(error, folders):
-    """Whether code in these folders raised `error`, or the error that it was raised from, as a plain RuntimeError."""
+    """Tell whether `error` or one of its causes is a RuntimeError raised by code in these folders."""
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
         raised_there = isinstance(error, RuntimeError) and not isinstance(error, RankError)

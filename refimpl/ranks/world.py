@@ -26,4 +26,4 @@ class World:
         return rank
 
     def disconnect(self):
-        """Called in each rank after all ranks have returned."""
+        """Close what `connect` opened. Each rank calls it after all ranks have returned."""

@@ -1,4 +1,4 @@
-"""Keys and values of a sequence that comes in chunks: kept in one place, and the place where their gradients meet."""
+"""Keys and values of a sequence that is fed in chunks, and the sums of their gradients over the chunks."""
 
 import math
 import sys
@@ -12,16 +12,16 @@ from .. import memory
 from ..memory import Ledger
 from ..memory.step_bytes import backward_moments, step_states
 
-CARRIED = "keys and values"  # the category, of their gradients, too
+CARRIED = "keys and values"  # their category in a Ledger, and that of their gradients
 
 
 class Carried:
-    """K and V of every attention layer, (B, G, s, D) each, allocated once, in the type in which the first chunk brings
-    them (autocast and rotations have their say); and as many gradients, in backward.
+    """Holds K and V of every attention layer, (B, G, s, D) each, and in backward their gradients.
 
-    Each is a tensor of its own: autograd notices a write to one that it keeps, and later layers write. Inside of
-    `chunk(first, last)` every attention of the model stores its new keys and values at [first, last) and attends to all
-    from 0 to last, causally, with the function that it was given.
+    Each tensor is allocated once, by the first chunk, in that chunk's dtype (which autocast may have chosen). K and V
+    of each layer are separate tensors: autograd raises an error if a tensor that it saved is written to, and later
+    layers write. Inside `chunk(first, last)` every attention of the model stores its new keys and values at
+    [first, last), and attends causally to all of [0, last) with the model's own attention function.
     """
 
     def __init__(self, model, batch, length):
@@ -30,27 +30,27 @@ class Carried:
         self._shape = batch, c.kv_heads, length, c.head_dim
         self._values = [[None, None] for _ in self.layers]  # K, V
         self.gradients = None
-        self.aligned = set()  # ids of attention functions that were seen to be
+        self.aligned = set()  # ids of attention functions whose causal mask was found aligned bottom-right
 
     def values(self, where, new):
-        """Return the tensor of K or V, `where` = (layer, 0 or 1), that `new` is a part of."""
+        """Return the whole tensor of K or V that `new` is a part of. `where`: (layer, 0 for K or 1 for V)."""
         layer, which = where
         if self._values[layer][which] is None:
             self._values[layer][which] = memory.mark(new.new_empty(self._shape), CARRIED)
         return self._values[layer][which]
 
     def need_gradients(self):
-        """Allocate the sums of gradients, zeros."""
+        """Allocate the sums of gradients, as zeros."""
         self.gradients = [[memory.mark(torch.zeros_like(value), CARRIED) for value in pair] for pair in self._values]
 
     @contextmanager
     def chunk(self, first, last, store):
-        """Make the attentions of the model those of a chunk. `store`: its keys and values are new."""
+        """Replace the model's attention functions by those of one chunk. `store`: write its keys and values."""
         mask = _Mask(first, last)
         before = [vars(layer).get("attention") for layer in self.layers]
         try:
             for number, layer in enumerate(self.layers):
-                # Not setattr: an attention that is a module is registered, and would have to be replaced by another.
+                # Not setattr: where the attention is a registered submodule, setattr accepts only another module.
                 vars(layer)["attention"] = _attend(self, number, layer.attention, first, last, store, mask)
             yield
         finally:
@@ -62,8 +62,8 @@ class Carried:
 
 
 def _attend(carried, number, attention, first, last, store, mask):
-    """The attention of one layer in one chunk."""
-    # A compiled block would take for a constant what comes to `carried` later. (Asked so: to import it is slow.)
+    """Return the attention function of one layer in one chunk."""
+    # A compiled block would treat the contents of `carried` as constants. (sys.modules: importing dynamo is slow.)
     carry = torch.compiler.disable(_carry) if "torch._dynamo" in sys.modules else _carry
 
     def attend(q_BHTD, k_BGTD, v_BGTD, **options):
@@ -71,7 +71,7 @@ def _attend(carried, number, attention, first, last, store, mask):
         k_BGSD, v_BGSD = (carry(new, carried, (number, which), place, store)
                           for which, new in enumerate((k_BGTD, v_BGTD)))
         if attention is F.scaled_dot_product_attention and first > 0:
-            # Its own causal mask is aligned top-left: the first query would see the first key only.
+            # Its is_causal is aligned top-left: the chunk's first query would see the first key only.
             options = {**options, "is_causal": False, "attn_mask": mask.like(q_BHTD)}
         elif first > 0 and id(attention) not in carried.aligned:
             _check_alignment(attention, q_BHTD, k_BGSD, options)
@@ -87,7 +87,10 @@ def _carry(*args):
 
 @torch.no_grad()
 def _check_alignment(attention, q_BHTD, k_BGSD, options):
-    """ValueError unless of two queries and three keys the last query sees the last key, and the first does not."""
+    """Raise ValueError unless `causal` is aligned bottom-right.
+
+    With two queries and three keys, the last query must see the last key, and the first query must not.
+    """
     if isinstance(q_BHTD, FakeTensor):
         return
     q, k, v = (like.new_zeros(1, like.shape[1], n, like.shape[3]) for like, n in ((q_BHTD, 2), *[(k_BGSD, 3)] * 2))
@@ -100,7 +103,7 @@ def _check_alignment(attention, q_BHTD, k_BGSD, options):
 
 
 class _Mask:
-    """Causal and aligned bottom-right, (T, S), in the queries' type: made once, for all layers of a chunk."""
+    """A causal mask (T, S), aligned bottom-right, in the queries' dtype; made once for all layers of a chunk."""
 
     def __init__(self, first, last):
         self.first, self.last, self.made = first, last, None
@@ -114,8 +117,11 @@ class _Mask:
 
 
 class _Carry(torch.autograd.Function):
-    """New keys (or values) of a chunk → all keys so far. Backward: what earlier chunks' keys get is added to what they
-    have; the chunk's own get that, and what later chunks added before."""
+    """Maps a chunk's new keys (or values) to all keys so far.
+
+    Backward adds the gradient of all keys so far to their sums. It returns the chunk's own part of the sums, which
+    holds what later chunks added before.
+    """
 
     @staticmethod
     def forward(ctx, new, carried, where, place, store):
@@ -128,7 +134,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         summed, (layer, which) = ctx.carried.gradients, ctx.where
-        if summed is None:  # truncated: earlier chunks get nothing
+        if summed is None:  # truncated: keys and values of earlier chunks get no gradient
             return gradient[:, :, ctx.place].clone(), None, None, None, None
         summed = summed[layer][which]
         summed[:, :, : ctx.place.stop] += gradient
@@ -136,32 +142,33 @@ class _Carry(torch.autograd.Function):
 
 
 def carried_bytes(config, batch_size, sequence, dtype=torch.float32):
-    """Count the bytes of a whole sequence's keys and values: 2·e·L·B·s·G·D. Their gradients take as many."""
+    """Return the bytes of a whole sequence's keys and values: 2·e·L·B·s·G·D. Their gradients take as many."""
     return 2 * dtype.itemsize * config.layers * batch_size * sequence * config.kv_heads * config.head_dim
 
 
 def chunked_step_bytes(config, batch_size, sequence, chunk_size, dtype=torch.float32, optimizer="adamw", device="cpu",
                        gradient="full"):
-    """Count the bytes of a training step through `ChunkedSequenceProcessor` at its peak: a Ledger.
+    """Predict the bytes of a training step with `ChunkedSequenceProcessor` at its peak: a Ledger.
 
-    The two last chunks are the highest: the last attends to all keys, and when the one before it runs again all
-    gradients are there. So with the moments m of a chunk (`memory.step_bytes.backward_moments`):
+    The peak is in the backward of one of the last two chunks. The last chunk attends to all keys. The chunk before it
+    runs when all gradients are in memory. With the moments m of a chunk (`memory.step_bytes.backward_moments`):
 
-        states + inputs + 2 · carried_bytes + max over m and both chunks        (once carried_bytes if truncated)
+        states + inputs + 2 · carried_bytes + max over m and both chunks        (1 · carried_bytes if truncated)
 
-    As exact as `memory.training_step_moments`, and for the same models. ValueError as there.
+    It is exact for the models of `memory.training_step_moments`, and raises ValueError for the others.
     """
     if sequence <= chunk_size:
         return memory.training_step_bytes(config, batch_size, sequence, dtype, optimizer, device)
     states, e = step_states(config, batch_size, sequence, dtype, optimizer), dtype.itemsize
     last, gradients, table = (sequence - 1) % chunk_size + 1, states["gradients"], e * config.vocab_size * config.hidden
-    highest = [Ledger(gradients=gradients, temporaries=3 * table * config.tied)]  # of the embedding: three become one
+    # In the embedding's backward: with a tied head, both gradients of the table and their sum come on top of `.grad`.
+    highest = [Ledger(gradients=gradients, temporaries=3 * table * config.tied)]
     highest += backward_moments(config, batch_size, last, dtype, device, sequence, copied=False).values()
     copied = batch_size * config.kv_heads > 1
     for name, each in backward_moments(config, batch_size, chunk_size, dtype, device, sequence - last, copied).items():
-        # The new gradient of `down` is beside the sum for a moment.
+        # The new gradient of the MLP's `down` exists beside the sum until it is added.
         down = e * config.hidden * (config.mlp_hidden + config.bias)
-        if config.activation == "swiglu":  # it is gone when the gate is highest
+        if config.activation == "swiglu":  # freed before the gate's backward, which takes one such tensor more
             down = max(0, down - e * batch_size * chunk_size * config.mlp_hidden)
         highest.append(each + {"gradients": gradients - each["gradients"], "temporaries": down * (name == "MLP")})
     carried = carried_bytes(config, batch_size, sequence, dtype) * (2 if gradient == "full" else 1)

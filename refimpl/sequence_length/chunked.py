@@ -1,13 +1,14 @@
-"""A long sequence in chunks: of activations and logits there are those of one chunk.
+"""Training on a long sequence in chunks, so that memory holds the activations and logits of one chunk at a time.
 
-Attention is causal, so a chunk needs of earlier ones only their keys and values:
+Attention is causal. To compute a chunk, only the keys and values of the chunks before it are needed:
 
-    forward     chunk 1, 2 … n: each adds its keys and values; nothing else of it stays
-    backward    chunk n … 2, 1: each runs again, with its graph; the gradients of keys and values are summed over the
-                later chunks, and complete when their own chunk's turn comes
+    forward     chunk 1, 2 … n: each chunk stores its keys and values. Its activations are freed.
+    backward    chunk n … 2, 1: each chunk runs again, now with its graph. The gradients of its keys and values come
+                from itself and from all later chunks, so they are complete when its own turn comes.
 
-The gradient is that of the whole sequence. This is recomputation over time in place of depth, as in "Training Deep Nets
-with Sublinear Memory Cost" (Chen et al. 2016), section 5, for recurrent networks, where keys and values are the state.
+The result is the gradient of the whole sequence. It is recomputation over time instead of over depth. "Training Deep
+Nets with Sublinear Memory Cost" (Chen et al. 2016), section 5, does this for recurrent networks; here the carried state
+is the keys and values.
 """
 
 from contextlib import nullcontext
@@ -31,27 +32,28 @@ class ChunkedSequenceProcessor:
         for logits in process.logits(tokens):   # (B, up to 512, V), one chunk after the other
             …
 
-    Loss, gradients and logits are those of the whole sequence, up to the order in which sums are taken. The last chunk
-    has what is left; a sequence of one chunk is a plain pass. Peak: `chunked_step_bytes`. It costs the forward of all
-    chunks but the last once more.
+    Loss, gradients and logits equal those of the whole sequence, up to the order of summation. The last chunk may be
+    shorter. A sequence that fits in one chunk is an ordinary forward and backward. The peak is predicted by
+    `chunked_step_bytes`. The cost is one more forward of every chunk but the last.
 
-    - `gradient="truncated"`: keys and values of earlier chunks are constants. No chunk learns from what later ones read
-      of it: the loss is the same and the gradient is another, as in truncated backpropagation through time. It takes
-      no gradients of keys and values.
+    - `gradient="truncated"`: treats the keys and values of earlier chunks as constants, as truncated backpropagation
+      through time does. The loss stays the same, but the gradient differs: a chunk gets no gradient from later chunks.
+      The gradients of keys and values are then not allocated.
 
-    Gradients go straight to `.grad` (`torch.autograd.grad` through it is refused), once for each chunk: a hook on a
-    parameter sees each chunk's share. Random numbers and autocast in a recomputation are those of its forward; dropout
-    draws other masks than for the whole sequence. If a backward fails, every `.grad` is None, as half a sum is
-    nothing's gradient. Nothing is patched outside of a call; one call at a time.
+    Gradients are added to `.grad` once per chunk, so a hook on a parameter sees each chunk's share.
+    `torch.autograd.grad` is refused. A recomputation uses the random numbers and the autocast state of its forward.
+    Dropout draws different masks than it would for the whole sequence. If backward fails, every `.grad` is set to None,
+    since a partial sum is not a gradient. The model is patched only during a call, so calls must not overlap.
 
-    Chunks run again in backward, so until it ends parameters, tokens, targets and the model's mode must be what they
-    were in forward: else it is a RuntimeError. So is `create_graph=True`.
+    Raises RuntimeError if parameters, tokens, targets or the model's training mode change between forward and the end
+    of backward, which runs the chunks again, and for `create_graph=True`.
 
-    TypeError for a model that is no GPT; ValueError for a `chunk_size` that is no integer of at least 1, an unknown
-    `gradient`, an attention that several blocks share, and an attention function that takes no `causal`: of a chunk's
-    queries the last must see every key (bottom-right), which it could not be told. One that takes `causal` and aligns
-    it top-left, as `scaled_dot_product_attention` does, is a ValueError in the second chunk. Tokens and targets are
-    checked as the model does.
+    Raises TypeError for a model that is not a GPT. Raises ValueError for a `chunk_size` that is not an integer of at
+    least 1, for an unknown `gradient`, for an attention module that several blocks share, and for an attention function
+    without the option `causal`: a chunk has more keys than queries, and its mask must be aligned bottom-right (the last
+    query sees every key). A function that aligns `causal` top-left, as torch's `is_causal` does, raises ValueError in
+    the second chunk; `scaled_dot_product_attention` itself is accepted and gets a mask. Tokens and targets are checked
+    as in the model.
     """
 
     def __init__(self, model, chunk_size, *, gradient="full"):
@@ -64,33 +66,36 @@ class ChunkedSequenceProcessor:
             raise ValueError(f"gradient={gradient!r}: expected 'full' or 'truncated'")
         for block in model.blocks:
             if not {"causal", "is_causal"} & {*block.attention.options}:
-                raise ValueError(f"attention {block.attention.attention} takes no causal: a chunk's mask is another "
-                                 "than the sequence's; use one with that option, as softmax_attention has")
+                raise ValueError(f"attention {block.attention.attention} has no option causal: a chunk has more keys "
+                                 "than queries, so its mask is not the whole sequence's. Use an attention with that "
+                                 "option, such as softmax_attention")
         if len({block.attention for block in model.blocks}) < len(model.blocks):
-            raise ValueError("blocks of this model share an attention: each carries keys and values of its own, so "
-                             "each needs its own module (parameters may be shared)")
+            raise ValueError("several blocks of this model share one attention module: each block carries its own keys "
+                             "and values, so give each its own module (parameters may be shared)")
         self.model, self.chunk_size, self.gradient = model, int(chunk_size), gradient
 
     def __repr__(self):
         return f"ChunkedSequenceProcessor({type(self.model).__name__}, {self.chunk_size}, gradient={self.gradient!r})"
 
     def chunks(self, length):
-        """[(first, last), …] of a sequence of `length` tokens."""
+        """Return the chunks of a sequence of `length` tokens: [(first, last), …], `last` excluded."""
         return [(first, min(first + self.chunk_size, length)) for first in range(0, length, self.chunk_size)]
 
     def logits(self, tokens):
-        """Yield the logits of each chunk, (B, T, V), without a graph. Let go of one before you ask for the next, and
-        there is never more than one chunk's."""
+        """Yield the logits of each chunk, (B, T, V), without a graph.
+
+        Drop each before you ask for the next: then only one chunk's logits are in memory.
+        """
         length = self.model._check(tokens, None, 0)
         carried = Carried(self.model, *tokens.shape)
         for first, last in self.chunks(length):
-            with torch.no_grad(), carried.chunk(first, last, store=True):  # a decorator would hold what it passes on
+            with torch.no_grad(), carried.chunk(first, last, store=True):  # a decorator would hold the logits
                 logits = self.model(tokens[:, first:last], offset=first)
             yield logits
             del logits
 
     def __call__(self, tokens, targets):
-        """The mean loss of the whole sequence, as `model(tokens, targets)` gives it; its backward runs in chunks."""
+        """Return the mean loss of the whole sequence, as `model(tokens, targets)` does; backward runs in chunks."""
         length = self.model._check(tokens, targets, 0)
         if targets is None:
             raise TypeError("targets=None: expected a tensor (B, T); for logits, ask process.logits(tokens)")
@@ -100,13 +105,14 @@ class ChunkedSequenceProcessor:
         one_pass = _Pass(self, tokens, targets, trained if torch.is_grad_enabled() else [])
         if not one_pass.trained:
             return one_pass.forward()
-        # With a hook, not: autograd would call it once more, with no gradient.
+        # Not parameters with hooks: autograd would call the hooks once more, without a gradient.
         free = [p for p in trained if not p._backward_hooks and not p._post_accumulate_grad_hooks]
         return _Loss.apply(one_pass, *(free or [torch.empty(0, requires_grad=True)]))
 
 
 class _Loss(torch.autograd.Function):
-    """A whole pass as one node. `anchors`: tensors that ask for a gradient, so that autograd calls backward."""
+    """One autograd node for forward and backward of all chunks. `anchors` require a gradient, so that backward is
+    called."""
 
     @staticmethod
     def forward(ctx, one_pass, *anchors):
@@ -117,19 +123,20 @@ class _Loss(torch.autograd.Function):
     def backward(ctx, gradient):
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("a loss of ChunkedSequenceProcessor adds gradients to .grad: call loss.backward() "
-                               "without inputs=; torch.autograd.grad cannot be had")
+                               "without inputs=, and not torch.autograd.grad")
         if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True through a loss of ChunkedSequenceProcessor: its gradients have no "
-                               "graph; call model(tokens, targets) for derivatives of derivatives")
+            raise RuntimeError("create_graph=True for a loss of ChunkedSequenceProcessor: its gradients have no graph. "
+                               "For second derivatives, call model(tokens, targets)")
         one_pass, ctx.one_pass = ctx.one_pass, None
         if one_pass is None:
-            raise RuntimeError("backward a second time through a loss of ChunkedSequenceProcessor: compute it again")
+            raise RuntimeError("backward a second time through a loss of ChunkedSequenceProcessor: compute the loss "
+                               "again")
         one_pass.backward(gradient)
         return None, *(None for _ in ctx.needs_input_grad[1:])
 
 
 class _Pass:
-    """Forward and backward of one sequence in chunks. `trained`: the parameters that are to get gradients."""
+    """Runs forward and backward of one sequence in chunks. `trained`: the parameters that get gradients."""
 
     def __init__(self, process, tokens, targets, trained):
         self.model, self.tokens, self.targets, self.trained = process.model, tokens, targets, trained
@@ -140,21 +147,22 @@ class _Pass:
         self.found = self._condition()
 
     def _condition(self):
-        """What must be the same in backward: writes to each tensor, as autograd counts them, and each module's mode."""
+        """Return what must not change until backward: each tensor's version counter, and each module's mode."""
         tensors = [self.tokens, self.targets, *self.model.parameters(), *self.model.buffers()]
         return ([None if tensor.is_inference() else tensor._version for tensor in tensors],
                 [module.training for module in self.model.modules()])
 
     def _check_condition(self):
+        """Raise RuntimeError if a tensor was changed in place, or a module's mode, since forward."""
         for before, now, what in zip(self.found, self._condition(), (
                 "a parameter, tokens or targets were changed in place (by an optimizer that steps in backward?)",
                 "model.train() or eval() was called"), strict=True):
             if before != now:
                 raise RuntimeError(f"{what} between a forward of ChunkedSequenceProcessor and the end of its backward, "
-                                   "which runs the chunks again: do it after the backward")
+                                   "which runs the chunks again: do it after backward")
 
     def forward(self):
-        """The loss, without a graph. That of the last chunk stays, for backward begins with it."""
+        """Return the loss, without a graph. The last chunk's graph is kept, since backward begins there."""
         loss = 0.0
         for first, last in self.chunks:
             again = bool(self.trained) and last < self.tokens.shape[1]
@@ -168,13 +176,13 @@ class _Pass:
         return loss
 
     def _loss(self, first, last, store):
-        """A chunk's share of the mean."""
+        """Return one chunk's share of the mean loss."""
         with self.carried.chunk(first, last, store):
             part = self.tokens[:, first:last], self.targets[:, first:last]
             return self.model(*part, offset=first, reduction="sum") / self.count
 
     def backward(self, gradient):
-        """Add the gradient to `.grad`, chunk by chunk, the last first."""
+        """Add the gradient to `.grad`, chunk by chunk, from the last to the first."""
         if not self.truncated:
             self.carried.need_gradients()
         try:

@@ -1,4 +1,4 @@
-"""The longest sequence for which a training step fits in a budget: of any model, by dry runs at a few lengths.
+"""The longest sequence for which a training step of any model fits in a budget, found by dry runs at a few lengths.
 
 The size of a tensor is constant in the sequence length s (weights), or grows with s (activations, logits) or with s²
 (scores). So the bytes alive after each operation of a step are a polynomial a·s² + b·s + c, and three dry runs
@@ -19,20 +19,20 @@ from ..memory import Ledger
 from ..memory.ledger import human
 from .polynomial import Quadratic
 
-ALIKE = 12  # so many lengths of one peak, each twice the one before, are no step that pads
-FITTED = (4, 6, 8)  # the first three lengths, in multiples: a length of 1 has shapes of its own
+ALIKE = 12  # dry runs with one and the same peak, the lengths doubling: a step that pads would have grown by then
+FITTED = (4, 6, 8)  # the first three lengths, in multiples. Not 1: tensors of length 1 take special paths
 
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """What `longest_sequence` found.
+    """Holds what `longest_sequence` found.
 
-    - `sequence`: the length. `limit`: what keeps it from being longer, "budget" or "longest" (the argument).
+    - `sequence`: the length, in tokens. `limit`: what limits it, "budget" or "longest" (the argument).
     - `ledger`: the bytes of the step at its peak, from a dry run at this length; `peak`: their sum, an int.
     - `moment`: the operation at the peak, its module and phase.
-    - `polynomial`: the bytes of that moment for any s, a Quadratic, fitted at three other lengths and equal to `peak`
-      at this one. None if no such polynomial was found: then the step does something else at each length.
-    - `dry_runs`: {length: peak} of all dry runs that were made, in their order.
+    - `polynomial`: the bytes of that moment for any s, a Quadratic. It is fitted at three other lengths and equals
+      `peak` at this one. None if no such polynomial was found, since the step runs other operations at each length.
+    - `dry_runs`: {length: peak in bytes} of all dry runs, in the order in which they were made.
     """
 
     sequence: int
@@ -45,12 +45,12 @@ class LongestSequence:
 
     @property
     def peak(self):
-        """Bytes at the highest moment of the step."""
+        """Return the bytes at the highest moment of the step."""
         return self.ledger.total
 
     def __str__(self):
         of = f": {self.polynomial} bytes" if self.polynomial else ""
-        limit = "the budget" if self.limit == "budget" else "the longest that was asked for"
+        limit = "the budget" if self.limit == "budget" else "the longest length allowed"
         return (f"{self.sequence:,} tokens: {human(self.peak)} of {human(int(self.budget))}, limited by {limit}\n"
                 f"highest at {self.moment}{of}")
 
@@ -70,38 +70,38 @@ def longest_sequence(step, budget, *args, longest=None, multiple=64):
         found = longest_sequence(step, 16 * 2**30, longest=1024)
         found.sequence, found.peak; print(found)
 
-    `step` runs only on fake tensors (`memory.dry_run`): it takes no memory, and its arithmetic is not done. All bytes
-    alive in it count, of the model, the optimizer and the batch. `args`: models, optimizers and tensors that exist
-    already; the step gets fake copies of them.
+    `step` runs only on fake tensors (`memory.dry_run`), so it takes no memory and computes nothing. All bytes that are
+    alive during the step count: those of the model, the optimizer and the batch. `args`: models, optimizers and tensors
+    that already exist; the step gets fake copies of them.
 
-    1. Dry runs at three lengths. If they run the same operations, the bytes after each operation m are fitted as a
-       polynomial, and the least of the roots is the prediction:
+    1. Make dry runs at three lengths. If all run the same operations, fit a polynomial to the bytes after each
+       operation m. The smallest root is the prediction:
 
            a_m·s² + b_m·s + c_m ≤ budget for all m:  s = min over m of ⌊(−b_m + √(b_m² − 4a_m(c_m − budget))) / 2a_m⌋
 
-       If they do not (a loop over chunks runs more operations for a longer sequence), only the peaks are fitted.
-    2. Dry runs at the prediction, which must fit, and at one multiple more, which must not. Where that is not so, the
-       polynomials are fitted again with the new lengths, and the search goes on between the longest length that fits
-       and the shortest above it that does not. So the answer never rests on the fit alone.
+       If not, fit the peaks only. (A loop over chunks runs more operations for a longer sequence.)
+    2. Make dry runs at the prediction, which must fit, and one multiple above it, which must not. Otherwise fit again
+       with the new lengths, and search between the longest length known to fit and the shortest above it known not to.
+       So the answer never rests on the fit alone.
 
-    - `longest`: no length above it is run or answered, e.g. the model's context length. None: there is no limit.
-    - `multiple`: the answer is a multiple of it. For a step in chunks, give the chunk's size.
+    - `longest`: the upper limit of the search, such as the model's context length. None: there is no limit.
+    - `multiple`: the answer is a multiple of it. For a step in chunks, give the chunk size.
 
-    TypeError for a step that is no function. ValueError for a budget that is no positive number of bytes or too small
-    for `multiple` tokens (the message says how many bytes those take), for `longest` or `multiple` that is no positive
-    integer, for `longest` below `multiple`, for a step whose bytes do not grow with its sequence, and for what
-    `memory.dry_run` refuses.
+    Raises TypeError for a step that is not callable. Raises ValueError for a budget that is not a positive number of
+    bytes, or too small for `multiple` tokens (the message says how many bytes those take); for `longest` or `multiple`
+    that is not a positive integer; for `longest` below `multiple`; for a step whose bytes do not grow with the
+    sequence; and for whatever `memory.dry_run` refuses.
     """
     _check(step, budget, longest, multiple)
     end = math.inf if longest is None else longest // multiple * multiple + multiple  # the first that is too long
-    with tqdm(desc="dry runs", delay=2, leave=False) as progress:
+    with tqdm(desc="dry runs", delay=2) as progress:  # it stays: one that clears itself leaves an empty box
         search = _Search(step, args, budget, multiple, end, progress)
         search.run()
     if not search.fits:
         least = search.runs[multiple].peak.total
         raise ValueError(f"budget={budget:,} bytes: a step of {multiple} tokens takes {least:,} bytes, {human(least)}, "
-                         "the smallest feasible budget; a smaller batch or model, fused attention or recomputation "
-                         "would take less")
+                         "the smallest feasible budget. Give more, or take less: a smaller batch or model, fused "
+                         "attention, recomputation")
     run = search.runs[search.fits]
     limit = "longest" if search.fails == end else "budget"
     return LongestSequence(search.fits, budget, limit, run.moment, search.polynomial(), run.peak,
@@ -109,14 +109,14 @@ def longest_sequence(step, budget, *args, longest=None, multiple=64):
 
 
 class _DryRun:
-    """What is kept of a dry run: its operations, the bytes after each, the ledger of its peak and where that is."""
+    """Makes a dry run of one length. Keeps its operations, the bytes after each, the peak's ledger and its place."""
 
     def __init__(self, step, length, args):
         try:
             trace = memory.dry_run(step, length, *args)
         except Exception as error:
-            error.add_note(f"in a dry run of {length:,} tokens by longest_sequence; if the model takes no such length, "
-                           "give longest=")
+            error.add_note(f"raised in a dry run of {length:,} tokens by longest_sequence. If that is longer than the "
+                           "model accepts, give longest=")
             raise
         timeline = trace.timeline
         highest = timeline.peak()
@@ -126,7 +126,7 @@ class _DryRun:
 
 
 class _Search:
-    """Narrows (fits, fails): the longest length known to fit (0: none), the shortest above it known not to."""
+    """Narrows the interval from `fits`, the longest known to fit (0: none), to `fails`, the shortest known not to."""
 
     def __init__(self, step, args, budget, multiple, end, progress):
         self.step, self.args, self.budget, self.multiple, self.progress = step, args, budget, multiple, progress
@@ -140,7 +140,7 @@ class _Search:
         for turn in count():
             if self.fails - self.fits <= self.multiple:
                 return
-            length = self.middle() if turn % 3 == 2 else self.predicted()  # a fit that is wrong does not hold it up
+            length = self.middle() if turn % 3 == 2 else self.predicted()  # bisection, in case the fit is wrong
             self.try_length(max(self.fits + self.multiple, min(length, self.fails - self.multiple)))
 
     def try_length(self, length):
@@ -153,12 +153,12 @@ class _Search:
             self.fits = max(self.fits, length)
 
     def nearest(self, lengths):
-        """The three of `lengths` nearest to the bounds, ascending; None if there are fewer."""
+        """Return the three of `lengths` nearest to the bounds, ascending; None if there are fewer."""
         at = self.fits or self.fails
         return sorted(sorted(lengths, key=lambda length: abs(length - at))[:3]) if len(lengths) > 2 else None
 
     def predicted(self):
-        """The longest multiple that fits, by polynomials through the three nearest dry runs."""
+        """Return the longest multiple that fits, by polynomials through the three nearest dry runs."""
         lengths = self.nearest(self.runs)
         if lengths is None:
             return self.fails - self.multiple
@@ -171,18 +171,18 @@ class _Search:
         return self.middle() if fits == math.inf else fits // self.multiple * self.multiple
 
     def middle(self):
-        """Half-way between the bounds, or twice as far if nothing is known to fail."""
+        """Return the middle between the bounds, or twice the lower bound if no length is known to fail."""
         if self.fails < math.inf:
             return (self.fits + self.fails) // (2 * self.multiple) * self.multiple
         peaks = {run.peak.total for run in self.runs.values()}
         if len(peaks) == 1 and len(self.runs) == ALIKE:
-            raise ValueError(f"step takes {peaks.pop():,} bytes at {', '.join(map(str, self.runs))} tokens alike: does "
-                             "it use its argument? If it does, give longest=")
+            raise ValueError(f"step takes {peaks.pop():,} bytes at each of {', '.join(map(str, self.runs))} tokens: "
+                             "does it use its argument? If it does, give longest=")
         return 2 * self.fits
 
     def polynomial(self):
-        """The polynomial of the highest moment (of the peaks, if the operations differ) through the three lengths
-        nearest to the answer, if it holds there; else None."""
+        """Return the polynomial of the highest moment through the three lengths nearest to the answer, or None if it
+        does not predict the answer's own peak. If the operations differ, it is that of the peaks."""
         answer, lengths = self.runs[self.fits], self.nearest([length for length in self.runs if length != self.fits])
         if lengths is None:
             return None
@@ -195,8 +195,8 @@ class _Search:
 
 def _check(step, budget, longest, multiple):
     if not callable(step):
-        raise TypeError(f"step={step!r}: expected a function of the sequence length, which builds the model and makes "
-                        "a training step")
+        raise TypeError(f"step={step!r}: expected a function of the sequence length that builds the model and makes a "
+                        "training step")
     if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget <= sys.float_info.max:
         raise ValueError(f"budget={budget!r}: expected bytes, a number above 0")
     for name, value in (("multiple", multiple), ("longest", multiple if longest is None else longest)):

@@ -7,9 +7,9 @@ from math import inf, isqrt, lcm
 
 @dataclass(frozen=True)
 class Quadratic:
-    """Represents a·s² + b·s + c bytes. Adds, subtracts and multiplies; call it with s for the bytes.
+    """Represents a·s² + b·s + c bytes. It can be added, subtracted and multiplied; call it with s for the bytes.
 
-    Coefficients are integers, or Fractions where a tensor has, say, one bit for each token.
+    Coefficients are integers. They are Fractions where, for example, a tensor takes one bit per token.
     """
 
     a: int | Fraction = 0
@@ -18,14 +18,14 @@ class Quadratic:
 
     @classmethod
     def through(cls, function):
-        """Find the polynomial that `function(s)`, of degree 2 or less, is: from its values at 1, 2 and 3.
+        """Find the polynomial of degree 2 or less that equals `function(s)`, from the values at s = 1, 2 and 3.
 
-        ValueError if it is none: a fourth value lies elsewhere, or a coefficient is no integer.
+        Raises ValueError if a fourth value, at s = 1000, is not on it, or a coefficient is not an integer.
         """
         found = cls.fit({s: function(s) for s in (1, 2, 3)})
         if any(type(each) is Fraction for each in (found.a, found.b, found.c)) or found(1000) != function(1000):
-            raise ValueError(f"{function(1000):,} at s=1000, and not the {found(1000)} of {found}: no polynomial "
-                             "a·s² + b·s + c with whole coefficients")
+            raise ValueError(f"function(1000) is {function(1000):,}, but {found}, fitted at s = 1, 2 and 3, gives "
+                             f"{found(1000)}: expected a polynomial a·s² + b·s + c with integer coefficients")
         return found
 
     @classmethod
@@ -55,7 +55,7 @@ class Quadratic:
         if not isinstance(other, Quadratic):
             return Quadratic(self.a * other, self.b * other, self.c * other)
         if self.a * other.a or self.a * other.b or self.b * other.a:
-            raise ValueError(f"({self}) · ({other}) is of a degree above 2")
+            raise ValueError(f"({self}) · ({other}) is of a degree above 2, and a Quadratic holds degrees up to 2")
         return Quadratic(self.a * other.c + self.b * other.b + self.c * other.a,
                          self.b * other.c + self.c * other.b, self.c * other.c)
 
@@ -65,8 +65,8 @@ class Quadratic:
         return self + other * -1
 
     def largest(self, budget):
-        """Solve for the largest integer s ≥ 0 with a·s² + b·s + c ≤ budget: −1 if there is none, infinite if there is
-        no largest.
+        """Solve for the largest integer s ≥ 0 with a·s² + b·s + c ≤ budget. Returns −1 if there is none, and infinity
+        if every s fits.
 
             s = ⌊(−b + √(b² − 4a·(c − budget))) / 2a⌋,    ⌊(budget − c) / b⌋ if a = 0
         """

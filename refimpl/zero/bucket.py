@@ -53,14 +53,14 @@ class Bucket:
 
     @property
     def name(self):
-        """The common prefix of its parameters' names, such as a block's; else the first name and how many more."""
+        """Return the common prefix of its parameters' names, such as a block's; else the first name and a count."""
         first, *rest = [slot.name for slot in self.slots]
         parts = os.path.commonprefix([slot.name.split(".") for slot in self.slots])
         return ".".join(parts) or f"{first} + {len(rest)}"
 
     @property
     def nbytes(self):
-        """Bytes of all parameters and the padding."""
+        """Return the bytes of all parameters and the padding."""
         return self.numel * self.dtype.itemsize
 
     def views(self, flat):

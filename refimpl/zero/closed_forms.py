@@ -52,14 +52,14 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
     if optimizer not in STATES:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(STATES)}")
     parameters = gradients = states = 0
-    placeholders = {}  # the one number of each dtype that released parameters show
+    placeholders = {}  # one element of each dtype, which released parameters expand
     for bucket in buckets:
         low, shard = bucket.dtype in LOW, bucket.shard_numel
         stays = all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)
         held = (bucket.numel if stage < 3 else 0) + (shard if stage == 3 else 0) + bucket.numel * (stage == 3 and stays)
         parameters += held * bucket.dtype.itemsize
         placeholders |= {(bucket.dtype, bucket.device): bucket.dtype.itemsize} if stage == 3 and not stays else {}
-        cut = stage >= 2 or stage == 1 and reduce_dtype not in (None, bucket.dtype)  # not in the buffer: it goes
+        cut = stage >= 2 or stage == 1 and reduce_dtype not in (None, bucket.dtype)  # the buffer is freed
         gradients += shard * (reduce_dtype or bucket.dtype).itemsize if cut else bucket.nbytes
         mine = ([(slot.end - slot.first) for slot in bucket.slots] if stage == 0 else
                 [piece.end - piece.first for piece in bucket.pieces(rank)])

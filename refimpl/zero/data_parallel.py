@@ -58,7 +58,7 @@ class DataParallel(SavingMixin):
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
-        self._gradients, self._views = {}, {}  # bucket → its buffer; parameter → its gradient in there, once it has one
+        self._gradients, self._views = {}, {}  # bucket → its buffer; parameter → its gradient in it
         self._used, self._missing, self._launched, self._handles = set(), {}, 0, {}
         self._running = False  # whether a backward is running
         self._syncing, self._synced, self._steps, self._micro_batches = True, False, 0, 0
@@ -133,7 +133,7 @@ class DataParallel(SavingMixin):
 
     @property
     def param_groups(self):
-        """The optimizer's."""
+        """Return the optimizer's param groups."""
         return self.optimizer.param_groups
 
     def __deepcopy__(self, memo):
@@ -174,7 +174,7 @@ class DataParallel(SavingMixin):
     def _update(self, used):
         for parameter in self._bucket_of:
             if parameter not in used:
-                parameter.grad = None  # no rank has used it, and the optimizer is to leave it as it is
+                parameter.grad = None  # no rank has used it, so the optimizer must not change it
         self.optimizer.step()
 
     def _used_parameters(self):
@@ -186,27 +186,27 @@ class DataParallel(SavingMixin):
     # --- for saving --------------------------------------------------------------------------------------------------
 
     def _held_pieces(self):
-        """{bucket: [(Piece, tensor)]} that this rank's optimizer updates: here all parameters, whole."""
+        """Return {bucket: [(Piece, tensor)]} that this rank's optimizer updates: here all whole parameters."""
         return {bucket: [(Piece(slot, 0, slot.end - slot.first, slot.first), slot.parameter) for slot in bucket.slots]
                 for bucket in self.buckets}
 
     def _owned_pieces(self):
-        """The same, but with each element on one rank alone: the part that this rank saves."""
+        """Return the pieces that this rank saves: like `_held_pieces`, but each element on one rank only."""
         return {bucket: [(piece, piece.slot.parameter) for piece in bucket.pieces(self.comm.rank)]
                 for bucket in self.buckets}
 
     def _group_names(self):
-        """[[names of the parameters] of each param group]."""
+        """Return [[names of the parameters] of each param group]."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [[names[p] for p in group["params"]] for group in self.param_groups]
 
     def _after_load(self):
-        """Called when a load has written to the tensors of `_held_pieces`. No-op: they are the model's parameters."""
+        """Update the parameters after a load has written to `_held_pieces`. No-op: they are the parameters here."""
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _arrived(self, parameter):
-        """Hook on each parameter: autograd has added to its gradient for the last time in this backward."""
+        """Put a complete gradient into its bucket. Autograd calls this hook once for each parameter in a backward."""
         if not self._running:
             self.zero_grad()
             raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss)")
@@ -253,7 +253,7 @@ class DataParallel(SavingMixin):
             self._launch_next()
 
     def _launch_next(self):
-        while len(self._handles) >= IN_FLIGHT:  # a collective may need memory until it ends
+        while len(self._handles) >= IN_FLIGHT:  # each may hold memory until it ends
             oldest = next(iter(self._handles))
             self._reduced(oldest, self._handles.pop(oldest).wait())
         bucket = self.buckets[self._launched]
@@ -284,7 +284,7 @@ class DataParallel(SavingMixin):
             slot.parameter.grad = self._views[slot.parameter]  # also if only another rank has used it
 
     def _abandon(self):
-        """After an exception: wait for the collectives in flight, and drop the gradients."""
+        """Wait for the collectives in flight and drop the gradients, after an exception."""
         handles, self._handles = list(self._handles.values()), {}
         for handle in handles:
             handle.wait()

@@ -1,7 +1,7 @@
-"""Which buckets have whole parameters at the moment, who is using them, and which are prefetched.
+"""Gathering, release and prefetch of whole parameters, bucket by bucket.
 
-Every rank gathers the same buckets in the same order, so that the collectives match. Nothing here depends on how fast
-anything is.
+Every rank gathers the same buckets in the same order, so that the collectives match. The order does not depend on
+timing.
 """
 
 from collections import Counter
@@ -25,8 +25,8 @@ class Gathering:
         self.store = DeviceMemory() if store is None else store
         self._number = {bucket: i for i, bucket in enumerate(shards)}
         self.look_ahead, self.limit = look_ahead, limit
-        self._views, self._placeholders = {}, {}  # bucket → what its parameters show: views of `full`, or NaN
-        self._nan = {}  # (dtype, device) → the one number behind all placeholders
+        self._views, self._placeholders = {}, {}  # bucket → `data` of its parameters: views of `full`, or NaN
+        self._nan = {}  # (dtype, device) → the element that all placeholders expand
         self._users, self._whole, self._in_flight = Counter(), set(), {}
         self._order, self._seen = [], []  # buckets in the order of the last step, and of this one
         for bucket, tensor in full.items():
@@ -37,7 +37,7 @@ class Gathering:
         """Return when `bucket` is whole. It stays whole until it has been released as often as it was gathered."""
         self._users[bucket] += 1
         if bucket in self._whole:
-            if self._users[bucket] == 1:  # `release` kept it for this use
+            if self._users[bucket] == 1:  # `release` had kept it for this use
                 self._seen.append(bucket)
                 self._prefetch()
             return
@@ -56,8 +56,8 @@ class Gathering:
             self._free(bucket)
 
     def release_unused(self):
-        """Free all that nobody uses. What is gathered next counts as the beginning of a step."""
-        for bucket in list(self._in_flight):  # prefetched, and never used
+        """Free all buckets not in use. The next gather then counts as the first of a step."""
+        for bucket in list(self._in_flight):  # prefetched but not used
             self._wait(bucket)
             self._free(bucket)
         for bucket in [bucket for bucket in self._whole if not self._users[bucket]]:
@@ -70,14 +70,14 @@ class Gathering:
         self._users.clear()
         self.release_unused()
         for nan in self._nan.values():
-            nan.fill_(torch.nan)  # somebody may have written to a freed parameter, `p.zero_()`, say
+            nan.fill_(torch.nan)  # in case a released parameter was written to, by `p.zero_()` for example
 
     def live(self):
         """Return the number of elements that are whole or in flight."""
         return sum(bucket.numel for bucket in (*self._whole, *self._in_flight))
 
     def _next(self):
-        """Return the bucket that came next in the last step; None if this step has gone another way."""
+        """Return the bucket that came next in the last step; None if this step's order differs from it."""
         done = len(self._seen)
         return self._order[done] if self._order[:done] == self._seen and done < len(self._order) else None
 
@@ -91,16 +91,16 @@ class Gathering:
 
     def _launch(self, bucket):
         self.store.get(self.key(bucket))
-        full = mark(self.full[bucket], "parameters")  # so that a tracker meets it now, while it has no bytes
+        full = mark(self.full[bucket], "parameters")  # registers it with a tracker before it has bytes
         full.untyped_storage().resize_(bucket.nbytes)
-        if bucket not in self._views:  # views cannot be made of a storage without bytes
+        if bucket not in self._views:  # after resize_: a storage without bytes has no views
             self._views[bucket] = bucket.views(full)
         for slot, view in zip(bucket.slots, self._views[bucket], strict=True):
             slot.parameter.data = view
         self._in_flight[bucket] = self.comm.all_gather(self.shards[bucket], out=full, async_op=True)
 
     def _prefetch(self):
-        """Launch the gathers that come next, within the limits; none in a step that goes another way than the last."""
+        """Launch the next gathers, within the limits, in the last step's order; none if this step's order differs."""
         if self._next() is None:
             return
         for bucket in self._order[len(self._seen):]:
@@ -108,7 +108,7 @@ class Gathering:
                 continue
             ahead = bucket.numel + sum(each.numel for each in self._in_flight)
             if bucket in self._whole or ahead > self.look_ahead or self.live() + bucket.numel > self.limit:
-                self.store.prefetch(self.key(bucket))  # its shard can come from the store already
+                self.store.prefetch(self.key(bucket))  # the store can begin to load its shard
                 return
             self._launch(bucket)
 
@@ -118,8 +118,10 @@ class Gathering:
         self.full[bucket].untyped_storage().resize_(0)
 
     def _hide(self, bucket):
-        """Let freed parameters show NaN: one number, expanded to their shapes. Left as views of a storage without
-        bytes, torch would read them at address 0, and `print(parameter)` would end the process."""
+        """Make released parameters read as NaN: one element, expanded to their shapes.
+
+        As views of a storage without bytes they would be read at address 0: `print(parameter)` would crash the process.
+        """
         if bucket not in self._placeholders:
             kind = bucket.dtype, bucket.device
             if kind not in self._nan:

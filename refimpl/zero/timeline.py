@@ -57,7 +57,7 @@ def _hooks(engine, recorder):
             output.register_hook(lambda gradient: before_backward(unit))
 
     def before_backward(unit):
-        if not recorder.is_busy(COMPUTE):  # this unit is the first: the last one ends with autograd's run
+        if not recorder.is_busy(COMPUTE):  # the first unit: the last one ends when autograd's run ends
             torch.autograd.Variable._execution_engine.queue_callback(lambda: recorder.leave(COMPUTE))
         recorder.enter(COMPUTE, "backward", names[unit])
 

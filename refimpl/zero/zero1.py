@@ -74,7 +74,7 @@ class Zero1(DataParallel):
             self._views.pop(slot.parameter, None)
 
     def _add(self, bucket, shard):
-        """Add to the shard of earlier micro-batches."""
+        """Add `shard` to that of earlier micro-batches."""
         if bucket in self._gradient_shards:
             self._gradient_shards[bucket].add_(shard)
         else:
@@ -82,7 +82,7 @@ class Zero1(DataParallel):
         self.sharded_optimizer.set_gradients(bucket, self._gradient_shards[bucket], self._bucket_of)
 
     def _buffer(self, bucket):
-        """The buffer of a bucket is used again in the next micro-batch: a shard that lies in it is copied first."""
+        """Return the bucket's buffer. It is reused in each micro-batch, so a shard in it is copied first."""
         shard = self._gradient_shards.get(bucket)
         if bucket in self._gradients and shard is not None and same_memory(
                 shard, bucket.shard(self._gradients[bucket], self.comm.rank)):
@@ -93,7 +93,7 @@ class Zero1(DataParallel):
     # --- step --------------------------------------------------------------------------------------------------------
 
     def _update(self, used):
-        """Each bucket: update this rank's shard, then gather all; the next bucket's update goes on meanwhile."""
+        """Update this rank's shard of each bucket, then gather all shards, while the next bucket is updated."""
         for bucket in self.buckets:
             for piece, own in self.sharded_optimizer.pieces[bucket]:
                 if piece.slot.parameter not in used:
@@ -113,7 +113,7 @@ class Zero1(DataParallel):
     # --- where shards are stored -------------------------------------------------------------------------------------
 
     def _stored_tensors(self, bucket):
-        """{key: tensors} that nothing computes with between two updates."""
+        """Return {key: tensors} that are not used between two updates."""
         return {("states", self.buckets.index(bucket)): self.sharded_optimizer.state_tensors(bucket)}
 
     def _store_states(self, bucket):

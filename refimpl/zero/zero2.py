@@ -29,7 +29,7 @@ class Zero2(Zero1):
         self._views[parameter] = self._placed(bucket, parameter, gradient)
 
     def _buffer_dtype(self, bucket):
-        """The dtype of the reduction: the buffer is not kept, so it need not have the gradients' own."""
+        """Return the dtype of the reduction. The buffer is not kept, so it need not have the gradients' own."""
         return self.reduce_dtype or bucket.dtype
 
     def _reduce(self, bucket):

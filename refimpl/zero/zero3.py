@@ -55,11 +55,11 @@ class Zero3(Zero2):
         self.persistence_threshold, self.reshard_after_forward = persistence_threshold, reshard_after_forward
         self._limits = look_ahead, max_live_parameters
         super().__init__(model, comm, *args, **options)
-        self._open_backwards = dict.fromkeys(self.units, 0)  # how many backwards of a unit are running
+        self._open_backwards = dict.fromkeys(self.units, 0)  # unit → number of its backwards that run
         self._gathered_once = set()  # buckets that some forward has gathered
-        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))  # storages come and go
+        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))  # they resize storages
         for unit in self.units:
-            unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)  # others' may look at parameters
+            unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)  # before hooks that read parameters
             unit.register_forward_hook(after, always_call=True)
 
     def forward(self, *args, **kwargs):
@@ -175,7 +175,7 @@ class Zero3(Zero2):
 
     def _before_backward(self, unit):
         if type(unit) is nn.Embedding:
-            return  # its gradient needs the indices alone
+            return  # its backward does not read the weight
         self._open_backwards[unit] += 1
         for bucket in self._sharded_buckets(unit):
             self.gathering.gather(bucket)
@@ -200,7 +200,7 @@ class Zero3(Zero2):
 
 
 def _tensors_in(output):
-    """Yield the tensors of a unit's output: in tuples, lists, dicts and dataclasses, nested as they may be."""
+    """Yield the tensors of a unit's output, from nested tuples, lists, dicts and dataclasses."""
     for x in pytree.tree_leaves(output):
         if isinstance(x, torch.Tensor):
             yield x
@@ -209,7 +209,7 @@ def _tensors_in(output):
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Returns its inputs; when all their gradients are there, tells the engine that the unit's backward is done."""
+    """Returns its inputs. Its backward runs when all their gradients exist, so the unit's backward has ended then."""
 
     @staticmethod
     def forward(ctx, engine, unit, *tensors):
@@ -274,6 +274,6 @@ def _is_called(module):
 
 
 def _has_own(module):
-    """Whether it has parameters that no called module inside it holds."""
+    """Tell whether the module has parameters that are not in a called module inside it."""
     return next(module.parameters(recurse=False), None) is not None or any(
         _has_own(child) for child in module.children() if not _is_called(child))

@@ -408,22 +408,22 @@ TOKENS = torch.zeros(4, 8, dtype=torch.int64)
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=float("nan")), ValueError, "micro_batch=nan"),
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2.0), ValueError, "micro_batch=2.0"),
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=True), ValueError, "micro_batch=True"),
-    (lambda m: accumulate(m, TOKENS, TOKENS), ValueError, "expected a batch and micro_batch="),
-    (lambda m: accumulate(m, micro_batch=2), ValueError, "expected a batch and micro_batch="),
+    (lambda m: accumulate(m, TOKENS, TOKENS), ValueError, "expected either a batch and micro_batch="),
+    (lambda m: accumulate(m, micro_batch=2), ValueError, "expected either a batch and micro_batch="),
     (lambda m: accumulate(m, TOKENS, micro_batches=[TOKENS]), ValueError, "or micro_batches="),
     (lambda m: accumulate(m, micro_batches=[]), ValueError, "micro_batches is empty: expected"),
-    (lambda m: accumulate(m, micro_batches=[(TOKENS, TOKENS[:2])]), ValueError, "expected as many rows"),
+    (lambda m: accumulate(m, micro_batches=[(TOKENS, TOKENS[:2])]), ValueError, "expected one number of rows"),
     (lambda m: accumulate(m, TOKENS[:0], TOKENS[:0], micro_batch=2), ValueError, "the batch is empty"),
     (lambda m: accumulate(m, TOKENS, TOKENS[:3], micro_batch=2), ValueError, r"\(4, 8\), \(3, 8\)"),
     (lambda m: accumulate(m, TOKENS, TOKENS - 100, micro_batch=2), ValueError, "every target of the batch is ignored"),
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, count=lambda *_: float("nan")), ValueError,
-     "count gave nan for micro-batch 0"),
+     "count returned nan for micro-batch 0"),
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, count=lambda x, y: x), ValueError, "expected one number"),
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, reduction="avg"), ValueError, "reduction='avg'"),
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, dtype=torch.int32), ValueError, "dtype=torch.int32"),
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, dtype="fp32"), ValueError, "dtype='fp32'"),
     (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, scale=8.0), TypeError, "scale=8.0: expected a function"),
-    (lambda m: accumulate(frozen(), TOKENS, TOKENS, micro_batch=2), ValueError, "no parameter that asks for"),
+    (lambda m: accumulate(frozen(), TOKENS, TOKENS, micro_batch=2), ValueError, "no parameter that requires a"),
     (lambda m: accumulate(nn.ReLU(), TOKENS, TOKENS, micro_batch=2), ValueError, "ReLU has no parameter"),
     (lambda m: accumulate(m.forward, TOKENS, TOKENS, micro_batch=2), TypeError, "expected a module"),
 ])
@@ -553,5 +553,5 @@ def test_a_hook_that_changes_gradients_is_left_to_it():
 
 def test_a_scale_that_gives_nothing_is_named():
     x = torch.randn(4, 4)
-    with pytest.raises(TypeError, match="scale gave NoneType: expected the loss that it was given"):
+    with pytest.raises(TypeError, match="scale returned NoneType: expected the loss that it was given"):
         accumulate(nn.Linear(4, 2), x, micro_batch=2, loss_fn=lambda model, x: model(x).mean(), scale=lambda loss: None)

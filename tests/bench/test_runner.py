@@ -77,7 +77,7 @@ def test_a_bar_is_shown_when_it_takes_over_two_seconds(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (({},), "needs candidates"),
+    (({},), "candidates={}: expected at least one"),
     (({"a": print}, 1), "rounds=1"),
     (({"a": print}, 5, -1), "warmup=-1"),
 ])

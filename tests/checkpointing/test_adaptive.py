@@ -101,3 +101,9 @@ def test_capacity_and_use_of_a_cpu():
 def test_what_is_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveCheckpoint(**options)
+
+
+def test_an_option_that_nobody_knows_is_named_beside_the_known():
+    with pytest.raises(TypeError, match="AdaptiveCheckpoint has no option 'treshold': expected memory_threshold, "
+                                        "budget, used, device$"):
+        AdaptiveCheckpoint(treshold=0.8)

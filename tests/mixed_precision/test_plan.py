@@ -307,6 +307,14 @@ def test_plans_that_cannot_be(small):
             assert unchanged(model, before) and not hooks(model)
 
 
+def test_an_option_that_nobody_knows_is_named_beside_the_known(small):
+    model, _ = small
+    before = snapshot(model)
+    with pytest.raises(TypeError, match="DynamicPrecisionModel has no option 'kept': expected model, plan, keep$"):
+        DynamicPrecisionModel(model, {"*": torch.bfloat16}, kept=True)
+    assert unchanged(model, before) and not hooks(model)
+
+
 def test_a_model_with_a_plan_is_copied_and_pickled(small):
     model, tokens = small
     dynamic = DynamicPrecisionModel(model, {"*": torch.bfloat16})

@@ -334,6 +334,13 @@ def test_the_scale_is_a_number_of_fp32_as_the_loss_is_multiplied_in():
     assert AdaptiveLossScaler(1000.1).get_scale() == torch.tensor(1000.1).item() != 1000.1
 
 
+def test_an_option_that_nobody_knows_is_named_beside_the_known():
+    with pytest.raises(TypeError, match="AdaptiveLossScaler has no option 'enabled': expected init_scale, "
+                                        "growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, "
+                                        "max_scale, comm$"):
+        AdaptiveLossScaler(enabled=False)
+
+
 def test_a_comm_that_is_none():
     with pytest.raises(TypeError, match="comm=3: expected a Communicator, such as comm.launch gives each"):
         AdaptiveLossScaler(comm=3)

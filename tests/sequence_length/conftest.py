@@ -1,44 +1,19 @@
-"""The training step that answers and closed forms are held against, on real tensors or on fake ones."""
+"""Traces of the training step in tests/kits/training_step.py, and the models that it trains."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.nn import functional as F
+from training_step import ATTENTIONS, train
 
 from refimpl import memory
-from refimpl.checkpointing import recompute
-from refimpl.model import GPT, GPTConfig, softmax_attention
-from refimpl.sequence_length import ChunkedSequenceProcessor
+from refimpl.model import GPT, GPTConfig
 
 GPT2 = {"vocab_size": 300, "context_length": 1024, "layers": 3, "hidden": 64, "heads": 4}
 LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
                 "bias": False, "tied": False}
 NEOX = GPT2 | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "tied": False}
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "neox": NEOX}
-ATTENTIONS = {"dense": softmax_attention, "flash": F.scaled_dot_product_attention}
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
-              "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9)}
-
-
-def train(config, batch, sequence, attention="dense", recompute_blocks=False, chunk_size=None, gradient="full",
-          dtype=torch.float32, optimizer="adamw"):
-    """A step as in a loop: the optimizer's states and the last loss are there."""
-    model = GPT(config, ATTENTIONS[attention], dtype=dtype)
-    stepping = OPTIMIZERS[optimizer](model.parameters())
-    call = model if chunk_size is None else ChunkedSequenceProcessor(model, chunk_size, gradient=gradient)
-    tokens, targets = (torch.zeros(batch, sequence, dtype=torch.int64) for _ in range(2))
-    with recompute(model.blocks) if recompute_blocks else nullcontext():
-        loss = torch.zeros(())
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        stepping.step()
-        stepping.zero_grad()
-        loss = call(tokens, targets)
-        loss.backward()
-        stepping.step()
-        stepping.zero_grad()
 
 
 @pytest.fixture(scope="session")

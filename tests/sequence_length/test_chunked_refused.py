@@ -23,7 +23,7 @@ def test_what_cannot_be_fed_in_chunks(family):
     with pytest.raises(ValueError, match="gradient='half': expected 'full' or 'truncated'"):
         ChunkedSequenceProcessor(GPT(family("gpt2")), 8, gradient="half")
     for attention in (lambda q, k, v: v, functools.partial(F.scaled_dot_product_attention, is_causal=True)):
-        with pytest.raises(ValueError, match="takes no causal: a chunk's mask is another than the sequence's"):
+        with pytest.raises(ValueError, match="has no option causal: a chunk has more keys than queries"):
             ChunkedSequenceProcessor(GPT(family("gpt2"), attention), 8)
 
 
@@ -123,5 +123,5 @@ def test_what_a_loss_in_chunks_has_not(made, family):
     with pytest.raises(TypeError, match=r"targets=None: .* process.logits\(tokens\)"):
         process(tokens, None)
     model.blocks.append(model.blocks[0])
-    with pytest.raises(ValueError, match="blocks of this model share an attention"):
+    with pytest.raises(ValueError, match="several blocks of this model share one attention"):
         ChunkedSequenceProcessor(model, 10)

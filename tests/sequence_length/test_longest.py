@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from tqdm import tqdm
+from training_step import train
 
 from refimpl import memory
 from refimpl.checkpointing import recompute
 from refimpl.memory import training_step_bytes
 from refimpl.model import GPT, GPTConfig
 from refimpl.sequence_length import Quadratic, carried_bytes, longest, longest_sequence
-
-from .conftest import train
 
 CASES = {
     "gpt2, dense": ("gpt2", 2, {}),
@@ -263,7 +263,7 @@ def test_the_longest_is_a_multiple():
 
 
 def test_bytes_that_do_not_grow():
-    with pytest.raises(ValueError, match="step takes 5 bytes at 4, 6, 8, 16, .* tokens alike: does it use its"):
+    with pytest.raises(ValueError, match="step takes 5 bytes at each of 4, 6, 8, 16, .* tokens: does it use its"):
         longest_sequence(takes(lambda s: 5), 10, multiple=1)
     found = longest_sequence(takes(lambda s: 5), 10, longest=10_000, multiple=1)
     assert (found.sequence, found.limit) == (10_000, "longest")
@@ -276,6 +276,16 @@ def test_bytes_that_do_not_grow():
 def test_budgets_that_are_none(budget):
     with pytest.raises(ValueError, match="budget=.*: expected bytes, a number above 0"):
         longest_sequence(takes(lambda s: s), budget)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_bar_writes_nothing_or_stays(monkeypatch, capsys, drawn):
+    """A notebook would show an empty box for a bar that clears itself."""
+    when = {"delay": 1e-9 if drawn else 1000, "mininterval": 0}
+    monkeypatch.setattr(longest, "tqdm", lambda **options: tqdm(**options | when))
+    longest_sequence(lambda s: torch.ones(100 * s), 4 * 100 * 1000)
+    shown = capsys.readouterr().err
+    assert shown.endswith("\n") and shown.rpartition("\r")[2].startswith("dry runs: 5it") if drawn else shown == ""
 
 
 def test_a_budget_too_small_names_the_smallest(family):

@@ -15,7 +15,7 @@ from ..saved_tensors import Stored
 
 
 class Offloaded(Stored):
-    """Hold a storage in host memory. `copy` is what was fetched of it, until every operation that saved it used it."""
+    """Holds a storage in host memory. `copy`: the copy fetched to the device, until all operations have used it."""
 
     def __init__(self, tensor, schedule, index, host):
         super().__init__(tensor)
@@ -28,13 +28,13 @@ class Offloaded(Stored):
 
 
 class TransferSchedule:
-    """Order the copies of one forward: at most `depth` storages on their way out, `depth` prefetched in backward."""
+    """Orders the copies of one forward: at most `depth` are in flight to the host, and `depth` are prefetched."""
 
     def __init__(self, transfer, depth):
         self._transfer, self._depth = transfer, depth
-        self._order = []  # weak references to the Offloaded, as they were sent
+        self._order = []  # weak references to the Offloaded, in the order of sending
         self._leaving = deque()  # (flat, its version, ticket, weak reference to the Offloaded)
-        self._backward = None  # the graph task that fetches
+        self._backward = None  # autograd's id of the backward that fetches
         self._lock = threading.RLock()  # autograd has one thread for each CUDA device
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class TransferSchedule:
             while len(self._leaving) > left:
                 flat, version, ticket, reference = self._leaving[0]
                 self._transfer.wait(ticket)
-                self._leaving.popleft()  # not before: should the wait be interrupted, the copy still needs it
+                self._leaving.popleft()  # after the wait: if that is interrupted, the copy still needs `flat`
                 stored = reference()
                 if stored is not None and flat._version != version:
                     stored.overwritten = flat._version, version
@@ -79,14 +79,14 @@ class TransferSchedule:
             self._fetch_ahead(stored.index)
             self._transfer.wait(stored.ticket)
             flat, stored.taken = stored.copy, stored.taken + 1
-            if stored.taken == stored.views:  # by every operation that saved it
+            if stored.taken == stored.views:  # all operations that saved it have taken it
                 stored.copy, stored.done = None, True
-            if self._backward == -1:  # a node is inspected outside any backward
+            if self._backward == -1:  # not in a backward: a node's saved tensor is inspected
                 self.forget()
             return flat
 
     def _begin(self, task):
-        """At the first one of a backward, arrange that nothing is left on the device after the last."""
+        """Schedule `forget` for the end of a backward, at its first `take`."""
         if task == self._backward:
             return
         self.forget()
@@ -109,14 +109,14 @@ class TransferSchedule:
                 ahead += 1
 
     def forget(self):
-        """Drop what was fetched and not used, and start again: a retained graph may run once more."""
-        with self._lock:  # another thread's backward may be about to take one
+        """Drop copies that were fetched and not used, and reset, since a retained graph may run again."""
+        with self._lock:  # another thread's backward may be in `take`
             self._backward = None
             for stored in filter(None, (reference() for reference in self._order)):
                 if stored.copy is not None:
-                    self._transfer.wait(stored.ticket)  # before its memory is given to another
+                    self._transfer.wait(stored.ticket)  # before the memory is reused
                 stored.copy, stored.taken, stored.done = None, 0, False
-            while self._order and self._order[-1]() is None:  # a region may last for many steps
+            while self._order and self._order[-1]() is None:  # a region may span many steps
                 self._order.pop()
 
 

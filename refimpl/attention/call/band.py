@@ -32,7 +32,7 @@ class Band(NamedTuple):
 
     @property
     def fully_masked(self):
-        """The number of queries that see no key. They are the first ones: later queries are further right."""
+        """Return the number of queries that see no key. They are the first ones: later queries are further right."""
         if self.S == 0 or self.right is None:
             return self.T if self.S == 0 else 0
         return min(self.T, max(0, self.T - self.S - self.right))

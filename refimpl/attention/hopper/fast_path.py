@@ -28,7 +28,7 @@ PROVEN = {}
 
 
 class Kind(NamedTuple):
-    """Calls that are trusted together: they compile to one kernel, except for the tail of a sequence."""
+    """Identifies calls that are trusted together: they compile to one kernel, except for the tail of a sequence."""
 
     kernel: str
     device: torch.device
@@ -59,14 +59,14 @@ def forward(q_BHTD, k_BGSD, v_BGSD, problem, causal, window, kernel="auto"):
             try:
                 return module_of(fast).forward(q_BHTD, k_BGSD, v_BGSD, **options)
             except torch.OutOfMemoryError:
-                raise  # no fault of the kernel: the other one would need as much
+                raise  # not the kernel's fault: the other one would need as much
             except Exception as error:
                 set_verdict(kind, f"raises {type(error).__name__}: {error}")
     return triton_forward.forward(q_BHTD, k_BGSD, v_BGSD, problem)
 
 
 def module_of(kernel):
-    """Return the module of a fast kernel, imported when it is needed: a Triton without Gluon has the others."""
+    """Import and return the module of a fast kernel. It is imported late, since some versions of Triton lack Gluon."""
     return importlib.import_module(f".{MODULES[kernel]}", __package__)
 
 

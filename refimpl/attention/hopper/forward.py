@@ -37,25 +37,25 @@ from ..call.band import Band
 DTYPES = (torch.float16, torch.bfloat16)
 DESCRIPTOR_BYTES = 128  # CUtensorMap in CUDA's driver API; three for each program: q, k, v
 LOG2_E = math.log2(math.e)
-L2_BYTES = 32 * 2**20  # what keys and values may take of the H100's 50 MB L2 cache (NVIDIA H100 whitepaper, table 3)
+L2_BYTES = 32 * 2**20  # for keys and values, of the H100's 50 MB L2 cache (NVIDIA H100 whitepaper, table 3)
 
 
 class Tiles(NamedTuple):
-    """The tiles of a head_dim: rows of Q, rows of K and V, warps, stages (tiles of K and V that are in flight)."""
+    """Tile sizes for a head_dim: rows of Q, rows of K and V, warps, stages (tiles of K and V in flight)."""
 
     queries: int
     keys: int
     warps: int
     stages: int
     specialize: bool = False
-    split: bool = False  # tiles that every row sees have a loop of their own, without a mask
+    split: bool = False  # tiles that every row sees get a separate loop, without a mask
 
 
-# By the head_dim that is padded to. At 256 the accumulator leaves no registers for specialized warps nor for a second
-# loop (split, Triton 3.6 spills 80 bytes), and Q alone fills 64 KiB.
+# Keys are padded head_dims. At 256 the accumulator leaves no registers for specialized warps or for a second loop (with
+# `split`, Triton 3.6 spills 80 bytes), and Q alone fills 64 KiB.
 TILES = {64: Tiles(128, 128, 8, 3, split=True), 128: Tiles(128, 128, 8, 2, split=True), 256: Tiles(128, 64, 8, 2)}
-# Two consumers of 64 rows each. A barrier that the compiler placed wrongly would hang a GPU, and no GPU has run these
-# yet: they must be asked for.
+# Two consumers of 64 rows each. A barrier that the compiler misplaced would hang a GPU, and these have not run on one
+# yet. So they are used only if `specialize` is given.
 SPECIALIZED = {64: Tiles(128, 128, 4, 3, specialize=True), 128: Tiles(128, 128, 4, 2, specialize=True)}
 
 
@@ -91,7 +91,7 @@ def forward(q_BHTD, k_BGSD, v_BGSD, *, scale, causal, window, specialize=False):
                                                       num_stages=tiles.stages)
 
     with torch.cuda.device_of(q_BHTD):
-        contextvars.copy_context().run(launch)  # the caller's own allocator is not replaced
+        contextvars.copy_context().run(launch)  # keeps the caller's own allocator
     return out_BHTD, lse2_BHT
 
 

@@ -1,8 +1,8 @@
 """What the compiler makes of a Triton kernel, for a GPU that need not be in this machine.
 
-Triton turns Python into PTX; ptxas, which comes with it, turns PTX into the GPU's own instructions (SASS). Both run
-without a GPU and without its driver. ptxas then says what a kernel takes: registers of a thread, and for those that did
-not fit, the bytes that go to memory and back at each use (spills). The instructions show what does the work:
+Triton translates Python to PTX. Its ptxas translates PTX to the GPU's own instructions (SASS). Both run without a GPU
+and without its driver. ptxas reports the resources of a kernel: the registers of a thread, and the bytes that did not
+fit into registers and go to memory and back at each use (spills). The instructions show which units do the work:
 
     HGMMA     a matrix product of a warp group (128 threads) on the tensor cores, from shared memory: PTX's wgmma, sm_90
     HMMA      a matrix product of one warp, as GPUs before sm_90 have it; on sm_90 it stays far below HGMMA's rate
@@ -11,8 +11,8 @@ not fit, the bytes that go to memory and back at each use (spills). The instruct
     LDGSTS    16 bytes a thread copied to shared memory in the background: PTX's cp.async
     LDG, STG  loads and stores through registers;  LDL, STL: the same for spills
 
-None of it says how fast a kernel is. It does say when one cannot be: spills in the loop, HMMA where HGMMA was meant,
-products that wait for one another (ptxas' remarks C7500 and up), or more shared memory than there is.
+None of this tells how fast a kernel is. It tells when a kernel cannot be fast: spills in the loop, HMMA in place of
+HGMMA, products that wait for one another (ptxas' remarks C7500 and up), or more shared memory than the GPU has.
 """
 
 import collections
@@ -38,7 +38,7 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Compiled(NamedTuple):
-    """What ptxas and its disassembler say about one kernel."""
+    """Holds what ptxas and the disassembler report about one kernel."""
 
     name: str
     warps: int  # of a program: more than num_warps if the compiler specialised warps
@@ -54,7 +54,7 @@ class Compiled(NamedTuple):
     seconds: float
 
     def faults(self):
-        """List why this kernel cannot be fast, or cannot start, as sentences; empty if there is no reason."""
+        """Return the reasons why this kernel cannot be fast or cannot start, as a list of sentences."""
         found = [f"{self.name}: {line}" for line in self.warnings]
         if self.spill_bytes:
             found.append(f"{self.name} spills {self.spill_bytes} bytes with {self.registers} registers: smaller tiles, "
@@ -66,9 +66,9 @@ class Compiled(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One kernel with the arguments and options to compile it with, as `compile_kernel` takes them."""
+    """Holds a kernel and the arguments and options to compile it with, as `compile_kernel` takes them."""
 
-    kernel: str  # "package.module:name", to be found in another process
+    kernel: str  # "package.module:name", so that another process can import it
     arguments: dict
     num_warps: int
     num_stages: int
@@ -89,16 +89,16 @@ class Case(NamedTuple):
 def compile_kernel(kernel, arguments, *, num_warps, num_stages, target=("cuda", 90), **options):
     """Compile `kernel`, a function under triton.jit or gluon.jit, and return its Compiled.
 
-    - `arguments`: name → what the launch gives it. A type such as "*bf16", "fp32", "i32" or "i64"; with ":16" behind
-      it ("*bf16:16") a pointer or number that is a multiple of 16, which a launch finds out and the compiler uses. Or
-      a value: of a tl.constexpr, and of any argument that the launch makes constant (an int that is 1, None).
-      A NamedTuple of these for one that Triton takes apart. `as_launched` gives any from the argument itself.
+    - `arguments`: name → type or value. A type is "*bf16", "fp32", "i32" or "i64", for example. With ":16" appended
+      ("*bf16:16") the pointer or number is a multiple of 16; a launch detects that, and the compiler makes use of it.
+      A value is given for a tl.constexpr, and for an argument that a launch makes constant (the int 1, None). A
+      NamedTuple argument is a NamedTuple of these. `as_launched` makes any of them from the actual argument.
     - `num_warps`, `num_stages` and `options` (maxnreg, …): as in a launch.
     - `target`: (backend, capability).
 
     Triton's cache is neither read nor written. Raises TypeError for an option that Triton does not know, ValueError if
-    the arguments do not fit the kernel, RuntimeError in a process that interprets kernels, and what Triton raises for
-    code that it cannot compile.
+    the arguments do not fit the kernel, RuntimeError in a process that interprets kernels, and whatever Triton raises
+    for code that it cannot compile.
     """
     if target[0] != "cuda" or target[1] not in SHARED_BYTES:
         raise ValueError(f"target={target!r}: expected ('cuda', capability) with one of {sorted(SHARED_BYTES)}")
@@ -124,9 +124,12 @@ def compile_kernel(kernel, arguments, *, num_warps, num_stages, target=("cuda", 
 
 
 def as_launched(value, specialize=True):
-    """Return what the compiler knows of an argument of a launch: its type, and of a pointer or an int whether it is a
-    multiple of 16; an int that is 1 is a constant. Without `specialize` (the kernel's do_not_specialize names it) only
-    the type. A tensor on the "meta" device counts as aligned."""
+    """Return what the compiler knows about an argument of a launch.
+
+    That is its type, and whether a pointer or an int is a multiple of 16. The int 1 becomes a constant. Without
+    `specialize` (for names in the kernel's do_not_specialize) it is the type alone. A tensor on the "meta" device
+    counts as aligned.
+    """
     if isinstance(value, torch.Tensor):
         return f"*{_SHORT[value.dtype]}" + ":16" * (specialize and value.data_ptr() % 16 == 0)
     if isinstance(value, float):

@@ -1,5 +1,6 @@
-"""Many kernels compiled in other processes: those never interpret kernels (TRITON_INTERPRET=1), whatever this one does,
-and several of them compile at once.
+"""Compilation of many kernels in other processes, several at once.
+
+The other processes never interpret kernels, even if this one runs with TRITON_INTERPRET=1.
 """
 
 import concurrent.futures
@@ -18,8 +19,10 @@ SHARE = 24  # cases for one process, which takes some seconds to start
 
 
 def compile_all(named, processes=None):
-    """Compile {name: Case} in several processes (default: one a core); yields (name, Compiled) as they are done, or
-    (name, RuntimeError) for one that does not compile."""
+    """Compile {name: Case} in several processes (default: one per core).
+
+    Yields (name, Compiled) of each as it is done, or (name, RuntimeError) if it does not compile.
+    """
     names = list(named)
     shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)]
     with concurrent.futures.ThreadPoolExecutor(processes or cores()) as pool:
@@ -32,7 +35,7 @@ def compile_all(named, processes=None):
 
 
 def compile_cases(cases):
-    """Compile each Case in another process and return the list of Compiled. Raises the first error."""
+    """Compile each Case in another process and return the list of Compiled. Raises the first RuntimeError."""
     found = compile_each(cases)
     for each in found:
         if isinstance(each, RuntimeError):
@@ -41,9 +44,9 @@ def compile_cases(cases):
 
 
 def compile_each(cases):
-    """Compile each Case in another process. Returns for each its Compiled, or a RuntimeError with that process' words.
+    """Compile each Case in another process. Returns for each its Compiled, or a RuntimeError with the process's output.
 
-    A kernel on which the compiler aborts takes its process with it: the cases after it go to a new one.
+    If the compiler aborts, its process ends, and the remaining cases go to a new one.
     """
     cases, found = list(cases), []
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -59,7 +62,7 @@ def compile_each(cases):
 
 
 def _answers(said):
-    """Read the pickles, one after the other; the last one may be cut."""
+    """Read the pickles one after another; the last one may be incomplete."""
     answers, stream = [], io.BytesIO(said)
     while True:
         try:
@@ -69,7 +72,7 @@ def _answers(said):
 
 
 def _answer():
-    """Run in the other process: read the cases from stdin, write a Compiled or a traceback for each to stdout."""
+    """Read cases from stdin; write a Compiled or a traceback for each to stdout. Runs in the other process."""
     for case in pickle.load(sys.stdin.buffer):
         try:
             answer = compile_kernel(pkgutil.resolve_name(case.kernel), case.arguments, num_warps=case.num_warps,

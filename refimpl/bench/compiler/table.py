@@ -1,5 +1,5 @@
-"""The kernels of the table in refimpl/attention/kernels/configs.py, as cases for the compiler: each entry, in each
-variant that has code of its own.
+"""Cases for the compiler: each kernel in the table of refimpl/attention/kernels/configs.py, in each variant that
+compiles to different code.
 
     named = cases(chips=["datacenter"], head_dims=[128], variants=["causal"])      {Name: Case}
     for name, found in compile_all(named): print(name, found.registers, found.faults())
@@ -15,17 +15,17 @@ from ...attention.triton_backward import backward_launches
 from ...attention.triton_forward import forward_launch
 from .compiled import Case
 
-# What a chip of the table is compiled for: of those with 99 KB of shared memory, the oldest.
+# The target for each chip of the table. "any" is the oldest chip with 99 KB of shared memory.
 TARGETS = {"datacenter": ("cuda", 90), "any": ("cuda", 86)}
 VARIANTS = {
     "full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": 100},
     "packed": {"causal": True, "packed": True}, "dropout": {"causal": True, "dropout_p": 0.1},
 }
-BATCH, HEADS, LENGTH = 2, 8, 4096  # the code is the same for all that are multiples of 16
+BATCH, HEADS, LENGTH = 2, 8, 4096  # the code is the same for all multiples of 16
 
 
 class Name(NamedTuple):
-    """A kernel of the table, in one variant."""
+    """Names a kernel of the table in one variant."""
 
     kernel: str
     chip: str
@@ -39,7 +39,7 @@ class Name(NamedTuple):
 
 def cases(*, chips=tuple(TARGETS), dtypes=(torch.bfloat16, torch.float32), head_dims=None, kernels=KERNELS,
           variants=tuple(VARIANTS)):
-    """Make {Name: Case} of the table's entries: those of these chips, dtypes and largest head_dims (default: all)."""
+    """Make {Name: Case} of the table's entries with these chips, dtypes and largest head_dims (default: all)."""
     found = {}
     for chip, itemsize, D in TABLE:
         for dtype in dtypes:
@@ -52,7 +52,7 @@ def cases(*, chips=tuple(TARGETS), dtypes=(torch.bfloat16, torch.float32), head_
 
 
 def case(name, config=None):
-    """Make the Case of one Name, with the table's Config or another one."""
+    """Make the Case of one Name. `config` replaces the table's Config."""
     config = config or config_of(name)
     return Case.of(launch(name, config))._replace(options={"target": TARGETS[name.chip]})
 

@@ -15,7 +15,7 @@ from .versions import unseen
 ADD = {dist.ReduceOp.SUM: torch.Tensor.add_, dist.ReduceOp.AVG: torch.Tensor.add_,
        dist.ReduceOp.PRODUCT: torch.Tensor.mul_, dist.ReduceOp.MAX: lambda x, y: torch.maximum(x, y, out=x),
        dist.ReduceOp.MIN: lambda x, y: torch.minimum(x, y, out=x)}
-TAG = 2  # of these messages; tensors that are sent have tag 0, their headers tag 1
+TAG = 2  # of these messages; `send` uses tag 0 for tensors and tag 1 for headers
 
 
 class Messages:
@@ -33,7 +33,7 @@ class Messages:
         self._last = None
 
     def is_completed(self):
-        return all(work.is_completed() for work in self._receives)  # for sends gloo does not know
+        return all(work.is_completed() for work in self._receives)  # gloo cannot tell for sends
 
 
 def all_gather(landing, source, group, later):
@@ -48,7 +48,7 @@ def all_gather(landing, source, group, later):
 
 def reduce_scatter(landing, source, op, group, later):
     """Write chunk r of the sum over ranks of `source` to `landing`, on rank r. Returns Messages if `later`."""
-    with unseen():  # `memory.measure` sees the N−1 chunks
+    with unseen():  # hides the N−1 chunks from trackers, not from `memory.measure`
         group = group or dist.group.WORLD
         rank, chunks = group.rank(), _rows(source, group)
         parts = [chunk if peer == rank else torch.empty_like(chunk) for peer, chunk in enumerate(chunks)]
@@ -57,8 +57,8 @@ def reduce_scatter(landing, source, op, group, later):
 
 def _exchange(given, taken, rank, group, later, last=None):
     """Send given[p] to each other rank p, and receive from p into taken[p]."""
-    peers = [(rank + i) % len(taken) for i in range(1, len(taken)) if taken[rank].numel()]  # not all begin with one
-    receives = [group.recv([taken[peer]], peer, TAG) for peer in peers]  # what dist.irecv calls, after 10 µs of checks
+    peers = [(rank + i) % len(taken) for i in range(1, len(taken)) if taken[rank].numel()]  # not all start with rank 0
+    receives = [group.recv([taken[peer]], peer, TAG) for peer in peers]  # dist.irecv without its 10 µs of checks
     sends = [group.send([given[peer]], peer, TAG) for peer in peers]
     messages = Messages(sends, receives, last)
     return messages if later else messages.wait()
@@ -67,7 +67,7 @@ def _exchange(given, taken, rank, group, later, last=None):
 def _reduce(parts, landing, rank, op):
     """Compute parts[0] op parts[1] op …, in this order, into `landing`, which may be parts[rank]."""
     total = parts[0]
-    if rank == 0:  # the others may be written to, this one is the caller's
+    if rank == 0:  # parts[0] is then the caller's own tensor, which must not be written to
         total = landing if total.data_ptr() == landing.data_ptr() else landing.copy_(total)
     for part in parts[1:]:
         ADD[op](total, part)

@@ -7,9 +7,9 @@ from ... import memory
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
        "product": dist.ReduceOp.PRODUCT}
-BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}  # any, any, all, all: on bytes of 0 and 1
+BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}  # on bytes 0 and 1: any, any, all, all
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-NAMED = (*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)  # gloo and NCCL both have a name for these
+NAMED = (*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)  # dtypes that both gloo and NCCL know
 
 
 def reduction(op, x):
@@ -27,15 +27,15 @@ def reduction(op, x):
 
 
 def as_bytes(tensor):
-    """View a tensor as the backends take it: as its bytes if they have no name for its dtype."""
+    """Return the tensor, or a view of its bytes if the backends do not know its dtype."""
     if tensor.dtype in NAMED:
         return tensor
-    # A contiguous tensor of no or one element may have any stride, and `view` takes none but 1.
+    # as_strided: a contiguous tensor with fewer than two elements may have any stride, but `view` needs stride 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_memory(a, b):
-    """Whether two tensors of one shape are the same elements in memory."""
+    """Tell whether two tensors of one shape are the same elements in memory."""
     return a is b or (a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.stride() == b.stride()
                       and a.storage_offset() == b.storage_offset())
 
@@ -53,13 +53,13 @@ def check_out(collective, x, out, rank):
         if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
             raise ValueError(f"out has {describe(out)} and strides {out.stride()}: its elements share memory; "
                              "give another out")
-        return  # the result is written to another tensor first
-    if collective == "recv":  # which reads nothing
+        return  # the result goes to another tensor first, and is copied
+    if collective == "recv":  # it does not read x
         return
     if x.untyped_storage()._cdata != out.untyped_storage()._cdata or not x.is_contiguous():
         return
     begin = x.storage_offset() - out.storage_offset()
-    if begin >= out.numel() or begin + x.numel() <= 0:  # one ends before the other begins
+    if begin >= out.numel() or begin + x.numel() <= 0:  # they do not overlap
         return
     if collective in ("all_reduce", "broadcast") and begin == 0:
         return

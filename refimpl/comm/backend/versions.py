@@ -7,12 +7,12 @@ import time
 import torch
 import torch.distributed as dist
 
-# torch 2.13 gave these names to what 2.11 and 2.12 call …_into_tensor and …_tensor; there the old names warn.
+# torch 2.11 and 2.12 call these all_gather_into_tensor and reduce_scatter_tensor. In 2.13 those names warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# A context in which trackers see nothing: for what torch itself allocates in a collective, which is not the caller's.
-# (gloo's reduce_scatter, say, reduces a copy of its argument; `memory.measure` sees that.)
+# A context that hides from trackers what torch itself allocates in a collective. (gloo's reduce_scatter, for example,
+# copies its argument. `memory.measure` sees that.)
 unseen = torch._C._DisableTorchDispatch
 watched = torch._C._len_torch_dispatch_stack  # how many trackers see each operation
 
@@ -53,16 +53,17 @@ def wait_for_release(lent, before, seconds=1):
 
 
 def owns_storage(tensor):
-    """Whether a tensor is all of its storage, and no other tensor shares that.
+    """Tell whether a tensor fills its storage, and no other tensor shares it.
 
-    Autograd may give two parameters one storage for their gradients: to a and b of `a[None] + b[None]`, say."""
+    Autograd may give the gradients of two parameters one storage, as for a and b in `a[None] + b[None]`.
+    """
     storage = tensor.untyped_storage()
-    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) <= 2  # it, and `storage`
+    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) <= 2  # held by both names
 
 
 def _references(tensors):
     counts = []
-    for tensor in tensors:  # to the Python object, the tensor and the storage
+    for tensor in tensors:  # of the Python object, of the C++ tensor and of its storage
         storage = tensor.untyped_storage()._cdata
         counts += [sys.getrefcount(tensor), tensor._use_count(), torch._C._storage_Use_Count(storage)]
     return counts

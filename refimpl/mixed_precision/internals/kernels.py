@@ -17,7 +17,7 @@ from . import lists
 from .regions import KEY, state
 
 _lock = threading.Lock()
-_libraries = []  # a registration lasts as long as these objects
+_libraries = []  # registrations end when these objects are freed
 _registered = set()  # operations
 
 
@@ -52,7 +52,7 @@ def kernel(op, policies):
 
     def cast_and_call(keys, *args, **kwargs):
         regions = [region for region in state().active if region.device_type in apply]
-        if not regions:  # in another device's table only: pass through, and let the operations inside come here
+        if not regions:  # only in another device's table: call it as it is; operations inside may be in this one's
             return op.redispatch(keys & below, *args, **kwargs)
         call = op
         with torch._C._ExcludeDispatchKeyGuard(closed):
@@ -65,8 +65,10 @@ def kernel(op, policies):
 
 
 def _leave_to_python(function):
-    """Tell torch.compile not to trace `function`, nor what it calls. (`torch.compiler.disable` would wrap it, and the
-    wrapper would take time at every operation.)"""
+    """Tell torch.compile to trace neither `function` nor what it calls.
+
+    (`torch.compiler.disable` would wrap it, and the wrapper costs time at every operation.)
+    """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -76,24 +78,24 @@ def _leave_to_python(function):
 
 
 def each(region, items, dtype):
-    """`items` as a list, with the tensors in it, also those in nested lists and tuples, cast to `dtype`."""
+    """Return `items` as a list, with all tensors in it, also in nested lists and tuples, cast to `dtype`."""
     return [region.cast(item, dtype) if isinstance(item, torch.Tensor) else
             each(region, item, dtype) if isinstance(item, (list, tuple)) else item for item in items]
 
 
 def everything(region, args, kwargs, dtype):
-    """All arguments cast to `dtype`."""
+    """Return (args, kwargs) with everything cast to `dtype`."""
     return (each(region, args, dtype),
             dict(zip(kwargs, each(region, kwargs.values(), dtype), strict=True)) if kwargs else kwargs)
 
 
 def low(op):
-    """Everything in the region's dtype."""
+    """Make a policy that casts all arguments to the region's dtype."""
     return lambda region, call, args, kwargs: (call, *everything(region, args, kwargs, region.dtype))
 
 
 def fp32(op):
-    """Everything in fp32."""
+    """Make a policy that casts all arguments to fp32."""
     return lambda region, call, args, kwargs: (call, *everything(region, args, kwargs, torch.float32))
 
 
@@ -107,7 +109,7 @@ WITH_DTYPE = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype
 
 
 def fp32_result(op):
-    """`dtype=torch.float32`, unless the caller gave a dtype. Where `op` takes none, its overload that does."""
+    """Make a policy that adds `dtype=torch.float32` if no dtype is given, for an overload of `op` that takes one."""
     names = [argument.name for argument in op._schema.arguments]
     if "dtype" in names:
         place, other = names.index("dtype"), op
@@ -127,7 +129,7 @@ def fp32_result(op):
 
 
 def widest(region, tree, found):
-    """The widest type of the tensors in `tree` that autocast may change, starting from `found`."""
+    """Return the widest of the dtype `found` and those of the tensors in `tree` that autocast may change."""
     if eligible(region, tree):
         return torch.promote_types(found, tree.dtype)
     if isinstance(tree, (list, tuple)):
@@ -136,7 +138,7 @@ def widest(region, tree, found):
 
 
 def promote(op):
-    """Everything in the widest type among the arguments, at least the region's."""
+    """Make a policy that casts all arguments to the widest dtype among them and the region's."""
 
     def apply(region, call, args, kwargs):
         dtype = widest(region, list(kwargs.values()), widest(region, args, region.dtype))
@@ -146,7 +148,7 @@ def promote(op):
 
 
 def refuse(op):
-    """An error that names the operation to use."""
+    """Make a policy that raises an error, which names the operation to use instead."""
 
     def apply(region, call, args, kwargs):
         raise RuntimeError(f"{op} is not safe in {region.dtype}: take binary_cross_entropy_with_logits of the values "

@@ -102,7 +102,7 @@ CPU = (
 
 
 def policies(table):
-    """{operation: policy} of a table. AssertionError if an operation stands in it twice."""
+    """Return {operation: policy} of a table. Raises AssertionError if an operation is in it twice."""
     found = {}
     for policy, _, names in table:
         for name in names.split():

@@ -29,7 +29,7 @@ class AutocastRegion:
 
     def __init__(self, owner, device_type, dtype, casts=None, shared=False):
         self.owner, self.device_type, self.dtype, self.casts, self.shared = owner, device_type, dtype, casts, shared
-        self.on = "is_cuda" if device_type == "cuda" else "is_cpu"  # the property that tells its tensors
+        self.on = "is_cuda" if device_type == "cuda" else "is_cpu"  # the property of its tensors
 
     def cast(self, x, dtype):
         """Return `x` in `dtype` if it is a floating-point tensor of this device, and not float64, which was chosen."""
@@ -40,13 +40,13 @@ class AutocastRegion:
         return self._cast_once(x, dtype)
 
     def _cast_once(self, weight, dtype):
-        """The cast made before, unless the weight was written to or given another storage since.
+        """Return the cached cast, unless the weight was written to or got another storage since.
 
-        A cast made under `no_grad` has no way back to the weight, so autograd's switch is part of what must agree. The
-        weak reference to the storage keeps its address, not its bytes: no later storage is taken for it.
+        A cast made under `no_grad` has no graph, so the grad mode must agree too. The weak reference to the storage
+        keeps its address from being reused, but not its bytes alive.
         """
         if weight.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(weight):
-            return weight.to(dtype)  # has no version to compare, or no storage
+            return weight.to(dtype)  # without a version or a storage it cannot be cached
         now = (weight._version, weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape,
                weight.stride(), torch.is_grad_enabled())
         reference, _, then, cast = self.casts.get(id(weight), (None, None, None, None))
@@ -67,7 +67,7 @@ NONE = State()
 
 
 def _stash(value):
-    """Put `value`, a new object, into the thread's storage. PyTorch 2.11 takes no reference to it, but drops one."""
+    """Store the new object `value` in the thread's state. (PyTorch 2.11 takes no reference, but drops one later.)"""
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(_TLS_KEY, value)
     if sys.getrefcount(value) == before:

@@ -1,4 +1,4 @@
-"""What can be asked for: dtypes that mixed precision knows, and devices that compute in them."""
+"""Checks of dtypes and devices: which ones mixed precision supports, and whether a device computes in a dtype."""
 
 import functools
 
@@ -39,7 +39,7 @@ def check_computes(device_type, dtype):
 
 @functools.cache
 def _refusal(device_type, dtype):
-    """What the device says when it is given a 1×1 product, or None if it computes it."""
+    """Return the device's error for a 1×1 matrix product in `dtype`, or None if it computes it."""
     if device_type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         return "no bfloat16 in its hardware, only emulated"
     try:

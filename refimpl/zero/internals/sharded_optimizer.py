@@ -40,7 +40,7 @@ class ShardedOptimizer:
         self.group_names = [[names[p] for p in group["params"]] for group in given]
         mine = [{**group, "params": [self._by_parameter[p] for p in group["params"] if p in self._by_parameter]}
                 for group in given]
-        if not any(group["params"] for group in mine):  # more ranks than parameters: an optimizer takes no empty list
+        if not any(group["params"] for group in mine):  # this rank has no piece, but an optimizer needs a parameter
             mine[0]["params"] = [torch.nn.Parameter(torch.zeros(0))]
         return mine
 
@@ -69,8 +69,11 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def _only(self, bucket):
-        """Leave this bucket's pieces alone in the param groups, for a while. An optimizer looks at all its parameters
-        in each call: for GPT-3's 1,152 pieces in some 800 buckets that would be most of a step."""
+        """Restrict the param groups to this bucket's pieces inside the context.
+
+        An optimizer iterates over all its parameters in each step. For GPT-3's 1,152 pieces in some 800 buckets, that
+        would take most of the time.
+        """
         groups, mine = self.optimizer.param_groups, {id(own) for _, own in self.pieces[bucket]}
         before = [group["params"] for group in groups]
         for group in groups:

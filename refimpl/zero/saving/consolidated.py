@@ -103,7 +103,7 @@ def save_weights(engine, path, dtype=torch.bfloat16):
                 write_tensors(f"{path}.tmp", specs, tensors, {"format": "pt"})
                 replace(f"{path}.tmp", path)
         finally:
-            deque(tensors, maxlen=0)  # after an error the gathers that are left: the other ranks are in them
+            deque(tensors, maxlen=0)  # after an error, make the remaining gathers, in which the other ranks wait
 
     gather_results(comm, write)
 

@@ -36,5 +36,5 @@ class SavingMixin:
             consolidated.save_weights(self, path, dtype)
 
     def _load_all_states(self):
-        """A context in which all shards are on the device. Here they always are."""
+        """Return a context in which all shards are on the device. Here they always are."""
         return contextlib.nullcontext()

@@ -86,7 +86,7 @@ def _make(held, own, state, group):
             found[f"optimizer/{key}"] = held[key]
         elif dtype is None:
             held[key] = kind["value"]
-        else:  # where torch's Optimizer.load_state_dict puts it
+        else:  # on the device on which torch's Optimizer.load_state_dict puts it
             on_device = key != "step" or group.get("capturable") or group.get("fused")
             held[key] = torch.tensor(kind["value"], dtype=dtype, device=own.device if on_device else "cpu")
     return found
