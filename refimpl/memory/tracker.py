@@ -14,7 +14,6 @@ It takes care not to be in the way: a tracked program takes what the same progra
 """
 
 from bisect import bisect_right
-from operator import itemgetter
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -60,7 +59,7 @@ class Tracker(StorageMode):
         self._modules = []  # the modules whose forward is running, outermost first
         self._met = WeakIdKeyDictionary()  # the modules and optimizers, while they live: an id is used again
         self._names = WeakIdKeyDictionary()  # module -> path
-        self._switches = [(0, "")]  # (autograd sequence number, module): who made a backward node
+        self._numbers, self._switches = [0], [""]  # autograd's sequence numbers; the module that runs from each on
         self._hooks = []
         self._stepping = 0
         self._waiting = []  # steps whose closure runs
@@ -100,10 +99,10 @@ class Tracker(StorageMode):
     def _where(self):
         task = torch._C._current_graph_task_id()
         if task == -1:
-            return STEP if self._stepping else FORWARD, self._switches[-1][1]
+            return STEP if self._stepping else FORWARD, self._switches[-1]
         if task not in self._backwards:
             self._backward_began(task)
-        return BACKWARD, self._switches[-1][1] or self._module_of_node()
+        return BACKWARD, self._switches[-1] or self._module_of_node()
 
     def _module_of_node(self):
         """In backward, the path of the module whose forward made the autograd node that runs."""
@@ -113,7 +112,7 @@ class Tracker(StorageMode):
         number = node._sequence_nr()
         if number >= 2**63:  # the node that accumulates a gradient has no place in the order
             return ""
-        return self._switches[bisect_right(self._switches, number, key=itemgetter(0)) - 1][1]
+        return self._switches[bisect_right(self._numbers, number) - 1]
 
     def _backward_began(self, task):
         """Note what was made before it and is still alive: it is kept for this backward."""
@@ -151,7 +150,8 @@ class Tracker(StorageMode):
 
     def _switch(self):
         module = self._names[self._modules[-1]] if self._modules else ""
-        self._switches.append((torch._C._autograd._get_sequence_nr(), module))
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._switches.append(module)
 
     def own_parameter(self, parameter, name=""):
         """Note a parameter that a module registered, or that was found in one."""

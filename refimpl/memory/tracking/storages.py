@@ -19,7 +19,7 @@ from ..ledger import category_name
 from ..trace import START, Op, StorageRecord, Trace
 from .in_place import TAKES_MORE, ZEROS, has_twin, note_zeros, twin_of
 from .taking import may_take, note_of, takes_workspace
-from .tensors import dense_parts
+from .tensors import PLAIN, dense_parts
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
 
@@ -125,6 +125,9 @@ class StorageMode(Trace, TorchDispatchMode):
     def _see(self, items, op=None):
         """Register each storage in `items` that is new: born by `op`, or older than the context if there is none."""
         for item in items:
+            if op is None and type(item) in PLAIN and item.layout is torch.strided and (
+                    item.untyped_storage()._cdata in self._alive):
+                continue  # nearly always
             if isinstance(item, torch.Tensor):
                 for tensor in dense_parts(item):
                     storage = tensor.untyped_storage()

@@ -17,7 +17,7 @@ def tensors_in(tree):
             yield from tensors_in(item)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _SPARSE = {  # layout -> the methods that give the dense tensors it is made of
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -29,7 +29,7 @@ _SPARSE = {  # layout -> the methods that give the dense tensors it is made of
 
 def dense_parts(tensor):
     """Return the tensors that own the storages of `tensor`: itself, or the parts of a sparse or wrapper tensor."""
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly always; on every operation's way
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:  # nearly always; on every operation's way
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
