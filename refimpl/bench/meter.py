@@ -19,6 +19,7 @@ from tqdm import tqdm
 from .. import memory
 from ..memory.ledger import human
 from ..model import GPT, GPTConfig
+from . import outside
 from .record import CHECKOUT, row
 from .runner import BAR_DELAY, compare, synchronize
 
@@ -71,15 +72,15 @@ class TrainingStep:
         return t
 
 
-def run(device="cpu", size=None, models=("gpt3-175b", "llama2-7b"), rounds=15):
-    """All three comparisons on `device`: (settings, rows). `size`: instead of the device's realistic one."""
+def run(device="cpu", size=None, models=("gpt3-175b", "llama2-7b"), rounds=15, programs=None):
+    """All comparisons on `device`: (settings, rows). `size`: instead of its realistic one; `programs`: names of some."""
     size = size or REALISTIC[torch.device(device).type]
     settings = {"step": asdict(size), "small step": asdict(SMALL), "optimizer": "AdamW", "rounds": rounds,
                 "threads": torch.get_num_threads(), "dry runs": list(models)}
-    return settings, all_rows(size, device, models, rounds)
+    return settings, all_rows(size, device, models, rounds, programs)
 
 
-def all_rows(size, device, models, rounds):
+def all_rows(size, device, models, rounds, programs=None):
     """Yield rows of bytes case by case, then of time step by step, then of dry runs model by model."""
     cases = [(name, dropout) for name in DTYPES for dropout in (0.0, 0.1)]
     for name, dropout in tqdm(cases, "bytes", delay=BAR_DELAY, leave=False):
@@ -88,6 +89,8 @@ def all_rows(size, device, models, rounds):
         yield time_row(each, name, device, rounds)
     for model in tqdm(models, "dry runs", delay=BAR_DELAY, leave=False):
         yield from dry_rows(model)
+    if torch.device(device).type == "cpu":
+        yield from outside.rows(rounds, programs)
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

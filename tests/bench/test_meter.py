@@ -25,19 +25,23 @@ def readings(rows, beginning):
 
 
 def test_a_run_reads_bytes_times_and_a_dry_run():
-    settings, rows = meter.run("cpu", size=meter.SMALL, models=("gpt2",), rounds=3)
+    settings, rows = meter.run("cpu", size=meter.SMALL, models=("gpt2",), rounds=3, programs=["llama", "convnext"])
     rows = list(rows)
     assert settings["step"]["hidden"] == 32 and settings["rounds"] == 3
     peaks, nets = readings(rows, "tracker's peak"), readings(rows, "tracker's net")
-    assert len(peaks) == len(nets) == 4
-    for row in peaks:
+    assert len(peaks) == 6 and len(nets) == 4
+    llama, convnext = peaks[4:]
+    assert llama["value"] == llama["peer_value"] and llama["net"] == 0 and llama["notes"] == []
+    assert convnext["value"] < convnext["peer_value"] and "convolution_backward" in convnext["notes"][0]
+    assert min(llama["slowdown"], convnext["slowdown"]) > 1
+    for row in peaks[:4]:
         assert row["value"] > 10**5 and row["items"]["kernel workspace"] >= 0 and abs(row["items"]["unknown"]) <= 64
         assert row["value"] + sum(row["items"].values()) == row["peer_value"]
         assert row["at"].endswith(("forward", "backward", "step"))
     for row in nets:
         assert row["value"] == row["peer_value"] and row["items"] == {"unknown": 0}
     times = readings(rows, "tracked step")
-    assert len(times) == 3
+    assert len(times) == 7
     for row in times:
         assert row["unit"] == "s" and row["ratio"] == row["value"] / row["peer_value"] > 1
         assert row["spread"] >= 0 and row["peer_spread"] >= 0
