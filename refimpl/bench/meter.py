@@ -73,7 +73,7 @@ class TrainingStep:
 
 
 def run(device="cpu", size=None, models=("gpt3-175b", "llama2-7b"), rounds=15, programs=None):
-    """All comparisons on `device`: (settings, rows). `size`: instead of its realistic one; `programs`: names of some."""
+    """All comparisons on `device`: (settings, rows). `size`, `programs`: in place of its realistic size and of all."""
     size = size or REALISTIC[torch.device(device).type]
     settings = {"step": asdict(size), "small step": asdict(SMALL), "optimizer": "AdamW", "rounds": rounds,
                 "threads": torch.get_num_threads(), "dry runs": list(models)}
