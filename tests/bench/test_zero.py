@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from rank_pool import pooled
 
 from refimpl.bench import zero
 from refimpl.comm import launch
@@ -20,7 +21,8 @@ class GradientsKept(Zero2):
         super()._reduced(bucket, shard)
 
 
-def test_a_run_reads_bytes_and_times_of_every_pair():
+def test_a_run_reads_bytes_and_times_of_every_pair(monkeypatch):
+    monkeypatch.setattr(zero, "launch", lambda *args, device, timeout: pooled(*args, device=device))
     settings, rows = zero.run("cpu", TINY, world=2, rounds=2)
     rows = list(rows)
     assert settings["parameters"] == TINY.parameter_count() and settings["ranks"] == 2
