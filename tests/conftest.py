@@ -1,6 +1,7 @@
 """What several tests share: a small GPT, and a step to train it."""
 
 import fnmatch
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -46,6 +47,14 @@ def pytest_collection_modifyitems(items):
             for part, patterns in PARTS.items():
                 if any(fnmatch.fnmatch(path, pattern) for pattern in patterns):
                     item.add_marker(part)
+
+
+def pytest_collection_finish():
+    """What is imported and collected by now stays until the end: a search for garbage need not look at it each time, of
+    which each reading of an allocator makes one."""
+    importlib.import_module("torch._dynamo")  # the first optimizer would
+    gc.collect()
+    gc.freeze()
 
 
 SMALL = GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)

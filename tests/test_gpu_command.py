@@ -44,10 +44,14 @@ PAGES = {"00_good": ["1 + 1", "print('two')"], "01_fails": ["1 + 1", "raise Valu
 
 @pytest.fixture
 def checkout(tmp_path):
-    """tools/gpu.py among stand-ins, which take no time."""
+    """tools/gpu.py among stand-ins, which take no time; it packs more often."""
     for name in ("tools/gpu.py", "conftest.py", "Makefile", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    tool, often = tmp_path / "tools/gpu.py", re.compile(r"^PACKED_EVERY = 5\b", re.MULTILINE)
+    text, changed = often.subn("PACKED_EVERY = 0.2", tool.read_text())
+    assert changed == 1
+    tool.write_text(text)
     for name, text in {"torch.py": TORCH, "triton.py": "__version__ = '0'\n", "refimpl/__init__.py": "",
                        "refimpl/bench/__init__.py": "", "refimpl/bench/__main__.py": BENCH,
                        "tests/gpu/test_one.py": "def test_it():\n    pass\n"}.items():
@@ -82,12 +86,12 @@ READINGS = ",".join(NAMES)
 
 @pytest.mark.alone
 def test_a_bench_that_raises_and_one_that_hangs_cost_the_others_nothing(checkout):
-    run = begin(checkout, 24, READINGS, attention="raises", meter="hangs")
+    run = begin(checkout, 24, READINGS, smoke="hangs", attention="raises")
     said, _ = run.communicate(timeout=90)
     assert run.returncode == 1
-    whole = [name for name in NAMES if name not in ("attention", "meter")]
-    assert rows(checkout) == {f"{name}.json": 2 for name in whole} | {"attention.partial.json": 1,
-                                                                       "meter.partial.json": 1}
+    whole = [name for name in NAMES if name not in ("smoke", "attention")]
+    cut = {"smoke.partial.json": 1, "attention.partial.json": 1}
+    assert rows(checkout) == {f"{name}.json": 2 for name in whole} | cut
     summary = (checkout / "out" / "summary.txt").read_text()
     assert said.endswith(summary) and "rehearsal" in summary
     assert "FAILED: exit status 1; 1 rows, not all\n" in summary and "ValueError: no such kernel" in summary
@@ -152,7 +156,7 @@ def test_readings_come_first_the_kernels_before_all_and_each_bench_is_a_step():
 def test_a_run_that_is_cut_has_written_what_it_had(how, checkout):
     run = begin(checkout, 600, READINGS, meter="hangs")
     partial, packed = checkout / "build/gpu/measurements/cpu/meter.partial.json", checkout / "out" / "gpu.tar.gz"
-    # some seconds into a step that has read one row
+    # a while into a step that has read one row
     until(lambda: partial.exists() and packed.exists() and packed.stat().st_mtime > partial.stat().st_mtime)
     run.send_signal(how)
     run.communicate(timeout=30)
@@ -171,6 +175,8 @@ def until(condition, seconds=120):
 
 
 def test_pages_are_run_once_and_one_that_is_cut_has_its_cells(checkout):
+    for page in (checkout / "notebooks").glob("0[3-6]_long.ipynb"):
+        page.unlink()
     run = begin(checkout, 600, "tests,notebooks")
     executed, summary = checkout / "build/gpu/notebooks", checkout / "build/gpu/summary.txt"
     until(lambda: summary.exists() and {"00_good", "01_fails"} <= set(summary.read_text().split())
@@ -188,7 +194,7 @@ def test_pages_are_run_once_and_one_that_is_cut_has_its_cells(checkout):
 
 
 def test_pages_that_the_time_does_not_reach_are_named(checkout):
-    run = begin(checkout, 6, "notebooks")
+    run = begin(checkout, 3, "notebooks")
     run.communicate(timeout=120)
     summary = (checkout / "out" / "summary.txt").read_text()
     verdicts = {line.split()[0]: line for line in summary.splitlines() if " s  " in line}

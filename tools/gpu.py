@@ -230,7 +230,8 @@ class Report:
             for path in files:
                 add(archive, path)
         (out / "gpu.tar.gz.written").replace(out / "gpu.tar.gz")
-        shutil.copy(BUILD / "summary.txt", out)
+        shutil.copy(BUILD / "summary.txt", out / "summary.txt.written")
+        (out / "summary.txt.written").replace(out / "summary.txt")
 
 
 def add(archive: tarfile.TarFile, path: Path) -> None:

@@ -10,6 +10,7 @@ import linecache
 import os
 import pickle
 import sys
+import threading
 import types
 
 import cloudpickle
@@ -77,6 +78,9 @@ def _from_bytes(raw, dtype, shape, requires_grad):
     return raw.view(dtype).view(shape).requires_grad_(requires_grad)
 
 
+_registering = threading.Lock()  # threads may launch at once, and cloudpickle has one register for all
+
+
 class _ToRanks(_Packer):
     """Pickles for ranks: by value what they cannot import. Keeps the source of code that is not in a file."""
 
@@ -99,11 +103,12 @@ class _ToRanks(_Packer):
         module = sys.modules.get(obj.__module__ or "")
         if module is None or self._can_be_imported(module):
             return super().reducer_override(obj)
-        cloudpickle.register_pickle_by_value(module)
-        try:
-            return super().reducer_override(obj)
-        finally:
-            cloudpickle.unregister_pickle_by_value(module)
+        with _registering:
+            cloudpickle.register_pickle_by_value(module)
+            try:
+                return super().reducer_override(obj)
+            finally:
+                cloudpickle.unregister_pickle_by_value(module)
 
     def _can_be_imported(self, module):
         name = module.__name__

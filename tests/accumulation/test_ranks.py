@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import pooled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from refimpl import memory
 from refimpl.accumulation import accumulate, accumulation_traffic, count_targets, split
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=61, context_length=16, layers=1, hidden=16, heads=2)
@@ -57,7 +58,7 @@ def test_the_gradient_is_that_of_all_ranks_rows_and_travels_once(world_size):
     loss.backward()
     sent = {}
     for micro_batch in (1, 2, 100):
-        results = launch(with_communicator, world_size, micro_batch, device="cpu")
+        results = pooled(with_communicator, world_size, micro_batch, device="cpu")
         for said, found, _ in results:
             assert torch.isclose(said, loss.detach()) and distance(found, gradients(net)) <= 2e-6
         sent[micro_batch] = [traffic for _, _, traffic in results]
@@ -69,7 +70,7 @@ def test_the_sums_travel_in_fp32_and_every_step_alike():
     expected = accumulation_traffic(model(torch.bfloat16).parameters(), 2)
     count = CONFIG.parameter_count()
     assert 4 * count <= expected <= 4 * count + 100
-    for _, found, sent in launch(with_communicator, 2, 1, torch.bfloat16, 3, device="cpu"):
+    for _, found, sent in pooled(with_communicator, 2, 1, torch.bfloat16, 3, device="cpu"):
         assert sent == 3 * expected and all(each.dtype is torch.bfloat16 for each in found)
 
 
@@ -84,7 +85,7 @@ def test_a_reduction_in_every_micro_batch_is_seen():
 
     once = accumulation_traffic(model().parameters(), 2)
     for micro_batch in (8, 4, 2):
-        sent = launch(mutant, 2, micro_batch, device="cpu")[0]
+        sent = pooled(mutant, 2, micro_batch, device="cpu")[0]
         assert abs(sent - once * 8 // micro_batch) <= 100 * 8 // micro_batch
 
 
@@ -114,10 +115,10 @@ def test_ddp_reduces_once_and_its_gradient_is_that_of_all_rows():
     loss.backward()
     nbytes = 8 * CONFIG.parameter_count()
     for world_size, micro_batch in ((2, 2), (3, 1)):
-        for said, found, sent in launch(with_ddp, world_size, micro_batch, device="cpu"):
+        for said, found, sent in pooled(with_ddp, world_size, micro_batch, device="cpu"):
             assert torch.isclose(said, loss.detach()) and distance(found, gradients(net)) <= 2e-6
             assert sent == nbytes
-    assert launch(with_ddp, 2, 1, False, device="cpu")[0][2] == 4 * nbytes, "the mutant, whose no_sync does nothing"
+    assert pooled(with_ddp, 2, 1, False, device="cpu")[0][2] == 4 * nbytes, "the mutant, whose no_sync does nothing"
 
 
 def test_parameters_without_gradient_and_those_that_one_rank_uses():
@@ -132,7 +133,7 @@ def test_parameters_without_gradient_and_those_that_one_rank_uses():
         accumulate(net, torch.ones(4 - comm.rank, 3).bfloat16(), micro_batch=2, loss_fn=loss_fn, comm=comm)
         return {name: layer.bias.grad for name, layer in net.items()}
 
-    for found in launch(on_a_rank, 2, device="cpu"):
+    for found in pooled(on_a_rank, 2, device="cpu"):
         assert found["both"].item() == 1 and found["nobody"] is None
         assert abs(found["first"].item() - 4 / 7) <= 2**-9  # of 7 rows, rank 0 has 4
 
@@ -181,7 +182,7 @@ def test_a_model_of_fsdp2_is_refused():
 
     net = model()
     net(*batch()).backward()
-    for found in launch(on_a_rank, 2, device="cpu"):
+    for found in pooled(on_a_rank, 2, device="cpu"):
         assert distance(found, gradients(net)) <= 2e-6
 
 

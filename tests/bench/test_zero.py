@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from rank_pool import pooled
 
 from refimpl.bench import zero
 from refimpl.comm import launch
@@ -20,7 +21,8 @@ class GradientsKept(Zero2):
         super()._reduced(bucket, shard)
 
 
-def test_a_run_reads_bytes_and_times_of_every_pair():
+def test_a_run_reads_bytes_and_times_of_every_pair(monkeypatch):
+    monkeypatch.setattr(zero, "launch", lambda *args, device, timeout: pooled(*args, device=device))
     settings, rows = zero.run("cpu", TINY, world=2, rounds=2)
     rows = list(rows)
     assert settings["parameters"] == TINY.parameter_count() and settings["ranks"] == 2
@@ -34,6 +36,7 @@ def test_a_run_reads_bytes_and_times_of_every_pair():
         held = 12 if name == "DataParallel" else 6 if name == "Zero3" else 8
         assert row["ours"]["resident"] == pytest.approx(held, abs=0.01)
         assert row["theirs"]["resident"] == pytest.approx(held + 4 * (name != "Zero3"), abs=0.6)
+        assert row["ours"]["held"] == pytest.approx(row["ours"]["resident"], rel=0.01)
     assert all(row["value"] > 0 and row["paired"] > 0 and row["unit"] == "s" for row in rows[len(zero.PAIRS):])
 
 
@@ -43,6 +46,12 @@ def test_a_stage_that_keeps_gradients_is_seen():
     right, kept = (launch(mutated, 2, mutant)[0] for mutant in (Zero2, GradientsKept))
     assert kept["resident"] >= right["resident"] + 4 * parameters
     assert kept["tracker"] > right["tracker"]
+
+
+def test_bytes_that_an_instrument_missed_end_the_reading(monkeypatch):
+    monkeypatch.setattr(zero, "launch", lambda *args, **how: [{"held": 102, "resident": 100}])
+    with pytest.raises(RuntimeError, match="Zero2: .* holds 102 bytes, the tracker 100: expected the same within 1 %"):
+        zero.bytes_held("Zero2", "cpu", TINY, 2)
 
 
 def mutated(comm, mutant):

@@ -53,19 +53,33 @@ def token_batches(steps, micro_batches=1):
 
 
 def train_gpt(engine, steps=10, micro_batches=1):
-    """Train, with `no_sync` around all micro-batches but the last; (ledger before the step, traffic, trace) of the
-    last step."""
-    comm = engine.comm
+    """Train, with `no_sync` around all micro-batches but the last."""
     for tokens in token_batches(steps, micro_batches):
-        before = comm.traffic
-        with memory.track(engine.model, engine.optimizer) as t:
-            for i, rows in enumerate(tokens):
-                mine = rows.chunk(comm.world_size)[comm.rank].to(comm.device)
-                with engine.no_sync() if i < micro_batches - 1 else contextlib.nullcontext():
-                    engine.backward(engine.forward(mine, mine) / micro_batches)
-            now = t.now
-            engine.step()
-    return now, comm.traffic - before, t
+        gradients_of_step(engine, tokens)
+        engine.step()
+
+
+def traced_gpt(engine, steps, micro_batches=1):
+    """Train as `train_gpt`; (ledger before the update, traffic, trace) of the last step."""
+    *first, last = token_batches(steps, micro_batches)
+    for tokens in first:
+        gradients_of_step(engine, tokens)
+        engine.step()
+    before = engine.comm.traffic
+    with memory.track(engine.model, engine.optimizer) as t:
+        gradients_of_step(engine, last)
+        now = t.now
+        engine.step()
+    return now, engine.comm.traffic - before, t
+
+
+def gradients_of_step(engine, tokens):
+    """Forward and backward of each micro-batch."""
+    comm, micro_batches = engine.comm, len(tokens)
+    for i, rows in enumerate(tokens):
+        mine = rows.chunk(comm.world_size)[comm.rank].to(comm.device)
+        with engine.no_sync() if i < micro_batches - 1 else contextlib.nullcontext():
+            engine.backward(engine.forward(mine, mine) / micro_batches)
 
 
 # --- models that are not a plain stack -------------------------------------------------------------------------------
@@ -166,4 +180,4 @@ def states_of(make, dtype=None, reduce_dtype=None, **options):
     """Ledger of a rank of 4 after the second step's backward, of the GPT."""
     engine = make(gpt(dtype=dtype), FakeCommunicator(0, 4), ADAMW, bucket_bytes=BUCKET, reduce_dtype=reduce_dtype,
                   **options)
-    return train_gpt(engine, 2)[0]
+    return traced_gpt(engine, 2)[0]

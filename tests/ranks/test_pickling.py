@@ -1,7 +1,9 @@
 """What cannot be pickled is refused before anything is started, by the name of the variable that holds it."""
 
+import concurrent.futures
 import pickle
 import socket
+import sys
 import threading
 import types
 
@@ -205,3 +207,19 @@ def test_lines_of_code_that_is_in_no_file_come_along_and_works():
     with pytest.raises(RankError, match="    raise ValueError..from a cell.."):
         launch(scope["fn"], 1)
     del linecache.cache["<cell 7>"]
+
+
+def test_threads_can_pickle_at_once():
+    """Functions of this module, which no other process can import: cloudpickle has one register of such modules."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            packed = list(pool.map(lambda _: bytes(pickling.pack(threads_pickle_this, ())[0]), range(1000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(pickle.loads(each)[0]() == "pickled" for each in packed)
+
+
+def threads_pickle_this():
+    return "pickled"

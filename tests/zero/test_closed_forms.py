@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zero_kit import ADAMW, BUCKET, ENGINES, gpt, states_of, train_gpt
+from zero_kit import ADAMW, BUCKET, ENGINES, gpt, states_of, traced_gpt
 
 from refimpl.comm import launch
 from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
@@ -13,7 +13,7 @@ STATES = ("parameters", "gradients", "optimizer state")
 def readings(comm, micro_batches):
     found = {}
     for make in ENGINES:
-        now, sent, _ = train_gpt(make(gpt(), comm, ADAMW, bucket_bytes=BUCKET), 3, micro_batches)
+        now, sent, _ = traced_gpt(make(gpt(), comm, ADAMW, bucket_bytes=BUCKET), 3, micro_batches)
         found[make.__name__] = now, dict(sent)
     return found
 

@@ -73,9 +73,15 @@ def model_of(seconds):
     return model
 
 
-def stepped(comm, make, wire, compute, blocks=False, steps=3):
-    """(parameters after some steps, Recording of the last one)."""
-    engine = make(model_of(compute), SlowWire(comm, wire, blocks), ADAMW, bucket_bytes=BUCKET)
+def stepped(comm, make, wire, compute, blocks=False, steps=3, slow=0):
+    """(parameters after some steps, Recording of the last one); delays begin with step `slow`."""
+    step = 0
+
+    def late(seconds):
+        return seconds() if step >= slow else 0
+
+    engine = make(model_of(lambda: late(compute)), SlowWire(comm, lambda: late(wire), blocks), ADAMW,
+                  bucket_bytes=BUCKET)
     for step in range(steps):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank + 10 * step))
         with timeline(engine) as line:
@@ -101,7 +107,7 @@ def test_delays_change_no_bit():
 
 
 def with_even_delays(comm, blocks):
-    return {make.__name__: stepped(comm, make, lambda: 0.02, lambda: 0.02, blocks)[1] for make in ENGINES}
+    return {make.__name__: stepped(comm, make, lambda: 0.02, lambda: 0.02, blocks, slow=2)[1] for make in ENGINES}
 
 
 @pytest.mark.alone

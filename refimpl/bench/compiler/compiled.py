@@ -20,7 +20,6 @@ import contextlib
 import inspect
 import io
 import re
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -47,11 +46,14 @@ class Compiled(NamedTuple):
     stack_bytes: int  # of a thread
     shared_bytes: int  # of a program: dynamic and static
     shared_limit: int
-    instructions: collections.Counter  # name → how many are in the code; 0 for one that is not
     ttgir: str  # Triton's last intermediate form of the kernel that has tiles
-    sass: str  # the GPU's own instructions
+    cubin: bytes  # what a GPU loads
+    capability: int  # of that GPU
     warnings: tuple  # lines of ptxas: its warnings, and remarks with a number such as (C7510)
     seconds: float
+    # From the disassembler (see `sass`), which takes many kernels at once:
+    instructions: collections.Counter = collections.Counter()  # name → how many are in the code; 0 for one that is not
+    sass: str = ""  # the GPU's own instructions
 
     def faults(self):
         """Return the reasons why this kernel cannot be fast or cannot start, as a list of sentences."""
@@ -87,7 +89,7 @@ class Case(NamedTuple):
 
 
 def compile_kernel(kernel, arguments, *, num_warps, num_stages, target=("cuda", 90), **options):
-    """Compile `kernel`, a function under triton.jit or gluon.jit, and return its Compiled.
+    """Compile `kernel`, a function under triton.jit or gluon.jit, and return its Compiled, not disassembled yet.
 
     - `arguments`: name → type or value. A type is "*bf16", "fp32", "i32" or "i64", for example. With ":16" appended
       ("*bf16:16") the pointer or number is a multiple of 16; a launch detects that, and the compiler makes use of it.
@@ -113,12 +115,11 @@ def compile_kernel(kernel, arguments, *, num_warps, num_stages, target=("cuda", 
         with contextlib.redirect_stdout(log):
             compiled = triton.compile(source, target=GPUTarget(*target, 32),
                                       options={"num_warps": num_warps, "num_stages": num_stages, **options})
-        sass = _disassembled(compiled.asm["cubin"], cache)
     log, meta = log.getvalue(), compiled.metadata
     return Compiled(meta.name, meta.num_warps, max(_numbers(r"Used (\d+) registers", log)),
                     sum(_numbers(r"(\d+) bytes spill", log)), sum(_numbers(r"(\d+) bytes stack frame", log)),
-                    meta.shared + sum(_numbers(r"(\d+) bytes smem", log)), SHARED_BYTES[target[1]], _opcodes(sass),
-                    compiled.asm["ttgir"], sass,
+                    meta.shared + sum(_numbers(r"(\d+) bytes smem", log)), SHARED_BYTES[target[1]],
+                    compiled.asm["ttgir"], compiled.asm["cubin"], target[1],
                     tuple(line for line in log.splitlines() if re.search(r"warning|\(C\d+\)", line)),
                     time.perf_counter() - start)
 
@@ -181,14 +182,3 @@ def _source(kernel, arguments):
 
 def _numbers(pattern, log):
     return [int(number) for number in re.findall(pattern, log)]
-
-
-def _disassembled(cubin, folder):
-    path = Path(folder) / "kernel.cubin"
-    path.write_bytes(cubin)
-    return subprocess.run([BIN / "cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout
-
-
-def _opcodes(sass):
-    """Count the instructions by name, without what follows the first dot (HGMMA.64x128x16.F32 is an HGMMA)."""
-    return collections.Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.M))

@@ -14,6 +14,7 @@ import traceback
 
 from ..runner import cores
 from .compiled import compile_kernel
+from .sass import disassembled
 
 SHARE = 24  # cases for one process, which takes some seconds to start
 
@@ -57,8 +58,9 @@ def compile_each(cases):
         found += _answers(run.stdout)
         if len(found) < len(cases):
             found.append(f"exit status {run.returncode}\n{run.stderr.decode()}")
-    return [RuntimeError(f"compiling {case.kernel} failed: {answer[-4000:]}") if isinstance(answer, str) else answer
-            for case, answer in zip(cases, found, strict=True)]
+    compiled = iter(disassembled(answer for answer in found if not isinstance(answer, str)))
+    return [RuntimeError(f"compiling {case.kernel} failed: {answer[-4000:]}") if isinstance(answer, str)
+            else next(compiled) for case, answer in zip(cases, found, strict=True)]
 
 
 def _answers(said):

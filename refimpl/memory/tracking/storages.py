@@ -98,8 +98,8 @@ class StorageMode(Trace, TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         facts = _facts.get(id(func)) or _facts_of(func)
-        if facts.no_tensors:
-            return func(*args, **kwargs)
+        if facts.no_tensors:  # most of a dry run's calls ask for a device
+            return args[0].device if func is torch.ops.prim.device.default else func(*args, **kwargs)
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) fills a storage first, then announces it
             self._see(args)
             if kwargs:

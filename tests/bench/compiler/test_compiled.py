@@ -1,6 +1,8 @@
 """The compile report, on kernels made for it: one that is fine, one that spills, one too large for shared memory."""
 
 import re
+import subprocess
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from refimpl.attention.kernels.tile import Problem
 from refimpl.attention.triton_backward import backward_launches, delta_launch
 from refimpl.attention.triton_forward import forward_launch
 from refimpl.bench.compiler import processes
-from refimpl.bench.compiler.compiled import Case, as_launched, compile_kernel
+from refimpl.bench.compiler.compiled import BIN, Case, as_launched, compile_kernel
 from refimpl.bench.compiler.processes import compile_each
 
 POINTER = "*bf16:16"
@@ -91,6 +93,14 @@ def test_a_product_in_bf16_runs_on_warp_groups(reports):
     assert 32 <= fine.registers <= 255 and fine.spill_bytes == fine.stack_bytes == 0
     assert 2 * 64 * 64 * 2 <= fine.shared_bytes < 32768  # both operands lie there
     assert fine.faults() == []
+
+
+def test_instructions_are_those_that_cuobjdump_lists_of_one_kernel(reports, tmp_path):
+    report, path = reports["spills"], tmp_path / "cubin"  # one of several kernels of its capability
+    path.write_bytes(report.cubin)
+    listing = subprocess.run([BIN / "cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout
+    names = re.findall(r"^\s+/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", listing, re.MULTILINE)
+    assert len(names) > 100 and Counter(names) == report.instructions
 
 
 def test_gpus_before_have_products_of_one_warp(reports):
