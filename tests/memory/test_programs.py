@@ -6,12 +6,14 @@ import functools
 import io
 import pickle
 import threading
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
+from torch.autograd.variable import Variable
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -286,6 +288,8 @@ def complex_views(model, x):
 def state_of_torch():
     return [
         saved_tensors_hooks.__enter__, torch.UntypedStorage.resize_, torch.autograd.Function.apply.__func__,
+        Variable._execution_engine, torch._C._dynamo.guards._empty_strided_cpu, list(warnings.filters),
+        torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python),
         torch.frombuffer, torch.from_dlpack, torch.get_rng_state, torch.autograd.graph.disable_saved_tensors_hooks,
         torch._C._autograd._top_saved_tensors_default_hooks(True), torch._C._len_torch_dispatch_stack(),
         *[len(hooks) for owner in (module_hooks, optimizer_hooks) for name, hooks in vars(owner).items()
@@ -328,3 +332,45 @@ def test_results_bytes_and_torch_stay_as_they_are(name):
 def both_instruments(model, x):
     with memory.track(model, x) as t, memory.measure("cpu") as m:
         yield t, m
+
+
+def fail(*_):
+    raise KeyError("the user's own")
+
+
+def in_forward(model, x):
+    model(x)
+    fail()
+
+
+def in_backward(model, x):
+    y = model(x).sort()[0]
+    y.grad_fn.register_hook(fail)  # while autograd's formula runs without the tracker
+    y.sum().backward()
+
+
+def in_a_hook(model, x):
+    h = model(x)
+    h.register_hook(fail)
+    (h.sum() + h.square().sum()).backward()
+
+
+def in_a_step(model, x):
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(fail)
+    model(x).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("failing", [in_forward, in_backward, in_a_hook, in_a_step])
+def test_a_program_that_fails_has_its_own_traceback_and_the_ledger_so_far(failing):
+    model, x, before = torch.nn.Linear(32, 64), torch.randn(16, 32), state_of_torch()
+    with pytest.raises(KeyError, match="the user's own") as caught, memory.track(model, x) as t:
+        failing(model, x)
+    assert caught.traceback[-1].name == "fail"
+    assert t.start["parameters"] == t.now["parameters"] == 4 * (32 * 64 + 64)
+    assert t.peak.total > t.start.total
+    assert state_of_torch() == before
+    with memory.track(model, x) as again:  # and the next one reads as ever
+        model(x).sum().backward()
+    assert again.now["gradients"] == again.now["parameters"]
