@@ -1,0 +1,58 @@
+"""What a trace says about the workspaces of kernels."""
+
+import pickle
+
+import pytest
+import torch
+
+from refimpl import memory
+from refimpl.memory.tracking.taking import NOT_COUNTED, note_of
+
+
+def conv(x):
+    torch.nn.functional.conv2d(x.reshape(1, 4, 16, 16), torch.ones(4, 4, 3, 3))
+
+
+def product_in(dtype):
+    return lambda x: x.to(dtype) @ x.t().to(dtype)
+
+
+def prod(x):
+    x.clone().requires_grad_().tanh().prod().backward()
+
+
+TABLE = {  # program -> the operations that its trace names, or None
+    "a convolution": (conv, "convolution"),
+    "a product in bf16": (product_in(torch.bfloat16), "mm"),
+    "a product in fp32": (product_in(torch.float32), None),
+    "a formula of autograd's that takes more than it returns": (prod, "ProdBackward0"),
+    "sums": (lambda x: x + x, None),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_trace_names_the_operations(name):
+    function, named = TABLE[name]
+    x = torch.randn(16, 64)
+    with memory.track(x) as t:
+        function(x)
+    assert len(t.notes) == (named is not None)
+    if named:
+        assert t.notes[0].startswith(f"{NOT_COUNTED} that kernels take inside {named}; memory.with_workspaces")
+        assert t.notes[0] in repr(t) and NOT_COUNTED in t._repr_html_() and NOT_COUNTED in repr(t.on("cpu"))
+        assert pickle.loads(pickle.dumps(t)).notes == t.notes
+        assert NOT_COUNTED in t.plot()._suptitle.get_text()
+    else:
+        assert NOT_COUNTED not in repr(t) and t.plot()._suptitle is None
+
+
+def test_they_are_laid_over_and_the_note_goes():
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    with memory.track(x) as t, memory.measure("cpu") as m:
+        x @ x
+    assert t.notes and not memory.with_workspaces(t, m).notes
+
+
+def test_a_gpus_allocator_counts_them_in_its_peak():
+    assert 'memory.measure("cuda") has them in its peak' in note_of({"convolution"}, "cuda:0")
+    assert "memory.measure reads them" in note_of({"convolution"}, "xpu:0")
