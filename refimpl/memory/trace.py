@@ -7,6 +7,7 @@ backward, or became a gradient, is known only after it was allocated.
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -135,11 +136,13 @@ class Trace:
 
     `device`: where the bytes are counted; by default a CUDA device if the trace saw one, else the CPU. `on(device)`
     is the same recording read on another device. `began_ns`: when it began (ns since 1970), None if that is not known.
+    `notes`: what a reader of the figures should know, e.g. the placeholders of a dry run.
     """
 
-    def __init__(self, ops=(), records=(), events=(), first_call=None, device=None, began_ns=None):
+    def __init__(self, ops=(), records=(), events=(), first_call=None, device=None, began_ns=None, notes=()):
         self.ops, self.records, self.events = list(ops), list(records), list(events)
         self.first_call = first_call  # index of the first operation inside a module's forward
+        self.notes = list(notes)
         self._device = device
         self.began_ns = began_ns if began_ns or self.ops else time.time_ns()  # with nothing in it yet: it begins now
 
@@ -159,7 +162,7 @@ class Trace:
         device = str(device)
         if device not in self.devices:
             raise ValueError(f"nothing was allocated on {device!r}; this trace saw {', '.join(self.devices) or 'none'}")
-        return Trace(self.ops, self.records, self.events, self.first_call, device, self.began_ns)
+        return Trace(self.ops, self.records, self.events, self.first_call, device, self.began_ns, self.notes)
 
     def categories(self):
         """Return the category of every storage record, in order."""
@@ -223,17 +226,20 @@ class Trace:
 
     def __reduce__(self):
         # What travels between processes is the recording, never the live listener.
-        return Trace, (self.ops, self.records, self.events, self.first_call, self._device, self.began_ns)
+        return Trace, (self.ops, self.records, self.events, self.first_call, self._device, self.began_ns,
+                       self.notes)
 
     def __repr__(self):
         moment = self.peak_moment()
         where = f"{moment.operation} in {moment.module or 'no module'}, {moment.phase}"
-        return f"peak on {self.device}, after {where}:\n{moment.ledger!r}"
+        return f"peak on {self.device}, after {where}:\n{moment.ledger!r}" + "".join(
+            f"\nnote: {note}" for note in self.notes)
 
     def _repr_html_(self):
         moment = self.peak_moment()
         where = f"<code>{moment.operation}</code> in <code>{moment.module or 'no module'}</code>, {moment.phase}"
-        return f"<p>peak on {self.device}, after {where}</p>{moment.ledger._repr_html_()}"
+        return f"<p>peak on {self.device}, after {where}</p>{moment.ledger._repr_html_()}" + "".join(
+            f"<p>note: {escape(note)}</p>" for note in self.notes)
 
     def plot(self, predicted=None, **labels):
         """Draw this trace in the figure of every page; see `memory.plot`."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ledger import category_name
 from ..trace import START, Op, StorageRecord, Trace
-from .in_place import note, twin_of
+from .in_place import inside_formula, note, twin_of
 from .tensors import dense_parts
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
@@ -73,6 +73,11 @@ class StorageMode(Trace, TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _NO_TENSORS:
             return func(*args, **kwargs)
+        if inside_formula():  # on fake tensors
+            func = twin_of(func, args)
+            outputs = func(*args, **kwargs)
+            note(func, outputs)
+            return outputs
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) fills a storage first, then announces it
             self._see(args)
             if kwargs:
