@@ -10,77 +10,91 @@ from contextlib import contextmanager
 from types import FunctionType, MethodType
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.optim.optimizer import _foreach_supported_types
-from torch.utils import _foreach_utils
+from torch._subclasses.fake_tensor import FakeCopyMode, UnsupportedOperatorException
 
+from .fakes.declared import Declared
+from .fakes.mode import KNOWN, DryMode
+from .fakes.places import of_the_program, raised
+from .fakes.pytorch import as_on_real_tensors
 from .tracker import track
 
 
-def dry_run(function, *args, **kwargs):
+def dry_run(function, *args, sizes=None, values=None, **kwargs):
     """Run `function(*args, **kwargs)` on fake tensors and return the Tracker; `.result` is what it returned.
 
     No memory is taken; what runs on `"cuda"` needs a GPU to be there, but none of its memory. Models, optimizers and
     tensors in the arguments are replaced by fake copies (the originals are not touched), and count as older than the
-    step. What `function` builds is fake from the start. Raises ValueError if `function` needs a tensor's values
-    (`.item()`, a mask as index, a sparse tensor), of which there are none, uses a real tensor that it was not given,
-    or if an argument cannot be copied.
+    step. What `function` builds is fake from the start.
+
+    Fake tensors have no values, but for small ones that numbers alone made and small integers in the arguments.
+    - **Placeholders.** Where the program asks for one value (`loss.item()`, `if loss.isfinite()`), it gets 0.0, 0 or
+    True; comparisons are answered for numbers that are 0. `.notes` lists each placeholder, once, with its line.
+    - **Declared sizes.** A shape that depends on values (`nonzero`, a mask as index, `unique`) is refused, unless
+    `sizes` has its line: a number of elements (int), a share of them (float), a function of the shape of the tensor
+    that is looked through, or a list of these, given in turn, over and over. E.g. tokens are balanced among experts:
+    `sizes={"modeling_mixtral.py:78": experts, "modeling_mixtral.py:84": 1 / experts}`.
+    - **Declared values.** Where a placeholder would be wrong, and where `.tolist()` reads integers, of which there are
+    no placeholders: `values={"train.py:31": False, "experts.py:12": [3, 5]}`.
+
+    Raises ValueError, beginning with the line, for a shape that is not declared, for other uses of values (`.numpy()`,
+    a sparse tensor), for a real tensor that the function was not given, and if an argument cannot be copied. An error
+    of the program's own comes out as it is, with the placeholders given so far in its notes. Either error has the
+    tracker so far in its attribute `trace`.
     """
-    fake = FakeTensorMode()
-    fake.__deepcopy__ = lambda memo: fake  # a copy of a fake tensor, made inside, stays in this mode
+    fake = DryMode(Declared(sizes, values))
     args, kwargs = _fake_copies((args, kwargs), fake)
-    with _explained(), fake, _as_on_real_tensors(), track(*_trackable((args, kwargs))) as tracker:
+    tracker = track(*_trackable((args, kwargs)))
+    tracker.notes = fake.notes
+    with _explained(tracker), as_on_real_tensors(), fake, tracker:
         tracker.result = function(*args, **kwargs)
     return tracker
 
 
 # What an error of PyTorch's says when a step cannot be run on fake tensors -> (what it means, what to do).
-_VALUES = "the step needs the values of a tensor, and fake tensors have none"
+_VALUES = "needs the values of a tensor, and tensors have none in a dry run"
+_NO_RULE = ("calls an operation that has no rule for fake tensors", "write one, torch.library.register_fake")
 _MEANINGS = {
     "convert all Tensors to FakeTensors": (
-        "the step uses a real tensor that it was not given",
+        "uses a real tensor that it was not given",
         "build it inside the function, or pass it (or its model) as an argument"),
-    "Couldn't swap": (
-        "PyTorch cannot change the dtype or device of a module whose tensors are fake",
-        "build it in the right one, GPT(config, dtype=…) or torch.set_default_dtype"),
-    ".numpy() is not supported": (_VALUES, "leave .numpy() out of it"),
-    "FakeTensor.__format__": (_VALUES, "leave printing them out of it"),
+    "There was no fake impl registered": _NO_RULE,
+    ".numpy() is not supported": (_VALUES, "leave .numpy() out of the step"),
+    "its data is not allocated": (_VALUES, "leave what reads its memory out of the step"),
+    "data pointer": (_VALUES, "leave what reads its memory out of the step"),
+    "data_ptr": (_VALUES, "leave what reads its memory out of the step"),
 }
 
 
 @contextmanager
-def _explained():
-    """What fake tensors cannot do comes out as a ValueError that says what to do instead."""
+def _explained(tracker):
+    """What fake tensors cannot do comes out as a ValueError that says where, and what to do instead."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(f"dry_run: {error.func} needs the values of a tensor, and fake tensors have none: leave "
-                         ".item(), `if tensor`, printing and indexing by masks out of the step") from error
-    except (RuntimeError, AssertionError, TypeError) as error:
-        for words, (meaning, remedy) in _MEANINGS.items():
-            if words in str(error):
-                raise ValueError(f"dry_run: {meaning}: {remedy}. {error}") from error
+    except BaseException as error:
+        refusal = _refusal(error)
+        (refusal or error).trace = tracker
+        if refusal is not None:
+            raise refusal from error
+        for note in tracker.notes:
+            error.add_note(note)
         raise
 
 
-@contextmanager
-def _as_on_real_tensors():
-    """PyTorch takes its foreach kernels for types that it knows (by default on CUDA in torch.optim, and everywhere to
-    clip gradients): let it know fake ones."""
-    known = [_foreach_supported_types, getattr(_foreach_utils, "_foreach_supported_types", [])]
-    for types in known:
-        types.append(FakeTensor)
-    try:
-        yield
-    finally:
-        for types in known:
-            types.remove(FakeTensor)
+def _refusal(error):
+    """Return the ValueError that says what `error` means and where it was; None if it is the program's own, or says it
+    already."""
+    meaning, remedy = next((found for words, found in _MEANINGS.items() if words in str(error)), (None, None))
+    if isinstance(error, UnsupportedOperatorException):
+        meaning, remedy = _NO_RULE
+    places = raised(error)
+    place = of_the_program(places)
+    if meaning is not None and isinstance(error, (RuntimeError, AssertionError, TypeError)):
+        return ValueError(f"{place}: `{place.expression}` {meaning}: {remedy}. {error}")
+    if place.is_of_the_meters:  # the program has not begun
+        return None
+    if type(error) is ValueError and places[0].is_of_the_meters and not str(error).startswith(str(place)):
+        return ValueError(f"{place}: `{place.expression}`: {error}")
+    return None
 
 
 def _fake_copies(things, fake):
@@ -109,17 +123,31 @@ def _copy_attributes(optimizer, memo):
 
 
 class _FakeCopies(FakeCopyMode):
-    """deepcopy under it makes fake tensors. Those of numbers on the CPU know their values: optimizers read their step
-    counters and learning rates."""
+    """deepcopy under it makes fake tensors. On the CPU, numbers and small tensors of integers keep their values:
+    optimizers read their step counters and learning rates, models their masks."""
+
+    def __init__(self, fake):
+        super().__init__(fake)
+        self._storages = {}  # of the originals -> copies
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            if id(tensor) not in memo and tensor.ndim == 0 and tensor.is_cpu and not tensor.requires_grad:
-                value = tensor.item()
-                with self.fake_mode:
-                    memo[id(tensor)] = torch.tensor(value, dtype=tensor.dtype)
+        if func is torch.Tensor.__deepcopy__ and id(args[0]) not in args[1] and _is_known(args[0]):
+            args[1][id(args[0])] = self._with_values(args[0])
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _with_values(self, tensor):
+        with torch._C.DisableTorchFunction():
+            storage = tensor.untyped_storage()
+            copied = self._storages.setdefault(storage._cdata, storage.clone())
+            known = torch.empty(0, dtype=tensor.dtype).set_(copied, tensor.storage_offset(), tensor.shape,
+                                                            tensor.stride())
+            return self.fake_mode.fake_tensor_converter.from_real_tensor(self.fake_mode, known, make_constant=True)
+
+
+def _is_known(tensor):
+    small = tensor.ndim == 0 or not (tensor.is_floating_point() or tensor.is_complex())
+    return (small and type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided
+            and not tensor.requires_grad and not tensor.is_complex() and tensor.untyped_storage().nbytes() <= KNOWN)
 
 
 def _trackable(tree):

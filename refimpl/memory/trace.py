@@ -4,10 +4,10 @@ A storage has one category for its whole life, decided only when the trace is re
 backward, or became a gradient, is known only after it was allocated.
 """
 
-import html
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -136,15 +136,16 @@ class Trace:
 
     `device`: where the bytes are counted; by default a CUDA device if the trace saw one, else the CPU. `on(device)`
     is the same recording read on another device. `began_ns`: when it began (ns since 1970), None if that is not known.
-    `notes`: sentences about what the bytes leave out or rest upon; printed with them.
+    `notes`: sentences about what the bytes leave out or rest upon, e.g. the placeholders of a dry run; printed with
+    them.
     """
 
     def __init__(self, ops=(), records=(), events=(), first_call=None, device=None, began_ns=None, notes=()):
         self.ops, self.records, self.events = list(ops), list(records), list(events)
         self.first_call = first_call  # index of the first operation inside a module's forward
+        self.notes = list(notes)
         self._device = device
         self.began_ns = began_ns if began_ns or self.ops else time.time_ns()  # with nothing in it yet: it begins now
-        self.notes = list(notes)
 
     @property
     def devices(self):
@@ -226,18 +227,20 @@ class Trace:
 
     def __reduce__(self):
         # What travels between processes is the recording, never the live listener.
-        return Trace, (self.ops, self.records, self.events, self.first_call, self._device, self.began_ns, self.notes)
+        return Trace, (self.ops, self.records, self.events, self.first_call, self._device, self.began_ns,
+                       self.notes)
 
     def __repr__(self):
         moment = self.peak_moment()
         where = f"{moment.operation} in {moment.module or 'no module'}, {moment.phase}"
-        return "\n".join([f"peak on {self.device}, after {where}:", repr(moment.ledger), *self.notes])
+        return f"peak on {self.device}, after {where}:\n{moment.ledger!r}" + "".join(
+            f"\nnote: {note}" for note in self.notes)
 
     def _repr_html_(self):
         moment = self.peak_moment()
         where = f"<code>{moment.operation}</code> in <code>{moment.module or 'no module'}</code>, {moment.phase}"
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<p>peak on {self.device}, after {where}</p>{moment.ledger._repr_html_()}{notes}"
+        return f"<p>peak on {self.device}, after {where}</p>{moment.ledger._repr_html_()}" + "".join(
+            f"<p>note: {escape(note)}</p>" for note in self.notes)
 
     def plot(self, predicted=None, **labels):
         """Draw this trace in the figure of every page; see `memory.plot`."""

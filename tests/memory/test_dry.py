@@ -251,27 +251,6 @@ def test_the_result_is_kept():
     assert memory.dry_run(lambda: torch.empty(2**40)).result.shape == (2**40,)
 
 
-OUTSIDE = torch.ones(3)
-REFUSED = {  # what a step does -> the step, and what the error says to do
-    "item": (lambda: torch.ones(3).sum().item(), r"_local_scalar_dense.*\.item\(\)"),
-    "mask": (lambda: torch.ones(3)[torch.ones(3) > 0], "masks"),
-    "branch": (lambda: 1 if torch.ones(1) > 0 else 2, "`if tensor`"),
-    "tolist": (lambda: torch.ones(3).tolist(), "needs the values"),
-    "print": (lambda: f"{torch.ones(3).sum():.3f}", "needs the values.*printing"),
-    "numpy": (lambda: torch.ones(3).numpy(), r"needs the values.*leave \.numpy\(\) out"),
-    "sparse": (lambda: torch.nn.Embedding(9, 4, sparse=True)(torch.tensor([1])).sum().backward(), "make it dense"),
-    "real": (lambda: torch.ones(3) + OUTSIDE, "was not given: build it inside"),
-    "dtype": (lambda: torch.nn.Linear(3, 3).to(torch.bfloat16), "build it in the right one"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_needs_values_is_refused_with_what_to_do(what):
-    step, message = REFUSED[what]
-    with pytest.raises(ValueError, match=message):
-        memory.dry_run(step)
-
-
 @pytest.mark.parametrize("argument", [(x for x in ()), torch.Generator(), threading.Lock()])
 def test_an_argument_that_cannot_be_copied_is_refused(argument):
     with pytest.raises(ValueError, match="an argument cannot be copied: build it inside"):

@@ -6,7 +6,7 @@ A tracker is a dispatch mode, and so is what makes tensors fake. So two things a
 - gradients that meet at a tensor are added in place under the condition of input_buffer.cpp: that nobody but the
 engine holds the sum so far;
 - formulas that ask run without the mode and count as one operation. On fake tensors, which make autograd compute out
-of place by themselves, what a formula adds to fresh zeros is written into these.
+of place by themselves, trackers look away, and what a formula adds to fresh zeros is written into these.
 
 A mode that the user turns on has the same effect on the user's program, so beside one nothing is done.
 """
@@ -74,12 +74,15 @@ class WatchedEngine(ImperativeEngine):
         for node in feeding:
             yield node.register_hook(_ran)
         for node in asking:
-            yield node.register_prehook(_without_mode)
+            yield node.register_prehook(functools.partial(_without_mode, node._sequence_nr()))
             yield node.register_hook(functools.partial(self._with_mode, node.name()))
 
     def _with_mode(self, name, outputs, gradients):
         if torch._C._dispatch_tls_is_dispatch_key_excluded(_PYTHON):
             torch._C._dispatch_tls_set_dispatch_key_excluded(_PYTHON, False)
+            self._report(name, outputs)
+        elif getattr(_now, "formula", None) is not None:
+            _now.formula = None
             self._report(name, outputs)
 
 
@@ -116,11 +119,23 @@ def _ran(outputs, gradients):
     _now.ran = _running()
 
 
-def _without_mode(gradients):
-    """Turn the trackers off for the formula that comes, unless a mode or tensor of the user's is there as well."""
-    real = all(gradient is None or type(gradient) in _VANILLA[:2] for gradient in gradients)
-    if real and _only_trackers():
+def _without_mode(number, gradients):
+    """Turn the trackers off for the formula of node `number`, unless a mode or tensor of the user's is there as well.
+    Fake tensors need their mode: there the trackers look away."""
+    kinds = {type(gradient) for gradient in gradients if gradient is not None}
+    if kinds.issubset(_VANILLA[:2]) and _only_trackers():
         torch._C._dispatch_tls_set_dispatch_key_excluded(_PYTHON, True)
+    elif kinds == {FakeTensor} and _only_trackers():
+        _now.formula = number
+
+
+def inside_formula():
+    """Tell whether a formula runs that counts as one operation."""
+    number = getattr(_now, "formula", None)
+    if number is None:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node._sequence_nr() == number
 
 
 def _only_trackers():

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ledger import category_name
 from ..trace import START, Op, StorageRecord, Trace
-from .in_place import TAKES_MORE, ZEROS, has_twin, note_zeros, twin_of
+from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
 from .taking import may_take, note_of, takes_workspace
 from .tensors import PLAIN, dense_parts
 
@@ -100,6 +100,12 @@ class StorageMode(Trace, TorchDispatchMode):
         facts = _facts.get(id(func)) or _facts_of(func)
         if facts.no_tensors:  # most of a dry run's calls ask for a device
             return args[0].device if func is torch.ops.prim.device.default else func(*args, **kwargs)
+        if self._under_fake_mode and inside_formula():
+            func = twin_of(func, args)
+            outputs = func(*args, **kwargs)
+            if facts.zeros:
+                note_zeros(outputs)
+            return outputs
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) fills a storage first, then announces it
             self._see(args)
             if kwargs:

@@ -1,0 +1,89 @@
+"""What PyTorch does otherwise on fake tensors, made to be as on real ones while a dry run goes."""
+
+import copy
+import logging
+import sys
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils import _foreach_utils
+
+# Where libraries ask whether a tensor is fake, in order to do something else, as under a compiler.
+_ASKING = (("transformers.utils.import_utils", "is_fake_tensor"),)
+
+
+@contextmanager
+def as_on_real_tensors():
+    """Open a context in which
+    - foreach kernels are taken as for real tensors (by default on CUDA in torch.optim, and everywhere to clip
+    gradients);
+    - modules change dtype and device as they do with real tensors, in place;
+    - tensors are formatted, copied and made lists as real ones are;
+    - libraries that treat fake tensors otherwise are told that there are none, if they have been imported;
+    - PyTorch does not log a traceback for each operation that it refuses.
+    """
+    with ExitStack() as stack:
+        for types in [_foreach_supported_types, getattr(_foreach_utils, "_foreach_supported_types", [])]:
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
+        replaced = [(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)), (FakeTensor, "tolist", _tolist),
+                    (FakeTensor, "__format__", _format), (FakeTensor, "__deepcopy__", _deepcopy)]
+        replaced += [(sys.modules[module], name, lambda tensor: False) for module, name in _ASKING
+                     if hasattr(sys.modules.get(module), name)]
+        for owner, name, replacement in replaced:
+            stack.callback(_restorer(owner, name))
+            setattr(owner, name, replacement)
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
+        yield
+
+
+def _restorer(owner, name):
+    """Return a function that puts back what `owner` has of its own under this name, if it has any."""
+    if name in vars(owner):
+        own = vars(owner)[name]
+        return lambda: setattr(owner, name, own)
+    return lambda: delattr(owner, name)
+
+
+def _swap(original):
+    def swap_tensors(one, two):
+        """`Module.to` assigns `.data` to a real parameter, which stays the same object for optimizers."""
+        if not (isinstance(one, FakeTensor) and isinstance(two, FakeTensor)):
+            return original(one, two)
+        one.data = two
+        one.fake_device, one.constant = two.fake_device, two.constant
+        return None
+
+    return swap_tensors
+
+
+def _format(tensor, specification):
+    """A number is formatted as a number, so that the same specifications are good."""
+    return format(tensor.item(), specification) if tensor.ndim == 0 else object.__format__(tensor, specification)
+
+
+def _deepcopy(tensor, memo):
+    """What is known of a tensor is known of its copy. (The values themselves are no fake tensor, and cannot be
+    copied as its attributes are.)"""
+    if tensor.constant is None or id(tensor) in memo:
+        return torch.Tensor.__deepcopy__(tensor, memo)
+    with torch.no_grad():
+        twin = memo[id(tensor)] = tensor.clone()
+    for name in vars(tensor).keys() - vars(twin).keys():
+        setattr(twin, name, copy.deepcopy(vars(tensor)[name], memo))
+    if tensor.grad is not None:
+        twin.grad = copy.deepcopy(tensor.grad, memo)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def _tolist(tensor):
+    """What is known of a tensor is in the list."""
+    if tensor.constant is not None:
+        return tensor.constant.tolist()
+    if tensor.numel() > 1 and not tensor.is_floating_point() and not tensor.is_complex():
+        tensor.fake_mode.refuse_unless_declared(tensor)
+    return tensor.item() if tensor.ndim == 0 else [element.tolist() for element in tensor]
