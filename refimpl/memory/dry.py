@@ -45,7 +45,7 @@ def dry_run(function, *args, sizes=None, values=None, **kwargs):
     args, kwargs = _fake_copies((args, kwargs), fake)
     tracker = track(*_trackable((args, kwargs)))
     tracker.notes = fake.notes
-    with _explained(tracker), as_on_real_tensors(), fake, tracker:
+    with _explained(tracker), as_on_real_tensors(fake.notes), fake, tracker:
         tracker.result = function(*args, **kwargs)
     return tracker
 

@@ -294,3 +294,29 @@ def test_a_size_that_is_none_is_refused(size):
     line = inspect.getsourcelines(routed)[1] + 1
     with pytest.raises(ValueError, match="sizes=|expected a number of elements, a share"):
         memory.dry_run(routed, torch.rand(3), torch.rand(3) > 0, sizes={f"{HERE}:{line}": size})
+
+
+def test_compiled_code_runs_uncompiled_and_the_notes_say_so():
+    calls, lines = [], torch.nn.Linear(8, 8)
+
+    def backend(graph, inputs):
+        return lambda *args: calls.append(1) or graph(*args)
+
+    torch._dynamo.reset()
+    model, x = torch.compile(lines, backend=backend), torch.randn(4, 8)
+
+    @torch.compile(backend=backend)
+    def loss(y):
+        return y.square().sum()
+
+    def step():
+        model(x).sum().backward()
+
+    t = memory.dry_run(lambda m, x: loss(m(x)).backward(), model, x)
+    assert not calls
+    assert [note.partition(": ")[2] for note in t.notes] == [
+        "`m(x)` runs uncompiled in a dry run", "`loss(m(x))` runs uncompiled in a dry run"]
+    assert t.peak == memory.dry_run(lambda m, x: m(x).square().sum().backward(), lines, x).peak
+    step()
+    assert len(calls) == 1  # afterwards as before
+    torch._dynamo.reset()

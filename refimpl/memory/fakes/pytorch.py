@@ -10,13 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _foreach_utils
 
+from .places import of_the_program, running
+
 # Where libraries ask whether a tensor is fake, in order to do something else, as under a compiler.
 _ASKING = (("transformers.utils.import_utils", "is_fake_tensor"),)
 
 
 @contextmanager
-def as_on_real_tensors():
+def as_on_real_tensors(notes):
     """Open a context in which
+    - compiled code runs uncompiled, which `notes` says of each line that calls some;
     - foreach kernels are taken as for real tensors (by default on CUDA in torch.optim, and everywhere to clip
     gradients);
     - modules change dtype and device as they do with real tensors, in place;
@@ -24,17 +27,21 @@ def as_on_real_tensors():
     - libraries that treat fake tensors otherwise are told that there are none, if they have been imported;
     - PyTorch does not log a traceback for each operation that it refuses.
     """
+    from torch._dynamo import eval_frame  # here: it takes a second, and a dry run imports it in any case
+
     with ExitStack() as stack:
         for types in [_foreach_supported_types, getattr(_foreach_utils, "_foreach_supported_types", [])]:
             types.append(FakeTensor)
             stack.callback(types.remove, FakeTensor)
         replaced = [(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)), (FakeTensor, "tolist", _tolist),
                     (FakeTensor, "__format__", _format), (FakeTensor, "__deepcopy__", _deepcopy)]
+        replaced += [(eval_frame, "_callback_from_stance", _uncompiled(eval_frame._callback_from_stance, notes))]
         replaced += [(sys.modules[module], name, lambda tensor: False) for module, name in _ASKING
                      if hasattr(sys.modules.get(module), name)]
         for owner, name, replacement in replaced:
             stack.callback(_restorer(owner, name))
             setattr(owner, name, replacement)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         log = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True
@@ -47,6 +54,18 @@ def _restorer(owner, name):
         own = vars(owner)[name]
         return lambda: setattr(owner, name, own)
     return lambda: delattr(owner, name)
+
+
+def _uncompiled(original, notes):
+    def callback_from_stance(callback):
+        """PyTorch asks this at each call of compiled code, and with no callback where code is never to be compiled."""
+        if callback not in (False, None):
+            note = f"{(place := of_the_program(running()))}: `{place.expression}` runs uncompiled in a dry run"
+            if note not in notes:
+                notes.append(note)
+        return original(callback)
+
+    return callback_from_stance
 
 
 def _swap(original):
