@@ -28,7 +28,7 @@ def dry_run(function, *args, sizes=None, values=None, **kwargs):
 
     Fake tensors have no values, but for small ones that numbers alone made and small integers in the arguments.
     - **Placeholders.** Where the program asks for one value (`loss.item()`, `if loss.isfinite()`), it gets 0.0, 0 or
-    True; comparisons are answered for numbers that are 0. `.notes` lists each placeholder, once, with its line.
+    True; comparisons are answered for numbers that are 0 (`torch.rand`: 0.5). `.notes` lists each, once, with its line.
     - **Declared sizes.** A shape that depends on values (`nonzero`, a mask as index, `unique`) is refused, unless
     `sizes` has its line: a number of elements (int), a share of them (float), a function of the shape of the tensor
     that is looked through, or a list of these, given in turn, over and over. E.g. tokens are balanced among experts:

@@ -150,6 +150,17 @@ def shuffled():
         batch.sum().backward()
 
 
+def losses():
+    """Losses that keep the storage of their elements, and formulas of autograd that count as one operation."""
+    x, y = torch.rand(50, 10, requires_grad=True), torch.rand(50, 10)
+    f = torch.nn.functional
+    for loss in (f.mse_loss, f.smooth_l1_loss, f.soft_margin_loss, f.binary_cross_entropy, f.huber_loss, f.l1_loss):
+        loss(x, y).backward()
+        loss(x, y, reduction="none").sum().backward()
+    for function in (torch.prod, torch.max, torch.median, lambda x: x.clamp(y, y + 1), lambda x: x.cumprod(0)):
+        function(x).sum().backward()
+
+
 PROGRAMS = {  # name -> (the program, how many placeholders it is given)
     "model.to(device)": (partial(converted, lambda m: m.to("cpu")), 0),
     "model.cpu()": (partial(converted, torch.nn.Module.cpu), 0),
@@ -176,6 +187,7 @@ PROGRAMS = {  # name -> (the program, how many placeholders it is given)
     "a mask that is known": (recomputed, 0),
     "layer norm of a transposed tensor": (partial(layer_norm, True, False), 0),
     "layer norm under autocast": (partial(layer_norm, False, True), 0),
+    "losses": (losses, 0),
     "shuffled": (shuffled, 1),
 }
 

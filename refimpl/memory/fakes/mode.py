@@ -56,7 +56,9 @@ def _mean_where_it_was(output, x, target, reduction=1, *args):
 # Rules of PyTorch's that say other than its kernels do on a CPU.
 _AS_ON_A_CPU = {aten.native_layer_norm_backward.default: _contiguous, aten.native_layer_norm.default: _statistics,
                 aten.mse_loss.default: _mean_where_it_was, aten.smooth_l1_loss.default: _mean_where_it_was,
-                aten.soft_margin_loss.default: _mean_where_it_was}
+                aten.soft_margin_loss.default: _mean_where_it_was,
+                aten.binary_cross_entropy.default: lambda output, x, target, weight=None, *args: _mean_where_it_was(
+                    output, x, target, *args)}
 
 
 class DryMode(FakeTensorMode):
