@@ -34,7 +34,7 @@ def after(calls):
 
 def after_engines(count):
     """Put in the place of `launch` what answers for so many engines; the next launch cuts the run."""
-    return lambda _: after(count)(lambda *args, **options: [{"allocator": 1, "tracker": 1, "resident": 1}])
+    return lambda _: after(count)(lambda *args, **options: [{"allocator": 1, "tracker": 1, "held": 1, "resident": 1}])
 
 
 def after_one_kernel(_):
