@@ -332,3 +332,13 @@ def test_compiled_code_runs_uncompiled_and_the_notes_say_so():
     step()
     assert len(calls) == 1  # afterwards as before
     torch._dynamo.reset()
+
+
+def test_what_is_known_is_not_computed_where_the_result_is_large():
+    def mask():
+        return torch.arange(4096)[:, None] > torch.arange(4096)
+
+    memory.dry_run(mask)
+    with memory.measure("cpu") as m:
+        t = memory.dry_run(mask)
+    assert t.peak.total >= 4096 * 4096 and m.peak < 2**20

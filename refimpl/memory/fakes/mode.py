@@ -8,6 +8,7 @@ that `isnan` says no and `isfinite` says yes. Each is noted once, with its line;
 """
 
 import math
+from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
 
 from .declared import Declared, made_in_size
 from .places import of_the_program, running
@@ -88,7 +90,8 @@ class DryMode(FakeTensorMode):
                     return known
             if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
                 return self._grouped(func, types, args, kwargs)
-            outputs = super().__torch_dispatch__(func, types, args, kwargs)
+            with self._large_unknown(func, args, kwargs):
+                outputs = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self._answer(error, args, kwargs)
         if isinstance(outputs, FakeTensor) and outputs.dtype is torch.bool and outputs.constant is None:
@@ -114,6 +117,29 @@ class DryMode(FakeTensorMode):
                 for tensor in value:
                     if self.is_our_fake(tensor) and tensor.constant is not None:
                         self.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
+
+    @contextmanager
+    def _large_unknown(self, func, args, kwargs):
+        """Hide what is known if the result would be too large to be: PyTorch would compute it all the same."""
+        known = {tensor: tensor.constant for tensor in args if isinstance(tensor, FakeTensor)}
+        all_known = known and all(constant is not None for constant in known.values())
+        if not all_known or any(isinstance(leaf, torch.Tensor) and leaf not in known
+                                for leaf in tree_leaves((args, kwargs))):
+            yield
+            return
+        try:
+            with no_dispatch():
+                made = func(*(known[arg].to("meta") if isinstance(arg, FakeTensor) else arg for arg in args), **kwargs)
+            large = isinstance(made, torch.Tensor) and made.nbytes > KNOWN
+        except (RuntimeError, NotImplementedError):  # values are asked for, or it has no rule: then it is small
+            large = False
+        try:
+            for tensor in known if large else ():
+                tensor.constant = None
+            yield
+        finally:
+            for tensor, constant in known.items() if large else ():
+                tensor.constant = constant
 
     def _made_from_numbers(self, func, args, kwargs, limit=KNOWN):
         """The result of a maker, with its values, or None if it is large or not on the CPU."""
