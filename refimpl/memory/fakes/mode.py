@@ -188,7 +188,6 @@ class DryMode(FakeTensorMode):
             return torch.empty_strided(result.shape, result.stride(), dtype=args[0].dtype, device=result.device)
 
 
-
 def _forget_if_replaced(tensor):
     """Forget values that belong to what the tensor was, before `tensor.data = …`."""
     if tensor.constant.dtype != tensor.dtype or tensor.constant.shape != tensor.shape:

@@ -43,8 +43,8 @@ _SCATTERING = ("CummaxBackward0 CumminBackward0 GatherBackward0 IndexBackward0 I
                "MaskedSelectBackward0 MaxBackward0 MedianBackward1 MinBackward0 ModeBackward0 NanmedianBackward1 "
                "SortBackward0 SortBackward1 TakeBackward0 TopkBackward0 TraceBackward0").split()
 TAKES_MORE = ("BinaryCrossEntropyBackward0 ClampBackward0 CumprodBackward0 LinalgHouseholderProductBackward0 "
-          "MaskedFillBackward1 MaxBackward1 MedianBackward0 MinBackward1 NanmedianBackward0 OrmqrBackward0 "
-          "ProdBackward0 ProdBackward1").split()
+              "MaskedFillBackward1 MaxBackward1 MedianBackward0 MinBackward1 NanmedianBackward0 OrmqrBackward0 "
+              "ProdBackward0 ProdBackward1").split()
 _ASKING = frozenset(_SCATTERING + TAKES_MORE)
 
 _now = threading.local()  # .ran: the node whose formula has run, so that the engine adds up what it returned

@@ -91,6 +91,16 @@ def plain(model, batch, optimizer=adamw, micro_batches=1, clip=None, autocast=Fa
     return seeded(build)
 
 
+def of_step(step, model, batch, optimizer):
+    """Return a builder of the loop of `step(net, opt, inputs)`."""
+
+    def build():
+        net, inputs = model(), batch()
+        return Program(step, (net, optimizer(net.parameters()), inputs))
+
+    return seeded(build)
+
+
 def with_closure(model, batch, optimizer=lbfgs):
     """Return a builder of a loop whose optimizer calls the model itself."""
 
@@ -105,11 +115,7 @@ def with_closure(model, batch, optimizer=lbfgs):
         opt.zero_grad()
         return results(net, [loss.detach()])
 
-    def build():
-        net, inputs = model(), batch()
-        return Program(step, (net, optimizer(net.parameters()), inputs))
-
-    return seeded(build)
+    return of_step(step, model, batch, optimizer)
 
 
 def stepping_in_backward(model, batch, optimizer=momentum):
@@ -148,11 +154,7 @@ def with_penalty(model, batch, optimizer=adamw):
         opt.zero_grad()
         return results(net, [loss.detach()])
 
-    def build():
-        net, inputs = model(), batch()
-        return Program(step, (net, optimizer(net.parameters()), inputs))
-
-    return seeded(build)
+    return of_step(step, model, batch, optimizer)
 
 
 def averaged(model, batch, optimizer=adamw):
