@@ -12,6 +12,7 @@ that follow take away one of the three terms each.
 
 import contextlib
 import functools
+import itertools
 
 import torch
 
@@ -59,7 +60,7 @@ class DataParallel(SavingMixin):
         self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._gradients, self._views = {}, {}  # bucket → its buffer; parameter → its gradient in it
-        self._used, self._missing, self._launched, self._handles = set(), {}, 0, {}
+        self._used, self._missing, self._unlaunched, self._handles = set(), {}, {}, {}
         self._running = False  # whether a backward is running
         self._syncing, self._synced, self._steps, self._micro_batches = True, False, 0, 0
         self._hold_parameters()
@@ -82,8 +83,8 @@ class DataParallel(SavingMixin):
         if thawed := [name for name, p in self._frozen if p.requires_grad]:
             raise RuntimeError(f"{thawed[0]} requires a gradient now, and did not when the engine was made: it is in "
                                "no bucket and has no optimizer state. Make a new engine of the model")
-        self._missing = {bucket: {slot.parameter for slot in bucket.slots} for bucket in self.buckets}
-        self._launched, self._running = 0, True
+        self._missing = {bucket: self._awaited(bucket) for bucket in self.buckets}
+        self._unlaunched, self._running = dict.fromkeys(self.buckets if self._syncing else ()), True
         try:
             loss.backward()
             self._finish()
@@ -207,15 +208,24 @@ class DataParallel(SavingMixin):
 
     def _arrived(self, parameter):
         """Put a complete gradient into its bucket. Autograd calls this hook once for each parameter in a backward."""
-        if not self._running:
-            self.zero_grad()
-            raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss)")
+        self._check_running()
         bucket = self._bucket_of[parameter]
+        if self._syncing and bucket not in self._unlaunched:
+            raise RuntimeError(f"{self._slot_of[parameter].name} got a gradient again after its bucket was reduced, as "
+                               "when two reentrant recomputations use it: recompute with use_reentrant=False")
         self._take(bucket, parameter)
         self._used.add(parameter)
         self._missing[bucket].discard(parameter)
-        if self._syncing:
-            self._launch_ready()
+        self._launch_ready()
+
+    def _check_running(self):
+        if not self._running:
+            self.zero_grad()
+            raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss)")
+
+    def _awaited(self, bucket):
+        """Return the parameters whose gradients a bucket waits for when a backward begins."""
+        return {slot.parameter for slot in bucket.slots}
 
     def _take(self, bucket, parameter):
         """Move the gradient to its bucket's buffer, where autograd adds to it from then on."""
@@ -248,16 +258,16 @@ class DataParallel(SavingMixin):
         return bucket.dtype
 
     def _launch_ready(self):
-        """Launch the collectives of complete buckets, in an order that is the same on all ranks."""
-        while self._launched < len(self.buckets) and not self._missing[self.buckets[self._launched]]:
-            self._launch_next()
+        """Launch complete buckets, in the order of `buckets`, which is the same on all ranks."""
+        for bucket in list(itertools.takewhile(lambda bucket: not self._missing[bucket], self._unlaunched)):
+            self._launch(bucket)
 
-    def _launch_next(self):
+    def _launch(self, bucket):
+        """Launch a bucket's collective; a parameter without a gradient on this rank has zeros."""
         while len(self._handles) >= IN_FLIGHT:  # each may hold memory until it ends
             oldest = next(iter(self._handles))
             self._reduced(oldest, self._handles.pop(oldest).wait())
-        bucket = self.buckets[self._launched]
-        self._launched += 1
+        del self._unlaunched[bucket]
         for slot in bucket.slots:
             if slot.parameter not in self._views:  # this rank has not used it
                 self._views[slot.parameter] = slot.view(self._buffer(bucket)).zero_()
@@ -272,8 +282,8 @@ class DataParallel(SavingMixin):
 
     def _finish(self):
         """End a backward: launch buckets with parameters that were not used, and wait for all results."""
-        while self._syncing and self._launched < len(self.buckets):
-            self._launch_next()
+        for bucket in list(self._unlaunched):
+            self._launch(bucket)
         for bucket in list(self._handles):
             self._reduced(bucket, self._handles.pop(bucket).wait())
 

@@ -26,7 +26,10 @@ class Zero2(Zero1):
     def _take(self, bucket, parameter):
         """Move the gradient to its bucket's buffer; `parameter.grad` is None again."""
         gradient, parameter.grad = parameter.grad, None
-        self._views[parameter] = self._placed(bucket, parameter, gradient)
+        if parameter in self._views:  # an earlier recomputation in this backward has used it, too
+            self._views[parameter].add_(gradient)
+        else:
+            self._views[parameter] = self._placed(bucket, parameter, gradient)
 
     def _buffer_dtype(self, bucket):
         """Return the dtype of the reduction. The buffer is not kept, so it need not have the gradients' own."""

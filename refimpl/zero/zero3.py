@@ -16,13 +16,12 @@ is in that storage and comes back with it; a new tensor in `parameter.data` woul
 """
 
 import contextlib
-import dataclasses
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..memory import mark
+from .backwards import Backwards
 from .bucket import Bucket
 from .gathering import Gathering
 from .internals.consistency import check_phase
@@ -54,24 +53,26 @@ class Zero3(Zero2):
         self.units = default_units(model) if units is None else list(dict.fromkeys(units))
         self.persistence_threshold, self.reshard_after_forward = persistence_threshold, reshard_after_forward
         self._limits = look_ahead, max_live_parameters
+        self._backwards = Backwards(self._backward_begun, self._backward_ended)
         super().__init__(model, comm, *args, **options)
-        self._open_backwards = dict.fromkeys(self.units, 0)  # unit → number of its backwards that run
+        self._accumulators = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of}
         self._gathered_once = set()  # buckets that some forward has gathered
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))  # they resize storages
         for unit in self.units:
-            unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)  # before hooks that read parameters
+            unit.register_forward_pre_hook(before, prepend=True)  # before hooks that read parameters
             unit.register_forward_hook(after, always_call=True)
 
     def forward(self, *args, **kwargs):
         """Return the model's output. All ranks call it together, and run the same units in the same order."""
         check_phase(self.comm, "forward", self._steps, self._micro_batches)
         self.gathering.release_unused()
-        backward_follows = False
+        self._backwards.evaluating, backward_follows = not torch.is_grad_enabled(), False
         try:
             output = self.model(*args, **kwargs)
             backward_follows = torch.is_grad_enabled()
             return output
         finally:
+            self._backwards.evaluating = False
             if not backward_follows:
                 self.gathering.release_unused()
 
@@ -97,6 +98,8 @@ class Zero3(Zero2):
         place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
         self._buckets_of_unit = {unit: list(dict.fromkeys(place[p] for p in parameters if p in place))
                                  for unit, parameters in parameters_of_units(self.units).items()}
+        self._units_of_bucket = {bucket: [unit for unit, its in self._buckets_of_unit.items() if bucket in its]
+                                 for bucket in buckets}
         return buckets
 
     def _hold_parameters(self):
@@ -142,27 +145,15 @@ class Zero3(Zero2):
     def _sharded_buckets(self, unit):
         return [bucket for bucket in self._buckets_of_unit[unit] if not self._is_persistent(bucket)]
 
-    def _before_forward(self, unit, args, kwargs):
+    def _before_forward(self, unit, args):
+        self._backwards.enter(unit, self._running)
         for bucket in self._sharded_buckets(unit):
             self._gathered_once.add(bucket)
             self.gathering.gather(bucket)
-        if not torch.is_grad_enabled():
-            return None
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if not where:
-            return None
-        passed = _AfterBackward.apply(self, unit, *(leaves[i] for i in where))
-        for i, x in zip(where, passed, strict=True):
-            leaves[i] = x
-        return pytree.tree_unflatten(leaves, structure)
 
     def _after_forward(self, unit, args, output):
-        tensors = [x for x in _tensors_in(output) if x.requires_grad]
-        if torch.is_grad_enabled() and tensors:
-            torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradient: self._before_backward(unit),
-                                                          mode="any")
-        if self.reshard_after_forward or not tensors or self._running:
+        backward_follows = self._backwards.leave(output, self._running)
+        if self.reshard_after_forward or not backward_follows or self._running:
             for bucket in self._sharded_buckets(unit):
                 self.gathering.release(bucket)
 
@@ -173,20 +164,34 @@ class Zero3(Zero2):
                                "holds it was called. Name in `units` the module whose forward reads it")
         super()._arrived(parameter)
 
-    def _before_backward(self, unit):
-        if type(unit) is nn.Embedding:
-            return  # its backward does not read the weight
-        self._open_backwards[unit] += 1
-        for bucket in self._sharded_buckets(unit):
-            self.gathering.gather(bucket)
-
-    def _after_backward(self, unit):
-        if self._open_backwards[unit]:
-            self._open_backwards[unit] -= 1
+    def _backward_begun(self, unit):
+        """Gather a unit for its backward, and note which of its parameters get a gradient from it on this rank."""
+        self._check_running()
+        for bucket in self._buckets_of_unit[unit]:
+            self._missing[bucket].update(slot.parameter for slot in bucket.slots
+                                         if torch._C._will_engine_execute_node(self._accumulators[slot.parameter]))
+        if type(unit) is not nn.Embedding:  # its backward does not read the weight
             for bucket in self._sharded_buckets(unit):
-                self.gathering.release(bucket)
+                self.gathering.gather(bucket)
+
+    def _backward_ended(self, unit):
+        """Release a unit, and reduce its gradients, with zeros for parameters that this rank has not used: so all ranks
+        reduce at the same place between their gathers, whatever they used inside the unit."""
+        for bucket in self._sharded_buckets(unit) if type(unit) is not nn.Embedding else ():
+            self.gathering.release(bucket)
+        for bucket in self._buckets_of_unit[unit]:
+            if bucket in self._unlaunched and not self._missing[bucket] and not any(
+                    map(self._backwards.is_recomputed_later, self._units_of_bucket[bucket])):
+                self._launch(bucket)
+
+    def _awaited(self, bucket):
+        return set()  # `_backward_begun` adds parameters, unit by unit
+
+    def _launch_ready(self):
+        """No-op: a unit's gradients are reduced when its backward has ended."""
 
     def _finish(self):
+        self._backwards.end_all()
         super()._finish()
         self._release_all()
 
@@ -195,31 +200,13 @@ class Zero3(Zero2):
         self._release_all()
 
     def _release_all(self):
-        self._open_backwards = dict.fromkeys(self.units, 0)
+        self._backwards.drop()
         self.gathering.end_step()
 
-
-def _tensors_in(output):
-    """Yield the tensors of a unit's output, from nested tuples, lists, dicts and dataclasses."""
-    for x in pytree.tree_leaves(output):
-        if isinstance(x, torch.Tensor):
-            yield x
-        elif dataclasses.is_dataclass(x):
-            yield from _tensors_in([getattr(x, field.name) for field in dataclasses.fields(x)])
-
-
-class _AfterBackward(torch.autograd.Function):
-    """Returns its inputs. Its backward runs when all their gradients exist, so the unit's backward has ended then."""
-
-    @staticmethod
-    def forward(ctx, engine, unit, *tensors):
-        ctx.engine, ctx.unit = engine, unit
-        return tensors
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.engine._after_backward(ctx.unit)
-        return None, None, *gradients
+    def zero_grad(self, set_to_none=True):
+        """Drop the gradients; `step` has done so."""
+        super().zero_grad()
+        self._backwards.forget()
 
 
 def unit_buckets(named, units, world_size, persistence_threshold=0):

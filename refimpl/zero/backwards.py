@@ -1,0 +1,107 @@
+"""Tells when the backward of a module begins and when it has ended, and leaves autograd's graph as it is.
+
+Autograd runs operations in the reverse order of their forward: each has a sequence number, and of those that are ready
+the highest runs first (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`). So when a gradient reaches the output of
+a module, its backward begins, and those of all modules that were called after it had returned have ended.
+
+A function that passes tensors on at the module's entrance, as FSDP2 has one, would see the end, too. But it would add
+up by itself what the module contributes to a tensor that others take as well, such as an encoder's output: another
+order of additions, and other last bits.
+"""
+
+import dataclasses
+from collections import defaultdict, deque
+
+import torch
+from torch.utils import _pytree as pytree
+
+KEPT = 1000  # calls of a module without gradients that are remembered, in case they are recomputed
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a module's forward: it began and ended at these places in the order of all calls."""
+
+    module: torch.nn.Module
+    begin: int
+    end: int = -1
+
+
+class Backwards:
+    """Follows the calls of modules in forward, and their backwards. `begun(module)` and `ended(module)` are called when
+    a backward begins and when it has ended.
+
+    A region that is recomputed with `use_reentrant=True` runs twice: without gradients, and again inside backward, in a
+    graph of its own. The second call takes the place of the first in the order.
+    """
+
+    def __init__(self, begun, ended):
+        self._begun, self._ended = begun, ended
+        self._place, self._stack = 0, []  # the number of calls' ends so far; calls that have begun
+        self._open = []  # calls whose backward has begun
+        self._without_graph = defaultdict(lambda: deque(maxlen=KEPT))  # module → calls that may be recomputed
+        self.evaluating = False  # whether calls without gradients are not to be recomputed
+
+    def enter(self, module, in_backward):
+        """Note that a forward of `module` begins; `in_backward`: it is a recomputation."""
+        call = Call(module, self._next())
+        if in_backward and torch.is_grad_enabled() and self._without_graph[module]:
+            call = self._without_graph[module].pop()
+            self._end_after(call)
+        self._stack.append(call)
+
+    def leave(self, output, in_backward):
+        """Note that the last forward that began has ended, with this output. Return whether a backward may follow."""
+        call = self._stack.pop()
+        recomputed = call.end >= 0
+        call.end = call.end if recomputed else self._next()
+        tensors = [x for x in tensors_in(output) if x.requires_grad]
+        if not (torch.is_grad_enabled() or in_backward or self.evaluating):
+            self._without_graph[call.module].append(call)
+        if not torch.is_grad_enabled() or not tensors:
+            return False
+        if recomputed or not in_backward:
+            torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: self._begin(call), mode="any")
+        return True
+
+    def is_recomputed_later(self, module):
+        """Tell whether a call without gradients may still be recomputed, and then have a backward."""
+        return bool(self._without_graph[module])
+
+    def end_all(self):
+        """End the open backwards: autograd has run all of its operations."""
+        self._end(list(self._open))
+
+    def drop(self):
+        """Forget the open backwards, without ending them."""
+        self._open = []
+
+    def forget(self):
+        """Forget all calls without gradients: no recomputation follows."""
+        self._without_graph.clear()
+
+    def _begin(self, call):
+        self._end_after(call)
+        self._open.append(call)
+        self._begun(call.module)
+
+    def _end_after(self, call):
+        self._end([each for each in self._open if each.begin > call.end])
+
+    def _end(self, calls):
+        self._open = [each for each in self._open if each not in calls]
+        for each in calls:
+            self._ended(each.module)
+
+    def _next(self):
+        self._place += 1
+        return self._place
+
+
+def tensors_in(output):
+    """Yield the tensors in nested tuples, lists, dicts and dataclasses, such as a module's output."""
+    for x in pytree.tree_leaves(output):
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif dataclasses.is_dataclass(x):
+            yield from tensors_in([getattr(x, field.name) for field in dataclasses.fields(x)])
