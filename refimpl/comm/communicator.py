@@ -4,44 +4,50 @@ All follow one rule: a collective does not change its argument; the result is a 
 `out` may be the argument itself, `comm.all_reduce(x, out=x)`, where the result has its shape (not in all_to_all and
 send_recv); or overlap it in this rank's chunk: all_gather's x in its `out`, reduce_scatter's `out` in its x. With
 `async_op=True` the call returns a Handle at once, whose `wait()` returns the result; until then neither read `out` nor
-write to the argument. Autograd does not differentiate through collectives.
+write to the argument. Autograd does not differentiate through collectives. `label` says what the tensor is, for the
+order of collectives and for spans of time: `comm.all_gather(shard, label="blocks.3")`; it is the same on all ranks.
 
 Every tracker counts what the communicator allocates (results, staging copies, contiguous copies) as "communication".
 """
 
+import zlib
+
 import torch
 import torch.distributed as dist
-from torch import Tensor, strided
-from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import memory
 from ..memory.spans import started
+from ..ranks.report import names
 from .backend import pairwise
-from .backend.groups import check_members, check_peer, new_group
-from .backend.tensors import NAMED, as_bytes, check_out, describe, reduction, resolved, same_memory
+from .backend.buffers import IN_PLACE, Buffers
+from .backend.groups import check_members, check_peer, host_group, new_group
+from .backend.tensors import NAMED, as_bytes, check_out, reduction
 from .backend.versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
 from .handle import Handle, landed
 from .matching import CheckedReceive, check_match, send_header
+from .order import Order
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 
-IN_PLACE = ("all_reduce", "broadcast")  # torch reads from and writes to one tensor
 
-
-class Communicator:
+class Communicator(Buffers):
     """Connects this rank to the N − 1 others with which it calls collectives. `launch` makes it.
 
     - `rank`, `world_size`: this rank's number in this communicator, and N.
     - `ranks`: the numbers of all N in the world that `launch` made (a sub-group has fewer ranks than the world).
     - `device`: where this rank computes (`torch.device`).
+    - `order`: which of its collectives this rank has begun (`order.Order`).
 
     Ranks in arguments (`src`, `dst`, `split`) are numbers in this communicator. CUDA tensors travel by NCCL when each
     rank has a GPU of its own, else through host memory, where gloo takes them.
     """
 
-    def __init__(self, rank, world_size, device="cpu", group=None, *, ranks=None, debug=False, parent=None):
+    def __init__(self, rank, world_size, device="cpu", group=None, *, ranks=None, debug=False, parent=None,
+                 pages=None):
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.ranks = tuple(ranks or range(world_size))
-        self._group, self._debug, self._parent = group, debug, parent
+        self._group, self._debug, self._parent, self._host = group, debug, parent, None
+        self._pages = parent._pages if pages is None and parent is not None else iter(pages or ())  # for orders
+        self.order = Order(next(self._pages, None)).name(zlib.crc32(getattr(group, "group_name", "").encode()),
+                                                         names(self.ranks))
         self._sent = dict.fromkeys(COLLECTIVES, 0)
         self._pending = set()  # handles dropped before `wait()`
         self._receives = {}  # debug mode: src -> receives that have not begun
@@ -53,7 +59,7 @@ class Communicator:
 
     # --- collectives ---------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x, op="sum", *, out=None, async_op=False):
+    def all_reduce(self, x, op="sum", *, out=None, async_op=False, label=""):
         """Reduce x over ranks by `op` (sum, avg, max, min or product); every rank gets the result. Shape of x.
 
         ValueError for an unknown op, a dtype that cannot be reduced, or an average of integers. On bool tensors sum
@@ -62,9 +68,9 @@ class Communicator:
         x, reduce_op = self._given(x), reduction(op, x)
         out = self._result(out, x.shape, x, "all_reduce")
         return self._run("all_reduce", x, out, async_op, lambda source, landing, group, later:
-                         dist.all_reduce(landing, reduce_op, group, later), op)
+                         dist.all_reduce(landing, reduce_op, group, later), op, 0, label)
 
-    def reduce_scatter(self, x, op="sum", *, out=None, async_op=False):
+    def reduce_scatter(self, x, op="sum", *, out=None, async_op=False, label=""):
         """Reduce x over ranks; rank r gets chunk r of the result, of N along dim 0: (N·n, …) -> (n, …).
 
         ValueError if N does not divide the size of dim 0 (pad it), and as for all_reduce.
@@ -72,9 +78,9 @@ class Communicator:
         x, reduce_op = self._given(x), reduction(op, x)
         out = self._result(out, (self._chunk(x), *x.shape[1:]), x, "reduce_scatter")
         return self._run("reduce_scatter", x, out, async_op, lambda source, landing, group, later:
-                         self._scatter(landing, source, reduce_op, group, later), op)
+                         self._scatter(landing, source, reduce_op, group, later), op, 0, label)
 
-    def all_gather(self, x, *, out=None, async_op=False):
+    def all_gather(self, x, *, out=None, async_op=False, label=""):
         """Concatenate every rank's x along dim 0, on every rank: (n, …) -> (N·n, …), scalars -> (N,).
 
         x has the same shape on every rank.
@@ -84,9 +90,9 @@ class Communicator:
         n, *rest = x.shape
         out = self._result(out, (self.world_size * n, *rest), x, "all_gather")
         return self._run("all_gather", x, out, async_op, lambda source, landing, group, later:
-                         self._gather(landing, source, group, later))
+                         self._gather(landing, source, group, later), None, 0, label)
 
-    def all_to_all(self, x, *, out=None, async_op=False):
+    def all_to_all(self, x, *, out=None, async_op=False, label=""):
         """Exchange chunks: chunk s of rank r's x becomes chunk r of rank s's result, of N along dim 0. Shape of x.
 
         ValueError if N does not divide the size of dim 0.
@@ -95,20 +101,22 @@ class Communicator:
         self._chunk(x)
         out = self._result(out, x.shape, x, "all_to_all")
         return self._run("all_to_all", x, out, async_op, lambda source, landing, group, later:
-                         dist.all_to_all_single(landing, source, None, None, group, later))
+                         dist.all_to_all_single(landing, source, None, None, group, later), None, 0, label)
 
-    def broadcast(self, x, src, *, out=None, async_op=False):
+    def broadcast(self, x, src, *, out=None, async_op=False, label=""):
         """Copy rank src's x to every rank. On the others x gives the shape and dtype of the result."""
         x, src = self._given(x), self._peer(src, "src")
         out = self._result(out, x.shape, x, "broadcast")
         return self._run("broadcast", x, out, async_op, lambda source, landing, group, later:
-                         dist.broadcast(landing, None, group, later, src), None, src)
+                         dist.broadcast(landing, None, group, later, src), None, src, label)
 
     def barrier(self):
         """Wait until every rank has called it. Moves no tensor and counts no bytes."""
+        self.order.wait(self.order.begin("barrier"))
         if self._debug:
             check_match(self, "barrier")
         self._meet()
+        self.order.end()
 
     # --- from one rank to another --------------------------------------------------------------------------------
 
@@ -143,14 +151,30 @@ class Communicator:
         none; CollectiveMismatch if the members of a sub-group pass different `ranks`.
         """
         members = self._members(ranks)
+        self.order.wait(self.order.begin("split"))
         if self._debug:
             check_match(self, "split")
         with unseen():
             group = new_group(self, members)
+        self.order.end()
         if group is None:
             return None
         return Communicator(members.index(self.rank), len(members), self.device, group, debug=self._debug, parent=self,
                             ranks=[self.ranks[member] for member in members])
+
+    def host(self):
+        """Return a communicator of the same ranks for small tensors in host memory, over gloo connections of its own.
+
+        So it works whatever collectives of this one are under way, even where ranks began different ones; and it waits
+        for no GPU. All ranks make the first call together, and later ones get the same communicator. What it sends
+        counts in `traffic` here, too; what it calls is not in `order`.
+        """
+        if self._host is None:
+            with unseen():
+                group = host_group(self)
+            self._host = Communicator(self.rank, self.world_size, "cpu", group, debug=self._debug, parent=self,
+                                      ranks=self.ranks)
+        return self._host
 
     @property
     def traffic(self):
@@ -174,21 +198,24 @@ class Communicator:
         with unseen():
             dist.barrier(self._group, device_ids=[self.device.index] if self._nccl else None)
 
-    def _run(self, collective, x, out, async_op, call, op=None, src=0):
-        """Count the bytes, then run `call(source, landing, group, async_op)`: it reads x from `source`, and writes the
-        result to `landing`."""
-        self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
-        span = started(collective, x, out)
+    def _run(self, collective, x, out, async_op, call, op=None, src=0, label=""):
+        """Begin a collective, then run `call(source, landing, group, async_op)`: it reads x from `source`, and writes
+        the result to `landing`."""
+        number, span = self._begin(collective, x, out, op, src, label)
         if self._debug:
+            self.order.wait(number)
             check_match(self, collective, x, op, src)
+            self.order.wait(0)
         source, landing = self._ready(x, out, collective in IN_PLACE)
         given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
         if not async_op and not watched() and span is None:
+            self.order.wait(number)
             call(given, taken, self._group, False)
+            self.order.end()
             return out if landing is out else landed(landing, out)
         lent, references = lend(given, taken)
         handle = Handle([unrecorded(call, *lent, self._group, True)], out, landing, lent, references, self._pending,
-                        span)
+                        span, self.order, number)
         return handle if async_op else handle.wait()
 
     def _exchange(self, x, dst, out, like, src, async_op):
@@ -209,9 +236,16 @@ class Communicator:
         if not async_op and not watched():
             for work in works:
                 work.wait()
+            self.order.end()
             return out if landing is out else landed(landing, out)
-        handle = Handle(works, out, landing, [source], pending=self._pending)
+        handle = Handle(works, out, landing, [source], pending=self._pending, order=self.order)
         return handle if async_op else handle.wait()
+
+    def _begin(self, collective, x, out, op, src, label):
+        """Count a collective's bytes and record that it begins. Returns its number, and its span of time or None."""
+        self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
+        number = self.order.begin(collective, x.shape, x.dtype, op, src if collective == "broadcast" else None, label)
+        return number, started(collective, x, out, name=label)
 
     def _count(self, collective, nbytes, itemsize=1, src=0):
         sent = ring_traffic(collective, nbytes, self.world_size, self.rank, itemsize, src)
@@ -219,67 +253,6 @@ class Communicator:
         while comm is not None:
             comm._sent[collective] += sent
             comm = comm._parent
-
-    def _ready(self, x, out, in_place=False):
-        """Return (source, landing): x where the backend can read it, and a tensor like `out` that it can write to.
-
-        With `in_place` both are one tensor, which holds x.
-        """
-        staged = self._staged(out)  # x is on the same device
-        plain = out.is_contiguous() and not (staged or out.requires_grad or out.is_neg() or out.is_conj())
-        landing = out if plain else self._landing(out)
-        if not in_place:
-            return x if x.is_contiguous() and not staged else self._source(x), landing
-        if landing is not x and not same_memory(landing, x):
-            landing.copy_(x)
-        return landing, landing
-
-    def _result(self, out, shape, x, collective):
-        """Return `out`, or a new tensor if it is None. Raises TypeError or ValueError if `out` does not fit."""
-        if out is None:
-            return memory.mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
-        if out is x and collective in IN_PLACE and x.is_contiguous():  # fast path
-            return out
-        if not isinstance(out, Tensor):
-            raise TypeError(f"out={type(out).__name__}: expected a tensor")
-        if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
-            raise ValueError(f"out has {describe(out)}: expected {describe(x, shape)}")
-        check_out(collective, x, out, self.rank)
-        return out
-
-    def _source(self, x):
-        """Return x where the backend can read it: contiguous, and on the host if it cannot read x's device."""
-        if x.is_contiguous() and not self._staged(x):
-            return x
-        there = x.to("cpu", copy=True) if self._staged(x) else x
-        return memory.mark(there.contiguous(), "communication")
-
-    def _landing(self, out):
-        """Return `out`, or a new tensor like it if the backend cannot write to `out`."""
-        staged = self._staged(out)
-        if out.is_contiguous() and not (staged or out.is_neg() or out.is_conj()):
-            return out.detach() if out.requires_grad else out
-        device = "cpu" if staged else out.device
-        return memory.mark(torch.empty(out.shape, dtype=out.dtype, device=device), "communication")
-
-    def _staged(self, x):
-        """Tell whether x is copied through host memory, as gloo needs it for CUDA tensors."""
-        return x.is_cuda and not self._nccl
-
-    def _given(self, x):
-        """Return x without autograd. TypeError if a collective cannot move it."""
-        if type(x) is Tensor and x.dtype in NAMED and x.layout is strided and not (
-                x.requires_grad or x.is_meta or x.is_neg() or x.is_nested):  # fast path
-            return x
-        if not isinstance(x, Tensor):
-            raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: pass torch.tensor(…)")
-        if x.layout is not strided or x.is_nested or x.is_quantized:
-            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
-            raise TypeError(f"a collective moves dense tensors, and this one is {kind}")
-        if self._group is not None and (isinstance(x, FakeTensor) or x.is_meta):
-            raise TypeError("a fake or meta tensor has no data to send: give the dry run a "
-                            "FakeCommunicator(rank, world_size)")
-        return resolved(x.detach() if x.requires_grad else x)
 
     # --- bad input -----------------------------------------------------------------------------------------------
 

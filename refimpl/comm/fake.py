@@ -4,9 +4,9 @@ from numbers import Integral
 
 import torch
 
-from ..memory.spans import started
+from .backend.buffers import IN_PLACE
 from .backend.tensors import same_memory
-from .communicator import IN_PLACE, Communicator
+from .communicator import Communicator
 from .handle import Handle
 
 
@@ -26,6 +26,7 @@ class FakeCommunicator(Communicator):
 
     def barrier(self):
         """Return at once: there is no other rank."""
+        self.order.begin("barrier")
 
     def _staged(self, x):
         return False
@@ -33,14 +34,20 @@ class FakeCommunicator(Communicator):
     def split(self, ranks):
         """Make a fake communicator of some of the ranks; returns None if this rank is not one of them."""
         members = self._members(ranks)
+        self.order.begin("split")
         if self.rank not in members:
             return None
         return FakeCommunicator(members.index(self.rank), len(members), self.device,
                                 ranks=[self.ranks[member] for member in members], parent=self)
 
-    def _run(self, collective, x, out, async_op, call, op=None, src=0):
-        self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
-        span = started(collective, x, out)
+    def host(self):
+        """Return a fake communicator of the same ranks, always the same one."""
+        if self._host is None:
+            self._host = FakeCommunicator(self.rank, self.world_size, ranks=self.ranks, parent=self)
+        return self._host
+
+    def _run(self, collective, x, out, async_op, call, op=None, src=0, label=""):
+        _, span = self._begin(collective, x, out, op, src, label)
         (source, landing), N = self._ready(x, out, collective in IN_PLACE), self.world_size
         if collective in ("reduce_scatter", "all_to_all"):
             source = source.view(N, x.shape[0] // N, *x.shape[1:])[self.rank]

@@ -8,13 +8,15 @@ class Handle:
     """Holds a collective under way. `wait()` completes it and returns its result, however often it is called.
 
     On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
-    `works`: what it waits for, torch's works, or anything with `wait()` and `is_completed()`.
+    `works`: what it waits for, torch's works, or anything with `wait()` and `is_completed()`. `order`, `number`: where
+    it stands among the communicator's collectives (`order.Order`); 0 for a message.
     """
 
-    def __init__(self, works, result=None, landing=None, lent=(), references=None, pending=None, span=None):
+    def __init__(self, works, result=None, landing=None, lent=(), references=None, pending=None, span=None,
+                 order=None, number=0):
         self.works, self._result, self._landing, self._lent = works, result, landing, lent
         self._span = span  # of the active recorder, if any
-        self._references = references
+        self._references, self._order, self._number = references, order, number
         self._pending = set() if pending is None else pending
         if self._pending:
             self._pending.difference_update([handle for handle in self._pending if handle.done()])
@@ -34,11 +36,16 @@ class Handle:
             return self._wait()
 
     def _wait(self):
+        order, self._order = self._order, None
+        if order is not None:
+            order.wait(self._number)
         with unseen():
             for work in self.works:
                 work.wait()
                 del work
         self.works = ()
+        if order is not None:
+            order.end()
         wait_for_release(self._lent, self._references)
         if self._landing is not None:
             landed(self._landing, self._result)

@@ -120,16 +120,19 @@ class SpanRecorder:
         return now
 
 
-def started(kind, *tensors):
-    """Start a span of work on these tensors in the active recorder: a RunningSpan, or None if no recorder is active."""
-    return RunningSpan(_active[-1], kind, tensors) if _active else None
+def started(kind, *tensors, name=""):
+    """Start a span of work on these tensors in the active recorder: a RunningSpan, or None if no recorder is active.
+
+    Without a `name` it has the one that the recorder gives to these tensors.
+    """
+    return RunningSpan(_active[-1], kind, tensors, name) if _active else None
 
 
 class RunningSpan:
     """A span of work that goes on by itself; it begins when this is made."""
 
-    def __init__(self, recorder, kind, tensors):
-        self.recorder, self.kind, self.name = recorder, kind, recorder.name_of(*tensors)
+    def __init__(self, recorder, kind, tensors, name=""):
+        self.recorder, self.kind, self.name = recorder, kind, name or recorder.name_of(*tensors)
         self.nbytes = max(tensor.nbytes for tensor in tensors)
         self.begin, self.end, self.waited, self.is_done = recorder.poll(), None, 0, None
 

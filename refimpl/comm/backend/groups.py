@@ -26,11 +26,26 @@ def new_group(comm, members):
             theirs = [member for member in range(comm.world_size) if everyones[rank][1 + member]]
             raise CollectiveMismatch(f"split: rank {comm.ranks[comm.rank]} makes a sub-group of ranks {members}, and "
                                      f"rank {comm.ranks[rank]} one of {theirs}", [comm.ranks[rank]])
+    return _make(comm, members, max(everyones[rank][0] for rank in members))
+
+
+def host_group(comm):
+    """Make a group of all ranks of `comm` that talks over gloo. They agree on it through torch's store, by no
+    collective: those of `comm` may be out of step."""
+    _, store = dist.distributed_c10d._world.pg_map[comm._group]
+    times = store.add(f"host groups of {comm.rank}", 1)
+    store.set(f"host group {times} of {comm.rank}", str(_groups_made()))
+    most = max(int(store.get(f"host group {times} of {rank}")) for rank in range(comm.world_size))
+    return _make(comm, range(comm.world_size), most, "gloo")
+
+
+def _make(comm, members, most, backend=None):
+    """Make the group on one of its members. `most`: the groups that the member with the most has made."""
     # torch names a group after its ranks and the number of groups that the process has made. Members that have made
     # different numbers would wait for each other under different names forever: so those with fewer catch up.
-    while _groups_made() < max(everyones[rank][0] for rank in members):
+    while _groups_made() < most:
         dist.new_group([comm.ranks[comm.rank]], use_local_synchronization=True)
-    return dist.new_group([comm.ranks[rank] for rank in members], use_local_synchronization=True)
+    return dist.new_group([comm.ranks[rank] for rank in members], backend=backend, use_local_synchronization=True)
 
 
 def _groups_made():
