@@ -78,12 +78,11 @@ def _overlap(a, b):
 class SpanRecorder:
     """Records spans in `recording`. As a context it is the active recorder, to which `started` reports.
 
-    - `lanes`: {kind: lane} of work that goes on by itself; by default each kind has a lane of its own.
-    - `name_of(*tensors)`: the name of work on these tensors; by default it has none.
+    `lanes`: {kind: lane} of work that goes on by itself; by default each kind has a lane of its own.
     """
 
-    def __init__(self, lanes=None, name_of=None):
-        self.lanes, self.name_of = lanes or {}, name_of or (lambda *tensors: "")
+    def __init__(self, lanes=None):
+        self.lanes = lanes or {}
         self.recording = Recording([COMPUTE, *dict.fromkeys(self.lanes.values())] if lanes else None)
         self._busy, self._in_flight = {}, []  # lane → (kind, name, begin); RunningSpans
 
@@ -121,10 +120,7 @@ class SpanRecorder:
 
 
 def started(kind, *tensors, name=""):
-    """Start a span of work on these tensors in the active recorder: a RunningSpan, or None if no recorder is active.
-
-    Without a `name` it has the one that the recorder gives to these tensors.
-    """
+    """Start a span of work on these tensors in the active recorder: a RunningSpan, or None if no recorder is active."""
     return RunningSpan(_active[-1], kind, tensors, name) if _active else None
 
 
@@ -132,7 +128,7 @@ class RunningSpan:
     """A span of work that goes on by itself; it begins when this is made."""
 
     def __init__(self, recorder, kind, tensors, name=""):
-        self.recorder, self.kind, self.name = recorder, kind, name or recorder.name_of(*tensors)
+        self.recorder, self.kind, self.name = recorder, kind, name
         self.nbytes = max(tensor.nbytes for tensor in tensors)
         self.begin, self.end, self.waited, self.is_done = recorder.poll(), None, 0, None
 

@@ -39,7 +39,8 @@ class Piece(NamedTuple):
 
 
 class Bucket:
-    """Parameters of one dtype and device, `numel` elements with the padding, N · `shard_numel`."""
+    """Parameters of one dtype and device, `numel` elements with the padding, N · `shard_numel`. `name` is the common
+    prefix of their names, such as a block's; else the first name and a count."""
 
     def __init__(self, named_parameters, world_size):
         self.slots, end = [], 0
@@ -50,13 +51,7 @@ class Bucket:
         self.dtype, self.device, self.world_size = first.dtype, first.device, world_size
         self.shard_numel = aligned(-(-end // world_size), first.itemsize)
         self.numel = self.shard_numel * world_size
-
-    @property
-    def name(self):
-        """Return the common prefix of its parameters' names, such as a block's; else the first name and a count."""
-        first, *rest = [slot.name for slot in self.slots]
-        parts = os.path.commonprefix([slot.name.split(".") for slot in self.slots])
-        return ".".join(parts) or f"{first} + {len(rest)}"
+        self.name = _common_name([slot.name for slot in self.slots])
 
     @property
     def nbytes(self):
@@ -87,6 +82,11 @@ class Bucket:
             if first < last:
                 found.append(Piece(slot, first - slot.first, last - slot.first, first - begin))
         return found
+
+
+def _common_name(names):
+    first, *rest = names
+    return ".".join(os.path.commonprefix([name.split(".") for name in names])) or f"{first} + {len(rest)}"
 
 
 def aligned(count, itemsize):

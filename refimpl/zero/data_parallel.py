@@ -159,7 +159,7 @@ class DataParallel(SavingMixin):
             for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
                 view.copy_(slot.parameter.detach())
                 slot.parameter.data = view
-            self.comm.broadcast(flat, 0, out=flat)
+            self.comm.broadcast(flat, 0, out=flat, label=bucket.name)
         self._broadcast_rest()
 
     def _broadcast_rest(self):
@@ -277,8 +277,8 @@ class DataParallel(SavingMixin):
         """Launch the all_reduce that averages one bucket."""
         flat = self._gradients[bucket]
         if self.reduce_dtype in (None, flat.dtype):
-            return self.comm.all_reduce(flat, "avg", out=flat, async_op=True)
-        return self.comm.all_reduce(flat.to(self.reduce_dtype), "avg", async_op=True)
+            return self.comm.all_reduce(flat, "avg", out=flat, async_op=True, label=bucket.name)
+        return self.comm.all_reduce(flat.to(self.reduce_dtype), "avg", async_op=True, label=bucket.name)
 
     def _finish(self):
         """End a backward: launch buckets with parameters that were not used, and wait for all results."""

@@ -97,7 +97,8 @@ class Gathering:
             self._views[bucket] = bucket.views(full)
         for slot, view in zip(bucket.slots, self._views[bucket], strict=True):
             slot.parameter.data = view
-        self._in_flight[bucket] = self.comm.all_gather(self.shards[bucket], out=full, async_op=True)
+        self._in_flight[bucket] = self.comm.all_gather(self.shards[bucket], out=full, async_op=True,
+                                                     label=bucket.name)
 
     def _prefetch(self):
         """Launch the next gathers, within the limits, in the last step's order; none if this step's order differs."""

@@ -23,9 +23,9 @@ LANES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "redu
 def timeline(engine):
     """Record what `engine` (of any stage) computes and communicates in this context; gives a `memory.spans.Recording`.
 
-    Collectives report to the recorder by themselves: here are the names of their buckets, and hooks for computation.
+    Collectives report to the recorder by themselves, with their bucket's name: here are hooks for computation.
     """
-    recorder = SpanRecorder(LANES, lambda *tensors: _bucket_name(engine, tensors))
+    recorder = SpanRecorder(LANES)
     hooks = _hooks(engine, recorder)
     try:
         with recorder:
@@ -33,15 +33,6 @@ def timeline(engine):
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _bucket_name(engine, tensors):
-    """Return the name of the bucket that one of these tensors is a buffer of."""
-    for flats in (engine._gradients, getattr(engine, "full", {}), getattr(engine, "flat", {})):
-        for bucket, flat in flats.items():
-            if any(flat is tensor for tensor in tensors):
-                return bucket.name
-    return ""
 
 
 def _hooks(engine, recorder):

@@ -61,8 +61,9 @@ class Zero1(DataParallel):
         """Launch the reduce_scatter of one bucket; this rank's shard of the average is written in place."""
         flat = self._gradients[bucket]
         if self.reduce_dtype in (None, flat.dtype):
-            return self.comm.reduce_scatter(flat, "avg", out=bucket.shard(flat, self.comm.rank), async_op=True)
-        return self.comm.reduce_scatter(flat.to(self.reduce_dtype), "avg", async_op=True)
+            return self.comm.reduce_scatter(flat, "avg", out=bucket.shard(flat, self.comm.rank), async_op=True,
+                                            label=bucket.name)
+        return self.comm.reduce_scatter(flat.to(self.reduce_dtype), "avg", async_op=True, label=bucket.name)
 
     def _reduced(self, bucket, shard):
         """Keep the shard of the average. A shard in `reduce_dtype` is not in the buffer, which is then freed."""
@@ -108,7 +109,7 @@ class Zero1(DataParallel):
 
     def _after_update(self, bucket):
         """Launch the all_gather of every rank's shard of the parameters."""
-        return self.comm.all_gather(self.shards[bucket], out=self.flat[bucket], async_op=True)
+        return self.comm.all_gather(self.shards[bucket], out=self.flat[bucket], async_op=True, label=bucket.name)
 
     # --- where shards are stored -------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Zero2(Zero1):
 
     def _reduce(self, bucket):
         """Launch the reduce_scatter of one bucket."""
-        return self.comm.reduce_scatter(self._gradients[bucket], "avg", async_op=True)
+        return self.comm.reduce_scatter(self._gradients[bucket], "avg", async_op=True, label=bucket.name)
 
     def _reduced(self, bucket, shard):
         """Keep the shard of the averaged gradients, and free the whole."""

@@ -111,7 +111,7 @@ class Zero3(Zero2):
             for slot, view in zip(bucket.slots, bucket.views(full), strict=True):
                 view.copy_(slot.parameter.detach())
                 slot.parameter.data = view
-            self.comm.broadcast(full, 0, out=full)
+            self.comm.broadcast(full, 0, out=full, label=bucket.name)
             self.shards[bucket] = mark(bucket.shard(full, self.comm.rank).clone(), "parameters")
             if not self._is_persistent(bucket):
                 full.untyped_storage().resize_(0)
@@ -130,7 +130,7 @@ class Zero3(Zero2):
         """Launch the all_gather of a bucket that stays whole; others are gathered when a unit computes."""
         if not self._is_persistent(bucket):
             return None
-        return self.comm.all_gather(self.shards[bucket], out=self.full[bucket], async_op=True)
+        return self.comm.all_gather(self.shards[bucket], out=self.full[bucket], async_op=True, label=bucket.name)
 
     def _stored_tensors(self, bucket):
         shard = {} if self._is_persistent(bucket) else {self.gathering.key(bucket): [self.shards[bucket]]}

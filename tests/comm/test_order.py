@@ -153,12 +153,12 @@ def test_sub_groups_have_hosts_too():
     assert pooled(hosts_of_groups, 3) == [[[0, 1], [0, 1, 2]], [[0, 1], [1, 2], [0, 1, 2]], [[1, 2], [0, 1, 2]]]
 
 
-def test_a_label_names_the_span_and_without_one_the_recorder_does():
+def test_a_label_names_the_span():
     comm = FakeCommunicator(0, 2)
-    with SpanRecorder(name_of=lambda *tensors: "by its tensors") as recorder:
+    with SpanRecorder() as recorder:
         comm.all_reduce(torch.ones(2), label="mine")
         comm.all_reduce(torch.ones(2))
-    assert [span.name for span in recorder.recording.spans] == ["mine", "by its tensors"]
+    assert [span.name for span in recorder.recording.spans] == ["mine", ""]
 
 
 def test_a_dry_run_records_what_a_run_would():

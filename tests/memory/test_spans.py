@@ -36,8 +36,8 @@ def test_each_span_of_a_lane_ends_the_one_before(clock):
 
 def test_work_in_flight_ends_when_it_is_first_seen_to_have_ended_and_waiting_counts_while_it_has_not(clock):
     done = {"early": False, "late": False}
-    with SpanRecorder({"all_gather": "gather"}, lambda *tensors: f"{len(tensors)}") as recorder:
-        early, late = (started(kind, X, X[:2]) for kind in ("all_gather", "send"))
+    with SpanRecorder({"all_gather": "gather"}) as recorder:
+        early, late = (started(kind, X, X[:2], name="2") for kind in ("all_gather", "send"))
         clock(2)  # so long it took to launch them
         early.launched(lambda: done["early"]), late.launched(lambda: done["late"])
         clock(5)
@@ -73,7 +73,7 @@ def test_the_innermost_recorder_is_active_and_none_outside():
 
 
 def test_a_recording_can_be_sent_from_a_rank():
-    with SpanRecorder({"all_gather": "gather"}, lambda *tensors: "") as recorder:
+    with SpanRecorder({"all_gather": "gather"}) as recorder:
         recorder.enter("compute", "forward", "a")
     again = pickle.loads(pickle.dumps(recorder.recording))
     assert again.spans == recorder.recording.spans and again.lanes == ["compute", "gather"]

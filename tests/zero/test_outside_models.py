@@ -12,5 +12,6 @@ def test_every_stage_trains_as_ddp(name, world):
     for found in launch(trained, world, name):
         expected = found.pop("DDP")
         assert expected[0] != expected[1]
-        for engine, losses in found.items():  # three ranks may be added up in another order
-            assert losses == expected if world == 2 else losses == pytest.approx(expected, rel=2e-6), engine
+        for engine, losses in found.items():
+            close = pytest.approx(expected, rel=1e-5 if world == 3 else 0, abs=0)  # DDP adds up three in another order
+            assert losses == close, engine

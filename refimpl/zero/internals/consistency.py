@@ -2,7 +2,9 @@
 
 Collectives match by their order alone. A rank that is one micro-batch behind, or trains another model, would make the
 others hang or, worse, add gradients that do not belong together. So before each backward and each step every rank sends
-24 bytes that say what it is about to do, and when an engine is made, a fingerprint of its model.
+24 bytes that say what it is about to do, with a hash of all collectives that it has begun (`comm.order`); and when an
+engine is made, a fingerprint of its model. All of this is in host memory and goes by `comm.host()`: no GPU waits for
+it, and it works where the collectives of tensors are out of step.
 """
 
 import hashlib
@@ -12,11 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...comm.errors import CollectiveMismatch, RankError
+from ...comm.order import difference
 from ...comm.traffic import ring_traffic
 
 PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "load_state_dict", "save", "load",
-          "save_weights")
-CHECK_BYTES = 3 * 8  # phase, step and micro-batch, as int64
+          "save_weights", "gathered")
+CHECK_BYTES = 3 * 8  # phase and micro-batch, step, hash, as int64
 
 
 def check_model(comm, buckets):
@@ -24,8 +27,7 @@ def check_model(comm, buckets):
     lines = [f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}" for bucket in buckets
              for slot in bucket.slots]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:16]
-    mine = torch.tensor([len(lines), *digest], dtype=torch.int64, device=comm.device)
-    gathered = comm.all_gather(mine[None])
+    gathered = comm.host().all_gather(torch.tensor([[len(lines), *digest]], dtype=torch.int64))
     if isinstance(gathered, FakeTensor):
         return
     fingerprints = gathered.tolist()
@@ -37,23 +39,30 @@ def check_model(comm, buckets):
 
 
 def check_phase(comm, phase, step, micro_batch):
-    """Raise CollectiveMismatch, naming the ranks, if some rank is about to do something else than rank 0."""
-    mine = torch.tensor([[PHASES.index(phase), step, micro_batch]], dtype=torch.int64, device=comm.device)
-    gathered = comm.all_gather(mine)
+    """Raise CollectiveMismatch, naming the ranks, if some rank is about to do something else than rank 0, or has begun
+    other collectives."""
+    mine = [PHASES.index(phase) + len(PHASES) * micro_batch, step, comm.order.digest]
+    gathered = comm.host().all_gather(torch.tensor([mine], dtype=torch.int64))
     if isinstance(gathered, FakeTensor):
         return
     checks = gathered.tolist()
-    differ = [rank for rank, each in enumerate(checks) if each != checks[0]]
+    differ = [rank for rank, each in enumerate(checks) if each[:2] != checks[0][:2]]
     if differ:
-        lines = "; ".join(f"rank {rank}: {PHASES[phase]} of micro-batch {micro_batch} in step {step}"
-                          for rank, (phase, step, micro_batch) in enumerate(checks))
+        lines = "; ".join(f"rank {rank}: {PHASES[packed % len(PHASES)]} of micro-batch {packed // len(PHASES)} in step "
+                          f"{step}" for rank, (packed, step, _) in enumerate(checks))
         raise CollectiveMismatch(f"ranks {differ} are elsewhere than rank 0: {lines}. Each rank calls backward as "
                                  "often as the others before each step", differ)
+    if any(each[2] != checks[0][2] for each in checks):
+        text, differ = difference({comm.ranks[rank]: json.loads(each) for rank, each in
+                                   enumerate(_gather_texts(comm, json.dumps(comm.order.recent)))})
+        raise CollectiveMismatch(f"before {phase} in step {step}, {text}\nEach rank has to run the same units in the "
+                                 "same order: none may leave out a layer that others run (LayerDrop, an early exit)",
+                                 differ)
 
 
 def used_on_any_rank(comm, used):
     """Return, for each parameter, whether some rank has a gradient of it; `used` says so of this rank."""
-    found = comm.all_reduce(torch.tensor(used, dtype=torch.uint8, device=comm.device), "max")
+    found = comm.host().all_reduce(torch.tensor(used, dtype=torch.uint8), "max")
     return list(used) if isinstance(found, FakeTensor) else [bool(each) for each in found.tolist()]
 
 
@@ -80,25 +89,25 @@ def gather_results(comm, work):
 def broadcast_text(comm, text=None):
     """Return rank 0's text, on all ranks."""
     text = text.encode() if comm.rank == 0 else b""
-    length = comm.broadcast(torch.tensor(len(text), device=comm.device), 0)
-    return _text(comm.broadcast(_tensor(text, int(length), comm.device), 0))
+    length = comm.host().broadcast(torch.tensor(len(text)), 0)
+    return _text(comm.host().broadcast(_tensor(text, int(length)), 0))
 
 
 def _gather_texts(comm, text):
     """Return [each rank's text], on all ranks."""
     text = text.encode()
-    lengths = comm.all_gather(torch.tensor([len(text)], device=comm.device)).tolist()
-    rows = comm.all_gather(_tensor(text, max(lengths), comm.device)[None])
+    lengths = comm.host().all_gather(torch.tensor([len(text)])).tolist()
+    rows = comm.host().all_gather(_tensor(text, max(lengths))[None])
     return [_text(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _tensor(text, length, device):
+def _tensor(text, length):
     padded = bytearray(text.ljust(length + 1))  # torch.frombuffer refuses an empty buffer
-    return torch.frombuffer(padded, dtype=torch.uint8)[:length].to(device)
+    return torch.frombuffer(padded, dtype=torch.uint8)[:length]
 
 
 def _text(tensor):
-    return tensor.cpu().numpy().tobytes().decode()
+    return tensor.numpy().tobytes().decode()
 
 
 def consistency_traffic(world_size, rank, parameters, checks, clips=0):
