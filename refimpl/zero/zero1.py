@@ -15,6 +15,7 @@ import contextlib
 from ..comm.backend.tensors import same_memory
 from ..memory import mark
 from .data_parallel import DataParallel
+from .internals.in_shards import InShards
 from .internals.sharded_optimizer import ShardedOptimizer
 from .store import DeviceMemory
 
@@ -32,6 +33,7 @@ class Zero1(DataParallel):
     def __init__(self, *args, store=None, **options):
         self.store = DeviceMemory() if store is None else store
         super().__init__(*args, **options)
+        self._stand_ins = {parameter: InShards(parameter, slot.name) for parameter, slot in self._slot_of.items()}
         for bucket in self.buckets:
             self._store_states(bucket)
 
@@ -40,6 +42,17 @@ class Zero1(DataParallel):
         self._gradient_shards = {}
         self.sharded_optimizer = ShardedOptimizer(self.buckets, self.shards, self.comm.rank, optimizer, groups, named)
         return self.sharded_optimizer.optimizer
+
+    def backward(self, loss):
+        """Compute gradients as `DataParallel.backward` does. Once they are in shards, computing with `parameter.grad`
+        raises RuntimeError, as in torch.nn.utils.clip_grad_norm_: a rank has a part of them alone."""
+        for parameter, stand_in in self._stand_ins.items():
+            if parameter.grad is stand_in:
+                parameter.grad = None
+        super().backward(loss)
+        if self._synced:
+            for parameter, stand_in in self._stand_ins.items():
+                parameter.grad = stand_in
 
     def zero_grad(self, set_to_none=True):
         """Drop the gradients; `step` has done so."""
