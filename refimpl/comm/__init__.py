@@ -10,6 +10,7 @@ In the order of reading:
     matching        debug mode: ranks that call different collectives are named
     handle          a collective under way
     order           which collectives a rank has begun, in what order; two orders told apart
+    records         the orders of ranks that hang, were killed, or returned too early
     torchrun        the same call under torchrun
     drawing         collectives as a picture
     backend/        machinery: which tensors gloo and NCCL take, messages between ranks, sub-groups, torch's versions

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from ..ranks import World, run
 from .communicator import Communicator
+from .records import deserted, mismatch, pages
 from .torchrun import inside_torchrun, run_under_torchrun
 
 NCCL = "cpu:gloo,cuda:nccl"
 
 
-def launch(fn, world_size, *args, device=None, timeout=60, debug=None):
+def launch(fn, world_size, *args, device=None, timeout=60, limit=None, debug=None):
     """Run `fn(comm, *args)` on `world_size` ranks and return what each returned, in rank order.
 
     Each rank is a process of its own on this machine, with a `Communicator` that connects it to the others. `fn` and
@@ -25,7 +26,9 @@ def launch(fn, world_size, *args, device=None, timeout=60, debug=None):
 
     - `device`: `"cpu"`; `"cuda"`, one GPU for each rank, or shared by several ranks if there are too few; `"cuda:i"`,
       that one for all. By default `"cuda"` if there is a GPU. It is `comm.device`, and the rank's current device.
-    - `timeout`: seconds that `fn` may take, on all ranks; None for no limit.
+    - `timeout`: seconds for which no rank computes, prints or ends a collective, before the ranks count as hung; None
+      for never. A rank computes while it or its child processes use more than 1 % of a core; a wait for a GPU does.
+    - `limit`: seconds that `fn` may take on all ranks, whatever they do; None for no limit.
     - `debug`: compare, before each collective, what the ranks are about to do. A mismatch then raises
       CollectiveMismatch, which names the ranks that differ; otherwise it may hang or return garbage. By default True
       if the environment has REFIMPL_COMM_DEBUG=1.
@@ -33,22 +36,26 @@ def launch(fn, world_size, *args, device=None, timeout=60, debug=None):
     NCCL connects ranks that have a GPU each, gloo all others. CUDA tensors then go through host memory, since NCCL
     refuses two ranks on one GPU.
 
-    Raises RankError if a rank raises, exits, is killed, does not answer in time (the message shows where it hangs) or
-    returns an unpicklable value; the error names that rank, and all others are ended. No process is left, whatever
-    happens. Before any process is started, raises ValueError for an invalid `world_size`, `device` or `timeout`, and
-    TypeError for an `fn` or argument that cannot be pickled; the message names the variable.
+    Raises RankError if a rank raises, exits, is killed, hangs (the message shows where), returns while others wait for
+    it in a collective, or returns an unpicklable value; the error names that rank, and all others are ended. If ranks
+    hang or lose their connections because they began different collectives, it is a CollectiveMismatch with both
+    orders. No process is left, whatever happens. Before any process is started, raises ValueError for an invalid
+    `world_size`, `device`, `timeout` or `limit`, and TypeError for an `fn` or argument that cannot be pickled; the
+    message names the variable.
 
     Under `torchrun` (RANK, WORLD_SIZE and MASTER_ADDR are in the environment) no process is started: each of its
     workers calls `fn` in the world that torchrun made, over however many machines, and gets the results of all ranks.
-    `timeout` is then that of a single collective, and torchrun ends the other ranks when one fails.
+    `timeout` is then that of a single collective, `limit` has no effect, and torchrun ends the other ranks when one
+    fails; the error of a collective holds the last ones that its rank began.
     """
-    _check(fn, world_size, timeout)
-    world_size, timeout = int(world_size), float("inf") if timeout is None else float(timeout)
+    _check(fn, world_size, timeout=timeout, limit=limit)
+    world_size = int(world_size)
+    timeout, limit = (float("inf") if seconds is None else float(seconds) for seconds in (timeout, limit))
     debug = os.environ.get("REFIMPL_COMM_DEBUG") == "1" if debug is None else bool(debug)
     if inside_torchrun():
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         return run_under_torchrun(fn, world_size, args, *place(ranks_here, device), timeout, debug)
-    return run(fn, ConnectedWorld(*place(world_size, device), debug), args, timeout)
+    return run(fn, ConnectedWorld(*place(world_size, device), debug), args, timeout, limit)
 
 
 class ConnectedWorld(World):
@@ -61,7 +68,7 @@ class ConnectedWorld(World):
         super().__init__(len(devices))
         self.devices, self.backend, self.debug = devices, backend, debug
 
-    def connect(self, rank, store):
+    def connect(self, rank, store, record):
         """Connect this process to the other ranks; return its Communicator."""
         device = torch.device(self.devices[rank])
         if device.type == "cuda":
@@ -70,12 +77,20 @@ class ConnectedWorld(World):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         forever = datetime.timedelta(days=365)  # `ranks.run` enforces the timeout
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size, timeout=forever)
-        return Communicator(rank, self.size, device, dist.group.WORLD, debug=self.debug)
+        return Communicator(rank, self.size, device, dist.group.WORLD, debug=self.debug, pages=pages(record))
 
     def disconnect(self):
         """Close this process's connections."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def explain(self, records):
+        """Return the CollectiveMismatch of ranks that began different collectives, or None."""
+        return mismatch(records)
+
+    def deserted(self, records, returned):
+        """Return the RankError for ranks that wait in a collective which some of `returned` have not begun, or None."""
+        return deserted(records, returned)
 
 
 def place(world_size, device=None, gpus=None):
@@ -102,10 +117,11 @@ def place(world_size, device=None, gpus=None):
     return [f"cuda:{rank % gpus}" for rank in range(world_size)], NCCL if world_size <= gpus else "gloo"
 
 
-def _check(fn, world_size, timeout):
+def _check(fn, world_size, **seconds):
     if not callable(fn):
         raise TypeError(f"launch({type(fn).__name__}, …): expected a function fn(comm, *args)")
     if not isinstance(world_size, Integral) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: expected an integer of at least 1")
-    if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout > 0):
-        raise ValueError(f"timeout={timeout!r}: expected a number of seconds above 0, or None for no limit")
+    for name, value in seconds.items():
+        if value is not None and (not isinstance(value, Real) or isinstance(value, bool) or not value > 0):
+            raise ValueError(f"{name}={value!r}: expected a number of seconds above 0, or None for no limit")

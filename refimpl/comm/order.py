@@ -93,25 +93,20 @@ def _entry(collective, shape, dtype, op, src, label):
     return 1 + int.from_bytes(digest[:8], "big") % (PRIME - 1), TEXT.pack(raw)
 
 
-def difference(orders):
+def difference(orders, missing=True):
     """Compare {rank: its `recent`}. Returns (text, ranks): both orders, and the ranks that differ from the majority.
 
-    If there is no majority, they differ from the lowest rank. ("", []) if all orders are equal.
+    If there is no majority, they differ from the lowest rank. ("", []) if all orders are equal. `missing`: whether to
+    have begun fewer is a difference, as it is where ranks have met; ranks that were stopped may be late.
     """
     began = {rank: {int(line[1:line.index(" ")]): line for line in orders[rank]} for rank in sorted(orders)}
     first = max((min(lines, default=1) for lines in began.values()), default=1)  # before it, some lines are not kept
     last = max((max(lines, default=0) for lines in began.values()), default=0)
     for number in range(first, last + 1):
-        here = {rank: lines.get(number) for rank, lines in began.items()}
+        here = {rank: lines.get(number) for rank, lines in began.items() if missing or number in lines}
         if len(set(here.values())) > 1:
             return _tell(began, number, here, number == first > 1)
     return "", []
-
-
-def contradict(orders):
-    """Tell whether two ranks began different collectives as number n; to have begun fewer is no contradiction."""
-    texts = {}
-    return any(texts.setdefault(line[:line.index(" ")], line) != line for lines in orders.values() for line in lines)
 
 
 def _tell(began, number, here, older):

@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from ..ranks import RankError
 from ..ranks.run import unpack
-from ..ranks.worker import UnpicklableResult, pickled_result
+from ..ranks.signs import RECORD
+from ..ranks.worker import UnpicklableResult, from_distributed, pickled_result
 from .communicator import Communicator
+from .records import last_collectives, pages
 
 
 def inside_torchrun():
@@ -34,13 +36,15 @@ def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
         seconds = min(timeout, 365 * 24 * 3600)
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=seconds))
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    comm = Communicator(rank, world, device, dist.group.WORLD, debug=debug)
+    record = bytearray(RECORD)
+    comm = Communicator(rank, world, device, dist.group.WORLD, debug=debug, pages=pages(record))
     try:
         value = pickled_result(fn(comm, *args))
     except UnpicklableResult as error:
         raise RankError(f"rank {rank} returned an unpicklable value: {error}", [rank]) from error
     except Exception as error:
-        raise RankError(f"rank {rank} raised {type(error).__name__}: {error}", [rank]) from error
+        began = f"\n{last_collectives(record)}" if from_distributed(error, [os.path.dirname(__file__)]) else ""
+        raise RankError(f"rank {rank} raised {type(error).__name__}: {error}{began}", [rank]) from error
     results = [None] * world
     dist.all_gather_object(results, value)
     return [unpack(rank, result) for rank, result in enumerate(results)]

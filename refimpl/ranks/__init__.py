@@ -8,6 +8,7 @@ In the order of reading:
     run, world      the whole of a launch; what its caller provides
     worker          one rank: from the fork to the function, and back with what that returned or raised
     watch           the caller's side: start the ranks, hear what they say, notice how they end
+    signs           for how long no rank has gone on; memory that a rank shares with the caller
     report          from failed ranks to one RankError that names who began it
     output          what ranks print, labelled, in rank order
     pickling        functions, arguments and results as bytes; the variable that cannot be pickled

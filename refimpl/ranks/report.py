@@ -28,13 +28,14 @@ def died(rank, when, hint=""):
     return Failure(rank.number, what, "\n\n".join(text), when, consequence=number == signal.SIGABRT)
 
 
-def blame(failures, dead):
+def blame(failures, dead, explain=lambda: None):
     """Return one RankError for all `failures`; `dead` are the ranks whose processes ended.
 
     Blamed first are failures that may not be consequences of others (as broken connections are); of these, deaths
     before exceptions, since deaths break connections; of these, the earliest.
 
     A rank that raises a subclass of RankError knows better which ranks are to blame: that class and its `ranks` stay.
+    And if all are consequences, `explain()` may return a RankError that says of what.
     """
     first, *others = sorted(failures, key=lambda f: (f.consequence, f.rank not in dead, f.when))
     message = f"rank {first.rank} {first.what}"
@@ -46,22 +47,28 @@ def blame(failures, dead):
         cause, message = None, f"{message}\n(the exception itself could not be unpickled: {error!r})"
     if isinstance(cause, RankError) and type(cause) is not RankError:
         return type(cause)(f"{cause}\n\n{first.text}", cause.ranks)
-    error = RankError(message, [first.rank])
+    error = explained(RankError(message, [first.rank]), explain() if first.consequence else None)
     error.__cause__ = cause
     return error
 
 
-def hung(stacks, seconds, returned, world):
-    """Return the RankError for ranks that did not answer in time.
+def explained(error, better):
+    """Return `error`; or `better`, which explains it, with both messages."""
+    return type(better)(f"{better}\n\n{error}", better.ranks) if better else error
 
-    `stacks`: {rank: what faulthandler wrote in it}; `returned`: ranks that had returned. Ranks that wait for others,
+
+def hung(stacks, why, returned, world):
+    """Return the RankError for ranks that did not return.
+
+    `stacks`: {rank: what faulthandler wrote in it}; `why`: what they did not do, and for how long; `returned`: ranks
+    that had returned. Ranks that wait for others,
     in the code of `world.folders` or of torch.distributed, are not to blame, unless all do.
     """
     seen = {rank: threads(text) for rank, text in stacks.items()}
     folders = (TORCH_DISTRIBUTED, *world.folders)
     waits = {rank: found for rank, frames in seen.items() if (found := waiting_in(frames, folders))}
     ranks = [rank for rank in stacks if rank not in waits] or list(stacks)
-    message = f"{names(ranks)} did not answer within {seconds:g} s"
+    message = f"{names(ranks)} {why}"
     silent = [rank for rank in ranks if not seen[rank]]
     if silent:
         message += f"; {names(silent)} did not even answer a signal: stopped, or deep in C code"

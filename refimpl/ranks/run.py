@@ -8,25 +8,28 @@ import tempfile
 
 from .errors import RankError
 from .pickling import pack
+from .signs import shared_records
 from .watch import Ranks
 from .worker import LENGTH, Setup
 
 
-def run(fn, world, args=(), timeout=60):
+def run(fn, world, args=(), timeout=60, limit=float("inf")):
     """Run `fn(connection, *args)` in `world.size` processes; return a list of what each returned, in rank order.
 
-    `connection` is what `world.connect` returns in that process. `timeout` counts in seconds from the moment when all
-    ranks are connected; infinity for no limit. See `comm.launch` for what is copied and what is raised.
+    `connection` is what `world.connect` returns in that process. `timeout`: seconds for which no rank computes, prints
+    or changes its record; `limit`: seconds in all, from the moment when all ranks are connected. Infinity for either
+    means never. See `comm.launch` for what is copied and what is raised.
     """
     packed, sources = pack(fn, args)
-    with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener, tempfile.TemporaryFile() as payload:
+    with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener, tempfile.TemporaryFile() as payload, \
+            shared_records(world.size) as (records, read_records):
         setup = pickle.dumps(Setup(world, listener.getsockname()[1], _directory(), list(sys.path), dict(os.environ),
                                    sources))
         for part in (LENGTH.pack(len(setup)), setup, packed):
             payload.write(part)
         payload.flush()
-        with Ranks(world, payload, listener) as ranks:
-            return [unpack(rank, value) for rank, value in enumerate(ranks.results(timeout))]
+        with Ranks(world, payload, records, listener, read_records) as ranks:
+            return [unpack(rank, value) for rank, value in enumerate(ranks.results(timeout, limit))]
 
 
 def unpack(rank, value):

@@ -11,13 +11,15 @@ from contextlib import ExitStack, suppress
 from .forking import EVENT, STARTED
 from .forkserver import fork_rank, last_words, open_channel
 from .output import STREAMS, RankOutput
-from .report import blame, died, hung
+from .report import blame, died, explained, hung
+from .signs import RECORD, Signs
 from .worker import FAILED, LENGTH, READY, RETURNED
 
-SECONDS_TO_START = 120  # for imports and the rendezvous; then the caller's timeout begins
+SECONDS_TO_START = 120  # for imports and the rendezvous; then the caller's timeout and limit begin
 SECONDS_TO_ARRIVE = 0.05  # after a failure: an earlier one's message may still arrive
 SECONDS_TO_EXPLAIN = 0.5  # after a broken connection: wait for the failure that broke it
 SECONDS_TO_LEAVE = 5
+GRACE = 0.25  # between two looks at ranks that wait for one that has returned: messages under way may still arrive
 STDERR_KEPT = 4000  # bytes, for the message when a rank dies
 
 
@@ -36,12 +38,14 @@ class Rank:
 class Ranks:
     """Starts and watches the ranks of one launch, as a context. When it exits, no process is left.
 
-    `payload` is the file that `worker.read_payload` reads, `listener` the bound socket that rank 0 takes over.
+    `payload` is the file that `worker.read_payload` reads, `records` the one of `signs.shared_records`, `listener` the
+    bound socket that rank 0 takes over.
     """
 
-    def __init__(self, world, payload, listener):
+    def __init__(self, world, payload, records, listener, read_records):
         self._world, self._ranks = world, [Rank(number) for number in range(world.size)]
-        self._payload, self._listener = payload, listener
+        self._files, self._listener, self._read_records = [payload, records], listener, read_records
+        self._signs = self._deserted = None
         self._output, self._events = RankOutput(world.size), bytearray()
         self._leaving = False  # whether ranks may end without that being a failure
 
@@ -71,7 +75,7 @@ class Ranks:
                 ours, theirs = os.pipe()
                 rank.ends[name] = ends.enter_context(open(ours, "rb", buffering=0))
                 sent.append(far.enter_context(open(theirs, "wb", buffering=0)))
-            sent += [self._payload] + [self._listener] * (rank.number == 0)
+            sent += self._files + [self._listener] * (rank.number == 0)
             for name, end in rank.ends.items():
                 os.set_blocking(end.fileno(), False)
                 self._selector.register(end, selectors.EVENT_READ, (rank, name))
@@ -105,20 +109,25 @@ class Ranks:
 
     # --- from start to answers -----------------------------------------------------------------------------------
 
-    def results(self, timeout):
-        """Return what each rank returned, pickled, in rank order. RankError if one did not in `timeout` seconds."""
-        started, limit, deadline = False, SECONDS_TO_START, time.monotonic() + SECONDS_TO_START
+    def results(self, timeout, limit):
+        """Return what each rank returned, pickled, in rank order.
+
+        RankError if one failed, if no rank has gone on for `timeout` seconds, or if not all returned within `limit`.
+        """
+        deadline, why = time.monotonic() + SECONDS_TO_START, f"did not answer within {SECONDS_TO_START:g} s"
         while any(rank.value is None for rank in self._ranks):
             failed = [rank for rank in self._ranks if rank.failure]
             patience = [rank.noticed + (SECONDS_TO_EXPLAIN if rank.failure.consequence else SECONDS_TO_ARRIVE)
                         for rank in failed]
             if failed and min(patience) <= time.monotonic():
-                raise blame([r.failure for r in failed], {r.number for r in failed if r.status is not None})
+                raise blame([r.failure for r in failed], {r.number for r in failed if r.status is not None},
+                            lambda: self._world.explain(self._records()))
             if not failed and deadline <= time.monotonic():
-                raise self._hung(limit)
-            self._listen(min([deadline, *patience]))
-            if not started and all(rank.ready for rank in self._ranks):
-                started, limit, deadline = True, timeout, time.monotonic() + timeout
+                raise self._hung(why)
+            self._listen(min([deadline, *patience, *([] if failed else [self._look(timeout)])]))
+            if not self._signs and all(rank.ready for rank in self._ranks):
+                self._signs = Signs(timeout)
+                deadline, why = time.monotonic() + limit, f"did not return within {limit:g} s, the limit"
         self._leaving = True
         for rank in self._ranks:
             rank.ends["control"].shutdown(socket.SHUT_WR)
@@ -127,7 +136,31 @@ class Ranks:
             self._listen(deadline)
         return [rank.value for rank in self._ranks]
 
-    def _hung(self, seconds):
+    def _look(self, timeout):
+        """Look whether ranks go on, and return when to look again. RankError if none has for `timeout` seconds, or if
+        some wait for one that has returned."""
+        if not self._signs:  # they have not all started
+            return float("inf")
+        if time.monotonic() < self._signs.next:
+            return self._signs.next
+        running, done = ([r for r in self._ranks if (r.value is None) == waits] for waits in (True, False))
+        records = self._read_records()
+        quiet = self._signs.look([rank.pid for rank in running], records)
+        deserted = self._world.deserted(self._records(records), [rank.number for rank in done]) if done else None
+        if deserted and str(deserted) == str(self._deserted):
+            raise deserted
+        if quiet >= timeout:
+            raise self._hung(f"did not go on: no rank computed, printed or ended a collective for {timeout:g} s")
+        self._deserted = deserted
+        self._signs.next = min(self._signs.next, time.monotonic() + GRACE) if done else self._signs.next
+        return self._signs.next
+
+    def _records(self, all_bytes=None):
+        """Return the bytes of each rank's record."""
+        all_bytes = self._read_records() if all_bytes is None else all_bytes
+        return [all_bytes[begin:begin + RECORD] for begin in range(0, len(all_bytes), RECORD)]
+
+    def _hung(self, why):
         """Ask the ranks without an answer for their stacks, and return the RankError that shows them."""
         self._leaving = True
         silent = [rank for rank in self._ranks if rank.value is None]
@@ -140,7 +173,8 @@ class Ranks:
             if not more and all(rank.stacks for rank in silent):
                 break
         stacks = {rank.number: rank.stacks.decode(errors="replace") for rank in silent}
-        return hung(stacks, seconds, [rank.number for rank in self._ranks if rank.value is not None], self._world)
+        error = hung(stacks, why, [rank.number for rank in self._ranks if rank.value is not None], self._world)
+        return explained(error, self._world.explain(self._records()))
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
@@ -167,15 +201,21 @@ class Ranks:
             self._events += data
             self._note_events(over=not data)
         elif name == "control":
+            self._heard()
             rank.inbox += data
             self._note_messages(rank)
         elif name == "stacks":
             rank.stacks += data
         else:
             self._output.feed(rank.number, name, data)
+            self._heard()
             if name == "stderr":
                 rank.errors = (rank.errors + data)[-STDERR_KEPT:]
         return bool(data)
+
+    def _heard(self):
+        if self._signs:
+            self._signs.heard()
 
     def _drain(self, rank, names=(*STREAMS, "stacks", "control")):
         for name in names:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from .errors import RankError
 from .pickling import pack_result
+from .signs import map_record
 from .world import World
 
 LENGTH = struct.Struct("q")
@@ -53,7 +54,7 @@ class Failure:
     consequence: bool = False  # perhaps of another rank's failure: torch.distributed raised it, or it names that rank
 
 
-def run(rank, control, out, err, stacks, payload, listener=None):
+def run(rank, control, out, err, stacks, payload, record, listener=None):
     """Run as a rank. `control`, `out`, … are file descriptors.
 
     A rank that has returned or failed waits until the caller closes its control socket. So its end breaks no
@@ -68,7 +69,7 @@ def run(rank, control, out, err, stacks, payload, listener=None):
         prepare(rank, setup)
         fn, args = pickle.loads(packed)
         store = meet(rank, setup, listener)  # rank 0's store must exist as long as any rank
-        connection = setup.world.connect(rank, store)
+        connection = setup.world.connect(rank, store, map_record(record, rank))
         report(parent, READY, None)
         value = pickled_result(fn(connection, *args))
         flush()
@@ -169,11 +170,12 @@ def describe(rank, error, folders=()):
     # Ranks may exchange exceptions. Those without one then raise a RankError that names the rank that had one.
     of_another = type(error) is RankError and error.ranks and rank not in error.ranks
     return Failure(rank, what, text, time.monotonic(), exception,
-                   bool(of_another) or _from_distributed(error, (TORCH_DISTRIBUTED, *folders)))
+                   bool(of_another) or from_distributed(error, folders))
 
 
-def _from_distributed(error, folders):
-    """Tell whether `error` or one of its causes is a RuntimeError raised by code in these folders."""
+def from_distributed(error, folders):
+    """Tell whether `error` or one of its causes is a RuntimeError raised by torch.distributed or code in `folders`."""
+    folders = (TORCH_DISTRIBUTED, *folders)
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
         raised_there = isinstance(error, RuntimeError) and not isinstance(error, RankError)

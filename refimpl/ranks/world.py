@@ -10,6 +10,9 @@ class World:
     - `folders`: directories of the code in which a rank waits for others. If all ranks hang, those that hang
       elsewhere are to blame.
     - `hint`: what the reader can try when ranks wait for each other, a sentence for the error message.
+
+    Each rank has a record, bytes that the caller can read at any time, also when the rank hangs or was killed. What is
+    in it is the world's affair; a change shows that the rank goes on.
     """
 
     folders = ()
@@ -18,12 +21,21 @@ class World:
     def __init__(self, size):
         self.size = size
 
-    def connect(self, rank, store):
+    def connect(self, rank, store, record):
         """Connect this process as `rank`; return the first argument of the function.
 
-        `store` is a `torch.distributed.TCPStore` that all ranks of the launch share.
+        `store` is a `torch.distributed.TCPStore` that all ranks of the launch share. `record`: a memoryview.
         """
         return rank
 
     def disconnect(self):
         """Close what `connect` opened. Each rank calls it after all ranks have returned."""
+
+    def explain(self, records):
+        """Return the RankError that explains why ranks hang, or why their connections broke; None if nothing does.
+
+        `records`: the bytes of each rank's record.
+        """
+
+    def deserted(self, records, returned):
+        """Return the RankError for ranks that wait for some of `returned`, which cannot come any more; else None."""

@@ -12,7 +12,7 @@ from rank_pool import pooled
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
-from refimpl.comm.order import KEPT, PAGE, Order, contradict, difference
+from refimpl.comm.order import KEPT, PAGE, Order, difference
 from refimpl.memory.spans import SpanRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,5 +207,8 @@ def test_a_difference_older_than_what_is_kept():
 
 
 def test_to_have_begun_fewer_is_no_contradiction():
-    assert not contradict({0: lines(*"abc"), 1: lines(*"ab"), 2: lines("c", first=3), 3: []})
-    assert contradict({0: lines(*"abc"), 1: lines("x", first=3)})
+    orders = {0: [], 1: lines(*"abcd"), 2: lines(*"ab"), 3: lines(*"abc")}
+    assert difference(orders, missing=False) == ("", []) and difference(orders)[1] == [0]
+    text, ranks = difference({**orders, 4: lines(*"abX")}, missing=False)
+    assert ranks == [4] and text.startswith("rank 4 began other collectives than ranks 1 and 3, from #3 on:")
+    assert difference({0: lines(*"abc", first=40), 1: []}, missing=False) == ("", [])

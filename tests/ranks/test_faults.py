@@ -1,10 +1,12 @@
 """Ranks that raise, exit, are killed, hang or return an unpicklable value: the right one is named, and all are gone."""
 
 import concurrent.futures
+import ctypes
 import itertools
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -60,7 +62,7 @@ def faulty(comm, fault, when, culprit):
 
 
 TOLD = {"raise": "raised ValueError: injected", "exit": "exited with code 3", "kill": "was killed by SIGKILL",
-        "hang": "did not answer within 0.5 s"}
+        "hang": "did not go on: no rank computed, printed or ended a collective for 0.5 s"}
 
 
 def hundred_faults():
@@ -236,7 +238,8 @@ def where_it_hangs(comm):
 
 def test_a_hang_says_where():
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 did not answer within 1 s") as caught:
+    with pytest.raises(RankError, match="rank 1 did not go on: no rank computed, printed or ended a "
+                                        "collective for 1 s") as caught:
         launch(where_it_hangs, 4, timeout=1)
     elapsed(start)
     assert caught.value.ranks == (1,)
@@ -253,34 +256,112 @@ def test_a_hang_at_the_start_counts_from_the_start(monkeypatch):
     with pytest.raises(RankError, match="ranks 0 and 1 did not answer within 1 s"):
         launch(print, 2, SlowToArrive(), timeout=1000)
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 did not answer within 1 s"):  # the same limit for both
+    with pytest.raises(RankError, match="rank 1 did not go on"):  # the same limit for both
         launch(where_it_hangs, 2, timeout=1)
     elapsed(start)
 
 
 def test_a_hang_in_c_code_that_holds_the_interpreter():
-    def fn(comm):
-        if comm.rank == 1:
-            while True:
-                sum(range(10**7))
+    def fn(comm, computes):
+        while comm.rank == 1:
+            sum(range(10**7)) if computes else ctypes.PyDLL(None).sleep(1000)
         comm.barrier()
 
-    with pytest.raises(RankError, match="rank 1 did not answer within 1 s"):
-        launch(fn, 2, timeout=1)
+    with pytest.raises(RankError, match="rank 1 did not return within 1 s, the limit"):
+        launch(fn, 2, True, timeout=0.5, limit=1)
+    with pytest.raises(RankError, match="rank 1 did not go on.* for 1 s"):
+        launch(fn, 2, False, timeout=1)
 
 
 def test_when_all_wait_for_each_other_all_are_named():
     def fn(comm):
         comm.recv(torch.zeros(1), 1 - comm.rank)
 
-    with pytest.raises(RankError, match="ranks 0 and 1 did not answer within 1 s") as caught:
+    with pytest.raises(RankError, match="ranks 0 and 1 did not go on.* for 1 s") as caught:
         launch(fn, 2, timeout=1)
     assert "waited for others in recv" in str(caught.value) and "debug=True" in str(caught.value)
 
 
 def test_those_that_had_returned_are_named():
-    with pytest.raises(RankError, match="rank 1 did not answer within 1 s; rank 0 had returned"):
-        launch(lambda comm: comm.barrier() if comm.rank else None, 2, timeout=1)
+    with pytest.raises(RankError, match="rank 1 did not go on.* for 1 s; rank 0 had returned"):
+        launch(lambda comm: comm.recv(torch.ones(1), 0) if comm.rank else None, 2, timeout=1)
+
+
+def out_of_batches(comm, batches):
+    row = comm.split([0, 1] if comm.rank < 2 else [2])
+    for _ in range(batches[comm.rank]):
+        comm.all_reduce(torch.ones(3), label="gradients")
+        time.sleep(0.05)
+    row.all_gather(torch.ones(comm.rank + 1))
+
+
+def test_a_rank_that_returns_while_others_wait_for_it_is_named_at_once():
+    start = time.monotonic()
+    told = r"^rank 0 returned after 0 collectives; rank 1 waits for it in barrier \(#1\)"
+    with pytest.raises(RankError, match=told) as caught:
+        launch(lambda comm: comm.barrier() if comm.rank else None, 2)
+    assert caught.value.ranks == (0,)
+    with pytest.raises(RankError) as caught:
+        launch(out_of_batches, 3, (9, 9, 5))
+    elapsed(start)
+    assert caught.value.ranks == (2,) and str(caught.value).splitlines() == [
+        "rank 2 returned after 6 collectives; ranks 0 and 1 wait for it in all_reduce of gradients, (3,) float32, op "
+        "sum (#7)",
+        "every rank calls every collective: let all end together, for example when the first has no batch left"]
+
+
+def test_of_a_sub_group_too_and_who_comes_late_is_waited_for():
+    def fn(comm, slow):
+        row = comm.split([0, 2] if comm.rank != 1 else [1])
+        if comm.rank == 0 or slow and comm.rank:
+            time.sleep(slow)
+            row.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankError, match="^in the group of ranks 0 and 2: rank 2 returned after 0 collectives; rank 0 "
+                                        "waits for it in all_reduce") as caught:
+        launch(fn, 3, 0)
+    assert caught.value.ranks == (2,)
+    assert launch(fn, 3, 0.8) == [None] * 3
+
+
+def computes(comm, seconds, how):
+    """Rank 0 uses CPU time, or a child of it does, or it prints, while rank 1 waits."""
+    end = time.monotonic() + seconds
+    while comm.rank == 0 and time.monotonic() < end:
+        if how == "child":
+            subprocess.run([sys.executable, "-c", f"import time\nwhile time.monotonic() < {end}: pass"], check=True)
+        elif how != "itself":
+            time.sleep(0.3)
+        if how == "prints":
+            print("a step")
+    comm.barrier()
+    return how
+
+
+@pytest.mark.parametrize("how", ["itself", "child", "prints"])
+def test_a_rank_that_goes_on_is_not_hung(how):
+    assert launch(computes, 2, 3, how, timeout=1) == [how] * 2
+
+
+def test_collectives_that_end_are_signs_too():
+    def fn(comm):
+        for _ in range(9):
+            time.sleep(0.3)
+            comm.all_gather(torch.ones(1))
+        time.sleep(1000)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="did not go on"):
+        launch(fn, 2, timeout=1)
+    assert 3.5 < time.monotonic() - start < 8
+
+
+def test_a_limit_ends_a_rank_that_computes():
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 did not return within 1.5 s, the limit") as caught:
+        launch(computes, 2, 1000, "itself", timeout=60, limit=1.5)
+    elapsed(start)
+    assert caught.value.ranks == (0,) and "in computes" in str(caught.value)
 
 
 def test_a_rank_that_returns_early_breaks_no_connection():

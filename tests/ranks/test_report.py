@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from refimpl.comm import CollectiveMismatch
-from refimpl.ranks.report import blame, died, hung, names, show, threads, waiting_in
+from refimpl.ranks.report import blame, died, explained, hung, names, show, threads, waiting_in
 from refimpl.ranks.watch import Rank
 from refimpl.ranks.worker import TORCH_DISTRIBUTED, Failure
 from refimpl.ranks.world import World
@@ -70,6 +70,16 @@ def test_blame_goes_to_what_nothing_else_explains_then_to_the_dead_then_to_the_e
     assert blame([broken, aborted], {1}).rank == 1
 
 
+def test_what_explains_consequences_is_told_first_and_keeps_its_class():
+    asked, better = [], CollectiveMismatch("rank 2 began other collectives", [2])
+    broken, own = Failure(0, "was killed by SIGABRT", consequence=True), Failure(1, "raised ValueError: b")
+    error = blame([broken], {0}, lambda: asked.append(1) or better)
+    assert (type(error), error.ranks) == (CollectiveMismatch, (2,))
+    assert str(error) == f"{better}\n\nrank 0 was killed by SIGABRT"
+    assert blame([broken, own], {0}, lambda: asked.append(1) or better).ranks == (1,) and asked == [1]
+    assert blame([broken], {0}, lambda: None).ranks == (0,) and explained(error, None) is error
+
+
 def test_the_exception_itself_is_the_cause_or_its_loss_is_told():
     raised = Failure(1, "raised ValueError: x", exception=pickle.dumps(ValueError("x")))
     assert isinstance(blame([raised], set()).__cause__, ValueError)
@@ -91,13 +101,13 @@ def test_threads_of_a_stack_without_our_own_beginning():
 
 def test_a_hang_names_those_that_do_not_wait():
     busy = 'Current thread 0x01 (most recent call first):\n  File "/home/cell.py", line 5 in spin\n'
-    error = hung({0: STACK, 1: busy, 3: ""}, 2.5, [2], Connected(4))
+    error = hung({0: STACK, 1: busy, 3: ""}, "did not return within 2.5 s", [2], Connected(4))
     assert error.ranks == (1, 3)
     assert str(error).startswith(
-        "ranks 1 and 3 did not answer within 2.5 s; rank 3 did not even answer a signal: stopped, or deep in C "
+        "ranks 1 and 3 did not return within 2.5 s; rank 3 did not even answer a signal: stopped, or deep in C "
         "code; rank 2 had returned\nrank 0 waited for others in barrier\n\nwhere rank 1 was:\n")
     assert "debug=True" not in str(error)
-    error = hung({0: STACK, 1: STACK}, 1, [], Connected(2))
+    error = hung({0: STACK, 1: STACK}, "did not go on", [], Connected(2))
     assert error.ranks == (0, 1) and "ranks 0 and 1 waited for others in barrier\ndebug=True" in str(error)
 
 

@@ -1,0 +1,76 @@
+"""What the orders of ranks tell when they hang, when one was killed, or when one returned too early.
+
+A rank keeps the order of each of its communicators on a page of its record, which the caller can read (`ranks.signs`).
+"""
+
+from ..ranks import RankError
+from ..ranks.report import names
+from .errors import CollectiveMismatch
+from .order import PAGE, Order, difference
+
+SHOWN = 4  # collectives of one rank
+ADVICE = "every rank calls every collective: let all end together, for example when the first has no batch left"
+
+
+def pages(record):
+    """Cut a rank's record into pages, one for each of its communicators."""
+    view = memoryview(record)
+    return [view[begin:begin + PAGE] for begin in range(0, len(view) - PAGE + 1, PAGE)]
+
+
+def orders(record):
+    """Return {key: Order} of a rank's communicators."""
+    return {order.key: order for order in map(Order, pages(record)) if order.key}
+
+
+def mismatch(records):
+    """Return the CollectiveMismatch of ranks that began different collectives as number n of a communicator, or None.
+
+    A rank that has begun fewer is not one of them: it may be late, or elsewhere.
+    """
+    read = [orders(record) for record in records]
+    for key in dict.fromkeys(key for each in read for key in each):
+        text, ranks = difference({rank: each[key].recent for rank, each in enumerate(read) if key in each}, False)
+        if ranks:
+            group = {each[key].ranks for each in read if key in each}.pop()
+            return CollectiveMismatch(_among(group, len(records)) + text, ranks)
+    return None
+
+
+def deserted(records, returned):
+    """Return the RankError for ranks that wait for one of `returned` in a collective that it has not begun, or None."""
+    read = [orders(record) for record in records]
+    told, gone = [], set()
+    for key in dict.fromkeys(key for each in read for key in each):
+        waits = {rank: each[key] for rank, each in enumerate(read)
+                 if rank not in returned and key in each and each[key].waiting}
+        for number in sorted({order.waiting for order in waits.values()}):
+            away = [rank for rank in returned if key in read[rank] and read[rank][key].count < number]
+            here = [rank for rank, order in waits.items() if order.waiting == number]
+            if away:
+                gone.update(away)
+                told += [_desertion(away, here, read[away[0]][key].count, waits[here[0]], number, len(records))]
+    return RankError("\n".join(told) + f"\n{ADVICE}", sorted(gone)) if told else None
+
+
+def _desertion(away, here, count, order, number, world_size):
+    collective = order.describe(number).partition(" ")[2]
+    return (f"{_among(order.ranks, world_size)}{names(away)} returned after {count} collective{'s' * (count != 1)}; "
+            f"{names(here)} wait{'s' * (len(here) == 1)} for {'it' if len(away) == 1 else 'them'} in {collective} "
+            f"(#{number})")
+
+
+def _among(group, world_size):
+    """Return how a sentence about a communicator of fewer ranks than the world begins."""
+    return "" if group == names(range(world_size)) else f"in the group of {group}: "
+
+
+def last_collectives(record):
+    """Describe the last collectives that one rank began, for an error of that rank alone."""
+    lines = []
+    for order in orders(record).values():
+        if order.count:
+            lines += [f"the last collectives that this rank began with {order.ranks} ({order.count} in all):"]
+            lines += [f"  {line}" for line in order.recent[-SHOWN:]]
+            lines += [f"  it waited in #{order.waiting}"] if order.waiting else []
+    return "\n".join(lines)
