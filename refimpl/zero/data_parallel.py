@@ -20,6 +20,7 @@ from ..comm.backend.versions import owns_storage
 from ..memory import mark
 from .bucket import Piece, buckets_of
 from .internals.consistency import check_model, check_phase, used_on_any_rank
+from .internals.elementwise import check_elementwise
 from .internals.norms import clip_, global_norm
 from .saving.mixin import SavingMixin
 
@@ -33,7 +34,8 @@ class DataParallel(SavingMixin):
     loss and the optimizer.
 
     - `model`: the same on every rank. Rank 0's parameters and buffers are broadcast, once; parameters move to buckets.
-    - `optimizer`: makes one from an iterable of parameters, or of groups: `partial(torch.optim.AdamW, lr=1e-3)`.
+    - `optimizer`: makes one from an iterable of parameters, or of groups: `partial(torch.optim.AdamW, lr=1e-3)`. Stages
+      1 to 3 call it three times more, to try it on small tensors; TypeError for one that cannot take pieces.
     - `groups`: for several param groups, a function of the named parameters that returns a list of dicts as torch takes
       them; by default all parameters are in one group.
     - `bucket_bytes`: bytes of gradients that one collective moves; a larger tensor has a bucket of its own.
@@ -56,6 +58,8 @@ class DataParallel(SavingMixin):
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         self.buckets = self._lay_out(named, bucket_bytes)
         check_model(comm, self.buckets)
+        if self.stage:  # a rank's optimizer gets flat pieces
+            check_elementwise(optimizer, groups, named)
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}

@@ -2,7 +2,8 @@
 
 A piece is a flat part of a parameter. The optimizer sees each piece as a parameter of its own, in the param group of
 the parameter that it belongs to. Adam, AdamW, SGD and all that treat each element by itself give the same numbers on
-pieces as on whole tensors; one that looks at a tensor's shape (Adafactor, Muon, LAMB) does not.
+pieces as on whole tensors; one that looks at a tensor's shape (Adafactor, Muon, LAMB) does not, and `elementwise` finds
+it out.
 """
 
 import contextlib
@@ -55,8 +56,16 @@ class ShardedOptimizer:
         """Update one bucket's pieces, and with them `shards[bucket]`; all others keep their gradients, if any.
 
         A bucket at a time: temporary tensors of the optimizer, and fp32 copies of 16-bit gradients, are then those of
-        one bucket.
+        one bucket. Each bucket begins with the options that the first one found, so that an optimizer that counts
+        steps in its param groups counts one.
         """
+        if bucket is next(iter(self.pieces)):
+            self._options = [_options(group) for group in self.optimizer.param_groups]
+        else:
+            for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+                params = group["params"]
+                group.clear()
+                group.update(options, params=params)
         for _, own in self.pieces[bucket]:
             if own.grad is not None and own.grad.dtype != own.dtype:
                 gradient, own.grad = own.grad.to(own.dtype), None
@@ -94,6 +103,10 @@ class ShardedOptimizer:
         """Round the bucket's fp32 master into its 16-bit shard. No-op for a bucket without a master."""
         if bucket in self.masters:
             shards[bucket].copy_(self.masters[bucket])
+
+
+def _options(group):
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _parameter(shard, piece, bucket):

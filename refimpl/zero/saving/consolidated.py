@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from ..internals.consistency import broadcast_text, check_phase, gather_results
-from .description import describe, differences, listed, name_of, rest_of, set_hyperparameters
-from .durable import make_folder, replace, widest_first, write_tensors
+from .description import DTYPES, describe, differences, listed, name_of, rest_of, set_hyperparameters
+from .durable import make_folder, replacing, widest_first, write_tensors
+from .form import KIND, STATE_DICT, Each, mismatch
 from .manifest import SavedStateError
 from .optimizer_state import elements, kind_of, load_targets, merge_states, states_of
 from .sharded import check_no_gradients, validate_on_all
@@ -100,8 +101,8 @@ def save_weights(engine, path, dtype=torch.bfloat16):
         try:
             if comm.rank == 0:
                 make_folder(path.absolute().parent)
-                write_tensors(f"{path}.tmp", specs, tensors, {"format": "pt"})
-                replace(f"{path}.tmp", path)
+                with replacing(path) as temporary:
+                    write_tensors(temporary, specs, tensors, {"format": "pt"})
         finally:
             deque(tensors, maxlen=0)  # after an error, make the remaining gathers, in which the other ranks wait
 
@@ -111,7 +112,7 @@ def save_weights(engine, path, dtype=torch.bfloat16):
 def _bucket_batches(engine, dtype):
     description = describe(engine)
     for bucket in engine.buckets:
-        held = getattr(torch, description["parameters"][bucket.slots[0].name]["held"])
+        held = DTYPES[description["parameters"][bucket.slots[0].name]["held"]]
         named = [(slot.name, dtype or bucket.dtype, tuple(slot.parameter.shape)) for slot in bucket.slots]
         yield named, lambda bucket=bucket, held=held: bucket.views(_gathered(engine, bucket, None, held))
 
@@ -129,7 +130,7 @@ def _keys(bucket, description, states):
     """Return [(key, dtype)] of the tensors that a bucket's parameters have: None for themselves, then their states."""
     kinds = {(key, kind["dtype"]): None for slot in bucket.slots for key, kind in states.get(slot.name, {}).items()
              if "value" not in kind}
-    return [(key, getattr(torch, dtype)) for key, dtype in
+    return [(key, DTYPES[dtype]) for key, dtype in
             [(None, description["parameters"][bucket.slots[0].name]["held"]), *kinds]]
 
 
@@ -150,7 +151,7 @@ def _gathered(engine, bucket, key, dtype):
     shard = torch.zeros(bucket.shard_numel, dtype=dtype, device=bucket.device)
     for piece, own in engine._owned_pieces()[bucket]:
         held = own if key is None else engine.optimizer.state.get(own, {}).get(key)
-        if held is not None and held.dtype == dtype:
+        if isinstance(held, torch.Tensor) and held.dtype == dtype:
             shard[piece.place : piece.place + piece.end - piece.first] = elements(held, own, piece)
     return engine.comm.all_gather(shard)
 
@@ -176,25 +177,49 @@ def _scatter(engine, bucket, key, dtype, sd, wanted):
 
 def _describe_state_dict(engine, sd):
     """Return (description, states) of a state_dict, as `describe` and `merge_states` return them of an engine."""
-    missing = [key for key in ("model", "optimizer", "class", "step", "param_groups") if key not in sd]
-    if missing:
-        raise SavedStateError(f"rank 0's state_dict has no {missing[0]!r}: expected what engine.state_dict() returned")
+    if wrong := mismatch(sd, STATE_DICT):
+        raise SavedStateError(f"rank 0's state_dict cannot be loaded: {wrong}: expected what engine.state_dict() "
+                              "returned")
     model, trained = sd["model"], sd["optimizer"]
-    names = {name: first for name, first in _names(engine.model).items() if name in model}
+    known = _names(engine.model)
+    if unknown := [name for name in trained if name not in model and name not in known]:
+        raise SavedStateError(f"rank 0's state_dict has an optimizer state of {unknown[0]}, which is not in its model")
+    names = {name: first for name, first in known.items() if name in model}
     shapes = {name: {"shape": list(x.shape), "dtype": name_of(x.dtype)}
              for name, x in model.items() if names.get(name, name) == name}
     groups = [{"parameters": list(group["params"]),
                "hyperparameters": {key: value for key, value in group.items() if key != "params"}}
               for group in sd["param_groups"]]
-    states = {name: {key: kind_of(key, value, model[name], name) for key, value in state.items()}
-              for name, state in trained.items() if name in model}
-    return {"optimizer": sd["class"], "groups": groups, "step": sd["step"],
+    try:
+        states = {name: {key: kind_of(key, value, model[name], name) for key, value in state.items()}
+                  for name, state in trained.items() if name in model}
+    except TypeError as error:
+        raise SavedStateError(f"rank 0's state_dict: {error}") from None
+    if wrong := mismatch(states, Each(Each(KIND))):
+        raise SavedStateError(f"rank 0's state_dict has an optimizer state that cannot be: {wrong}")
+    _check_kinds(states, model)
+    return {"optimizer": sd["class"], "groups": groups, "step": sd["step"], "defaults": describe(engine)["defaults"],
             "parameters": {name: {**each, "held": each["dtype"]} for name, each in shapes.items() if name in trained},
             "rest": {name: each for name, each in shapes.items() if name not in trained}}, states
 
 
+def _check_kinds(states, model):
+    """Raise SavedStateError for a key under which one parameter has a number for each element, another a single one.
+    (A parameter of one element has both; and there may be nothing yet, None.)"""
+    first = {}
+    for name, state in states.items():
+        for key, kind in state.items():
+            if kind.get("value", 0) is None or model[name].numel() <= 1 and "dtype" in kind:
+                continue
+            other = first.setdefault(key, name)
+            if ("value" in kind) != ("value" in states[other][key]):
+                raise SavedStateError(f"rank 0's state_dict has {key} of {name} as {kind}, and of {other} as "
+                                      f"{states[other][key]}: expected a tensor of each parameter's shape, or one "
+                                      "number for each")
+
+
 def _number(kind):
-    return torch.tensor(kind["value"], dtype=getattr(torch, kind["dtype"])) if "dtype" in kind else kind["value"]
+    return torch.tensor(kind["value"], dtype=DTYPES[kind["dtype"]]) if "dtype" in kind else kind["value"]
 
 
 def _names(model):

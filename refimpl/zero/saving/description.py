@@ -8,6 +8,7 @@ and that of an fp32 model into the masters of a bf16 one. Stage 0 has no masters
 import torch
 
 SHOWN = 4  # differences that an error lists
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def describe(engine):
@@ -41,7 +42,7 @@ def rest_of(engine):
 
 
 def name_of(dtype):
-    """Return the name of a dtype, such as float32; `getattr(torch, name)` is the way back."""
+    """Return the name of a dtype, such as float32; `DTYPES[name]` is the way back."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -63,6 +64,9 @@ def differences(saved, here):
         found.append(f"its param groups have {_sizes(members[0])} parameters, here {_sizes(members[1])}"
                      if _sizes(members[0]) != _sizes(members[1]) else
                      "its param groups are of other parameters, or in another order")
+    for number, groups in enumerate(zip(saved["groups"], here["groups"], strict=not found)):
+        found += [f"{key} of its param group {number} is {said}"
+                  for key, said in _other_kinds(*(group["hyperparameters"] for group in groups), saved["defaults"])]
     return list(dict.fromkeys(found))
 
 
@@ -77,8 +81,8 @@ def _fits(there, mine):
         return False
     if "held" in there:
         return there["held"] == mine["held"]
-    here = getattr(torch, mine["dtype"])
-    return torch.promote_types(getattr(torch, there["dtype"]), here) == here  # nothing is rounded
+    saved, here = DTYPES[there["dtype"]], DTYPES[mine["dtype"]]
+    return torch.promote_types(saved, here) == here and saved.is_floating_point == here.is_floating_point  # no rounding
 
 
 def _shown(description, name):
@@ -88,6 +92,25 @@ def _shown(description, name):
     if (p := description["rest"].get(name)) is not None:
         return f"{tuple(p['shape'])} {p['dtype']}, not trained"
     return "absent"
+
+
+def _other_kinds(saved, here, defaults):
+    """Yield (key, words) of hyper-parameters that are missing, or that the optimizer here cannot have."""
+    for key in defaults:
+        if key not in saved:
+            yield key, "missing"
+    for key, value in saved.items():
+        known = [_kind(group[key]) for group in (here, defaults) if key in group]
+        if known and _kind(value) not in known:
+            yield key, f"{value!r}: expected {' or '.join(dict.fromkeys(known))}"
+
+
+def _kind(value):
+    """Return in words which values can stand where this one does."""
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_kind, value))}]"
+    return "a string" if isinstance(value, str) else "True, False or None" if value is None or isinstance(
+        value, bool) else "a number"
 
 
 def _sizes(members):

@@ -12,6 +12,7 @@ brings its name there. `os.replace` is atomic: a reader, or a crash, finds eithe
 fsync(2) and rename(2).
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -55,7 +56,7 @@ def write_tensors(path, specs, tensors, metadata=None):
     """Write and sync a safetensors file; return {"bytes", "sha256"} of it. `tensors`: an iterable in the order of
     `specs`; each tensor is written before the next is asked for."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         for part in _parts(specs, tensors, metadata):
             file.write(part)
             digest.update(part)
@@ -86,28 +87,49 @@ def sync_folder(path):
     """Sync the names in a folder."""
     folder = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        with naming(path):
+            os.fsync(folder)
     finally:
         os.close(folder)
 
 
-def replace(temporary, path):
-    """Put a synced file in the place of `path`, atomically, and sync its name."""
-    os.replace(temporary, path)
+@contextlib.contextmanager
+def naming(path):
+    """Name the file in an OSError that does not, as one of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None and str(path) not in str(error):  # that of another library
+            raise type(error)(f"{path}: {error}") from None
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Give the name of a file to write and sync. It is put in the place of `path`, atomically, when the context ends;
+    after an error it is removed."""
+    temporary = f"{path}.tmp"
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
     sync_folder(Path(path).absolute().parent)
 
 
 def write_atomically(path, text):
     """Write `text` to the file `path`. After a crash it has this text, or what it had before."""
-    temporary = f"{path}.tmp"
-    with open(temporary, "w") as file:
+    with replacing(path) as temporary, naming(temporary), open(temporary, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    replace(temporary, path)
 
 
 def sha256_of(path):
     """Return the SHA-256 of a file, as `sha256sum` prints it."""
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,12 +13,14 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import shutil
 
-from .durable import make_folder, sha256_of, sync_folder, write_atomically
+from .durable import make_folder, naming, sha256_of, sync_folder, write_atomically
 
 FORMAT = 1
 NAME = "manifest.json"
+UNREADABLE = ValueError, KeyError, TypeError, RecursionError  # what junk in place of JSON may raise
 FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")  # what a save makes and may remove
 
 
@@ -56,26 +58,27 @@ def read(directory):
     """Return the manifest. SavedStateError if there is none, if its format is another, or if it was changed."""
     path = directory / NAME
     try:
-        manifest = json.loads(path.read_bytes())
-        found = manifest["format"]
+        with naming(path):
+            manifest = json.loads(path.read_bytes())
+        found, expected = manifest["format"], manifest.pop("sha256", None)
+        digest = _digest(manifest)
     except FileNotFoundError:
         raise SavedStateError(f"{path} is missing: no save has been completed here") from None
-    except (ValueError, KeyError, TypeError):
+    except UNREADABLE:
         raise SavedStateError(f"{path} is damaged: it is not a manifest") from None
     if found != FORMAT:
-        raise SavedStateError(f"{path} is of format {found!r}: expected {FORMAT}; load it with the version that saved "
-                              "it")
-    expected = manifest.pop("sha256", None)
-    if expected != _digest(manifest):
-        raise SavedStateError(f"{path} was changed after it was written: its SHA-256 is {_digest(manifest)}, expected "
-                              f"{expected}")
+        raise SavedStateError(f"{path} is of format {reprlib.repr(found)}: expected {FORMAT}; load it with the version "
+                              "that saved it")
+    if expected != digest:
+        raise SavedStateError(f"{path} was changed after it was written: its SHA-256 is {digest}, expected "
+                              f"{reprlib.repr(expected)}")
     return manifest
 
 
 def verify(path, about):
     """Raise SavedStateError unless the file at `path` has the bytes and the hash that the manifest says."""
     if not path.is_file():
-        raise SavedStateError(f"{path} is missing")
+        raise SavedStateError(f"{path} is {'no file' if path.exists() else 'missing'}")
     size = path.stat().st_size
     if size != about["bytes"]:
         raise SavedStateError(f"{path} has {size} bytes: expected {about['bytes']}; it was cut short or written to")
@@ -88,7 +91,7 @@ def _folder_named(directory):
     """Return the folder that the manifest names; None if it cannot be read, and then nothing may be removed."""
     try:
         return json.loads((directory / NAME).read_bytes())["folder"]
-    except (ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return None
 
 

@@ -7,7 +7,7 @@ which each rank has a piece, or one number for all of it (step), which all ranks
 import torch
 
 from ...memory import mark
-from .description import name_of
+from .description import DTYPES, name_of
 
 NUMBERS = ("step", "mu_product", "eta", "mu")  # keys under which torch's optimizers keep a number in a tensor
 
@@ -79,9 +79,10 @@ def _make(held, own, state, group):
     for key in [key for key in held if key not in state]:
         del held[key]
     for key, kind in state.items():
-        dtype = getattr(torch, kind["dtype"]) if "dtype" in kind else None
+        dtype = DTYPES[kind["dtype"]] if "dtype" in kind else None
         if "value" not in kind:
-            if key not in held or held[key].dtype != dtype or held[key].shape != own.shape:
+            now = held.get(key)
+            if not isinstance(now, torch.Tensor) or now.dtype != dtype or now.shape != own.shape:
                 held[key] = mark(torch.zeros_like(own, dtype=dtype, requires_grad=False), "optimizer state")
             found[f"optimizer/{key}"] = held[key]
         elif dtype is None:

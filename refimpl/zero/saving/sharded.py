@@ -23,27 +23,21 @@ those that were saved, on any number of ranks; random numbers are, on the number
 see one file system. Nothing is unpickled. One piece is read or written at a time, so no copy of everything is made.
 """
 
+import errno
 import hashlib
 import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..internals.consistency import check_phase, gather_results
 from . import manifest as manifests
+from .coverage import REST, check_coverage, check_header, check_inside, expected_in, file_of, readable
 from .description import describe, differences, listed, rest_of, set_hyperparameters
 from .durable import sync_folder, widest_first, write_tensors
+from .form import MANIFEST, mismatch
 from .manifest import SavedStateError
 from .optimizer_state import elements, load_targets, merge_states, state_of, states_of
-
-REST = "rest.safetensors"
-
-
-def file_of(rank):
-    """Return the name of a rank's file."""
-    return f"rank-{rank:05d}.safetensors"
-
 
 # --- save ------------------------------------------------------------------------------------------------------------
 
@@ -129,16 +123,15 @@ def load(engine, directory):
     refused, even if it would find all that it needs (SGD in AdamW's state).
 
     SavedStateError on all ranks, before anything is changed: for a manifest or a file that is missing, truncated or
-    damaged, which it names; for another model, optimizer, param groups or format, with what differs. `description` says
-    how parameters of 16 bits are loaded.
+    damaged, which it names; for elements that are in no file or in two; for another model, optimizer, param groups or
+    format, with what differs. `description` says how parameters of 16 bits are loaded.
     """
     comm, directory = engine.comm, Path(directory)
     check_phase(comm, "load", engine._steps, engine._micro_batches)
     manifest = _read(comm, directory)
-    folder = directory / manifest["folder"]
     validate_on_all(comm, lambda: _check(engine, directory, manifest))
     engine.zero_grad()
-    gather_results(comm, lambda: _restore(engine, folder, manifest))
+    gather_results(comm, lambda: _restore(engine, directory / manifest["folder"], manifest))
     engine._steps = manifest["step"]
     engine._after_load()
 
@@ -174,18 +167,23 @@ def validate_on_all(comm, check):
 
 
 def _check(engine, directory, manifest):
-    """Check that the model is the same and the files are as they were written. Each rank checks a part of the files."""
-    path, folder = directory / manifests.NAME, directory / manifest["folder"]
+    """Check that the manifest is whole, the model the same, and the files as they were written. Each rank checks a part
+    of the files."""
+    path = directory / manifests.NAME
+    if wrong := mismatch(manifest, MANIFEST) or check_coverage(manifest):
+        raise SavedStateError(f"{path} is damaged: {wrong}")
+    folder = directory / manifest["folder"]
     if found := differences(manifest, describe(engine)):
         raise SavedStateError(f"{path} does not fit this engine: {listed(found)}")
+    generators = _generators(engine.comm.device)
     for number, (file, about) in enumerate(sorted(manifest["files"].items())):
         if number % engine.comm.world_size == engine.comm.rank:
+            check_inside(directory, folder / file)
             manifests.verify(folder / file, about)
-            try:
-                with safe_open(folder / file, framework="pt"):
-                    pass
-            except SafetensorError as error:
-                raise SavedStateError(f"{folder / file} is no safetensors file: {error}") from None
+            expected, may_have = expected_in(manifest, file), set() if file == REST else {"rng/cpu", "rng/cuda"}
+            if may_have and manifest["world_size"] == engine.comm.world_size:  # then they are loaded
+                expected["rng/cpu"] = "uint8", generators["rng/cpu"].shape
+            check_header(folder / file, expected, may_have - expected.keys())
 
 
 @torch.no_grad()
@@ -195,7 +193,7 @@ def _restore(engine, folder, manifest):
     wanted = load_targets(engine, manifest["states"])
     for file, about in manifest["files"].items():
         pieces = {name: span for name, span in about.get("pieces", {}).items() if name in wanted}
-        with safe_open(folder / file, framework="pt") as stored:
+        with _open(folder / file) as stored:
             for name, (begin, end) in pieces.items():
                 _copy(stored, name, begin, end, *wanted[name])
             if file == REST:
@@ -203,6 +201,11 @@ def _restore(engine, folder, manifest):
                     tensor.copy_(stored.get_tensor(name))
     if manifest["world_size"] == engine.comm.world_size:
         _restore_generators(engine.comm, folder)
+
+
+def _open(path):
+    return readable(path, lambda error: OSError(errno.EIO, f"{error}; the engine is partly loaded: load again",
+                                                str(path)))
 
 
 def _copy(stored, name, begin, end, piece, targets):
@@ -215,7 +218,7 @@ def _copy(stored, name, begin, end, piece, targets):
 
 
 def _restore_generators(comm, folder):
-    with safe_open(folder / file_of(comm.rank), framework="pt") as stored:
+    with _open(folder / file_of(comm.rank)) as stored:
         torch.set_rng_state(stored.get_tensor("rng/cpu"))
         if comm.device.type == "cuda" and "rng/cuda" in stored.keys():
             torch.cuda.set_rng_state(stored.get_tensor("rng/cuda"), comm.device)

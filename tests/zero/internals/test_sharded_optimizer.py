@@ -102,6 +102,32 @@ def test_each_parameter_is_looked_at_once_in_all_buckets_together():
     assert (len(buckets), Counting.looks) == (50, 50)
 
 
+class CountingInGroups(torch.optim.SGD):
+    """It counts steps in its param groups, where Adan and others do, and begins there with its first step."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for own in group["params"]:
+                own.grad *= group["count"]
+        super().step()
+
+
+def test_steps_that_are_counted_in_groups_are_counted_once_whatever_the_number_of_buckets():
+    sharded, buckets, shards, named = make(0, 1, optimizer=functools.partial(CountingInGroups, lr=1.0), bucket_bytes=32)
+    assert len(buckets) > 1
+    before = {bucket: shards[bucket].clone() for bucket in buckets}
+    for _ in range(3):
+        for bucket in buckets:
+            sharded.set_gradients(bucket, torch.ones(bucket.shard_numel), {p for _, p in named})
+            sharded.step(bucket, shards)
+    group, = sharded.optimizer.param_groups
+    assert group["count"] == 3 and len(group["params"]) == len(named)
+    for bucket in buckets:
+        for piece, own in sharded.pieces[bucket]:
+            assert torch.equal(own.detach(), before[bucket][piece.place : piece.place + len(own)] - 6)
+
+
 def two_groups(named):
     return [{"params": [named[2][1]], "lr": 0.5}, {"params": (p for _, p in named[:2])}]
 

@@ -180,5 +180,7 @@ def full(comm, path):
 
 def test_a_full_disk_leaves_the_file_that_was(tmp_path):
     first, second = launch(full, 2, tmp_path / "new" / "weights.safetensors")
-    assert first == [("OSError", "[Errno 28] No space left on device"), True, False]
-    assert second == [("RankError", "rank 0 raised OSError: [Errno 28] No space left on device"), True, False]
+    expected = f"[Errno 28] No space left on device: '{tmp_path / 'new' / 'weights.safetensors.tmp'}'"
+    assert first == [("OSError", expected), True, False]
+    assert second == [("RankError", f"rank 0 raised OSError: {expected}"), True, False]
+    assert os.listdir(tmp_path / "new") == ["weights.safetensors"]  # and no temporary file

@@ -1,5 +1,6 @@
 """Files as safetensors reads them, and what is left of a save when the power goes at each of its moments."""
 
+import errno
 import os
 import shutil
 
@@ -62,6 +63,21 @@ def test_a_file_changes_atomically(tmp_path):
         write_atomically(tmp_path / "a" / "b" / "file", text)
         assert (tmp_path / "a" / "b" / "file").read_text() == text
     assert os.listdir(tmp_path / "a" / "b") == ["file"]
+
+
+def test_what_cannot_be_written_leaves_what_was_and_nothing_beside(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left on device: .*file.tmp"):
+            write_atomically(path, "new")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert os.listdir(tmp_path) == ["file"] and path.read_text() == "old"
 
 
 # --- power cuts ------------------------------------------------------------------------------------------------------

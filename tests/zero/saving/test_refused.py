@@ -10,12 +10,13 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from zero_saving_kit import OPTIMIZERS, WIDTH, alone, build, differing, make, train, two_groups
 
 from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.zero import SavedStateError, Zero1, Zero2, Zero3
-from refimpl.zero.saving import durable, manifest
+from refimpl.zero.saving import durable, manifest, sharded
 
 
 def only(directory, pattern):
@@ -72,7 +73,78 @@ def trojan(directory):
     edited(rewrite)(directory)
 
 
+def rewritten(change):
+    """The manifest changed, and its hash with it."""
+    return edited(lambda content: (change(content), rehash(content)))
+
+
+def pieces(content, rank):
+    return content["files"][f"rank-0000{rank}.safetensors"]["pieces"]
+
+
+def without(directory, name):
+    """A file without one of its tensors, with its bytes and hash in the manifest."""
+    path = only(directory, "rank-00000*")
+    tensors = load_file(path)
+    tensors.pop(name)
+    save_file(tensors, path)
+    rewritten(lambda content: content["files"][path.name].update(
+        bytes=path.stat().st_size, sha256=durable.sha256_of(path)))(directory)
+
+
+def linked(directory, what):
+    """A part of the saved state is a link to elsewhere."""
+    path = only(directory, "rank-00000*") if what == "file" else only(directory, "rank-00000*").parent
+    elsewhere = directory.parent / f"{directory.name} elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def renamed(old, new):
+    return rewritten(lambda content: content["files"].update({new: content["files"].pop(old)}))
+
+
+GAPS = {  # hashes are right, so that only what is in them can tell
+    "no second file": (rewritten(lambda c: c["files"].pop("rank-00001.safetensors")),
+                       r"files has 1 of rank-00000.safetensors to rank-00001"),
+    "no rest": (rewritten(lambda c: c["files"].pop("rest.safetensors")), r"files.rest.safetensors is missing"),
+    "no piece": (rewritten(lambda c: pieces(c, 0).pop("one.bias")), r"one.bias: elements 0 … \d+ are in no file"),
+    "no last piece": (rewritten(lambda c: pieces(c, 1).pop("one.weight")), r"one.weight: elements \d+ … 99 are in no "),
+    "a short piece": (rewritten(lambda c: pieces(c, 1)["one.weight"].__setitem__(1, 99)),
+                      r"one.weight: elements 99 … 99 are in no file"),
+    "a piece twice": (rewritten(lambda c: pieces(c, 1).update(scale=[0, 1]) or pieces(c, 0).update(scale=[0, 1])),
+                      r"scale: elements 0 … 0 are in rank-00000.safetensors and in rank-00001.safetensors"),
+    "a long piece": (rewritten(lambda c: pieces(c, 1)["one.weight"].__setitem__(1, 101)),
+                     r"pieces.one.weight is \[\d+, 101\]: expected a part of its 100 elements"),
+    "a piece that is shifted": (rewritten(lambda c: (pieces(c, 0)["one.weight"].__setitem__(1, 36),
+                                                     pieces(c, 1)["one.weight"].__setitem__(0, 36))),
+                                r"safetensors has parameters/one.weight as F32 \[\d+\]: expected float32 \[\d+\]"),
+    "no such parameter": (rewritten(lambda c: pieces(c, 1).update(x=[0, 1])), r"pieces.x is there, and no such param"),
+    "no moments": (rewritten(lambda c: c["states"]["one.weight"].pop("exp_avg")),
+                   r"has optimizer/exp_avg/one.weight: manifest.json says otherwise"),
+    "no tensor": (lambda d: without(d, "optimizer/exp_avg/one.weight"),
+                  r"rank-00000.safetensors has no optimizer/exp_avg/one.weight: manifest.json says otherwise"),
+    "no generator": (lambda d: without(d, "rng/cpu"), r"rank-00000.safetensors has no rng/cpu"),
+    "other moments": (rewritten(lambda c: c["states"]["one.weight"]["exp_avg"].update(dtype="int32")),
+                      r"has optimizer/exp_avg/one.weight as F32 \[\d+\]: expected int32"),
+    "no lr": (rewritten(lambda c: c["groups"][0]["hyperparameters"].pop("lr")), r"lr of its param group 0 is missing"),
+    "a word for lr": (rewritten(lambda c: c["groups"][1]["hyperparameters"].update(lr="high")),
+                      r"lr of its param group 1 is 'high': expected a number"),
+    "one beta": (rewritten(lambda c: c["groups"][0]["hyperparameters"].update(betas=[0.9])),
+                 r"betas of its param group 0 is \[0.9\]: expected \[a number, a number\]"),
+    "a function for a dtype": (rewritten(lambda c: c["parameters"]["one.bias"].update(held="load")),
+                               r"parameters.one.bias.held is 'load': expected the name of a dtype"),
+    "an absolute folder": (rewritten(lambda c: c.update(folder="/tmp")), r"folder is '/tmp': expected the name of a"),
+    "a folder above": (rewritten(lambda c: c.update(folder="../x")), r"folder is '../x': expected the name of a"),
+    "an absolute file": (renamed("rank-00001.safetensors", "/etc/passwd"), r"files./etc/passwd is there: expected"),
+    "a file above": (renamed("rank-00000.safetensors", "../x"), r"files.../x is there: expected rank-00000"),
+    "a linked file": (lambda d: linked(d, "file"), r"rank-00000.safetensors is a link to .*, which is not in"),
+    "a linked folder": (lambda d: linked(d, "folder"), r"safetensors is a link to .*, which is not in .*: copy it th"),
+    "a folder for a file": (lambda d: (os.remove(only(d, "rank-00001*")), os.mkdir(next(d.glob("step-*")) /
+                                       "rank-00001.safetensors")), r"rank-00001.safetensors is no file"),
+}
 DAMAGE = {
+    **GAPS,
     "the manifest gone": (lambda d: os.remove(d / "manifest.json"), r"manifest.json is missing"),
     "a file gone": (lambda d: os.remove(only(d, "rank-00001*")), r"rank-00001.safetensors is missing"),
     "the rest gone": (lambda d: os.remove(only(d, "rest*")), r"rest.safetensors is missing"),
@@ -194,10 +266,60 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_what_was(tmp_path, rank):
     answers = launch(full, 2, tmp_path, rank)
     assert answers[0][1] == []
     messages, steps = answers[1 - rank][0], answers[rank][0][1::2]
-    assert set(messages) == {f"rank {rank} raised OSError: [Errno 28] No space left on device"}
+    expected = rf"rank {rank} raised OSError: \[Errno 28\] No space left on device: '{re.escape(str(tmp_path))}(.*)'"
+    files = [re.fullmatch(expected, message)[1] for message in messages]
+    steps_folder = r"/step-0000000\d-\w{8}"
+    assert all(map(re.fullmatch, ("", f"{steps_folder}/rank-00000.safetensors", f"{steps_folder}/rest.safetensors",
+                                  steps_folder, "/manifest.json.tmp", "") if rank == 0 else (
+                                      f"{steps_folder}/rank-00001.safetensors", steps_folder), files)), files
     assert len(messages) == (6 if rank == 0 else 2)  # folder's name, files, their names, manifest, its name
     assert steps == [1, 1, 1, 1, 1, 2] if rank == 0 else [1, 1]
     assert len(list(tmp_path.glob("step-*"))) == 1  # the save that worked has cleaned up after the others
+
+
+def errors(comm, folder):
+    """{what goes wrong: what a rank says of it}."""
+    engine, said, targets = train(make(comm, 2), 1), {}, sharded.load_targets
+    engine.save(folder / "saved")
+    before = engine.state_dict()
+
+    def tell(name, work):
+        comm.barrier()
+        with pytest.raises((OSError, RankError)) as error:
+            work()
+        said[name] = type(error.value).__name__, str(error.value), differing(engine.state_dict(), before)
+
+    if comm.rank == 0:
+        (folder / "file").touch()
+        (folder / "no manifest" / "manifest.json").mkdir(parents=True)
+        (folder / "folder").mkdir()
+    tell("saved in a file", lambda: engine.save(folder / "file"))
+    tell("a folder for a manifest", lambda: engine.load(folder / "no manifest"))
+    tell("weights in place of a folder", lambda: engine.save_weights(folder / "folder"))
+    tell("weights below a file", lambda: engine.save_weights(folder / "file" / "weights"))
+    if comm.rank == 1:
+        sharded.load_targets = lambda *args: (shutil.rmtree(folder / "saved"), targets(*args))[1]
+    try:
+        tell("a folder that goes", lambda: engine.load(folder / "saved"))
+    finally:
+        sharded.load_targets = targets
+    return said
+
+
+def test_errors_of_files_name_the_file(tmp_path):
+    answers = launch(errors, 2, tmp_path)
+    expected = {"saved in a file": (0, "FileExistsError", f"{tmp_path}/file"),
+                "a folder for a manifest": (None, "IsADirectoryError", f"{tmp_path}/no manifest/manifest.json"),
+                "weights in place of a folder": (0, "IsADirectoryError", f"{tmp_path}/folder"),
+                "weights below a file": (0, "FileExistsError", f"{tmp_path}/file"),
+                "a folder that goes": (1, "FileNotFoundError", f"{tmp_path}/saved/step-00000001-")}
+    for name, (raises, kind, path) in expected.items():
+        for rank, said in enumerate(answers):
+            own = raises in (rank, None)
+            assert said[name][0] == (kind if own else "RankError") or name == "a folder that goes", said[name]
+            assert kind in "".join(said[name][:2]) and path in said[name][1], said[name]
+            assert name == "a folder that goes" or said[name][2] == []
+    assert not list(tmp_path.glob("**/*.tmp"))
 
 
 def elsewhere(comm, folder):
