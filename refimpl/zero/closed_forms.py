@@ -24,7 +24,7 @@ from .internals.consistency import consistency_traffic
 from .internals.sharded_optimizer import LOW
 from .saving.durable import safetensors_bytes, widest_first
 from .saving.sharded import REST, file_of
-from .zero3 import default_units, parameters_of_units, unit_buckets
+from .zero3 import default_units, frozen_buckets, parameters_of_units, unit_buckets
 
 STAGES = (0, 1, 2, 3)
 KEPT = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -66,8 +66,12 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
         itemsize = 4 if low and stage else bucket.dtype.itemsize
         states += (4 * shard if low and stage else 0) + STATES[optimizer] * itemsize * sum(mine)
         states += 4 * len(mine) * (optimizer in ("adam", "adamw"))
-    rest = [p for p in model.parameters() if not p.requires_grad]
+    frozen = _frozen_layout(model, world_size, stage, units, persistence_threshold)
+    placeholders |= {(bucket.dtype, bucket.device): bucket.dtype.itemsize for bucket in frozen}
+    in_shards = {slot.parameter for bucket in frozen for slot in bucket.slots}
+    rest = [p for p in model.parameters() if not p.requires_grad and p not in in_shards]
     parameters += sum(placeholders.values()) + sum(p.nbytes for p in rest)
+    parameters += sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in frozen)
     return Ledger({"parameters": parameters, "gradients": gradients,
                    "optimizer state": states})
 
@@ -78,7 +82,8 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
 
     Stages 0 and 1 with `no_sync` around all micro-batches but the last. Stage 3 for units that run one after the other
     in the order of `units`. Each is gathered twice for a micro-batch, except the last one, since backward begins where
-    forward ends, and an `nn.Embedding`, since its gradient needs indices alone: these are gathered once.
+    forward ends, an `nn.Embedding`, since its gradient needs indices alone, and units before the first that has
+    something to train: these are gathered once.
     """
     N, buckets = world_size, _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
     wire = {bucket: bucket.numel * (reduce_dtype or bucket.dtype).itemsize for bucket in buckets}
@@ -98,7 +103,8 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
         if stage < 3 or stays:
             sent["all_gather"] += ring_traffic("all_gather", bucket.nbytes, N)
     if stage == 3:
-        gathers = _gathers(model, buckets, units, persistence_threshold)
+        frozen = _frozen_layout(model, N, stage, units, persistence_threshold)
+        gathers = _gathers(model, [*buckets, *frozen], units, persistence_threshold)
         sent["all_gather"] += micro_batches * sum(ring_traffic("all_gather", bucket.nbytes, N) for bucket in gathers)
     return Traffic(sent)
 
@@ -117,8 +123,12 @@ def saved_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=BUC
                              for bucket in buckets for piece in bucket.pieces(rank)
                              for key in ("parameters", *(f"optimizer/{kept}" for kept in KEPT[optimizer]))] + generators
              for rank in range(world_size)}
-    saved = model.state_dict().keys()
-    rest = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    frozen, saved = _frozen_layout(model, world_size, stage, units, persistence_threshold), model.state_dict().keys()
+    for rank in range(world_size):
+        files[file_of(rank)] += [(f"frozen/{piece.slot.name}", bucket.dtype, (piece.end - piece.first,))
+                                 for bucket in frozen for piece in bucket.pieces(rank)]
+    in_shards = {slot.name for bucket in frozen for slot in bucket.slots}
+    rest = [(name, p) for name, p in model.named_parameters() if not p.requires_grad and name not in in_shards]
     rest += [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
     files |= {REST: [(name, x.dtype, x.shape) for name, x in rest]} if rest else {}
     return {file: safetensors_bytes(widest_first(specs, lambda spec: spec[1])) for file, specs in files.items()}
@@ -132,13 +142,19 @@ def _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold
     return unit_buckets(named, default_units(model) if units is None else units, world_size, persistence_threshold)
 
 
+def _frozen_layout(model, world_size, stage, units, persistence_threshold):
+    units = default_units(model) if units is None else units
+    return frozen_buckets(model, units, world_size, persistence_threshold) if stage == 3 else []
+
+
 def _gathers(model, buckets, units, persistence_threshold):
     """Return the buckets that one forward and backward gather, in order; one used twice in a row is gathered once."""
     units = default_units(model) if units is None else units
     parameters = parameters_of_units(units)
     place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
-    wanted = []
-    for unit in [*units, *(unit for unit in reversed(units) if type(unit) is not nn.Embedding)]:
+    wanted, trains = [], [any(p.requires_grad for p in parameters[unit]) for unit in units]
+    first = trains.index(True)  # no gradient reaches units before it
+    for unit in [*units, *(unit for unit in reversed(units[first:]) if type(unit) is not nn.Embedding)]:
         own = dict.fromkeys(place[p] for p in parameters[unit] if p in place)
         wanted += [bucket for bucket in own
                    if not all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)]

@@ -56,8 +56,9 @@ class DataParallel(SavingMixin):
                             "functools.partial(torch.optim.AdamW, lr=1e-3)")
         if not named:
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+        self.frozen_buckets = []  # of parameters that are not trained, where those are in shards
         self.buckets = self._lay_out(named, bucket_bytes)
-        check_model(comm, self.buckets)
+        check_model(comm, [*self.buckets, *self.frozen_buckets])
         if self.stage:  # a rank's optimizer gets flat pieces
             check_elementwise(optimizer, groups, named)
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -136,6 +137,16 @@ class DataParallel(SavingMixin):
         clip_(gradients, norm, max_norm)
         return norm
 
+    @contextlib.contextmanager
+    def gathered(self, write=False):
+        """Gather all parameters, to be read. What is written to them is lost, unless `write`: then rank 0's values are
+        those of all ranks when the context ends, of masters too. All ranks call it; at stages 0 to 2 parameters are
+        whole anyway."""
+        yield
+        if write:
+            with self._load_all_states():
+                self._spread_written()
+
     @property
     def param_groups(self):
         """Return the optimizer's param groups."""
@@ -167,8 +178,8 @@ class DataParallel(SavingMixin):
         self._broadcast_rest()
 
     def _broadcast_rest(self):
-        """Broadcast buffers and frozen parameters, which every rank keeps whole."""
-        held = set(self._bucket_of)
+        """Broadcast buffers and frozen parameters that every rank keeps whole."""
+        held = {slot.parameter for bucket in (*self.buckets, *self.frozen_buckets) for slot in bucket.slots}
         rest = [*self.model.buffers(), *(p for p in self.model.parameters() if p not in held)]
         for tensor in rest:
             self.comm.broadcast(tensor.detach(), 0, out=tensor.detach())
@@ -204,6 +215,13 @@ class DataParallel(SavingMixin):
         """Return [[names of the parameters] of each param group]."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [[names[p] for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def _spread_written(self):
+        """Broadcast what rank 0 has written to the parameters."""
+        for bucket, flat in self.flat.items():
+            self.comm.broadcast(flat, 0, out=flat, label=bucket.name)
+        self._broadcast_rest()
 
     def _after_load(self):
         """Update the parameters after a load has written to `_held_pieces`. No-op: they are the parameters here."""

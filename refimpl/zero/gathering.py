@@ -70,7 +70,7 @@ class Gathering:
         self._users.clear()
         self.release_unused()
         for nan in self._nan.values():
-            nan.fill_(torch.nan)  # in case a released parameter was written to, by `p.zero_()` for example
+            nan.fill_(_no_value(nan.dtype))  # in case a released parameter was written to, by `p.zero_()` for example
 
     def live(self):
         """Return the number of elements that are whole or in flight."""
@@ -92,6 +92,7 @@ class Gathering:
     def _launch(self, bucket):
         self.store.get(self.key(bucket))
         full = mark(self.full[bucket], "parameters")  # registers it with a tracker before it has bytes
+        mark(self.shards[bucket], "parameters")  # one that began after the engine was made has not met it
         full.untyped_storage().resize_(bucket.nbytes)
         if bucket not in self._views:  # after resize_: a storage without bytes has no views
             self._views[bucket] = bucket.views(full)
@@ -126,8 +127,14 @@ class Gathering:
         if bucket not in self._placeholders:
             kind = bucket.dtype, bucket.device
             if kind not in self._nan:
-                nan = torch.full((), torch.nan, dtype=bucket.dtype, device=bucket.device)
+                nan = torch.full((), _no_value(bucket.dtype), dtype=bucket.dtype, device=bucket.device)
                 self._nan[kind] = mark(nan, "parameters")
             self._placeholders[bucket] = [self._nan[kind].expand(slot.parameter.shape) for slot in bucket.slots]
         for slot, placeholder in zip(bucket.slots, self._placeholders[bucket], strict=True):
             slot.parameter.data = placeholder
+
+
+def _no_value(dtype):
+    """Return what a released parameter reads as: NaN; of integers the lowest number."""
+    floating = dtype.is_floating_point or dtype.is_complex
+    return torch.nan if floating else False if dtype is torch.bool else torch.iinfo(dtype).min

@@ -34,7 +34,7 @@ class Zero1(DataParallel):
         self.store = DeviceMemory() if store is None else store
         super().__init__(*args, **options)
         self._stand_ins = {parameter: InShards(parameter, slot.name) for parameter, slot in self._slot_of.items()}
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen_buckets):
             self._store_states(bucket)
 
     def _make_optimizer(self, optimizer, groups, named):
@@ -149,7 +149,7 @@ class Zero1(DataParallel):
     @contextlib.contextmanager
     def _load_all_states(self):
         with contextlib.ExitStack() as stack:
-            for bucket in self.buckets:
+            for bucket in (*self.buckets, *self.frozen_buckets):
                 stack.enter_context(self._load_states(bucket))
             yield
 
@@ -162,6 +162,11 @@ class Zero1(DataParallel):
 
     def _group_names(self):
         return self.sharded_optimizer.group_names
+
+    def _spread_written(self):
+        super()._spread_written()
+        for bucket in self.buckets:
+            self.sharded_optimizer.set_masters(bucket, self.shards)
 
     def _after_load(self):
         for bucket in self.buckets:

@@ -79,13 +79,15 @@ class Zero3(Zero2):
     __call__ = forward
 
     @contextlib.contextmanager
-    def gathered(self):
-        """Gather all parameters, to be read; what is written to them is lost."""
-        sharded = [bucket for bucket in self.buckets if not self._is_persistent(bucket)]
+    def gathered(self, write=False):
+        """Gather all parameters, to be read. What is written to them is lost, unless `write`: then rank 0's values are
+        those of all ranks when the context ends, of shards and masters too. All ranks call it."""
+        sharded = [bucket for bucket in self.full if not self._is_persistent(bucket)]
         for bucket in sharded:
             self.gathering.gather(bucket)
         try:
-            yield
+            with super().gathered(write):
+                yield
         finally:
             for bucket in sharded:
                 self.gathering.release(bucket)
@@ -95,7 +97,8 @@ class Zero3(Zero2):
 
     def _lay_out(self, named, bucket_bytes):
         buckets = unit_buckets(named, self.units, self.comm.world_size, self.persistence_threshold)
-        place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
+        self.frozen_buckets = frozen_buckets(self.model, self.units, self.comm.world_size, self.persistence_threshold)
+        place = {slot.parameter: bucket for bucket in (*buckets, *self.frozen_buckets) for slot in bucket.slots}
         self._buckets_of_unit = {unit: list(dict.fromkeys(place[p] for p in parameters if p in place))
                                  for unit, parameters in parameters_of_units(self.units).items()}
         self._units_of_bucket = {bucket: [unit for unit, its in self._buckets_of_unit.items() if bucket in its]
@@ -105,7 +108,7 @@ class Zero3(Zero2):
     def _hold_parameters(self):
         """Keep this rank's shard of each bucket; parameters become views of a tensor with bytes only while gathered."""
         self.shards, self.full = {}, {}
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen_buckets):
             full = self.full[bucket] = mark(torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device),
                                             "parameters")
             for slot, view in zip(bucket.slots, bucket.views(full), strict=True):
@@ -134,7 +137,16 @@ class Zero3(Zero2):
 
     def _stored_tensors(self, bucket):
         shard = {} if self._is_persistent(bucket) else {self.gathering.key(bucket): [self.shards[bucket]]}
-        return super()._stored_tensors(bucket) | shard
+        return shard if bucket in self.frozen_buckets else super()._stored_tensors(bucket) | shard
+
+    @torch.no_grad()
+    def _spread_written(self):
+        for bucket, full in self.full.items():
+            self.comm.broadcast(full, 0, out=full, label=bucket.name)
+            self.shards[bucket].copy_(bucket.shard(full, self.comm.rank))
+        for bucket in self.buckets:
+            self.sharded_optimizer.set_masters(bucket, self.shards)
+        self._broadcast_rest()
 
     def _after_load(self):
         self._release_all()
@@ -144,6 +156,9 @@ class Zero3(Zero2):
 
     def _sharded_buckets(self, unit):
         return [bucket for bucket in self._buckets_of_unit[unit] if not self._is_persistent(bucket)]
+
+    def _trained_buckets(self, unit):
+        return [bucket for bucket in self._buckets_of_unit[unit] if bucket in self._missing]
 
     def _before_forward(self, unit, args):
         self._backwards.enter(unit, self._running)
@@ -167,7 +182,7 @@ class Zero3(Zero2):
     def _backward_begun(self, unit):
         """Gather a unit for its backward, and note which of its parameters get a gradient from it on this rank."""
         self._check_running()
-        for bucket in self._buckets_of_unit[unit]:
+        for bucket in self._trained_buckets(unit):
             self._missing[bucket].update(slot.parameter for slot in bucket.slots
                                          if torch._C._will_engine_execute_node(self._accumulators[slot.parameter]))
         if type(unit) is not nn.Embedding:  # its backward does not read the weight
@@ -179,7 +194,7 @@ class Zero3(Zero2):
         reduce at the same place between their gathers, whatever they used inside the unit."""
         for bucket in self._sharded_buckets(unit) if type(unit) is not nn.Embedding else ():
             self.gathering.release(bucket)
-        for bucket in self._buckets_of_unit[unit]:
+        for bucket in self._trained_buckets(unit):
             if bucket in self._unlaunched and not self._missing[bucket] and not any(
                     map(self._backwards.is_recomputed_later, self._units_of_bucket[bucket])):
                 self._launch(bucket)
@@ -223,6 +238,15 @@ def unit_buckets(named, units, world_size, persistence_threshold=0):
     if left := [name for p, name in names.items() if p not in taken]:
         raise ValueError(f"{left[0]} is in none of the {len(units)} units: name a module that holds it")
     return buckets[::-1]
+
+
+def frozen_buckets(model, units, world_size, persistence_threshold=0):
+    """Return Buckets, as `unit_buckets` does, of the parameters that are not trained. Those that are no plain tensors,
+    that are in no unit, or that have fewer elements than `persistence_threshold` stay whole."""
+    in_units = {p for parameters in parameters_of_units(units).values() for p in parameters}
+    named = [(name, p) for name, p in model.named_parameters() if not p.requires_grad and p in in_units
+             and type(p) is nn.Parameter and p.layout is torch.strided and p.numel() >= max(1, persistence_threshold)]
+    return unit_buckets(named, units, world_size)
 
 
 def parameters_of_units(units):

@@ -99,6 +99,11 @@ class ShardedOptimizer:
         return [*([self.masters[bucket]] if bucket in self.masters else []),
                 *(value for value in kept if isinstance(value, torch.Tensor) and value.dim())]
 
+    def set_masters(self, bucket, shards):
+        """Write the bucket's 16-bit shard to its fp32 master. No-op for a bucket without a master."""
+        if bucket in self.masters:
+            self.masters[bucket].copy_(shards[bucket])
+
     def round_masters(self, bucket, shards):
         """Round the bucket's fp32 master into its 16-bit shard. No-op for a bucket without a master."""
         if bucket in self.masters:

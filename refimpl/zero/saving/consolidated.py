@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from ..internals.consistency import broadcast_text, check_phase, gather_results
-from .description import DTYPES, describe, differences, listed, name_of, rest_of, set_hyperparameters
+from .description import DTYPES, describe, differences, listed, name_of, set_hyperparameters
 from .durable import make_folder, replacing, widest_first, write_tensors
 from .form import KIND, STATE_DICT, Each, mismatch
 from .manifest import SavedStateError
 from .optimizer_state import elements, kind_of, load_targets, merge_states, states_of
+from .rest import rest_of
 from .sharded import check_no_gradients, validate_on_all
 
 
@@ -37,6 +38,10 @@ def state_dict(engine):
     for bucket in engine.buckets:
         for key, dtype in _keys(bucket, description, states):
             _collect(engine, bucket, key, dtype, states, model, optimizer)
+    for bucket in engine.frozen_buckets:
+        whole = comm.all_gather(engine.shards[bucket])
+        if not comm.rank:
+            model |= {slot.name: slot.view(whole).to("cpu", copy=True) for slot in bucket.slots}
     if comm.rank:
         return {}
     for name, state in states.items():
@@ -77,6 +82,12 @@ def load_state_dict(engine, sd):
         if comm.rank == 0:
             for name, tensor in rest_of(engine).items():
                 tensor.copy_(sd["model"][name])
+        for bucket in engine.frozen_buckets:
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            for slot in bucket.slots if comm.rank == 0 else ():
+                slot.view(flat).copy_(sd["model"][slot.name])
+            comm.broadcast(flat, 0, out=flat)
+            engine.shards[bucket].copy_(bucket.shard(flat, comm.rank))
     engine._broadcast_rest()
     engine._steps = description["step"]
     engine._after_load()
@@ -115,6 +126,10 @@ def _bucket_batches(engine, dtype):
         held = DTYPES[description["parameters"][bucket.slots[0].name]["held"]]
         named = [(slot.name, dtype or bucket.dtype, tuple(slot.parameter.shape)) for slot in bucket.slots]
         yield named, lambda bucket=bucket, held=held: bucket.views(_gathered(engine, bucket, None, held))
+    for bucket in engine.frozen_buckets:
+        to = dtype if dtype and bucket.dtype.is_floating_point else bucket.dtype
+        named = [(slot.name, to, tuple(slot.parameter.shape)) for slot in bucket.slots]
+        yield named, lambda bucket=bucket: bucket.views(engine.comm.all_gather(engine.shards[bucket]))
 
 
 def _rest_batches(engine, dtype):

@@ -31,19 +31,27 @@ def check_coverage(manifest):
         return f"files.{wrong[0]} is there: expected {_named(ranks)} and, of what is not trained, {REST}"
     if len(files) < ranks:
         return f"files has {len(files)} of {_named(ranks)}"
-    if bool(manifest["rest"]) != (REST in manifest["files"]):
-        return f"files.{REST} is {'missing' if manifest['rest'] else 'there, and rest is empty'}"
+    whole = whole_rest(manifest)
+    if bool(whole) != (REST in manifest["files"]):
+        return f"files.{REST} is {'missing' if whole else 'there, and rest is empty or in shards'}"
     if wrong := [file for file, about in manifest["files"].items() if ("pieces" in about) == (file == REST)]:
         return f"files.{wrong[0]}.pieces is {'there' if wrong[0] == REST else 'missing'}"
     if unknown := [name for name in manifest["states"] if name not in manifest["parameters"]]:
         return f"states.{unknown[0]} is there, and no such parameter"
-    spans = {name: [] for name in manifest["parameters"]}
+    described = {**manifest["rest"], **manifest["parameters"]}
+    spans = {name: [] for name in described if name not in whole}
     for file, about in sorted(files.items()):
         for name, (first, end) in about["pieces"].items():
             if name not in spans:
                 return f"files.{file}.pieces.{name} is there, and no such parameter"
             spans[name].append((first, end, file))
-    return next(filter(None, (_gap(name, each, manifest["parameters"][name]) for name, each in spans.items())), None)
+    return next(filter(None, (_gap(name, each, described[name]) for name, each in spans.items())), None)
+
+
+def whole_rest(manifest):
+    """Return {name: …} of what is not trained and in no rank's file, so whole in REST."""
+    in_shards = {name for about in manifest["files"].values() for name in about.get("pieces", ())}
+    return {name: about for name, about in manifest["rest"].items() if name not in in_shards}
 
 
 def _named(ranks):
@@ -93,9 +101,12 @@ def check_header(path, expected, may_have=()):
 def expected_in(manifest, file):
     """Return {name: (name of its dtype, shape)} of the tensors of states and parameters that a file has to have."""
     if file == REST:
-        return {name: (about["dtype"], about["shape"]) for name, about in manifest["rest"].items()}
+        return {name: (about["dtype"], about["shape"]) for name, about in whole_rest(manifest).items()}
     found = {}
     for name, (first, end) in manifest["files"][file]["pieces"].items():
+        if name in manifest["rest"]:
+            found[f"frozen/{name}"] = manifest["rest"][name]["dtype"], [end - first]
+            continue
         found[f"parameters/{name}"] = manifest["parameters"][name]["held"], [end - first]
         for key, kind in manifest["states"].get(name, {}).items():
             if "value" not in kind:

@@ -7,6 +7,8 @@ and that of an fp32 model into the masters of a bf16 one. Stage 0 has no masters
 
 import torch
 
+from .rest import frozen_of, rest_of
+
 SHOWN = 4  # differences that an error lists
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -26,19 +28,12 @@ def describe(engine):
             "optimizer": class_of(optimizer), "defaults": _plain_items(optimizer.defaults), "groups": groups,
             "parameters": parameters,
             "rest": {name: {"shape": list(tensor.shape), "dtype": name_of(tensor.dtype)}
-                     for name, tensor in rest_of(engine).items()}}
+                     for name, tensor in {**frozen_of(engine), **rest_of(engine)}.items()}}
 
 
 def class_of(optimizer):
     """Return the full name of its class, such as torch.optim.adamw.AdamW."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def rest_of(engine):
-    """Return {name: tensor} of what is not trained: frozen parameters, and the buffers that a state_dict has."""
-    model, kept = engine.model, engine.model.state_dict().keys()
-    frozen = {name: p for name, p in model.named_parameters() if p not in engine._bucket_of}
-    return frozen | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def name_of(dtype):

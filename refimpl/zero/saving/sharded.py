@@ -3,7 +3,8 @@
     rank-00000.safetensors …  each rank's shards: pieces of parameters (of their fp32 masters, if they have any) and of
                               the optimizer's state, each flat: elements first … end − 1; and the states of torch's
                               random number generators on its CPU and GPU
-    rest.safetensors          rank 0's frozen parameters and buffers, if there are any
+    rest.safetensors          rank 0's buffers and whole frozen parameters, if there are any; at stage 3 frozen
+                              parameters are in shards, and in the ranks' files
     manifest.json             a description of the model, the optimizer and its param groups, the step, which elements
                               of which parameter are in which file, and the bytes and SHA-256 of each file and of itself
 
@@ -33,11 +34,12 @@ import torch
 from ..internals.consistency import check_phase, gather_results
 from . import manifest as manifests
 from .coverage import REST, check_coverage, check_header, check_inside, expected_in, file_of, readable
-from .description import describe, differences, listed, rest_of, set_hyperparameters
+from .description import describe, differences, listed, set_hyperparameters
 from .durable import sync_folder, widest_first, write_tensors
 from .form import MANIFEST, mismatch
 from .manifest import SavedStateError
 from .optimizer_state import elements, load_targets, merge_states, state_of, states_of
+from .rest import frozen_pieces, rest_of, rest_targets
 
 # --- save ------------------------------------------------------------------------------------------------------------
 
@@ -94,6 +96,8 @@ def _pieces(engine):
             for key, kind in state_of(engine, piece, own).items():
                 if "value" not in kind:
                     yield f"optimizer/{key}/{piece.slot.name}", elements(engine.optimizer.state[own][key], own, piece)
+    for piece, part in frozen_pieces(engine):
+        yield f"frozen/{piece.slot.name}", part
 
 
 def _generators(device):
@@ -105,7 +109,8 @@ def _commit(engine, directory, name, states, written):
     """Write the manifest, on rank 0: what all ranks have `written` becomes the saved state."""
     files = {file: about for each in written for file, about in each.items()}
     for rank in range(engine.comm.world_size):
-        files[file_of(rank)]["pieces"] = {piece.slot.name: [piece.first, piece.end] for bucket in engine.buckets
+        files[file_of(rank)]["pieces"] = {piece.slot.name: [piece.first, piece.end]
+                                          for bucket in (*engine.buckets, *engine.frozen_buckets)
                                           for piece in bucket.pieces(rank)}
     manifests.commit(directory, {"format": manifests.FORMAT, "folder": name, **describe(engine), "states": states,
                                  "files": files})
@@ -191,14 +196,20 @@ def _restore(engine, folder, manifest):
     """Read the pieces that this rank holds, one slice of one file at a time."""
     set_hyperparameters(engine, manifest["groups"])
     wanted = load_targets(engine, manifest["states"])
+    rest = rest_of(engine)
+    wanted |= rest_targets(engine, rest)
     for file, about in manifest["files"].items():
         pieces = {name: span for name, span in about.get("pieces", {}).items() if name in wanted}
         with _open(folder / file) as stored:
             for name, (begin, end) in pieces.items():
                 _copy(stored, name, begin, end, *wanted[name])
-            if file == REST:
-                for name, tensor in rest_of(engine).items():
-                    tensor.copy_(stored.get_tensor(name))
+            for name in stored.keys() if file == REST else ():
+                piece, targets = wanted[name]
+                for target in targets.values():
+                    target.copy_(stored.get_tensor(name).reshape(-1)[piece.first : piece.end])
+    for name, tensor in rest.items():
+        if not tensor.is_contiguous():  # its target was a copy
+            tensor.copy_(wanted[name][1]["frozen"].view(tensor.shape))
     if manifest["world_size"] == engine.comm.world_size:
         _restore_generators(engine.comm, folder)
 
