@@ -16,10 +16,11 @@ from functools import lru_cache
 from ..ranks.report import names
 
 KEPT = 64  # collectives, as text
+PLACES = KEPT + 8  # for texts: a rank may begin a few more while the caller copies its page
 HEAD = struct.Struct("<5q88p")  # count, digest, ended, waiting, key, ranks
 COUNT_AND_DIGEST, ENDED_AND_WAITING = struct.Struct("<2q"), struct.Struct("<2q")  # at 0 and at 16
 TEXT = struct.Struct("128p")
-PAGE = HEAD.size + KEPT * TEXT.size  # bytes of an Order
+PAGE = HEAD.size + PLACES * TEXT.size  # bytes of an Order
 PRIME, BASE = 2**61 - 1, 0x1B873593CC9E2D51  # of the digest, a polynomial hash
 SHOWN_BEFORE, SHOWN = 2, 4  # lines of the common past, and of what each rank did then
 
@@ -51,7 +52,7 @@ class Order:
     def begin(self, collective, shape=None, dtype=None, op=None, src=None, label=""):
         """Record that a collective begins; return its number, from 1 on."""
         fingerprint, text = _entry(collective, shape, dtype, op, src, label)
-        place = HEAD.size + self.count % KEPT * TEXT.size
+        place = HEAD.size + self.count % PLACES * TEXT.size
         self._page[place:place + TEXT.size] = text
         self.count += 1
         self.digest = (self.digest * BASE + fingerprint) % PRIME
@@ -70,7 +71,7 @@ class Order:
 
     def describe(self, number):
         """Return one of the last 64 as text: "#12 all_gather of blocks.3, (1024,) float32"."""
-        text, = TEXT.unpack_from(self._page, HEAD.size + (number - 1) % KEPT * TEXT.size)
+        text, = TEXT.unpack_from(self._page, HEAD.size + (number - 1) % PLACES * TEXT.size)
         return f"#{number} {text.decode(errors='replace')}"
 
     @property

@@ -139,11 +139,12 @@ class Ranks:
     def _look(self, timeout):
         """Look whether ranks go on, and return when to look again. RankError if none has for `timeout` seconds, or if
         some wait for one that has returned."""
-        if not self._signs:  # they have not all started
+        done = [rank for rank in self._ranks if rank.value is not None]
+        if not self._signs or timeout == float("inf") and not done:  # they have not all started; they may hang
             return float("inf")
         if time.monotonic() < self._signs.next:
             return self._signs.next
-        running, done = ([r for r in self._ranks if (r.value is None) == waits] for waits in (True, False))
+        running = [rank for rank in self._ranks if rank.value is None]
         records = self._read_records()
         quiet = self._signs.look([rank.pid for rank in running], records)
         deserted = self._world.deserted(self._records(records), [rank.number for rank in done]) if done else None

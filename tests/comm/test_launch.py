@@ -192,8 +192,9 @@ def test_a_world_size_that_makes_no_sense_is_named(world_size):
 
 @pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
 def test_a_timeout_that_makes_no_sense_is_named(timeout):
-    with pytest.raises(ValueError, match=f"timeout={timeout!r}"):
-        launch(print, 1, timeout=timeout)
+    for name in ("timeout", "limit"):
+        with pytest.raises(ValueError, match=f"{name}={timeout!r}: expected a number of seconds above 0, or None"):
+            launch(print, 1, **{name: timeout})
 
 
 def test_what_cannot_be_called_is_named():
@@ -202,7 +203,7 @@ def test_what_cannot_be_called_is_named():
 
 
 def test_no_timeout():
-    assert launch(lambda comm: 1, 1, timeout=None) == [1]
+    assert launch(lambda comm: 1, 1, timeout=None, limit=None) == launch(lambda comm: 1, 1, limit=60) == [1]
 
 
 def test_where_ranks_are_placed():

@@ -27,7 +27,7 @@ def record(*communicators):
 
 
 def test_a_record_has_a_page_for_each_communicator():
-    assert len(pages(bytearray(RECORD))) == RECORD // PAGE == 15
+    assert len(pages(bytearray(RECORD))) == RECORD // PAGE == 14
     read = orders(record((WORLD, "ab", False), (ROW, "a", True)))
     assert {key: (order.ranks, order.count, order.waiting) for key, order in read.items()} == {
         5: ("ranks 0, 1 and 2", 2, 0), 6: ("ranks 0 and 2", 1, 1)}
@@ -62,6 +62,27 @@ def test_the_last_collectives_of_one_rank():
     assert told.splitlines() == ["the last collectives that this rank began with ranks 0, 1 and 2 (6 in all):",
                                  *[f"  #{n} all_gather of {'abcdef'[n - 1]}, (2,) float32" for n in range(3, 7)],
                                  "  it waited in #6"]
+
+
+def test_a_text_that_is_being_written_is_none_of_the_64():
+    page = bytearray(PAGE)
+    order = Order(page).name(*WORLD)
+    for number in range(1, 201):
+        before = bytes(page)
+        order.begin("all_gather", (number,), torch.float32)
+        written = bytearray(page)
+        written[:16] = before[:16]  # the text is there, the count is not
+        assert Order(written).recent == Order(before).recent and len(order.recent) == min(number, 64)
+
+
+def more_groups_than_pages(comm):
+    groups = [comm.split([0, 1]) for _ in range(RECORD // PAGE + 3)]
+    return [group.all_reduce(torch.ones(1)).item() for group in groups], groups[-1].order.count, comm.order.count
+
+
+def test_more_communicators_than_pages_have_orders_nobody_else_reads():
+    n = RECORD // PAGE + 3
+    assert launch(more_groups_than_pages, 2) == [([2.0] * n, 1, n)] * 2
 
 
 # --- of real ranks ---------------------------------------------------------------------------------------------------

@@ -60,6 +60,28 @@ def test_every_worker_gets_every_result_and_one_that_raises_is_named(tmp_path):
     assert "RankError: rank 1 raised ValueError: on purpose" in done.stderr
 
 
+def test_a_collective_that_takes_too_long_tells_what_its_rank_began(tmp_path):
+    done = torchrun(tmp_path, """
+        import time
+        import torch
+        from refimpl.comm import launch
+
+        def fn(comm):
+            comm.all_reduce(torch.ones(3), label="gradients")
+            if comm.rank == 1:
+                time.sleep(8)
+                return
+            comm.all_gather(torch.ones(2), label="blocks.0")
+
+        launch(fn, 2, timeout=2)
+    """)
+    assert done.returncode != 0 and "RankError: rank 0 raised RuntimeError: " in done.stderr
+    told = done.stderr[done.stderr.index("the last collectives that this rank began with ranks 0 and 1 (2 in all):"):]
+    assert [line.split("]:")[-1].strip() for line in told.splitlines()[1:4]] == [
+        "#1 all_reduce of gradients, (3,) float32, op sum", "#2 all_gather of blocks.0, (2,) float32",
+        "it waited in #2"]
+
+
 def test_half_of_what_torchrun_sets_is_no_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)

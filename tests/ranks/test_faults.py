@@ -343,6 +343,19 @@ def test_a_rank_that_goes_on_is_not_hung(how):
     assert launch(computes, 2, 3, how, timeout=1) == [how] * 2
 
 
+def test_a_thread_that_looks_around_now_and_then_does_not_compute():
+    def fn(comm):
+        def look():
+            while True:
+                time.sleep(0.02)
+
+        threading.Thread(target=look, daemon=True).start()
+        where_it_hangs(comm)
+
+    with pytest.raises(RankError, match="^rank 1 did not go on.*\nrank 0 waited for others in barrier"):
+        launch(fn, 2, timeout=1, limit=8)
+
+
 def test_collectives_that_end_are_signs_too():
     def fn(comm):
         for _ in range(9):

@@ -45,7 +45,9 @@ def _make(comm, members, most, backend=None):
     # different numbers would wait for each other under different names forever: so those with fewer catch up.
     while _groups_made() < most:
         dist.new_group([comm.ranks[comm.rank]], use_local_synchronization=True)
-    return dist.new_group([comm.ranks[rank] for rank in members], backend=backend, use_local_synchronization=True)
+    # By default torch would end a wait in a sub-group after half an hour, whatever the world's timeout is.
+    timeout = comm._group._get_backend(comm._group._device_types[0]).options._timeout
+    return dist.new_group([comm.ranks[rank] for rank in members], timeout, backend, use_local_synchronization=True)
 
 
 def _groups_made():

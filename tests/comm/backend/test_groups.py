@@ -55,6 +55,16 @@ def test_groups_that_overlap_and_what_they_send_counts_in_all_above():
     assert sent == 4 + 8 + 8
 
 
+def patience(comm):
+    """The days after which torch itself ends a wait."""
+    groups = comm, comm.split([0, 1]), comm.host()
+    return [group._group._get_backend(torch.device("cpu")).options._timeout.days for group in groups]
+
+
+def test_a_wait_in_a_sub_group_ends_no_sooner_than_one_in_the_world():
+    assert launch(patience, 2) == [[365] * 3] * 2
+
+
 def test_sub_groups_that_overlap_are_named():
     with pytest.raises(CollectiveMismatch, match=r"a sub-group of ranks \[0, 1\], and rank 1 one of \[1, 2\]"):
         launch(lambda comm: comm.split([0, 1] if comm.rank == 0 else [1, 2]) and comm.barrier(), 3)
