@@ -230,9 +230,9 @@ class GPT(nn.Module):
             self.norm, self.head = norm_of(config), nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        self.apply(self._initialise)
+        self.apply(self.initialize)
 
-    def _initialise(self, module):
+    def initialize(self, module):
         """Initialise as GPT-2: N(0, 0.02²), biases 0. Output projections of a block are smaller by √(2 · layers)."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)

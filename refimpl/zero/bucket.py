@@ -54,6 +54,11 @@ class Bucket:
         self.name = _common_name([slot.name for slot in self.slots])
 
     @property
+    def parameters(self):
+        """Return its parameters, in order."""
+        return [slot.parameter for slot in self.slots]
+
+    @property
     def nbytes(self):
         """Return the bytes of all parameters and the padding."""
         return self.numel * self.dtype.itemsize

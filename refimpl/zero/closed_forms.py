@@ -24,7 +24,7 @@ from .internals.consistency import consistency_traffic
 from .internals.sharded_optimizer import LOW
 from .saving.durable import safetensors_bytes, widest_first
 from .saving.sharded import REST, file_of
-from .zero3 import default_units, frozen_buckets, parameters_of_units, unit_buckets
+from .units import default_units, frozen_buckets, parameters_of_units, unit_buckets
 
 STAGES = (0, 1, 2, 3)
 KEPT = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"),

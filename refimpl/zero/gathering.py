@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 
 from ..memory import mark
+from .starting import no_value
 from .store import DeviceMemory
 
 
@@ -23,7 +24,7 @@ class Gathering:
     def __init__(self, comm, shards, full, look_ahead, limit, store=None):
         self.comm, self.shards, self.full = comm, shards, full
         self.store = DeviceMemory() if store is None else store
-        self._number = {bucket: i for i, bucket in enumerate(shards)}
+        self._number = {}
         self.look_ahead, self.limit = look_ahead, limit
         self._views, self._placeholders = {}, {}  # bucket → `data` of its parameters: views of `full`, or NaN
         self._nan = {}  # (dtype, device) → the element that all placeholders expand
@@ -31,7 +32,7 @@ class Gathering:
         self._order, self._seen = [], []  # buckets in the order of the last step, and of this one
         for bucket, tensor in full.items():
             if not tensor.untyped_storage().nbytes():
-                self._hide(bucket)
+                self.hide(bucket)
 
     def gather(self, bucket):
         """Return when `bucket` is whole. It stays whole until it has been released as often as it was gathered."""
@@ -70,7 +71,7 @@ class Gathering:
         self._users.clear()
         self.release_unused()
         for nan in self._nan.values():
-            nan.fill_(_no_value(nan.dtype))  # in case a released parameter was written to, by `p.zero_()` for example
+            nan.fill_(no_value(nan.dtype))  # in case a released parameter was written to, by `p.zero_()` for example
 
     def live(self):
         """Return the number of elements that are whole or in flight."""
@@ -83,7 +84,7 @@ class Gathering:
 
     def key(self, bucket):
         """Return the key of the bucket's shard in the store."""
-        return "parameters", self._number[bucket]
+        return "parameters", self._number.setdefault(bucket, len(self._number))
 
     def _wait(self, bucket):
         self._in_flight.pop(bucket).wait()
@@ -116,25 +117,24 @@ class Gathering:
 
     def _free(self, bucket):
         self._whole.discard(bucket)
-        self._hide(bucket)
-        self.full[bucket].untyped_storage().resize_(0)
+        self.hide(bucket)
 
-    def _hide(self, bucket):
-        """Make released parameters read as NaN: one element, expanded to their shapes.
+    def fetch(self, bucket):
+        """Make a bucket whole, outside of steps, until `hide`."""
+        self._launch(bucket)
+        self._wait(bucket)
+
+    def hide(self, bucket):
+        """Release a bucket's whole parameters, which then read as NaN: one element, expanded to their shapes.
 
         As views of a storage without bytes they would be read at address 0: `print(parameter)` would crash the process.
         """
         if bucket not in self._placeholders:
             kind = bucket.dtype, bucket.device
             if kind not in self._nan:
-                nan = torch.full((), _no_value(bucket.dtype), dtype=bucket.dtype, device=bucket.device)
+                nan = torch.full((), no_value(bucket.dtype), dtype=bucket.dtype, device=bucket.device)
                 self._nan[kind] = mark(nan, "parameters")
             self._placeholders[bucket] = [self._nan[kind].expand(slot.parameter.shape) for slot in bucket.slots]
         for slot, placeholder in zip(bucket.slots, self._placeholders[bucket], strict=True):
             slot.parameter.data = placeholder
-
-
-def _no_value(dtype):
-    """Return what a released parameter reads as: NaN; of integers the lowest number."""
-    floating = dtype.is_floating_point or dtype.is_complex
-    return torch.nan if floating else False if dtype is torch.bool else torch.iinfo(dtype).min
+        self.full[bucket].untyped_storage().resize_(0)

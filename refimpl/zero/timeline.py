@@ -14,7 +14,7 @@ import contextlib
 import torch
 
 from ..memory.spans import COMPUTE, SpanRecorder
-from .zero3 import default_units
+from .units import default_units
 
 LANES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
 

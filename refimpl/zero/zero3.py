@@ -22,10 +22,11 @@ from torch import nn
 
 from ..memory import mark
 from .backwards import Backwards
-from .bucket import Bucket
 from .gathering import Gathering
 from .internals.consistency import check_phase
 from .internals.sharded_optimizer import ShardedOptimizer
+from .starting import start
+from .units import default_units, frozen_buckets, modules_of_units, parameters_of_units, unit_buckets
 from .zero2 import Zero2
 
 LOOK_AHEAD = 50_000_000  # elements
@@ -39,6 +40,9 @@ class Zero3(Zero2):
     - `look_ahead`: elements that are prefetched before their unit computes, in the order of the last step.
     - `max_live_parameters`: nothing is prefetched beyond so many elements that are whole.
     - `persistence_threshold`: parameters of fewer elements stay whole; for the optimizer they are in shards.
+    - `initialize`: how a model on the meta device gets its values, unit by unit, so that it never exists whole: by
+      default each module's `reset_parameters()`; a function of a module that is called after it, as by `model.apply`;
+      or the path of a safetensors file (or of the index of several), of which a rank reads its part.
     - `reshard_after_forward`: False keeps units whole from forward to backward: 2Ψ on the wire, and Ψ in memory.
 
     Outside of forward and backward the model's parameters are released: they read as NaN, and torch refuses or loses
@@ -49,11 +53,12 @@ class Zero3(Zero2):
     stage = 3
 
     def __init__(self, model, comm, *args, units=None, look_ahead=LOOK_AHEAD, max_live_parameters=10**9,
-                 persistence_threshold=0, reshard_after_forward=True, **options):
+                 persistence_threshold=0, initialize=None, reshard_after_forward=True, **options):
         self.units = default_units(model) if units is None else list(dict.fromkeys(units))
         self.persistence_threshold, self.reshard_after_forward = persistence_threshold, reshard_after_forward
         self._limits = look_ahead, max_live_parameters
         self._backwards = Backwards(self._backward_begun, self._backward_ended)
+        self._start = start(model, comm.device, initialize)
         super().__init__(model, comm, *args, **options)
         self._accumulators = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of}
         self._gathered_once = set()  # buckets that some forward has gathered
@@ -108,18 +113,52 @@ class Zero3(Zero2):
     def _hold_parameters(self):
         """Keep this rank's shard of each bucket; parameters become views of a tensor with bytes only while gathered."""
         self.shards, self.full = {}, {}
-        for bucket in (*self.buckets, *self.frozen_buckets):
-            full = self.full[bucket] = mark(torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device),
-                                            "parameters")
-            for slot, view in zip(bucket.slots, bucket.views(full), strict=True):
+        self.gathering = Gathering(self.comm, self.shards, self.full, *self._limits, self.store)
+        modules, in_buckets = modules_of_units(self.units), {p for buckets in (self.buckets, self.frozen_buckets)
+                                                             for bucket in buckets for p in bucket.parameters}
+        if self._start:
+            self._start.make_whole([p for p in self.model.parameters() if p not in in_buckets])
+        for unit, buckets in self._buckets_of_unit.items():
+            for bucket in buckets:
+                self._make_whole(bucket)
+            if self._start:
+                self._start.fill(modules[unit])
+            for bucket in buckets:
+                self._cut(bucket)
+        if self._start:
+            self._start.finish()
+        self._broadcast_rest()
+
+    def _make_whole(self, bucket):
+        """Put all parameters of a bucket side by side; again, if an earlier unit has some of them, too."""
+        if bucket not in self.full:
+            full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            for slot, view in zip(bucket.slots, bucket.views(mark(full, "parameters")), strict=True):
                 view.copy_(slot.parameter.detach())
                 slot.parameter.data = view
-            self.comm.broadcast(full, 0, out=full, label=bucket.name)
-            self.shards[bucket] = mark(bucket.shard(full, self.comm.rank).clone(), "parameters")
-            if not self._is_persistent(bucket):
-                full.untyped_storage().resize_(0)
-        self._broadcast_rest()
-        self.gathering = Gathering(self.comm, self.shards, self.full, *self._limits, self.store)
+            self.full[bucket] = full
+        elif self._start and not self._start.reads_shards and not self._is_persistent(bucket):
+            self.gathering.fetch(bucket)
+
+    def _cut(self, bucket):
+        """Keep this rank's shard of a bucket, as rank 0 has the whole or as a file has it, and release the whole."""
+        full, rank, persistent = self.full[bucket], self.comm.rank, self._is_persistent(bucket)
+        if not full.untyped_storage().nbytes() and full.numel():
+            return  # an earlier unit's
+        if not persistent and self._start and self._start.reads_shards:
+            self.gathering.hide(bucket)
+        if bucket not in self.shards:
+            self.shards[bucket] = mark(torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=bucket.device),
+                                       "parameters")
+        if self._start and self._start.reads_shards:
+            self._start.read(bucket.pieces(rank), self.shards[bucket])
+            if persistent:
+                self.comm.all_gather(self.shards[bucket], out=full, label=bucket.name)
+            return
+        self.comm.broadcast(full, 0, out=full, label=bucket.name)
+        self.shards[bucket].copy_(bucket.shard(full, rank))
+        if not persistent:
+            self.gathering.hide(bucket)
 
     def _is_persistent(self, bucket):
         return all(slot.parameter.numel() < self.persistence_threshold for slot in bucket.slots)
@@ -222,69 +261,3 @@ class Zero3(Zero2):
         """Drop the gradients; `step` has done so."""
         super().zero_grad()
         self._backwards.forget()
-
-
-def unit_buckets(named, units, world_size, persistence_threshold=0):
-    """Return a Bucket for each unit and dtype, the last unit first, and others for parameters that stay whole. A
-    parameter of several units is in the first one's bucket. ValueError for a parameter that is in none."""
-    names, buckets, taken = {p: name for name, p in named}, [], set()
-    for parameters in parameters_of_units(units).values():
-        kinds = {}
-        for p in parameters:
-            if p in names and p not in taken:
-                kinds.setdefault((p.dtype, p.device, p.numel() < persistence_threshold), []).append((names[p], p))
-                taken.add(p)
-        buckets += [Bucket(slots, world_size) for slots in kinds.values()]
-    if left := [name for p, name in names.items() if p not in taken]:
-        raise ValueError(f"{left[0]} is in none of the {len(units)} units: name a module that holds it")
-    return buckets[::-1]
-
-
-def frozen_buckets(model, units, world_size, persistence_threshold=0):
-    """Return Buckets, as `unit_buckets` does, of the parameters that are not trained. Those that are no plain tensors,
-    that are in no unit, or that have fewer elements than `persistence_threshold` stay whole."""
-    in_units = {p for parameters in parameters_of_units(units).values() for p in parameters}
-    named = [(name, p) for name, p in model.named_parameters() if not p.requires_grad and p in in_units
-             and type(p) is nn.Parameter and p.layout is torch.strided and p.numel() >= max(1, persistence_threshold)]
-    return unit_buckets(named, units, world_size)
-
-
-def parameters_of_units(units):
-    """Return {unit: the parameters that are gathered with it}: all in it, but not those of units that it has in a
-    ModuleList. So a model with a parameter of its own beside its blocks does not gather all of them."""
-    known, found = set(units), {}
-    for unit in units:
-        lists = [module for module in unit.modules() if isinstance(module, nn.ModuleList)]
-        apart = {module for each in lists for module in each.modules() if module in known} - {unit}
-        found[unit] = list(dict.fromkeys(p for _, module in unit.named_modules(memo=apart)
-                                         for p in module.parameters(recurse=False)))
-    return found
-
-
-def default_units(model):
-    """Return the elements of each ModuleList, and every module outside of them that has parameters of its own. A module
-    without a forward, a list or a dict, is never called: its parameters count as its parent's, and each module in it
-    is a unit by itself."""
-    found = {}
-
-    def walk(module, in_list):
-        if module is model or _is_called(module):
-            if in_list or _has_own(module):
-                found[module] = None
-            if in_list:
-                return
-        for child in module.children():
-            walk(child, isinstance(module, nn.ModuleList) or in_list)
-
-    walk(model, False)
-    return list(found)
-
-
-def _is_called(module):
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
-
-
-def _has_own(module):
-    """Tell whether the module has parameters that are not in a called module inside it."""
-    return next(module.parameters(recurse=False), None) is not None or any(
-        _has_own(child) for child in module.children() if not _is_called(child))
