@@ -44,11 +44,16 @@ class ActsAsOptimizer(torch.optim.Optimizer):
         self.zero_grad()
 
     @property
+    def gradients_are_whole(self):
+        """Tell whether this rank has all gradients. If not, a loss scaler has to ask the other ranks."""
+        return not self.stage or self.comm.world_size == 1
+
+    @property
     def _step_supports_amp_scaling(self):
         """Return False. GradScaler.step reads this first: TypeError for one that looks at a rank's own shard alone, so
         that some ranks would step and others not. (ShardedGradScaler asks all, and has a `process_group`.)"""
         scaler = sys._getframe(1).f_locals.get("self")
-        if (self.stage and self.comm.world_size > 1 and isinstance(scaler, torch.amp.GradScaler)
+        if (not self.gradients_are_whole and isinstance(scaler, torch.amp.GradScaler)
                 and not hasattr(scaler, "process_group")):
             raise TypeError(f"GradScaler looks for inf in one rank's shard of the gradients, and {type(self).__name__} "
                             "has them in shards: use refimpl.mixed_precision.AdaptiveLossScaler(comm=comm), which asks "

@@ -214,6 +214,28 @@ def test_one_that_asks_a_shard_is_refused(unscales):
         assert "use refimpl.mixed_precision.AdaptiveLossScaler(comm=comm)" in said
 
 
+def without_a_communicator(comm):
+    said = []
+    for make in ENGINES:
+        engine, scaler = make(three_layers(), comm, SGD), AdaptiveLossScaler(1024.0)
+        for look in (scaler.step, scaler.unscale_):
+            engine.zero_grad()
+            engine.backward(scaler.scale(square(engine, rows_of(comm, 0))))
+            if make is DataParallel:
+                scaler.step(engine)
+                scaler.update()
+                break
+            with pytest.raises(ValueError, match=r"in shards, .*: AdaptiveLossScaler\(comm=comm\) asks all") as error:
+                look(engine)
+            said.append(str(error.value))
+    return said
+
+
+def test_ours_asks_a_shard_alone_no_more():
+    first, second = launch(without_a_communicator, 2)
+    assert first == second and len(first) == 6
+
+
 def disabled(comm):
     """What is off asks nothing; alone a rank has all shards."""
     for world in (comm, FakeCommunicator(0, 1)):
