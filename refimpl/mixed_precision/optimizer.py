@@ -42,7 +42,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer, dtype=torch.bfloat16, *, fp32_gradients=False, max_grad_norm=None,
                  bucket_bytes=2**25):
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, MixedPrecisionOptimizer):
+        if (not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, MixedPrecisionOptimizer)
+                or hasattr(optimizer, "backward")):  # an engine holds pieces, and masters of its own
             raise TypeError(f"MixedPrecisionOptimizer({type(optimizer).__name__}): expected an optimizer of the "
                             "model's parameters, such as torch.optim.AdamW(model.parameters())")
         if getattr(optimizer, "_has_masters", False):

@@ -30,7 +30,8 @@ class AdaptiveLossScaler:
       below `min_scale`; after `growth_interval` steps without one it is times `growth_factor`, not above `max_scale`.
     - `hysteresis`: how many overflows it takes to back off. Those before the last only skip their step; the count
       begins anew when the scale grows (DeepSpeed's DynamicLossScaler with `consecutive_hysteresis=False`).
-    - `comm`: a Communicator; then an overflow on one rank is one on all, and all call `step` together.
+    - `comm`: a Communicator; then an overflow on one rank is one on all, and all call `step` together. ValueError for
+      an engine with gradients in shards if there is none.
 
     A step waits for the device once, however many gradients there are. Raises ValueError for invalid settings, and
     TypeError for an unknown one and for a `comm` that is not a Communicator.
@@ -182,6 +183,9 @@ class AdaptiveLossScaler:
     # --- what the gradients are --------------------------------------------------------------------------------------
 
     def _gradients(self, optimizer):
+        if self.comm is None and not getattr(optimizer, "gradients_are_whole", True):
+            raise ValueError(f"{type(optimizer).__name__} has gradients in shards, and a rank would look at its own: "
+                             "AdaptiveLossScaler(comm=comm) asks all ranks")
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients and not self._in_use:
             raise RuntimeError(f"no loss was scaled, and the gradients would be divided by {self._scale:g}: call "

@@ -19,6 +19,7 @@ import torch
 from ..comm.backend.versions import owns_storage
 from ..memory import mark
 from .bucket import Piece, buckets_of
+from .internals.as_optimizer import ActsAsOptimizer
 from .internals.consistency import check_model, check_phase, used_on_any_rank
 from .internals.elementwise import check_elementwise
 from .internals.norms import clip_, global_norm
@@ -29,7 +30,7 @@ IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
-class DataParallel(SavingMixin):
+class DataParallel(SavingMixin, ActsAsOptimizer):
     """Trains a model: `engine.forward(…)`, `engine.backward(loss)` and `engine.step()` replace calls of the model, the
     loss and the optimizer.
 
@@ -41,8 +42,9 @@ class DataParallel(SavingMixin):
     - `bucket_bytes`: bytes of gradients that one collective moves; a larger tensor has a bucket of its own.
     - `reduce_dtype`: the dtype in which gradients are sent and averaged; by default their own.
 
-    The engine can stand where an optimizer is expected: a schedule of lr finds `param_groups`, a loss scaler calls
-    `step` and `zero_grad`. CollectiveMismatch names ranks with another model, or in another micro-batch. An exception
+    The engine can stand where an optimizer is expected, by schedules of lr and loss scalers. A scaler has to ask all
+    ranks: AdaptiveLossScaler(comm=comm), or at stage 0 torch's GradScaler, which leaves the gradients of a step that it
+    skips: call `zero_grad`. CollectiveMismatch names ranks with another model, or in another micro-batch. An exception
     in backward leaves no gradient and no collective behind, so that all ranks can try the step again.
     """
 
@@ -146,15 +148,6 @@ class DataParallel(SavingMixin):
         if write:
             with self._load_all_states():
                 self._spread_written()
-
-    @property
-    def param_groups(self):
-        """Return the optimizer's param groups."""
-        return self.optimizer.param_groups
-
-    def __deepcopy__(self, memo):
-        raise TypeError("an engine, or a model with the hooks of Zero3, cannot be copied: copy the model before an "
-                        "engine is made of it, and fill the copy later: load_state_dict(engine.state_dict()['model'])")
 
     _gradients_are_whole = True  # whether every rank holds all gradients after they are reduced
 

@@ -24,7 +24,8 @@ class Zero1(DataParallel):
     """`DataParallel` with the optimizer's state in shards: same arguments, same numbers, 2Ψ on the wire.
 
     Parameters of 16 bits have an fp32 master, in shards too. The optimizer has to treat each element by itself, as
-    Adam and SGD do. `no_sync` as before: gradients are whole until they are reduced, in the last micro-batch.
+    Adam and SGD do; TypeError for one that does not. `no_sync` as before: gradients are whole until they are reduced,
+    in the last micro-batch.
     `store`: a `ShardStore` that keeps shards while nothing computes with them; by default they remain on the device.
     """
 

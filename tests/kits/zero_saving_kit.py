@@ -1,12 +1,18 @@
 """What the tests of ZeRO's saving share: models with all that a saved state has to hold, and what differs."""
 
 import functools
+import json
+import re
+import shutil
 
+import pytest
 import torch
 from torch import nn
 from zero_kit import ENGINES
 
 from refimpl.comm import FakeCommunicator
+from refimpl.zero import SavedStateError
+from refimpl.zero.saving import manifest
 
 OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
               "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
@@ -97,3 +103,56 @@ def plain(comm, stage, dtype=None, shape=(8, 8), seed=0, optimizer=torch.optim.A
     engine.backward(engine.forward(x).square().mean())
     engine.step()
     return engine
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def only(directory, pattern):
+    """The one file of this name in the folder of the saved state."""
+    path, = directory.glob(f"step-*/{pattern}")
+    return path
+
+
+def edited(change):
+    def edit(directory):
+        path = directory / "manifest.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+    return edit
+
+
+def rehash(content):
+    content.pop("sha256")
+    content["sha256"] = manifest._digest(content)
+
+
+def rewritten(change):
+    """The manifest changed, and its hash with it."""
+    return edited(lambda content: (change(content), rehash(content)))
+
+
+def refused(comm, folder, copies):
+    """What each rank says to a damaged saved state, and whether its engine is as before."""
+    said = {}
+    for stage in (1, 3):
+        engine = train(make(comm, stage, seed=7), 1)
+        before = engine.state_dict()
+        for name in copies:
+            with pytest.raises(SavedStateError) as error:
+                engine.load(folder / name)
+            said[name] = str(error.value), differing(engine.state_dict(), before)
+    return said
+
+
+def check_damage(damages, whole, folder, launch):
+    """All ranks name what is damaged, {name: (function of a copy's directory, what is said)}, and stay as they were."""
+    for name, (damage, _) in damages.items():
+        shutil.copytree(whole, folder / name)
+        damage(folder / name)
+    first, second = launch(refused, 2, folder, list(damages))
+    for name, (_, expected) in damages.items():
+        assert re.search(expected, first[name][0]), (name, first[name])
+        assert first[name] == (second[name][0], []), name
+        assert str(folder / name) in first[name][0], name

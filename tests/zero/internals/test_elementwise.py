@@ -176,24 +176,25 @@ def model():
 def compared(comm):
     """{name: (what the trial says, whether stage 1 makes of it what stage 0 makes)}, of every class."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    found = {}
-    for name, make in optimizers().items():
-        said, check = None, data_parallel.check_elementwise
-        try:
-            check(make, None, list(model().named_parameters()))
-        except TypeError as error:
-            said = str(error)
-        data_parallel.check_elementwise = lambda *_: None
-        try:
-            made = (engine(model(), comm, make, bucket_bytes=1000) for engine in (DataParallel, Zero1))
-            same = farthest(*map(trained, made)) <= 1e-6
-        except Exception:
-            same = False
-        finally:
-            data_parallel.check_elementwise = check
-        found[name] = said, same
-    return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: compared_one(comm, make) for name, make in optimizers().items()}
+
+
+def compared_one(comm, make):
+    said, check = None, data_parallel.check_elementwise
+    try:
+        check(make, None, list(model().named_parameters()))
+    except TypeError as error:
+        said = str(error)
+    data_parallel.check_elementwise = lambda *_: None
+    try:
+        made = (engine(model(), comm, make, bucket_bytes=1000) for engine in (DataParallel, Zero1))
+        return said, farthest(*map(trained, made)) <= 1e-6
+    except Exception:
+        return said, False
+    finally:
+        data_parallel.check_elementwise = check
 
 
 def test_accepted_is_what_trains_alike():
