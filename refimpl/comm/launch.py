@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..ranks import World, run
 from .communicator import Communicator
-from .records import deserted, mismatch, pages
+from .records import deserted, mismatch, pages, waits
 from .torchrun import inside_torchrun, run_under_torchrun
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -88,6 +88,10 @@ class ConnectedWorld(World):
     def explain(self, records):
         """Return the CollectiveMismatch of ranks that began different collectives, or None."""
         return mismatch(records)
+
+    def waits(self, records):
+        """Return {rank: the collective that it waits in}."""
+        return waits(records)
 
     def deserted(self, records, returned):
         """Return the RankError for ranks that wait in a collective which some of `returned` have not begun, or None."""

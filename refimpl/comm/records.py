@@ -54,10 +54,24 @@ def deserted(records, returned):
 
 
 def _desertion(away, here, count, order, number, world_size):
-    collective = order.describe(number).partition(" ")[2]
     return (f"{_among(order.ranks, world_size)}{names(away)} returned after {count} collective{'s' * (count != 1)}; "
-            f"{names(here)} wait{'s' * (len(here) == 1)} for {'it' if len(away) == 1 else 'them'} in {collective} "
-            f"(#{number})")
+            f"{names(here)} wait{'s' * (len(here) == 1)} for {'it' if len(away) == 1 else 'them'} in "
+            f"{_collective(order, number)}")
+
+
+def _collective(order, number):
+    return f"{order.describe(number).partition(' ')[2]} (#{number})"
+
+
+def waits(records):
+    """Return {rank: the collective that it waits in, its number, and its group if that is not the world}."""
+    found = {}
+    for rank, record in enumerate(records):
+        for order in orders(record).values():
+            if order.waiting:
+                group = "" if order.ranks == names(range(len(records))) else f" of the group of {order.ranks}"
+                found[rank] = _collective(order, order.waiting) + group
+    return found
 
 
 def _among(group, world_size):

@@ -57,16 +57,17 @@ def explained(error, better):
     return type(better)(f"{better}\n\n{error}", better.ranks) if better else error
 
 
-def hung(stacks, why, returned, world):
+def hung(stacks, why, returned, world, records=()):
     """Return the RankError for ranks that did not return.
 
     `stacks`: {rank: what faulthandler wrote in it}; `why`: what they did not do, and for how long; `returned`: ranks
-    that had returned. Ranks that wait for others,
+    that had returned; `records`: of all ranks. Ranks that wait for others,
     in the code of `world.folders` or of torch.distributed, are not to blame, unless all do.
     """
     seen = {rank: threads(text) for rank, text in stacks.items()}
     folders = (TORCH_DISTRIBUTED, *world.folders)
     waits = {rank: found for rank, frames in seen.items() if (found := waiting_in(frames, folders))}
+    waits.update({rank: told for rank, told in world.waits(records).items() if rank in waits})
     ranks = [rank for rank in stacks if rank not in waits] or list(stacks)
     message = f"{names(ranks)} {why}"
     silent = [rank for rank in ranks if not seen[rank]]

@@ -174,8 +174,8 @@ class Ranks:
             if not more and all(rank.stacks for rank in silent):
                 break
         stacks = {rank.number: rank.stacks.decode(errors="replace") for rank in silent}
-        error = hung(stacks, why, [rank.number for rank in self._ranks if rank.value is not None], self._world)
-        return explained(error, self._world.explain(self._records()))
+        returned, records = [rank.number for rank in self._ranks if rank.value is not None], self._records()
+        return explained(hung(stacks, why, returned, self._world, records), self._world.explain(records))
 
     # --- what comes in -------------------------------------------------------------------------------------------
 

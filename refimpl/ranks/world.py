@@ -37,5 +37,9 @@ class World:
         `records`: the bytes of each rank's record.
         """
 
+    def waits(self, records):
+        """Return {rank: what it waits for}, a text, as far as records tell."""
+        return {}
+
     def deserted(self, records, returned):
         """Return the RankError for ranks that wait for some of `returned`, which cannot come any more; else None."""

@@ -8,20 +8,20 @@ import torch.distributed as dist
 
 from refimpl.comm import CollectiveMismatch, RankError, launch
 from refimpl.comm.order import PAGE, Order
-from refimpl.comm.records import deserted, last_collectives, mismatch, orders, pages
+from refimpl.comm.records import deserted, last_collectives, mismatch, orders, pages, waits
 from refimpl.ranks.signs import RECORD
 
 WORLD, ROW = (5, "ranks 0, 1 and 2"), (6, "ranks 0 and 2")
 
 
 def record(*communicators):
-    """A rank's record: of each communicator (key, ranks), what was begun, and how many of it have not ended."""
+    """A rank's record: of each communicator (key, ranks), what was begun, and whether the last of it is waited for."""
     written = bytearray(RECORD)
-    for page, (name, labels, waits) in zip(pages(written), communicators, strict=False):
+    for page, (name, labels, waiting) in zip(pages(written), communicators, strict=False):
         order = Order(page).name(*name)
         for label in labels:
             number = order.begin("all_gather", (2,), torch.float32, None, None, label)
-        if waits:
+        if waiting:
             order.wait(number)
     return bytes(written)
 
@@ -55,6 +55,12 @@ def test_who_waits_for_one_that_has_returned():
     for records, returned in (([waits, done, waits], []), ([waits, other, waits], [1]), ([other, done, other], [1]),
                               ([waits, bytes(RECORD), waits], [1])):  # it runs; has begun it; nobody waits; no member
         assert deserted(records, returned) is None
+
+
+def test_where_ranks_wait():
+    records = [record((WORLD, "ab", True)), record((WORLD, "a", False)), record((WORLD, "a", False), (ROW, "c", True))]
+    assert waits(records) == {0: "all_gather of b, (2,) float32 (#2)",
+                              2: "all_gather of c, (2,) float32 (#1) of the group of ranks 0 and 2"}
 
 
 def test_the_last_collectives_of_one_rank():
@@ -149,6 +155,18 @@ def test_of_a_sub_group_too():
     with pytest.raises(CollectiveMismatch, match="in the group of ranks 0 and 2: rank 2 began other") as caught:
         launch(trained, 3, other_sizes_in_a_group, timeout=2)
     assert caught.value.ranks == (2,)
+
+
+def test_ranks_that_wait_in_different_groups_are_told_where():
+    def fn(comm):
+        row = comm.split([0, 1])
+        (row if comm.rank == 1 else comm).all_reduce(torch.ones(2), label="x")
+
+    told = ("ranks 0 and 2 waited for others in all_reduce of x, (2,) float32, op sum (#2)\n",
+            "rank 1 waited for others in all_reduce of x, (2,) float32, op sum (#1) of the group of ranks 0 and 1\n")
+    with pytest.raises(RankError) as caught:
+        launch(fn, 3, timeout=1)
+    assert all(line in str(caught.value) for line in told) and type(caught.value) is RankError
 
 
 def test_a_rank_that_is_killed_or_raises_is_blamed_as_before_though_orders_differ():
