@@ -76,6 +76,36 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
                    "optimizer state": states})
 
 
+def start_bytes(model, world_size, *, units=None, persistence_threshold=0):
+    """Return the bytes (parameters, masters and buffers) that `Zero3` holds at its peak while it gives a model on the
+    meta device its values by a function: max_i (S₁ + … + Sᵢ + Uᵢ), the shards so far and one whole unit, or all shards
+    and the masters of 16-bit ones. Temporary tensors of that function come on top."""
+    units = default_units(model) if units is None else units
+    trained = _layout(model, world_size, 3, None, units, persistence_threshold)
+    buckets = [*trained, *frozen_buckets(model, units, world_size, persistence_threshold)]
+    place = {p: bucket for bucket in buckets for p in bucket.parameters}
+    held = peak = sum(x.nbytes for x in (*model.parameters(), *model.buffers()) if x not in place)
+    cut, expanded = set(), set()  # buckets; dtypes of which one element stands for all that is released
+    for parameters in parameters_of_units(units).values():
+        whole = dict.fromkeys(place[p] for p in parameters if p in place)
+        while whole:
+            bucket = next(iter(whole))
+            stays = all(p.numel() < persistence_threshold for p in bucket.parameters)
+            held += bucket.shard_numel * bucket.dtype.itemsize if bucket not in cut else 0
+            waiting = {each.dtype for each in buckets if each not in cut and each not in whole}
+            peak = max(peak, held + sum(each.nbytes for each in whole) + _elements(waiting) + _elements(expanded))
+            held += bucket.nbytes if stays and bucket not in cut else 0
+            expanded |= set() if stays else {bucket.dtype}
+            cut.add(bucket)
+            del whole[bucket]
+    masters = sum(4 * bucket.shard_numel for bucket in trained if bucket.dtype in LOW)
+    return max(peak, held + masters + _elements(expanded))
+
+
+def _elements(dtypes):
+    return sum(dtype.itemsize for dtype in dtypes)
+
+
 def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, bucket_bytes=BUCKET_BYTES, units=None,
                  persistence_threshold=0, reduce_dtype=None):
     """Return the Traffic (bytes by collective) that `rank` sends in one step; for stage 3 in the second or a later one.

@@ -57,7 +57,7 @@ def materialize(model, device):
 
 def _made(tensor, device, placeholders):
     if not isinstance(tensor, nn.Parameter):
-        return torch.full_like(tensor, no_value(tensor.dtype), device=device)
+        return mark(torch.full_like(tensor, no_value(tensor.dtype), device=device), "buffers")
     if tensor.dtype not in placeholders:
         placeholder = torch.full((), no_value(tensor.dtype), dtype=tensor.dtype, device=device)
         placeholders[tensor.dtype] = mark(placeholder, "parameters")
@@ -87,6 +87,13 @@ class Start:
         self._model, self._made = model, dict(made)
         self._new = {x for tensors in made.values() for x in tensors.values()}
 
+    def reads_shards_of(self, bucket):
+        """Tell whether `read` gives a rank its shard of a bucket, which is then never whole."""
+        return False
+
+    def read_whole(self, bucket):
+        """Read those parameters of a bucket, which is whole, that a file has. No-op: a function writes them."""
+
     def make_whole(self, parameters):
         """Give bytes to parameters that are in no bucket, and stay whole."""
         self._whole = [p for p in parameters if p in self._new]
@@ -100,8 +107,6 @@ class FromModules(Start):
     ValueError for one that has no values afterwards.
     """
 
-    reads_shards = False
-
     def __init__(self, model, made, function=None):
         super().__init__(model, made)
         self._names, self._function = {m: name for name, m in model.named_modules()}, function
@@ -114,22 +119,46 @@ class FromModules(Start):
             new = self._made.pop(module)
             fresh = any(x not in self._done for x in new.values())  # not the second of two that share a weight
             if fresh and hasattr(module, "reset_parameters"):
+                kept = [(p, p.clone()) for p in module.parameters(recurse=False) if p not in self._new]
                 module.reset_parameters()
+                for parameter, value in kept:
+                    parameter.copy_(value)
             if self._function is not None:
-                self._function(module)
+                self._call(module)
             self._done.update(new.values())
             for name, tensor in new.items():
                 self._check(module, name, tensor)
 
+    def _call(self, module):
+        """Call the function. ValueError if it writes to what is in shards by then, of which one element stands for all:
+        torch refuses that, or writes the one element."""
+        lost = None
+        try:
+            self._function(module)
+        except RuntimeError as error:
+            if "single memory location" not in str(error):
+                raise
+            lost = error
+        if lost or any(p.numel() > 1 and not any(p.stride()) and self._has_values(p[(0,) * p.dim()])
+                       for p in module.parameters()):
+            raise ValueError(f"{_called(self._function)} writes for {self._names[module] or 'the model'}, "
+                             f"{type(module).__name__}, to parameters of modules in other units, which are in shards "
+                             "by then: let it write to a module's own, or pass a safetensors file") from lost
+
     def _check(self, module, name, tensor):
-        if isinstance(tensor, FakeTensor) or tensor.dtype is torch.bool or not tensor.numel():
-            return
-        none = no_value(tensor.dtype)
-        if (tensor.isnan() if none is torch.nan else tensor == none).any():
-            by = "" if self._function is None else f" and {getattr(self._function, '__name__', self._function)}()"
+        if not self._has_values(tensor):
+            by = "" if self._function is None else f" and {_called(self._function)}"
             raise ValueError(f"{self._path(module, name)} has no values after reset_parameters(){by} of its "
                              f"{type(module).__name__}: pass as initialize= a function that writes them, or a "
                              "safetensors file")
+
+    @staticmethod
+    def _has_values(tensor):
+        if isinstance(tensor, FakeTensor) or tensor.dtype is torch.bool or not tensor.numel():
+            return True
+        if tensor.is_floating_point() or tensor.is_complex():
+            return not torch.linalg.vector_norm(tensor, torch.inf).isnan()  # without a temporary tensor
+        return tensor.amin() != no_value(tensor.dtype)
 
     def _path(self, module, name):
         return f"{self._names[module]}.{name}".lstrip(".")
@@ -139,6 +168,10 @@ class FromModules(Start):
         self.fill(list(self._made))
 
 
+def _called(function):
+    return f"{getattr(function, '__name__', function)}()"
+
+
 class FromFile(Start):
     """Reads values from a safetensors file, or from several whose index (model.safetensors.index.json) is given. A rank
     reads the rows that its shards are in.
@@ -146,23 +179,33 @@ class FromFile(Start):
     ValueError for a tensor that no file has, or that has another shape there.
     """
 
-    reads_shards = True
-
     def __init__(self, model, made, path):
         super().__init__(model, made)
         self._path = Path(path)
         self._aliases = {}  # parameter → all of its names
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._aliases.setdefault(parameter, []).append(name)
+            if parameter in self._new:
+                self._aliases.setdefault(parameter, []).append(name)
         if self._path.suffix == ".json":
             index = json.loads(self._path.read_text())["weight_map"]
             self._files = {name: self._path.parent / file for name, file in index.items()}
         else:
             with safe_open(self._path, framework="pt") as stored:
                 self._files = dict.fromkeys(stored.keys(), self._path)
+        self._check_shapes()
 
     def fill(self, modules):
-        """No-op: shards are read, not whole parameters."""
+        """No-op: all is read already."""
+
+    def reads_shards_of(self, bucket):
+        """Tell whether the file has all of a bucket."""
+        return self._new.issuperset(bucket.parameters)
+
+    @torch.no_grad()
+    def read_whole(self, bucket):
+        """Read those parameters of a bucket that were on the meta device, among others."""
+        for parameter in self._new.intersection(bucket.parameters):
+            self._read(parameter, 0, parameter.numel(), parameter.data.view(-1))
 
     def read(self, pieces, shard):
         """Read the elements of all pieces of a shard."""
@@ -172,17 +215,21 @@ class FromFile(Start):
     def _read(self, parameter, first, end, out):
         name = self._found(self._aliases[parameter])
         with safe_open(self._files[name], framework="pt") as stored:
-            stored_slice = stored.get_slice(name)
-            if list(stored_slice.get_shape()) != list(parameter.shape):
-                raise ValueError(f"{name} has shape {tuple(stored_slice.get_shape())} in {self._files[name]}: expected "
-                                 f"{tuple(parameter.shape)}")
             if not parameter.dim():
                 out.copy_(stored.get_tensor(name).reshape(-1))
                 return
             row = max(1, parameter[0].numel())
             begin = first // row
-            rows = stored_slice[begin : -(-end // row)]
+            rows = stored.get_slice(name)[begin : -(-end // row)]
             out.copy_(rows.reshape(-1)[first - begin * row : end - begin * row])
+
+    def _check_shapes(self):
+        for parameter, names in self._aliases.items():
+            name = self._found(names)
+            with safe_open(self._files[name], framework="pt") as stored:
+                shape = tuple(stored.get_slice(name).get_shape())
+            if shape != tuple(parameter.shape):
+                raise ValueError(f"{name} has shape {shape} in {self._files[name]}: expected {tuple(parameter.shape)}")
 
     @torch.no_grad()
     def finish(self):

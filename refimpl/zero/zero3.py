@@ -137,7 +137,9 @@ class Zero3(Zero2):
                 view.copy_(slot.parameter.detach())
                 slot.parameter.data = view
             self.full[bucket] = full
-        elif self._start and not self._start.reads_shards and not self._is_persistent(bucket):
+            if self._start and not self._start.reads_shards_of(bucket):
+                self._start.read_whole(bucket)
+        elif self._start and not self._start.reads_shards_of(bucket) and not self._is_persistent(bucket):
             self.gathering.fetch(bucket)
 
     def _cut(self, bucket):
@@ -145,18 +147,16 @@ class Zero3(Zero2):
         full, rank, persistent = self.full[bucket], self.comm.rank, self._is_persistent(bucket)
         if not full.untyped_storage().nbytes() and full.numel():
             return  # an earlier unit's
-        if not persistent and self._start and self._start.reads_shards:
-            self.gathering.hide(bucket)
         if bucket not in self.shards:
             self.shards[bucket] = mark(torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=bucket.device),
                                        "parameters")
-        if self._start and self._start.reads_shards:
+        if self._start and self._start.reads_shards_of(bucket):
             self._start.read(bucket.pieces(rank), self.shards[bucket])
             if persistent:
                 self.comm.all_gather(self.shards[bucket], out=full, label=bucket.name)
-            return
-        self.comm.broadcast(full, 0, out=full, label=bucket.name)
-        self.shards[bucket].copy_(bucket.shard(full, rank))
+        else:
+            self.comm.broadcast(full, 0, out=full, label=bucket.name)
+            self.shards[bucket].copy_(bucket.shard(full, rank))
         if not persistent:
             self.gathering.hide(bucket)
 

@@ -1,0 +1,253 @@
+"""A model on the meta device gets its values unit by unit: at its peak the start takes all shards and one unit."""
+
+import functools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from zero_kit import CONFIG, ENGINES, FAST, equal, gpt, parameters_of, token_batches
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator, launch
+from refimpl.model import GPT, GPTConfig
+from refimpl.zero import Zero3, data_parallel
+from refimpl.zero.closed_forms import start_bytes
+
+LARGER = GPTConfig(vocab_size=64, context_length=16, layers=6, hidden=64, heads=4)
+COUNTED = ("parameters", "optimizer state", "buffers")
+
+
+def on_meta(config=CONFIG, **options):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return GPT(config, device="meta", **options)
+
+
+class Frozen(nn.Module):
+    """Frozen layers beside trained ones, buffers, and a small parameter that is in no unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.BatchNorm1d(64),
+                                                  nn.Linear(64, 64)) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def peak_of(make, comm, **options):
+    with memory.track() as t:
+        Zero3(make(), comm, FAST, **options)
+    return max(sum(bytes_at) for bytes_at in t.timeline.nbytes[:, [list(t.timeline.categories).index(c) for c in COUNTED
+                                                                   if c in t.timeline.categories]])
+
+
+MODELS = {
+    "GPT": (functools.partial(on_meta, LARGER), {}),
+    "GPT, bf16": (functools.partial(on_meta, LARGER, dtype=torch.bfloat16), {}),
+    "GPT, some whole": (functools.partial(on_meta, LARGER), {"persistence_threshold": 100}),
+    "frozen layers": (lambda: _on_meta(Frozen), {}),
+}
+
+
+def _on_meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_start_takes_all_shards_and_one_unit(name):
+    make, options = MODELS[name]
+    expected = start_bytes(make(), 8, **options)
+    model = make()
+    initialize = {"initialize": model.initialize} if isinstance(model, GPT) else {}
+    assert peak_of(make, FakeCommunicator(3, 8), **options, **initialize) == expected
+    whole = sum(p.nbytes for p in model.parameters())
+    assert expected < 0.5 * whole
+
+
+def test_a_start_that_makes_all_of_it_first_takes_more():
+    """The mutant: the model is one unit."""
+    model = on_meta(LARGER)
+    peak = peak_of(lambda: model, FakeCommunicator(3, 8), units=[model], initialize=model.initialize)
+    assert peak > 1.1 * sum(p.nbytes for p in model.parameters())
+
+
+def test_the_allocator_reads_no_more(monkeypatch):
+    """Without the trial of the optimizer, which takes 1.5 MB for a moment, however large the model is."""
+    monkeypatch.setattr(data_parallel, "check_elementwise", lambda *given: None)
+    comm, model = FakeCommunicator(3, 8), on_meta(LARGER)
+    with memory.measure("cpu") as m:
+        Zero3(model, comm, FAST, initialize=model.initialize)
+    assert 0 <= m.peak - start_bytes(on_meta(LARGER), 8) < 4096
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def initialized(comm):
+    engine = Zero3(on_meta(), comm, FAST, initialize=on_meta().initialize)
+    first = parameters_of(engine)
+    for (tokens,) in token_batches(2):
+        mine = tokens.chunk(comm.world_size)[comm.rank]
+        loss = engine(mine, mine)
+        engine.backward(loss)
+        engine.step()
+    return first, loss.item()
+
+
+def test_a_function_initializes_all_ranks_alike_and_they_train():
+    (first, loss), (second, other) = launch(initialized, 2)
+    assert equal(first, second) and 3.5 < loss < 4.5 and 3.5 < other < 4.5
+    spread = {name: p.std().item() for name, p in first.items() if p.dim() == 2}
+    expected = {name: p.std().item() for name, p in gpt().named_parameters() if p.dim() == 2}
+    assert spread == pytest.approx(expected, rel=0.1)
+    assert all((p == (1 if name.endswith("weight") else 0)).all() for name, p in first.items() if p.dim() == 1)
+
+
+def from_file(comm, path, stage):
+    """The saved weights, in a model on the meta device and in one that loads them by torch."""
+    engine = Zero3(_on_meta(Frozen), comm, FAST, initialize=path / "weights.safetensors")
+    indexed = Zero3(_on_meta(Frozen), comm, FAST, initialize=path / "model.safetensors.index.json",
+                    persistence_threshold=5000)
+    model = Frozen()
+    model.load_state_dict(load_file(path / "weights.safetensors"))
+    other = ENGINES[stage](model, comm, FAST)
+    found = [parameters_of(each) for each in (engine, indexed, other)]
+    buffers = [dict(each.model.named_buffers()) for each in (engine, indexed, other)]
+    x = torch.ones(4, 64)
+    return found, buffers, [each(x).sum().item() for each in (engine, indexed, other)]
+
+
+def test_a_file_or_several_give_the_same_model(tmp_path):
+    torch.manual_seed(3)
+    model = Frozen()
+    model(torch.randn(8, 64))  # running statistics
+    state = model.state_dict()
+    save_file(state, tmp_path / "weights.safetensors")
+    halves = {"one.safetensors": dict(list(state.items())[::2]), "two.safetensors": dict(list(state.items())[1::2])}
+    for file, part in halves.items():
+        save_file(part, tmp_path / file)
+    index = {name: file for file, part in halves.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for parameters, buffers, outputs in launch(from_file, 3, tmp_path, 3):
+        assert equal(parameters[0], parameters[2]) and equal(parameters[1], parameters[2])
+        assert equal(buffers[0], buffers[2]) and equal(buffers[1], buffers[2]) and len(set(outputs)) == 1
+
+
+def test_a_rank_reads_its_rows_alone(tmp_path, monkeypatch):
+    from refimpl.zero import starting
+
+    save_file({f"{i}.weight": torch.randn(64, 64) for i in range(4)}, tmp_path / "w")
+    read, opened = [], starting.safe_open
+
+    class Counting:
+        def __init__(self, *args, **options):
+            self.file = opened(*args, **options)
+
+        def __enter__(self):
+            self.stored = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def keys(self):
+            return self.stored.keys()
+
+        def get_slice(self, name):
+            whole = self.stored.get_slice(name)
+
+            class Slice:
+                get_shape = whole.get_shape
+
+                def __getitem__(self, rows):
+                    read.append(whole[rows].numel())
+                    return whole[rows]
+            return Slice()
+
+    monkeypatch.setattr(starting, "safe_open", Counting)
+    model = _on_meta(lambda: nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)]))
+    Zero3(model, FakeCommunicator(1, 8), FAST, initialize=str(tmp_path / "w"))
+    assert sum(read) == 4 * 64 * 64 // 8
+
+
+class Partly(nn.Module):
+    """Layers of which some parameters have values already."""
+
+    def __init__(self, on_meta=True):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, device="meta" if on_meta else None) for _ in range(2))
+        self.blocks[0].bias = nn.Parameter(torch.full((8,), 7.0))
+
+
+def partly_from_file(comm, path):
+    return parameters_of(Zero3(Partly(), comm, FAST, initialize=path)), parameters_of(Zero3(Partly(), comm, FAST))
+
+
+def test_what_has_values_already_keeps_them(tmp_path):
+    state = Partly(on_meta=False).state_dict()
+    save_file(state, tmp_path / "file")
+    for read, made in launch(partly_from_file, 2, tmp_path / "file"):
+        assert equal(read, state) and (made["blocks.0.bias"] == 7).all() and not equal(made, state)
+
+
+# --- refused by name -------------------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    """Without a way to initialize it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+def partly(module):
+    """Writes parameters, and no buffers."""
+    for p in module.parameters(recurse=False):
+        nn.init.ones_(p)
+
+
+class Greedy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def greedily(module):
+    if isinstance(module, Greedy):
+        nn.init.ones_(module.one.weight)
+
+
+def test_what_gets_no_values_is_named(tmp_path):
+    def refused(make, initialize, match):
+        with pytest.raises(ValueError, match=match):
+            Zero3(make(), FakeCommunicator(0, 2), FAST, initialize=initialize)
+
+    meta, layer = functools.partial(_on_meta, Bare), lambda: _on_meta(lambda: nn.Sequential(nn.Linear(4, 4)))
+    refused(meta, None, r"scale has no values after reset_parameters\(\) of its Bare: pass as initialize= a function")
+    refused(meta, partly, r"table has no values after reset_parameters\(\) and partly\(\) of its Bare")
+    refused(functools.partial(_on_meta, Greedy), greedily, r"greedily\(\) writes for the model, Greedy, to")
+    refused(Bare, partly, "no parameter or buffer of the model is on the meta device")
+    save_file({"0.weight": torch.ones(4, 4), "step": torch.ones(1)}, tmp_path / "lacks")
+    refused(layer, tmp_path / "lacks", "0.bias is not in .*lacks, which has 2 tensors, such as 0.weight")
+    state = {"scale": torch.ones(4), "layer.weight": torch.ones(4, 4), "layer.bias": torch.ones(4)}
+    save_file({**state, "scale": torch.ones(5)}, tmp_path / "other")
+    refused(meta, tmp_path / "other", r"scale has shape \(5,\) in .*other: expected \(4,\)")
+    save_file(state, tmp_path / "all")
+    refused(meta, tmp_path / "all", "table is a buffer on the meta device that no file has")
+
+
+@pytest.mark.parametrize("make", ENGINES[:3])
+def test_the_other_stages_name_the_one_that_can(make):
+    with pytest.raises(ValueError, match="embedding.weight is on the meta device: Zero3 gives such a model its values"):
+        make(on_meta(), FakeCommunicator(0, 2), FAST)
