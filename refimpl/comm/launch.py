@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..ranks import World, run
 from .communicator import Communicator
-from .records import deserted, mismatch, pages, waits
+from .records import deadlock, deserted, mismatch, pages, waits
 from .torchrun import inside_torchrun, run_under_torchrun
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -93,9 +93,10 @@ class ConnectedWorld(World):
         """Return {rank: the collective that it waits in}."""
         return waits(records)
 
-    def deserted(self, records, returned):
-        """Return the RankError for ranks that wait in a collective which some of `returned` have not begun, or None."""
-        return deserted(records, returned)
+    def stuck(self, records, returned):
+        """Return the RankError for ranks that wait in a collective which some of `returned` have not begun, or that all
+        wait in collectives which others have not begun; else None."""
+        return deserted(records, returned) if returned else deadlock(records)
 
 
 def place(world_size, device=None, gpus=None):

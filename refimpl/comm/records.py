@@ -26,15 +26,29 @@ def orders(record):
 def mismatch(records):
     """Return the CollectiveMismatch of ranks that began different collectives as number n of a communicator, or None.
 
-    A rank that has begun fewer is not one of them: it may be late, or elsewhere.
+    A rank that has begun fewer is one of them if all ranks wait in some collective: else it may only be late.
     """
     read = [orders(record) for record in records]
-    for key in dict.fromkeys(key for each in read for key in each):
-        text, ranks = difference({rank: each[key].recent for rank, each in enumerate(read) if key in each}, False)
-        if ranks:
-            group = {each[key].ranks for each in read if key in each}.pop()
-            return CollectiveMismatch(_among(group, len(records)) + text, ranks)
+    all_wait = all(any(order.waiting for order in each.values()) for each in read)
+    for missing in (False, True) if all_wait else (False,):
+        for key in dict.fromkeys(key for each in read for key in each):
+            known = {rank: each[key] for rank, each in enumerate(read) if key in each}
+            text, ranks = difference({rank: order.recent for rank, order in known.items()}, missing)
+            if ranks:
+                return CollectiveMismatch(_among(next(iter(known.values())).ranks, len(records)) + text, ranks)
     return None
+
+
+def deadlock(records):
+    """Return the CollectiveMismatch of ranks that all wait, each in a collective that another one has not begun; else
+    None."""
+    read = [orders(record) for record in records]
+
+    def in_vain(rank):
+        return any(order.waiting and any(key in each and each[key].count < order.waiting for each in read)
+                   for key, order in read[rank].items())
+
+    return mismatch(records) if all(map(in_vain, range(len(read)))) else None
 
 
 def deserted(records, returned):

@@ -45,7 +45,7 @@ class Ranks:
     def __init__(self, world, payload, records, listener, read_records):
         self._world, self._ranks = world, [Rank(number) for number in range(world.size)]
         self._files, self._listener, self._read_records = [payload, records], listener, read_records
-        self._signs = self._deserted = None
+        self._signs = self._stuck = None
         self._output, self._events = RankOutput(world.size), bytearray()
         self._leaving = False  # whether ranks may end without that being a failure
 
@@ -137,8 +137,8 @@ class Ranks:
         return [rank.value for rank in self._ranks]
 
     def _look(self, timeout):
-        """Look whether ranks go on, and return when to look again. RankError if none has for `timeout` seconds, or if
-        some wait for one that has returned."""
+        """Look whether ranks go on, and return when to look again. RankError if none has for `timeout` seconds, if some
+        wait for one that has returned, or if all wait for each other."""
         done = [rank for rank in self._ranks if rank.value is not None]
         if not self._signs or timeout == float("inf") and not done:  # they have not all started; they may hang
             return float("inf")
@@ -147,13 +147,13 @@ class Ranks:
         running = [rank for rank in self._ranks if rank.value is None]
         records = self._read_records()
         quiet = self._signs.look([rank.pid for rank in running], records)
-        deserted = self._world.deserted(self._records(records), [rank.number for rank in done]) if done else None
-        if deserted and str(deserted) == str(self._deserted):
-            raise deserted
+        stuck = self._world.stuck(self._records(records), [rank.number for rank in done])
+        if stuck and str(stuck) == str(self._stuck):
+            raise stuck if done else self._hung("wait for each other")
         if quiet >= timeout:
             raise self._hung(f"did not go on: no rank computed, printed or ended a collective for {timeout:g} s")
-        self._deserted = deserted
-        self._signs.next = min(self._signs.next, time.monotonic() + GRACE) if done else self._signs.next
+        self._stuck = stuck
+        self._signs.next = min(self._signs.next, time.monotonic() + GRACE) if done or stuck else self._signs.next
         return self._signs.next
 
     def _records(self, all_bytes=None):

@@ -41,5 +41,5 @@ class World:
         """Return {rank: what it waits for}, a text, as far as records tell."""
         return {}
 
-    def deserted(self, records, returned):
-        """Return the RankError for ranks that wait for some of `returned`, which cannot come any more; else None."""
+    def stuck(self, records, returned):
+        """Return the RankError for ranks that wait for what cannot come any more; else None. `returned`: ranks."""

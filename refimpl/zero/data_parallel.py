@@ -58,7 +58,7 @@ class DataParallel(SavingMixin, ActsAsOptimizer):
                             "functools.partial(torch.optim.AdamW, lr=1e-3)")
         if not named:
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
-        if on_meta := [name for name, p in model.named_parameters() if p.is_meta]:
+        if on_meta := [name for name, p in model.named_parameters() if p.device.type == "meta"]:
             raise ValueError(f"{on_meta[0]} is on the meta device: Zero3 gives such a model its values, unit by unit")
         self.frozen_buckets = []  # of parameters that are not trained, where those are in shards
         self.buckets = self._lay_out(named, bucket_bytes)

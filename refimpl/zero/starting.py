@@ -46,7 +46,7 @@ def materialize(model, device):
     for module in _children_first(model):
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
-                if tensor is not None and tensor.is_meta:
+                if tensor is not None and tensor.device.type == "meta":
                     if tensor not in made:
                         made[tensor] = _made(tensor, device, placeholders)
                     kind[name] = made[tensor]
@@ -62,7 +62,8 @@ def _made(tensor, device, placeholders):
         placeholder = torch.full((), no_value(tensor.dtype), dtype=tensor.dtype, device=device)
         placeholders[tensor.dtype] = mark(placeholder, "parameters")
     parameter = nn.Parameter(placeholders[tensor.dtype].expand(tensor.shape), tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)
+    if not isinstance(tensor, FakeTensor):  # which has its device there
+        parameter.__dict__.update(tensor.__dict__)
     return parameter
 
 
@@ -139,26 +140,27 @@ class FromModules(Start):
             if "single memory location" not in str(error):
                 raise
             lost = error
-        if lost or any(p.numel() > 1 and not any(p.stride()) and self._has_values(p[(0,) * p.dim()])
+        if lost or any(p.numel() > 1 and not any(p.stride()) and self._lacks_values(p[(0,) * p.dim()]) is False
                        for p in module.parameters()):
             raise ValueError(f"{_called(self._function)} writes for {self._names[module] or 'the model'}, "
                              f"{type(module).__name__}, to parameters of modules in other units, which are in shards "
                              "by then: let it write to a module's own, or pass a safetensors file") from lost
 
     def _check(self, module, name, tensor):
-        if not self._has_values(tensor):
+        if self._lacks_values(tensor):
             by = "" if self._function is None else f" and {_called(self._function)}"
             raise ValueError(f"{self._path(module, name)} has no values after reset_parameters(){by} of its "
                              f"{type(module).__name__}: pass as initialize= a function that writes them, or a "
                              "safetensors file")
 
     @staticmethod
-    def _has_values(tensor):
+    def _lacks_values(tensor):
+        """Tell whether nothing has been written to an element of it; None if that cannot be known."""
         if isinstance(tensor, FakeTensor) or tensor.dtype is torch.bool or not tensor.numel():
-            return True
+            return None
         if tensor.is_floating_point() or tensor.is_complex():
-            return not torch.linalg.vector_norm(tensor, torch.inf).isnan()  # without a temporary tensor
-        return tensor.amin() != no_value(tensor.dtype)
+            return bool(torch.linalg.vector_norm(tensor, torch.inf).isnan())  # without a temporary tensor
+        return bool(tensor.amin() == no_value(tensor.dtype))
 
     def _path(self, module, name):
         return f"{self._names[module]}.{name}".lstrip(".")

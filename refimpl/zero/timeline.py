@@ -33,6 +33,9 @@ def timeline(engine):
     finally:
         for hook in hooks:
             hook.remove()
+        buckets = {bucket.name for bucket in (*engine.buckets, *engine.frozen_buckets)}
+        recorder.recording.spans[:] = [span if span.lane == COMPUTE or span.name in buckets else span._replace(name="")
+                                       for span in recorder.recording.spans]
 
 
 def _hooks(engine, recorder):

@@ -11,9 +11,9 @@ from refimpl.zero.gathering import Gathering
 class Recording(FakeCommunicator):
     """Which gathers were begun, in order."""
 
-    def all_gather(self, x, *, out=None, async_op=False):
+    def all_gather(self, x, *, out=None, async_op=False, label=""):
         self.begun = [*getattr(self, "begun", []), out]
-        return super().all_gather(x, out=out, async_op=async_op)
+        return super().all_gather(x, out=out, async_op=async_op, label=label)
 
 
 @pytest.fixture

@@ -146,8 +146,8 @@ def test_who_tries_again_alone_is_named_and_nobody_hangs():
     start = time.monotonic()
     with pytest.raises(CollectiveMismatch, match="^rank 1 began other collectives than rank 0, from #") as caught:
         launch(alone_again, 2)
-    assert "killed by SIGABRT" in str(caught.value) and caught.value.ranks == (1,)
-    assert "tensors of different sizes met in a collective" in str(caught.value)
+    assert caught.value.ranks == (1,)  # it gathers 4 where rank 0 gathers 2: gloo aborts, or all wait for each other
+    assert "all_gather of 2," in str(caught.value) and "all_gather of 4," not in str(caught.value).split("rank 0:")[0]
     assert time.monotonic() - start < 10
-    with pytest.raises(RankError, match="differs in a collective"):
+    with pytest.raises(RankError, match="differs in a collective|began other collectives"):
         launch(alone_again, 2, debug=True)

@@ -355,12 +355,12 @@ class Waited(FakeCommunicator):
         work.wait = waited
         return work
 
-    def all_reduce(self, x, op="sum", *, out=None, async_op=False):
-        work = super().all_reduce(x, op, out=out, async_op=async_op)
+    def all_reduce(self, x, op="sum", *, async_op=False, **options):
+        work = super().all_reduce(x, op, async_op=async_op, **options)
         return self._noted(work) if async_op else work
 
-    def reduce_scatter(self, x, op="sum", *, out=None, async_op=False):
-        work = super().reduce_scatter(x, op, out=out, async_op=async_op)
+    def reduce_scatter(self, x, op="sum", *, async_op=False, **options):
+        work = super().reduce_scatter(x, op, async_op=async_op, **options)
         return self._noted(work) if async_op else work
 
 

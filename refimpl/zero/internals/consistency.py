@@ -27,7 +27,8 @@ def check_model(comm, buckets):
     lines = [f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}" for bucket in buckets
              for slot in bucket.slots]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:16]
-    gathered = comm.host().all_gather(torch.tensor([[len(lines), *digest]], dtype=torch.int64))
+    gathered = comm.host().all_gather(torch.tensor([[len(lines), *digest]], dtype=torch.int64),
+                                      label="the model's fingerprint")
     if isinstance(gathered, FakeTensor):
         return
     fingerprints = gathered.tolist()
@@ -42,7 +43,7 @@ def check_phase(comm, phase, step, micro_batch):
     """Raise CollectiveMismatch, naming the ranks, if some rank is about to do something else than rank 0, or has begun
     other collectives."""
     mine = [PHASES.index(phase) + len(PHASES) * micro_batch, step, comm.order.digest]
-    gathered = comm.host().all_gather(torch.tensor([mine], dtype=torch.int64))
+    gathered = comm.host().all_gather(torch.tensor([mine], dtype=torch.int64), label=f"the check before {phase}")
     if isinstance(gathered, FakeTensor):
         return
     checks = gathered.tolist()
@@ -62,7 +63,7 @@ def check_phase(comm, phase, step, micro_batch):
 
 def used_on_any_rank(comm, used):
     """Return, for each parameter, whether some rank has a gradient of it; `used` says so of this rank."""
-    found = comm.host().all_reduce(torch.tensor(used, dtype=torch.uint8), "max")
+    found = comm.host().all_reduce(torch.tensor(used, dtype=torch.uint8), "max", label="which parameters are used")
     return list(used) if isinstance(found, FakeTensor) else [bool(each) for each in found.tolist()]
 
 
