@@ -15,10 +15,11 @@ and `eval()`. Buckets should be small beside the model (`bucket_bytes`, by defau
 is full, stage 2 holds its whole gradients.
 
 Order of reading: `bucket` (parameters side by side), `data_parallel` (whole gradients, averaged), `zero1` (the
-optimizer's state in shards), `zero2` (gradients in shards), `zero3` (parameters in shards) with `gathering` (which are
-whole at the moment), `closed_forms` (bytes and traffic of all of them). `store` is the seam for offload; `timeline`
-draws which collectives overlap with which computation. Machinery is one level down: `internals` beneath the engines,
-`saving` for files.
+optimizer's state in shards), `zero2` (gradients in shards), `zero3` (parameters in shards) with `units` (which modules
+go together), `gathering` (which are whole at the moment), `backwards` (when a unit's backward ends) and `starting` (a
+model that never exists whole), `closed_forms` (bytes and traffic of all of them). `store` is the seam for offload;
+`timeline` draws which collectives overlap with which computation. Machinery is one level down: `internals` beneath the
+engines, `saving` for files.
 """
 
 from .data_parallel import DataParallel

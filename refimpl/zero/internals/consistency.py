@@ -18,7 +18,7 @@ from ...comm.order import difference
 from ...comm.traffic import ring_traffic
 
 PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "load_state_dict", "save", "load",
-          "save_weights", "gathered")
+          "save_weights")
 CHECK_BYTES = 3 * 8  # phase and micro-batch, step, hash, as int64
 
 

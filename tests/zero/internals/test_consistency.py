@@ -1,7 +1,9 @@
 """What ranks send each other to agree: phases, texts and exceptions; and ranks that differ, by number."""
 
+import pytest
 import torch
 from torch import nn
+from zero_kit import ENGINES, SGD, WIDTH, square, three_layers
 
 from refimpl import memory
 from refimpl.comm import CollectiveMismatch, FakeCommunicator, RankError, launch
@@ -108,3 +110,17 @@ def counted(comm):
 def test_bytes_are_those_of_the_closed_form():
     for rank, sent in enumerate(launch(counted, 3)):
         assert sent == consistency_traffic(3, rank, 7, checks=3, clips=1)
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_no_words_are_sent_by_collectives_that_a_device_is_waited_for(make):
+    """Words are integers, and read on the host: of a GPU's tensors each would be waited for."""
+    engine = make(three_layers(), FakeCommunicator(0, 2), SGD)
+    began = engine.comm.order.count
+    engine.backward(square(engine, torch.ones(2, WIDTH)))
+    engine.clip_grad_norm_(1.0)
+    engine.step()
+    lines = engine.comm.order.recent[began:]
+    assert lines and not [line for line in lines if "int" in line.replace("blocks", "")]
+    words = [line.partition(" ")[2] for line in engine.comm.host().order.recent]
+    assert any("check before step" in line for line in words) and any("which parameters are used" in line for line in words)
