@@ -19,6 +19,7 @@ import contextlib
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory import mark
 from .backwards import Backwards
@@ -211,12 +212,24 @@ class Zero3(Zero2):
             for bucket in self._sharded_buckets(unit):
                 self.gathering.release(bucket)
 
+    def backward(self, loss):
+        """Compute gradients as `Zero2.backward` does. RuntimeError names a parameter that was read while it was
+        released, since no unit that holds it was called; of frozen ones, which get no gradients, if the loss is NaN."""
+        away = [bucket.slots[0].name for bucket in self.frozen_buckets if bucket not in self._gathered_once]
+        if away and not isinstance(loss, FakeTensor) and loss.isnan().any():
+            self._refuse(" or ".join(away))
+        super().backward(loss)
+
     def _arrived(self, parameter):
         bucket = self._bucket_of[parameter]
         if bucket not in self._gathered_once and not self._is_persistent(bucket):
-            raise RuntimeError(f"{self._slot_of[parameter].name} was read while it was released, as NaN: no unit that "
-                               "holds it was called. Name in `units` the module whose forward reads it")
+            self._refuse(self._slot_of[parameter].name)
         super()._arrived(parameter)
+
+    @staticmethod
+    def _refuse(name):
+        raise RuntimeError(f"{name} was read while it was released, as NaN: no unit that holds it was called. Name in "
+                           "`units` the module whose forward reads it")
 
     def _backward_begun(self, unit):
         """Gather a unit for its backward, and note which of its parameters get a gradient from it on this rank."""

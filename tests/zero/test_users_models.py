@@ -311,6 +311,11 @@ def test_what_is_read_while_it_is_released_is_named():
     engine = Zero3(Reading(), comm, SGD)
     with pytest.raises(RuntimeError, match="table.weight was read while it was released, as NaN: no unit that holds"):
         engine.backward(square(engine, x))
+    frozen = Reading()
+    frozen.table.requires_grad_(False)
+    engine = Zero3(frozen, comm, SGD)
+    with pytest.raises(RuntimeError, match="table.weight was read while it was released, as NaN"):
+        engine.backward(square(engine, x))
     model = Reading()
     engine = Zero3(model, comm, SGD, units=[model])
     engine.backward(square(engine, x))
