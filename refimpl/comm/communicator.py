@@ -112,11 +112,10 @@ class Communicator(Buffers):
 
     def barrier(self):
         """Wait until every rank has called it. Moves no tensor and counts no bytes."""
-        self.order.wait(self.order.begin("barrier"))
-        if self._debug:
-            check_match(self, "barrier")
-        self._meet()
-        self.order.end()
+        with self.order.until_end(self.order.begin("barrier")):
+            if self._debug:
+                check_match(self, "barrier")
+            self._meet()
 
     # --- from one rank to another --------------------------------------------------------------------------------
 
@@ -151,12 +150,10 @@ class Communicator(Buffers):
         none; CollectiveMismatch if the members of a sub-group pass different `ranks`.
         """
         members = self._members(ranks)
-        self.order.wait(self.order.begin("split"))
-        if self._debug:
-            check_match(self, "split")
-        with unseen():
+        with self.order.until_end(self.order.begin("split")), unseen():
+            if self._debug:
+                check_match(self, "split")
             group = new_group(self, members)
-        self.order.end()
         if group is None:
             return None
         return Communicator(members.index(self.rank), len(members), self.device, group, debug=self._debug, parent=self,
@@ -209,9 +206,8 @@ class Communicator(Buffers):
         source, landing = self._ready(x, out, collective in IN_PLACE)
         given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
         if not async_op and not watched() and span is None:
-            self.order.wait(number)
-            call(given, taken, self._group, False)
-            self.order.end()
+            with self.order.until_end(number):
+                call(given, taken, self._group, False)
             return out if landing is out else landed(landing, out)
         lent, references = lend(given, taken)
         handle = Handle([unrecorded(call, *lent, self._group, True)], out, landing, lent, references, self._pending,

@@ -1,5 +1,7 @@
 """A collective under way, and its result's way to where it was asked for."""
 
+import contextlib
+
 from .backend.tensors import same_memory
 from .backend.versions import unseen, wait_for_release
 
@@ -37,15 +39,11 @@ class Handle:
 
     def _wait(self):
         order, self._order = self._order, None
-        if order is not None:
-            order.wait(self._number)
-        with unseen():
+        with unseen(), contextlib.nullcontext() if order is None else order.until_end(self._number):
             for work in self.works:
                 work.wait()
                 del work
         self.works = ()
-        if order is not None:
-            order.end()
         wait_for_release(self._lent, self._references)
         if self._landing is not None:
             landed(self._landing, self._result)

@@ -10,6 +10,7 @@ that hangs, and of one that was killed.
 
 import hashlib
 import struct
+import threading
 from collections import Counter
 from functools import lru_cache
 
@@ -32,7 +33,7 @@ class Order:
       on two ranks if and only if (but for a chance of 10⁻¹⁸ for each collective) they began the same collectives in the
       same order, with the same shape, dtype, op, src and label. Messages from one rank to another are not in it.
     - `ended`: how many collectives and messages have ended.
-    - `waiting`: the number of the collective that this rank waits for, else 0.
+    - `waiting`: the number of the collective that this rank waits for, else 0; below 0 of one that raised.
     - `key` and `ranks` tell which communicator it is.
 
     `page`: the memory to keep it in, of PAGE bytes. What it holds already is taken over.
@@ -60,14 +61,21 @@ class Order:
         return self.count
 
     def wait(self, number):
-        """Note that this rank now waits for collective `number`."""
-        self.waiting = number
-        ENDED_AND_WAITING.pack_into(self._page, 16, self.ended, number)
+        """Note that this rank now waits for collective `number`; 0: for none. While another thread than the main one
+        waits, the rank does not."""
+        if threading.get_ident() == threading.main_thread().ident:
+            self.waiting = number
+            ENDED_AND_WAITING.pack_into(self._page, 16, self.ended, number)
 
     def end(self):
-        """Note that a collective, or a message, has ended and that nothing is waited for."""
-        self.ended, self.waiting = self.ended + 1, 0
-        ENDED_AND_WAITING.pack_into(self._page, 16, self.ended, 0)
+        """Note that a collective, or a message, has ended, and with it the wait for it."""
+        self.ended += 1
+        self.wait(0)
+        ENDED_AND_WAITING.pack_into(self._page, 16, self.ended, self.waiting)
+
+    def until_end(self, number):
+        """Return a context in which this rank waits for collective `number`. At its end that has ended, or raised."""
+        return _UntilEnd(self, number)
 
     def describe(self, number):
         """Return one of the last 64 as text: "#12 all_gather of blocks.3, (1024,) float32"."""
@@ -78,6 +86,17 @@ class Order:
     def recent(self):
         """Return the last 64 as text, the oldest first."""
         return [self.describe(number) for number in range(max(1, self.count - KEPT + 1), self.count + 1)]
+
+
+class _UntilEnd:
+    def __init__(self, order, number):
+        self._order, self._number = order, number
+
+    def __enter__(self):
+        self._order.wait(self._number)
+
+    def __exit__(self, kind, *error):
+        self._order.end() if kind is None else self._order.wait(-self._number)
 
 
 @lru_cache(4096)  # a training step repeats the same calls

@@ -29,7 +29,7 @@ def mismatch(records):
     A rank that has begun fewer is one of them if all ranks wait in some collective: else it may only be late.
     """
     read = [orders(record) for record in records]
-    all_wait = all(any(order.waiting for order in each.values()) for each in read)
+    all_wait = all(any(order.waiting > 0 for order in each.values()) for each in read)
     for missing in (False, True) if all_wait else (False,):
         for key in dict.fromkeys(key for each in read for key in each):
             known = {rank: each[key] for rank, each in enumerate(read) if key in each}
@@ -45,7 +45,7 @@ def deadlock(records):
     read = [orders(record) for record in records]
 
     def in_vain(rank):
-        return any(order.waiting and any(key in each and each[key].count < order.waiting for each in read)
+        return any(order.waiting > 0 and any(key in each and each[key].count < order.waiting for each in read)
                    for key, order in read[rank].items())
 
     return mismatch(records) if all(map(in_vain, range(len(read)))) else None
@@ -57,7 +57,7 @@ def deserted(records, returned):
     told, gone = [], set()
     for key in dict.fromkeys(key for each in read for key in each):
         waits = {rank: each[key] for rank, each in enumerate(read)
-                 if rank not in returned and key in each and each[key].waiting}
+                 if rank not in returned and key in each and each[key].waiting > 0}
         for number in sorted({order.waiting for order in waits.values()}):
             away = [rank for rank in returned if key in read[rank] and read[rank][key].count < number]
             here = [rank for rank, order in waits.items() if order.waiting == number]
@@ -82,7 +82,7 @@ def waits(records):
     found = {}
     for rank, record in enumerate(records):
         for order in orders(record).values():
-            if order.waiting:
+            if order.waiting > 0:
                 group = "" if order.ranks == names(range(len(records))) else f" of the group of {order.ranks}"
                 found[rank] = _collective(order, order.waiting) + group
     return found
@@ -100,5 +100,5 @@ def last_collectives(record):
         if order.count:
             lines += [f"the last collectives that this rank began with {order.ranks} ({order.count} in all):"]
             lines += [f"  {line}" for line in order.recent[-SHOWN:]]
-            lines += [f"  it waited in #{order.waiting}"] if order.waiting else []
+            lines += [f"  it waited in #{abs(order.waiting)}"] if order.waiting else []
     return "\n".join(lines)

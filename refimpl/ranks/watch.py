@@ -148,7 +148,7 @@ class Ranks:
         records = self._read_records()
         quiet = self._signs.look([rank.pid for rank in running], records)
         stuck = self._world.stuck(self._records(records), [rank.number for rank in done])
-        if stuck and str(stuck) == str(self._stuck):
+        if stuck and str(stuck) == str(self._stuck) and (done or quiet):
             raise stuck if done else self._hung("wait for each other")
         if quiet >= timeout:
             raise self._hung(f"did not go on: no rank computed, printed or ended a collective for {timeout:g} s")

@@ -105,3 +105,10 @@ def tensors_in(output):
             yield x
         elif dataclasses.is_dataclass(x):
             yield from tensors_in([getattr(x, field.name) for field in dataclasses.fields(x)])
+
+
+def is_opaque(output):
+    """Tell whether an output has no tensor, but an object that may hide one."""
+    plain = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
+    return not any(True for _ in tensors_in(output)) and not all(
+        isinstance(x, plain) for x in pytree.tree_leaves(output))

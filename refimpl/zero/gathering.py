@@ -65,11 +65,15 @@ class Gathering:
             self._free(bucket)
         self._seen = []
 
+    def release_all(self):
+        """Free everything, also what some forward keeps whole for a backward: the shards are about to change."""
+        self._users.clear()
+        self.release_unused()
+
     def end_step(self):
         """Free everything, and remember the order of this step's gathers: the next step prefetches by it."""
         self._order = self._seen
-        self._users.clear()
-        self.release_unused()
+        self.release_all()
         for nan in self._nan.values():
             nan.fill_(no_value(nan.dtype))  # in case a released parameter was written to, by `p.zero_()` for example
 

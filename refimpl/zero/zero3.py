@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory import mark
-from .backwards import Backwards
+from .backwards import Backwards, is_opaque
 from .gathering import Gathering
 from .internals.consistency import check_phase
 from .internals.sharded_optimizer import ShardedOptimizer
@@ -69,7 +69,8 @@ class Zero3(Zero2):
             unit.register_forward_hook(after, always_call=True)
 
     def forward(self, *args, **kwargs):
-        """Return the model's output. All ranks call it together, and run the same units in the same order."""
+        """Return the model's output. All ranks call it together, and run the same units in the same order, in backward
+        too. A unit returns tensors, tuples, lists, dicts or dataclasses: TypeError for an object of another kind."""
         check_phase(self.comm, "forward", self._steps, self._micro_batches)
         self.gathering.release_unused()
         self._backwards.evaluating, backward_follows = not torch.is_grad_enabled(), False
@@ -169,6 +170,10 @@ class Zero3(Zero2):
         self.sharded_optimizer = ShardedOptimizer(self.buckets, self.shards, self.comm.rank, optimizer, groups, named)
         return self.sharded_optimizer.optimizer
 
+    def _update(self, used):
+        self.gathering.release_all()  # what a forward without a backward has left whole
+        super()._update(used)
+
     def _after_update(self, bucket):
         """Launch the all_gather of a bucket that stays whole; others are gathered when a unit computes."""
         if not self._is_persistent(bucket):
@@ -208,6 +213,9 @@ class Zero3(Zero2):
 
     def _after_forward(self, unit, args, output):
         backward_follows = self._backwards.leave(output, self._running)
+        if not backward_follows and torch.is_grad_enabled() and not self._running and is_opaque(output):
+            raise TypeError(f"{type(unit).__name__}, a unit, returned {type(output).__name__}, in which no tensor can "
+                            "be found: return tensors, tuples, lists, dicts or dataclasses")
         if self.reshard_after_forward or not backward_follows or self._running:
             for bucket in self._sharded_buckets(unit):
                 self.gathering.release(bucket)
@@ -233,7 +241,9 @@ class Zero3(Zero2):
 
     def _backward_begun(self, unit):
         """Gather a unit for its backward, and note which of its parameters get a gradient from it on this rank."""
-        self._check_running()
+        if not self._running:
+            raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss). "
+                               "(torch.autograd.grad and double backward need stage 0 to 2)")
         for bucket in self._trained_buckets(unit):
             self._missing[bucket].update(slot.parameter for slot in bucket.slots
                                          if torch._C._will_engine_execute_node(self._accumulators[slot.parameter]))

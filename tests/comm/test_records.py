@@ -1,6 +1,8 @@
 """What orders tell when ranks hang, when gloo aborts one, and when one returns too early."""
 
+import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -179,3 +181,36 @@ def test_a_rank_that_is_killed_or_raises_is_blamed_as_before_though_orders_diffe
     with pytest.raises(RankError, match="^rank 1 raised ValueError: mine") as caught:
         launch(fn, 3)
     assert caught.value.ranks == (1,) and type(caught.value) is RankError
+
+
+def spin(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def waiting_in_the_background(comm):
+    a, b = comm.split([0, 1]), comm.split([0, 1])
+    if comm.rank == 0:
+        thread = threading.Thread(target=lambda: a.all_reduce(torch.ones(3)))
+        thread.start()
+        spin(3)
+        b.all_reduce(torch.ones(3))
+        thread.join()
+    else:
+        b.all_reduce(torch.ones(3))
+        a.all_reduce(torch.ones(3))
+
+
+def going_on_after_a_failure(comm):
+    group = comm.split([0, 1])
+    if comm.rank == 0:
+        with pytest.raises(MemoryError), mock.patch("torch.distributed.all_reduce", side_effect=MemoryError):
+            group.all_reduce(torch.ones(3))
+        spin(3)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("fn", [waiting_in_the_background, going_on_after_a_failure])
+def test_ranks_that_go_on_are_no_deadlock(fn):
+    assert launch(fn, 2, timeout=60) == [None, None]

@@ -267,3 +267,78 @@ def other_units(comm):
 def test_the_same_units_are_needed_on_every_rank():
     with pytest.raises(CollectiveMismatch, match="began other collectives than rank 0(.*\\n)*.*all_gather of some"):
         launch(other_units, 2, timeout=10)
+
+
+# --- forwards without a backward -------------------------------------------------------------------------------------
+
+
+def raw(engine, x):
+    with torch.no_grad():
+        engine.model(x)
+
+
+def one_unit(engine, x):
+    with torch.no_grad():
+        engine.model[0](x)
+
+
+BETWEEN = {"nothing": lambda engine, x: None, "thrown away": lambda engine, x: engine(x), "raw model": raw,
+           "one unit": one_unit, "evaluated": torch.no_grad()(lambda engine, x: engine(x))}
+
+
+def among_forwards(comm, between, reshards):
+    """Losses of three steps with a forward between backward and step, and what is read after each."""
+    engine = Zero3(model_of("frozen"), comm, SGD, reshard_after_forward=reshards)
+    found = []
+    for number in range(3):
+        x = rows_of(comm, number)
+        loss = square(engine, x)
+        engine.backward(loss)
+        BETWEEN[between](engine, x)
+        engine.step()
+        with engine.gathered():
+            seen = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        with engine.gathered(write=True):
+            pass
+        with torch.no_grad():
+            found.append((loss.item(), seen, engine.model(x)))
+    return found
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_forward_between_backward_and_step_leaves_no_old_parameters(between, reshards):
+    expected, ours = (launch(among_forwards, 2, way, reshards)[0] for way in ("nothing", between))
+    for (loss, seen, output), (own, own_seen, own_output) in zip(expected, ours, strict=True):
+        assert loss == own and equal(seen, own_seen) and torch.equal(output, own_output)
+
+
+class Hidden:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Hiding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([HidingBlock()])
+
+    def forward(self, x):
+        return self.blocks[0](x).tensor
+
+
+class HidingBlock(nn.Linear):
+    def __init__(self):
+        super().__init__(10, 10)
+
+    def forward(self, x):
+        return Hidden(super().forward(x))
+
+
+def test_what_stage_3_cannot_follow_is_named():
+    comm, x = FakeCommunicator(0, 2), torch.ones(2, 10, requires_grad=True)
+    with pytest.raises(TypeError, match="HidingBlock, a unit, returned Hidden, in which no tensor can be found"):
+        Zero3(Hiding(), comm, SGD)(x)
+    engine = Zero3(nn.Sequential(nn.Linear(10, 10)), comm, SGD)
+    with pytest.raises(RuntimeError, match="torch.autograd.grad and double backward need stage 0 to 2"):
+        torch.autograd.grad(engine(x).square().sum(), x, create_graph=True)
