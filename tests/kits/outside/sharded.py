@@ -113,3 +113,12 @@ def trained(comm, name):
     ways = {"DDP": functools.partial(with_ddp, reentrant="reentrant" in name),
             **{make.__name__: functools.partial(with_engine, make) for make in ENGINES}}
     return {way: losses_of(comm, name, train) for way, train in ways.items()}
+
+
+def dropping_layers(comm):
+    """Each rank drops layers of its own, as OPT's LayerDrop does."""
+    engine = ENGINES[3](causal("opt", ffn_dim=128, word_embed_proj_dim=64, layerdrop=0.5, **SMALL)(), comm, FAST)
+    for number in range(6):
+        seed(100 * number + comm.rank)
+        engine.backward(engine(**text(2, 16)())["loss"])
+        engine.step()
