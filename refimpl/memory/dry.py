@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, UnsupportedOperatorException
 
 from .fakes.declared import Declared
-from .fakes.mode import KNOWN, DryMode
+from .fakes.mode import KNOWN, DryMode, note_where
 from .fakes.places import of_the_program, raised
 from .fakes.pytorch import as_on_real_tensors
 from .tracker import track
@@ -141,7 +141,8 @@ class _FakeCopies(FakeCopyMode):
             copied = self._storages.setdefault(storage._cdata, storage.clone())
             known = torch.empty(0, dtype=tensor.dtype).set_(copied, tensor.storage_offset(), tensor.shape,
                                                             tensor.stride())
-            return self.fake_mode.fake_tensor_converter.from_real_tensor(self.fake_mode, known, make_constant=True)
+            fake = self.fake_mode.fake_tensor_converter.from_real_tensor(self.fake_mode, known, make_constant=True)
+            return note_where(fake)
 
 
 def _is_known(tensor):

@@ -217,6 +217,7 @@ def test_known_values_are_those_of_the_real_run(program):
 @pytest.mark.parametrize("write", [
     lambda x: x.mul_(torch.rand(3)), lambda x: torch._foreach_mul_([x], [torch.rand(3)]), lambda x: x.uniform_(),
     lambda x: x[1:].copy_(torch.rand(2)), lambda x: setattr(x, "data", x.data.to(torch.bfloat16)),
+    lambda x: setattr(x, "data", torch.rand(3)), lambda x: setattr(x, "data", torch.rand(6)[::2]),
 ])
 def test_what_is_written_over_is_not_known_any_more(write):
     def step():
@@ -228,6 +229,22 @@ def test_what_is_written_over_is_not_known_any_more(write):
     with memory.track():
         assert step()[0] == dry.result[0]
     assert dry.result[1] == 0.0 and len(dry.notes) == 1
+
+
+def test_what_a_tensor_has_been_given_by_data_is_where_its_views_are():
+    def step():
+        first, second = torch.zeros(3), torch.ones(())
+        x = torch.nn.Parameter(first)
+        x.data = second.expand(3)
+        del first
+        view = x[1:]
+        return view.detach().sum().item(), view.untyped_storage() is second.untyped_storage()
+
+    with memory.track() as real:
+        found = step()
+    dry = memory.dry_run(step)
+    assert found == (2.0, True) and dry.result == (0.0, True) and len(dry.notes) == 1
+    assert dry.peak == real.peak
 
 
 def test_given_masks_and_counters_are_known():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from refimpl.zero import Zero3, data_parallel
 from refimpl.zero.closed_forms import start_bytes
 
 LARGER = GPTConfig(vocab_size=64, context_length=16, layers=6, hidden=64, heads=4)
+AS_LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "bias": False, "tied": False,
+            "kv_heads": 2}
 COUNTED = ("parameters", "optimizer state", "buffers")
 
 
@@ -75,6 +78,19 @@ def test_a_start_that_makes_all_of_it_first_takes_more():
     model = on_meta(LARGER)
     peak = peak_of(lambda: model, FakeCommunicator(3, 8), units=[model], initialize=model.initialize)
     assert peak > 1.1 * sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [32, 256])  # a dry run keeps values of up to 64 KB: of all, or of norms alone
+def test_a_dry_run_takes_the_same(hidden, dtype):
+    make = functools.partial(on_meta, replace(LARGER, hidden=hidden, vocab_size=512, **AS_LLAMA), dtype=dtype)
+
+    def begin():
+        model = make()
+        Zero3(model, FakeCommunicator(0, 2), FAST, initialize=model.initialize)
+
+    t = memory.dry_run(begin)
+    assert t.peak.total == start_bytes(make(), 2)
 
 
 def test_the_allocator_reads_no_more(monkeypatch):

@@ -8,6 +8,7 @@ that `isnan` says no and `isfinite` says yes. Each is noted once, with its line;
 """
 
 import math
+import weakref
 from contextlib import contextmanager
 
 import torch
@@ -75,7 +76,9 @@ class DryMode(FakeTensorMode):
         return self  # a copy of a fake tensor, made inside, stays in this mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        return note_where(self._run(func, types, args, kwargs or {}))
+
+    def _run(self, func, types, args, kwargs):
         for tensor in args:
             if isinstance(tensor, FakeTensor) and tensor.constant is not None:
                 _forget_if_replaced(tensor)
@@ -188,9 +191,19 @@ class DryMode(FakeTensorMode):
             return torch.empty_strided(result.shape, result.stride(), dtype=args[0].dtype, device=result.device)
 
 
+def note_where(output):
+    """Note in which storage a tensor has the values that are known. Return it."""
+    if isinstance(output, FakeTensor) and output.constant is not None:
+        output.known_in = weakref.ref(output.untyped_storage())
+    return output
+
+
 def _forget_if_replaced(tensor):
-    """Forget values that belong to what the tensor was, before `tensor.data = …`."""
-    if tensor.constant.dtype != tensor.dtype or tensor.constant.shape != tensor.shape:
+    """Forget values that belong to what the tensor was, before `tensor.data = …`. PyTorch would put what it makes of
+    them, views too, in a storage of theirs."""
+    known, where = tensor.constant, getattr(tensor, "known_in", None)
+    if (known.dtype, known.shape, known.stride()) != (tensor.dtype, tensor.shape, tensor.stride()) or (
+            where is not None and where() is not tensor.untyped_storage()):
         tensor.constant = None
 
 
