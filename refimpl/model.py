@@ -7,89 +7,12 @@ Tensor names end with the shape: B batch, T queries, S keys, H query heads, G ke
 import inspect
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import catalog
-
-CHOICES = {"norm": ("layernorm", "rmsnorm"), "activation": ("gelu", "swiglu"), "positions": ("learned", "rotary")}
-NUMBERS = (("dropout", 0, 1), ("norm_eps", 0, math.inf), ("rotary_base", 1, math.inf), ("rotary_fraction", 0, math.inf))
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Describes a GPT. The defaults are GPT-2 small; `GPTConfig.named(…)` returns published models.
-
-    Raises ValueError, with the field and its value, if the values do not describe a model.
-    """
-
-    vocab_size: int = 50257
-    context_length: int = 1024
-    layers: int = 12
-    hidden: int = 768
-    heads: int = 12
-    kv_heads: int | None = None  # fewer than heads: grouped-query attention; None: as many
-    mlp_hidden: int | None = None  # None: 4 · hidden (dataclasses.replace keeps the number: pass None again)
-    norm: str = "layernorm"  # or "rmsnorm"
-    norm_eps: float = 1e-5
-    activation: str = "gelu"  # the tanh approximation, as GPT-2 has it; or "swiglu"
-    positions: str = "learned"  # or "rotary"
-    rotary_fraction: float = 1.0  # the share of a head's dimensions that rotate; GPT-NeoX: 0.25
-    rotary_base: float = 10000.0
-    bias: bool = True  # of linear layers and LayerNorm
-    tied: bool = True  # the output head is the token embedding
-    parallel_residual: bool = False  # attention and MLP read the same x, as in GPT-NeoX
-    dropout: float = 0.0
-
-    def __post_init__(self):
-        object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
-        object.__setattr__(self, "mlp_hidden", 4 * self.hidden if self.mlp_hidden is None else self.mlp_hidden)
-        for name in ("vocab_size", "context_length", "layers", "hidden", "heads", "kv_heads", "mlp_hidden"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:  # not isinstance: True is an int
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer of at least 1")
-        for name, low, high in NUMBERS:
-            if not isinstance(getattr(self, name), (int, float)) or not low <= getattr(self, name) < high:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number in [{low}, {high})")
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {' or '.join(map(repr, known))}")
-        for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ValueError(f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}")
-        if self.positions == "rotary" and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
-            raise ValueError(f"rotary_fraction={self.rotary_fraction} turns {self.rotary_dim} of a head's "
-                             f"{self.head_dim} dimensions: expected an even number from 2 to {self.head_dim}")
-
-    @classmethod
-    def named(cls, name, **changes):
-        """Return a published model (`catalog.model_names()`) with `changes`; an unknown name lists the close ones."""
-        return cls(**{**catalog.model(name), **changes})
-
-    @property
-    def head_dim(self):
-        """Return D, the size of one head."""
-        return self.hidden // self.heads
-
-    @property
-    def rotary_dim(self):
-        """Return how many of the D dimensions are rotated."""
-        return int(self.head_dim * self.rotary_fraction)
-
-    def parameter_count(self):
-        """Return Ψ in closed form: embeddings + layers · (attention + MLP + two norms) + last norm (+ head if untied).
-
-        Shared weights count once, so that it equals `sum(p.numel() for p in GPT(config).parameters())`.
-        """
-        C, M, b, kv = self.hidden, self.mlp_hidden, int(self.bias), self.kv_heads * self.head_dim
-        norm = C * (1 + (self.norm == "layernorm" and self.bias))
-        attention = (C + b) * (C + 2 * kv) + (C + b) * C  # q, k, v in one matrix; then the projection out
-        mlp = (1 + (self.activation == "swiglu")) * (C + b) * M + (M + b) * C  # gate and up, or up alone; then down
-        embeddings = (self.vocab_size + (self.context_length if self.positions == "learned" else 0)) * C
-        head = 0 if self.tied else self.vocab_size * C
-        return embeddings + self.layers * (attention + mlp + 2 * norm) + norm + head
+from .config import GPTConfig as GPTConfig  # users import it from here
 
 
 def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
@@ -129,7 +52,13 @@ def _bind(attention, dropout):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: q, k and v of x, then the given `attention` function, then the output projection."""
+    """Causal self-attention: q, k and v of x, then the given `attention` function, then the output projection.
+
+    It has as many heads as `qkv` gives features for, so a part of the heads can be computed alone: with the rows of
+    these heads in `qkv` (their q, then their k, then their v) and their columns in `out`, of which one part adds the
+    bias. The sum of all parts is the whole. Raises ValueError if `qkv` gives no whole number of key heads, each with
+    its query heads.
+    """
 
     def __init__(self, config, attention):
         super().__init__()
@@ -138,14 +67,26 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
     def forward(self, x_BTC, rotation=None):
-        (B, T, C), c = x_BTC.shape, self.config
-        qkv = self.qkv(x_BTC).view(B, T, c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
-        q_BHTD, k_BGTD, v_BGTD = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        """Map x (B, T, C) to (B, T, C). `rotation`: cos and sin of x's positions, (T, rotary_dim) each, or None."""
+        c, qkv = self.config, self.qkv(x_BTC)
+        heads, groups = self._heads_in(qkv.shape[-1])
+        qkv = qkv.view(*qkv.shape[:2], heads + 2 * groups, c.head_dim).transpose(1, 2)
+        q_BHTD, k_BGTD, v_BGTD = qkv.split([heads, groups, groups], dim=1)
         if rotation is not None:  # under autocast the tables are fp32, and so is what they rotate
             q_BHTD, k_BGTD = (rotate(x, *rotation).to(v_BGTD.dtype) for x in (q_BHTD, k_BGTD))
         options = self.options if self.training or not c.dropout else {**self.options, "dropout_p": 0.0}
         out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, **options)
-        return self.out(out_BHTD.transpose(1, 2).reshape(B, T, C))
+        return self.out(out_BHTD.transpose(1, 2).flatten(2))
+
+    def _heads_in(self, features):
+        """Return how many query heads and key heads `features` of qkv are, H/G query heads for each key head."""
+        c = self.config
+        per_group = c.heads // c.kv_heads
+        groups, rest = divmod(features, (per_group + 2) * c.head_dim)
+        if rest or not groups:
+            raise ValueError(f"qkv gives {features} features: expected a multiple of {(per_group + 2) * c.head_dim}, "
+                             f"{per_group} query heads, a key head and a value head of {c.head_dim} features each")
+        return groups * per_group, groups
 
 
 def rotation_table(config):
@@ -192,7 +133,10 @@ def norm_of(config):
 
 
 class Block(nn.Module):
-    """A layer: x + attention(norm(x)), then x + MLP(norm(x)). With `parallel_residual` both read the same x."""
+    """A layer: x + attention(norm(x)), then x + MLP(norm(x)). With `parallel_residual` both read the same x.
+
+    `block(x_BTC, rotation)`, with what `GPT.rotation` returns, maps x (B, T, C) to (B, T, C).
+    """
 
     def __init__(self, config, attention):
         super().__init__()
@@ -213,6 +157,15 @@ class GPT(nn.Module):
 
     `attention`: any `(q_BHTD, k_BGSD, v_BGSD) -> out_BHTD`. If it has options `causal` and `dropout_p`, they are set.
     `dtype` and `device`: those of the parameters (default: torch's own defaults).
+
+    Its forward is three parts, which a pipeline can call apart: `embed`, each block of `blocks` with `rotation`, and
+    `predict`. A stage that has some of the blocks:
+
+        x = model.embed(tokens) if first else received
+        rotation = model.rotation(x)
+        for block in mine:
+            x = block(x, rotation)
+        out = model.predict(x, targets) if last else x
     """
 
     def __init__(self, config, attention=softmax_attention, *, dtype=None, device=None):
@@ -249,16 +202,35 @@ class GPT(nn.Module):
         Raises TypeError for anything but tensors. Raises ValueError for a wrong shape or dtype, a sequence that exceeds
         the context, and on a CPU an id outside the vocabulary. (On a GPU such an id triggers a device-side assertion.)
         """
-        T = self._check(tokens_BT, targets_BT, offset)
-        x_BTC = self._lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
-        rotation = None
-        if self.positions is None:
-            rotation = [table[offset : offset + T].to(x_BTC.dtype) for table in (self.cos, self.sin)]
-        else:
-            x_BTC = x_BTC + self.positions(torch.arange(offset, offset + T, device=tokens_BT.device))
-        x_BTC = self.dropout(x_BTC)
+        self._check(tokens_BT, targets_BT, offset)
+        x_BTC = self.embed(tokens_BT, offset=offset)
+        rotation = self.rotation(x_BTC, offset=offset)
         for block in self.blocks:
             x_BTC = block(x_BTC, rotation)
+        return self.predict(x_BTC, targets_BT, reduction=reduction)
+
+    def embed(self, tokens_BT, *, offset=0):
+        """Map tokens (B, T) to x (B, T, C) for the first block: embeddings, plus learned positions if there are any,
+        with dropout. Raises as `forward` does."""
+        T = self._check(tokens_BT, None, offset)
+        x_BTC = self._lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions(torch.arange(offset, offset + T, device=tokens_BT.device))
+        return self.dropout(x_BTC)
+
+    def rotation(self, x_BTC, *, offset=0):
+        """Return what each block takes beside x (B, T, C): cos and sin of its T positions, (T, rotary_dim) each, in x's
+        dtype; None if positions are learned. Raises ValueError if x exceeds the context."""
+        T = self._check_positions(x_BTC.shape[1], offset)
+        if self.config.positions == "learned":
+            return None
+        return [table[offset : offset + T].to(x_BTC.dtype) for table in (self.cos, self.sin)]
+
+    def predict(self, x_BTC, targets_BT=None, *, reduction="mean"):
+        """Map x (B, T, C) from the last block to logits (B, T, V), or with targets (B, T) to the cross-entropy: the
+        last norm and the head. Raises as `forward` does."""
+        if targets_BT is not None:
+            _check_ids("targets", targets_BT, x_BTC.shape[:2])
         logits_BTV = self.head(self.norm(x_BTC))
         if targets_BT is None:
             return logits_BTV
@@ -274,18 +246,25 @@ class GPT(nn.Module):
                              f"{self.config.vocab_size - 1}") from error
 
     def _check(self, tokens_BT, targets_BT, offset):
-        for name, ids in (("tokens", tokens_BT), ("targets", tokens_BT if targets_BT is None else targets_BT)):
-            if not isinstance(ids, torch.Tensor):
-                raise TypeError(f"{name} as a {type(ids).__name__}: expected a tensor (B, T), torch.tensor([[…]])")
-            if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
-                raise ValueError(f"{name} of shape {tuple(ids.shape)}, {ids.dtype}: expected int64 or int32, (B, T)")
-        if targets_BT is not None and targets_BT.shape != tokens_BT.shape:
-            raise ValueError(f"targets of shape {tuple(targets_BT.shape)} for tokens of {tuple(tokens_BT.shape)}: "
-                             "expected one target for each token")
-        T = tokens_BT.shape[1]
+        _check_ids("tokens", tokens_BT)
+        if targets_BT is not None:
+            _check_ids("targets", targets_BT, tokens_BT.shape)
+        return self._check_positions(tokens_BT.shape[1], offset)
+
+    def _check_positions(self, T, offset):
         if not isinstance(offset, int) or not 0 <= offset <= self.config.context_length - T:
             raise ValueError(f"{T} tokens from position {offset}: the context has {self.config.context_length}")
         return T
+
+
+def _check_ids(name, ids, shape=None):
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{name} as a {type(ids).__name__}: expected a tensor (B, T), torch.tensor([[…]])")
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
+        raise ValueError(f"{name} of shape {tuple(ids.shape)}, {ids.dtype}: expected int64 or int32, (B, T)")
+    if shape is not None and ids.shape != shape:
+        raise ValueError(f"{name} of shape {tuple(ids.shape)} for tokens of {tuple(shape)}: "
+                         "expected one target for each token")
 
 
 @contextmanager

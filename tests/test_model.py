@@ -1,5 +1,6 @@
 """The GPT: its size in closed form, its logits against torch's own parts, its promises, and what it refuses."""
 
+import copy
 import functools
 import math
 from dataclasses import replace
@@ -408,6 +409,167 @@ def test_attention_dropout_of_a_partial_is_off_in_eval():
 def test_dropout_that_the_attention_would_not_do_is_refused():
     with pytest.raises(ValueError, match="dropout=0.1.*takes no dropout_p"):
         GPT(replace(GPT2, dropout=0.1), plain)
+
+
+# --- in parts: stages of a pipeline, and some of the heads -----------------------------------------------------------
+
+
+def two_stages(model):
+    """Each with a part of the model alone."""
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    first.blocks, first.norm, first.head = first.blocks[:1], None, None
+    last.blocks, last.embedding, last.positions = last.blocks[1:], None, None
+    return first, last
+
+
+def through(blocks, x_BTC, rotation):
+    for block in blocks:
+        x_BTC = block(x_BTC, rotation)
+    return x_BTC
+
+
+def gradients(*models):
+    """By parameter's place in the whole model: the sum of all copies' gradients."""
+    found = {}
+    for model, first_block in zip(models, (0, 1), strict=False):
+        for name, p in model.named_parameters():
+            if name.startswith("blocks."):
+                _, number, rest = name.split(".", 2)
+                name = f"blocks.{int(number) + first_block}.{rest}"
+            if name == "head.weight" and model.config.tied:
+                name = "embedding.weight"
+            found[name] = found[name] + p.grad if name in found else p.grad
+    return found
+
+
+STAGED = {**FAMILIES, "neox, tied": replace(NEOX, tied=True)}
+
+
+@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("offset", [0, 5])
+def test_two_stages_are_the_model_to_the_bit(name, offset):
+    model = lively(STAGED[name], dtype=torch.float32)
+    first, last = two_stages(model)
+    sent = first.embed(TOKENS, offset=offset)
+    sent = through(first.blocks, sent, first.rotation(sent, offset=offset))
+    received = sent.detach().requires_grad_()
+    x = through(last.blocks, received, last.rotation(received, offset=offset))
+    targets = TOKENS.roll(-1, 1)
+    assert torch.equal(last.predict(x), model(TOKENS, offset=offset))
+    loss, expected = last.predict(x, targets), model(TOKENS, targets, offset=offset)
+    assert torch.equal(loss, expected)
+    summed = model(TOKENS, targets, offset=offset, reduction="sum")
+    assert torch.equal(last.predict(x, targets, reduction="sum"), summed)
+    loss.backward()
+    sent.backward(received.grad)
+    expected.backward()
+    found, whole = gradients(first, last), gradients(model)
+    assert found.keys() == whole.keys() and all(torch.equal(found[each], whole[each]) for each in whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_a_stage_that_forgets_positions_is_another_model(name):
+    model = lively(FAMILIES[name])
+    first, last = two_stages(model)
+    sent = first.embed(TOKENS, offset=5)
+    sent = through(first.blocks, sent, first.rotation(sent, offset=5))
+    for rotation in (None, [table.flip(0) for table in last.rotation(sent)]):
+        assert (last.predict(through(last.blocks, sent, rotation)) - model(TOKENS, offset=5)).abs().max() > 1e-3
+
+
+def test_learned_positions_need_no_rotation_and_rotary_ones_are_the_tables():
+    x = torch.zeros(2, 8, 48, dtype=torch.bfloat16)
+    assert GPT(GPT2).rotation(x) is None
+    for mine, table in zip(GPT(LLAMA).rotation(x, offset=3), rotation_table(LLAMA), strict=True):
+        assert mine.dtype == torch.bfloat16 and torch.equal(mine, table[3:11].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_each_part_refuses_by_name(family):
+    model, x = GPT(family), torch.zeros(2, 8, 48)
+    for part, message in (
+        (lambda: model.embed(TOKENS, offset=25), "8 tokens from position 25: the context has 32"),
+        (lambda: model.embed(TOKENS.float()), r"tokens of shape \(2, 8\), torch.float32"),
+        (lambda: model.embed(with_id(61)), "tokens run from 0 to 61"),
+        (lambda: model.rotation(x, offset=25), "8 tokens from position 25: the context has 32"),
+        (lambda: model.rotation(x, offset=-1), "8 tokens from position -1"),
+        (lambda: model.predict(x, TOKENS[:, :7]), r"targets of shape \(2, 7\) for tokens of \(2, 8\)"),
+        (lambda: model.predict(x, TOKENS.float()), r"targets of shape \(2, 8\), torch.float32"),
+        (lambda: model.predict(x, with_id(61)), "targets run from 0 to 61"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            part()
+
+
+def heads_of(attention, part, parts):
+    """A copy with a part of the heads, as tensor parallelism makes it from outside."""
+    c, mine = attention.config, copy.deepcopy(attention)
+
+    def cut(x, dim):
+        return x.chunk(parts, dim)[part]
+
+    def resized(weight, bias):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+        linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+        return linear
+
+    def cut_rows(x):
+        sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
+        return torch.cat([cut(piece, 0) for piece in x.split(sizes)])
+
+    qkv, out = attention.qkv, attention.out
+    mine.qkv = resized(cut_rows(qkv.weight), None if qkv.bias is None else cut_rows(qkv.bias))
+    mine.out = resized(cut(out.weight, 1), out.bias if part == 0 else None)
+    return mine
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_parts_of_the_heads_sum_to_all(name, groups):
+    heads = []
+
+    def attention(q, k, v):
+        heads.append((q.shape[1], k.shape[1], v.shape[1]))
+        return softmax_attention(q, k, v, causal=True)
+
+    model = lively(replace(FAMILIES[name], kv_heads=groups), attention)
+    whole, x = model.blocks[0].attention, torch.randn(2, 8, 48, dtype=torch.float64, requires_grad=True)
+    rotation = model.rotation(x)
+    for parts in (2, groups):
+        divided = [heads_of(whole, part, parts) for part in range(parts)]
+        outputs = [part(x, rotation) for part in divided]
+        assert heads[-parts:] == parts * [(4 // parts, groups // parts, groups // parts)]
+        torch.testing.assert_close(sum(outputs), whole(x, rotation))
+        found, = torch.autograd.grad(sum(outputs).square().sum(), x)
+        expected, = torch.autograd.grad(whole(x, rotation).square().sum(), x)
+        torch.testing.assert_close(found, expected)
+        assert not torch.allclose(sum(outputs[1:]), whole(x, rotation))
+
+
+def test_rows_cut_without_regard_to_q_k_and_v_are_other_heads():
+    """The mutant: its sizes are right."""
+    whole = lively(LLAMA).blocks[0].attention
+    x, outputs = torch.randn(2, 8, 48, dtype=torch.float64), []
+    for part in range(2):
+        mine = heads_of(whole, part, 2)
+        mine.qkv.weight.data = whole.qkv.weight.data.chunk(2)[part]
+        outputs.append(mine(x))
+    assert not torch.allclose(sum(outputs), whole(x))
+
+
+@pytest.mark.parametrize(("family", "features", "message"), [
+    (GPT2, 35, "qkv gives 35 features: expected a multiple of 36, 1 query heads, a key head and a value head of 12"),
+    (GPT2, 40, "qkv gives 40 features: expected a multiple of 36"),
+    (LLAMA, 72, "qkv gives 72 features: expected a multiple of 48, 2 query heads"),
+    (replace(LLAMA, kv_heads=1), 36, "qkv gives 36 features: expected a multiple of 72, 4 query heads"),
+    (GPT2, 0, "qkv gives 0 features"),
+])
+def test_features_that_are_no_whole_heads_are_refused(family, features, message):
+    attention = Attention(family, softmax_attention)
+    attention.qkv = nn.Linear(48, 48)
+    attention.qkv.weight, attention.qkv.bias = nn.Parameter(torch.zeros(features, 48)), None
+    with pytest.raises(ValueError, match=message):
+        attention(torch.zeros(1, 8, 48))
 
 
 # --- dtype and device ------------------------------------------------------------------------------------------------
