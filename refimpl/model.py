@@ -183,10 +183,14 @@ class GPT(nn.Module):
             self.norm, self.head = norm_of(config), nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        self.apply(self.initialize)
+        for child in self.children():  # not self, which has its rotary tables
+            child.apply(self.initialize)
 
     def initialize(self, module):
-        """Initialise as GPT-2: N(0, 0.02²), biases 0. Output projections of a block are smaller by √(2 · layers)."""
+        """Initialise as GPT-2: N(0, 0.02²), biases 0. Output projections of a block are smaller by √(2 · layers).
+
+        A GPT itself gets its rotary tables: one that was built on the meta device lacks them.
+        """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -194,6 +198,9 @@ class GPT(nn.Module):
         if isinstance(module, Block):
             for linear in (module.attention.out, module.mlp.down):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
+        if isinstance(module, GPT) and module.positions is None:
+            for buffer, table in zip((module.cos, module.sin), rotation_table(module.config), strict=True):
+                buffer.copy_(table)
 
     def forward(self, tokens_BT, targets_BT=None, *, offset=0, reduction="mean"):
         """Map tokens (B, T) to logits (B, T, V), or to the cross-entropy ("mean" or "sum") with targets (B, T).

@@ -52,6 +52,8 @@ def peak_of(make, comm, **options):
 MODELS = {
     "GPT": (functools.partial(on_meta, LARGER), {}),
     "GPT, bf16": (functools.partial(on_meta, LARGER, dtype=torch.bfloat16), {}),
+    "as LLaMA": (functools.partial(on_meta, replace(LARGER, **AS_LLAMA)), {}),
+    "as LLaMA, bf16": (functools.partial(on_meta, replace(LARGER, **AS_LLAMA), dtype=torch.bfloat16), {}),
     "GPT, some whole": (functools.partial(on_meta, LARGER), {"persistence_threshold": 100}),
     "frozen layers": (lambda: _on_meta(Frozen), {}),
 }
@@ -123,6 +125,34 @@ def test_a_function_initializes_all_ranks_alike_and_they_train():
     expected = {name: p.std().item() for name, p in gpt().named_parameters() if p.dim() == 2}
     assert spread == pytest.approx(expected, rel=0.1)
     assert all((p == (1 if name.endswith("weight") else 0)).all() for name, p in first.items() if p.dim() == 1)
+
+
+def seeded(model):
+    """`model.initialize`, for which each module has random numbers of its own, whatever was initialized before."""
+    numbers = {module: i for i, module in enumerate(model.modules())}
+
+    def initialize(module):
+        torch.manual_seed(numbers[module])
+        model.initialize(module)
+
+    return initialize
+
+
+def started_as_llama(comm):
+    model = on_meta(replace(CONFIG, **AS_LLAMA))
+    engine = Zero3(model, comm, FAST, initialize=seeded(model))
+    first, buffers = parameters_of(engine), dict(model.named_buffers())
+    tokens = token_batches(1)[0][0].chunk(comm.world_size)[comm.rank]
+    return first, {name: buffer.clone() for name, buffer in buffers.items()}, engine(tokens).isfinite().all().item()
+
+
+def test_a_rotary_model_starts_as_it_is_built():
+    built = gpt(replace(CONFIG, **AS_LLAMA))
+    built.apply(seeded(built))
+    assert {name for name, _ in built.named_buffers()} == {"cos", "sin"}
+    for parameters, buffers, finite in launch(started_as_llama, 2):
+        assert equal(parameters, {name: p.detach() for name, p in built.named_parameters()}) and finite
+        assert equal(buffers, dict(built.named_buffers()))
 
 
 def from_file(comm, path, stage):
