@@ -8,9 +8,9 @@ fits).
 from .accumulate import accumulate, accumulation_bytes
 from .batches import count_targets, split
 from .find import MicroBatch, find_micro_batch
-from .ranks import accumulation_traffic
+from .ranks import Engine, accumulation_traffic, engine_traffic
 
 __all__ = [
-    "MicroBatch", "accumulate", "accumulation_bytes", "accumulation_traffic", "count_targets", "find_micro_batch",
-    "split",
+    "Engine", "MicroBatch", "accumulate", "accumulation_bytes", "accumulation_traffic", "count_targets",
+    "engine_traffic", "find_micro_batch", "split",
 ]

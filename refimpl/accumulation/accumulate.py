@@ -8,7 +8,7 @@ import torch
 
 from ..memory import Ledger
 from .batches import count_targets, cut, weights
-from .ranks import ranks_of
+from .ranks import Engine, ranks_of
 from .sums import GradientSums
 
 
@@ -23,6 +23,10 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
     The gradient is that of the whole batch. So clip it once, after this call, and keep the learning rate. Only one
     micro-batch's activations are in memory at a time (`accumulation_bytes`).
 
+    - `model`: a module, or an engine of refimpl.zero, which holds the gradients and averages them over its own ranks:
+      `loss = accumulate(engine, tokens, targets, micro_batch=8)`, then `engine.clip_grad_norm_(1.0)` and
+      `engine.step()`. Ranks may have different numbers of rows, targets and micro-batches. All ranks run as many
+      micro-batches: one with fewer runs its last one again, and gets no gradient from it (`engine_traffic`).
     - `batch`: tensors, or lists and dicts of them, with the rows in their first dimension. `micro_batch`: the number of
       rows in a micro-batch; the last one may have fewer. Alternatively, `micro_batches` gives the micro-batches
       themselves (each padded to its own length, for example): an iterable of tuples of arguments, or of single
@@ -39,13 +43,13 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
     - `comm`: connects the ranks, each of which passes its own part of the batch. Loss and gradient are those of all
       ranks' rows together. Gradients are reduced once, after the last micro-batch (`accumulation_traffic`). A `model`
       with a method `no_sync`, such as torch's DDP, reduces them itself, in the last backward; `comm` is then made from
-      its `process_group`. A model made by `fully_shard` (FSDP2) is refused.
+      its `process_group`. A model made by `fully_shard` (FSDP2) is refused. An engine has its own `comm`.
 
     Raises TypeError or ValueError for a batch that cannot be cut or has no target, for an invalid option, and for a
     model without trainable parameters; gradients then stay as they were. An exception in a loss, a backward or a
-    collective is passed on. Every `.grad` is then set to None, since a partial sum is not a gradient, and no hook is
-    left. The same holds for the RuntimeError that is raised if another hook takes gradients away during backward, as an
-    optimizer that steps there does: it would step on one micro-batch's gradient.
+    collective is passed on. Every `.grad` is then set to None (`engine.zero_grad()` is called), since a partial sum is
+    not a gradient, and no hook is left. The same holds for the RuntimeError that is raised if another hook takes
+    gradients away during backward, as an optimizer that steps there does: it would step on one micro-batch's gradient.
 
     Modules that mix rows, above all BatchNorm in training, see a micro-batch instead of the batch, so their gradient
     differs. Dropout draws different masks than it would for the whole batch. Counting targets waits for a GPU once.
@@ -55,15 +59,15 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
     parts = cut(batch, micro_batch, micro_batches)
     ranks = ranks_of(model, parameters, comm)
     weighted = zip(parts, weights(parts, reduction, count, ranks.total), strict=True)
-    work = [(part, weight) for part, weight in weighted if weight]
-    sums = GradientSums(parameters, ranks.sum_in(dtype, work))
+    work = ranks.all_work([(part, weight) for part, weight in weighted if weight], spare=parts[-1])
+    sums = GradientSums(ranks.parameters, ranks.sum_in(dtype, work))
     loss_fn = loss_fn or _call
     try:
         loss = 0.0
         with sums:
             for number, (part, weight) in enumerate(work, 1):
-                with ranks.backward(last=number == len(work)):
-                    loss = loss + _forward_backward(loss_fn, model, part, weight, ranks.factor, scale)
+                with ranks.micro_batch(number == len(work), weight):
+                    loss = loss + _backward(ranks, _one_number(loss_fn(model, *part)), weight, scale)
                 sums.check_kept()
             if not work:
                 ranks.join(lambda: loss_fn(model, *parts[-1]))
@@ -71,25 +75,24 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
         ranks.reduce_gradients(sums)
         sums.write_gradients()
     except BaseException:
-        for parameter in parameters:
-            parameter.grad = None
+        ranks.drop_gradients()
         raise
     return loss
 
 
 def _call(model, *part):
-    return model(*part)
+    return model.forward(*part) if isinstance(model, Engine) else model(*part)
 
 
-def _forward_backward(loss_fn, model, part, weight, factor, scale):
-    """Run forward and backward of a micro-batch. Returns its share of the loss, in fp32 or wider, without a graph."""
-    loss = _one_number(loss_fn(model, *part)) * weight
-    scaled = loss * factor if factor != 1 else loss
+def _backward(ranks, loss, weight, scale):
+    """Run the backward of a micro-batch's loss. Returns its share of the loss, in fp32 or wider, without a graph."""
+    loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0  # a mean over no targets is NaN
+    scaled = loss * ranks.factor if ranks.factor != 1 else loss
     scaled = scaled if scale is None else scale(scaled)
     if not isinstance(scaled, torch.Tensor):
         raise TypeError(f"scale returned {type(scaled).__name__}: expected the loss that it was given, multiplied by a "
                         "factor")
-    scaled.backward()
+    ranks.backward(scaled)
     return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
 
@@ -108,9 +111,10 @@ def _one_number(loss):
 
 def _trainable(model):
     """Return the parameters that get gradients, each once."""
+    model = model.model if isinstance(model, Engine) else model
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"accumulate({type(model).__name__}, …): expected a module, whose gradients are summed. Pass "
-                        "a function as loss_fn=")
+        raise TypeError(f"accumulate({type(model).__name__}, …): expected a module, whose gradients are summed, or an "
+                        "engine of refimpl.zero. Pass a function as loss_fn=")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: call requires_grad_(True) "

@@ -1,10 +1,12 @@
 """Gradient accumulation on several ranks: gradients are reduced once a step, after the last micro-batch.
 
-There are three cases, with the same methods: one process alone; ranks connected by a Communicator; and a model that
-averages its gradients itself in every backward outside `no_sync()`, as torch's DistributedDataParallel does.
+There are four cases, with the same methods: one process alone; ranks connected by a Communicator; a model that
+averages its gradients itself in every backward outside `no_sync()`, as torch's DistributedDataParallel does; and an
+engine, which does so too and has a `backward` of its own.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -14,14 +16,44 @@ from ..comm import Communicator, ring_traffic
 from .sums import gradient_dtype, is_narrower
 
 
+@runtime_checkable
+class Engine(Protocol):
+    """What `accumulate` takes in place of a model: it trains `model` on the ranks of `comm`, as engines of ZeRO do.
+
+    Its gradients are averages over all ranks. It keeps them where it likes, whole or in shards, so that `accumulate`
+    looks at no `.grad`. All ranks call `forward` and `backward` together, and each as often as the others.
+    """
+
+    model: torch.nn.Module
+    comm: Communicator
+
+    def forward(self, *args, **kwargs):
+        """Return the model's output."""
+
+    def backward(self, loss):
+        """Compute the gradients of `loss`, average them over all ranks, and add them to those that are there."""
+
+    def no_sync(self):
+        """Return a context in which `backward` need not average: a later backward outside of it does."""
+
+    def zero_grad(self):
+        """Drop the gradients."""
+
+
 def ranks_of(model, parameters, comm):
     """Choose the case for `model` and `comm`.
 
-    Raises TypeError if `comm` is not a Communicator, and ValueError for a model of FSDP2.
+    Raises TypeError if `comm` is not a Communicator, and ValueError for a model of FSDP2 and for an engine with
+    another `comm` than its own.
     """
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for one "
                         "process alone")
+    if isinstance(model, Engine):
+        if comm not in (None, model.comm):
+            raise ValueError(f"comm={comm!r}, and the engine is on {model.comm!r}: leave comm out, since it reduces "
+                             "gradients over its own ranks")
+        return InEngine(model, parameters)
     if hasattr(model, "set_requires_gradient_sync"):
         raise ValueError(f"{type(model).__name__} was made by fully_shard, which keeps unreduced gradients where "
                          "accumulate cannot clear them after an exception. Write the loop by hand: cut the batch with "
@@ -55,12 +87,25 @@ class Alone:
         """Return the dtype to sum in; None for a single micro-batch, which leaves nothing to sum."""
         return dtype if len(parts) > 1 else None
 
-    def backward(self, last):
+    def all_work(self, work, spare):
+        """Return the (micro-batch, weight) to run: `work`. An engine may ask for more, as `spare`."""
+        return work
+
+    def micro_batch(self, last, weight):
         """Return a context for forward and backward of a micro-batch. Only in the `last` are gradients reduced."""
         return nullcontext()
 
+    def backward(self, loss):
+        """Run the backward of `loss`."""
+        loss.backward()
+
     def join(self, forward):
         """Take part in the reduction without a backward, on a rank without targets."""
+
+    def drop_gradients(self):
+        """Drop the gradients, which an exception has left incomplete."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def reduce_gradients(self, sums):
         """Replace this rank's gradients by their sum over all ranks. One process alone has nothing to reduce."""
@@ -125,7 +170,7 @@ class InModel(Alone):
                              "in .grad")
         return None
 
-    def backward(self, last):
+    def micro_batch(self, last, weight):
         """Return the model's own `no_sync()` for all but the last micro-batch."""
         return nullcontext() if last else self.model.no_sync()
 
@@ -136,6 +181,61 @@ class InModel(Alone):
         """
         forward()
         torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in self.parameters])
+
+
+class InEngine(Alone):
+    """The case of an engine, which holds the gradients and averages them over W ranks: each loss is multiplied by W.
+
+    Its ranks make equally many backwards. One with fewer micro-batches runs its last one again, with a weight of 0.
+    """
+
+    def __init__(self, engine, parameters):
+        super().__init__([])  # none whose `.grad` is summed, reduced or dropped here
+        self.engine, self.comm, self.factor, self._trained = engine, engine.comm, engine.comm.world_size, parameters
+
+    def all_work(self, work, spare):
+        """Return `work`, and as often as other ranks have more: its last micro-batch, or `spare`, with a weight of 0.
+
+        These 8 bytes are sent before the first forward.
+        """
+        most = self.comm.all_reduce(torch.tensor(len(work), device=self.comm.device), "max")
+        missing = 0 if isinstance(most, FakeTensor) else int(most) - len(work)
+        return work + [(work[-1][0] if work else spare, 0)] * missing
+
+    def sum_in(self, dtype, parts):
+        """Return None: the engine adds gradients up. Raises ValueError if `dtype` would need sums elsewhere."""
+        low = [p for p in self._trained if dtype is not None and is_narrower(p, dtype)]
+        if low and len(parts) > 1:
+            raise ValueError(f"{type(self.engine).__name__} sums gradients itself, of parameters in {low[0].dtype}: "
+                             f"they cannot be summed in {dtype}. Give dtype=None to sum them as the engine does")
+        return None
+
+    @contextmanager
+    def micro_batch(self, last, weight):
+        """Open the engine's `no_sync()` for all but the last micro-batch. With a weight of 0 all gradients are zeros.
+
+        Zero times the loss would not do: a mean over no targets is 0/0, and so are its gradients.
+        """
+        hooks = [] if weight else [parameter.register_hook(_zeros) for parameter in self._trained]
+        try:
+            with nullcontext() if last else self.engine.no_sync():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def backward(self, loss):
+        """Run the engine's backward of `loss`."""
+        self.engine.backward(loss)
+
+    def drop_gradients(self):
+        """Drop the engine's gradients."""
+        self.engine.zero_grad()
+
+
+def _zeros(gradient):
+    """Return zeros for a gradient, in one element's bytes."""
+    return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
 
 
 def accumulation_traffic(parameters, world_size, rank=0, dtype=torch.float32):
@@ -152,3 +252,15 @@ def accumulation_traffic(parameters, world_size, rank=0, dtype=torch.float32):
     sizes = [(p.numel(), max(gradient_dtype(p).itemsize, 0 if dtype is None else dtype.itemsize)) for p in parameters]
     sizes += [(1, 8), (1, 8), (len(parameters), 1)]
     return sum(ring_traffic("all_reduce", n * element, world_size, rank=rank, itemsize=element) for n, element in sizes)
+
+
+def engine_traffic(world_size, rank=0, reduction="mean"):
+    """Predict the bytes (int) that `rank` sends in one `accumulate(engine, …)` beside what the engine sends.
+
+        2(N−1)/N · (8  +  8  +  8)        the number of targets, that of micro-batches, and the loss
+
+    A `reduction` of "sum" sends no number of targets. The engine's own bytes are those of a step of m micro-batches, m
+    being the most that a rank has (`refimpl.zero.closed_forms.step_traffic`). Of these, stages 0 and 1 reduce in the
+    last alone, stages 2 and 3 in each.
+    """
+    return (3 - (reduction == "sum")) * ring_traffic("all_reduce", 8, world_size, rank=rank, itemsize=8)
