@@ -11,6 +11,7 @@ In the order of reading:
     handle          a collective under way
     order           which collectives a rank has begun, in what order; two orders told apart
     records         the orders of ranks that hang, were killed, or returned too early
+    texts           results and exceptions of each rank, told to all
     torchrun        the same call under torchrun
     drawing         collectives as a picture
     backend/        machinery: which tensors gloo and NCCL take, messages between ranks, sub-groups, torch's versions

@@ -13,8 +13,9 @@ import json
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...comm.errors import CollectiveMismatch, RankError
+from ...comm.errors import CollectiveMismatch
 from ...comm.order import difference
+from ...comm.texts import gather_texts
 from ...comm.traffic import ring_traffic
 
 PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "load_state_dict", "save", "load",
@@ -55,7 +56,7 @@ def check_phase(comm, phase, step, micro_batch):
                                  "often as the others before each step", differ)
     if any(each[2] != checks[0][2] for each in checks):
         text, differ = difference({comm.ranks[rank]: json.loads(each) for rank, each in
-                                   enumerate(_gather_texts(comm, json.dumps(comm.order.recent)))})
+                                   enumerate(gather_texts(comm, json.dumps(comm.order.recent)))})
         raise CollectiveMismatch(f"before {phase} in step {step}, {text}\nEach rank has to run the same units in the "
                                  "same order: none may leave out a layer that others run (LayerDrop, an early exit)",
                                  differ)
@@ -65,50 +66,6 @@ def used_on_any_rank(comm, used):
     """Return, for each parameter, whether some rank has a gradient of it; `used` says so of this rank."""
     found = comm.host().all_reduce(torch.tensor(used, dtype=torch.uint8), "max", label="which parameters are used")
     return list(used) if isinstance(found, FakeTensor) else [bool(each) for each in found.tolist()]
-
-
-def gather_results(comm, work):
-    """Call `work()` on each rank and return [its result on each rank], on all ranks. Results pass through JSON.
-
-    If `work` raises on some ranks, all ranks raise: those ranks their own exception, the others a RankError that names
-    them. `work` must not call a collective.
-    """
-    text = own = None
-    try:
-        text = json.dumps([None, work()])
-    except Exception as error:
-        own, text = error, json.dumps([f"{type(error).__name__}: {error}", None])
-    answers = [json.loads(each) for each in _gather_texts(comm, text)]
-    if own:
-        raise own
-    failed = [rank for rank, (error, _) in enumerate(answers) if error]
-    if failed:
-        raise RankError("; ".join(f"rank {rank} raised {answers[rank][0]}" for rank in failed), failed)
-    return [result for _, result in answers]
-
-
-def broadcast_text(comm, text=None):
-    """Return rank 0's text, on all ranks."""
-    text = text.encode() if comm.rank == 0 else b""
-    length = comm.host().broadcast(torch.tensor(len(text)), 0)
-    return _text(comm.host().broadcast(_tensor(text, int(length)), 0))
-
-
-def _gather_texts(comm, text):
-    """Return [each rank's text], on all ranks."""
-    text = text.encode()
-    lengths = comm.host().all_gather(torch.tensor([len(text)])).tolist()
-    rows = comm.host().all_gather(_tensor(text, max(lengths))[None])
-    return [_text(row[:length]) for row, length in zip(rows, lengths, strict=True)]
-
-
-def _tensor(text, length):
-    padded = bytearray(text.ljust(length + 1))  # torch.frombuffer refuses an empty buffer
-    return torch.frombuffer(padded, dtype=torch.uint8)[:length]
-
-
-def _text(tensor):
-    return tensor.numpy().tobytes().decode()
 
 
 def consistency_traffic(world_size, rank, parameters, checks, clips=0):

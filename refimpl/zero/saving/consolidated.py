@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..internals.consistency import broadcast_text, check_phase, gather_results
+from ...comm.texts import broadcast_text, gather_results
+from ..internals.consistency import check_phase
 from .description import DTYPES, describe, differences, listed, name_of, set_hyperparameters
 from .durable import make_folder, replacing, widest_first, write_tensors
 from .form import KIND, STATE_DICT, Each, mismatch

@@ -31,7 +31,8 @@ from pathlib import Path
 
 import torch
 
-from ..internals.consistency import check_phase, gather_results
+from ...comm.texts import gather_results
+from ..internals.consistency import check_phase
 from . import manifest as manifests
 from .coverage import REST, check_coverage, check_header, check_inside, expected_in, file_of, readable
 from .description import describe, differences, listed, set_hyperparameters

@@ -1,0 +1,55 @@
+"""What ranks say to each other: results of each rank's own work, and its errors, as text in host memory.
+
+An exception on one rank alone would leave the others waiting for it in their next collective. Here all ranks learn of
+it at once.
+"""
+
+import json
+
+import torch
+
+from .errors import RankError
+
+
+def gather_results(comm, work):
+    """Call `work()` on each rank and return [its result on each rank], on all ranks. Results pass through JSON.
+
+    If `work` raises on some ranks, all ranks raise: those ranks their own exception, the others a RankError that names
+    them. `work` must not call a collective.
+    """
+    text = own = None
+    try:
+        text = json.dumps([None, work()])
+    except Exception as error:
+        own, text = error, json.dumps([f"{type(error).__name__}: {error}", None])
+    answers = [json.loads(each) for each in gather_texts(comm, text)]
+    if own:
+        raise own
+    failed = [rank for rank, (error, _) in enumerate(answers) if error]
+    if failed:
+        raise RankError("; ".join(f"rank {rank} raised {answers[rank][0]}" for rank in failed), failed)
+    return [result for _, result in answers]
+
+
+def broadcast_text(comm, text=None):
+    """Return rank 0's text, on all ranks."""
+    text = text.encode() if comm.rank == 0 else b""
+    length = comm.host().broadcast(torch.tensor(len(text)), 0)
+    return _text(comm.host().broadcast(_tensor(text, int(length)), 0))
+
+
+def gather_texts(comm, text):
+    """Return [each rank's text], on all ranks."""
+    text = text.encode()
+    lengths = comm.host().all_gather(torch.tensor([len(text)])).tolist()
+    rows = comm.host().all_gather(_tensor(text, max(lengths))[None])
+    return [_text(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _tensor(text, length):
+    padded = bytearray(text.ljust(length + 1))  # torch.frombuffer refuses an empty buffer
+    return torch.frombuffer(padded, dtype=torch.uint8)[:length]
+
+
+def _text(tensor):
+    return tensor.numpy().tobytes().decode()

@@ -1,0 +1,68 @@
+"""What an engine hands over to be saved or loaded: its shards, its optimizer, and how to load one group of them."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..comm import Communicator
+from ..sharding import Shard, spec_of
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """Describes what one rank holds of a model in training. Nobody needs to know how the model was cut.
+
+    - `comm`: of all ranks that hold a part of the model.
+    - `shards`: of this rank, group by group, at most one of each name. Ranks that share tensors have their groups in
+      one order. Each tensor is in some rank's shards, also one without elements.
+    - `optimizer`: of this rank's `own` tensors.
+    - `groups`: [names of the whole parameters] of each param group, also of those that this rank has no part of.
+    - `model`: which names a tensor has in its state_dict, and which buffers are in it at all.
+    - `step`: how many steps were made. `about`: further words for the manifest, such as {"stage": 1}.
+    - `loaded(group)`: a context in which the tensors of that group have their contents; outside of it a store may keep
+      them elsewhere, but for single numbers of the optimizer's state. No two groups are ever loaded at a time.
+    """
+
+    comm: Communicator
+    shards: list[Shard]
+    optimizer: torch.optim.Optimizer
+    groups: list[list[str]]
+    model: torch.nn.Module
+    step: int = 0
+    about: dict = field(default_factory=dict)
+    loaded: Callable = contextlib.nullcontext
+
+    def __post_init__(self):
+        self.names = _names(self.model)
+        kept = set(self.names.values())
+        self.shards = [shard for shard in self.shards if shard.kind != "buffers" or shard.spec.name in kept]
+        seen = set()
+        for name in (shard.spec.name for shard in self.shards):
+            if name in seen:
+                raise ValueError(f"two shards of {name} on rank {self.comm.rank}: expected one of each tensor")
+            seen.add(name)
+
+    @contextlib.contextmanager
+    def one_group(self):
+        """Give a function `load(group)`, which loads a group in the place of the one before; the last until the end."""
+        now = []
+        with contextlib.ExitStack() as stack:
+            def load(group):
+                if now != [group]:
+                    now.clear()
+                    stack.close()
+                    stack.enter_context(self.loaded(group))
+                    now.append(group)
+            yield load
+
+
+def _names(model):
+    """Return {each name in the model's state_dict: the tensor's name in specs}. A tied tensor has several."""
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first = {}
+    for name, tensor in every:
+        first.setdefault(tensor, spec_of(name, tensor).name)
+    kept = model.state_dict().keys()
+    return {name: first[tensor] for name, tensor in every if name in kept}

@@ -1,0 +1,232 @@
+"""Says which part of which tensor a rank holds, and which ranks hold the same: one description of every way to cut.
+
+    the whole, (4, 6)      a block of it             a flat part of the block
+    · · · · · ·            · · · # # #               · · · · · ·      tensor parallelism cuts a tensor into blocks; ZeRO
+    · · · · · ·            · · · # # #               · · · · # #      cuts a block, its elements in row-major order, at
+    · · · · · ·            · · · # # #               · · · # # #      any element: here elements 4 … 9 of the 12
+    · · · · · ·            · · · # # #               · · · # · ·
+
+A flat part of a block with d dimensions is at most 2d − 1 boxes: the rest of a row, of a matrix, …, whole ones, and the
+beginnings of the next. Two boxes have a box in common. So elements move between any two cuts of a tensor, box by box.
+"""
+
+import itertools
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Describes the part of a tensor that a rank holds. ValueError if the tensor has no such part.
+
+    - `name`, `shape`: of the whole tensor, as in the model that nobody has cut.
+    - `offsets`, `lengths`: where this rank's block begins in it, and the block's shape. By default it is the whole.
+    - `first`, `end`: elements first … end − 1 of the block are here, in row-major order; by default all of them.
+    - `replicas`: all ranks that hold these elements, this one included, as numbers in the communicator of all ranks
+      that hold a part of the model; () if this rank alone does.
+    """
+
+    name: str
+    shape: tuple
+    offsets: tuple = None
+    lengths: tuple = None
+    first: int = 0
+    end: int = None
+    replicas: tuple = ()
+
+    def __post_init__(self):
+        shape = tuple(self.shape)
+        offsets = (0,) * len(shape) if self.offsets is None else tuple(self.offsets)
+        lengths = shape if self.lengths is None else tuple(self.lengths)
+        block = math.prod(lengths)
+        filled = {"shape": shape, "offsets": offsets, "lengths": lengths, "replicas": tuple(self.replicas),
+                  "end": block if self.end is None else self.end}
+        for key, value in filled.items():
+            object.__setattr__(self, key, value)
+        if not len(shape) == len(offsets) == len(lengths) or any(
+                begin < 0 or length < 0 or begin + length > size
+                for begin, length, size in zip(offsets, lengths, shape, strict=True)):
+            raise ValueError(f"{self.name}: a block of {lengths} at {offsets}: expected a part of {shape}")
+        if not 0 <= self.first <= self.end <= block:
+            raise ValueError(f"{self.name}: elements [{self.first}, {self.end}]: expected a part of {block} elements")
+
+    @property
+    def numel(self):
+        """Return how many elements are here."""
+        return self.end - self.first
+
+    def cut(self, first, end):
+        """Return the spec of elements first … end − 1 of the block. ValueError if they are not all here."""
+        if not self.first <= first <= end <= self.end:
+            raise ValueError(f"{self.name}: cut to elements [{first}, {end}]: expected a part of [{self.first}, "
+                             f"{self.end}], which is here")
+        return ShardSpec(self.name, self.shape, self.offsets, self.lengths, first, end, self.replicas)
+
+    def boxes(self):
+        """Return the elements as [(offsets in the whole, lengths, place)]: each box is contiguous in this rank's flat
+        elements, and begins there at `place`."""
+        found, at, strides = [], self.first, _strides(self.lengths)
+        while at < self.end:
+            # The largest rows (matrices, …) that begin here and end before the end, as many as are in one of the next.
+            dim = next((d for d, n in enumerate(strides) if at % n == 0 and at + n <= self.end), 0)
+            step = strides[dim] if strides else 1
+            index = [at // n % length for n, length in zip(strides, self.lengths, strict=True)]
+            count = min((self.end - at) // step, self.lengths[dim] - index[dim]) if strides else 1
+            lengths = (*(1,) * dim, count, *self.lengths[dim + 1:]) if strides else ()
+            found.append((tuple(o + i for o, i in zip(self.offsets, index, strict=True)), lengths, at - self.first))
+            at += count * step
+        return found
+
+
+@dataclass(eq=False)
+class Shard:
+    """A part of a tensor that a rank holds, as an engine hands it to `refimpl.saving`. ValueError if its sizes differ.
+
+    - `spec`: which elements. Its `replicas` are those beyond data parallelism: ranks that compute with the same data.
+    - `values`: those elements, flat, as they are *held*: the fp32 master of a 16-bit parameter, if there is one.
+    - `kind`: "parameters" (trained), "frozen" (parameters that are not) or "buffers".
+    - `dtype`: of the model's own tensor.
+    - `own`: what the optimizer updates, with as many elements as `values`: its state is `optimizer.state[own]`. It may
+      have the shape of a whole parameter. None for what is not trained.
+    - `owned`: the part that this rank writes and counts in norms, as `spec.cut` returns it, so that each element is
+      exactly one rank's; None if all of it is other ranks'.
+    - `group`: consecutive shards of one group are loaded together (a ZeRO bucket).
+    """
+
+    spec: ShardSpec
+    values: torch.Tensor
+    kind: str
+    dtype: torch.dtype
+    own: torch.nn.Parameter | None = None
+    owned: ShardSpec | None = None
+    group: Hashable = None
+
+    def __post_init__(self):
+        for what in ("values", "own"):
+            if (tensor := getattr(self, what)) is not None and tensor.numel() != self.spec.numel:
+                raise ValueError(f"{self.spec.name}: {what} has {tensor.numel()} elements: expected {self.spec.numel}, "
+                                 "as its spec says")
+        if self.owned is not None and self.owned != self.spec.cut(self.owned.first, self.owned.end):
+            raise ValueError(f"{self.spec.name}: owned is {self.owned}: expected a cut of {self.spec}")
+
+
+def set_spec(parameter, spec):
+    """Say which part of the whole a parameter (or a buffer) is: for a technique that cuts a model from outside."""
+    if math.prod(spec.lengths) != spec.numel or spec.lengths != tuple(parameter.shape):
+        raise ValueError(f"{spec.name}: the parameter has shape {tuple(parameter.shape)}, its spec {spec.numel} "
+                         f"elements of a block of {spec.lengths}: expected the whole block")
+    parameter.shard_spec = spec
+
+
+def spec_of(name, parameter):
+    """Return the spec that `set_spec` gave a parameter; else that of a whole tensor of this name."""
+    return getattr(parameter, "shard_spec", None) or ShardSpec(name, tuple(parameter.shape))
+
+
+# --- between two cuts ------------------------------------------------------------------------------------------------
+
+
+class View(NamedTuple):
+    """A box within the flat elements of a shard: from `begin`, with this size and these strides."""
+
+    begin: int
+    size: tuple
+    stride: tuple
+
+    @property
+    def end(self):
+        """Return the place after its last element."""
+        return self.begin + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
+
+    def of(self, flat):
+        """Return the box, as a view of a shard's flat elements."""
+        return flat[self.begin : self.end].as_strided(self.size, self.stride)
+
+
+def overlaps(a, b):
+    """Return [(View, View)]: the elements that two specs of one tensor share, in the elements of `a` and of `b`."""
+    found = []
+    for mine, theirs in itertools.product(a.boxes(), b.boxes()):
+        low = tuple(map(max, mine[0], theirs[0]))
+        size = tuple(min(o + n, p + m) - at for at, o, n, p, m in zip(low, *mine[:2], *theirs[:2], strict=True))
+        if all(n > 0 for n in size):
+            found.append((_view(mine, low, size), _view(theirs, low, size)))
+    return found
+
+
+def copy_overlap(target, spec, source, source_spec):
+    """Copy the elements that two specs share from the flat tensor `source` to the flat tensor `target`."""
+    for mine, theirs in overlaps(spec, source_spec):
+        mine.of(target).copy_(theirs.of(source))
+
+
+def _view(box, low, size):
+    offsets, lengths, place = box
+    strides = _strides(lengths)
+    return View(place + sum((at - o) * n for at, o, n in zip(low, offsets, strides, strict=True)), size, strides)
+
+
+def _strides(lengths):
+    return tuple(math.prod(lengths[dim + 1:]) for dim in range(len(lengths)))
+
+
+# --- does each element exist, and once? ------------------------------------------------------------------------------
+
+
+def check_specs(specs):
+    """Raise ValueError, by name, unless the ranks' specs are each element of each tensor once, or on ranks that name
+    each other as replicas. `specs`: [the specs of each rank], or {rank: its specs}."""
+    pieces = {}
+    for rank, spec in check_replicas(specs):
+        pieces.setdefault(spec.name, []).append((spec, f"on rank {rank}"))
+    for name, each in pieces.items():
+        (first, where), *_ = each
+        if other := next(((spec.shape, there) for spec, there in each if spec.shape != first.shape), None):
+            raise ValueError(f"{name} has shape {first.shape} {where} and {other[0]} {other[1]}: `shape` is that of "
+                             "the whole tensor, the same on all ranks")
+        if fault := coverage_fault(name, first.shape, each, "on no rank"):
+            raise ValueError(f"{fault}: ranks that hold the same name each other in `replicas`, and one of them owns "
+                             "it; all others hold different parts, which together are the whole")
+
+
+def check_replicas(specs):
+    """Return [(rank, spec)], one for all replicas of a shard. ValueError unless all that one names name the same."""
+    holders = {}
+    for rank, each in sorted((specs if isinstance(specs, dict) else dict(enumerate(specs))).items()):
+        for spec in each:
+            holders.setdefault((spec, None if spec.replicas else rank), []).append(rank)
+    for (spec, _), ranks in holders.items():
+        if spec.replicas and sorted(spec.replicas) != ranks:
+            raise ValueError(f"{spec.name}: ranks {ranks} name ranks {list(spec.replicas)} as replicas of elements "
+                             f"[{spec.first}, {spec.end}], and not all of these do: each has to hold the same elements "
+                             "and to name the same replicas, itself included")
+    return [(ranks[0], spec) for (spec, _), ranks in holders.items()]
+
+
+def coverage_fault(name, shape, pieces, nowhere):
+    """Return a sentence unless `pieces`, [(ShardSpec, words for where it is)], have each element of the tensor once."""
+    blocks = {} if math.prod(shape) == 0 or any(spec.numel for spec, _ in pieces) else {
+        ((0,) * len(shape), tuple(shape)): []}
+    for spec, where in pieces:
+        if spec.numel:
+            blocks.setdefault((spec.offsets, spec.lengths), []).append((spec.first, spec.end, where))
+    for (offsets, lengths), spans in blocks.items():
+        of = "" if lengths == tuple(shape) else f" of its block of {lengths} at {offsets}"
+        reached, before = 0, None
+        for first, end, where in [*sorted(spans), (math.prod(lengths),) * 2 + (nowhere,)]:
+            if first < reached and where != nowhere:
+                return f"{name}: elements {first} … {min(end, reached) - 1}{of} are {before} and {where}"
+            if first > reached:
+                return f"{name}: elements {reached} … {first - 1}{of} are {nowhere}"
+            reached, before = end, where
+    for (a, n), (b, m) in itertools.combinations(blocks, 2):
+        if all(max(i, j) < min(i + k, j + h) for i, k, j, h in zip(a, n, b, m, strict=True)):
+            return (f"{name}: its blocks of {n} at {a}, {blocks[a, n][0][2]}, and of {m} at {b}, {blocks[b, m][0][2]}, "
+                    "have elements in common")
+    if (there := sum(math.prod(lengths) for _, lengths in blocks)) < math.prod(shape):
+        return f"{name}: {math.prod(shape) - there} of its {math.prod(shape)} elements are {nowhere}"
+    return None
