@@ -13,10 +13,12 @@ beginnings of the next. Two boxes have a box in common. So elements move between
 import itertools
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
+
+from .comm.texts import gather_results
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,9 @@ class Shard:
             if (tensor := getattr(self, what)) is not None and tensor.numel() != self.spec.numel:
                 raise ValueError(f"{self.spec.name}: {what} has {tensor.numel()} elements: expected {self.spec.numel}, "
                                  "as its spec says")
+        if (self.own is None) == (self.kind == "parameters") or self.kind not in ("parameters", "frozen", "buffers"):
+            raise ValueError(f"{self.spec.name}: kind is {self.kind!r} and own is {self.own}: expected 'parameters' "
+                             "and what the optimizer updates, or 'frozen' or 'buffers' and None")
         if self.owned is not None and self.owned != self.spec.cut(self.owned.first, self.owned.end):
             raise ValueError(f"{self.spec.name}: owned is {self.owned}: expected a cut of {self.spec}")
 
@@ -191,6 +196,15 @@ def check_specs(specs):
         if fault := coverage_fault(name, first.shape, each, "on no rank"):
             raise ValueError(f"{fault}: ranks that hold the same name each other in `replicas`, and one of them owns "
                              "it; all others hold different parts, which together are the whole")
+
+
+def check_ranks(comm, specs, counts=True):
+    """Call `check_replicas`, on every rank of `comm`, with the specs of all of them, and `check_specs` with those of
+    ranks that pass `counts`: the others, for data parallelism, have the same again."""
+    everyone = gather_results(comm, lambda: [counts, [astuple(spec) for spec in specs]])
+    found = {rank: [ShardSpec(*each) for each in mine] for rank, (_, mine) in enumerate(everyone)}
+    check_replicas(found)
+    check_specs({rank: mine for rank, mine in found.items() if everyone[rank][0]})
 
 
 def check_replicas(specs):

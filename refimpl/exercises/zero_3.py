@@ -135,7 +135,7 @@ def _averaged(comm, average):
 def _whole(engine):
     """Return all parameters of each bucket, flat."""
     with engine.gathered():
-        return [engine.full[bucket].clone() for bucket in engine.buckets]
+        return [engine.parameters.whole[bucket].clone() for bucket in engine.buckets]
 
 
 def third(average):

@@ -111,11 +111,14 @@ class AdaptiveLossScaler:
         widen = getattr(optimizer, "widen_gradients", None)
         if widen is not None:
             widen()
-        gradients = self._gradients(optimizer)
-        _refuse_fp16(gradients)
-        for parts in _by_device_and_dtype(gradients).values():
-            torch._foreach_mul_(parts, 1 / self._scale)
-        self._found[optimizer] = self._look(gradients)
+        for gradients in self._gradients(optimizer):
+            _refuse_fp16(gradients)
+        flags = []
+        for gradients in self._gradients(optimizer):
+            for parts in _by_device_and_dtype(gradients).values():
+                torch._foreach_mul_(parts, 1 / self._scale)
+            flags += _finite(gradients)
+        self._found[optimizer] = self._look(flags)
 
     def step(self, optimizer, closure=None):
         """Call `optimizer.step()`, unless a gradient is inf or NaN on any rank. Returns what it returns, or None.
@@ -133,7 +136,8 @@ class AdaptiveLossScaler:
             if postpone is None:
                 self.unscale_(optimizer)
             else:  # the optimizer divides in fp32, when it gives gradients to its masters
-                self._found[optimizer] = self._look(self._gradients(optimizer))
+                gradients, = self._gradients(optimizer)
+                self._found[optimizer] = self._look(_finite(gradients))
                 postpone(1 / self._scale)
         found = self._ask(self._found[optimizer])
         self._found[optimizer] = found
@@ -183,21 +187,24 @@ class AdaptiveLossScaler:
     # --- what the gradients are --------------------------------------------------------------------------------------
 
     def _gradients(self, optimizer):
+        """Yield lists of gradients: all at once, or as `optimizer.gradients()` yields them, which may load each."""
         if self.comm is None and not getattr(optimizer, "gradients_are_whole", True):
             raise ValueError(f"{type(optimizer).__name__} has gradients in shards, and a rank would look at its own: "
                              "AdaptiveLossScaler(comm=comm) asks all ranks")
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradients and not self._in_use:
-            raise RuntimeError(f"no loss was scaled, and the gradients would be divided by {self._scale:g}: call "
-                               "scaler.scale(loss).backward()")
-        if not gradients and self.comm is None:
+        batches, some = optimizer.gradients() if hasattr(optimizer, "gradients") else [
+            [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]], False
+        for gradients in batches:
+            if gradients and not self._in_use:
+                raise RuntimeError(f"no loss was scaled, and the gradients would be divided by {self._scale:g}: call "
+                                   "scaler.scale(loss).backward()")
+            some = some or bool(gradients)
+            yield gradients
+        if not some and self.comm is None:
             raise ValueError("the optimizer's parameters have no gradients: call scaler.scale(loss).backward() before "
                              "step(), and check that the model has parameters that require them")
-        return gradients
 
-    def _look(self, gradients):
+    def _look(self, flags):
         """Return NO_GRADIENTS, FINITE or OVERFLOW over all ranks, as a tensor on the device, without waiting for it."""
-        flags = [torch.stack(_extremes(parts)).isfinite().all() for parts in _by_device_and_dtype(gradients).values()]
         device = flags[0].device if flags else self.comm.device
         found = torch.full((), FINITE if flags else NO_GRADIENTS, device=device)
         for flag in flags:
@@ -260,6 +267,11 @@ def _refuse_fp16(gradients):
         raise ValueError("gradients in float16 cannot be divided by the scale: what is below 6e-8 would become 0. Keep "
                          "the weights in fp32 (under autocast), or wrap the optimizer: MixedPrecisionOptimizer("
                          "optimizer, torch.float16)")
+
+
+def _finite(gradients):
+    """Return whether they are finite, a flag (a tensor) for each device and dtype."""
+    return [torch.stack(_extremes(parts)).isfinite().all() for parts in _by_device_and_dtype(gradients).values()]
 
 
 def _extremes(tensors):

@@ -1,9 +1,20 @@
 """Saves what ranks hold of a model in training, and loads it again, however many ranks there are and however it is cut.
 
-`save(state, directory)` and `load(state, directory)`; `state_dict(state)`, `load_state_dict(state, sd)` and
-`save_weights(state, path, dtype)`. The three that load return the step.
+An engine describes what a rank holds as a `TrainingState`, a list of `refimpl.sharding.Shard`. Then
+
+    save(state, directory)      load(state, directory)         each rank writes what it owns, reads what it has
+    state_dict(state)           load_state_dict(state, sd)     the whole on rank 0
+    save_weights(state, path)                                  the model alone, in one file
+
+Those that load return the step. Read `state` and `sharded` first, then `consolidated`. Beneath: `durable` writes files
+that survive a crash, `manifest` makes a folder of them one saved state, `description` says what has to be the same
+where it is loaded, and `optimizer_state` which tensors a shard has. What is read may be damaged: `form` checks that a
+manifest or a state_dict has the form that it should have, and `coverage` that each element is in one file.
 """
 
+from .consolidated import load_state_dict, save_weights, state_dict
+from .manifest import SavedStateError
+from .sharded import load, save
 from .state import TrainingState
 
-__all__ = ["TrainingState"]
+__all__ = ["SavedStateError", "TrainingState", "load", "load_state_dict", "save", "save_weights", "state_dict"]

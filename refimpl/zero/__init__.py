@@ -14,16 +14,20 @@ The four classes are used alike; each docstring says what its class adds. `engin
 and `eval()`. Buckets should be small beside the model (`bucket_bytes`, by default 25 MiB of gradients): until a bucket
 is full, stage 2 holds its whole gradients.
 
-Order of reading: `bucket` (parameters side by side), `data_parallel` (whole gradients, averaged), `zero1` (the
-optimizer's state in shards), `zero2` (gradients in shards), `zero3` (parameters in shards) with `units` (which modules
-go together), `gathering` (which are whole at the moment), `backwards` (when a unit's backward ends) and `starting` (a
-model that never exists whole), `closed_forms` (bytes and traffic of all of them). `store` is the seam for offload;
-`timeline` draws which collectives overlap with which computation. Machinery is one level down: `internals` beneath the
-engines, `saving` for files.
+Order of reading: `bucket` (parameters side by side), `engine` (what a step is), `reducer` (gradients on their way) and
+`data_parallel` (averaged whole), `zero1` with `update` (the optimizer on shards), `zero2` (gradients in shards),
+`zero3` (parameters in shards) with `sharded_parameters`, `units` (which modules go together), `gathering` (which are
+whole at the moment), `backwards` (when a unit's backward ends), `casts` (autocast's copies of weights) and `starting`
+(a model that never exists whole), `closed_forms` (bytes and traffic of all of them).
+
+Seams: an engine is `forward`, `backward(output, gradient=None)`, `step`, `no_sync` and `shards()`. `store` says where
+shards stay and `update` where they are updated, for offload; `world` has the other ranks that hold parts of the model,
+for tensor and pipeline parallelism; `persistence` hands all of it to `refimpl.saving`. `timeline` draws which
+collectives overlap with which computation. Machinery is one level down, in `internals`.
 """
 
+from ..saving import SavedStateError
 from .data_parallel import DataParallel
-from .saving.manifest import SavedStateError
 from .zero1 import Zero1
 from .zero2 import Zero2
 from .zero3 import Zero3

@@ -20,9 +20,11 @@ KEPT = 1000  # calls of a module without gradients that are remembered, in case 
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a module's forward: it began and ended at these places in the order of all calls."""
+    """One call of a module's forward, in the model's forward of this number: it began and ended at these places in the
+    order of all calls."""
 
     module: torch.nn.Module
+    forward: int
     begin: int
     end: int = -1
 
@@ -32,21 +34,29 @@ class Backwards:
     a backward begins and when it has ended.
 
     A region that is recomputed with `use_reentrant=True` runs twice: without gradients, and again inside backward, in a
-    graph of its own. The second call takes the place of the first in the order.
+    graph of its own. The second call takes the place of the first in the order. Several forwards may be followed by
+    their backwards in any order, as a pipeline runs them.
     """
 
     def __init__(self, begun, ended):
         self._begun, self._ended = begun, ended
+        self._forward, self._current = 0, 0  # the number of the last forward; of the one whose backward runs
         self._place, self._stack = 0, []  # the number of calls' ends so far; calls that have begun
         self._open = []  # calls whose backward has begun
         self._without_graph = defaultdict(lambda: deque(maxlen=KEPT))  # module → calls that may be recomputed
         self.evaluating = False  # whether calls without gradients are not to be recomputed
 
+    def forward_begins(self):
+        """Note that a forward of the model begins."""
+        self._forward += 1
+
     def enter(self, module, in_backward):
         """Note that a forward of `module` begins; `in_backward`: it is a recomputation."""
-        call = Call(module, self._next())
-        if in_backward and torch.is_grad_enabled() and self._without_graph[module]:
-            call = self._without_graph[module].pop()
+        call, earlier = Call(module, self._forward, self._next()), self._without_graph[module]
+        if in_backward and torch.is_grad_enabled() and earlier:
+            call = next((each for each in reversed(earlier) if each.forward == self._current), earlier[-1])
+            earlier.remove(call)
+            self._current = call.forward
             self._end_after(call)
         self._stack.append(call)
 
@@ -65,8 +75,8 @@ class Backwards:
         return True
 
     def is_recomputed_later(self, module):
-        """Tell whether a call without gradients may still be recomputed, and then have a backward."""
-        return bool(self._without_graph[module])
+        """Tell whether a call without gradients may still be recomputed in this backward, and then have one, too."""
+        return any(call.forward == self._current for call in self._without_graph[module])
 
     def end_all(self):
         """End the open backwards: autograd has run all of its operations."""
@@ -81,6 +91,7 @@ class Backwards:
         self._without_graph.clear()
 
     def _begin(self, call):
+        self._current = call.forward
         self._end_after(call)
         self._open.append(call)
         self._begun(call.module)

@@ -81,12 +81,9 @@ class Bucket:
     def pieces(self, rank):
         """Return a Piece for each parameter that a rank's shard has a part of, in order."""
         begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        found = []
-        for slot in self.slots:
-            first, last = max(slot.first, begin), min(slot.end, end)
-            if first < last:
-                found.append(Piece(slot, first - slot.first, last - slot.first, first - begin))
-        return found
+        cut = [(slot, max(slot.first, begin), min(slot.end, end)) for slot in self.slots]
+        return [Piece(slot, first - slot.first, last - slot.first, first - begin) for slot, first, last in cut
+                if first < last]
 
 
 def _common_name(names):

@@ -14,9 +14,10 @@ what the cache holds, are the same tensors afterwards. So the graph is as it was
 program's own hooks on saved tensors see what they would see.
 
 Casts are found by a kernel for `_to_copy`, the operation that casts, at a dispatch key that no tensor on a CPU or a GPU
-uses by itself. It runs only around the forward of units. While an autocast makes a cast, its own dispatch key is
-excluded. That tells its casts from a program's own, `weight.bfloat16()`, which are left alone. (In a region that is
-disabled inside another one they look alike, so such a cast must not be read after its unit has ended.)
+uses by itself. It runs only around the forward of units that are called in a region of autocast. While an autocast
+makes a cast, its own dispatch key is excluded. That tells its casts from a program's own, `weight.bfloat16()`, which
+are left alone. (In a region that is disabled inside another one they look alike, so such a cast must not be read after
+its unit has ended.)
 """
 
 import functools
@@ -51,16 +52,19 @@ class Casts:
         self._away = {}  # the same, while they are released
 
     def begin(self):
-        """Watch for casts in this thread; calls nest."""
-        _register()
-        _watching().append(self)
-        _listen(True)
+        """Watch for casts in this thread, if a region of autocast is open; calls nest."""
+        _watching().append(self if _is_open() else None)
+        if _is_open():
+            _register()
+            _listen(True)
 
     def end(self):
         """End what the last `begin` began."""
+        listening = any(_watching())
         if _watching():
             _watching().pop()
-        _listen(bool(_watching()))
+        if listening:
+            _listen(any(_watching()))
 
     def restore(self, whole):
         """Make the casts of `whole`'s parameters again that someone still holds."""
@@ -143,6 +147,12 @@ def _watching():
     return _here.watching
 
 
+def _is_open():
+    """Tell whether some region of autocast is open in this thread, ours or torch's."""
+    return (torch._C._dispatch_tls_is_dispatch_key_included(OTHER) or torch.is_autocast_enabled("cpu")
+            or torch.is_autocast_enabled("cuda"))
+
+
 def _listen(on):
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, on)
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not on)
@@ -161,7 +171,7 @@ def _register():
             return cast.redispatch(keys & below, torch.scalar_tensor(x, dtype=_dtype_of(x)), **options)
         y = cast.redispatch(keys & below, x, **options)
         if _by_autocast(x) and x.dtype != y.dtype and not is_functorch_wrapped_tensor(x) and x.layout is torch.strided:
-            for casts in dict.fromkeys(_watching()):
+            for casts in filter(None, dict.fromkeys(_watching())):
                 casts.note(x, y)
         return y
 

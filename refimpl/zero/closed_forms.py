@@ -15,16 +15,16 @@ count the padding of buckets, Adam's step counters and the checks between ranks,
 import torch
 from torch import nn
 
+from ..comm.agreement import agreement_traffic
 from ..comm.traffic import Traffic, ring_traffic
 from ..memory import Ledger
 from ..memory.state_bytes import STATES
+from ..saving.coverage import file_of
+from ..saving.durable import safetensors_bytes, widest_first
 from .bucket import buckets_of
-from .data_parallel import BUCKET_BYTES
-from .internals.consistency import consistency_traffic
-from .internals.sharded_optimizer import LOW
-from .saving.durable import safetensors_bytes, widest_first
-from .saving.sharded import REST, file_of
+from .engine import BUCKET_BYTES
 from .units import default_units, frozen_buckets, parameters_of_units, unit_buckets
+from .update import LOW
 
 STAGES = (0, 1, 2, 3)
 KEPT = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -119,7 +119,7 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
     wire = {bucket: bucket.numel * (reduce_dtype or bucket.dtype).itemsize for bucket in buckets}
     tensors = sum(len(bucket.slots) for bucket in buckets)
     sent = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), 0)
-    checks = consistency_traffic(N, rank, tensors, micro_batches * (2 if stage == 3 else 1) + 1, clips)
+    checks = agreement_traffic(N, rank, tensors, micro_batches * (2 if stage == 3 else 1) + 1, clips)
     sent["all_reduce"] += checks["all_reduce"]
     sent["all_gather"] += checks["all_gather"]
     for bucket in buckets:
@@ -155,12 +155,12 @@ def saved_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=BUC
              for rank in range(world_size)}
     frozen, saved = _frozen_layout(model, world_size, stage, units, persistence_threshold), model.state_dict().keys()
     for rank in range(world_size):
-        files[file_of(rank)] += [(f"frozen/{piece.slot.name}", bucket.dtype, (piece.end - piece.first,))
+        files[file_of(rank)] += [(f"rest/{piece.slot.name}", bucket.dtype, (piece.end - piece.first,))
                                  for bucket in frozen for piece in bucket.pieces(rank)]
     in_shards = {slot.name for bucket in frozen for slot in bucket.slots}
     rest = [(name, p) for name, p in model.named_parameters() if not p.requires_grad and name not in in_shards]
     rest += [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
-    files |= {REST: [(name, x.dtype, x.shape) for name, x in rest]} if rest else {}
+    files[file_of(0)] += [(f"rest/{name}", x.dtype, (x.numel(),)) for name, x in rest if x.numel()]
     return {file: safetensors_bytes(widest_first(specs, lambda spec: spec[1])) for file, specs in files.items()}
 
 

@@ -9,35 +9,35 @@ from collections import Counter
 import torch
 
 from ..memory import mark
+from .casts import Casts
 from .starting import no_value
-from .store import DeviceMemory
+from .store import Stored
 
 
 class Gathering:
     """Gathers and releases the whole parameters of buckets. Each rank's shard of a bucket is `shards[bucket]`; its
-    whole parameters are views of the tensor `full[bucket]`, whose storage has bytes only while they are gathered.
+    whole parameters are views of the tensor `whole[bucket]`, whose storage has bytes only while they are gathered.
 
     `look_ahead`: elements that may be in flight before they are used. `limit`: elements that may be whole or in flight
     when a prefetch begins.
     """
 
-    def __init__(self, comm, shards, full, look_ahead, limit, store=None):
-        self.comm, self.shards, self.full = comm, shards, full
-        self.store = DeviceMemory() if store is None else store
-        self._number = {}
-        self.look_ahead, self.limit = look_ahead, limit
-        self._views, self._placeholders = {}, {}  # bucket → `data` of its parameters: views of `full`, or NaN
+    def __init__(self, comm, shards, whole, look_ahead, limit, stored=None):
+        self.comm, self.shards, self.whole = comm, shards, whole
+        self.stored = Stored(None, ()) if stored is None else stored
+        self.look_ahead, self.limit, self.casts = look_ahead, limit, Casts()
+        self._views, self._placeholders = {}, {}  # bucket → `data` of its parameters: views of `whole`, or NaN
         self._nan = {}  # (dtype, device) → the element that all placeholders expand
-        self._users, self._whole, self._in_flight = Counter(), set(), {}
+        self._users, self._gathered, self._in_flight = Counter(), set(), {}
         self._order, self._seen = [], []  # buckets in the order of the last step, and of this one
-        for bucket, tensor in full.items():
+        for bucket, tensor in whole.items():
             if not tensor.untyped_storage().nbytes():
                 self.hide(bucket)
 
     def gather(self, bucket):
         """Return when `bucket` is whole. It stays whole until it has been released as often as it was gathered."""
         self._users[bucket] += 1
-        if bucket in self._whole:
+        if bucket in self._gathered:
             if self._users[bucket] == 1:  # `release` had kept it for this use
                 self._seen.append(bucket)
                 self._prefetch()
@@ -45,7 +45,8 @@ class Gathering:
         if bucket not in self._in_flight:
             self._launch(bucket)
         self._wait(bucket)
-        self._whole.add(bucket)
+        self.casts.restore(self.whole[bucket])
+        self._gathered.add(bucket)
         self._seen.append(bucket)
         self._prefetch()
 
@@ -53,7 +54,7 @@ class Gathering:
         """End one use of `bucket`. The last use frees it, unless it is also the next to be used."""
         if self._users[bucket]:
             self._users[bucket] -= 1
-        if not self._users[bucket] and bucket in self._whole and self._next() is not bucket:
+        if not self._users[bucket] and bucket in self._gathered and self._next() is not bucket:
             self._free(bucket)
 
     def release_unused(self):
@@ -61,7 +62,7 @@ class Gathering:
         for bucket in list(self._in_flight):  # prefetched but not used
             self._wait(bucket)
             self._free(bucket)
-        for bucket in [bucket for bucket in self._whole if not self._users[bucket]]:
+        for bucket in [bucket for bucket in self._gathered if not self._users[bucket]]:
             self._free(bucket)
         self._seen = []
 
@@ -79,31 +80,27 @@ class Gathering:
 
     def live(self):
         """Return the number of elements that are whole or in flight."""
-        return sum(bucket.numel for bucket in (*self._whole, *self._in_flight))
+        return sum(bucket.numel for bucket in (*self._gathered, *self._in_flight))
 
     def _next(self):
         """Return the bucket that came next in the last step; None if this step's order differs from it."""
         done = len(self._seen)
         return self._order[done] if self._order[:done] == self._seen and done < len(self._order) else None
 
-    def key(self, bucket):
-        """Return the key of the bucket's shard in the store."""
-        return "parameters", self._number.setdefault(bucket, len(self._number))
-
     def _wait(self, bucket):
         self._in_flight.pop(bucket).wait()
-        self.store.put(self.key(bucket), [self.shards[bucket]], changed=False)
+        self.stored.put(bucket, "parameters", changed=False)
 
     def _launch(self, bucket):
-        self.store.get(self.key(bucket))
-        full = mark(self.full[bucket], "parameters")  # registers it with a tracker before it has bytes
+        self.stored.get(bucket, "parameters")
+        whole = mark(self.whole[bucket], "parameters")  # registers it with a tracker before it has bytes
         mark(self.shards[bucket], "parameters")  # one that began after the engine was made has not met it
-        full.untyped_storage().resize_(bucket.nbytes)
+        whole.untyped_storage().resize_(bucket.nbytes)
         if bucket not in self._views:  # after resize_: a storage without bytes has no views
-            self._views[bucket] = bucket.views(full)
+            self._views[bucket] = bucket.views(whole)
         for slot, view in zip(bucket.slots, self._views[bucket], strict=True):
             slot.parameter.data = view
-        self._in_flight[bucket] = self.comm.all_gather(self.shards[bucket], out=full, async_op=True,
+        self._in_flight[bucket] = self.comm.all_gather(self.shards[bucket], out=whole, async_op=True,
                                                      label=bucket.name)
 
     def _prefetch(self):
@@ -114,13 +111,14 @@ class Gathering:
             if bucket in self._in_flight:
                 continue
             ahead = bucket.numel + sum(each.numel for each in self._in_flight)
-            if bucket in self._whole or ahead > self.look_ahead or self.live() + bucket.numel > self.limit:
-                self.store.prefetch(self.key(bucket))  # the store can begin to load its shard
+            if bucket in self._gathered or ahead > self.look_ahead or self.live() + bucket.numel > self.limit:
+                if bucket not in self._gathered:
+                    self.stored.prefetch(bucket, "parameters")  # the store can begin to load its shard
                 return
             self._launch(bucket)
 
     def _free(self, bucket):
-        self._whole.discard(bucket)
+        self._gathered.discard(bucket)
         self.hide(bucket)
 
     def fetch(self, bucket):
@@ -141,4 +139,5 @@ class Gathering:
             self._placeholders[bucket] = [self._nan[kind].expand(slot.parameter.shape) for slot in bucket.slots]
         for slot, placeholder in zip(bucket.slots, self._placeholders[bucket], strict=True):
             slot.parameter.data = placeholder
-        self.full[bucket].untyped_storage().resize_(0)
+        self.casts.release(self.whole[bucket])
+        self.whole[bucket].untyped_storage().resize_(0)

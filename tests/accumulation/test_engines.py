@@ -337,7 +337,7 @@ def failing(comm, who, where):
         with pytest.raises((ArithmeticError, RankError)) as caught:
             accumulate(engine, *mine(comm), micro_batch=1, loss_fn=loss_fn)
         assert (caught.type is ArithmeticError) == (comm.rank in who)
-        assert all(p.grad is None for p in engine.model.parameters()) and not engine._micro_batches
+        assert all(p.grad is None for p in engine.model.parameters()) and not engine.reducer.micro_batches
         with pytest.raises(RuntimeError, match="step without gradients"):
             engine.step()
         if len(who) < comm.world_size:
@@ -367,7 +367,7 @@ def left_alone(comm, make):
 
     with pytest.raises(ArithmeticError if comm.rank else CollectiveMismatch):
         accumulate(engine, *mine(comm), micro_batch=1, loss_fn=loss_fn)
-    left = all(p.grad is None for p in engine.model.parameters()), engine._micro_batches
+    left = all(p.grad is None for p in engine.model.parameters()), engine.reducer.micro_batches
     if comm.rank:
         with pytest.raises(CollectiveMismatch):
             engine.backward(torch.ones((), requires_grad=True))

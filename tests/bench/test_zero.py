@@ -9,16 +9,21 @@ from refimpl.bench import zero
 from refimpl.comm import launch
 from refimpl.model import GPTConfig
 from refimpl.zero import Zero2
+from refimpl.zero.zero2 import ReduceScatterAtOnce
 
 TINY = GPTConfig(vocab_size=64, context_length=16, layers=4, hidden=128, heads=4)
+
+
+class Hoarding(ReduceScatterAtOnce):
+    def reduced(self, bucket, shard):
+        self.hoard = [*getattr(self, "hoard", []), self.flat[bucket]]
+        super().reduced(bucket, shard)
 
 
 class GradientsKept(Zero2):
     """The mutant: whole gradients stay."""
 
-    def _reduced(self, bucket, shard):
-        self.hoard = [*getattr(self, "hoard", []), self._gradients[bucket]]
-        super()._reduced(bucket, shard)
+    reducer_type = Hoarding
 
 
 def test_a_run_reads_bytes_and_times_of_every_pair(monkeypatch):

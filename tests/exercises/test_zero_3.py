@@ -61,11 +61,11 @@ class Kept(Sharded):
 
 
 def average(engine, decay):
-    shards = [engine.shards[bucket].clone() for bucket in engine.buckets]
+    shards = [engine.parameters.shards[bucket].clone() for bucket in engine.buckets]
 
     def update():
         for own, bucket in zip(shards, engine.buckets, strict=True):
-            own.lerp_(engine.shards[bucket], 1 - decay)
+            own.lerp_(engine.parameters.shards[bucket], 1 - decay)
         return shards
 
     return update
@@ -74,7 +74,7 @@ def average(engine, decay):
 def of_whole_weights(engine, decay):
     def whole():
         with engine.gathered():
-            return [engine.full[bucket].clone() for bucket in engine.buckets]
+            return [engine.parameters.whole[bucket].clone() for bucket in engine.buckets]
 
     kept = whole()
 
@@ -88,10 +88,10 @@ def of_whole_weights(engine, decay):
 
 def of_shards_anew(engine, decay):
     """A new list each time, and the old ones kept."""
-    kept = [[engine.shards[bucket].clone() for bucket in engine.buckets]]
+    kept = [[engine.parameters.shards[bucket].clone() for bucket in engine.buckets]]
 
     def update():
-        kept.append([old.lerp(engine.shards[bucket], 1 - decay)
+        kept.append([old.lerp(engine.parameters.shards[bucket], 1 - decay)
                      for old, bucket in zip(kept[-1], engine.buckets, strict=True)])
         return kept[-1]
 
@@ -99,7 +99,7 @@ def of_shards_anew(engine, decay):
 
 
 def not_averaged(engine, decay):
-    return lambda: [engine.shards[bucket] for bucket in engine.buckets]
+    return lambda: [engine.parameters.shards[bucket] for bucket in engine.buckets]
 
 
 @pytest.mark.parametrize(("exercise", "answer"), [

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from zero_bodies import check_readings, check_stages, readings
+from zero_bodies import check_readings, check_stages, readings, updated_on_the_host
+from zero_kit import farthest, gpt
 
 from refimpl.comm import launch
 
@@ -26,3 +27,13 @@ def test_nccl_with_one_gpu_for_each_rank():
     for stage, answers in found.items():
         check_readings(stage, answers)
     check_stages(found)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_on_the_host_leaves_no_state_on_the_gpu(stage):
+    for found in launch(updated_on_the_host, 2, stage, device="cuda:0"):
+        (there, expected), (here, ours) = found[False], found[True]
+        assert there["host"] == here["device"] == 0
+        share = 4 * gpt().config.parameter_count() // 2
+        assert 2 * share <= there["device"] < 2.1 * share and 3 * share <= here["host"] < 3.1 * share  # and masters
+        assert farthest(ours, expected) <= 1e-5

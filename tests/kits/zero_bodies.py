@@ -1,5 +1,6 @@
 """What the engines are asked on ranks of any device: rehearsed on a CPU by tests/zero, on GPUs in tests/gpu."""
 
+import functools
 import gc
 
 import torch
@@ -7,6 +8,7 @@ from zero_kit import ADAMW, BUCKET, ENGINES, equal, farthest, gpt, parameters_of
 
 from refimpl import memory
 from refimpl.zero.closed_forms import model_state_bytes, step_traffic
+from refimpl.zero.update import ShardedUpdate
 
 STATES = ("parameters", "gradients", "optimizer state")
 
@@ -66,3 +68,22 @@ def check_stages(found):
         for rank in range(len(found[0])):
             held = [found[stage][rank]["held"] for stage in range(4)]
             assert held == sorted(held, reverse=True) and held[3] < 1.1 * held[0] / len(found[0])
+
+
+def updated_on_the_host(comm, stage):
+    """{whether the update is on the host: (bytes of optimizer state on the device and on the host, parameters)}."""
+    found = {}
+    for host in (False, True):
+        update = functools.partial(ShardedUpdate, device="cpu") if host else None
+        engine = ENGINES[stage](gpt(device=comm.device), comm, ADAMW, bucket_bytes=BUCKET, update=update)
+        for (tokens,) in token_batches(3):
+            mine = tokens.chunk(comm.world_size)[comm.rank].to(comm.device)
+            engine.backward(engine.forward(mine, mine))
+            engine.clip_grad_norm_(0.1)
+            engine.step()
+        held = {"device": 0, "host": 0}
+        for x in (*engine.update.masters.values(), *(x for state in engine.optimizer.state.values()
+                                                     for x in state.values() if x.dim())):
+            held["host" if x.is_cpu else "device"] += x.nbytes
+        found[host] = held, {name: p.cpu() for name, p in parameters_of(engine).items()}
+    return found

@@ -181,3 +181,36 @@ def states_of(make, dtype=None, reduce_dtype=None, **options):
     engine = make(gpt(dtype=dtype), FakeCommunicator(0, 4), ADAMW, bucket_bytes=BUCKET, reduce_dtype=reduce_dtype,
                   **options)
     return traced_gpt(engine, 2)[0]
+
+
+# --- a store ---------------------------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """A store that keeps contents as Python bytes, and notes what it was asked."""
+
+    def __init__(self):
+        self.tensors, self.contents, self.asked = {}, {}, []
+
+    def put(self, key, tensors, changed=True):
+        self.asked.append(("put", key))
+        if changed or key not in self.contents:
+            self.contents[key] = [bytes(x.detach().reshape(-1).view(torch.uint8).tolist()) for x in tensors]
+        self.tensors[key] = tensors
+        for tensor in tensors:
+            tensor.untyped_storage().resize_(0)
+
+    def prefetch(self, key):
+        self.asked.append(("prefetch", key))
+
+    def drop(self, key):
+        self.asked.append(("drop", key))
+        self.tensors.pop(key, None), self.contents.pop(key, None)
+
+    def get(self, key):
+        self.asked.append(("get", key))
+        content_of = self.contents[key] if key in self.tensors else ()
+        for tensor, content in zip(self.tensors.pop(key, ()), content_of, strict=True):
+            tensor.untyped_storage().resize_(len(content))
+            if content:
+                tensor.detach().view(-1).copy_(torch.frombuffer(bytearray(content), dtype=tensor.dtype))

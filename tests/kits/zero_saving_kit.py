@@ -11,8 +11,8 @@ from torch import nn
 from zero_kit import ENGINES
 
 from refimpl.comm import FakeCommunicator
+from refimpl.saving import manifest
 from refimpl.zero import SavedStateError
-from refimpl.zero.saving import manifest
 
 OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
               "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)}

@@ -412,15 +412,15 @@ def test_other_threads_are_not_watched():
         with REGIONS["torch's"]():
             found.append((F.linear(torch.ones(1, 4), weight), casts.nbytes()))
 
-    casts.begin()
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert found[0][1] == 0
     with REGIONS["torch's"]():
+        casts.begin()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert found[0][1] == 0
         y = F.linear(torch.ones(1, 4, requires_grad=True), weight)
         assert casts.nbytes() == 32
-    casts.end()
+        casts.end()
     with REGIONS["torch's"]():
         z = F.linear(y, weight)
         assert casts.nbytes() == 32

@@ -8,6 +8,7 @@ from zero_kit import ADAMW, BUCKET, SGD, Frozen, equal, gpt, model_of, parameter
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.zero import DataParallel, Zero1
 from refimpl.zero.closed_forms import model_state_bytes
+from refimpl.zero.data_parallel import AllReduce
 
 
 def begun(comm):
@@ -36,11 +37,15 @@ class Listening(FakeCommunicator):
         return super().all_reduce(x, op, **options)
 
 
+class Late(AllReduce):
+    def launch_ready(self):
+        pass
+
+
 class AllAtTheEnd(DataParallel):
     """The mutant: nothing is reduced while backward runs."""
 
-    def _launch_ready(self):
-        pass
+    reducer_type = Late
 
 
 @pytest.mark.parametrize(("make", "expected"), [
@@ -62,7 +67,7 @@ def test_gradients_lie_in_buckets_and_nowhere_else():
     engine = DataParallel(model_of("twice"), FakeCommunicator(0, 1), SGD)
     engine.backward(square(engine, torch.ones(2, 10)))
     buffer, = {p.grad.untyped_storage().data_ptr() for p in engine.model.parameters()}
-    assert buffer == engine._gradients[engine.buckets[0]].data_ptr()
+    assert buffer == engine.reducer.flat[engine.buckets[0]].data_ptr()
 
 
 def groups(named):

@@ -11,7 +11,7 @@ from zero_kit import ENGINES, FAST, SGD, WIDTH, equal, parameters_of, rows_of, s
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
-from refimpl.zero import Zero3, zero3
+from refimpl.zero import Zero3, sharded_parameters
 from refimpl.zero.closed_forms import model_state_bytes, saved_bytes, step_traffic
 
 RANK = 2  # of an adapter
@@ -60,7 +60,7 @@ def train(engine, steps=2):
 
 def whole_frozen(comm, *args, **options):
     """The mutant: only what is trained is in shards."""
-    with mock.patch.object(zero3, "frozen_buckets", lambda *args: []):
+    with mock.patch.object(sharded_parameters, "frozen_buckets", lambda *args: []):
         return read(comm, *args, **options)
 
 

@@ -43,8 +43,8 @@ def forward_and_backward(gathering, buckets):
     seen = []
     for bucket in (*buckets, *reversed(buckets)):
         gathering.gather(bucket)
-        seen.append([gathering.full[b].untyped_storage().nbytes() > 0 for b in buckets])
-        assert gathering.full[bucket].unique().tolist() == [buckets.index(bucket)]
+        seen.append([gathering.whole[b].untyped_storage().nbytes() > 0 for b in buckets])
+        assert gathering.whole[bucket].unique().tolist() == [buckets.index(bucket)]
         gathering.release(bucket)
     gathering.end_step()
     assert gathering.live() == 0
@@ -84,12 +84,12 @@ def test_a_step_that_goes_another_way_gathers_nothing_ahead_and_what_came_in_vai
     assert begun() == [0, 1, 2]
     gathering.gather(buckets[2])  # not 1, as last time
     gathering.release(buckets[2])
-    assert not gathering.full[buckets[2]].untyped_storage().nbytes()  # though it was third last time, and comes again
+    assert not gathering.whole[buckets[2]].untyped_storage().nbytes()  # though it was third last time, and comes again
     gathering.release(buckets[0])
     gathering.gather(buckets[0])
     assert begun() == [0]
     gathering.end_step()
-    assert gathering.live() == 0 and all(x.untyped_storage().nbytes() == 0 for x in gathering.full.values())
+    assert gathering.live() == 0 and all(x.untyped_storage().nbytes() == 0 for x in gathering.whole.values())
 
 
 def test_what_is_on_its_way_does_not_keep_the_next_from_coming(made):

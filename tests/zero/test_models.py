@@ -109,7 +109,7 @@ def low(comm, dtype, reduce_dtype):
         for step in range(4):
             engine.backward(square(engine, rows_of(comm, step).to(dtype)))
             engine.step()
-        masters = engine.sharded_optimizer.masters.values() if make is not DataParallel else []
+        masters = engine.update.masters.values() if make is not DataParallel else []
         found[make.__name__] = parameters_of(engine), [m.dtype for m in masters]
     return found
 

@@ -49,7 +49,7 @@ def skipping(comm, skipped, evaluates, look_ahead, rows=(WIDTH,) * 5, wrap=lambd
     torch.manual_seed(0)
     engine = Zero3(Skipping(rows), wrap(comm), SGD, look_ahead=look_ahead)
     step(engine, 0)
-    shards = [shard.clone() for shard in engine.shards.values()]
+    shards = [shard.clone() for shard in engine.parameters.shards.values()]
     engine.model.skipped = skipped[comm.rank]
     if evaluates:
         with torch.no_grad():
@@ -58,7 +58,7 @@ def skipping(comm, skipped, evaluates, look_ahead, rows=(WIDTH,) * 5, wrap=lambd
     try:
         step(engine, 1)
     except CollectiveMismatch as error:
-        return (str(error), error.ranks), all(map(torch.equal, shards, engine.shards.values()))
+        return (str(error), error.ranks), all(map(torch.equal, shards, engine.parameters.shards.values()))
     return None, parameters_of(engine)
 
 

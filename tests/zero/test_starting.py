@@ -13,7 +13,8 @@ from zero_kit import CONFIG, ENGINES, FAST, equal, gpt, parameters_of, token_bat
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.model import GPT, GPTConfig
-from refimpl.zero import Zero3, data_parallel
+from refimpl.zero import Zero3
+from refimpl.zero import engine as engines
 from refimpl.zero.closed_forms import start_bytes
 
 LARGER = GPTConfig(vocab_size=64, context_length=16, layers=6, hidden=64, heads=4)
@@ -97,7 +98,7 @@ def test_a_dry_run_takes_the_same(hidden, dtype):
 
 def test_the_allocator_reads_no_more(monkeypatch):
     """Without the trial of the optimizer, which takes 1.5 MB for a moment, however large the model is."""
-    monkeypatch.setattr(data_parallel, "check_elementwise", lambda *given: None)
+    monkeypatch.setattr(engines, "check_elementwise", lambda *given: None)
     comm, model = FakeCommunicator(3, 8), on_meta(LARGER)
     with memory.measure("cpu") as m:
         Zero3(model, comm, FAST, initialize=model.initialize)

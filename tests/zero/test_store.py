@@ -1,43 +1,31 @@
 """Shards that are stored elsewhere: the same parameters to the bit, fewer bytes here; when an engine asks for which."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
-from zero_kit import ADAMW, equal, gpt, parameters_of, token_batches, train_gpt
+from zero_kit import (
+    ADAMW,
+    ENGINES,
+    Elsewhere,
+    equal,
+    gpt,
+    gradients_of_step,
+    parameters_of,
+    token_batches,
+    train_gpt,
+)
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.zero import Zero1, Zero2, Zero3
 from refimpl.zero.closed_forms import model_state_bytes
+from refimpl.zero.store import StoredUpdate
+from refimpl.zero.update import ShardedUpdate
 
 BUCKET = 20_000
 STAGES = (Zero1, Zero2, Zero3)
-
-
-class Elsewhere:
-    """A store that keeps contents as Python bytes, and notes what it was asked."""
-
-    def __init__(self):
-        self.tensors, self.contents, self.asked = {}, {}, []
-
-    def put(self, key, tensors, changed=True):
-        self.asked.append(("put", key))
-        if changed or key not in self.contents:
-            self.contents[key] = [bytes(x.detach().reshape(-1).view(torch.uint8).tolist()) for x in tensors]
-        self.tensors[key] = tensors
-        for tensor in tensors:
-            tensor.untyped_storage().resize_(0)
-
-    def prefetch(self, key):
-        self.asked.append(("prefetch", key))
-
-    def get(self, key):
-        self.asked.append(("get", key))
-        for tensor, content in zip(self.tensors.pop(key, ()), self.contents.get(key, ()), strict=True):
-            tensor.untyped_storage().resize_(len(content))
-            if content:
-                tensor.detach().view(-1).copy_(torch.frombuffer(bytearray(content), dtype=tensor.dtype))
 
 
 class Forgetful(Elsewhere):
@@ -75,7 +63,7 @@ def held(make, store, dtype):
     """(ledger between two steps, peak of a step): bytes here."""
     engine = make(gpt(dtype=dtype), FakeCommunicator(0, 4), ADAMW, bucket_bytes=BUCKET, store=store)
     for step in range(3):
-        with memory.track(engine.model, engine.optimizer, *getattr(engine, "shards", {}).values()) as t:
+        with memory.track(engine.model, engine.optimizer, *engine.parameters.shards.values()) as t:
             x = token_batches(3)[step, 0, :2]
             engine.backward(engine.forward(x, x))
             engine.step()
@@ -100,13 +88,15 @@ def test_the_next_bucket_is_prefetched():
     store.asked.clear()
     x = token_batches(1)[0, 0, :2]
     engine.backward(engine.forward(x, x))
-    assert store.asked == []  # nothing that stage 2 stores is needed in forward and backward
+    last, kinds = len(engine.buckets) - 1, ("states", "gradients")
+    assert store.asked == [("put", ("gradients", i)) for i in range(last + 1)]  # as soon as they are reduced
+    store.asked.clear()
     engine.step()
-    last = len(engine.buckets) - 1
     expected = []
     for i in range(last + 1):
-        key = ("states", i)
-        expected += [("get", key), *([("prefetch", ("states", i + 1))] if i < last else []), ("put", key)]
+        expected += [("get", (kind, i)) for kind in kinds]
+        expected += [("prefetch", (kind, i + 1)) for kind in kinds if i < last]
+        expected += [("drop", ("gradients", i)), ("put", ("states", i))]
     assert store.asked == expected
 
 
@@ -124,7 +114,7 @@ def test_shards_that_were_only_gathered_are_put_as_unchanged_and_the_next_is_pre
     engine.gathering.look_ahead = 0
     x = token_batches(1)[0, 0, :2]
     engine.backward(engine.forward(x, x))
-    assert {asked[2] for asked in store.asked if asked[0] == "put"} == {False}
+    assert {asked[2] for asked in store.asked if asked[0] == "put" and asked[1][0] == "parameters"} == {False}
     assert any(asked[0] == "prefetch" for asked in store.asked)
     engine.step()
     puts = [asked for asked in store.asked if asked[0] == "put"]
@@ -141,4 +131,80 @@ def test_an_update_that_raises_leaves_shards_where_they_are_stored():
         engine.step()
     hook.remove()
     assert all(tensor.untyped_storage().nbytes() == 0 for kept in store.tensors.values() for tensor in kept)
-    assert len(store.tensors) == 2 * len(engine.buckets)
+    assert len(store.tensors) == 3 * len(engine.buckets)  # states, gradients and parameters
+
+
+def updated_on_the_host(comm, dtype):
+    """Whether each update, with and without a store, ends where the stage's own does, and saves the same."""
+    found = {}
+    for make in STAGES:
+        own = make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET)
+        train_gpt(own, 2, 2)
+        for kind, store in ((ShardedUpdate, None), (ShardedUpdate, Elsewhere()), (StoredUpdate, Elsewhere())):
+            other = make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET, store=store,
+                         update=functools.partial(kind, device="cpu"))
+            train_gpt(other, 2, 2)
+            alike = [equal(parameters_of(own), parameters_of(other))]
+            other.load_state_dict(own.state_dict())
+            alike.append(equal(parameters_of(own), parameters_of(other)))
+            found[make.__name__, kind.__name__, store is None] = all(alike)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_on_the_host_with_a_store_or_without(dtype):
+    for answer in launch(updated_on_the_host, 2, dtype):
+        assert len(answer) == 9 and all(answer.values()), answer
+
+
+def test_an_update_of_shards_is_refused_where_there_are_none():
+    with pytest.raises(TypeError, match="DataParallel has no shards to update; use Zero1"):
+        ENGINES[0](gpt(), FakeCommunicator(0, 2), ADAMW, update=ShardedUpdate)
+
+
+def twice_reduced(comm, make):
+    """Steps of two backwards, both of which reduce, a skipped one between them."""
+    found = []
+    for store in (None, Elsewhere()):
+        engine = make(gpt(), comm, ADAMW, bucket_bytes=BUCKET, store=store)
+        for step, micro_batches in enumerate(token_batches(4, 2)):
+            for tokens in micro_batches:
+                gradients_of_step(engine, tokens[None])
+            engine.skip_step() if step == 2 else engine.step()
+        found.append(parameters_of(engine))
+    return equal(*found)
+
+
+@pytest.mark.parametrize("make", STAGES)
+def test_gradients_of_several_reductions_add_up_wherever_they_are_stored(make):
+    assert all(launch(twice_reduced, 2, make))
+
+
+def stepped_again(comm, make, dtype):
+    """Whether a step whose optimizer raised in its second bucket ends, tried again, where it would have."""
+    found = []
+    for store in (None, *([Elsewhere()] if make in STAGES else [])):
+        expected, engine = (make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET, **options)
+                            for options in ({}, {"store": store} if store else {}))
+        for each in (expected, engine):
+            gradients_of_step(each, token_batches(1)[0])
+        expected.step()
+        buckets = iter([None, ZeroDivisionError] if make in STAGES else [ZeroDivisionError])
+
+        def raise_in_turn(*_, buckets=buckets):
+            if error := next(buckets):
+                raise error
+
+        hook = engine.optimizer.register_step_pre_hook(raise_in_turn)
+        with contextlib.suppress(ZeroDivisionError):
+            engine.step()
+        hook.remove()
+        engine.step()
+        found.append(equal(parameters_of(expected), parameters_of(engine)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", ENGINES)
+def test_a_step_that_raised_can_be_tried_again(make, dtype):
+    assert all(map(all, launch(stepped_again, 2, make, dtype)))

@@ -7,6 +7,7 @@ from zero_kit import ADAMW, BUCKET, SGD, equal, gpt, model_of, parameters_of, ro
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.zero import DataParallel, Zero1
 from refimpl.zero.closed_forms import model_state_bytes
+from refimpl.zero.zero1 import ReduceScatter
 
 
 class NothingSharded(DataParallel):
@@ -19,15 +20,16 @@ def test_the_optimizers_state_is_that_of_a_share(make, is_so):
     assert (states_of(make)["optimizer state"] == expected["optimizer state"]) == is_so
 
 
+class Hoarding(ReduceScatter):
+    def keep(self, bucket, shard):
+        super().keep(bucket, shard)
+        self.flat[bucket] = self.buffer(bucket)
+
+
 class BufferKept(Zero1):
     """The mutant: whole gradients stay beside shards of another dtype."""
 
-    def _add(self, bucket, shard):
-        super()._add(bucket, shard)
-        self._gradients[bucket] = self._buffer(bucket)
-
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad()
+    reducer_type = Hoarding
 
 
 @pytest.mark.parametrize(("make", "is_so"), [(Zero1, True), (BufferKept, False)])
@@ -62,9 +64,9 @@ def test_a_rank_updates_its_shard_alone_and_gets_the_others():
     bucket, = engine.buckets
     engine.backward(square(engine, rows_of(engine.comm, 0)))
     engine.step()
-    own = engine.shards[bucket]
-    assert own.data_ptr() == bucket.shard(engine.flat[bucket], 2).data_ptr()
-    assert all(torch.equal(bucket.shard(engine.flat[bucket], rank), own) for rank in range(4))
+    own = engine.parameters.shards[bucket]
+    assert own.data_ptr() == bucket.shard(engine.parameters.whole[bucket], 2).data_ptr()
+    assert all(torch.equal(bucket.shard(engine.parameters.whole[bucket], rank), own) for rank in range(4))
     held = sum(state["exp_avg"].numel() for state in engine.optimizer.state.values())
     assert held == sum(piece.end - piece.first for piece in bucket.pieces(2)) <= bucket.shard_numel
 

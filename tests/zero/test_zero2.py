@@ -10,18 +10,23 @@ from refimpl.comm import FakeCommunicator
 from refimpl.zero import Zero2
 from refimpl.zero.closed_forms import model_state_bytes
 from refimpl.zero.internals.in_shards import InShards
+from refimpl.zero.zero2 import ReduceScatterAtOnce
+
+
+class Hoarding(ReduceScatterAtOnce):
+    def reduced(self, bucket, shard):
+        self.hoard = getattr(self, "hoard", []) + [self.flat[bucket]]
+        super().reduced(bucket, shard)
+
+    def drop(self):
+        super().drop()
+        self.hoard = []
 
 
 class GradientsKept(Zero2):
     """The mutant: whole gradients stay."""
 
-    def _reduced(self, bucket, shard):
-        self.hoard = getattr(self, "hoard", []) + [self._gradients[bucket]]
-        super()._reduced(bucket, shard)
-
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad()
-        self.hoard = []
+    reducer_type = Hoarding
 
 
 @pytest.mark.parametrize(("make", "is_so"), [(Zero2, True), (GradientsKept, False)])
@@ -41,11 +46,16 @@ def test_whole_gradients_never_are_there_together(make):
     assert (gradients <= 3 * layer + 4 * layer) == (make is Zero2)  # shards of all are 3 layers; 2 wait, 2 come
 
 
+class Copying(ReduceScatterAtOnce):
+    def placed(self, parameter, gradient):
+        self.buffer(self.place[parameter][0])
+        return super().placed(parameter, gradient)
+
+
 class Copied(Zero2):
     """The mutant: every gradient is copied to a buffer."""
 
-    def _is_whole(self, bucket, gradient):
-        return False
+    reducer_type = Copying
 
 
 @pytest.mark.parametrize("make", [Zero2, Copied])
@@ -62,6 +72,6 @@ def test_each_micro_batch_is_reduced_also_in_no_sync():
     engine = Zero2(model_of("twice"), FakeCommunicator(0, 2), SGD)
     with engine.no_sync():
         engine.backward(square(engine, rows_of(engine.comm, 0)))
-    assert engine.comm.traffic["reduce_scatter"] > 0 and not engine._gradients
+    assert engine.comm.traffic["reduce_scatter"] > 0 and not engine.reducer.flat
     assert all(isinstance(p.grad, InShards) for p in engine.model.parameters())
     engine.step()  # and nothing is missing

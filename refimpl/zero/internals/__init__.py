@@ -1,6 +1,6 @@
 """The machinery beneath the engines, which a reader of the ideas can skip.
 
-`sharded_optimizer` runs the caller's optimizer on this rank's shards, `elementwise` finds out whether that one can be
-run so, `norms` computes a norm of sharded gradients, `consistency` finds ranks that are about to do different things,
-and `as_optimizer` lets an engine stand where an optimizer is expected.
+`trained` checks what an engine is given, `elementwise` finds out whether an optimizer can be run on shards, `norms`
+clips by a norm over all ranks, `in_shards` stands in `parameter.grad` for a gradient in shards, and `as_optimizer` lets
+an engine stand where an optimizer is expected.
 """

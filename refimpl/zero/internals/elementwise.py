@@ -18,7 +18,7 @@ from torch.optim import optimizer as hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..bucket import buckets_of
-from .sharded_optimizer import ShardedOptimizer
+from ..update import ShardedUpdate
 
 RANKS, STEPS = 2, 3
 SIZES = (131, 129), (33, 17, 3, 2), (7, 5, 3, 2)  # some optimizers look at rows and columns of 128 and more alone
@@ -121,13 +121,12 @@ class _Trial:
                      for step in range(STEPS)]
         for rank in range(RANKS):
             shards = {bucket: bucket.shard(full[bucket], rank) for bucket in buckets}
-            sharded = ShardedOptimizer(buckets, shards, rank, self._optimizer,
-                                       lambda named: self._groups_of([p for _, p in named]), named)
+            update = ShardedUpdate(buckets, shards, rank, self._optimizer,
+                                   lambda named: self._groups_of([p for _, p in named]), named)
             for step in range(STEPS):
                 for bucket in buckets:
-                    sharded.set_gradients(bucket, bucket.shard(gradients[step][bucket], rank), set(parameters))
-                for bucket in buckets:
-                    sharded.step(bucket, shards)
+                    update.add_gradients(bucket, bucket.shard(gradients[step][bucket], rank))
+                update.step(set(parameters), lambda bucket: None)
         for bucket in buckets:
             found |= {slot.name: view for slot, view in zip(bucket.slots, bucket.views(full[bucket]), strict=True)}
         return [found[name] for name, _ in named]

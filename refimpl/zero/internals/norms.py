@@ -2,26 +2,51 @@
 
     ‖g‖_p = (Σ_r Σ_{i on r} |g_i|^p)^(1/p)        ‖g‖_∞ = max_r max_{i on r} |g_i|
 
-Each rank sends one number; a parameter counts once, however many ranks hold a part of it.
+Each rank sends one number. An element counts once, however many ranks hold it: a Shard says which part of it is its
+rank's own (`sharding`).
 """
 
+import itertools
 import math
 
 import torch
+
+from ...comm.agreement import check_phase
+from ..persistence import owned_gradients
+
+
+def clip_grad_norm_(engine, max_norm, norm_type=2.0):
+    """Scale all gradients so that their norm, over all parameters on all ranks of `world`, is at most `max_norm`.
+
+    Returns the norm before, an fp32 scalar; it is NaN or inf if a gradient is. All ranks call it, between the last
+    backward and the step. ValueError for a `norm_type` that is not above 0.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: expected a number above 0, or inf")
+    engine.reducer.check_reduced()
+    check_phase(engine.comm, "clip_grad_norm_", engine._steps, engine.reducer.micro_batches)
+    alone = not engine.stage and engine.world is engine.comm  # every rank has all gradients
+    counted = itertools.chain.from_iterable(engine.gradients()) if alone else owned_gradients(engine)
+    norm = global_norm(engine.world, counted, norm_type, alone)
+    for gradients in engine.gradients():
+        clip_(gradients, norm, max_norm)
+    return norm
 
 
 def local_power(gradients, norm_type, device):
     """Return Σ |g|^p over this rank's gradients, or max |g| for ∞, as an fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
+    for gradient in (each for each in gradients if each.numel()):  # max has no value for nothing
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        norm = norm.double()
+        norm = norm.double().to(device)
         total = torch.maximum(total, norm) if norm_type == math.inf else total + norm**norm_type
     return total
 
 
 def global_norm(comm, gradients, norm_type, replicated):
-    """Return ‖g‖_p over all ranks, an fp32 scalar. `replicated`: every rank holds all gradients, so nothing is sent."""
+    """Return ‖g‖_p over all ranks of `comm`, an fp32 scalar. `gradients`: an iterable of those that this rank counts.
+    `replicated`: every rank counts all of them, so nothing is sent."""
     total = local_power(gradients, norm_type, comm.device)
     if not replicated:
         total = comm.all_reduce(total, "max" if norm_type == math.inf else "sum")
@@ -33,4 +58,4 @@ def clip_(gradients, norm, max_norm):
     """Multiply all gradients by max_norm / norm if that is below 1, as torch.nn.utils.clip_grad_norm_ does."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype) if gradient.dtype.itemsize >= 4 else factor)
+        gradient.mul_(factor.to(gradient.device, gradient.dtype if gradient.dtype.itemsize >= 4 else None))

@@ -14,7 +14,8 @@ from zero_kit import ENGINES, farthest, parameters_of
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
-from refimpl.zero import DataParallel, Zero1, Zero3, data_parallel
+from refimpl.zero import DataParallel, Zero1, Zero3
+from refimpl.zero import engine as engines
 from refimpl.zero.internals.elementwise import check_elementwise
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -182,19 +183,19 @@ def compared(comm):
 
 
 def compared_one(comm, make):
-    said, check = None, data_parallel.check_elementwise
+    said, check = None, engines.check_elementwise
     try:
         check(make, None, list(model().named_parameters()))
     except TypeError as error:
         said = str(error)
-    data_parallel.check_elementwise = lambda *_: None
+    engines.check_elementwise = lambda *_: None
     try:
         made = (engine(model(), comm, make, bucket_bytes=1000) for engine in (DataParallel, Zero1))
         return said, farthest(*map(trained, made)) <= 1e-6
     except Exception:
         return said, False
     finally:
-        data_parallel.check_elementwise = check
+        engines.check_elementwise = check
 
 
 def test_accepted_is_what_trains_alike():

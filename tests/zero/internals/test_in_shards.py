@@ -49,7 +49,7 @@ def test_it_takes_no_bytes_and_is_gone_after_the_step(make):
     assert not any(p.grad.untyped_storage().nbytes() for p in parameters)
     with memory.track(engine.model, engine.optimizer) as t:
         held = t.now["gradients"]
-    assert held == sum(own.grad.untyped_storage().nbytes() for pairs in engine.sharded_optimizer.pieces.values()
+    assert held == sum(own.grad.untyped_storage().nbytes() for pairs in engine.update.pieces.values()
                        for _, own in pairs[:1])
     assert repr(parameters[0].grad) == "<gradient of 0.weight, in shards>"
     assert copy.deepcopy(parameters[0].grad) is parameters[0].grad

@@ -1,0 +1,82 @@
+"""Checks that all ranks do the same thing, so that a rank that differs is named instead of waited for.
+
+Collectives match by their order alone. A rank that is one micro-batch behind, or trains another model, would make the
+others hang or, worse, add gradients that do not belong together. So before each backward and each step every rank sends
+24 bytes that say what it is about to do, with a hash of all collectives that it has begun (`comm.order`); and when an
+engine is made, a fingerprint of its model. All of this is in host memory and goes by `comm.host()`: no GPU waits for
+it, and it works where the collectives of tensors are out of step.
+"""
+
+import hashlib
+import json
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .errors import CollectiveMismatch
+from .order import difference
+from .texts import gather_texts
+from .traffic import ring_traffic
+
+PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "load_state_dict", "save", "load",
+          "save_weights")
+CHECK_BYTES = 3 * 8  # phase and micro-batch, step, hash, as int64
+
+
+def check_model(comm, lines):
+    """Raise CollectiveMismatch, naming the ranks, if parameters differ from rank 0's in name, shape, dtype or order:
+    `lines` has a text that says so of each."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()[:16]
+    gathered = comm.host().all_gather(torch.tensor([[len(lines), *digest]], dtype=torch.int64),
+                                      label="the model's fingerprint")
+    if isinstance(gathered, FakeTensor):
+        return
+    fingerprints = gathered.tolist()
+    differ = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
+    if differ:
+        counts = {rank: each[0] for rank, each in enumerate(fingerprints)}
+        raise CollectiveMismatch(f"ranks {differ} have another model than rank 0 (parameters on each rank: {counts}): "
+                                 "build the same modules in the same order, in the same dtype, on every rank", differ)
+
+
+def check_phase(comm, phase, step, micro_batch):
+    """Raise CollectiveMismatch, naming the ranks, if some rank is about to do something else than rank 0, or has begun
+    other collectives."""
+    mine = [PHASES.index(phase) + len(PHASES) * micro_batch, step, comm.order.digest]
+    gathered = comm.host().all_gather(torch.tensor([mine], dtype=torch.int64), label=f"the check before {phase}")
+    if isinstance(gathered, FakeTensor):
+        return
+    checks = gathered.tolist()
+    differ = [rank for rank, each in enumerate(checks) if each[:2] != checks[0][:2]]
+    if differ:
+        lines = "; ".join(f"rank {rank}: {PHASES[packed % len(PHASES)]} of micro-batch {packed // len(PHASES)} in step "
+                          f"{step}" for rank, (packed, step, _) in enumerate(checks))
+        raise CollectiveMismatch(f"ranks {differ} are elsewhere than rank 0: {lines}. Each rank calls backward as "
+                                 "often as the others before each step", differ)
+    if any(each[2] != checks[0][2] for each in checks):
+        text, differ = difference({comm.ranks[rank]: json.loads(each) for rank, each in
+                                   enumerate(gather_texts(comm, json.dumps(comm.order.recent)))})
+        raise CollectiveMismatch(f"before {phase} in step {step}, {text}\nEach rank has to run the same units in the "
+                                 "same order: none may leave out a layer that others run (LayerDrop, an early exit)",
+                                 differ)
+
+
+def used_on_any_rank(comm, parameters, used):
+    """Return those of the parameters that some rank has a gradient of; `used` are those that this rank has one of."""
+    mine = [p in used for p in parameters]
+    found = comm.host().all_reduce(torch.tensor(mine, dtype=torch.uint8), "max", label="which parameters are used")
+    return {p for p, each in zip(parameters, mine if isinstance(found, FakeTensor) else found.tolist(), strict=True)
+            if each}
+
+
+def agreement_traffic(world_size, rank, parameters, checks, clips=0):
+    """Return {collective: bytes} that a rank sends for these checks in one step.
+
+    `checks`: how often `check_phase` is called (for each backward, for the step, at stage 3 also for each forward).
+    `clips`: calls of clip_grad_norm_, each one check more and a norm of 8 bytes. And one byte for each of the
+    `parameters`, in `used_on_any_rank`.
+    """
+    check = ring_traffic("all_gather", world_size * CHECK_BYTES, world_size)
+    return {"all_gather": check * (checks + clips),
+            "all_reduce": ring_traffic("all_reduce", parameters, world_size, rank)
+            + clips * ring_traffic("all_reduce", 8, world_size, rank, 8)}

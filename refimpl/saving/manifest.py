@@ -1,0 +1,99 @@
+"""What makes a folder of files a saved state: one small file that names them all, and is written last.
+
+    directory/manifest.json                     names the folder below, and the bytes and the hash of each file in it
+    directory/step-00000010-5f0c2a91/rank-00000.safetensors, …
+    directory/step-00000020-…                   what a save that is running, or was killed, has written so far
+
+The new folder is beside the old one until the manifest has been replaced; then the old one is removed. So the disk
+needs room for two. A folder that the manifest does not name is left over from a save that was killed: the next save
+removes it.
+"""
+
+import hashlib
+import json
+import os
+import re
+import reprlib
+import shutil
+
+from .durable import make_folder, naming, sha256_of, sync_folder, write_atomically
+
+FORMAT = 2
+NAME = "manifest.json"
+UNREADABLE = ValueError, KeyError, TypeError, RecursionError  # what junk in place of JSON may raise
+FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")  # what a save makes and may remove
+
+
+class SavedStateError(RuntimeError):
+    """A saved state cannot be loaded; the message names the file. The engine is unchanged."""
+
+
+def begin(directory, step):
+    """Make a new, empty folder in `directory` and return its name. Folders that killed saves have left are removed
+    first, to make room."""
+    make_folder(directory)
+    if not (directory / NAME).exists():
+        remove_others(directory, None)
+    elif (named := _folder_named(directory)) is not None:
+        remove_others(directory, named)
+    folder = f"step-{step:08d}-{os.urandom(4).hex()}"
+    (directory / folder).mkdir()
+    sync_folder(directory)
+    return folder
+
+
+def commit(directory, manifest):
+    """Make the files that `manifest` names the saved state. They have to be on the disk already."""
+    write_atomically(directory / NAME, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
+
+
+def remove_others(directory, keep):
+    """Remove the folders of all saves but `keep`."""
+    for path in sorted(directory.iterdir()):
+        if FOLDER.fullmatch(path.name) and path.name != keep:
+            shutil.rmtree(path)
+
+
+def read(directory):
+    """Return the manifest. SavedStateError if there is none, if its format is another, or if it was changed."""
+    path = directory / NAME
+    try:
+        with naming(path):
+            manifest = json.loads(path.read_bytes())
+        found, expected = manifest["format"], manifest.pop("sha256", None)
+        digest = _digest(manifest)
+    except FileNotFoundError:
+        raise SavedStateError(f"{path} is missing: no save has been completed here") from None
+    except UNREADABLE:
+        raise SavedStateError(f"{path} is damaged: it is not a manifest") from None
+    if found != FORMAT:
+        raise SavedStateError(f"{path} is of format {reprlib.repr(found)}: expected {FORMAT}; load it with the version "
+                              "that saved it")
+    if expected != digest:
+        raise SavedStateError(f"{path} was changed after it was written: its SHA-256 is {digest}, expected "
+                              f"{reprlib.repr(expected)}")
+    return manifest
+
+
+def verify(path, about):
+    """Raise SavedStateError unless the file at `path` has the bytes and the hash that the manifest says."""
+    if not path.is_file():
+        raise SavedStateError(f"{path} is {'no file' if path.exists() else 'missing'}")
+    size = path.stat().st_size
+    if size != about["bytes"]:
+        raise SavedStateError(f"{path} has {size} bytes: expected {about['bytes']}; it was cut short or written to")
+    found = sha256_of(path)
+    if found != about["sha256"]:
+        raise SavedStateError(f"{path} is damaged: its SHA-256 is {found}, expected {about['sha256']}")
+
+
+def _folder_named(directory):
+    """Return the folder that the manifest names; None if it cannot be read, and then nothing may be removed."""
+    try:
+        return json.loads((directory / NAME).read_bytes())["folder"]
+    except UNREADABLE:
+        return None
+
+
+def _digest(manifest):
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

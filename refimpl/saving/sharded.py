@@ -1,0 +1,242 @@
+"""Saves the shards that the ranks hold to disk. Any number of ranks, cut in any other way, load them.
+
+    rank-00000.safetensors …  what each rank owns, each tensor flat: parameters (their fp32 masters, if they have any),
+                              the optimizer's state, what is not trained; and the states of torch's random number
+                              generators on its CPU and GPU
+    manifest.json             a description of the model, the optimizer and its param groups, the step, which elements
+                              of which tensor are in which file, and the bytes and SHA-256 of each file and of itself
+
+Each element is written once, whoever else holds it: together Ψ · (4 + 8) bytes with Adam in fp32, and headers
+(`durable.safetensors_bytes`). Each rank writes its file to a new folder and syncs it and the folder. When all ranks
+have, rank 0 writes the manifest under a temporary name, syncs it, and renames it. Then the previous saved state is
+removed. So after
+
+    any rank is killed, or the power fails, at any moment    the previous saved state or the new one is whole
+    a full disk, or another error on one rank                the previous one is whole; all ranks raise, and can go on
+    a flipped bit, a truncated or missing file               `load` names the file before it changes anything
+    an error while whole files are read                      all ranks raise; the state is partly loaded: load again
+
+Training continues to the bit after `load`: parameters, masters, the optimizer's state, step and hyper-parameters are
+those that were saved, on any number of ranks; random numbers are, on the number of ranks that saved. That holds only if
+replicas are equal, so a save compares their SHA-256: a sum could be equal by chance, and a rounding of its own on one
+rank is the beginning of two different models. Of buffers the owner's count, as those of batch norm differ anyway.
+
+All ranks have to see one file system. Nothing is unpickled. One group is loaded and one tensor read or written at a
+time, so no copy of everything is made.
+"""
+
+import errno
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from ..comm.texts import gather_results
+from ..sharding import overlaps
+from . import manifest as manifests
+from .coverage import check_coverage, check_header, check_inside, expected_in, file_of, readable
+from .description import describe, differences, listed, set_hyperparameters, spec_from
+from .durable import raw_bytes, sync_folder, widest_first, write_tensors
+from .form import MANIFEST, mismatch
+from .manifest import SavedStateError
+from .optimizer_state import elements, flat, make_state, state_of, tensors_of
+
+# --- save ------------------------------------------------------------------------------------------------------------
+
+
+def save(state, directory):
+    """Save a `TrainingState` in `directory`, in place of one that is there. All ranks call it, between steps.
+
+    TypeError for an optimizer whose state cannot be cut into pieces. RuntimeError if ranks disagree: in
+    hyper-parameters, in the optimizer's state of a tensor, in the values of replicas. ValueError unless each element is
+    one rank's. If a rank fails (OSError for a full disk), it raises that, and the others a RankError naming it.
+    """
+    comm, directory = state.comm, Path(directory)
+    first = comm.rank == 0
+    description, reports = describe(state, saving=True)
+    name = gather_results(comm, lambda: manifests.begin(directory, state.step) if first else None)[0]
+    written = gather_results(comm, lambda: _write(state, directory / name))
+    _check_replicas(reports, [hashes for _, hashes in written])
+    files = {file_of(rank): {**about, "pieces": report["pieces"]}
+             for rank, ((about, _), report) in enumerate(zip(written, reports, strict=True))}
+    gather_results(comm, lambda: _commit(directory, name, description, files) if first else None)
+    gather_results(comm, lambda: manifests.remove_others(directory, name) if first else None)
+
+
+def _write(state, folder):
+    """Write and sync this rank's file. Return {"bytes", "sha256"} of it, and {name: {key: SHA-256}} of replicas."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}, which rank 0 has made, is not there: save to a file system that all ranks "
+                                "share")
+    items = [(shard, key, x.dtype) for shard in state.shards if shard.owned is not None or _is_compared(shard)
+             for key, x in tensors_of(state, shard).items()]
+    items, generators = widest_first(items, lambda item: item[2]), _generators(state.comm.device)
+    specs = [(f"{key}/{shard.spec.name}", dtype, (shard.owned.numel,)) for shard, key, dtype in items if _writes(shard)]
+    specs += [(name, x.dtype, x.shape) for name, x in generators.items()]
+    hashes = {shard.spec.name: {"numbers": state_of(state, shard) if shard.own is not None else None}
+              for shard in state.shards if _is_compared(shard)}
+
+    def tensors(load):
+        for shard, key, _ in items:
+            load(shard.group)
+            tensor = tensors_of(state, shard)[key]
+            if _is_compared(shard):
+                hashes[shard.spec.name][key] = hashlib.sha256(raw_bytes(tensor)).hexdigest()
+            if _writes(shard):
+                yield elements(tensor, shard)
+        yield from generators.values()
+
+    with state.one_group() as load:
+        about = write_tensors(folder / file_of(state.comm.rank), specs, tensors(load))
+    sync_folder(folder)
+    return about, hashes
+
+
+def _writes(shard):
+    return shard.owned is not None and shard.owned.numel > 0
+
+
+def _is_compared(shard):
+    return len(shard.spec.replicas) > 1 and shard.kind != "buffers"
+
+
+def _check_replicas(reports, hashes):
+    """Raise RuntimeError if ranks that hold the same elements have other values in them."""
+    for report in reports:
+        for name, _, _, replicas in report["replicas"]:
+            said = {rank: hashes[rank].get(name, {}) for rank in replicas}
+            first = said[replicas[0]]
+            if keys := [key for key, each in first.items() if any(said[rank].get(key) != each for rank in replicas)]:
+                differ = [rank for rank in replicas if said[rank] != first]
+                raise RuntimeError(f"{name} is not the same on ranks {replicas}, its replicas: {', '.join(keys)} on "
+                                   f"ranks {differ} differ from rank {replicas[0]}'s. Broadcast it from one of them; "
+                                   "did all of them reduce its gradient?")
+
+
+def _generators(device):
+    found = {"rng/cpu": torch.get_rng_state()}
+    return found | ({"rng/cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _commit(directory, name, description, files):
+    """Write the manifest, on rank 0: what all ranks have written becomes the saved state."""
+    manifests.commit(directory, {"format": manifests.FORMAT, "folder": name, **description, "files": files})
+
+
+# --- load ------------------------------------------------------------------------------------------------------------
+
+
+def load(state, directory):
+    """Load what any number of ranks, however they cut the model, saved in `directory`; return the step. All ranks call
+    it. Afterwards masters are right, and 16-bit parameters not yet rounded from them.
+
+    The optimizer gets the hyper-parameters and the state that were saved, no more and no less: one made without
+    momentum goes on with it, one with momentum loses its buffers if none were saved. An optimizer of another class is
+    refused, even if it would find all that it needs (SGD in AdamW's state).
+
+    SavedStateError on all ranks, before anything is changed: for a manifest or a file that is missing, truncated or
+    damaged, which it names; for elements that are in no file or in two; for another model, optimizer, param groups or
+    format, with what differs. `description` says how parameters of 16 bits are loaded.
+    """
+    comm, directory = state.comm, Path(directory)
+    manifest = _read(comm, directory)
+    here, _ = describe(state)
+    validate_on_all(comm, lambda: _check(comm, directory, manifest, here))
+    gather_results(comm, lambda: _restore(state, directory / manifest["folder"], manifest))
+    return manifest["step"]
+
+
+def _read(comm, directory):
+    """Read the manifest; all ranks have to read the same one."""
+    manifest = None
+
+    def work():
+        nonlocal manifest
+        manifest = manifests.read(directory)
+        return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+
+    if len(set(validate_on_all(comm, work))) > 1:
+        raise SavedStateError(f"ranks read different files at {directory / manifests.NAME}: load from a file system "
+                              "that all ranks share, while nobody saves there")
+    return manifest
+
+
+def validate_on_all(comm, check):
+    """Call `check()` on each rank and return [its result on each rank]. If it raises SavedStateError on one rank, all
+    ranks raise that."""
+    def work():
+        try:
+            return None, check()
+        except SavedStateError as error:
+            return str(error), None
+    answers = gather_results(comm, work)
+    for error, _ in answers:
+        if error:
+            raise SavedStateError(error)
+    return [answer for _, answer in answers]
+
+
+def _check(comm, directory, manifest, here):
+    """Check that the manifest is whole, the model the same, and the files as they were written. Each rank checks a part
+    of the files."""
+    path = directory / manifests.NAME
+    if wrong := mismatch(manifest, MANIFEST) or check_coverage(manifest):
+        raise SavedStateError(f"{path} is damaged: {wrong}")
+    folder = directory / manifest["folder"]
+    if found := differences(manifest, here):
+        raise SavedStateError(f"{path} does not fit what is trained here: {listed(found)}")
+    for file, about in sorted(manifest["files"].items())[comm.rank :: comm.world_size]:
+        check_inside(directory, folder / file)
+        manifests.verify(folder / file, about)
+        expected, may_have = expected_in(manifest, file), {"rng/cpu", "rng/cuda"}
+        if manifest["world_size"] == comm.world_size:  # then they are loaded
+            expected["rng/cpu"] = "uint8", torch.get_rng_state().shape
+        check_header(folder / file, expected, may_have - expected.keys())
+
+
+@torch.no_grad()
+def _restore(state, folder, manifest):
+    """Read what this rank holds: a group at a time, of it a file at a time, and one slice of it."""
+    set_hyperparameters(state, manifest["groups"])
+    described, stored = {**manifest["rest"], **manifest["parameters"]}, {}
+    for file, about in manifest["files"].items():
+        for name, piece in about["pieces"].items():
+            stored.setdefault(name, []).append((file, spec_from(name, described[name]["shape"], piece)))
+    with state.one_group() as load:
+        for group, shards in itertools.groupby(state.shards, key=lambda shard: shard.group):
+            load(group)
+            files = {}
+            for shard in shards:
+                make_state(state, shard, manifest["states"].get(shard.spec.name))
+                for file, spec in stored.get(shard.spec.name, ()):
+                    if views := overlaps(shard.spec, spec):
+                        files.setdefault(file, []).append((shard, views))
+            for file, parts in files.items():
+                with _open(folder / file) as opened:
+                    for shard, views in parts:
+                        _copy(opened, shard.spec.name, views, tensors_of(state, shard))
+    if manifest["world_size"] == state.comm.world_size:
+        _restore_generators(state.comm, folder)
+
+
+def _open(path):
+    return readable(path, lambda error: OSError(errno.EIO, f"{error}; the state is partly loaded: load again",
+                                                str(path)))
+
+
+def _copy(stored, name, views, tensors):
+    """Copy the overlaps of a shard and a stored piece, [(View in the shard, View in the piece)]."""
+    for key, tensor in tensors.items():
+        with flat(tensor) as target:
+            for mine, theirs in views:
+                part = stored.get_slice(f"{key}/{name}")[theirs.begin : theirs.end]
+                mine.of(target).copy_(part.as_strided(theirs.size, theirs.stride))
+
+
+def _restore_generators(comm, folder):
+    with _open(folder / file_of(comm.rank)) as stored:
+        torch.set_rng_state(stored.get_tensor("rng/cpu"))
+        if comm.device.type == "cuda" and "rng/cuda" in stored.keys():
+            torch.cuda.set_rng_state(stored.get_tensor("rng/cuda"), comm.device)

@@ -1,0 +1,114 @@
+"""An engine trains a model on several ranks. Each stage of ZeRO chooses its three parts.
+
+    parameters    where they are: `WholeParameters`, on every rank, or in shards, `sharded_parameters`
+    reducer       averages gradients over the ranks, bucket by bucket, while backward runs: `Reducer`
+    update        runs the optimizer on what this rank has to update: `WholeUpdate` or `ShardedUpdate`
+
+A step: `forward`, `backward`, again for more micro-batches, `clip_grad_norm_` if wanted, `step`.
+"""
+
+import contextlib
+import functools
+
+import torch
+
+from ..comm.agreement import check_phase, used_on_any_rank
+from ..sharding import spec_of
+from .bucket import buckets_of
+from .internals.as_optimizer import ActsAsOptimizer
+from .internals.elementwise import check_elementwise
+from .internals.norms import clip_grad_norm_
+from .internals.trained import check_frozen, check_parts, trained
+from .parameters import WholeParameters
+from .persistence import load, load_state_dict, save, save_weights, shards, state_dict
+from .store import Stored, StoredUpdate
+from .written import gathered
+
+BUCKET_BYTES = 25 * 2**20
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+class Engine(ActsAsOptimizer):
+    """What all stages share; `DataParallel` says what the arguments are. Subclasses name a Reducer and an Update."""
+
+    stage = reducer_type = update_type = None
+    clip_grad_norm_, gathered, shards, save, load = clip_grad_norm_, gathered, shards, save, load
+    state_dict, load_state_dict, save_weights = state_dict, load_state_dict, save_weights
+
+    def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=BUCKET_BYTES, reduce_dtype=None,
+                 world=None, store=None, update=None):
+        self.model, self.comm, self.world = model, comm, comm if world is None else world
+        named, self._frozen = trained(model, optimizer, *((None, None) if self.stage else (store, update)))
+        self.buckets, self.frozen_buckets = self._lay_out(named, bucket_bytes)
+        self.specs = {name: spec_of(name, x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+        check_parts(self)
+        if self.stage:  # a rank's optimizer gets flat pieces
+            check_elementwise(optimizer, groups, named)
+        self._stored = Stored(store, [*self.buckets, *self.frozen_buckets])
+        self._hold_parameters()
+        make = update or (self.update_type if store is None else StoredUpdate)
+        self.update = make(self.buckets, self.parameters.shards, comm.rank, optimizer, groups, named, self._stored)
+        self.reducer = self.reducer_type(self.buckets, comm, self.update, reduce_dtype)
+        self._syncing, self._steps = True, 0
+
+    def _lay_out(self, named, bucket_bytes):
+        """Return the buckets of what is trained, and those of frozen parameters that are in shards."""
+        return buckets_of(named, self.comm.world_size, bucket_bytes), []
+
+    def _hold_parameters(self):
+        self.parameters = WholeParameters(self.model, self.comm, self.buckets)
+
+    def forward(self, *args, **kwargs):
+        """Return the model's output."""
+        return self.model(*args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        """Return the model's output, as `forward` does."""
+        return self.forward(*args, **kwargs)
+
+    def backward(self, output, gradient=None):
+        """Compute the gradients of this micro-batch and add them to those that are there. Outside of `no_sync` buckets
+        are reduced meanwhile, and gradients are averaged over all ranks when this returns.
+
+        `output`: a loss; or any tensor or list of tensors, with the `gradient` that the rest of the computation, as the
+        next stage of a pipeline, returned for it. After several forwards, their backwards may run in any order.
+        """
+        check_phase(self.comm, "backward", self._steps, self.reducer.micro_batches)
+        check_frozen(self._frozen)
+        with self.reducer.reducing(self._syncing):
+            self._run_backward(output, gradient)
+
+    def _run_backward(self, output, gradient):
+        torch.autograd.backward(output, gradient)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Let backwards in this context add up gradients on each rank alone; the first one after it reduces the sum."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def step(self):
+        """Update the parameters, on all ranks alike, and drop the gradients."""
+        self.reducer.check_reduced()
+        check_phase(self.comm, "step", self._steps, self.reducer.micro_batches)
+        self.update.step(used_on_any_rank(self.comm, self.reducer.place, self.reducer.used), self.parameters.updated)
+        self._steps += 1
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the gradients; `step` has done so."""
+        self.reducer.drop()
+
+    def gradients(self):
+        """Yield, bucket by bucket, the list of all gradients that this rank has. A store may have them elsewhere until
+        their bucket's turn comes."""
+        for _, pairs in self.update.with_gradients():
+            yield [own.grad for _, own in pairs if own.grad is not None]
+
+    @property
+    def optimizer(self):
+        """Return the optimizer; above stage 0 it has pieces of parameters."""
+        return self.update.optimizer

@@ -1,0 +1,138 @@
+"""Reduces gradients over the ranks, bucket by bucket, while backward runs.
+
+Gradients appear from the last layer to the first. As soon as a bucket has all of its gradients, its collective begins,
+while backward goes on with the layers before. "PyTorch Distributed" (Li et al. 2020), sections 3.2.2 and 3.2.3.
+"""
+
+import contextlib
+import itertools
+
+import torch
+
+from ..comm.backend.versions import owns_storage
+from ..memory import mark
+
+IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
+
+
+class Reducer:
+    """Puts gradients into buckets, and reduces one when it is complete. A stage says how: `reduce(bucket)` launches the
+    collective of `flat[bucket]`, and `reduced(bucket, result)` gets what it returned."""
+
+    def __init__(self, buckets, comm, update, dtype=None):
+        self.buckets, self.comm, self.update, self.dtype = buckets, comm, update, dtype
+        self.place = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        self.flat, self.views = {}, {}  # bucket → its gradients side by side; parameter → its gradient there
+        self.used, self.micro_batches, self.synced = set(), 0, False  # since the last step
+        self.missing, self.unlaunched, self.handles = {}, {}, {}
+        self.running = self.syncing = False
+        for parameter in self.place:
+            parameter.register_post_accumulate_grad_hook(self.arrived)
+
+    @contextlib.contextmanager
+    def reducing(self, syncing):
+        """Collect the gradients of a backward that runs in this context, and reduce them if `syncing`. An exception
+        leaves no gradient and no collective behind."""
+        self.begin(syncing)
+        try:
+            yield
+            self.finish()
+            self.micro_batches, self.synced = self.micro_batches + 1, syncing
+        except BaseException:
+            while self.handles:
+                self.handles.popitem()[1].wait()
+            self.drop()
+            raise
+        finally:
+            self.running = False
+
+    def begin(self, syncing):
+        """Begin a backward. Each bucket waits for the gradients of all of its parameters."""
+        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
+        self.unlaunched, self.syncing, self.running = dict.fromkeys(self.buckets if syncing else ()), syncing, True
+
+    def arrived(self, parameter):
+        """Put a complete gradient into its bucket. Autograd calls this hook once for each parameter in a backward."""
+        bucket, slot = self.place[parameter]
+        if not self.running:
+            self.drop()
+            raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss)")
+        if self.syncing and bucket not in self.unlaunched:
+            raise RuntimeError(f"{slot.name} got a gradient again after its bucket was reduced, as when two reentrant "
+                               "recomputations use it: recompute with use_reentrant=False")
+        self.take(parameter)
+        self.used.add(parameter)
+        self.missing[bucket].discard(parameter)
+        self.launch_ready()
+
+    def take(self, parameter):
+        """Move the gradient to its bucket's buffer, where autograd adds to it from then on."""
+        if parameter.grad is not self.views.get(parameter):
+            parameter.grad = self.views[parameter] = self.placed(parameter, parameter.grad)
+
+    def placed(self, parameter, gradient):
+        """Return the gradient in its bucket's buffer; one that fills the bucket alone becomes the buffer."""
+        bucket, slot = self.place[parameter]
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"the gradient of {slot.name} is {gradient.layout}: expected a dense one, as nn.Embedding "
+                            "gives with sparse=False")
+        if (bucket not in self.flat and gradient.numel() == bucket.numel and gradient.is_contiguous()
+                and gradient.dtype == self.buffer_dtype(bucket) and owns_storage(gradient)):
+            self.flat[bucket] = mark(gradient, "gradients").view(-1)
+            return gradient
+        return slot.view(self.buffer(bucket)).copy_(gradient)
+
+    def buffer(self, bucket):
+        """Return the bucket's buffer of gradients. Only the parts that are in `views` have been written."""
+        if bucket not in self.flat:
+            flat = torch.empty(bucket.numel, dtype=self.buffer_dtype(bucket), device=bucket.device)
+            self.flat[bucket] = mark(flat, "gradients")
+            bucket.clear_padding(flat)
+        return self.flat[bucket]
+
+    def buffer_dtype(self, bucket):
+        """Return the dtype in which gradients wait for their reduction."""
+        return bucket.dtype
+
+    def launch_ready(self):
+        """Launch complete buckets, in the order of `buckets`, which is the same on all ranks."""
+        for bucket in list(itertools.takewhile(lambda bucket: not self.missing[bucket], self.unlaunched)):
+            self.launch(bucket)
+
+    def launch(self, bucket):
+        """Launch a bucket's collective; a parameter without a gradient on this rank has zeros."""
+        self.wait_until(IN_FLIGHT - 1)  # each may hold memory until it ends
+        del self.unlaunched[bucket]
+        for slot in bucket.slots:
+            if slot.parameter not in self.views:  # this rank has not used it
+                self.views[slot.parameter] = slot.view(self.buffer(bucket)).zero_()
+        self.handles[bucket] = self.reduce(bucket)
+
+    def finish(self):
+        """End a backward: launch buckets with parameters that were not used, and wait for all results."""
+        for bucket in list(self.unlaunched):
+            self.launch(bucket)
+        self.wait_until(0)
+
+    def wait_until(self, most):
+        """Wait for reductions, the oldest first, until at most so many are in flight."""
+        while len(self.handles) > most:
+            bucket = next(iter(self.handles))
+            self.reduced(bucket, self.handles.pop(bucket).wait())
+
+    def drop(self):
+        """Drop all gradients."""
+        for parameter in self.place:
+            parameter.grad = None
+        self.flat.clear(), self.views.clear(), self.used.clear()
+        self.micro_batches, self.synced = 0, False
+        for bucket in self.buckets:
+            self.update.drop_gradients(bucket)
+
+    def check_reduced(self):
+        """Raise RuntimeError unless there are gradients, averaged over all ranks."""
+        if not self.micro_batches:
+            raise RuntimeError("step without gradients: call engine.backward(loss) first")
+        if not self.synced:
+            raise RuntimeError("the last backward was in no_sync, so each rank has gradients of its own: leave "
+                               "no_sync before the last micro-batch")

@@ -1,0 +1,115 @@
+"""Parameters in shards (stage 3): how they are laid out in buckets, cut, and made whole for a moment."""
+
+import torch
+
+from ..memory import mark
+from .gathering import Gathering
+from .parameters import broadcast_rest
+from .units import frozen_buckets, modules_of_units, parameters_of_units, unit_buckets
+
+
+def is_persistent(bucket, threshold):
+    """Tell whether a bucket has parameters of fewer than `threshold` elements, which stay whole."""
+    return all(slot.parameter.numel() < threshold for slot in bucket.slots)
+
+
+class ShardedParameters:
+    """Keeps this rank's shard of each bucket, `shards[bucket]`. Parameters are views of `whole[bucket]`, a tensor that
+    has bytes only while it is gathered, by `gathering`.
+
+    - `of_unit[unit]`, `units_of[bucket]`: the buckets of a unit, and the units of a bucket that is trained.
+    - `trained`, `frozen`: the buckets; those of frozen parameters have shards alone. `frozen_pieces[bucket]`: [(Piece,
+      its part of the shard)].
+    - `start`: what gives values to a model that was built on the meta device, or None.
+    """
+
+    def __init__(self, model, comm, named, units, threshold, start=None):
+        self.model, self.comm, self.threshold, self.start = model, comm, threshold, start
+        self.trained = unit_buckets(named, units, comm.world_size, threshold)
+        self.frozen = frozen_buckets(model, units, comm.world_size, threshold)
+        self.of_unit, self.units_of = {}, {bucket: [] for bucket in self.trained}
+        place = {slot.parameter: bucket for bucket in (*self.trained, *self.frozen) for slot in bucket.slots}
+        for unit, parameters in parameters_of_units(units).items():
+            self.of_unit[unit] = list(dict.fromkeys(place[p] for p in parameters if p in place))
+            for bucket in self.of_unit[unit]:
+                self.units_of.setdefault(bucket, []).append(unit)
+
+    def sharded(self, unit):
+        """Return the buckets of a unit that are whole only while they are gathered."""
+        return [bucket for bucket in self.of_unit[unit] if not is_persistent(bucket, self.threshold)]
+
+    def hold(self, stored, look_ahead, limit):
+        """Give the parameters values, unit by unit, and cut them."""
+        self.shards, self.whole, self.frozen_pieces, start = {}, {}, {}, self.start
+        self.gathering = Gathering(self.comm, self.shards, self.whole, look_ahead, limit, stored)
+        stored.keep("parameters", lambda bucket: [] if is_persistent(bucket, self.threshold) else [self.shards[bucket]])
+        modules, held = modules_of_units(list(self.of_unit)), {p for bucket in (*self.trained, *self.frozen)
+                                                               for p in bucket.parameters}
+        if start:
+            start.make_whole([p for p in self.model.parameters() if p not in held])
+        for unit, buckets in self.of_unit.items():
+            for bucket in buckets:
+                self._make_whole(bucket)
+            if start:
+                start.fill(modules[unit])
+            for bucket in buckets:
+                if self._cut(bucket):
+                    stored.put(bucket, only="parameters")
+        if start:
+            start.finish()
+        self._broadcast_rest()
+
+    def _broadcast_rest(self):
+        broadcast_rest(self.model, self.comm, (*self.trained, *self.frozen))
+
+    def _make_whole(self, bucket):
+        """Put all parameters of a bucket side by side; again, if an earlier unit has some of them, too."""
+        read = self.start and not self.start.reads_shards_of(bucket)
+        if bucket not in self.whole:
+            whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            for slot, view in zip(bucket.slots, bucket.views(mark(whole, "parameters")), strict=True):
+                view.copy_(slot.parameter.detach())
+                slot.parameter.data = view
+            self.whole[bucket] = whole
+            if read:
+                self.start.read_whole(bucket)
+        elif read and not is_persistent(bucket, self.threshold):
+            self.gathering.fetch(bucket)
+
+    def _cut(self, bucket):
+        """Keep this rank's shard of a bucket, as rank 0 has the whole or as a file has it, and release the whole.
+        Return False if an earlier unit has done so."""
+        whole, rank, stays = self.whole[bucket], self.comm.rank, is_persistent(bucket, self.threshold)
+        if not whole.untyped_storage().nbytes() and whole.numel():
+            return False
+        if bucket not in self.shards:
+            self.shards[bucket] = mark(torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=bucket.device),
+                                       "parameters")
+        if self.start and self.start.reads_shards_of(bucket):
+            self.start.read(bucket.pieces(rank), self.shards[bucket])
+            if stays:
+                self.comm.all_gather(self.shards[bucket], out=whole, label=bucket.name)
+        else:
+            self.comm.broadcast(whole, 0, out=whole, label=bucket.name)
+            self.shards[bucket].copy_(bucket.shard(whole, rank))
+        if not stays:
+            self.gathering.hide(bucket)
+        if bucket in self.frozen:
+            self.frozen_pieces[bucket] = [(piece, self.shards[bucket][piece.place : piece.place + piece.end
+                                                                      - piece.first]) for piece in bucket.pieces(rank)]
+        return True
+
+    def updated(self, bucket):
+        """Launch the all_gather of a bucket that stays whole; others are gathered when a unit computes."""
+        if not is_persistent(bucket, self.threshold):
+            return None
+        return self.comm.all_gather(self.shards[bucket], out=self.whole[bucket], async_op=True, label=bucket.name)
+
+    @torch.no_grad()
+    def spread(self, stored):
+        """Broadcast rank 0's parameters and buffers, all of which are whole, and cut them."""
+        for bucket, whole in self.whole.items():
+            self.comm.broadcast(whole, 0, out=whole, label=bucket.name)
+            with stored.loaded(bucket, only="parameters"):
+                self.shards[bucket].copy_(bucket.shard(whole, self.comm.rank))
+        self._broadcast_rest()

@@ -1,0 +1,143 @@
+"""The optimizer on this rank's shards: stages 1 to 3 update them bucket by bucket.
+
+A piece is the flat part of a parameter that a shard has. The optimizer sees each piece as a parameter of its own, in
+the param group of the parameter that it belongs to. Adam, AdamW, SGD and all that treat each element by itself give the
+same numbers on pieces as on whole tensors; `internals/elementwise` finds out those that do not.
+"""
+
+import contextlib
+
+import torch
+
+from ..memory import mark
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+class ShardedUpdate:
+    """An optimizer of one rank's pieces of all buckets.
+
+    - `pieces[bucket]`: [(Piece, Parameter)]. The optimizer updates the Parameter, a view of the bucket's master, if it
+      has one, or else of its shard.
+    - `masters[bucket]`: the fp32 copy of a 16-bit shard. It is rounded into the shard after each step. With a `device`,
+      such as the host, each shard has a copy there, which is updated in its place.
+    - `gradients[bucket]`: this rank's shard of the averaged gradients, on the same device.
+    - `group_names`: the names of the whole parameters in each param group, also of those that this rank has no part of.
+    """
+
+    def __init__(self, buckets, shards, rank, optimizer, groups, named, stored=None, device=None):
+        self.shards, self.stored, self.device = shards, stored, device
+        self.pieces, self.masters, self.gradients, self.optimizer = {}, {}, {}, None
+        for bucket in buckets:
+            with self.loaded(bucket):
+                self.pieces[bucket] = [(piece, _piece_of(self._held(bucket), piece, bucket.dtype))
+                                       for piece in bucket.pieces(rank)]
+        self.optimizer = optimizer(self._groups(groups, named))
+
+    def _held(self, bucket):
+        """Return what holds a bucket's elements: its master, made here, or its shard."""
+        shard, low = self.shards[bucket], bucket.dtype in LOW
+        if bucket not in self.masters and (low or self.device is not None):
+            master = torch.empty_like(shard, dtype=torch.float32 if low else None, device=self.device).copy_(shard)
+            self.masters[bucket] = mark(master, "optimizer state")
+        return self.masters.get(bucket, shard)
+
+    def _groups(self, groups, named):
+        """Return the caller's groups, each parameter replaced by this rank's piece of it, if it has one."""
+        own = {piece.slot.parameter: own for pairs in self.pieces.values() for piece, own in pairs}
+        given = [{"params": [p for _, p in named]}] if groups is None else groups(named)
+        given, names = [{**group, "params": list(group["params"])} for group in given], {p: name for name, p in named}
+        self.group_names = [[names[p] for p in group["params"]] for group in given]
+        mine = [{**group, "params": [own[p] for p in group["params"] if p in own]} for group in given]
+        if not any(group["params"] for group in mine):  # this rank has no piece, but an optimizer needs a parameter
+            mine[0]["params"] = [torch.nn.Parameter(torch.zeros(0))]
+        return mine
+
+    @contextlib.contextmanager
+    def loaded(self, bucket, following=None, only=None):
+        """Load what the store has of a bucket for the context, and prefetch the next: at stage 3 its parameters, and
+        all that a `StoredUpdate` keeps there."""
+        with contextlib.nullcontext() if self.stored is None else self.stored.loaded(bucket, following, only):
+            yield
+
+    def add_gradients(self, bucket, shard):
+        """Add this rank's shard of a bucket's averaged gradients to that of earlier micro-batches."""
+        shard = shard if self.device is None else shard.to(self.device)
+        with self.loaded(bucket, only="gradients"):
+            if bucket in self.gradients:
+                self.gradients[bucket].add_(shard)
+            else:
+                self.set_gradients(bucket, shard)
+
+    def set_gradients(self, bucket, shard):
+        """Let the gradients of a bucket's pieces be views of `shard`."""
+        self.gradients[bucket] = shard
+        for piece, own in self.pieces[bucket]:
+            part, own.grad = shard[piece.place : piece.place + piece.end - piece.first], None
+            own.grad_dtype, own.grad = part.dtype, part
+
+    def copy_gradients(self, bucket):
+        """Copy a shard that is part of a whole buffer, which is about to be freed."""
+        if bucket in self.gradients:
+            self.set_gradients(bucket, mark(self.gradients[bucket].clone(), "gradients"))
+
+    def with_gradients(self):
+        """Yield (bucket, pieces) of all buckets, with their gradients."""
+        for bucket, following in self._in_turn():
+            with self.loaded(bucket, following, only="gradients"):
+                yield bucket, self.pieces[bucket]
+
+    def drop_gradients(self, bucket):
+        """Drop the gradients of a bucket."""
+        self.gradients.pop(bucket, None)
+        for _, own in self.pieces[bucket]:
+            own.grad = None
+
+    def step(self, used, updated):
+        """Update this rank's shard of each bucket, as far as parameters are `used`. `updated(bucket)` then launches the
+        all_gather of all shards, while the next bucket is updated, and returns its Handle or None."""
+        before = [(group["params"], {**group, "params": None}) for group in self.optimizer.param_groups]
+        handles = []
+        for bucket, following in self._in_turn():
+            with self.loaded(bucket, following):
+                for piece, own in self.pieces[bucket]:
+                    gradient, own.grad = own.grad, None
+                    if gradient is not None and piece.slot.parameter in used:
+                        own.grad_dtype, own.grad = own.dtype, gradient.to(own.dtype)
+                self._step(bucket, before)
+                self.round_master(bucket)
+                self.drop_gradients(bucket)
+            handles.append(updated(bucket))
+        for handle in filter(None, handles):
+            handle.wait()
+
+    def _step(self, bucket, before):
+        """Run the optimizer with one bucket's pieces in its param groups: temporary tensors are then those of a bucket.
+        Each begins with the options `before`, so that an optimizer that counts steps in its groups counts one."""
+        mine = {id(own) for _, own in self.pieces[bucket]}
+        for group, (params, options) in zip(self.optimizer.param_groups, before, strict=True):
+            group.clear()
+            group.update(options, params=[own for own in params if id(own) in mine])
+        try:
+            self.optimizer.step()
+        finally:
+            for group, (params, _) in zip(self.optimizer.param_groups, before, strict=True):
+                group["params"] = params
+
+    def _in_turn(self):
+        """Return [(bucket, the next one or None)]."""
+        buckets = list(self.pieces)
+        return zip(buckets, [*buckets[1:], None], strict=True)
+
+    def round_master(self, bucket):
+        """Round a bucket's fp32 master into its 16-bit shard. No-op for a bucket without a master."""
+        if bucket in self.masters:
+            self.shards[bucket].copy_(self.masters[bucket])
+
+
+def _piece_of(held, piece, dtype):
+    """Return the piece of what is held, as a Parameter whose gradient may have another dtype."""
+    own = torch.nn.Parameter(held[piece.place : piece.place + piece.end - piece.first])
+    if own.dtype != dtype:
+        own.grad_dtype = dtype
+    return own

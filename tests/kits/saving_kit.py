@@ -1,0 +1,247 @@
+"""What the tests of saving share: ranks that hold parts of a small model by hand, without any engine, and damage."""
+
+import contextlib
+import functools
+import json
+import re
+import shutil
+import zlib
+
+import pytest
+import torch
+from torch import nn
+
+from refimpl import saving
+from refimpl.comm import FakeCommunicator
+from refimpl.saving import SavedStateError, TrainingState, manifest
+from refimpl.sharding import Shard, ShardSpec, set_spec
+
+OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+              "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+BY_ROWS = {"up.weight": 0, "up.bias": 0, "down.weight": 0, "still.weight": 1}
+BY_COLUMNS = {"up.weight": 1, "down.weight": 1, "still.weight": 0}
+MIXED = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+
+
+class Small(nn.Module):
+    """Weights to cut, a norm, a tied weight, one that is not trained, one in bf16, of 0 dimensions and of 0 elements,
+    and buffers that are saved and not."""
+
+    def __init__(self, few=False):
+        super().__init__()
+        self.up, self.tied = nn.Linear(5, 6), nn.Linear(5, 6, bias=False)
+        self.still, self.scale = nn.Linear(4, 3, bias=False), nn.Parameter(torch.tensor(1.5))
+        self.tied.weight = self.up.weight
+        self.still.requires_grad_(False)
+        if not few:
+            self.down, self.norm = nn.Linear(6, 5, bias=False), nn.LayerNorm(7)
+            self.low, self.none = nn.Parameter(torch.randn(3, 3).bfloat16()), nn.Parameter(torch.zeros(0, 2))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.randn(3, 2).t())  # not contiguous
+        self.register_buffer("cache", torch.randn(2), persistent=False)
+
+
+few = functools.partial(Small, few=True)
+
+
+def part(tensor, spec):
+    """A spec's elements of a whole tensor, flat, by indexing alone."""
+    block = tensor.detach()[tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.lengths, strict=True))]
+    return block.reshape(-1)[spec.first : spec.end].clone()
+
+
+class Holder:
+    """One rank of stages × data-parallel × tensor-parallel ranks. Tensors that `dims` names are cut along that dim over
+    the tensor-parallel ranks, what is trained or frozen is cut flat over the data-parallel ones."""
+
+    def __init__(self, comm, dims=None, tp=1, stages=1, optimizer="adamw", seed=0, dtype=torch.bfloat16, away=False,
+                 build=Small):
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self.comm, self.dims, self.tp, self.model = comm, dims or {}, tp, build()
+        if hasattr(self.model, "low"):
+            self.model.low.data = self.model.low.data.to(dtype)
+        self.dp = comm.world_size // (tp * stages)
+        self.stage, self.d, self.t = comm.rank // (self.dp * tp), comm.rank // tp % self.dp, comm.rank % tp
+        self.unused = {"idle"}
+        self.step, self.now, self.loads, self.asleep = 0, [], [], {}
+        named = [(name, x) for each in (self.model.named_parameters(), self.model.named_buffers()) for name, x in each]
+        self.shards = []
+        for number, (name, x) in enumerate(named):
+            if name == "low" or number * stages // len(named) == self.stage:  # `low` is on all stages
+                self.shards.append(self.shard(name, x, group=number // 3))
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.names = [[name for name in trained if ("weight" in name) == weights] for weights in (True, False)]
+        own = {shard.spec.name: shard.own for shard in self.shards if shard.own is not None}
+        groups = [{"params": [own[name] for name in names if name in own], **more} for names, more in
+                  zip(self.names, ({"weight_decay": 0.2}, {"lr": 0.03, "weight_decay": 0.0}), strict=True)]
+        self.optimizer = OPTIMIZERS.get(optimizer, optimizer)(groups)
+        self.away = away
+        for group in {shard.group for shard in self.shards} if away else ():
+            self.put(group)
+
+    def shard(self, name, x, group):
+        """This rank's shard of a whole tensor."""
+        kind = ("buffers" if not isinstance(x, nn.Parameter) else "parameters" if x.requires_grad else "frozen")
+        spec = ShardSpec(name, x.shape, replicas=self.replicas(name))
+        if name in self.dims:
+            dim, n = self.dims[name], x.shape[self.dims[name]]
+            low, high = self.t * n // self.tp, (self.t + 1) * n // self.tp
+            spec = ShardSpec(name, x.shape, [low if d == dim else 0 for d in range(x.dim())],
+                             [high - low if d == dim else size for d, size in enumerate(x.shape)])
+        if spec.lengths != spec.shape:
+            local = part(x, spec).view(spec.lengths)
+            x.data = local
+            set_spec(x, spec)
+        first = self.comm.rank == min(spec.replicas or (self.comm.rank,))
+        if kind == "buffers":
+            values = x.detach()
+            return Shard(spec, values, kind, x.dtype, None, spec if first and self.d == 0 else None, group)
+        spec = spec.cut(self.d * spec.numel // self.dp, (self.d + 1) * spec.numel // self.dp)
+        values = x.detach().reshape(-1)[spec.first : spec.end].clone()
+        values = values.float() if x.dtype == torch.bfloat16 else values
+        own = nn.Parameter(values) if kind == "parameters" else None
+        return Shard(spec, values if own is None else own.detach(), kind, x.dtype, own, spec if first else None, group)
+
+    def replicas(self, name):
+        """Ranks that hold the same of a tensor that is not cut into blocks."""
+        size = self.dp * self.tp
+        stages = range(self.comm.world_size // size) if name == "low" else [self.stage]
+        found = tuple(stage * size + self.d * self.tp + t for stage in stages for t in range(self.tp))
+        return found if len(found) > 1 else ()
+
+    @property
+    def state(self):
+        return TrainingState(self.comm, self.shards, self.optimizer, self.names, self.model, self.step,
+                             {"kind": "by hand"}, self.loaded)
+
+    def train(self, steps):
+        """Steps with gradients that depend on the place of an element alone, so on no cut."""
+        for _ in range(steps):
+            for shard in self.shards:
+                if shard.own is not None and shard.spec.name not in self.unused:
+                    seed = zlib.crc32(f"{shard.spec.name} {self.step}".encode())
+                    whole = torch.randn(shard.spec.shape, generator=torch.Generator().manual_seed(seed))
+                    shard.own.grad = part(whole, shard.spec)
+            self.optimizer.step()
+            group = self.optimizer.param_groups[0]
+            group["lr"] = group["lr"] * 0.9  # not in place: tests share an lr in a tensor
+            if hasattr(self.model, "seen"):
+                self.model.seen += 1
+            self.step += 1
+        return self
+
+    # --- a store that keeps only one group at a time -----------------------------------------------------------------
+
+    def tensors(self, group):
+        return [x for shard in self.shards if shard.group == group and shard.kind != "buffers" for x in
+                [shard.values, *(x for x in self.optimizer.state.get(shard.own, {}).values() if x.dim())]]
+
+    @contextlib.contextmanager
+    def loaded(self, group):
+        self.now.append(group)
+        self.loads.append(group)
+        assert len(self.now) == 1, f"groups {self.now} are loaded at a time"
+        for x, content in self.asleep.pop(group, ()):
+            x.untyped_storage().resize_(content.nbytes)
+            x.copy_(content)
+        try:
+            yield
+        finally:
+            if self.away:
+                self.put(group)
+            self.now.remove(group)
+
+    def put(self, group):
+        """Take a group's contents away."""
+        tensors = self.tensors(group)
+        self.asleep[group] = [(x, x.clone()) for x in tensors]
+        for x in tensors:
+            x.untyped_storage().resize_(0)
+
+    # --- as users call it --------------------------------------------------------------------------------------------
+
+    def save(self, directory):
+        saving.save(self.state, directory)
+
+    def load(self, directory):
+        self.step = saving.load(self.state, directory)
+        return self
+
+    def state_dict(self):
+        return saving.state_dict(self.state)
+
+    def load_state_dict(self, sd):
+        self.step = saving.load_state_dict(self.state, sd)
+        return self
+
+
+def alone(**how):
+    """A holder of everything."""
+    return Holder(FakeCommunicator(0, 1), **how)
+
+
+def differing(a, b):
+    """Where two state_dicts are not equal to the bit; on a rank that has none, nothing."""
+    if not (a and b):
+        return []
+    found = [key for key in ("class", "step", "param_groups") if a[key] != b[key]]
+    found += [name for name in {**a["model"], **b["model"]} if not torch.equal(a["model"][name], b["model"][name])]
+    for name in {**a["optimizer"], **b["optimizer"]}:
+        ours, theirs = a["optimizer"][name], b["optimizer"][name]
+        found += [(name, key) for key in {**ours, **theirs} if ours[key].dtype != theirs[key].dtype
+                  or not torch.equal(ours[key], theirs[key])]
+    return found
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def only(directory, pattern):
+    """The one file of this name in the folder of the saved state."""
+    path, = directory.glob(f"step-*/{pattern}")
+    return path
+
+
+def edited(change):
+    def edit(directory):
+        path = directory / "manifest.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+    return edit
+
+
+def rehash(content):
+    content.pop("sha256")
+    content["sha256"] = manifest._digest(content)
+
+
+def rewritten(change):
+    """The manifest changed, and its hash with it."""
+    return edited(lambda content: (change(content), rehash(content)))
+
+
+def refused(comm, folder, copies):
+    """What each rank says to a damaged saved state, and whether it holds what it held before."""
+    said = {}
+    for how in ({}, {"dims": BY_COLUMNS, "tp": comm.world_size}):
+        holder = Holder(comm, seed=7, **how).train(1)
+        before = holder.state_dict()
+        for name in copies:
+            with pytest.raises(SavedStateError) as error:
+                holder.load(folder / name)
+            said[name] = str(error.value), differing(holder.state_dict(), before)
+    return said
+
+
+def check_damage(damages, whole, folder, launch):
+    """All ranks name what is damaged, {name: (function of a copy's directory, what is said)}, and stay as they were."""
+    for name, (damage, _) in damages.items():
+        shutil.copytree(whole, folder / name)
+        damage(folder / name)
+    first, second = launch(refused, 2, folder, list(damages))
+    for name, (_, expected) in damages.items():
+        assert re.search(expected, first[name][0]), (name, first[name])
+        assert first[name] == (second[name][0], []), name
+        assert str(folder / name) in first[name][0], name

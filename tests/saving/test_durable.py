@@ -1,0 +1,239 @@
+"""Files as safetensors reads them, and what is left of a save when the power goes at each of its moments."""
+
+import errno
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from saving_kit import alone
+
+from refimpl.saving import SavedStateError, durable, manifest, sharded
+from refimpl.saving.durable import (
+    make_folder,
+    safetensors_bytes,
+    sha256_of,
+    widest_first,
+    write_atomically,
+    write_tensors,
+)
+
+TENSORS = {"a": torch.arange(7, dtype=torch.float32).view(7, 1), "b/c": torch.randn(3, 5).bfloat16(),
+           "none": torch.zeros(0, 4), "one": torch.tensor(3, dtype=torch.int64), "bits": torch.tensor([True, False]),
+           "ü": torch.randn(2, 3).half().t()}
+
+
+def test_files_are_those_of_the_library(tmp_path):
+    named = widest_first(TENSORS.items(), lambda item: item[1].dtype)
+    specs = [(name, x.dtype, x.shape) for name, x in named]
+    about = write_tensors(tmp_path / "ours", specs, (x for _, x in named), {"format": "pt"})
+    found = load_file(tmp_path / "ours")
+    assert list(found) and found.keys() == TENSORS.keys()
+    assert all(found[name].dtype == x.dtype and torch.equal(found[name], x) for name, x in TENSORS.items())
+    assert about == {"bytes": os.path.getsize(tmp_path / "ours"), "sha256": sha256_of(tmp_path / "ours")}
+    assert about["bytes"] == safetensors_bytes(specs, {"format": "pt"})
+    save_file({name: x.contiguous() for name, x in TENSORS.items()}, tmp_path / "theirs", {"format": "pt"})
+    assert abs(about["bytes"] - os.path.getsize(tmp_path / "theirs")) <= 40  # the order of names, in the header
+
+
+def test_a_storage_can_be_emptied_after_it_was_written(tmp_path):
+    x = torch.arange(5.0)
+    write_tensors(tmp_path / "x", [("x", x.dtype, x.shape)], [x])
+    x.untyped_storage().resize_(0)
+    mutant = torch.arange(5.0)
+    mutant.numpy()
+    with pytest.raises(RuntimeError, match="resize storage that is not resizable"):
+        mutant.untyped_storage().resize_(0)
+
+
+def test_what_a_file_cannot_hold(tmp_path):
+    with pytest.raises(TypeError, match=r"x is of torch.complex128: safetensors has F64, "):
+        safetensors_bytes([("x", torch.complex128, (1,))])
+    with pytest.raises(ValueError, match=r"x has shape \(2,\), torch.float32: expected \(3,\)"):
+        write_tensors(tmp_path / "x", [("x", torch.float32, (3,))], [torch.zeros(2)])
+
+
+def test_each_tensor_is_asked_for_when_the_one_before_is_written(tmp_path):
+    seen = []
+
+    def tensors():
+        for i in range(3):
+            yield torch.full((100_000,), float(i))
+            seen.append(os.path.getsize(tmp_path / "x"))
+    write_tensors(tmp_path / "x", [(str(i), torch.float32, (100_000,)) for i in range(3)], tensors())
+    assert seen[0] < 500_000 and seen[1] < 900_000
+
+
+def test_a_file_changes_atomically(tmp_path):
+    make_folder(tmp_path / "a" / "b")
+    for text in ("old", "new"):
+        write_atomically(tmp_path / "a" / "b" / "file", text)
+        assert (tmp_path / "a" / "b" / "file").read_text() == text
+    assert os.listdir(tmp_path / "a" / "b") == ["file"]
+
+
+def test_what_cannot_be_written_leaves_what_was_and_nothing_beside(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left on device: .*file.tmp"):
+            write_atomically(path, "new")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert os.listdir(tmp_path) == ["file"] and path.read_text() == "old"
+
+
+# --- power cuts ------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """What a crash may leave of a folder. A file's bytes are sure after its fsync, names after that of their folder;
+    what is not sure may be there or not: names as they were or as they are, files that are not synced empty."""
+
+    def __init__(self, root):
+        self.root, self.contents, self.names = str(root), {}, {}
+        for path, _, files in os.walk(root):
+            self.sync(path)
+            for file in files:
+                self.sync(os.path.join(path, file))
+
+    def sync(self, path):
+        if os.path.isdir(path):
+            self.names[path] = {entry.name: self.look(entry.path) for entry in os.scandir(path)}
+        else:
+            inode, data = self.look(path)
+            self.contents[inode] = data
+
+    @staticmethod
+    def look(path):
+        """(inode, bytes), bytes None of a folder."""
+        if os.path.isdir(path):
+            return os.stat(path).st_ino, None
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_ino, file.read()
+
+    def leave(self, target, names):
+        """Write what is left to `target`; `names` is "synced" or "present"."""
+        self._leave(self.root, str(target), names)
+
+    def _leave(self, path, target, names):
+        os.mkdir(target)
+        present = {entry.name: self.look(entry.path) for entry in os.scandir(path)} if os.path.isdir(path) else {}
+        for name, (inode, data) in (present if names == "present" else self.names.get(path, {})).items():
+            if data is None:
+                self._leave(os.path.join(path, name), os.path.join(target, name), names)
+            else:
+                now = next((there for number, there in present.values() if number == inode), data)
+                sure = self.contents.get(inode, b"")
+                with open(os.path.join(target, name), "wb") as file:
+                    file.write(sure if now == sure else b"")
+
+
+def crashes(tmp_path, monkeypatch):
+    """The step that a load finds after a crash at each moment of a save of step 2 over one of step 1; None: nothing."""
+    root = tmp_path / "root"
+    alone().train(1).save(root)
+    disk, found, real = Disk(root), [], {name: getattr(os, name) for name in ("fsync", "replace")}
+
+    def crash():
+        for names in ("synced", "present"):
+            disk.leave(tmp_path / "left", names)
+            holder = alone(seed=7).train(5)
+            try:
+                holder.load(tmp_path / "left")
+                found.append(holder.step)
+            except SavedStateError:
+                found.append(None)
+            shutil.rmtree(tmp_path / "left")
+
+    def fsync(fd):
+        crash()
+        for path, _, files in os.walk(root):
+            for each in (path, *(os.path.join(path, file) for file in files)):
+                if os.path.samestat(os.stat(each), os.fstat(fd)):
+                    disk.sync(each)
+        real["fsync"](fd)
+
+    def replace(source, target):
+        crash()
+        real["replace"](source, target)
+        crash()
+
+    holder = alone().train(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(os, "replace", replace)
+        holder.save(root)
+    crash()
+    return found
+
+
+def test_power_may_go_at_any_moment(tmp_path, monkeypatch):
+    found = crashes(tmp_path, monkeypatch)
+    assert set(found) == {1, 2} and len(found) > 12
+    assert found[-2:] == [2, 2]  # after the save it is the new one, for sure
+    assert found[0] == 1
+
+
+def unsynced_files(patch):
+    real = durable.write_tensors
+
+    def write(*args):
+        sync, os.fsync = os.fsync, lambda fd: None
+        try:
+            return real(*args)
+        finally:
+            os.fsync = sync
+    patch.setattr(sharded, "write_tensors", write)
+
+
+def unsynced_names(patch):
+    patch.setattr(sharded, "sync_folder", lambda path: None)
+
+
+def in_place(patch):
+    def write(path, text):
+        with open(path, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    patch.setattr(manifest, "write_atomically", write)
+
+
+def removed_too_early(patch):
+    real = manifest.begin
+
+    def begin(directory, step):
+        if directory.is_dir():
+            manifest.remove_others(directory, None)
+        return real(directory, step)
+    patch.setattr(manifest, "begin", begin)
+
+
+def manifest_first(patch):
+    real = sharded._write
+
+    def write(state, folder):
+        answer = real(state, folder)
+        held = {path: path.read_bytes() for path in folder.iterdir()}
+        for path in held:
+            path.unlink()
+        description, (report,) = sharded.describe(state, saving=True)
+        sharded._commit(folder.parent, folder.name, description, {
+            "rank-00000.safetensors": {**answer[0], "pieces": report["pieces"]}})
+        for path, data in held.items():
+            path.write_bytes(data)
+        return real(state, folder)
+    patch.setattr(sharded, "_write", write)
+
+
+@pytest.mark.parametrize("mutant", [unsynced_files, unsynced_names, in_place, removed_too_early, manifest_first])
+def test_saves_in_another_order_lose_the_saved_state(tmp_path, monkeypatch, mutant):
+    with monkeypatch.context() as patch:
+        mutant(patch)
+        assert None in crashes(tmp_path, monkeypatch)

@@ -1,0 +1,114 @@
+"""A rank that is killed in the middle of a save, at each of its moments; and what is cleaned up after it."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from saving_kit import Holder, alone
+
+from refimpl.comm import RankError, launch
+from refimpl.saving import SavedStateError, manifest
+
+KILLED = {  # (rank, function, how often it has been called before): what is there afterwards
+    "rank 1, before its file": (1, "open", 0, 1), "rank 1, before its file is synced": (1, "fsync", 0, 1),
+    "rank 1, between its file and the end": (1, "fsync", 1, 1),
+    "rank 0, before its folder": (0, "mkdir", 0, 1), "rank 0, before its file": (0, "open", 0, 1),
+    "rank 0, between its file and its name": (0, "fsync", 2, 1), "rank 0, before the manifest": (0, "open", 1, 1),
+    "rank 0, before the manifest is synced": (0, "fsync", 3, 1),
+    "rank 0, before the manifest's name": (0, "replace", 0, 1), "rank 0, after it": (0, "fsync", 4, 2),
+    "rank 0, before the old one goes": (0, "rmtree", 0, 2), "rank 0, while it goes": (0, "unlink", 1, 2),
+}
+
+
+def kill_in(function, before):
+    """Instead of calling `function` once more, after so many calls, die."""
+    import builtins
+    where = {"open": builtins, "rmtree": shutil, "mkdir": os, "fsync": os, "replace": os, "unlink": os}[function]
+    real, calls = getattr(where, function), []
+
+    def dies(*args, **kwargs):
+        written = function != "open" or "w" in "".join(str(mode) for mode in args[1:2])
+        if written and len(calls) == before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls.extend([None] * written)
+        return real(*args, **kwargs)
+    setattr(where, function, dies)
+
+
+def dying(comm, folder, rank, function, before):
+    """A save of step 2 over one of step 1."""
+    holder = Holder(comm).train(2)
+    if comm.rank == rank:
+        kill_in(function, before)
+    holder.save(folder)
+
+
+def found_in(folder):
+    """(step, first parameters, all of the state) of what one rank loads."""
+    holder = alone(seed=7)
+    holder.load(folder)
+    sd = holder.state_dict()
+    return sd["step"], {**sd["model"], **{(name, key): x for name, state in sd["optimizer"].items()
+                                          for key, x in state.items()}}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Saved states of steps 1 and 2, and what is in them."""
+    folders = {steps: tmp_path_factory.mktemp(f"step-{steps}") for steps in (1, 2)}
+
+    def save(comm):
+        for steps, folder in folders.items():
+            Holder(comm).train(steps).save(folder)
+    launch(save, 2)
+    return {steps: (folder, found_in(folder)) for steps, folder in folders.items()}
+
+
+@pytest.mark.parametrize("moment", KILLED)
+def test_killed_at_any_moment_the_old_or_the_new_one_is_whole(two, tmp_path, moment):
+    rank, function, before, expected = KILLED[moment]
+    folder = tmp_path / "saved"
+    shutil.copytree(two[1][0], folder)
+    with pytest.raises(RankError, match=f"rank {rank} was killed by SIGKILL"):
+        launch(dying, 2, folder, rank, function, before)
+    step, tensors = found_in(folder)
+    assert step == expected
+    assert all(torch.equal(x, tensors[name]) for name, x in two[expected][1][1].items())
+    alone().train(3).save(folder)  # and the next save works, and leaves nothing else there
+    assert found_in(folder)[0] == 3
+    assert sorted(os.listdir(folder)) == ["manifest.json", json.loads((folder / "manifest.json").read_text())["folder"]]
+
+
+def test_room_is_made_before_it_is_needed(tmp_path):
+    alone().train(1).save(tmp_path)
+    current, = tmp_path.glob("step-*")
+    stale, theirs = tmp_path / "step-00000009-0123abcd", tmp_path / "step-9"
+    for folder in (stale, theirs):
+        folder.mkdir()
+    begun = manifest.begin(tmp_path, 2)
+    assert {path.name for path in tmp_path.glob("step-*")} == {current.name, begun, theirs.name}
+
+
+def test_nothing_is_removed_for_a_manifest_that_cannot_be_read(tmp_path):
+    alone().train(1).save(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    current, = tmp_path.glob("step-*")
+    begun = manifest.begin(tmp_path, 2)
+    assert {path.name for path in tmp_path.glob("step-*")} == {current.name, begun}
+
+
+def test_a_manifest_shows_any_change(tmp_path):
+    manifest.commit(tmp_path, {"format": manifest.FORMAT, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}})
+    assert manifest.read(tmp_path) == {"format": 2, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}}
+    text = (tmp_path / "manifest.json").read_text()
+    for old, new in (("3", "4"), ("0.1", "0.2"), ("null", "true"), ("1", "3")):
+        (tmp_path / "manifest.json").write_text(text.replace(old, new, 1))
+        with pytest.raises(SavedStateError, match=r"manifest.json was changed after it was written: its SHA-256 is"):
+            manifest.read(tmp_path)
+    for junk in (b"", b"[]", b"3", b"\x80\x04K\x01.", text[:-9].encode()):
+        (tmp_path / "manifest.json").write_bytes(junk)
+        with pytest.raises(SavedStateError, match=r"manifest.json is damaged"):
+            manifest.read(tmp_path)

@@ -1,0 +1,150 @@
+"""Backwards in another order than 1 forward, 1 backward: all forwards first, as GPipe has it; from any output."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from zero_kit import (
+    BUCKET,
+    ENGINES,
+    FAST,
+    WIDTH,
+    Recomputed,
+    equal,
+    farthest,
+    gpt,
+    parameters_of,
+    rows_of,
+    token_batches,
+)
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator, launch
+from refimpl.zero import Zero2, Zero3
+
+MICRO_BATCHES = 3
+
+
+def sync(engine, last):
+    return contextlib.nullcontext() if last else engine.no_sync()
+
+
+def one_by_one(engine, inputs):
+    """forward, backward, forward, backward, … of losses."""
+    for i, x in enumerate(inputs):
+        loss = engine.forward(x).square().mean() / len(inputs)
+        with sync(engine, i == len(inputs) - 1):
+            engine.backward(loss)
+
+
+def all_forwards_first(engine, inputs):
+    """GPipe's order, from outputs and their gradients, as a stage gets them from the next one."""
+    outputs = [engine.forward(x) for x in inputs]
+    for i, output in enumerate(outputs):
+        end = output.detach().requires_grad_()
+        (end.square().mean() / len(inputs)).backward()
+        with sync(engine, i == len(inputs) - 1):
+            engine.backward(output, end.grad)
+
+
+def last_forward_first(engine, inputs):
+    """All forwards first, then backwards from the last: the sum of gradients is in another order."""
+    losses = [engine.forward(x).square().mean() / len(inputs) for x in inputs]
+    for i, loss in enumerate(reversed(losses)):
+        with sync(engine, i == len(losses) - 1):
+            engine.backward(loss)
+
+
+class Layers(nn.ModuleList):
+    """A stack without recomputation."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x).tanh()
+        return x
+
+
+MODELS = {"layers": Layers, "recomputed": lambda: Recomputed(False), "recomputed, reentrant": lambda: Recomputed(True)}
+
+
+def compared(comm, name):
+    found = {}
+    for make in ENGINES:
+        for order in (one_by_one, all_forwards_first, last_forward_first):
+            torch.set_num_threads(1)
+            torch.manual_seed(0)
+            engine = make(MODELS[name](), comm, FAST, bucket_bytes=500)
+            for step in range(3):
+                order(engine, [rows_of(comm, MICRO_BATCHES * step + i) for i in range(MICRO_BATCHES)])
+                engine.step()
+            assert make is not Zero3 or engine.gathering.live() == 0
+            found[make.__name__, order.__name__] = parameters_of(engine)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_engines_train_alike_in_any_order(name):
+    for found in launch(compared, 2, name):
+        for make in ENGINES:
+            expected = found["DataParallel", "one_by_one"]
+            assert equal(found[make.__name__, "all_forwards_first"], found[make.__name__, "one_by_one"])
+            for order in (one_by_one, last_forward_first):  # other orders of additions
+                assert farthest(found[make.__name__, order.__name__], expected) < 1e-5
+
+
+class AtTheEnd(Zero3):
+    """The mutant: takes calls of other micro-batches for ones that are still to be recomputed in this one."""
+
+    def _backward_ended(self, unit):
+        if not self._backwards._without_graph[unit]:
+            super()._backward_ended(unit)
+
+
+@pytest.mark.parametrize("make", [Zero3, AtTheEnd])
+def test_with_all_forwards_first_gradients_are_reduced_while_each_backward_runs(make):
+    """Eight layers, recomputed by reentrant autograd: whole gradients of a few are there at a time."""
+    class Recomputing(nn.ModuleList):
+        def forward(self, x):
+            for layer in self:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+            return x
+
+    layer = 64 * 64 * 4
+    model = Recomputing(nn.Linear(64, 64, bias=False) for _ in range(8))
+    engine = make(model, FakeCommunicator(0, 4), FAST)
+    losses = [engine.forward(torch.ones(1, 64).requires_grad_()).sum() for _ in range(MICRO_BATCHES)]
+    with memory.track(model, engine.optimizer) as t:
+        engine.backward(losses[0])
+    most = t.timeline.nbytes[:, t.timeline.categories.index("gradients")].max()
+    assert (most <= 8 * layer // 4 + 4 * layer) == (make is Zero3)
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_several_outputs_each_with_its_gradient(make):
+    """As `torch.autograd.backward` takes them."""
+    engine = make(gpt(), FakeCommunicator(0, 1), FAST, bucket_bytes=BUCKET)
+    one, other = gpt(), token_batches(1)[0, 0, :2]
+    outputs = [engine.forward(other[:1]), engine.forward(other[1:])]
+    expected = [one(other[:1]), one(other[1:])]
+    gradients = [torch.randn_like(x) for x in expected]
+    engine.backward(outputs, gradients)
+    torch.autograd.backward(expected, gradients)
+    norm = engine.clip_grad_norm_(1e9)
+    there = torch.nn.utils.clip_grad_norm_(one.parameters(), 1e9)
+    assert norm.item() == pytest.approx(there.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [Zero2, Zero3])
+def test_an_output_without_its_gradient_is_named_by_torch_and_leaves_nothing(make):
+    engine = make(gpt(), FakeCommunicator(0, 2), FAST)
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        engine.backward(engine.forward(token_batches(1)[0, 0, :2]))
+    with pytest.raises(RuntimeError, match="step without gradients"):
+        engine.step()
+    x = token_batches(1)[0, 0, :2]
+    engine.backward(engine.forward(x, x))
+    engine.step()
