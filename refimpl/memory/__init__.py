@@ -1,11 +1,11 @@
 """Where the bytes are: a tracker that counts every tensor storage by category, the allocator's own reading, and a dry
 run.
 
-Read the instruments first: `ledger` (categories and bytes), `tracker` and the `trace` that it writes, `allocator`,
-`dry`, `workspaces` (the first two laid over each other). Then the closed forms: `state_bytes`, `activation_bytes`,
-`step_bytes`. `figure`, `gantt` and `chrome` draw; `spans` records who waited for whom. `rerun` is for techniques that
-run a function again, `options` for those that take options; `tracking/` is the tracker's machinery: how it hears of
-modules, stays out of autograd's way and follows compiled code.
+Order of reading: `paper` (the idea in one screen), then the instruments: `ledger` (categories and bytes), `tracker` and
+the `trace` that it writes, `allocator`, `dry`, `workspaces` (the first two laid over each other). Then the closed
+forms: `state_bytes`, `activation_bytes`, `step_bytes`. `figure`, `gantt` and `chrome` draw; `spans` records who waited
+for whom. `rerun` is for techniques that run a function again, `options` for those that take options; `tracking/` is the
+tracker's machinery: how it hears of modules, stays out of autograd's way and follows compiled code.
 """
 
 from .activation_bytes import activation_bytes, activation_terms, block_terms, korthikanti_bytes, korthikanti_terms
