@@ -23,5 +23,5 @@ def check_screen(module, also=()):
 
 def comes_first(package, name="paper"):
     """Whether the package names it first in its order of reading."""
-    words = package.__doc__.partition("rder of reading")[2] or package.__doc__
-    return words.partition("`")[2].startswith(f"{name}` (the idea in one screen), then ")
+    words = package.__doc__.partition("rder of reading")[2]
+    return words.partition("`")[2].startswith(f"{name}` (the idea in one screen), then")

@@ -1,0 +1,34 @@
+"""The idea in one screen beside the package's ring and collectives: the same sums, to the byte the same traffic."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ring_bodies
+from one_screen import check_screen, comes_first
+
+from refimpl import comm
+from refimpl.comm import paper
+
+
+@functools.cache
+def found():
+    path = Path(ring_bodies.__file__)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (path.parents[2], path.parent)))}
+    run = subprocess.run([sys.executable, path], capture_output=True, env=environment, timeout=120)
+    assert run.returncode == 0, run.stderr.decode()
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ring_bodies.TASKS)
+def test_in_a_process_of_its_own(name):
+    assert found()[name] == ""
+
+
+def test_one_screen_that_is_read_first():
+    check_screen(paper)
+    assert comes_first(comm)
