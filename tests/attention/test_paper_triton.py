@@ -1,7 +1,4 @@
-"""The forward in one screen of Triton, interpreted, beside the hardened kernel with the same tiles: the same bits.
-
-On a GPU: tests/gpu is the hardened kernel's alone.
-"""
+"""The forward in one screen of Triton, interpreted, beside the hardened kernel with the same tiles: the same bits."""
 
 import subprocess
 import sys
@@ -14,6 +11,8 @@ from interpreting import interpreted
 from one_screen import check_screen
 
 from refimpl.attention import paper_triton, reference_attention
+from refimpl.bench.compiler.compiled import Case
+from refimpl.bench.compiler.processes import compile_each
 
 TILES = [(16, 16), (32, 16), (16, 32)]
 
@@ -40,6 +39,17 @@ def test_wider_heads_with_its_own_tiles(D):
     given = inputs(20, D)
     (out, _), = interpreted([("refimpl.attention.paper_triton:attention", given, {})])
     torch.testing.assert_close(out, reference_attention(*given, causal=True), rtol=1e-5, atol=2e-6)
+
+
+def test_it_compiles_for_a_gpu():
+    """For an H100, which need not be here: running values stay in registers, tensor cores compute the products."""
+    cases = []
+    for dtype, D in (("fp16", 64), ("bf16", 128)):
+        tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}:16")
+        sizes = {"lse_ptr": "*fp32:16", "T": "i32", "c": "fp32", "D": D, "M": paper_triton.M, "N": paper_triton.N}
+        cases.append(Case("refimpl.attention.paper_triton:forward_kernel", {**tensors, **sizes}, paper_triton.WARPS, 3))
+    for compiled in compile_each(cases):
+        assert compiled.faults() == [] and compiled.spill_bytes == 0 and compiled.instructions["HGMMA"] > 0
 
 
 def test_one_that_holds_the_matrix_fails_here():
