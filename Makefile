@@ -1,6 +1,7 @@
 # A fresh machine needs Python 3.11 or newer, make, and nothing else.
 #
-#   make lab        set up .venv, open JupyterLab on notebooks/      (LAB_ARGS="--no-browser --port 9999" goes to it)
+#   make lab        set up .venv, open JupyterLab on learn/: copies of the pages, yours to answer and change
+#                   (LAB_ARGS="--no-browser --port 9999" goes to JupyterLab)
 #   make test       set up .venv, run everything that CI runs: ruff, the tests, every notebook against its outputs
 #   make notebooks  set up .venv, run every notebook without a browser and write it to build/notebooks/
 #   make gpu        no set-up, no network: with the machine's own python3, torch and GPU, run the benchmarks, the GPU
@@ -38,7 +39,8 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 lab: $(INSTALLED)
-	$(IN_VENV) -m jupyterlab notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+	$(IN_VENV) tools/learn.py --out learn $(NOTEBOOKS)
+	$(IN_VENV) -m jupyterlab learn $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 test: $(INSTALLED)
 	$(IN_VENV) -m ruff check
