@@ -57,26 +57,24 @@ def run_chain(functions, plan, x):
 
 
 def optimal_schedule(f, b, a, s, m):
-    """Return (time, plan) of the least time within m bytes, the chain's input not counted; (inf, None) if none fits."""
+    """Return (time, plan) of the least time within m bytes, the chain's input not counted; (inf, []) if none fits."""
 
     @cache
     def T(i, j, m):
         if i > j:
             return 0, []
-        best = inf, None
+        best = inf, []
         before = a[i - 1] if i else 0
         saving = a[j] + s[i] + a[i]  # in forward: the gradient of x[j], what is saved, x[i]
         in_backward = s[i] + a[i] + before  # what was saved, the gradients of x[i] and of x[i−1]
         if m >= max(saving, in_backward):
-            time, rest = T(i + 1, j, m - s[i] - a[i] if i < j else m)
-            best = f[i] + b[i] + time, rest is not None and [i, *rest]
+            time, rest = T(i + 1, j, m - s[i] - a[i])
+            best = min(best, (f[i] + b[i] + time, [i, *rest]), key=lambda option: option[0])
         for k in range(i + 1, j + 1):
             dropping = a[j] + max(a[h] + (a[h - 1] if h > i else 0) for h in range(i, k))  # x[h−1] → x[h], none saved
             if m >= dropping:
                 (right, rest), (left, region) = T(k, j, m - a[k - 1]), T(i, k - 1, m)
-                time = sum(f[i:k]) + right + left
-                if time < best[0]:
-                    best = time, [tuple(region), *rest]
+                best = min(best, (sum(f[i:k]) + right + left, [tuple(region), *rest]), key=lambda option: option[0])
         return best
 
     return T(0, len(f) - 1, m)
