@@ -1,0 +1,140 @@
+"""The idea in one screen has the numbers and the bytes of `autocast`, `MixedPrecisionOptimizer` and the scaler."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from paper_kit import MODELS, built, check_paper, gradients, same
+
+from refimpl import memory
+from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, autocast, paper
+from refimpl.mixed_precision.internals.lists import FP32, FP32_RESULT, LOW, POLICIES
+
+LOW_DTYPES = [torch.bfloat16, torch.float16]
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def test_the_file_is_one_screen():
+    check_paper("mixed_precision")
+
+
+# --- autocast --------------------------------------------------------------------------------------------------------
+
+
+def step(name, around, dtype=None):
+    """Run a forward and a backward: (loss and gradients, bytes after the forward, bytes at the peak)."""
+    model, *batch = built(name, dtype)
+    with memory.track(model, *batch) as t:
+        with around:
+            loss = model(*batch)
+        after = t.now
+        loss.backward()
+    return [loss, *gradients(model)], after, t.peak
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_under_autocast_numbers_to_the_bit_and_bytes_to_the_byte(name, dtype):
+    idea, *nbytes = step(name, paper.Autocast(dtype))
+    hardened, *nbytes_there = step(name, autocast(dtype, "cpu"))
+    assert same(idea, hardened) and nbytes == nbytes_there
+    plain, kept, _ = step(name, nullcontext())  # saves nothing
+    assert not same(idea, plain) and kept["activations"] > 1.2 * nbytes[0]["activations"]
+
+
+def spelled(function):
+    """The name of a function in the tables of `internals/lists`."""
+    name = function.__name__
+    return {"__matmul__": "matmul", "cross_entropy": "cross_entropy_loss"}.get(name, name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_tables_are_a_part_of_the_hardened_ones(device):
+    wanted = POLICIES[device] | {"cross_entropy_loss": FP32}  # a composite on CUDA: its log_softmax and nll_loss are
+    policies = {}
+    for name, policy in wanted.items():
+        policies.setdefault(name.partition(".")[0], set()).add(policy)
+    low = {spelled(f) for f in paper.LOW} - ({"scaled_dot_product_attention"} if device == "cuda" else set())
+    assert all(policies[name] == {LOW} for name in low)
+    assert all(policies[spelled(f)] <= {FP32, FP32_RESULT} for f in paper.FP32[device])
+
+
+# --- masters and the scaler ------------------------------------------------------------------------------------------
+
+
+def trained(name, dtype, make, steps=3):
+    """Run steps of AdamW: (weights and masters, bytes at the peak of all steps but the first)."""
+    model, *batch = built(name)
+    masters, one_step = make(model)
+    one_step(model, batch)
+    with memory.track(model, *masters(), *batch) as t:
+        for _ in range(steps - 1):
+            one_step(model, batch)
+    assert all(p.dtype is dtype for p in model.parameters())
+    return [*model.parameters(), *masters()], t.peak.total
+
+
+def idea_of_masters(model, dtype):
+    optimizer = paper.Masters(model, ADAMW, dtype)
+
+    def one_step(model, batch):
+        model(*batch).backward()
+        optimizer.step()
+
+    return lambda: optimizer.masters, one_step
+
+
+def hardened_masters(model, dtype):
+    optimizer = MixedPrecisionOptimizer(ADAMW(model.parameters()), dtype)
+
+    def one_step(model, batch):
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return lambda: [optimizer.state[p]["master"] for p in model.parameters()], one_step
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_masters_to_the_bit_and_bytes_to_the_byte(name):
+    dtype = torch.bfloat16
+    idea, peak = trained(name, dtype, partial(idea_of_masters, dtype=dtype))
+    hardened, peak_there = trained(name, dtype, partial(hardened_masters, dtype=dtype))
+    assert same(idea, hardened) and peak == peak_there
+
+
+def test_masters_keep_the_updates_that_bf16_rounds_away():
+    weight = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(weight.weight)
+    masters = paper.Masters(weight, partial(torch.optim.SGD, lr=1e-4), torch.bfloat16)
+    rounding = torch.ones(1, dtype=torch.bfloat16)
+    for _ in range(100):
+        weight(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        masters.step()
+        rounding -= 1e-4
+    assert rounding == 1 and abs(masters.masters[0].item() - 0.99) < 1e-5 and weight.weight < 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scaled_steps_are_the_hardened_ones_to_the_bit(name):
+    """Scales from one that overflows to one that has grown again."""
+    model, *batch = built(name)
+    other, *_ = built(name)
+    masters, scaler = paper.Masters(model, ADAMW, torch.float16), paper.LossScaler(2.0**20, interval=2)
+    optimizer = MixedPrecisionOptimizer(ADAMW(other.parameters()), torch.float16)
+    hardened = AdaptiveLossScaler(2.0**20, growth_interval=2)
+    scales = []
+    for _ in range(14):
+        (model(*batch).float() * scaler.scale).backward()
+        scaler.step(masters)
+        hardened.scale(other(*batch)).backward()
+        hardened.step(optimizer)
+        hardened.update()
+        optimizer.zero_grad()
+        assert scaler.scale == hardened.get_scale()
+        assert same(model.parameters(), other.parameters())
+        assert same(masters.masters, [optimizer.state[p]["master"] for p in other.parameters()])
+        scales.append(scaler.scale)
+    moves = {b / a for a, b in zip(scales, scales[1:], strict=False)}
+    assert moves == {0.5, 1.0, 2.0}
