@@ -41,7 +41,7 @@ def scores(q, k, rows, keys):
 
 
 class FlashAttention(torch.autograd.Function):
-    """Attention whose backward computes the weights again."""
+    """Compute attention; backward computes the weights again."""
 
     @staticmethod
     def forward(ctx, q, k, v):

@@ -8,7 +8,7 @@ Rank r sends to r+1 and receives from r−1. A tensor of B bytes is cut into N c
     all_reduce       the two, one after the other:                                           sends 2(N−1)/N · B
 
 So what a rank sends is nearly 2B however many ranks there are, and no algorithm sends less. "Bandwidth optimal
-all-reduce algorithms for clusters of workstations" (Patarasuk & Yuan 2009), section 3 and theorem 1.
+all-reduce algorithms for clusters of workstations" (Patarasuk & Yuan 2009), theorem 1.
 """
 
 import multiprocessing
@@ -47,7 +47,7 @@ def run(fn, rank, world_size, meeting, sending, args):
 
 
 class Ring:
-    """Collectives of rank `rank` of N = `world_size`. `sent`: the bytes that it has sent. N has to divide dim 0."""
+    """Run collectives as one rank of N = `world_size`; `sent` counts the bytes that it sends. N has to divide dim 0."""
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size, self.sent = rank, world_size, 0

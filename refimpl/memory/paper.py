@@ -24,7 +24,10 @@ PARAMETERS, GRADIENTS, OPTIMIZER_STATE, REST = "parameters", "gradients", "optim
 
 
 class Tracker(TorchDispatchMode):
-    """Track one training step: `with Tracker(model, optimizer, batch) as t: step()`, then `t.peak()`."""
+    """Track one training step: `with Tracker(model, optimizer, batch) as t: step()`, then `t.peak()`.
+
+    What exists before the step is named: no operation of the step makes it.
+    """
 
     def __init__(self, model, optimizer, *existing):
         super().__init__()

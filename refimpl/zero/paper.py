@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Unit:
-    """The parameters of one module, side by side in a flat tensor `whole` that is cut into N equal shards."""
+    """Keep the parameters of one module side by side, in a flat tensor `whole` that is cut into N equal shards."""
 
     def __init__(self, module, comm, stage):
         self.parameters, self.comm, self.stage = list(module.parameters()), comm, stage
@@ -72,9 +72,9 @@ class Unit:
 
 
 class Zero:
-    """Train by `loss.backward()` and `step()`, in turn. `units`: the model's modules, which have each parameter once in
-    all, and return one tensor each. `comm`: of refimpl.comm, or the ring in its `paper.py`. `optimizer`: makes one from
-    a list of parameters. Adam treats each element by itself, so that flat shards are as good as whole tensors."""
+    """Train by `loss.backward()` and `step()`, in turn. `units`: modules of a model that all ranks build alike. They
+    have each parameter once in all, and return one tensor each. `comm`: of refimpl.comm, or the ring in its `paper.py`.
+    `optimizer`: makes one from a list of parameters. Adam treats each element by itself, so flat shards will do."""
 
     def __init__(self, units, comm, optimizer, stage):
         self.stage, self.units = stage, [Unit(module, comm, stage) for module in units]
