@@ -41,7 +41,10 @@ class Checkpoint(torch.autograd.Function):
 
 
 def checkpoint(fn, *inputs):
-    """Call `fn(*inputs)`, all of them tensors of which one needs a gradient, and compute it again in backward."""
+    """Call `fn(*inputs)`, all of them tensors of which one needs a gradient, and compute it again in backward.
+
+    Without dropout: the second time it would draw other masks.
+    """
     return Checkpoint.apply(fn, *inputs)
 
 
