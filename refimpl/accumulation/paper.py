@@ -21,6 +21,8 @@ def accumulate(model, tokens_BT, targets_BT, micro_batch):
 
         loss = accumulate(model, tokens, targets, micro_batch=8)        # instead of loss = model(tokens, targets)
         optimizer.step()                                                #        and loss.backward()
+
+    B rows of T tokens; b of them are in a micro-batch.
     """
     n = count(targets_BT)
     loss = 0.0

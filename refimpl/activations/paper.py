@@ -48,7 +48,7 @@ class Packed:
         """Return the storage's values (n,); while one operation still has them, they are not decoded again."""
         storage = self.decoded() if self.decoded else None
         if storage is not None:
-            return torch.empty(0, dtype=self.dtype).set_(storage)
+            return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage)
         flat_n = decode(*self.code, self.group).to(self.dtype)
         self.decoded = weakref.ref(flat_n.untyped_storage())
         return flat_n

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 LOW = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, torch.mm, torch.addmm,
-       F.linear, F.conv1d, F.conv2d, F.scaled_dot_product_attention}  # products: their kernels add up in fp32
+       torch.baddbmm, torch.einsum, F.linear, F.conv1d, F.conv2d, F.scaled_dot_product_attention}  # products
 LOSSES = {F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.kl_div, F.binary_cross_entropy_with_logits}
 STEEP = {torch.exp, torch.Tensor.exp, torch.log, torch.Tensor.log, torch.pow, torch.Tensor.pow, torch.rsqrt,
          torch.softmax, F.softmax, torch.Tensor.softmax, F.log_softmax, F.layer_norm, F.rms_norm, F.group_norm,
@@ -17,7 +17,7 @@ STEEP = {torch.exp, torch.Tensor.exp, torch.log, torch.Tensor.log, torch.pow, to
 FP32 = {"cpu": LOSSES, "cuda": LOSSES | STEEP}  # on a CPU kernels of 16 bits add up in fp32, and bf16 has its range
 
 
-class Autocast(TorchFunctionMode):
+class Autocast(TorchFunctionMode):  # while it is on, torch calls __torch_function__ in place of each of its functions
     """Section 3.3: `with Autocast(torch.bfloat16): loss = model(x)`. Operations of LOW get fp32 tensors as `dtype`,
     those of FP32 get low ones as fp32, others run as they are called. A weight is cast once for all its uses."""
 
@@ -28,14 +28,14 @@ class Autocast(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         to = self.dtype if function in LOW else torch.float32 if function in self.fp32 else None
         args, kwargs = [self.cast(x, to) for x in args], {k: self.cast(x, to) for k, x in (kwargs or {}).items()}
-        return function(*args, **kwargs)  # in here the mode is off
+        return function(*args, **kwargs)  # the mode is off in here: an operation made of others is one operation
 
     def cast(self, x, to):
         """Return x as `to`, if it is a tensor of floating point. autograd casts its gradient back."""
         if to is None or not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, self.dtype) or x.dtype is to:
             return x
-        if not isinstance(x, torch.nn.Parameter):
-            return x.to(to)
+        if not isinstance(x, torch.nn.Parameter) or not torch.is_grad_enabled():
+            return x.to(to)  # a cast made under no_grad has no way back to its weight: not for other uses
         if x not in self.casts:
             self.casts[x] = x.to(to)
         return self.casts[x]
@@ -61,6 +61,7 @@ class Masters:
 
     @torch.no_grad()
     def step(self, scale=1.0):
+        """Call it in place of `optimizer.step(); optimizer.zero_grad()`."""
         for master, w in zip(self.masters, self.weights, strict=True):
             master.grad = w.grad.float() / scale  # in fp32: g / S may be too small for fp16
         self.optimizer.step()
