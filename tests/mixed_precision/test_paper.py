@@ -43,6 +43,15 @@ def test_under_autocast_numbers_to_the_bit_and_bytes_to_the_byte(name, dtype):
     assert not same(idea, plain) and kept["activations"] > 1.2 * nbytes[0]["activations"]
 
 
+def test_a_cast_under_no_grad_takes_no_gradient_from_a_later_use():
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with paper.Autocast(torch.bfloat16):
+        with torch.no_grad():
+            model(x)
+        model(x).sum().backward()
+    assert model.weight.grad is not None
+
+
 def spelled(function):
     """The name of a function in the tables of `internals/lists`."""
     name = function.__name__
