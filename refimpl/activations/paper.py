@@ -37,7 +37,7 @@ def decode(codes_n, least_G1, step_G1, group):
 
 
 class Packed:
-    """The code of one storage. Operations save views of it, so it is encoded once for all of them."""
+    """Hold the code of one storage. Operations save views of it, so it is encoded once for all of them."""
 
     def __init__(self, x, group):
         whole_n = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)

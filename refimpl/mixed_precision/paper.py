@@ -18,8 +18,8 @@ FP32 = {"cpu": LOSSES, "cuda": LOSSES | STEEP}  # on a CPU kernels of 16 bits ad
 
 
 class Autocast(TorchFunctionMode):  # while it is on, torch calls __torch_function__ in place of each of its functions
-    """Section 3.3: `with Autocast(torch.bfloat16): loss = model(x)`. Operations of LOW get fp32 tensors as `dtype`,
-    those of FP32 get low ones as fp32, others run as they are called. A weight is cast once for all its uses."""
+    """Cast for each operation, section 3.3: `with Autocast(torch.bfloat16): loss = model(x)`. Operations of LOW get fp32
+    tensors as `dtype`, those of FP32 get low ones as fp32, others run as called. A weight is cast once for all uses."""
 
     def __init__(self, dtype, device="cpu"):
         super().__init__()
@@ -46,7 +46,7 @@ class Autocast(TorchFunctionMode):  # while it is on, torch calls __torch_functi
 
 
 class Masters:
-    """Section 3.1: w₃₂ ← w₃₂ − η g₃₂, w₁₆ = round(w₃₂). An update of 10⁻⁴ to a bf16 weight near 1 would round away.
+    """Update in fp32, section 3.1: w₃₂ ← w₃₂ − η g₃₂, w₁₆ = round(w₃₂); 1 − 10⁻⁴ in bf16 would round to 1 again.
 
     2Ψ weights + 2Ψ gradients + 4Ψ masters + 8Ψ moments of Adam = 16Ψ bytes, and 4Ψ more while the optimizer steps.
     `optimizer` is a function of parameters, such as `partial(torch.optim.AdamW, lr=3e-4)`.
@@ -71,8 +71,8 @@ class Masters:
 
 
 class LossScaler:
-    """Section 3.2: (S · L).backward() gives S · g, so that fewer gradients fall below fp16's 6·10⁻⁸. S is as large as
-    it can be: it is doubled after 2000 good steps; where a gradient overflows, it is halved and the step is skipped."""
+    """Scale the loss, section 3.2: (S · L).backward() gives S · g, of which less falls below fp16's 6·10⁻⁸. S is as large
+    as it can be: doubled after 2000 good steps, and where a gradient overflows, halved and the step skipped."""
 
     def __init__(self, scale=2.0**16, interval=2000):
         self.scale, self.interval, self.good_steps = scale, interval, 0

@@ -40,7 +40,7 @@ class Carry(torch.autograd.Function):
 
 
 class Cache:
-    """K and V of each layer, (B, G, s, D), and in backward their gradients."""
+    """Hold K and V of each layer, (B, G, s, D), and in backward their gradients."""
 
     def __init__(self, length):
         self.length, self.values, self.gradients, self.chunk = length, {}, {}, (0, length)
