@@ -23,7 +23,7 @@ import torch
 
 
 class Checkpoint(torch.autograd.Function):
-    """Compute fn(x₁, x₂, …). Forward saves the x alone; backward runs fn again, with a graph, and goes back through it."""
+    """Compute fn(x₁, x₂, …). Forward saves the x alone; backward runs fn again with a graph and goes through that."""
 
     @staticmethod
     def forward(ctx, fn, *inputs):

@@ -18,8 +18,8 @@ FP32 = {"cpu": LOSSES, "cuda": LOSSES | STEEP}  # on a CPU kernels of 16 bits ad
 
 
 class Autocast(TorchFunctionMode):  # while it is on, torch calls __torch_function__ in place of each of its functions
-    """Cast for each operation, section 3.3: `with Autocast(torch.bfloat16): loss = model(x)`. Operations of LOW get fp32
-    tensors as `dtype`, those of FP32 get low ones as fp32, others run as called. A weight is cast once for all uses."""
+    """Cast for each operation, section 3.3: `with Autocast(torch.bfloat16): loss = model(x)`. Operations of LOW get
+    fp32 as `dtype`, those of FP32 get `dtype` as fp32, others run as called. A weight is cast once for all its uses."""
 
     def __init__(self, dtype, device="cpu"):
         super().__init__()
@@ -71,8 +71,8 @@ class Masters:
 
 
 class LossScaler:
-    """Scale the loss, section 3.2: (S · L).backward() gives S · g, of which less falls below fp16's 6·10⁻⁸. S is as large
-    as it can be: doubled after 2000 good steps, and where a gradient overflows, halved and the step skipped."""
+    """Scale the loss, section 3.2: (S · L).backward() gives S · g, of which less falls below fp16's 6·10⁻⁸. S is as
+    large as it can be: doubled after 2000 good steps, and where a gradient overflows, halved and the step skipped."""
 
     def __init__(self, scale=2.0**16, interval=2000):
         self.scale, self.interval, self.good_steps = scale, interval, 0
