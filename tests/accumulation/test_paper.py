@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from paper_kit import MODELS, built, check_paper, gradients, same
+from one_screen import check_paper
+from paper_kit import MODELS, built, gradients, same
 
 from refimpl import memory
 from refimpl.accumulation import accumulate, paper

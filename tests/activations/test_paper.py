@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from paper_kit import MODELS, built, check_paper, gradients, same
+from one_screen import check_paper
+from paper_kit import MODELS, built, gradients, same
 
 from refimpl import memory
 from refimpl.activations import compress_activations, paper

@@ -5,7 +5,7 @@ import paper_triton_bodies
 import pytest
 import torch
 from interpreting import interpreted
-from one_screen import check_screen
+from one_screen import check_paper
 
 from refimpl.attention import paper_triton, reference_attention
 from refimpl.bench.compiler.compiled import Case
@@ -56,4 +56,4 @@ def test_one_that_holds_the_matrix_fails_here():
 
 
 def test_one_screen():
-    check_screen(paper_triton, also={"triton"})
+    check_paper("attention", "paper_triton", also={"triton"})

@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from paper_kit import Llama, check_paper, gpt, gradients, same
+from one_screen import check_paper
+from paper_kit import Llama, gpt, gradients, same
 from torch import nn
 from torch.nn import functional as F
 

@@ -1,27 +1,26 @@
-"""What every `paper.py` promises: one screen, and nothing else of refimpl."""
+"""What every `paper.py` promises: one screen, nothing else of refimpl, and the first place in its package."""
 
 import ast
 import sys
 from pathlib import Path
 
-LINES = 90
-TAKES = {"torch", *sys.stdlib_module_names}
+PACKAGE = Path(__file__).parents[2] / "refimpl"
 
 
-def check_screen(module, also=()):
-    """At most LINES lines, docstrings included; it imports torch, the standard library and `also`."""
-    text = Path(module.__file__).read_text()
-    assert len(text.splitlines()) <= LINES
-    imported = set()
-    for node in ast.walk(ast.parse(text)):
+def check_paper(package, name="paper", also=()):
+    """Fail unless refimpl/<package>/<name>.py has at most 90 lines of 120 characters, docstrings included, and imports
+    nothing but torch, Python's own and `also`; and unless `paper` stands first in the package's order of reading."""
+    lines = (PACKAGE / package / f"{name}.py").read_text().splitlines()
+    assert len(lines) <= 90 and max(map(len, lines)) <= 120
+    rooms = set()
+    for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
+            rooms |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            imported.add("." if node.level else node.module.partition(".")[0])
-    assert imported <= {*TAKES, *also}, imported
-
-
-def comes_first(package, name="paper"):
-    """Whether the package names it first in its order of reading."""
-    words = package.__doc__.partition("rder of reading")[2]
-    return words.partition("`")[2].startswith(f"{name}` (the idea in one screen), then")
+            assert node.level == 0, f"line {node.lineno} imports of refimpl"
+            rooms.add(node.module.partition(".")[0])
+    assert rooms <= {"torch", *sys.stdlib_module_names, *also}, rooms
+    said = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
+    files = {path.stem for path in (PACKAGE / package).glob("*.py")}
+    named = [word for word in said.split("`")[1::2] if word in files]
+    assert named[0] == "paper", named

@@ -1,8 +1,4 @@
-"""What the tests of each `paper.py` share: the rules for such a file, and two models to hold it to its hardened version
-on: our GPT, and a LLaMA that transformers wrote."""
-
-import ast
-from pathlib import Path
+"""What tests of `paper.py` share: models to hold it to its hardened version on, our GPT and transformers' LLaMA."""
 
 import torch
 from outside.models import GROUPED, causal
@@ -12,28 +8,6 @@ from torch.nn import functional as F
 from refimpl.model import GPT, GPTConfig
 
 TINY = {"vocab_size": 256, "context_length": 64, "layers": 2, "hidden": 64, "heads": 4}
-PACKAGE = Path(__file__).parents[2] / "refimpl"
-
-
-def check_paper(package):
-    """Fail unless refimpl/<package>/paper.py has at most 90 lines of 120 characters, imports nothing of refimpl and
-    nothing but torch that is not Python's own, and stands first in the package's order of reading."""
-    import sys
-
-    lines = (PACKAGE / package / "paper.py").read_text().splitlines()
-    assert len(lines) <= 90 and max(map(len, lines)) <= 120
-    rooms = set()
-    for node in ast.walk(ast.parse("\n".join(lines))):
-        if isinstance(node, ast.Import):
-            rooms |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno} imports of refimpl"
-            rooms.add(node.module.partition(".")[0])
-    assert rooms <= {"torch", *sys.stdlib_module_names}
-    said = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
-    files = {path.stem for path in (PACKAGE / package).glob("*.py")}
-    named = [word for word in said.split("`")[1::2] if word in files]
-    assert named[0] == "paper"
 
 
 class Llama(nn.Module):

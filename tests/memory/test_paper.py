@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from one_screen import check_screen, comes_first
+from one_screen import check_paper
 from outside.models import GROUPED, causal
 
 from refimpl import memory
@@ -113,5 +113,4 @@ def test_it_leaves_no_hook_behind():
 
 
 def test_one_screen_that_is_read_first():
-    check_screen(paper)
-    assert comes_first(memory)
+    check_paper("memory")

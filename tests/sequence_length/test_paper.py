@@ -3,8 +3,9 @@
 
 import pytest
 import torch
+from one_screen import check_paper
 from outside.models import GROUPED, causal
-from paper_kit import check_paper, gpt, gradients, same
+from paper_kit import gpt, gradients, same
 from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
