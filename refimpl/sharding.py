@@ -88,7 +88,8 @@ class ShardSpec:
 class Shard:
     """A part of a tensor that a rank holds, as an engine hands it to `refimpl.saving`. ValueError if its sizes differ.
 
-    - `spec`: which elements. Its `replicas` are those beyond data parallelism: ranks that compute with the same data.
+    - `spec`: which elements. Its `replicas` are those that an engine does not keep alike by data parallelism over all
+      of its ranks: ranks that compute with the same data, and those of the other groups in hybrid sharding.
     - `values`: those elements, flat, as they are *held*: the fp32 master of a 16-bit parameter, if there is one.
     - `kind`: "parameters" (trained), "frozen" (parameters that are not) or "buffers".
     - `dtype`: of the model's own tensor.

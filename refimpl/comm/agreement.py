@@ -7,6 +7,7 @@ engine is made, a fingerprint of its model. All of this is in host memory and go
 it, and it works where the collectives of tensors are out of step.
 """
 
+import functools
 import hashlib
 import json
 
@@ -14,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import CollectiveMismatch
-from .order import difference
+from .order import BASE, PRIME, difference
 from .texts import gather_texts
 from .traffic import ring_traffic
 
@@ -39,10 +40,12 @@ def check_model(comm, lines):
                                  "build the same modules in the same order, in the same dtype, on every rank", differ)
 
 
-def check_phase(comm, phase, step, micro_batch):
+def check_phase(comm, phase, step, micro_batch, parts=()):
     """Raise CollectiveMismatch, naming the ranks, if some rank is about to do something else than rank 0, or has begun
-    other collectives."""
-    mine = [PHASES.index(phase) + len(PHASES) * micro_batch, step, comm.order.digest]
+    other collectives: in `comm`, or in communicators of a part of its ranks that all ranks use alike, `parts`."""
+    orders = [comm.order, *(part.order for part in parts)]
+    digest = functools.reduce(lambda one, next: (one * BASE + next) % PRIME, [order.digest for order in orders])
+    mine = [PHASES.index(phase) + len(PHASES) * micro_batch, step, digest]
     gathered = comm.host().all_gather(torch.tensor([mine], dtype=torch.int64), label=f"the check before {phase}")
     if isinstance(gathered, FakeTensor):
         return
@@ -54,8 +57,10 @@ def check_phase(comm, phase, step, micro_batch):
         raise CollectiveMismatch(f"ranks {differ} are elsewhere than rank 0: {lines}. Each rank calls backward as "
                                  "often as the others before each step", differ)
     if any(each[2] != checks[0][2] for each in checks):
-        text, differ = difference({comm.ranks[rank]: json.loads(each) for rank, each in
-                                   enumerate(gather_texts(comm, json.dumps(comm.order.recent)))})
+        recent = [json.loads(each) for each in gather_texts(comm, json.dumps([order.recent for order in orders]))]
+        found = [difference({comm.ranks[rank]: each[i] for rank, each in enumerate(recent)})
+                 for i in range(len(orders))]
+        text, differ = next((each for each in found if each[1]), found[0])
         raise CollectiveMismatch(f"before {phase} in step {step}, {text}\nEach rank has to run the same units in the "
                                  "same order: none may leave out a layer that others run (LayerDrop, an early exit)",
                                  differ)

@@ -8,7 +8,9 @@ With Ψ parameters, N ranks, and p, g and k bytes of a parameter, its gradient a
     2  Zero2               Ψ · (p + (g + k)/N)         (m + 1)Ψ           m reduce_scatter, all_gather
     3  Zero3               Ψ · (p + g + k)/N           3mΨ                m of: two all_gather, reduce_scatter
 
-each times (N−1)/N on the wire. "ZeRO" (Rajbhandari et al. 2020), figure 1 and sections 5 and 7. The functions below
+each times (N−1)/N on the wire. In hybrid sharding (`hybrid`) on N = S · R ranks, bytes and elements are those of S
+ranks, and each reduce_scatter is followed by an all_reduce of 2(R−1)/R · Ψ/S elements between the replicas.
+"ZeRO" (Rajbhandari et al. 2020), figure 1 and sections 5 and 7. The functions below
 count the padding of buckets, Adam's step counters and the checks between ranks, too, and are exact.
 """
 
@@ -45,8 +47,9 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
                       persistence_threshold=0, reduce_dtype=None):
     """Return a Ledger (bytes) of the model states on `rank` after a backward, with nothing in flight.
 
-    `model`: as an engine takes it, of any size on the "meta" device; the other arguments as the engine's. ValueError
-    for an unknown stage or optimizer.
+    `model`: as an engine takes it, of any size on the "meta" device; the other arguments as the engine's. In hybrid
+    sharding `world_size` and `rank` are those of the group that cuts the states. ValueError for an unknown stage or
+    optimizer.
     """
     buckets = _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
     if optimizer not in STATES:
@@ -137,6 +140,28 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
         gathers = _gathers(model, [*buckets, *frozen], units, persistence_threshold)
         sent["all_gather"] += micro_batches * sum(ring_traffic("all_gather", bucket.nbytes, N) for bucket in gathers)
     return Traffic(sent)
+
+
+def hybrid_traffic(model, shards, replicas, stage, *, rank=0, micro_batches=1, clips=0, bucket_bytes=BUCKET_BYTES,
+                   units=None, persistence_threshold=0, reduce_dtype=None):
+    """Return {"shards", "replicas", "all": Traffic}: what `rank` of S · R sends in one step of hybrid sharding within
+    its group of S = `shards` ranks, to its R = `replicas`, and in checks among all ranks.
+
+    Stages 1 to 3. Rank s + S · r is shard s of replica r, as in a Mesh. Within the group it is the traffic of
+    `step_traffic` on S ranks, without the checks. Each reduction of a bucket of n elements then sends 2(R−1)/R · n/S
+    between replicas: once a step at stage 1, at stages 2 and 3 in each micro-batch.
+    """
+    given = {"bucket_bytes": bucket_bytes, "units": units, "persistence_threshold": persistence_threshold}
+    buckets = _layout(model, shards, stage, **given)
+    tensors, passes = sum(len(bucket.slots) for bucket in buckets), micro_batches * (2 if stage == 3 else 1) + 1
+    within = step_traffic(model, shards, stage, rank=rank % shards, micro_batches=micro_batches,
+                          reduce_dtype=reduce_dtype, **given)
+    itemsizes = {bucket: (reduce_dtype or bucket.dtype).itemsize for bucket in buckets}
+    between = sum(ring_traffic("all_reduce", bucket.shard_numel * itemsizes[bucket], replicas, rank // shards,
+                               itemsizes[bucket]) for bucket in buckets)
+    return {"shards": within - agreement_traffic(shards, rank % shards, tensors, passes),
+            "replicas": Traffic(all_reduce=between * (micro_batches if stage >= 2 else 1)),
+            "all": Traffic(agreement_traffic(shards * replicas, rank, tensors, passes, clips))}
 
 
 def saved_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,

@@ -85,6 +85,9 @@ class DataParallel(Engine):
       it before: `comm` has the ranks with the same part, and `sharding.set_spec` has said which part each parameter
       is. Norms are over all of `world`, and it saves together. By default `comm`.
 
+    With `refimpl.mesh`, `comm` is mesh.get_parallel_group("dp"); with context parallelism it is that of ("dp", "cp"),
+    whose ranks have different tokens, and `accumulate(engine, …)` divides by the tokens of all of them.
+
     The engine can stand where an optimizer is expected, by schedules of lr and loss scalers. A scaler has to ask all
     ranks: AdaptiveLossScaler(comm=comm), or at stage 0 torch's GradScaler, which leaves the gradients of a step that it
     skips: call `zero_grad`. CollectiveMismatch names ranks with another model, or in another micro-batch. An exception

@@ -15,6 +15,7 @@ import torch
 from ..comm.agreement import check_phase, used_on_any_rank
 from ..sharding import spec_of
 from .bucket import buckets_of
+from .hybrid import holders, levels_of
 from .internals.as_optimizer import ActsAsOptimizer
 from .internals.elementwise import check_elementwise
 from .internals.norms import clip_grad_norm_
@@ -36,27 +37,34 @@ class Engine(ActsAsOptimizer):
     state_dict, load_state_dict, save_weights = state_dict, load_state_dict, save_weights
 
     def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=BUCKET_BYTES, reduce_dtype=None,
-                 world=None, store=None, update=None):
+                 world=None, shards=None, replicas=None, store=None, update=None):
         self.model, self.comm, self.world = model, comm, comm if world is None else world
+        self.levels = levels_of(comm, shards, replicas, self.stage)
         named, self._frozen = trained(model, optimizer, *((None, None) if self.stage else (store, update)))
         self.buckets, self.frozen_buckets = self._lay_out(named, bucket_bytes)
         self.specs = {name: spec_of(name, x) for name, x in (*model.named_parameters(), *model.named_buffers())}
         check_parts(self)
+        self.holders = holders(self.specs, self.world, replicas) if replicas else {}
         if self.stage:  # a rank's optimizer gets flat pieces
             check_elementwise(optimizer, groups, named)
         self._stored = Stored(store, [*self.buckets, *self.frozen_buckets])
         self._hold_parameters()
         make = update or (self.update_type if store is None else StoredUpdate)
-        self.update = make(self.buckets, self.parameters.shards, comm.rank, optimizer, groups, named, self._stored)
-        self.reducer = self.reducer_type(self.buckets, comm, self.update, reduce_dtype)
+        within = self.levels.shards
+        self.update = make(self.buckets, self.parameters.shards, within.rank, optimizer, groups, named, self._stored)
+        self.reducer = self.reducer_type(self.buckets, within, self.update, reduce_dtype, replicas)
         self._syncing, self._steps = True, 0
+
+    def check_phase(self, phase):
+        """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch."""
+        check_phase(self.comm, phase, self._steps, self.reducer.micro_batches, self.levels.parts)
 
     def _lay_out(self, named, bucket_bytes):
         """Return the buckets of what is trained, and those of frozen parameters that are in shards."""
-        return buckets_of(named, self.comm.world_size, bucket_bytes), []
+        return buckets_of(named, self.levels.shards.world_size, bucket_bytes), []
 
     def _hold_parameters(self):
-        self.parameters = WholeParameters(self.model, self.comm, self.buckets)
+        self.parameters = WholeParameters(self.model, self.levels, self.buckets)
 
     def forward(self, *args, **kwargs):
         """Return the model's output."""
@@ -73,7 +81,7 @@ class Engine(ActsAsOptimizer):
         `output`: a loss; or any tensor or list of tensors, with the `gradient` that the rest of the computation, as the
         next stage of a pipeline, returned for it. After several forwards, their backwards may run in any order.
         """
-        check_phase(self.comm, "backward", self._steps, self.reducer.micro_batches)
+        self.check_phase("backward")
         check_frozen(self._frozen)
         with self.reducer.reducing(self._syncing):
             self._run_backward(output, gradient)
@@ -93,7 +101,7 @@ class Engine(ActsAsOptimizer):
     def step(self):
         """Update the parameters, on all ranks alike, and drop the gradients."""
         self.reducer.check_reduced()
-        check_phase(self.comm, "step", self._steps, self.reducer.micro_batches)
+        self.check_phase("step")
         self.update.step(used_on_any_rank(self.comm, self.reducer.place, self.reducer.used), self.parameters.updated)
         self._steps += 1
         self.zero_grad()

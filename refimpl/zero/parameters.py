@@ -5,16 +5,16 @@ import torch
 
 class WholeParameters:
     """Moves each bucket's parameters to one buffer, `whole[bucket]`, with the values of rank 0. `shards[bucket]` is
-    this rank's part of it."""
+    this rank's part of it: the ranks of `comm`, which are `levels.shards`, cut it."""
 
-    def __init__(self, model, comm, buckets):
-        self.model, self.comm, self.whole, self.shards = model, comm, {}, {}
+    def __init__(self, model, levels, buckets):
+        self.model, self.levels, self.comm, self.whole, self.shards = model, levels, levels.shards, {}, {}
         for bucket in buckets:
             whole = self.whole[bucket] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             for slot, view in zip(bucket.slots, bucket.views(whole), strict=True):
                 view.copy_(slot.parameter.detach())
                 slot.parameter.data = view
-            self.shards[bucket] = bucket.shard(whole, comm.rank)
+            self.shards[bucket] = bucket.shard(whole, self.comm.rank)
         self.spread()
 
     def updated(self, bucket):
@@ -25,8 +25,8 @@ class WholeParameters:
     def spread(self, stored=None):
         """Broadcast rank 0's parameters and buffers."""
         for bucket, whole in self.whole.items():
-            self.comm.broadcast(whole, 0, out=whole, label=bucket.name)
-        broadcast_rest(self.model, self.comm, self.whole)
+            self.levels.comm.broadcast(whole, 0, out=whole, label=bucket.name)
+        broadcast_rest(self.model, self.levels.comm, self.whole)
 
 
 def broadcast_rest(model, comm, buckets):

@@ -1,11 +1,11 @@
 """What an engine holds, as shards that `refimpl.saving` saves and loads: it knows neither stages nor buckets."""
 
 import contextlib
+import dataclasses
 
 import torch
 
 from .. import saving
-from ..comm.agreement import check_phase
 from ..comm.texts import gather_results
 from ..saving import TrainingState
 from ..sharding import Shard
@@ -32,14 +32,16 @@ def shards(engine):
 
 
 def spec(engine, piece):
-    """Return the ShardSpec of a piece."""
-    return engine.specs[piece.slot.name].cut(piece.first, piece.end)
+    """Return the ShardSpec of a piece. In hybrid sharding all replicas hold it."""
+    name = piece.slot.name
+    cut = engine.specs[name].cut(piece.first, piece.end)
+    return dataclasses.replace(cut, replicas=engine.holders[name]) if name in engine.holders else cut
 
 
 def owned(engine, bucket, piece):
     """Return the part of a piece that this rank counts in norms, and saves: each element is one rank's. None if all of
     it is another's. At stage 0, where all ranks hold it, each has a share as if it were cut."""
-    if not _counts(engine, engine.specs[piece.slot.name]):
+    if not _counts(engine, spec(engine, piece)):
         return None
     if engine.stage or piece.first == piece.end:  # what has no elements is rank 0's
         return spec(engine, piece) if engine.stage or not engine.comm.rank else None
@@ -112,14 +114,14 @@ def load_state_dict(engine, sd):
 
 def save_weights(engine, path, dtype=torch.bfloat16):
     """Write the model alone to one safetensors file, on rank 0: see `saving.save_weights`."""
-    check_phase(engine.comm, "save_weights", engine._steps, engine.reducer.micro_batches)
+    engine.check_phase("save_weights")
     saving.save_weights(training_state(engine), path, dtype)
 
 
 def _between_steps(engine, doing):
     """Return the state between two steps. RuntimeError on all ranks if one has gradients."""
     micro_batches = engine.reducer.micro_batches
-    check_phase(engine.comm, doing, engine._steps, micro_batches)
+    engine.check_phase(doing)
 
     def check():
         if micro_batches or engine.reducer.flat:
@@ -131,7 +133,7 @@ def _between_steps(engine, doing):
 
 @torch.no_grad()
 def _load(engine, doing, load, source):
-    check_phase(engine.comm, doing, engine._steps, engine.reducer.micro_batches)
+    engine.check_phase(doing)
     state = training_state(engine)
     engine._steps = load(state, source)
     engine.zero_grad()

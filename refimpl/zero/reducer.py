@@ -11,16 +11,18 @@ import torch
 
 from ..comm.backend.versions import owns_storage
 from ..memory import mark
+from .hybrid import AcrossReplicas
 
 IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
 
 
 class Reducer:
     """Puts gradients into buckets, and reduces one when it is complete. A stage says how: `reduce(bucket)` launches the
-    collective of `flat[bucket]`, and `reduced(bucket, result)` gets what it returned."""
+    collective of `flat[bucket]`, and `reduced(bucket, result)` gets what it returned: with `replicas`, after these have
+    averaged it (`hybrid`)."""
 
-    def __init__(self, buckets, comm, update, dtype=None):
-        self.buckets, self.comm, self.update, self.dtype = buckets, comm, update, dtype
+    def __init__(self, buckets, comm, update, dtype=None, replicas=None):
+        self.buckets, self.comm, self.update, self.dtype, self.replicas = buckets, comm, update, dtype, replicas
         self.place = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self.flat, self.views = {}, {}  # bucket → its gradients side by side; parameter → its gradient there
         self.used, self.micro_batches, self.synced = set(), 0, False  # since the last step
@@ -106,7 +108,10 @@ class Reducer:
         for slot in bucket.slots:
             if slot.parameter not in self.views:  # this rank has not used it
                 self.views[slot.parameter] = slot.view(self.buffer(bucket)).zero_()
-        self.handles[bucket] = self.reduce(bucket)
+        handle = self.reduce(bucket)
+        for earlier in self.handles.values() if self.replicas else ():
+            earlier.go_on()
+        self.handles[bucket] = AcrossReplicas(handle, self.replicas, bucket.name) if self.replicas else handle
 
     def finish(self):
         """End a backward: launch buckets with parameters that were not used, and wait for all results."""

@@ -17,16 +17,18 @@ class ShardedParameters:
     """Keeps this rank's shard of each bucket, `shards[bucket]`. Parameters are views of `whole[bucket]`, a tensor that
     has bytes only while it is gathered, by `gathering`.
 
+    - `comm`: the ranks that cut them, `levels.shards`.
     - `of_unit[unit]`, `units_of[bucket]`: the buckets of a unit, and the units of a bucket that is trained.
     - `trained`, `frozen`: the buckets; those of frozen parameters have shards alone. `frozen_pieces[bucket]`: [(Piece,
       its part of the shard)].
     - `start`: what gives values to a model that was built on the meta device, or None.
     """
 
-    def __init__(self, model, comm, named, units, threshold, start=None):
-        self.model, self.comm, self.threshold, self.start = model, comm, threshold, start
-        self.trained = unit_buckets(named, units, comm.world_size, threshold)
-        self.frozen = frozen_buckets(model, units, comm.world_size, threshold)
+    def __init__(self, model, levels, named, units, threshold, start=None):
+        self.model, self.levels, self.comm, self.threshold, self.start = (model, levels, levels.shards, threshold,
+                                                                          start)
+        self.trained = unit_buckets(named, units, self.comm.world_size, threshold)
+        self.frozen = frozen_buckets(model, units, self.comm.world_size, threshold)
         self.of_unit, self.units_of = {}, {bucket: [] for bucket in self.trained}
         place = {slot.parameter: bucket for bucket in (*self.trained, *self.frozen) for slot in bucket.slots}
         for unit, parameters in parameters_of_units(units).items():
@@ -60,7 +62,7 @@ class ShardedParameters:
         self._broadcast_rest()
 
     def _broadcast_rest(self):
-        broadcast_rest(self.model, self.comm, (*self.trained, *self.frozen))
+        broadcast_rest(self.model, self.levels.comm, (*self.trained, *self.frozen))
 
     def _make_whole(self, bucket):
         """Put all parameters of a bucket side by side; again, if an earlier unit has some of them, too."""
@@ -90,7 +92,7 @@ class ShardedParameters:
             if stays:
                 self.comm.all_gather(self.shards[bucket], out=whole, label=bucket.name)
         else:
-            self.comm.broadcast(whole, 0, out=whole, label=bucket.name)
+            self.levels.comm.broadcast(whole, 0, out=whole, label=bucket.name)
             self.shards[bucket].copy_(bucket.shard(whole, rank))
         if not stays:
             self.gathering.hide(bucket)
@@ -109,7 +111,7 @@ class ShardedParameters:
     def spread(self, stored):
         """Broadcast rank 0's parameters and buffers, all of which are whole, and cut them."""
         for bucket, whole in self.whole.items():
-            self.comm.broadcast(whole, 0, out=whole, label=bucket.name)
+            self.levels.comm.broadcast(whole, 0, out=whole, label=bucket.name)
             with stored.loaded(bucket, only="parameters"):
                 self.shards[bucket].copy_(bucket.shard(whole, self.comm.rank))
         self._broadcast_rest()

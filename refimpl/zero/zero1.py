@@ -20,8 +20,8 @@ from .update import ShardedUpdate
 class ReduceScatter(Reducer):
     """Gives `update` this rank's shard of the average. Until then gradients are whole, as in data parallelism."""
 
-    def __init__(self, buckets, comm, update, dtype=None):
-        super().__init__(buckets, comm, update, dtype)
+    def __init__(self, *args):
+        super().__init__(*args)
         self.stand_ins = {parameter: InShards(parameter, slot.name) for parameter, (_, slot) in self.place.items()}
 
     def begin(self, syncing):
@@ -74,6 +74,8 @@ class Zero1(Engine):
     `store`: a `ShardStore` that keeps shards while nothing computes with them; by default they remain on the device.
     `update`: what makes the optimizer on shards, by default `ShardedUpdate`, with a store `StoredUpdate`. On the host:
     `functools.partial(ShardedUpdate, device="cpu")`.
+    `shards`, `replicas`: two levels of `comm`, as a mesh connects them. States are cut among the ranks of `shards`
+    alone, and `replicas` are the ranks that hold the same (`hybrid`). By default all ranks of `comm` cut them.
     """
 
     stage, reducer_type, update_type = 1, ReduceScatter, ShardedUpdate

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..comm.agreement import check_phase
 from .backwards import Backwards, is_opaque, tensors_in
 from .sharded_parameters import ShardedParameters, is_persistent
 from .starting import start
@@ -41,8 +40,8 @@ class ReduceByUnit(ReduceScatterAtOnce):
     """Reduces a bucket when the backward of its unit has ended, with zeros for parameters that this rank has not used:
     so all ranks reduce at the same place between their gathers, whatever they used inside the unit."""
 
-    def __init__(self, buckets, comm, update, dtype=None):
-        super().__init__(buckets, comm, update, dtype)
+    def __init__(self, *args):
+        super().__init__(*args)
         self.gathered_once = set()  # buckets that have been whole in some forward
 
     def arrived(self, parameter):
@@ -98,7 +97,7 @@ class Zero3(Zero2):
             unit.register_forward_hook(after, always_call=True)
 
     def _lay_out(self, named, bucket_bytes):
-        self.parameters = ShardedParameters(self.model, self.comm, named, self.units, self.persistence_threshold,
+        self.parameters = ShardedParameters(self.model, self.levels, named, self.units, self.persistence_threshold,
                                             self._start)
         return self.parameters.trained, self.parameters.frozen
 
@@ -113,7 +112,7 @@ class Zero3(Zero2):
     def forward(self, *args, **kwargs):
         """Return the model's output. All ranks call it together, and run the same units in the same order, in backward
         too. A unit returns tensors, tuples, lists, dicts or dataclasses: TypeError for an object of another kind."""
-        check_phase(self.comm, "forward", self._steps, self.reducer.micro_batches)
+        self.check_phase("forward")
         self.gathering.release_unused()
         self._backwards.forward_begins()
         self._backwards.evaluating, backward_follows = not torch.is_grad_enabled(), False

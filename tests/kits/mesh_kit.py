@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import nn
 
+from refimpl.mesh import Mesh
 from refimpl.sharding import ShardSpec, set_spec
 
 WIDTH, HIDDEN, ROWS, BLOCKS = 6, 8, 12, 2
@@ -86,8 +87,8 @@ def split(tp, dtype=torch.float64, peers=None, declare=True):
 
 def mesh(comm, tp):
     """(this rank's tensor-parallel communicator, its data-parallel one, its peers in the first)."""
-    peers = [r for r in range(comm.world_size) if r // tp == comm.rank // tp]
-    return comm.split(peers), comm.split(range(comm.rank % tp, comm.world_size, tp)), peers
+    made = Mesh(tp=tp, dp=comm.world_size // tp).connect(comm)
+    return made.get_parallel_group("tp"), made.get_parallel_group("dp"), made.ranks("tp")
 
 
 def rows(step, dtype=torch.float64):

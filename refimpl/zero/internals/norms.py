@@ -11,7 +11,6 @@ import math
 
 import torch
 
-from ...comm.agreement import check_phase
 from ..persistence import owned_gradients
 
 
@@ -25,7 +24,7 @@ def clip_grad_norm_(engine, max_norm, norm_type=2.0):
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: expected a number above 0, or inf")
     engine.reducer.check_reduced()
-    check_phase(engine.comm, "clip_grad_norm_", engine._steps, engine.reducer.micro_batches)
+    engine.check_phase("clip_grad_norm_")
     alone = not engine.stage and engine.world is engine.comm  # every rank has all gradients
     counted = itertools.chain.from_iterable(engine.gradients()) if alone else owned_gradients(engine)
     norm = global_norm(engine.world, counted, norm_type, alone)
