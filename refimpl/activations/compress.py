@@ -141,7 +141,7 @@ def is_one_a_row(tensor):
 
 def is_log(tensor):
     """Tell whether the tensor is a log_softmax's output. Where −1e9 masked the scores, its values are far apart."""
-    return tensor.grad_fn is not None and tensor.grad_fn.name() == "LogSoftmaxBackward0"
+    return tensor.grad_fn is not None and type(tensor.grad_fn).name(tensor.grad_fn) == "LogSoftmaxBackward0"
 
 
 class Compressed(Stored):

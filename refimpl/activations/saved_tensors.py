@@ -225,7 +225,7 @@ class SavedStorages:
 
     def _is_cast_of_owned(self, node):
         """Tell whether the tensor made by `node` is a parameter after nothing but views and casts."""
-        while node is not None and node.name() in ALIASES:
+        while node is not None and type(node).name(node) in ALIASES:
             ((node, _),) = node.next_functions
         leaf = getattr(node, "variable", None)  # AccumulateGrad has it, the node of a leaf
         return leaf is not None and type(leaf) in PLAIN and leaf.untyped_storage()._cdata in self._owned

@@ -99,7 +99,7 @@ class Description(NamedTuple):
     def of(cls, tensor):
         """Describe a tensor that autograd is about to save."""
         node = tensor.grad_fn
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.device, node and node.name())
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.device, node and type(node).name(node))
 
     def fits(self, other):
         """Tell whether a recomputed tensor may stand in this one's place."""

@@ -9,23 +9,29 @@ Order of reading: `paper` (the idea in one screen), then
     fake            a communicator without the other ranks, for dry runs
     matching        debug mode: ranks that call different collectives are named
     handle          a collective under way
+    link            a slow link between ranks: when each transfer ends
+    compute         computation of a known time
+    timeline        what was computed, what was on the wire meanwhile, and what was waited for
     order           which collectives a rank has begun, in what order; two orders told apart
     records         the orders of ranks that hang, were killed, or returned too early
     texts           results and exceptions of each rank, told to all
     torchrun        the same call under torchrun
     drawing         collectives as a picture
-    backend/        machinery: which tensors gloo and NCCL take, messages between ranks, sub-groups, torch's versions
+    backend/        machinery: which tensors gloo and NCCL take, messages between ranks, the link's queues, sub-groups,
+                    torch's versions
 """
 
 from .communicator import Communicator
+from .compute import Delay, compute
 from .errors import CollectiveMismatch, RankError
 from .fake import FakeCommunicator
 from .handle import Handle
 from .launch import launch
+from .link import Link
 from .ring import ring_all_reduce
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 
 __all__ = [
-    "COLLECTIVES", "CollectiveMismatch", "Communicator", "FakeCommunicator", "Handle", "RankError", "Traffic",
-    "launch", "ring_all_reduce", "ring_traffic",
+    "COLLECTIVES", "CollectiveMismatch", "Communicator", "Delay", "FakeCommunicator", "Handle", "Link", "RankError",
+    "Traffic", "compute", "launch", "ring_all_reduce", "ring_traffic",
 ]

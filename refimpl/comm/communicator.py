@@ -22,7 +22,9 @@ from .backend.buffers import IN_PLACE, Buffers
 from .backend.groups import check_members, check_peer, host_group, new_group
 from .backend.tensors import NAMED, as_bytes, check_out, reduction
 from .backend.versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
+from .backend.wire import Wire
 from .handle import Handle, landed
+from .link import Link
 from .matching import CheckedReceive, check_match, send_header
 from .order import Order
 from .traffic import COLLECTIVES, Traffic, ring_traffic
@@ -48,6 +50,7 @@ class Communicator(Buffers):
         self._pages = parent._pages if pages is None and parent is not None else iter(pages or ())  # for orders
         self.order = Order(next(self._pages, None)).name(zlib.crc32(getattr(group, "group_name", "").encode()),
                                                          names(self.ranks))
+        self._link = self._wire = None
         self._sent = dict.fromkeys(COLLECTIVES, 0)
         self._pending = set()  # handles dropped before `wait()`
         self._receives = {}  # debug mode: src -> receives that have not begun
@@ -119,17 +122,17 @@ class Communicator(Buffers):
 
     # --- from one rank to another --------------------------------------------------------------------------------
 
-    def send(self, x, dst, *, async_op=False):
+    def send(self, x, dst, *, async_op=False, label=""):
         """Send x to rank dst, which calls recv. Returns None, or a Handle."""
         x, dst = self._given(x), self._peer(dst, "dst", other=True)
-        return self._exchange(x, dst, None, None, None, async_op)
+        return self._exchange(x, dst, None, None, None, async_op, label)
 
-    def recv(self, like, src, *, out=None, async_op=False):
+    def recv(self, like, src, *, out=None, async_op=False, label=""):
         """Receive the tensor that rank src sends; it has the shape, dtype and device of `like`."""
         like, src = self._given(like), self._peer(src, "src", other=True)
-        return self._exchange(None, None, self._result(out, like.shape, like, "recv"), like, src, async_op)
+        return self._exchange(None, None, self._result(out, like.shape, like, "recv"), like, src, async_op, label)
 
-    def send_recv(self, x, dst, like, src, *, out=None, async_op=False):
+    def send_recv(self, x, dst, like, src, *, out=None, async_op=False, label=""):
         """Send x to rank dst and receive from rank src, both at once. Returns the received tensor.
 
         In a ring, where all ranks `send` before they `recv`, each could wait forever for the next.
@@ -138,7 +141,7 @@ class Communicator(Buffers):
         like, src = self._given(like), self._peer(src, "src", other=True)
         out = self._result(out, like.shape, like, "recv")
         check_out("send_recv", x, out, self.rank)
-        return self._exchange(x, dst, out, like, src, async_op)
+        return self._exchange(x, dst, out, like, src, async_op, label)
 
     # --- sub-groups and bytes ------------------------------------------------------------------------------------
 
@@ -156,8 +159,9 @@ class Communicator(Buffers):
             group = new_group(self, members)
         if group is None:
             return None
-        return Communicator(members.index(self.rank), len(members), self.device, group, debug=self._debug, parent=self,
-                            ranks=[self.ranks[member] for member in members])
+        return self._lend_link(
+            Communicator(members.index(self.rank), len(members), self.device, group, debug=self._debug, parent=self,
+                         ranks=[self.ranks[member] for member in members]))
 
     def host(self):
         """Return a communicator of the same ranks for small tensors in host memory, over gloo connections of its own.
@@ -172,6 +176,24 @@ class Communicator(Buffers):
             self._host = Communicator(self.rank, self.world_size, "cpu", group, debug=self._debug, parent=self,
                                       ranks=self.ranks)
         return self._host
+
+    @property
+    def link(self):
+        """The `Link` over which its transfers go, or None: as fast as the machine. Set on every rank, to the same."""
+        return self._link
+
+    @link.setter
+    def link(self, link):
+        if link is not None and not isinstance(link, Link):
+            raise TypeError(f"link={link!r}: expected a Link(bytes_per_second, latency), or None")
+        self.order.begin("link", label=str(link))  # a rank with another link is named, as one with other collectives
+        self._wire = Wire(link, self._group, self.world_size) if link and self._group and self.world_size > 1 else None
+        self._link = link
+
+    def _lend_link(self, group):
+        if self.link is not None:
+            group.link = self.link
+        return group
 
     @property
     def traffic(self):
@@ -198,50 +220,61 @@ class Communicator(Buffers):
     def _run(self, collective, x, out, async_op, call, op=None, src=0, label=""):
         """Begin a collective, then run `call(source, landing, group, async_op)`: it reads x from `source`, and writes
         the result to `landing`."""
-        number, span = self._begin(collective, x, out, op, src, label)
+        number, span, sent = self._begin(collective, x, out, op, src, label)
+        transfers = [self._wire.collective(collective, sent)] if self._wire else []
         if self._debug:
             self.order.wait(number)
             check_match(self, collective, x, op, src)
             self.order.wait(0)
         source, landing = self._ready(x, out, collective in IN_PLACE)
         given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
-        if not async_op and not watched() and span is None:
+        if not async_op and not watched() and span is None and not transfers:
             with self.order.until_end(number):
                 call(given, taken, self._group, False)
             return out if landing is out else landed(landing, out)
         lent, references = lend(given, taken)
-        handle = Handle([unrecorded(call, *lent, self._group, True)], out, landing, lent, references, self._pending,
-                        span, self.order, number)
+        handle = Handle([unrecorded(call, *lent, self._group, True), *transfers], out, landing, lent, references,
+                        self._pending, span, self.order, number)
         return handle if async_op else handle.wait()
 
-    def _exchange(self, x, dst, out, like, src, async_op):
+    def _exchange(self, x, dst, out, like, src, async_op, label):
         """Send x to dst, unless x is None, and receive into `out` from src, unless `out` is None."""
-        works, wanted, source, landing = [], [], None, None
+        works, wanted, transfers, source, landing = [], [], [], None, None
+        span = self._begin_message(x, out, label)
         if x is not None:
-            self._count("send", x.nbytes)
+            transfers += [self._wire.send(x.nbytes, dst)] if self._wire else []
             source = self._source(x)
             works += [send_header(self, x, dst)] if self._debug else []
             wanted.append(dist.P2POp(dist.isend, as_bytes(source), group=self._group, group_peer=dst))
         if out is not None:
             landing = self._landing(out)
+            transfers += [self._wire.receive(src)] if self._wire else []
             if self._debug:
                 works.append(CheckedReceive(self, like, src, as_bytes(landing)))
             else:
                 wanted.append(dist.P2POp(dist.irecv, as_bytes(landing), group=self._group, group_peer=src))
-        works += dist.batch_isend_irecv(wanted) if wanted else []
-        if not async_op and not watched():
+        works += [*(dist.batch_isend_irecv(wanted) if wanted else ()), *transfers]
+        if not async_op and not watched() and span is None:
             for work in works:
                 work.wait()
             self.order.end()
             return out if landing is out else landed(landing, out)
-        handle = Handle(works, out, landing, [source], pending=self._pending, order=self.order)
+        handle = Handle(works, out, landing, [source], pending=self._pending, span=span, order=self.order)
         return handle if async_op else handle.wait()
 
     def _begin(self, collective, x, out, op, src, label):
-        """Count a collective's bytes and record that it begins. Returns its number, and its span of time or None."""
-        self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
+        """Count a collective's bytes and record that it begins. Returns its number, its span of time or None, and the
+        bytes that this rank sends."""
+        sent = self._count(collective, out.nbytes if collective == "all_gather" else x.nbytes, x.itemsize, src)
         number = self.order.begin(collective, x.shape, x.dtype, op, src if collective == "broadcast" else None, label)
-        return number, started(collective, x, out, name=label)
+        return number, started(collective, x, out, name=label), sent
+
+    def _begin_message(self, x, out, label):
+        """Count the bytes of a message. Returns its span of time or None."""
+        if x is not None:
+            self._count("send", x.nbytes)
+        kind = "recv" if x is None else "send" if out is None else "send_recv"
+        return started(kind, *(tensor for tensor in (x, out) if tensor is not None), name=label)
 
     def _count(self, collective, nbytes, itemsize=1, src=0):
         sent = ring_traffic(collective, nbytes, self.world_size, self.rank, itemsize, src)
@@ -249,6 +282,7 @@ class Communicator(Buffers):
         while comm is not None:
             comm._sent[collective] += sent
             comm = comm._parent
+        return sent
 
     # --- bad input -----------------------------------------------------------------------------------------------
 

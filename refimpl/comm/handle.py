@@ -4,6 +4,7 @@ import contextlib
 
 from .backend.tensors import same_memory
 from .backend.versions import unseen, wait_for_release
+from .backend.wire import when_passed
 
 
 class Handle:
@@ -23,7 +24,7 @@ class Handle:
         if self._pending:
             self._pending.difference_update([handle for handle in self._pending if handle.done()])
         if span is not None:
-            span.launched(self.done)
+            span.launched(self.done, when_passed(works))
 
     def __del__(self):
         if not self.done():  # hold the works: torch cancels an unsent message when its work is dropped
@@ -51,7 +52,8 @@ class Handle:
         return self._result
 
     def done(self):
-        """Tell whether `wait()` would return at once. Of sends gloo cannot tell: False until `wait()`."""
+        """Tell whether `wait()` would return at once. Of messages gloo cannot tell, nor of what goes over a
+        `Link`: False until `wait()`."""
         return all(work.is_completed() for work in self.works)
 
 

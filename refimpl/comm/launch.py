@@ -28,7 +28,8 @@ def launch(fn, world_size, *args, device=None, timeout=60, limit=None, debug=Non
       that one for all. By default `"cuda"` if there is a GPU. It is `comm.device`, and the rank's current device.
     - `timeout`: seconds for which no rank computes, prints or ends a collective, before the ranks count as hung; None
       for never. A rank computes while it and its child processes, but those in a session of their own, use more than
-      1 % of a core. (So does a rank that waits for its own GPU: there `limit` ends a hang.)
+      1 % of a core. (So does a rank that waits for its own GPU: there `limit` ends a hang.) A rank in `compute`, or
+      that waits for a transfer over a `Link` to end, goes on, too.
     - `limit`: seconds that `fn` may take on all ranks, whatever they do; None for no limit.
     - `debug`: compare, before each collective, what the ranks are about to do. A mismatch then raises
       CollectiveMismatch, which names the ranks that differ; otherwise it may hang or return garbage. By default True

@@ -7,12 +7,14 @@
 
 Work that goes on by itself, such as a collective, reports to the recorder that is active (`started`). It lasts from the
 moment that it was started until it is known to have ended: each time that anything starts or ends, the recorder asks
-all work in flight. (A message of gloo's cannot tell: there it is known once somebody has waited for it.) The part of it
+all work in flight. (A message of gloo's cannot tell: there it is known once somebody has waited for it. Over a
+`comm.Link` the moment is known exactly.) The part of it
 that a rank spent waiting, with nothing else to do, is `waited`; the part under computation cost no time. Times are the
 host's: a GPU does later what it is told to do here.
 """
 
 import contextlib
+import math
 import time
 from typing import NamedTuple
 
@@ -119,6 +121,18 @@ class SpanRecorder:
         return now
 
 
+@contextlib.contextmanager
+def computing(kind, name=""):
+    """Record what this rank does in this context as a span of computation in the active recorder, if there is one. In
+    another span of computation it is a part of that."""
+    recorder = _active[-1] if _active and not _active[-1].is_busy(COMPUTE) else None
+    if recorder is not None:
+        recorder.enter(COMPUTE, kind, name)
+    yield
+    if recorder is not None:
+        recorder.leave(COMPUTE)
+
+
 def started(kind, *tensors, name=""):
     """Start a span of work on these tensors in the active recorder: a RunningSpan, or None if no recorder is active."""
     return RunningSpan(_active[-1], kind, tensors, name) if _active else None
@@ -130,11 +144,12 @@ class RunningSpan:
     def __init__(self, recorder, kind, tensors, name=""):
         self.recorder, self.kind, self.name = recorder, kind, name
         self.nbytes = max(tensor.nbytes for tensor in tensors)
-        self.begin, self.end, self.waited, self.is_done = recorder.poll(), None, 0, None
+        self.begin, self.end, self.waited, self.is_done, self.ended = recorder.poll(), None, 0, None, lambda: None
 
-    def launched(self, is_done):
-        """Note that the rank has launched it and can do something else. `is_done()` says whether it has ended."""
-        self.waited = time.time_ns() - self.begin
+    def launched(self, is_done, ended=lambda: None):
+        """Note that the rank has launched it and can do something else. `is_done()` says whether it has ended, and
+        `ended()` when (ns since 1970; None if that is not known)."""
+        self.waited, self.ended = time.time_ns() - self.begin, ended
         if is_done():
             self.end = self.begin + self.waited
         else:
@@ -146,9 +161,9 @@ class RunningSpan:
         """Time the wait for its end, in this context, and record the span."""
         recorder, begin = self.recorder, self.recorder.poll()
         yield
-        now = time.time_ns()
+        end = self.end or min(self.ended() or math.inf, time.time_ns())
         if self in recorder._in_flight:
             recorder._in_flight.remove(self)
-        self.waited += 0 if self.end else now - begin
+        self.waited += max(0, end - begin)
         recorder.recording.spans.append(Span(recorder.lanes.get(self.kind, self.kind), self.kind, self.name, self.begin,
-                                             self.end or now, self.nbytes, self.waited))
+                                             end, self.nbytes, self.waited))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .errors import RankError
 from .pickling import pack_result
-from .signs import map_record
+from .signs import take_record
 from .world import World
 
 LENGTH = struct.Struct("q")
@@ -69,7 +69,7 @@ def run(rank, control, out, err, stacks, payload, record, listener=None):
         prepare(rank, setup)
         fn, args = pickle.loads(packed)
         store = meet(rank, setup, listener)  # rank 0's store must exist as long as any rank
-        connection = setup.world.connect(rank, store, map_record(record, rank))
+        connection = setup.world.connect(rank, store, take_record(record, rank))
         report(parent, READY, None)
         value = pickled_result(fn(connection, *args))
         flush()

@@ -433,3 +433,31 @@ def test_mutants_are_seen(gpt, gradients, monkeypatch):
     monkeypatch.setattr(Compressed, "restore", lambda self: self._code.decode().roll(1))
     wrong = gradients(model, tokens, compress_activations(model, "lossless"))
     assert not all(map(torch.equal, wrong, expected))
+
+
+class Named(torch.autograd.Function):
+    """Sets `ctx.name`, which hides the node's own method."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name = "mine"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone()
+
+
+@pytest.mark.parametrize("technique", [compress_activations, checkpoint])
+def test_a_function_of_the_users_may_set_any_attribute(technique):
+    body, x = nn.Linear(64, 64), torch.randn(64, 64)
+
+    def forward(x):
+        return Named.apply(body(x)).square().sum()
+
+    if technique is checkpoint:
+        checkpoint(forward, x).backward()
+    else:
+        with compress_activations(body, smallest=0):
+            forward(x).backward()
+    assert body.weight.grad is not None

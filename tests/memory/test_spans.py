@@ -87,3 +87,28 @@ def test_what_is_hidden_is_neither_waiting_nor_idle():
     assert line.hidden("all_gather") * 1e9 == pytest.approx(5 + 10 - 4)
     assert line.hidden("all_reduce") * 1e9 == pytest.approx(1) and line.seconds("all_gather") * 1e9 == 25
     assert line.waited("all_gather") * 1e9 == pytest.approx(4) and line.of("all_reduce") == []
+
+
+def test_work_that_knows_when_it_ended(clock):
+    with SpanRecorder() as recorder:
+        early, late = started("send", X, name="early"), started("send", X, name="late")
+        clock(2)
+        early.launched(lambda: False, lambda: 4), late.launched(lambda: False, lambda: 9)
+        clock(7)
+        with early.waiting():
+            clock(8)
+        with late.waiting():
+            clock(10)
+    assert recorder.recording.spans == [Span("send", "send", "early", 0, 4, 16, 2),
+                                        Span("send", "send", "late", 0, 9, 16, 3)]
+
+
+def test_computing_in_computing_is_a_part_of_it(clock):
+    with spans.computing("forward", "nobody records it"):
+        pass
+    with SpanRecorder() as recorder:
+        with spans.computing("forward", "a"), spans.computing("forward", "in a"):
+            clock(3)
+        with spans.computing("backward", "a"):
+            clock(4)
+    assert recorder.recording.spans == [Span("compute", "forward", "a", 0, 3), Span("compute", "backward", "a", 3, 4)]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from refimpl.ranks import signs
-from refimpl.ranks.signs import RECORD, Signs, cpu_seconds, map_record, shared_records
+from refimpl.ranks.signs import RECORD, Signs, cpu_seconds, map_record, shared_records, take_record
 
 
 @pytest.fixture
@@ -70,3 +70,16 @@ def test_records_are_of_one_rank_each():
         content = read()
         assert len(content) == 3 * RECORD and (content[5], content[-1], sum(content)) == (1, 2, 3)
         del first, last
+
+
+def test_a_rank_that_sleeps_says_that_it_goes_on(monkeypatch):
+    monkeypatch.setattr(signs, "_record", None)
+    signs.beat()  # this process is no rank
+    with shared_records(2) as (file, read):
+        take_record(file.fileno(), 1)
+        seen = [read()]
+        for _ in range(2):
+            signs.beat()
+            seen.append(read())
+        assert len(set(seen)) == 3 and all(each[:-8] == bytes(2 * RECORD - 8) for each in seen)
+        monkeypatch.setattr(signs, "_record", None)

@@ -15,7 +15,7 @@ from .versions import unseen
 ADD = {dist.ReduceOp.SUM: torch.Tensor.add_, dist.ReduceOp.AVG: torch.Tensor.add_,
        dist.ReduceOp.PRODUCT: torch.Tensor.mul_, dist.ReduceOp.MAX: lambda x, y: torch.maximum(x, y, out=x),
        dist.ReduceOp.MIN: lambda x, y: torch.minimum(x, y, out=x)}
-TAG = 2  # of these messages; `send` uses tag 0 for tensors and tag 1 for headers
+TAG = 2  # of these messages; `send` uses tag 0 for tensors and tag 1 for headers, `wire` 3 and 4
 
 
 class Messages:
@@ -36,14 +36,14 @@ class Messages:
         return all(work.is_completed() for work in self._receives)  # gloo cannot tell for sends
 
 
-def all_gather(landing, source, group, later):
+def all_gather(landing, source, group, later, tag=TAG):
     """Copy each rank's `source` to its place in every `landing`. Returns Messages if `later`."""
     with unseen():
         group = group or dist.group.WORLD
         rank, places = group.rank(), _rows(landing, group)
         if places[rank].data_ptr() != source.data_ptr():
             places[rank].copy_(source.reshape(-1))
-        return _exchange([places[rank]] * len(places), places, rank, group, later)
+        return _exchange([places[rank]] * len(places), places, rank, group, later, tag=tag)
 
 
 def reduce_scatter(landing, source, op, group, later):
@@ -55,11 +55,11 @@ def reduce_scatter(landing, source, op, group, later):
         return _exchange(chunks, parts, rank, group, later, lambda: _reduce(parts, landing.reshape(-1), rank, op))
 
 
-def _exchange(given, taken, rank, group, later, last=None):
+def _exchange(given, taken, rank, group, later, last=None, tag=TAG):
     """Send given[p] to each other rank p, and receive from p into taken[p]."""
     peers = [(rank + i) % len(taken) for i in range(1, len(taken)) if taken[rank].numel()]  # not all start with rank 0
-    receives = [group.recv([taken[peer]], peer, TAG) for peer in peers]  # dist.irecv without its 10 µs of checks
-    sends = [group.send([given[peer]], peer, TAG) for peer in peers]
+    receives = [group.recv([taken[peer]], peer, tag) for peer in peers]  # dist.irecv without its 10 µs of checks
+    sends = [group.send([given[peer]], peer, tag) for peer in peers]
     messages = Messages(sends, receives, last)
     return messages if later else messages.wait()
 

@@ -75,7 +75,7 @@ class WatchedEngine(ImperativeEngine):
             yield node.register_hook(_ran)
         for node in asking:
             yield node.register_prehook(functools.partial(_without_mode, node._sequence_nr()))
-            yield node.register_hook(functools.partial(self._with_mode, node.name()))
+            yield node.register_hook(functools.partial(self._with_mode, name_of(node)))
 
     def _with_mode(self, name, outputs, gradients):
         if torch._C._dispatch_tls_is_dispatch_key_excluded(_PYTHON):
@@ -86,6 +86,11 @@ class WatchedEngine(ImperativeEngine):
             self._report(name, outputs)
 
 
+def name_of(node):
+    """Return the name of a node of autograd's. A user's own Function may have set `ctx.name` to something else."""
+    return type(node).name(node)
+
+
 def _meetings(tensors):
     """The nodes that feed an input which another feeds as well, and the nodes whose formula asks."""
     nodes = [tensor.grad_fn if isinstance(tensor, torch.Tensor) else tensor.node for tensor in tensors]
@@ -93,7 +98,7 @@ def _meetings(tensors):
     met, first, feeding, asking = set(nodes), {}, set(), []
     while nodes:
         node = nodes.pop()
-        if node.name() in _ASKING:
+        if name_of(node) in _ASKING:
             asking.append(node)
         for edge in node.next_functions:  # (the next node, which of its inputs)
             following = edge[0]
@@ -166,7 +171,7 @@ def note_zeros(zeros):
     """Note what one of `ZEROS` returned: a formula may write into it."""
     if type(zeros) is FakeTensor:
         node = torch._C._current_autograd_node()
-        if node is not None and node.name() in _SCATTERING:
+        if node is not None and name_of(node) in _SCATTERING:
             _now.fresh = zeros.untyped_storage()._cdata, _running()
 
 

@@ -237,3 +237,23 @@ def test_the_figures_of_a_hidden_state_read_by_four_linears():
         step()
     assert t.peak.total - t.start.total == pytest.approx(m.peak, rel=1e-4)
     assert m.peak < 105e6  # 134 MB if the gradients of h are added up out of place
+
+
+class Named(torch.autograd.Function):
+    """Sets `ctx.name`, which hides the node's own method."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name = "mine"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone()
+
+
+def test_a_function_of_the_users_may_set_any_attribute():
+    body, x = torch.nn.Linear(8, 8, bias=False), torch.randn(2, 8)
+    with memory.track(body, x) as t:
+        Named.apply(body(x)).square().sum().backward()
+    assert t.now["gradients"] == body.weight.nbytes

@@ -1,0 +1,95 @@
+"""When transfers over a `Link` end, and what waits for that.
+
+Ranks tell each other when they began a collective, by messages beside it. From these times, and from the end of the
+collective before, each rank works out the same end, when it waits for it. Until then nobody sleeps.
+"""
+
+import os
+import threading
+from collections import defaultdict, deque
+
+import torch
+
+from . import pairwise
+from .clock import now, since_1970, sleep_until
+from .versions import unrecorded, unseen
+
+BEGAN, PASSED = 3, 4  # tags: of when ranks began a collective, of when a message has passed the link
+
+
+class Wire:
+    """Serves the transfers of one communicator on this rank. ValueError where ranks do not share a clock."""
+
+    def __init__(self, link, group, world_size):
+        if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
+            raise ValueError("a link is for ranks of one machine, which share a clock: torchrun has some on another")
+        self.link, self._group, self._world_size = link, group, world_size
+        self._collectives, self._sources = Queue(), defaultdict(Queue)
+        self._free = self._left = 0.0  # when the last collective ends, and when this rank's last message has passed
+
+    def collective(self, name, sent_bytes):
+        """Begin a collective in which this rank sends so many bytes; return its Transfer."""
+        with unseen():
+            mine = torch.tensor([now(), self.link.seconds(name, sent_bytes, self._world_size)], dtype=torch.float64,
+                                device="cpu")
+            everyones = torch.empty(self._world_size, 2, dtype=torch.float64, device="cpu")
+        told = unrecorded(pairwise.all_gather, everyones, mine, self._group, True, BEGAN)
+        return Transfer(self._collectives, told, lambda: self._follow(*zip(*everyones.tolist(), strict=True)))
+
+    def _follow(self, began, seconds):
+        """Return when a collective ends that follows on the last one; from each rank's time and seconds."""
+        self._free = max(self._free, *began) + max(seconds)
+        return self._free
+
+    def send(self, nbytes, dst):
+        """Send a message of so many bytes; return its Transfer."""
+        self._left = passed = max(self._left, now()) + self.link.seconds("send", nbytes, self._world_size)
+        with unseen():
+            told = self._group.send([torch.tensor([passed], dtype=torch.float64, device="cpu")], dst, PASSED)
+        return Transfer(Queue(), told, lambda: passed)
+
+    def receive(self, src):
+        """Receive a message; return its Transfer."""
+        with unseen():
+            passed = torch.empty(1, dtype=torch.float64, device="cpu")
+            return Transfer(self._sources[src], self._group.recv([passed], src, PASSED), passed.item)
+
+
+class Queue:
+    """Holds transfers whose ends are worked out one after the other."""
+
+    def __init__(self):
+        self.begun, self.lock = deque(), threading.Lock()
+
+
+class Transfer:
+    """A transfer over the link, as a work to wait for. `end`: when it has passed, None until someone has waited.
+
+    `told`: the message about it. Once that has come, `tell()` says when it has passed.
+    """
+
+    def __init__(self, queue, told, tell):
+        self.end, self._queue, self._told, self._tell = None, queue, told, tell
+        queue.begun.append(self)
+
+    def wait(self):
+        with self._queue.lock:
+            while self.end is None:
+                self._queue.begun[0]._settle()
+                self._queue.begun.popleft()
+        sleep_until(self.end)
+
+    def is_completed(self):
+        return self.end is not None and now() >= self.end
+
+    def _settle(self):
+        self._told.wait()
+        self.end = self._tell()
+        self._told = self._tell = None
+
+
+def when_passed(works):
+    """Return a function that tells when the last of these works has passed the link: ns since 1970, or None if none of
+    them goes over one. It does not keep torch's works."""
+    transfers = [work for work in works if isinstance(work, Transfer)]
+    return lambda: since_1970(max(transfer.end for transfer in transfers)) if transfers else None
