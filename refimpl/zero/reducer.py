@@ -6,6 +6,7 @@ while backward goes on with the layers before. "PyTorch Distributed" (Li et al. 
 
 import contextlib
 import itertools
+import weakref
 
 import torch
 
@@ -28,8 +29,10 @@ class Reducer:
         self.used, self.micro_batches, self.synced = set(), 0, False  # since the last step
         self.missing, self.unlaunched, self.handles = {}, {}, {}
         self.running = self.syncing = False
+        # Autograd holds hooks where Python's collector does not look. A hook that held this would keep all of the engine.
+        arrived = weakref.WeakMethod(self.arrived)
         for parameter in self.place:
-            parameter.register_post_accumulate_grad_hook(self.arrived)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: arrived() and arrived()(parameter))
 
     @contextlib.contextmanager
     def reducing(self, syncing):

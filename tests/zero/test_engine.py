@@ -1,6 +1,8 @@
 """Backwards in another order than 1 forward, 1 backward: all forwards first, as GPipe has it; from any output."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -148,3 +150,17 @@ def test_an_output_without_its_gradient_is_named_by_torch_and_leaves_nothing(mak
     x = token_batches(1)[0, 0, :2]
     engine.backward(engine.forward(x, x))
     engine.step()
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_an_engine_that_is_dropped_frees_all_that_it_held(make):
+    def train():
+        comm, model = FakeCommunicator(0, 4), gpt()
+        engine = make(model, comm, FAST, bucket_bytes=BUCKET)
+        engine.backward(engine(token_batches(1)[0, 0]).square().mean())
+        engine.step()
+        return [weakref.ref(x) for x in (comm, engine, engine.reducer, *model.parameters())]
+
+    gone = train()
+    gc.collect()
+    assert not [each() for each in gone if each() is not None]
