@@ -29,7 +29,7 @@ class Reducer:
         self.used, self.micro_batches, self.synced = set(), 0, False  # since the last step
         self.missing, self.unlaunched, self.handles = {}, {}, {}
         self.running = self.syncing = False
-        # Autograd holds hooks where Python's collector does not look. A hook that held this would keep all of the engine.
+        # Autograd holds hooks where the collector does not look: one that held this would keep the engine for ever.
         arrived = weakref.WeakMethod(self.arrived)
         for parameter in self.place:
             parameter.register_post_accumulate_grad_hook(lambda parameter: arrived() and arrived()(parameter))
