@@ -56,13 +56,14 @@ class Attention(nn.Module):
 
     It has as many heads as `qkv` gives features for, so a part of the heads can be computed alone: with the rows of
     these heads in `qkv` (their q, then their k, then their v) and their columns in `out`, of which one part adds the
-    bias. The sum of all parts is the whole. Raises ValueError if `qkv` gives no whole number of key heads, each with
-    its query heads.
+    bias. The sum of all parts is the whole. `queries_per_key`: query heads for each key head, H/G. Raises ValueError if
+    `qkv` gives no whole number of key heads, each with its query heads.
     """
 
     def __init__(self, config, attention):
         super().__init__()
         self.config, self.attention, self.options = config, attention, _bind(attention, config.dropout)
+        self.queries_per_key = config.heads // config.kv_heads
         self.qkv = nn.Linear(config.hidden, config.hidden + 2 * config.kv_heads * config.head_dim, bias=config.bias)
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
@@ -80,13 +81,12 @@ class Attention(nn.Module):
 
     def _heads_in(self, features):
         """Return how many query heads and key heads `features` of qkv are, H/G query heads for each key head."""
-        c = self.config
-        per_group = c.heads // c.kv_heads
-        groups, rest = divmod(features, (per_group + 2) * c.head_dim)
+        queries, D = self.queries_per_key, self.config.head_dim
+        groups, rest = divmod(features, (queries + 2) * D)
         if rest or not groups:
-            raise ValueError(f"qkv gives {features} features: expected a multiple of {(per_group + 2) * c.head_dim}, "
-                             f"{per_group} query heads, a key head and a value head of {c.head_dim} features each")
-        return groups * per_group, groups
+            raise ValueError(f"qkv gives {features} features: expected a multiple of {(queries + 2) * D}, "
+                             f"{queries} query heads, a key head and a value head of {D} features each")
+        return groups * queries, groups
 
 
 def rotation_table(config):
@@ -152,11 +152,19 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
 
 
+def cross_entropy(head, x_BTC, targets_BT, reduction):
+    """Return the cross-entropy of head(x), the logits (B, T, V), at the targets (B, T). It is in fp32, at the least."""
+    logits_BTV = head(x_BTC)
+    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten().long(), reduction=reduction)
+
+
 class GPT(nn.Module):
     """A decoder-only transformer: `GPT(config)(tokens, targets)`.
 
     `attention`: any `(q_BHTD, k_BGSD, v_BGSD) -> out_BHTD`. If it has options `causal` and `dropout_p`, they are set.
     `dtype` and `device`: those of the parameters (default: torch's own defaults).
+    `loss`: how targets are scored, any `(head, x_BTC, targets_BT, reduction)`; the attribute can be set.
 
     Its forward is three parts, which a pipeline can call apart: `embed`, each block of `blocks` with `rotation`, and
     `predict`. A stage that has some of the blocks:
@@ -170,7 +178,7 @@ class GPT(nn.Module):
 
     def __init__(self, config, attention=softmax_attention, *, dtype=None, device=None):
         super().__init__()
-        self.config = config
+        self.config, self.loss = config, cross_entropy
         with built_in(dtype, device):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden)
             rotary = config.positions == "rotary"
@@ -236,18 +244,16 @@ class GPT(nn.Module):
     def predict(self, x_BTC, targets_BT=None, *, reduction="mean"):
         """Map x (B, T, C) from the last block to logits (B, T, V), or with targets (B, T) to the cross-entropy: the
         last norm and the head. Raises as `forward` does."""
-        if targets_BT is not None:
-            _check_ids("targets", targets_BT, x_BTC.shape[:2])
-        logits_BTV = self.head(self.norm(x_BTC))
+        x_BTC = self.norm(x_BTC)
         if targets_BT is None:
-            return logits_BTV
-        return self._lookup(F.cross_entropy, logits_BTV.float().flatten(0, 1), targets_BT.flatten().long(),
-                            ids=targets_BT, name="targets", reduction=reduction)
+            return self.head(x_BTC)
+        _check_ids("targets", targets_BT, x_BTC.shape[:2])
+        return self._lookup(self.loss, self.head, x_BTC, targets_BT, reduction, ids=targets_BT, name="targets")
 
-    def _lookup(self, function, *args, ids, name, **options):
+    def _lookup(self, function, *args, ids, name):
         """Call `function`. If an id is outside the vocabulary, raise ValueError; no check is made beforehand."""
         try:
-            return function(*args, **options)
+            return function(*args)
         except IndexError as error:
             raise ValueError(f"{name} run from {ids.min()} to {ids.max()}: the vocabulary is 0…"
                              f"{self.config.vocab_size - 1}") from error

@@ -1,0 +1,115 @@
+"""Plans: which module of a model is split how.
+
+A plan is {name of modules: style}. In a name `*` stands for one part, such as a layer's number:
+
+    {"layers.*.attention.q": "column", "layers.*.attention.out": "row", "embedding": "vocabulary", "head": "head"}
+
+    column        a linear layer by its output features       (Hugging Face: colwise)
+    row           a linear layer by its input features        (rowwise)
+    vocabulary    an embedding by its tokens                  (embedding_rowwise)
+    head          a linear layer by its output features, the logits, which are gathered (colwise_gather_output)
+
+A column may say more: `Column(parts=…, heads=…)`, as ColumnParallelLinear takes them.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..model import GPT
+
+
+@dataclass(frozen=True)
+class Column:
+    """Splits a linear layer by its output features: `parts` are sizes of layers fused in it, `heads` of each part."""
+
+    parts: tuple | None = None
+    heads: tuple | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Splits a linear layer by its input features, which are those of so many `heads`."""
+
+    heads: int | None = None
+
+
+STYLES = ("column", "row", "vocabulary", "head")
+OTHER_NAMES = {"colwise": "column", "rowwise": "row", "embedding_rowwise": "vocabulary", "colwise_rep": "head",
+               "colwise_gather_output": "head"}
+REGIONS = (("blocks", "norm"), ("model.layers", "model.norm"), ("transformer.h", "transformer.ln_f"))
+
+
+def plan_of(model):
+    """Return the plan of a GPT, of Hugging Face's GPT-2, or of a model of Hugging Face with a `base_model_tp_plan`.
+    ValueError for another, with the names of its linear layers."""
+    config = getattr(model, "config", None)
+    if isinstance(model, GPT):
+        return _plan_of_gpt(config)
+    if getattr(config, "model_type", "") == "gpt2":
+        return _plan_of_gpt2(model, config)
+    if getattr(config, "base_model_tp_plan", None):
+        return _plan_of_hugging_face(model, config)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    raise ValueError(f"no plan is known for {type(model).__name__}: give one, {{name: style}} with the styles "
+                     f"{', '.join(STYLES)}; its linear layers are {_listed(linears)}")
+
+
+def _plan_of_gpt(config):
+    D, H, G = config.head_dim, config.heads, config.kv_heads
+    return {"embedding": "vocabulary", "blocks.*.attention.qkv": Column((H * D, G * D, G * D), (H, G, G)),
+            "blocks.*.attention.out": Row(H), "blocks.*.mlp.up": "column",
+            **({"blocks.*.mlp.gate": "column"} if config.activation == "swiglu" else {}),
+            "blocks.*.mlp.down": "row", "head": "head"}
+
+
+def _plan_of_gpt2(model, config):
+    base = model.base_model_prefix + "." if hasattr(model, model.base_model_prefix) else ""
+    C, H = config.n_embd, config.n_head
+    return {f"{base}h.*.attn.c_attn": Column((C, C, C), (H, H, H)), f"{base}h.*.attn.c_proj": Row(H),
+            f"{base}h.*.mlp.c_fc": "column", f"{base}h.*.mlp.c_proj": "row", **_ends(model)}
+
+
+def _plan_of_hugging_face(model, config):
+    base = model.base_model_prefix + "." if hasattr(model, model.base_model_prefix) else ""
+    return {**{base + name: style for name, style in config.base_model_tp_plan.items()}, **_ends(model)}
+
+
+def _ends(model):
+    """Return the plan of the embedding, and of the head that gives logits, of a model of Hugging Face."""
+    names, head = {module: name for name, module in model.named_modules()}, model.get_output_embeddings()
+    ends = {names[model.get_input_embeddings()]: "vocabulary"}
+    return ends if head is None else {**ends, names[head]: "head"}
+
+
+def matched(model, plan):
+    """Return {name: style} of the modules that a plan names, in the model's order. ValueError for a name that matches
+    no module, and for an unknown style."""
+    found, names = {}, [name for name, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        style = OTHER_NAMES.get(style, style)
+        if not isinstance(style, (Column, Row)) and style not in STYLES:
+            raise ValueError(f"{pattern}: style {style!r}: expected one of {', '.join((*STYLES, *OTHER_NAMES))}, or a "
+                             "Column or Row")
+        regex = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+        here = [name for name in names if regex.fullmatch(name)]
+        if not here:
+            raise ValueError(f"the plan's {pattern!r} matches no module; there are {_listed(names[1:])}")
+        found |= dict.fromkeys(here, {"column": Column(), "row": Row()}.get(style, style))
+    return {name: found[name] for name in names if name in found}
+
+
+def region_of(model):
+    """Return the names of the list of blocks and of the norm after it. ValueError if they are not known."""
+    names = {name for name, _ in model.named_modules()}
+    for region in REGIONS:
+        if names.issuperset(region):
+            return region
+    raise ValueError(f"where the blocks of {type(model).__name__} begin and end is not known: give region=(name of the "
+                     "list of blocks, name of the norm after it)")
+
+
+def _listed(names):
+    """Return names as one text, a layer's number as `*`, each once."""
+    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))

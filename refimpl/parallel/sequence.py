@@ -1,0 +1,124 @@
+"""Megatron's sequence parallelism: between the split layers, each rank keeps its part of the tokens.
+
+    tokens:   embedding · · · | norm          norm        | norm     · · · head
+    (B, T)                    |    \\ attention /   \\ MLP /  |
+    rows:                     own  all own       all own    all
+
+Tensor parallelism repeats norms, dropout and the residual stream on all ranks. Here each rank has 1/N of the tokens
+there (`rows`: (1, B·T/N, C)). Attention and MLP read all of them: where tensor parallelism has an all_reduce, there is
+an all_gather before and a reduce_scatter after, together as many bytes. Autograd keeps rows alone: what backward needs
+of a gathered x is gathered again, beside the gradient of x. "Reducing Activation Recomputation in Large Transformer
+Models" (Korthikanti et al. 2022), section 4.2.2.
+"""
+
+import functools
+import inspect
+
+import torch
+
+from .conjugate import own_rows, whole_sequence
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .plan import region_of
+from .random import OwnRandom
+from .tensor import tensor_parallel
+
+
+def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=False):
+    """Split `model` as `tensor_parallel` does, and the tokens between its split layers; returns it.
+
+    - `region`: names of the list of blocks, and of the norm after it. The blocks take x (B, T, C) first, and return it.
+
+    Tokens need not be a multiple of the ranks: the last rank pads its rows. Each weight of the region that is whole on
+    every rank, a norm's say, has its gradient summed over the ranks. ValueError as `tensor_parallel`, and for a model
+    whose region is not known.
+    """
+    blocks, norm = region_of(model) if region is None else region
+    tensor_parallel(model, comm, plan, loss_parallel=loss_parallel)
+    blocks, norm = model.get_submodule(blocks), model.get_submodule(norm)
+    here = Region(comm)
+    blocks[0].register_forward_pre_hook(here.enter, with_kwargs=True)
+    norm.register_forward_hook(here.leave)
+    model.register_forward_hook(here.end, always_call=True)
+    split = set()
+    for block in blocks:
+        for parent in [module for module in block.modules() if _reads_all(module)]:
+            name = next(iter(inspect.signature(parent.forward).parameters))
+            parent.register_forward_pre_hook(functools.partial(here.gather, name), with_kwargs=True)
+        for layer in block.modules():
+            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                split |= {*layer.parameters()} - {getattr(layer, "bias", None)}
+            if isinstance(layer, RowParallelLinear):
+                layer.sequence = True
+    for p in {p: None for module in (*blocks, norm) for p in module.parameters() if p not in split and p.requires_grad}:
+        p.register_hook(lambda gradient: comm.all_reduce(gradient))
+    return model
+
+
+def _reads_all(module):
+    return any(isinstance(child, ColumnParallelLinear) for child in module.children())
+
+
+class Region:
+    """The blocks of a model in which each rank has rows. `tokens`: (B, T) of the forward that is under way."""
+
+    def __init__(self, comm):
+        self.comm, self.tokens, self.random = comm, None, OwnRandom(comm)
+
+    def enter(self, module, args, kwargs):
+        """Keep this rank's rows of the first block's input."""
+        x, replaced = _first(module, args, kwargs)
+        self.tokens = x.shape[:-1]
+        if module.training:
+            self.random.common = None  # a stream that a recomputation has left
+            self.random.begin()
+        return replaced(_Cut.apply(x, self.comm))
+
+    def gather(self, name, module, args, kwargs):
+        """Give a module all tokens. Split layers find in `sequence_rows` what autograd keeps instead."""
+        rows, replaced = _first(module, args, kwargs, name)
+        x = _Join.apply(rows, self.comm, self.tokens)
+        x.sequence_rows = rows, self.tokens
+        return replaced(x)
+
+    def leave(self, module, args, output):
+        """Return all tokens behind the last norm."""
+        self.random.end()
+        return _Join.apply(output, self.comm, self.tokens)
+
+    def end(self, module, args, output):
+        """End the forward, also one that raised."""
+        self.random.end()
+
+
+def _first(module, args, kwargs, name=None):
+    """Return the first argument of a module, and a function that returns (args, kwargs) with another."""
+    if args:
+        return args[0], lambda x: ((x, *args[1:]), kwargs)
+    name = name or next(iter(inspect.signature(module.forward).parameters))
+    return kwargs[name], lambda x: (args, {**kwargs, name: x})
+
+
+class _Cut(torch.autograd.Function):
+    """All tokens, which every rank has, to this rank's rows; backward gathers."""
+
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm, ctx.tokens = comm, x.shape[:-1]
+        return own_rows(x, comm)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return whole_sequence(dx, ctx.comm, ctx.tokens), None
+
+
+class _Join(torch.autograd.Function):
+    """Rows of all ranks to all tokens, whose gradient is the same on every rank; backward takes this rank's rows."""
+
+    @staticmethod
+    def forward(ctx, x, comm, tokens):
+        ctx.comm = comm
+        return whole_sequence(x, comm, tokens)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return own_rows(dx, ctx.comm), None, None

@@ -1,0 +1,183 @@
+"""Tensor parallelism, applied to a model from outside: each rank keeps some of the heads, features and tokens.
+
+    tensor_parallel(model, comm)        our GPT, Hugging Face's GPT-2, Llama and all that say how (base_model_tp_plan)
+    tensor_parallel(model, comm, plan)  any other
+
+Of a block's weights each rank holds 1/N; norms and biases of rows are whole on all ranks. A block sends two all_reduces
+in forward and two in backward. "Megatron-LM" (Shoeybi et al. 2019), section 3.
+"""
+
+import functools
+
+import torch
+from torch import nn
+
+from ..comm.agreement import check_model
+from ..model import GPT
+from ..sharding import set_spec, spec_of
+from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, features_of
+from .plan import Column, Row, matched, plan_of
+from .random import OwnRandom
+from .vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
+
+HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))
+         and name.startswith(("_forward", "_backward"))]
+
+
+def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
+    """Split `model` over the ranks of `comm`, in place; returns it. Every rank calls it with the same model.
+
+    - `comm`: the tensor-parallel group: `mesh.get_parallel_group("tp")`.
+    - `plan`: {name of modules: style}, see `plan`. By default the model's own.
+    - `loss_parallel`: for a model of Hugging Face: score labels on logits that stay split. The logits that it returns
+      are then this rank's. A GPT always does so, as it returns no logits beside a loss.
+
+    Each rank keeps its part of rank 0's values; of a model on the meta device shapes alone. Each parameter and buffer
+    gets a ShardSpec, so that an engine with `world=` sums norms and saves states as those of the whole model. Make
+    optimizers afterwards. ValueError for an unknown model without a plan, a name that matches no module, and heads that
+    cannot be shared out; CollectiveMismatch if ranks give different models.
+    """
+    styles = matched(model, plan_of(model) if plan is None else plan)
+    _check(model, comm, styles)
+    _start_alike(model, comm)
+    heads_of = {name: _heads(model, name, style) for name, style in styles.items()}
+    tied = _tied(model, styles)
+    made = {}
+    for name, style in styles.items():
+        made[name] = _split(model.get_submodule(name), comm, name, style, heads_of[name])
+    for name, first in tied.items():
+        made[name].weights[0] = made[first].weight
+    for name, module in made.items():
+        whole = model.get_submodule(name)
+        for hooks in HOOKS:  # the same dicts: who registered a hook can remove it
+            setattr(module, hooks, getattr(whole, hooks))
+        model.set_submodule(name, module.train(whole.training))
+    for parent, layers in _by_parent(model, made).items():
+        _finish(parent, layers, comm)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not hasattr(tensor, "shard_spec"):
+            spec = spec_of(name, tensor)
+            set_spec(tensor, type(spec)(name, spec.shape, replicas=comm.ranks if comm.world_size > 1 else ()))
+    _split_loss(model, comm, made, styles, loss_parallel)
+    return model
+
+
+def _check(model, comm, styles):
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    check_model(comm, [*lines, *(f"{name}: {style}" for name, style in styles.items())])
+
+
+@torch.no_grad()
+def _start_alike(model, comm):
+    """Give every rank the values of rank 0."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta and comm.world_size > 1:
+            comm.broadcast(tensor.detach(), 0, out=tensor.detach(), label=name)
+
+
+def _tied(model, styles):
+    """Return {name of a head: name of the embedding whose weight it shares}."""
+    split = {name: model.get_submodule(name) for name, style in styles.items() if style in ("vocabulary", "head")}
+    tied = {head: name for head, style in styles.items() if style == "head" for name, other in styles.items()
+            if other == "vocabulary" and split[head].weight is split[name].weight}
+    shared = {}
+    for name, module in model.named_modules():
+        if (weight := getattr(module, "weight", None)) is not None:
+            shared.setdefault(weight, []).append(name)
+    for names in shared.values():
+        if any(name in styles for name in names) and not all(name in styles for name in names):
+            raise ValueError(f"{' and '.join(names)} share a weight: expected all of them in the plan, or none")
+    return tied
+
+
+def _heads(model, name, style):
+    """Return the heads of each part of a layer: those of the plan, else what the width of a head in its parent says."""
+    if isinstance(style, Column) and style.heads or isinstance(style, Row) and style.heads:
+        return style.heads
+    parent = model.get_submodule(name.rpartition(".")[0])
+    width = getattr(parent, "head_dim", None)
+    if not isinstance(width, int) or style in ("vocabulary", "head"):
+        return None
+    features = features_of(model.get_submodule(name))[0 if isinstance(style, Row) else 1]
+    if features % width:
+        return None
+    return features // width if isinstance(style, Row) else (features // width,)
+
+
+def _split(module, comm, name, style, heads):
+    if style == "vocabulary":
+        return VocabularyParallelEmbedding.of(module, comm, f"{name}.weight")
+    if style == "head":
+        return ColumnParallelLinear(module, comm, name, gather_output=True)
+    if isinstance(style, Row):
+        return RowParallelLinear(module, comm, name, heads=heads)
+    return ColumnParallelLinear(module, comm, name, parts=style.parts, heads=heads)
+
+
+def _by_parent(model, made):
+    """Return {parent: its layers that are split}, without embeddings and heads."""
+    found = {}
+    for name, module in made.items():
+        column = isinstance(module, ColumnParallelLinear) and not module.gather_output
+        if column or isinstance(module, RowParallelLinear):
+            found.setdefault(model.get_submodule(name.rpartition(".")[0]), []).append(module)
+    return found
+
+
+def _finish(parent, layers, comm):
+    """Let the layers of one module work together: those that read the same x; counts of heads; random numbers."""
+    columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
+    for size in dict.fromkeys(layer.in_features for layer in columns):
+        Siblings([layer for layer in columns if layer.in_features == size])
+    _count_heads(parent, columns)
+    random = OwnRandom(comm)
+    parent.register_forward_pre_hook(lambda module, args: random.begin() if module.training else None)
+    parent.register_forward_hook(lambda module, args, output: random.end(), always_call=True)
+    for layer in layers:
+        if isinstance(layer, RowParallelLinear):
+            layer.register_forward_pre_hook(lambda module, args: random.end())
+
+
+def _count_heads(attention, columns):
+    """Set the attributes in which an attention counts its heads to those that are here."""
+    here = [(len(w.t() if layer.transposed else w), size, heads) for layer in columns
+            for w, size, heads in zip(layer.weights, layer.parts, layer.heads, strict=True) if heads != size]
+    if not here:
+        return
+    counts = [rows * heads // size for rows, size, heads in here]
+    H, G = max(counts), min(counts)
+    for name, count in {"num_heads": H, "num_attention_heads": H, "num_key_value_heads": G,
+                        "num_key_value_groups": H // G, "queries_per_key": H // G,
+                        "split_size": max(rows for rows, _, _ in here)}.items():
+        if isinstance(getattr(attention, name, None), int):
+            setattr(attention, name, count)
+
+
+def _split_loss(model, comm, made, styles, loss_parallel):
+    """Score targets on logits that stay split."""
+    heads = [made[name] for name, style in styles.items() if style == "head"]
+    if isinstance(model, GPT) and heads:
+        model.loss = functools.partial(_loss_of_gpt, comm=comm)
+    elif loss_parallel:
+        if not heads or not hasattr(type(model), "loss_function"):
+            raise ValueError(f"loss_parallel=True for {type(model).__name__}: expected a model of Hugging Face with a "
+                             "loss_function, and its head in the plan")
+        heads[0].gather_output = False
+        model.loss_function = functools.partial(_loss_of_hugging_face, comm=comm, vocabulary=heads[0].features)
+
+
+def _loss_of_gpt(head, x_BTC, targets_BT, reduction, *, comm):
+    logits = head(x_BTC, gather=False).flatten(0, 1)
+    return vocabulary_parallel_cross_entropy(logits, targets_BT.flatten().long(), comm, head.features,
+                                             reduction=reduction)
+
+
+def _loss_of_hugging_face(logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100,
+                          shift_labels=None, *, comm, vocabulary, **kwargs):
+    """Score the next token, as transformers' ForCausalLMLoss does."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    loss = vocabulary_parallel_cross_entropy(
+        logits.flatten(0, -2), shift_labels.flatten().to(logits.device), comm, vocabulary, ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum")
+    return loss if num_items_in_batch is None else loss / num_items_in_batch

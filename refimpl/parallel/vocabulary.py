@@ -1,0 +1,298 @@
+"""The vocabulary split over the ranks of a tensor-parallel group: embedding, logits and cross-entropy.
+
+"Megatron-LM" (Shoeybi et al. 2019), section 3. With a vocabulary of V tokens and C features, the embedding is (V, C)
+and the logits of N tokens are (N, V). Rank r of n holds rows r·V//n … (r+1)·V//n − 1 of the embedding, and the same
+columns of the logits:
+
+    embedding        rows that are elsewhere give zero; an all_reduce of (N, C) adds the ranks' results
+    cross-entropy    loss = log Σ exp(z − m) − (z_t − m), of logits z, their maximum m and the target's z_t. The ranks
+                     exchange m, Σ and z_t: a few numbers for each token, instead of V logits
+
+No weight is padded: parts differ by at most one row, so GPT-2's 50,257 = 29 · 1,733 rows fit any number of ranks.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..comm import FakeCommunicator
+from ..comm.traffic import Traffic, ring_traffic
+from ..sharding import ShardSpec, set_spec
+from .internals.ids import check_columns, check_ids, check_same, local_rows, refuse_second_derivatives
+
+CHUNK_BYTES = 64 * 2**20  # of the buffer in which logits are computed in fp32, some rows at a time
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def part(size, comm):
+    """Return (first, end): this rank's part of `size` rows; parts differ by at most one. `comm`: a Communicator, or
+    (rank, n). ValueError if there are fewer rows than ranks."""
+    rank, n = comm if isinstance(comm, tuple) else (comm.rank, comm.world_size)
+    if size < n:
+        raise ValueError(f"{size} rows cannot be split over {n} ranks: each holds at least one. Use fewer ranks")
+    return rank * size // n, (rank + 1) * size // n
+
+
+# --- embedding -------------------------------------------------------------------------------------------------------
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Maps tokens (…) to their embeddings (…, C), the same on all ranks; each rank holds a part of the V rows.
+
+        embedding = VocabularyParallelEmbedding.of(model.embedding, comm, "embedding.weight")
+
+    - `weight` (v, C): the rows `part(V, comm)`. A head of the same rows may share the Parameter.
+    - `padding_idx`: a row that gets no gradient, as in `nn.Embedding`.
+
+    All ranks pass the same tokens. That is not checked here, since it would take another message or a larger tensor in
+    this one; `vocabulary_parallel_cross_entropy` checks the targets. Forward is an all_reduce, in place; backward
+    communicates nothing. Autograd keeps the caller's tokens and nothing else. Raises ValueError if `weight` is not this
+    rank's part, IndexError on a CPU for a token outside 0 … V − 1; on a GPU an assertion fails.
+    """
+
+    def __init__(self, weight, comm, V, *, padding_idx=None):
+        super().__init__()
+        self.first, self.end = part(V, comm)
+        if len(weight) != self.end - self.first:
+            raise ValueError(f"weight has {len(weight)} rows: expected {self.end - self.first}, rows {self.first} … "
+                             f"{self.end - 1} of {V}, on rank {comm.rank} of {comm.world_size}")
+        self.weight, self.comm, self.V, self.padding_idx = weight, comm, V, padding_idx
+
+    @classmethod
+    def of(cls, embedding, comm, name="weight"):
+        """Return this rank's part of an `nn.Embedding`, which stays as it is. `name`: of its weight in the whole model.
+
+        ValueError for `max_norm`, `scale_grad_by_freq` and `sparse`; TypeError for other classes.
+        """
+        if type(embedding).forward is not nn.Embedding.forward or "weight" not in embedding._parameters:
+            raise TypeError(f"{name} is of {type(embedding).__name__}: expected an nn.Embedding, with its own forward "
+                            "and a plain weight")
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option) not in (None, False):
+                raise ValueError(f"{name} has {option}={getattr(embedding, option)}, which needs all rows at once or a "
+                                 "sparse gradient: make the embedding without it")
+        whole, (first, end) = embedding.weight, part(embedding.num_embeddings, comm)
+        weight = nn.Parameter(whole.detach()[first:end].clone(), requires_grad=whole.requires_grad)
+        set_spec(weight, ShardSpec(name, tuple(whole.shape), (first, 0), tuple(weight.shape)))
+        return cls(weight, comm, embedding.num_embeddings, padding_idx=embedding.padding_idx)
+
+    def forward(self, tokens):
+        """Return the embeddings of tokens (…): (…, C)."""
+        check_ids(tokens, self.V, "tokens")
+        return _Lookup.apply(self.weight, tokens, self)
+
+    def extra_repr(self):
+        """Say which rows are here."""
+        return f"rows {self.first} … {self.end - 1} of {self.V}, {self.weight.shape[1]}"
+
+
+class _Lookup(torch.autograd.Function):
+    """The rows that are here, added up over ranks. It saves the tokens."""
+
+    @staticmethod
+    def forward(ctx, weight, tokens, module):
+        ctx.save_for_backward(tokens)
+        ctx.module = module
+        local, elsewhere = local_rows(tokens, module.first, module.end)
+        out = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return module.comm.all_reduce(out, out=out, label="embedding")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        refuse_second_derivatives("VocabularyParallelEmbedding")
+        (tokens,), module = ctx.saved_tensors, ctx.module
+        local, skipped = local_rows(tokens, module.first, module.end)
+        if module.padding_idx is not None:
+            skipped |= tokens == module.padding_idx
+        local.masked_fill_(skipped, -1)  # no row: given as the padding row, whose gradients torch leaves out
+        rows = module.end - module.first
+        return torch.ops.aten.embedding_dense_backward(gradient, local, rows, -1, False), None, None
+
+
+# --- logits ----------------------------------------------------------------------------------------------------------
+
+
+def gather_logits(logits, comm, V):
+    """Return all logits (…, V) on every rank, from this rank's columns (…, v). ValueError if v is another number.
+
+    Columns travel padded with −inf to the largest part's width. Every rank then computes the same from the result, so
+    backward takes this rank's columns of the gradient and communicates nothing.
+    """
+    check_columns(logits, comm, V, part(V, comm))
+    return _Gather.apply(logits, comm, V) if comm.world_size > 1 else logits
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, comm, V):
+        ctx.part = part(V, comm)
+        n, widest = comm.world_size, -(-V // comm.world_size)
+        padded = F.pad(logits, (0, widest - logits.shape[-1]), value=float("-inf"))
+        found = comm.all_gather(padded.unsqueeze(0), label="logits")  # (n, …, widest)
+        widths = [end - first for first, end in (part(V, (rank, n)) for rank in range(n))]
+        return torch.cat([found[rank, ..., :width] for rank, width in enumerate(widths)], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        first, end = ctx.part
+        return gradient[..., first:end].clone(memory_format=torch.contiguous_format), None, None
+
+
+# --- cross-entropy ---------------------------------------------------------------------------------------------------
+
+
+def vocabulary_parallel_cross_entropy(logits, targets, comm, V, *, ignore_index=-100, reduction="mean",
+                                      label_smoothing=0.0, overwrite=False, chunk_bytes=CHUNK_BYTES):
+    """Return `F.cross_entropy(all_logits.float(), targets, …)`, on every rank, from this rank's columns (N, v).
+
+        loss = log Σ − (1 − ε) (z_t − m) − ε/V Σ_j (z_j − m),  Σ = Σ_j exp(z_j − m)        ε = label_smoothing
+        gradient of z = exp(z − m) / Σ − (1 − ε) onehot − ε/V
+
+    `logits` (N, v): the columns `part(V, comm)`, in fp64, fp32, or a 16-bit type, which is computed in fp32, rows of
+    `chunk_bytes` at a time. `targets` (N,): the same on all ranks. The loss is fp32, or fp64; the gradient is of the
+    logits' dtype. "mean" divides by the number of targets that are not `ignore_index`. Forward has two all_reduces: m;
+    then Σ, z_t − m, the target itself (and the sum of logits if ε > 0) in one. Backward communicates nothing.
+
+    Autograd keeps the caller's logits, m and log Σ: no copy of the logits. Backward takes a gradient as large as the
+    logits. `overwrite=True` writes it over the logits, for callers that do not read them later (torch's
+    version check raises RuntimeError if an earlier operation saved them).
+
+    Raises IndexError on a CPU for a target outside 0 … V − 1, and CollectiveMismatch if ranks have different targets;
+    on a GPU an assertion fails. Raises ValueError for other shapes and options, TypeError for other dtypes, and
+    RuntimeError for `create_graph=True`.
+    """
+    check_columns(logits, comm, V, part(V, comm))
+    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: expected (N, v) and (N,)")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(REDUCTIONS)}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
+    check_ids(targets, V, "targets", ignore_index)
+    losses = _Loss.apply(logits, targets, _Plan(comm, V, ignore_index, label_smoothing, overwrite, chunk_bytes))
+    if reduction == "none":
+        return losses
+    return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
+
+
+class _Plan(NamedTuple):
+    """What the loss is given besides tensors."""
+
+    comm: object
+    V: int
+    ignore_index: int
+    smoothing: float
+    overwrite: bool
+    chunk_bytes: int
+
+    def onehot(self, targets, dtype):
+        """Return (column of each target here, 1 where the target is in this rank's part and counts, what is ignored)"""
+        local, elsewhere = local_rows(targets, *part(self.V, self.comm))
+        ignored = targets == self.ignore_index
+        return local, (elsewhere | ignored).logical_not_().to(dtype), ignored
+
+    def chunks(self, logits, dtype):
+        """Yield (first, end) of some rows, and a buffer for these in `dtype`."""
+        rows = chunk_rows(*logits.shape, dtype, self.chunk_bytes)
+        buffer = logits.new_empty((rows, logits.shape[1]), dtype=dtype)
+        for first in range(0, len(logits), rows):
+            end = min(first + rows, len(logits))
+            yield first, end, buffer[: end - first]
+
+
+class _Loss(torch.autograd.Function):
+    """The loss of each row (N,). Rows: Σ, z_t − m, t + 1 of the rank that has column t, and Σ (z − m) if ε > 0."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, plan):
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        maximum = logits.amax(1).to(dtype)
+        plan.comm.all_reduce(maximum, "max", out=maximum, label="maximum of logits")
+        sums = logits.new_zeros((4 if plan.smoothing else 3, len(logits)), dtype=dtype)
+        for first, end, z in plan.chunks(logits, dtype):
+            torch.sub(logits[first:end], maximum[first:end, None], out=z)
+            if plan.smoothing:
+                torch.sum(z, 1, out=sums[3, first:end])
+            torch.sum(z.exp_(), 1, out=sums[0, first:end])
+        z = None  # the buffer is freed, whether there were rows or not
+        local, here, ignored = plan.onehot(targets, dtype)
+        predicted = logits.gather(1, local.long()[:, None])[:, 0].to(dtype).sub_(maximum)
+        sums[1].copy_(predicted.masked_fill_(here == 0, 0))
+        torch.mul(here, targets + 1, out=sums[2])
+        plan.comm.all_reduce(sums, out=sums, label="sums of the loss")
+        if not isinstance(plan.comm, FakeCommunicator):
+            check_same(sums[2], (targets + 1).masked_fill_(ignored, 0).to(dtype), plan.comm)
+        log_sum = sums[0].log()
+        loss = log_sum - (1 - plan.smoothing) * sums[1]
+        if plan.smoothing:
+            loss.sub_(sums[3], alpha=plan.smoothing / plan.V)
+        ctx.plan = plan
+        ctx.save_for_backward(logits, targets, maximum, log_sum)
+        return loss.masked_fill_(ignored, 0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        refuse_second_derivatives("vocabulary_parallel_cross_entropy")
+        plan, (logits, targets, maximum, log_sum) = ctx.plan, ctx.saved_tensors
+        local, here, ignored = plan.onehot(targets, maximum.dtype)
+        local, here = local.long(), here.mul_(plan.smoothing - 1)
+        scale = gradient.masked_fill(ignored, 0)[:, None]
+        out = logits.detach() if plan.overwrite else torch.empty_like(logits)
+        # In the logits' own dtype it is computed where it stays; a 16-bit gradient in fp32, some rows at a time.
+        chunks = [(0, len(out), out)] if out.dtype == maximum.dtype else plan.chunks(logits, maximum.dtype)
+        for first, end, z in chunks:
+            torch.sub(logits[first:end], maximum[first:end, None], out=z).sub_(log_sum[first:end, None]).exp_()
+            z[torch.arange(end - first, device=z.device), local[first:end]] += here[first:end]
+            if plan.smoothing:
+                z.sub_(plan.smoothing / plan.V)
+            z.mul_(scale[first:end])
+            if z is not out:
+                out[first:end] = z
+        return out, None, None
+
+
+# --- closed forms ----------------------------------------------------------------------------------------------------
+
+
+class LossBytes(NamedTuple):
+    """Bytes above the logits: what autograd keeps for backward, and the peaks of forward and of backward."""
+
+    saved: int
+    forward: int
+    backward: int
+
+
+def chunk_rows(N, v, dtype, chunk_bytes=CHUNK_BYTES):
+    """Return how many of N rows of v logits are computed at a time."""
+    return max(1, min(N, chunk_bytes // (v * dtype.itemsize)))
+
+
+def vocabulary_loss_bytes(N, v, dtype=torch.float32, *, label_smoothing=0.0, overwrite=False, chunk_bytes=CHUNK_BYTES):
+    """Return LossBytes of `vocabulary_parallel_cross_entropy` for N tokens and v columns of logits in `dtype`.
+
+        saved       2Nw                            m and log Σ, w bytes each: 8 of fp64, else 4
+        forward     (1 + k)Nw + R·v·w              m, the k = 3 sums (4 with label_smoothing), R rows of logits
+        backward    saved + N·v·d + (17 + 2w)N + wR (+ R·v·w if d < w)     the gradient, of d bytes each (0 if
+                                                   overwrite); ids and masks; R rows, all N if d = w
+
+    Beside these, a mean's count, loss and gradient are a few bytes. Forward's vectors of ids come after its buffer, and
+    are less than it if R·v is more than 12N. F.cross_entropy of all logits takes 2NVw for the same gradient.
+    """
+    d, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32)
+    w, rows = wide.itemsize, chunk_rows(N, v, wide, chunk_bytes)
+    saved = 2 * N * w
+    forward = (5 if label_smoothing else 4) * N * w + rows * v * w
+    backward = saved + (0 if overwrite else N * v * d) + (9 + 2 * w) * N
+    backward += (w + 8) * N if d == w else (w + 8) * rows + rows * v * w
+    return LossBytes(saved, forward, backward)
+
+
+def vocabulary_traffic(N, hidden, rank, world_size, *, dtype=torch.float32, label_smoothing=0.0):
+    """Return the Traffic (bytes) of `rank` in a step of N tokens: the embedding's all_reduce, N·hidden elements of
+    `dtype`, and the loss's two: N maxima, then 3N sums (4N with label_smoothing). Backward sends nothing."""
+    w = torch.promote_types(dtype, torch.float32).itemsize
+    sizes = [(N * hidden, dtype.itemsize), (N, w), ((4 if label_smoothing else 3) * N, w)]
+    return Traffic(all_reduce=sum(ring_traffic("all_reduce", count * each, world_size, rank, each)
+                                  for count, each in sizes))

@@ -1,0 +1,329 @@
+"""The vocabulary in parts: the numbers of the whole, bytes and traffic to the byte, and a version that gathers all."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_pool import pooled
+from torch import nn
+from torch.nn import functional as F
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.parallel.vocabulary import (
+    VocabularyParallelEmbedding,
+    chunk_rows,
+    gather_logits,
+    part,
+    vocabulary_loss_bytes,
+    vocabulary_parallel_cross_entropy,
+    vocabulary_traffic,
+)
+
+N, V, C = 96, 101, 8
+WORLDS = (1, 2, 4)
+ALONE = FakeCommunicator(0, 1)
+
+
+@given(st.integers(1, 64), st.data())
+def test_parts_are_balanced_and_follow_each_other(n, data):
+    V = data.draw(st.integers(n, 60000))
+    parts = [part(V, (rank, n)) for rank in range(n)]
+    sizes = {end - first for first, end in parts}
+    assert [first for first, _ in parts] == [0, *(end for _, end in parts[:-1])] and parts[-1][1] == V
+    assert max(sizes) - min(sizes) <= 1 and max(sizes) == -(-V // n)
+    assert part(V, FakeCommunicator(n - 1, n)) == parts[-1]
+
+
+def test_more_ranks_than_rows():
+    with pytest.raises(ValueError, match="3 rows cannot be split over 4 ranks"):
+        part(3, (0, 4))
+
+
+# --- embedding -------------------------------------------------------------------------------------------------------
+
+
+def embedded(comm, dtype, padding_idx):
+    torch.manual_seed(0)
+    whole = nn.Embedding(V, C, dtype=dtype, padding_idx=padding_idx)
+    with torch.no_grad():
+        whole.weight[0] = float("inf")  # a row that others read in place of theirs must not show
+    split = VocabularyParallelEmbedding.of(whole, comm, "wte.weight")
+    tokens, upstream = torch.randint(1, V, (5, 7)), torch.randn(5, 7, C, dtype=dtype)
+    tokens[0, :3] = V - 1
+    expected = whole(tokens)
+    expected.backward(upstream)
+    comm.reset_traffic()
+    with memory.track(split, tokens) as t:
+        found = split(tokens)
+    kept, sent = t.now.total - t.start.total, comm.traffic
+    found.backward(upstream)
+    assert comm.traffic == sent
+    first, end = part(V, comm)
+    spec = split.weight.shard_spec
+    assert (spec.name, spec.shape, spec.offsets, spec.lengths) == ("wte.weight", (V, C), (first, 0), (end - first, C))
+    assert split.weight.untyped_storage().nbytes() == (end - first) * C * dtype.itemsize
+    return (torch.equal(found, expected), torch.equal(split.weight.grad, whole.weight.grad[first:end]),
+            kept == found.nbytes, sent == vocabulary_traffic(35, C, comm.rank, comm.world_size, dtype=dtype) -
+            vocabulary_traffic(35, 0, comm.rank, comm.world_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("dtype", "padding_idx"), [(torch.float64, None), (torch.bfloat16, V - 1), (torch.float32, 3)])
+def test_embeddings_and_gradients_are_those_of_the_whole(world_size, dtype, padding_idx):
+    assert pooled(embedded, world_size, dtype, padding_idx) == [(True,) * 4] * world_size
+
+
+def test_a_head_may_share_the_rows():
+    split = VocabularyParallelEmbedding.of(nn.Embedding(V, C), ALONE)
+    head = nn.Linear(C, V, bias=False)
+    head.weight = split.weight
+    head(split(torch.tensor([1, 2]))).sum().backward()
+    assert split.weight.grad.abs().sum(1).gt(0).all() and "rows 0 … 100 of 101, 8" in repr(split)
+
+
+class Other(nn.Embedding):
+    def forward(self, tokens):
+        return 2 * super().forward(tokens)
+
+
+@pytest.mark.parametrize(("make", "error", "said"), [
+    (lambda: nn.Embedding(V, C, max_norm=1.0), ValueError, r"wte has max_norm=1\.0"),
+    (lambda: nn.Embedding(V, C, scale_grad_by_freq=True), ValueError, "wte has scale_grad_by_freq=True"),
+    (lambda: nn.Embedding(V, C, sparse=True), ValueError, "wte has sparse=True"),
+    (lambda: Other(V, C), TypeError, "wte is of Other"),
+    (lambda: nn.Embedding(1, C), ValueError, "1 rows cannot be split over 2 ranks")])
+def test_embeddings_that_cannot_be_split(make, error, said):
+    with pytest.raises(error, match=said):
+        VocabularyParallelEmbedding.of(make(), FakeCommunicator(0, 2), "wte")
+
+
+@pytest.mark.parametrize("token", [-1, V])
+def test_a_wrong_id_never_gives_zeros(token):
+    for comm in (ALONE, FakeCommunicator(1, 2)):
+        with pytest.raises(IndexError, match=rf"tokens hold {token}: the vocabulary is 0…100"):
+            VocabularyParallelEmbedding.of(nn.Embedding(V, C), comm)(torch.tensor([1, token]))
+    with pytest.raises(TypeError, match=r"tokens are torch\.float32"):
+        VocabularyParallelEmbedding.of(nn.Embedding(V, C), ALONE)(torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="weight has 101 rows: expected 51, rows 50 … 100"):
+        VocabularyParallelEmbedding(nn.Parameter(torch.zeros(V, C)), FakeCommunicator(1, 2), V)
+
+
+# --- logits ----------------------------------------------------------------------------------------------------------
+
+
+def gathered(comm):
+    torch.manual_seed(0)
+    first, end = part(V, comm)
+    whole = torch.randn(2, 3, V)
+    mine = whole[..., first:end].clone().requires_grad_()
+    found = gather_logits(mine, comm, V)
+    upstream = torch.randn_like(whole)
+    found.backward(upstream)
+    return torch.equal(found, whole) and torch.equal(mine.grad, upstream[..., first:end])
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_logits_on_every_rank(world_size):
+    assert all(pooled(gathered, world_size))
+
+
+# --- cross-entropy ---------------------------------------------------------------------------------------------------
+
+
+def ordinary(z, t, ignored):
+    return z, t
+
+
+def some_ignored(z, t, ignored):
+    t[::3] = ignored
+    return z, t
+
+
+def all_ignored(z, t, ignored):
+    return z, t.fill_(ignored)
+
+
+def extreme(z, t, ignored):
+    return z * 1e4, t
+
+
+def masked(z, t, ignored):
+    z[:, 40:] = float("-inf")  # on four ranks two have nothing else
+    return z, t % 40
+
+
+def target_masked(z, t, ignored):
+    z[5, t[5]] = float("-inf")
+    return z, t
+
+
+def small_ids(z, t, ignored):
+    return z, t.int()
+
+
+CASES = (ordinary, some_ignored, all_ignored, extreme, masked, target_masked, small_ids)
+OPTIONS = ({}, {"reduction": "sum", "ignore_index": 7}, {"reduction": "none", "label_smoothing": 0.1},
+           {"label_smoothing": 0.3, "overwrite": True}, {"label_smoothing": 1.0}, {"overwrite": True})
+
+
+def apart(found, expected):
+    """The largest distance; infinite unless NaN and infinities are in the same places."""
+    finite = expected.isfinite()
+    if not torch.equal(found[~finite].nan_to_num(7), expected[~finite].nan_to_num(7)):
+        return float("inf")
+    return (found - expected)[finite].abs().max().item() if finite.any() else 0.0
+
+
+def losses(comm, dtype):
+    """The largest distance of losses and gradients in each case."""
+    found, (first, end) = {}, part(V, comm)
+    exact = dtype if dtype.itemsize > 2 else torch.float32
+    for case in CASES:
+        for index, options in enumerate(OPTIONS):
+            torch.manual_seed(1)
+            ignored = options.get("ignore_index", -100)
+            z, t = case(torch.randn(N, V, dtype=torch.float64), torch.randint(0, V, (N,)), ignored)
+            z = z.to(dtype)
+            mine = z[:, first:end].clone().requires_grad_()
+            whole = z.to(exact).requires_grad_()
+            plain = {name: value for name, value in options.items() if name != "overwrite"}
+            expected = F.cross_entropy(whole, t.long(), **plain)
+            upstream = torch.randn(expected.shape, dtype=exact)
+            expected.backward(upstream)
+            loss = vocabulary_parallel_cross_entropy(mine, t, comm, V, chunk_bytes=7 * V * 8, **options)
+            loss.backward(upstream)
+            assert loss.dtype == exact and mine.grad.dtype == dtype
+            scale = max(1, expected.detach().nan_to_num(0, 0, 0).abs().max().item())
+            found[case.__name__, index] = (apart(loss.detach(), expected.detach()) / scale,
+                                           apart(mine.grad, whole.grad[:, first:end].to(dtype)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("dtype", "value", "gradient"), [
+    (torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 1e-5, 2**-7),
+    (torch.float16, 1e-5, 2**-9)])
+def test_losses_and_gradients_are_those_of_the_whole(world_size, dtype, value, gradient):
+    for found in pooled(losses, world_size, dtype):
+        wrong = {case: each for case, each in found.items() if not (each[0] <= value and each[1] <= gradient)}
+        assert wrong == {}
+
+
+def empty(comm):
+    """No tokens; and as many rows as ranks."""
+    (first, end), n = part(V, comm), comm.world_size
+    logits = torch.zeros(0, end - first, requires_grad=True)
+    targets = torch.zeros(0, dtype=torch.int64)
+    loss = vocabulary_parallel_cross_entropy(logits, targets, comm, V, reduction="sum")
+    loss.backward()
+    rows = VocabularyParallelEmbedding.of(nn.Embedding(n, C), comm)
+    rows(targets).sum().backward()
+    one = vocabulary_parallel_cross_entropy(torch.full((1, 1), float(comm.rank)), torch.tensor([n - 1]), comm, n)
+    expected = F.cross_entropy(torch.arange(float(n))[None], torch.tensor([n - 1]))
+    return loss.item() == 0 and not rows.weight.grad.any() and torch.allclose(one, expected)
+
+
+def test_no_tokens_and_one_row_on_each_rank():
+    assert all(pooled(empty, 4))
+
+
+def refused(**options):
+    given = {"logits": torch.zeros(4, V), "targets": torch.zeros(4, dtype=torch.int64), "comm": ALONE, "V": V} | options
+    return vocabulary_parallel_cross_entropy(**given)
+
+
+@pytest.mark.parametrize(("options", "error", "said"), [
+    ({"targets": torch.tensor([0, 1, V, 2])}, IndexError, "targets hold 101: the vocabulary is 0…100, or ignore_index"),
+    ({"targets": torch.tensor([0, -1, 3, 2])}, IndexError, "targets hold -1"),
+    ({"targets": torch.zeros(4)}, TypeError, r"targets are torch\.float32"),
+    ({"targets": torch.zeros(3, dtype=torch.int64)}, ValueError, r"logits \(4, 101\) and targets \(3,\)"),
+    ({"comm": FakeCommunicator(1, 2)}, ValueError, "expected 51 columns, 50 … 100 of 101, on rank 1 of 2"),
+    ({"logits": torch.zeros(4, V, dtype=torch.int64)}, TypeError, r"logits are torch\.int64"),
+    ({"reduction": "max"}, ValueError, "reduction='max'"), ({"label_smoothing": 2}, ValueError, "label_smoothing=2")])
+def test_what_is_refused(options, error, said):
+    with pytest.raises(error, match=said):
+        refused(**options)
+
+
+def test_no_second_derivatives():
+    logits = torch.zeros(4, V, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph=True for vocabulary_parallel_cross_entropy"):
+        torch.autograd.grad(refused(logits=logits), logits, create_graph=True)
+
+
+def test_overwritten_logits_are_not_taken_for_what_they_were():
+    leaf = torch.randn(4, V, requires_grad=True)
+    logits = leaf.exp()  # saves its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        refused(logits=logits, overwrite=True).backward()
+
+
+def disagreeing(comm):
+    targets = torch.zeros(4, dtype=torch.int64)
+    targets[2] = 5 * comm.rank  # each is a row of rank 0, so no count of owners would do
+    first, end = part(V, comm)
+    vocabulary_parallel_cross_entropy(torch.zeros(4, end - first), targets, comm, V)
+
+
+def test_ranks_with_other_targets_are_named():
+    with pytest.raises(RankError, match=r"rank 1 of 2 has other targets .* 1 rows of 4 differ, the first is row 2"):
+        launch(disagreeing, 2, device="cpu")
+
+
+# --- bytes and traffic -----------------------------------------------------------------------------------------------
+
+
+def gather_all(logits, targets, comm, V, *, label_smoothing, **options):
+    """The mutant: every rank has all logits."""
+    return F.cross_entropy(gather_logits(logits, comm, V).float(), targets, reduction="sum",
+                           label_smoothing=label_smoothing)
+
+
+def measured(comm, loss_of, dtype, smoothing, overwrite, chunk_bytes):
+    """Bytes beyond the closed form: saved, and at the two peaks; and whether the traffic is as predicted."""
+    (first, end), w = part(V, comm), max(4, dtype.itemsize)
+    logits, targets = torch.randn(N, end - first, dtype=dtype).requires_grad_(), torch.randint(0, V, (N,))
+    comm.broadcast(targets, 0, out=targets)
+    comm.reset_traffic()
+    with memory.track(logits, targets) as t:
+        loss = loss_of(logits, targets, comm, V, label_smoothing=smoothing, reduction="sum", overwrite=overwrite,
+                       chunk_bytes=chunk_bytes)
+    expected = vocabulary_loss_bytes(N, end - first, dtype, label_smoothing=smoothing, overwrite=overwrite,
+                                     chunk_bytes=chunk_bytes)
+    saved, peak = t.now.total - t.start.total - w, t.peak.total - t.start.total  # beside the loss itself
+    with memory.track(logits, targets, loss) as t:
+        loss.backward()
+    backward = t.peak.total - logits.nbytes - targets.nbytes - 2 * w  # the loss, and its gradient
+    sent = vocabulary_traffic(N, 0, comm.rank, comm.world_size, dtype=dtype, label_smoothing=smoothing)
+    return [saved - expected.saved, peak - expected.forward, backward - expected.backward], comm.traffic == sent
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_bytes_and_traffic_are_as_predicted_to_the_byte(world_size):
+    for dtype, smoothing, overwrite, chunk_bytes in (
+            (torch.float32, 0.0, False, 2**26), (torch.float32, 0.1, True, 2**26), (torch.bfloat16, 0.1, False, 2**26),
+            (torch.bfloat16, 0.0, True, 50 * V * 4 // world_size), (torch.float64, 0.0, False, 2**26)):
+        for found in pooled(measured, world_size, vocabulary_parallel_cross_entropy, dtype, smoothing, overwrite,
+                            chunk_bytes):
+            assert found == ([0, 0, 0], True), (dtype, smoothing, overwrite, chunk_bytes)
+
+
+def test_gathering_all_logits_fails_the_test_of_bytes():
+    for (saved, forward, backward), as_predicted in pooled(measured, 2, gather_all, torch.float32, 0.0, False, 2**26):
+        assert saved >= N * (V - 4) * 4 and forward > N * V * 4 and backward > N * V * 4 and not as_predicted
+
+
+def test_in_a_dry_run_of_gpt2_on_eight_ranks():
+    """Fake tensors have no ids to check."""
+    def step():
+        comm, whole = FakeCommunicator(7, 8), nn.Embedding(50257, C)
+        first, end = part(50257, comm)
+        embedding = VocabularyParallelEmbedding.of(whole, comm)
+        x = embedding(torch.zeros(16, dtype=torch.int64))
+        logits = F.linear(x, embedding.weight)
+        vocabulary_parallel_cross_entropy(logits, torch.zeros(16, dtype=torch.int64), comm, 50257).backward()
+        assert embedding.weight.grad.shape == (end - first, C) == (6283, C)
+
+    assert memory.dry_run(step).peak.total > 0
+    assert chunk_rows(16, 6283, torch.float32) == 16 and chunk_rows(16, 6283, torch.float32, 1) == 1

@@ -1,0 +1,65 @@
+"""Split models on engines: tensor × data parallelism on 4 ranks, recomputed or not, beside one process."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from tensor_kit import SPLITS, block_of, bodies, loss_of, tokens_of, whole
+
+from refimpl.checkpointing import recompute
+from refimpl.comm import launch
+from refimpl.mesh import Mesh
+from refimpl.zero import DataParallel, Zero1, Zero2, Zero3
+
+STEPS, MAX_NORM = 10, 0.3
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+STAGES = (DataParallel, Zero1, Zero2, Zero3)
+
+
+def alone(name, dtype):
+    """Return (clipped norms, {name: parameter}) of one process with the whole batch."""
+    model = whole(name, dtype)
+    optimizer, norms = ADAMW(model.parameters()), []
+    for step in range(STEPS):
+        loss_of(model, tokens_of(model, 4, 8, step)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, dict(model.named_parameters())
+
+
+def trained(comm, name, split, stage, recomputed, dtype):
+    """Return (norms, largest distances from one process of each parameter)."""
+    mesh = Mesh(dp=2, tp=2).connect(comm)
+    model = SPLITS[split](whole(name, dtype), mesh.get_parallel_group("tp"))
+    dp = mesh.get_parallel_group("dp")
+    with recompute(bodies(model)) if recomputed else contextlib.nullcontext():
+        engine, norms = stage(model, dp, ADAMW, world=comm), []
+        for step in range(STEPS):
+            tokens = tokens_of(model, 4, 8, step).chunk(2)[dp.rank]
+            engine.backward(engine(tokens, tokens.roll(-1, 1)))
+            norms.append(engine.clip_grad_norm_(MAX_NORM).item())
+            engine.step()
+    expected_norms, expected = alone(name, dtype)
+    far = {}
+    with engine.gathered() if stage is Zero3 else contextlib.nullcontext():
+        for key, p in model.named_parameters():
+            wanted = block_of(expected[p.shard_spec.name], p.shard_spec)
+            far[key] = ((p - wanted).abs().max() / max(1, wanted.abs().max())).item()
+    return max(abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True)), max(far.values())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_ten_clipped_steps_are_those_of_one_process(split, stage, recomputed):
+    for norm, parameters in launch(trained, 4, "gpt", split, stage, recomputed, torch.float64):
+        assert norm <= 1e-6 and parameters <= 1e-9  # the norm that clips is an fp32 scalar
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", ["grouped gpt"])
+def test_in_fp32_too(name, split):
+    for norm, parameters in launch(trained, 4, name, split, Zero3, True, torch.float32):
+        assert norm <= 1e-5 and parameters <= 1e-5
