@@ -19,6 +19,7 @@ NAMES = {
     "activations": "saved tensors compressed or offloaded beside uncompressed, recomputed and save_on_cpu ones",
     "sequences": "a long sequence in chunks beside the whole one: bytes at the peak and seconds",
     "zero": "each stage of ZeRO beside DDP, ZeroRedundancyOptimizer and FSDP2 on four ranks: bytes, seconds of a step",
+    "tensor_parallel": "tensor and sequence parallelism beside torch's on four ranks: bytes, seconds of a step",
     "kernels": "what the compiler makes of each attention kernel: registers, spills, shared memory, instructions",
 }
 

@@ -169,7 +169,7 @@ def _split_loss(model, comm, made, styles, loss_parallel):
 def _loss_of_gpt(head, x_BTC, targets_BT, reduction, *, comm):
     logits = head(x_BTC, gather=False).flatten(0, 1)
     return vocabulary_parallel_cross_entropy(logits, targets_BT.flatten().long(), comm, head.features,
-                                             reduction=reduction)
+                                             reduction=reduction, overwrite=True)  # nobody else has these logits
 
 
 def _loss_of_hugging_face(logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100,

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from refimpl.bench import accumulation, activations, checkpointing, comm, kernels, meter, precision, sequences, zero
+from refimpl.bench import (
+    accumulation,
+    activations,
+    checkpointing,
+    comm,
+    kernels,
+    meter,
+    precision,
+    sequences,
+    tensor_parallel,
+    zero,
+)
 from refimpl.bench.compiler import table
 from refimpl.bench.meter import SMALL, Size
 
@@ -37,6 +48,10 @@ def after_engines(count):
     return lambda _: after(count)(lambda *args, **options: [{"allocator": 1, "tracker": 1, "held": 1, "resident": 1}])
 
 
+def after_splits(count):
+    return lambda _: after(count)(lambda *args, **options: [{"peak": 1, "losses": [1.0]}])
+
+
 def after_one_kernel(_):
     """Put in the place of the compiler what refuses the first kernel; the second cuts the run."""
     def compile_all(named):
@@ -64,6 +79,8 @@ def after_one_kernel(_):
     (sequences, {"size": TINY, "rounds": 2}, sequences, "compare", after(1), 4 + 5 + 4),
     (zero, {}, zero, "launch", after_engines(2), 1),
     (zero, {}, zero, "launch", after_engines(len(zero.ENGINES)), len(zero.PAIRS)),
+    (tensor_parallel, {}, tensor_parallel, "launch", after_splits(2), 1),
+    (tensor_parallel, {}, tensor_parallel, "launch", after_splits(4), 2),
     (kernels, {"named": {name: table.case(name) for name in NAMES}}, kernels, "compile_all", after_one_kernel, 1),
 ])
 def test_a_run_that_is_cut_has_yielded_what_it_read(monkeypatch, bench, options, owner, function, cut, count):
