@@ -63,3 +63,49 @@ def test_ten_clipped_steps_are_those_of_one_process(split, stage, recomputed):
 def test_in_fp32_too(name, split):
     for norm, parameters in launch(trained, 4, name, split, Zero3, True, torch.float32):
         assert norm <= 1e-5 and parameters <= 1e-5
+
+
+def in_16_bits(comm, split, stage):
+    """Return the distance of all parameters from those that one process trains in fp64, relative to what it changed."""
+    tp = 2 if comm.world_size == 4 else 1
+    mesh = Mesh(dp=comm.world_size // tp, tp=tp).connect(comm)
+    model, dp = whole("gpt", torch.bfloat16), mesh.get_parallel_group("dp")
+    SPLITS[split](model, mesh.get_parallel_group("tp"))
+    with recompute(bodies(model)):
+        engine = stage(model, dp, ADAMW, world=comm)
+        for step in range(STEPS):
+            tokens = tokens_of(model, 4, 8, step).chunk(dp.world_size)[dp.rank]
+            engine.backward(engine(tokens, tokens.roll(-1, 1)))
+            engine.clip_grad_norm_(MAX_NORM)
+            engine.step()
+    start = {key: p.detach().double() for key, p in whole("gpt", torch.bfloat16).named_parameters()}
+    exact = exactly(start)
+    far = moved = 0
+    for pairs in engine.update.pieces.values():
+        for piece, own in pairs:  # of the fp32 master
+            spec = engine.specs[piece.slot.name]
+            wanted, first = (block_of(each[spec.name], spec).flatten()[piece.first : piece.end]
+                             for each in (exact, start))
+            far, moved = far + (own.detach() - wanted).square().sum(), moved + (wanted - first).square().sum()
+    return (far / moved).sqrt().item()
+
+
+def exactly(start):
+    """Train one process in fp64 from the same values."""
+    model = whole("gpt", torch.float64)
+    model.load_state_dict({**start, "head.weight": start["embedding.weight"]})
+    optimizer = ADAMW(model.parameters())
+    for step in range(STEPS):
+        loss_of(model, tokens_of(model, 4, 8, step)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: p.detach() for key, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [Zero1, Zero2, Zero3])
+@pytest.mark.parametrize("split", SPLITS)
+def test_in_bf16_with_masters_no_farther_than_twice_one_process(split, stage):
+    (one,) = launch(in_16_bits, 1, split, stage)
+    for rank in launch(in_16_bits, 4, split, stage):
+        assert 0 < rank <= 2 * one
