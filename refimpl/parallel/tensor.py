@@ -43,15 +43,14 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
     heads_of = {name: _heads(model, name, style) for name, style in styles.items()}
     tied = _tied(model, styles)
     made = {}
-    for name, style in styles.items():
-        made[name] = _split(model.get_submodule(name), comm, name, style, heads_of[name])
+    for name, style in styles.items():  # one by one, so that no more than one layer is here whole and in part
+        whole = model.get_submodule(name)
+        made[name] = _split(whole, comm, name, style, heads_of[name]).train(whole.training)
+        for hooks in HOOKS:  # the same dicts: who registered a hook can remove it
+            setattr(made[name], hooks, getattr(whole, hooks))
+        model.set_submodule(name, made[name])
     for name, first in tied.items():
         made[name].weights[0] = made[first].weight
-    for name, module in made.items():
-        whole = model.get_submodule(name)
-        for hooks in HOOKS:  # the same dicts: who registered a hook can remove it
-            setattr(module, hooks, getattr(whole, hooks))
-        model.set_submodule(name, module.train(whole.training))
     for parent, layers in _by_parent(model, made).items():
         _finish(parent, layers, comm)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

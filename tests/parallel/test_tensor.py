@@ -1,6 +1,7 @@
 """Split models beside whole ones: ours, and those of others with defaults; what a rank holds, keeps and sends."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_a_version_that_splits_nothing_fails_these():
 def test_a_version_that_keeps_what_it_gathered_fails_these():
     for rank in launch(kept, 2, "gpt", "sequence", "gathered"):
         assert rank[0] > expected_bytes("gpt", 2, "sequence")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_splitting_takes_no_more_than_the_model_and_a_layer(tied):
+    model = GPT(GPTConfig(**{**vars(EVEN["gpt"]), "layers": 8, "tied": tied}))
+    before, largest = sum(p.nbytes for p in model.parameters()), max(p.nbytes for p in model.parameters())
+    with memory.track(model) as t:
+        tensor_parallel(model, FakeCommunicator(0, 4))
+        gc.collect()
+    assert t.peak.total <= before + 2 * largest
+    assert t.now.total == sum(p.nbytes for p in model.parameters()) < 0.4 * before
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
