@@ -153,10 +153,9 @@ class Block(nn.Module):
 
 
 def cross_entropy(head, x_BTC, targets_BT, reduction):
-    """Return the cross-entropy of head(x), the logits (B, T, V), at the targets (B, T). It is in fp32, at the least."""
+    """Return the cross-entropy of head(x), the logits (B, T, V), at the targets (B, T). It is in fp32."""
     logits_BTV = head(x_BTC)
-    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten().long(), reduction=reduction)
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten().long(), reduction=reduction)
 
 
 class GPT(nn.Module):
