@@ -11,7 +11,7 @@ import torch
 
 from ..memory.options import check_options
 from .policies import Recomputing
-from .region import checkpointed
+from .region import check_keep, checkpointed
 
 
 class AdaptiveCheckpoint(Recomputing):
@@ -24,6 +24,8 @@ class AdaptiveCheckpoint(Recomputing):
       and the backward.
     - `budget`: in bytes; by default all that this process can have (CUDA: free and reserved; CPU: all its memory).
     - `used`: a function that returns the bytes in use now; by default the device's allocator, on a CPU the process.
+    - `keep`: how recomputed blocks keep their inputs, as in `checkpoint`. If it speaks to other ranks, all of
+      them have to decide alike: give a `used` that returns the same number on each.
 
     A block is kept if, with n blocks from it to the end and c the bytes that it kept the last time (the largest known,
     if it was never kept),
@@ -37,9 +39,9 @@ class AdaptiveCheckpoint(Recomputing):
     threshold or a budget out of range, and TypeError for an unknown option.
     """
 
-    def __init__(self, memory_threshold=0.8, budget=None, *, used=None, device=None, **unknown):
+    def __init__(self, memory_threshold=0.8, budget=None, *, used=None, device=None, keep=None, **unknown):
         super().__init__()
-        check_options(unknown, ("memory_threshold", "budget", "used", "device"), type(self).__name__)
+        check_options(unknown, ("memory_threshold", "budget", "used", "device", "keep"), type(self).__name__)
         if not isinstance(memory_threshold, (int, float)) or not 0 < memory_threshold <= 1:  # NaN is neither
             raise ValueError(f"memory_threshold={memory_threshold!r}: expected a share above 0, up to 1")
         if budget is not None and (not isinstance(budget, (int, float)) or not 0 < budget < float("inf")):
@@ -47,6 +49,8 @@ class AdaptiveCheckpoint(Recomputing):
         self.memory_threshold, self.budget = memory_threshold, budget
         self.device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
         self._used = used or (lambda: bytes_in_use(self.device))
+        check_keep(keep)
+        self._keep = keep
         self._costs, self._blocks = {}, 0
         self.recomputed = []
 
@@ -70,11 +74,11 @@ class AdaptiveCheckpoint(Recomputing):
             return fn(*args, **kwargs)
         before, left = self._used(), 1 if index is None else self._blocks - index
         cost = self._costs.get(index, max(self._costs.values(), default=0))
-        keep = before + left * cost <= self.limit
-        outputs = fn(*args, **kwargs) if keep else checkpointed(fn, args, kwargs)
-        if keep:
+        whole = before + left * cost <= self.limit
+        outputs = fn(*args, **kwargs) if whole else checkpointed(fn, args, kwargs, keep=self._keep)
+        if whole:
             self._costs[index] = max(0, self._used() - before)
-        self.recomputed = [*(self.recomputed if index else []), not keep]
+        self.recomputed = [*(self.recomputed if index else []), not whole]
         return outputs
 
 

@@ -9,27 +9,28 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .region import checkpointed, refuse_options_of_torch
+from .region import check_keep, checkpointed, refuse_options_of_torch
 
 
-def run_chain(functions, plan, x, *args, **kwargs):
+def run_chain(functions, plan, x, *args, keep=None, **kwargs):
     """Run x through `functions` in order, each called as f(x, *args, **kwargs), with the regions of `plan`.
 
-    All keywords are the functions' own. ValueError for a plan that does not name every function once, in order;
-    TypeError for an option of `torch.utils.checkpoint`.
+    `keep`: how the regions keep their inputs, as in `checkpoint`; all other keywords are the functions' own. ValueError
+    for a plan that does not name every function once, in order; TypeError for an option of `torch.utils.checkpoint`.
     """
     functions = list(functions)
     refuse_options_of_torch(kwargs)
+    check_keep(keep)
     if list(stages_of(plan)) != list(range(len(functions))):
         raise ValueError(f"plan {plan!r} has the stages {list(stages_of(plan))}: expected 0 to {len(functions) - 1}, "
                          "each once and in order")
-    return _run(functions, plan, x, args, kwargs)
+    return _run(functions, plan, keep, x, args, kwargs)
 
 
-def _run(functions, plan, x, args, kwargs):
+def _run(functions, plan, keep, x, args, kwargs):
     for item in plan:
         if isinstance(item, tuple):
-            x = checkpointed(_run, (functions, item, x, args, kwargs), {})
+            x = checkpointed(_run, (functions, item, keep, x, args, kwargs), {}, keep=keep)
         else:
             x = functions[item](x, *args, **kwargs)
     return x
@@ -59,7 +60,7 @@ def segments_plan(n, segments):
     return [*plan[:-1], *plan[-1]]
 
 
-def checkpoint_sequential(functions, segments, x, *args, **kwargs):
+def checkpoint_sequential(functions, segments, x, *args, keep=None, **kwargs):
     """Run x through `functions` one after another, each called as f(x, *args, **kwargs), in `segments` regions.
 
     All but the last region are recomputed: what the last one keeps is needed at once. With n equal functions that keep
@@ -67,24 +68,26 @@ def checkpoint_sequential(functions, segments, x, *args, **kwargs):
 
         s · n / segments + a · segments, least at √(n · s / a) segments
 
-    which is √n where s = a ("Training Deep Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1). All
-    keywords are the functions' own. ValueError unless 1 ≤ segments ≤ n; TypeError for an option of
-    `torch.utils.checkpoint`.
+    which is √n where s = a ("Training Deep Nets with Sublinear Memory Cost", Chen et al. 2016, section 4.1).
+    `keep`: how the regions keep their inputs, as in `checkpoint`; all other keywords are the functions' own. ValueError
+    unless 1 ≤ segments ≤ n; TypeError for an option of `torch.utils.checkpoint`.
     """
     functions = list(functions)
-    return run_chain(functions, segments_plan(len(functions), segments), x, *args, **kwargs)
+    return run_chain(functions, segments_plan(len(functions), segments), x, *args, keep=keep, **kwargs)
 
 
 class PlannedBlocks(nn.ModuleList):
     """Run a model's blocks by a plan, under the same keys: `model.blocks = PlannedBlocks(model.blocks, plan)`.
 
     A loop `for block in model.blocks: x = block(x)` gets one callable for each item of the plan; indexing, `len` and
-    `state_dict` are those of the blocks.
+    `state_dict` are those of the blocks. `keep`: how the regions keep their inputs, as in `checkpoint`.
     """
 
-    def __init__(self, blocks=(), plan=None):
+    def __init__(self, blocks=(), plan=None, keep=None):
         blocks = [blocks[i] for i in range(len(blocks))]
         super().__init__(blocks)
+        check_keep(keep)
+        self.keep = keep
         self.plan = list(range(len(blocks))) if plan is None else plan
         if list(stages_of(self.plan)) != list(range(len(blocks))):
             raise ValueError(f"plan {plan!r}: expected the blocks 0 to {len(blocks) - 1}, each once and in order")
@@ -101,14 +104,14 @@ class _Item:
         self._blocks, self._item = blocks, item
 
     def __call__(self, x, *args, **kwargs):
-        return _run(self._blocks, [self._item], x, args, kwargs)
+        return _run(self._blocks, [self._item], self._blocks.keep, x, args, kwargs)
 
 
 @contextmanager
-def planned(model, plan):
+def planned(model, plan, keep=None):
     """Run `model.blocks` by `plan` in this context (None: none is recomputed); afterwards they are as before."""
     blocks = model.blocks
-    model.blocks = PlannedBlocks(blocks, plan)
+    model.blocks = PlannedBlocks(blocks, plan, keep)
     try:
         yield model
     finally:

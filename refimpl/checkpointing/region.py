@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..memory.rerun import Environment
 from .operations import KeepOperations, operations
 
-OPTIONS = ("early_stop", "save", "recompute_context")  # of `checkpoint`; other keywords go to the function
+OPTIONS = ("early_stop", "save", "recompute_context", "keep")  # of `checkpoint`; other keywords go to the function
 OPTIONS_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check")  # refused
 ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, for state that the first "
           "call changes, and for random numbers that are not torch's own")
@@ -31,7 +31,7 @@ class RecomputeError(RuntimeError):
     """Raised if the recomputation saves other tensors than the forward did, so `fn` did not do the same twice."""
 
 
-def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontext, **kwargs):
+def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontext, keep=None, **kwargs):
     """Call `fn(*args, **kwargs)`; autograd keeps only the input tensors, and backward computes the rest again.
 
     Arguments may be anything, nested in lists, tuples and dicts; tensors among them are the region's inputs. Gradients
@@ -45,25 +45,31 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
       also notices tensors that it would save after that one.
     - `save`: operations (`[torch.ops.aten.addmm, …]`) whose outputs are kept and not computed again; see `operations`.
     - `recompute_context`: makes a context to recompute in; see `frozen_statistics`.
+    - `keep`: an object that keeps the region's input tensors in another form until the recomputation. For each of them
+      `keep.pack(tensor)` returns None to leave it as it is, or `(kept, context)`: a tensor that shares no memory with
+      it, and anything that `keep.unpack(kept, context)` needs to return it bit for bit, with shape, strides and device.
 
     Every other keyword goes to `fn`. If `fn` has keywords of these names itself, give it as a `functools.partial`.
 
-    Raises TypeError if `fn` is not callable, and for an option of `torch.utils.checkpoint`, which a function with
-    `**kwargs` would swallow. In backward, raises RecomputeError, naming the first tensor that differs in shape, dtype
-    or device or the count of them, and RuntimeError for an argument that was changed in place.
+    Raises TypeError if `fn` is not callable, if `keep` has no `pack` or `unpack`, and for an option of
+    `torch.utils.checkpoint`, which a function with `**kwargs` would swallow. In backward, raises RecomputeError, naming
+    the first tensor that differs in shape, dtype or device or the count of them, and RuntimeError for an argument that
+    was changed in place.
     """
-    return checkpointed(fn, args, kwargs, early_stop=early_stop, save=save, recompute_context=recompute_context)
+    return checkpointed(fn, args, kwargs, early_stop=early_stop, save=save, recompute_context=recompute_context,
+                        keep=keep)
 
 
-def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_context=nullcontext):
+def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_context=nullcontext, keep=None):
     """Do what `checkpoint` does, with the function's arguments apart from the options."""
     if not callable(fn):
         raise TypeError(f"checkpoint({type(fn).__name__}, …): expected a function and its arguments, as in "
                         "checkpoint(block, x), not what it returned")
     refuse_options_of_torch(kwargs, OPTIONS)
+    check_keep(keep)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    region = RecomputedRegion(fn, args, kwargs, early_stop, operations(save), recompute_context)
+    region = RecomputedRegion(fn, args, kwargs, early_stop, operations(save), recompute_context, keep)
     return region.forward(args, kwargs)
 
 
@@ -73,6 +79,14 @@ def refuse_options_of_torch(kwargs, known=()):
         if name in kwargs:
             here = f"; the options here are {', '.join(known)}" if known else ""
             raise TypeError(f"{name}={kwargs[name]!r} is an option of torch.utils.checkpoint: leave it out{here}")
+
+
+def check_keep(keep):
+    """Raise TypeError unless `keep` is None or has the methods `pack` and `unpack`."""
+    for name in () if keep is None else ("pack", "unpack"):
+        if not callable(getattr(keep, name, None)):
+            raise TypeError(f"keep={keep!r} has no method {name}: expected an object with pack(tensor) and "
+                            "unpack(kept, context), such as PartitionedInputs(comm); leave it out to keep inputs whole")
 
 
 class Placeholder:
@@ -116,11 +130,11 @@ class RecomputedRegion:
     Placeholders hold the region, not the other way round. So the region is freed with the last node of its graph.
     """
 
-    def __init__(self, fn, args, kwargs, early_stop, kept_operations, recompute_context):
+    def __init__(self, fn, args, kwargs, early_stop, kept_operations, recompute_context, keep=None):
         self._fn, self._early_stop, self._recompute_context = fn, early_stop, recompute_context
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._environment = Environment(fn, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        self._inputs = [_Input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._inputs = [_Input(leaf, keep) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._kept = KeepOperations(kept_operations) if kept_operations else None
         self._placeholders, self._descriptions = [], []  # one each for every saved tensor, in order
         self._lock = threading.RLock()  # autograd has one thread for each CUDA device
@@ -232,11 +246,15 @@ class _Input:
     """Keeps a tensor argument until the recomputation.
 
     If saved-tensor hooks are active around the region (a checkpoint around this one, a technique that stores tensors
-    elsewhere, a tracker), they keep it, as they would for any operation.
+    elsewhere, a tracker), they keep it, as they would for any operation. With `keep` they get what it made of the
+    tensor, so a region inside another one, in whose forward nothing is kept, keeps no part either.
     """
 
-    def __init__(self, tensor):
-        self._requires_grad, self._version = tensor.requires_grad, tensor._version
+    def __init__(self, tensor, keep=None):
+        self._requires_grad, self._keep = tensor.requires_grad, keep
+        packed = None if keep is None else keep.pack(tensor)
+        tensor, self._context = (tensor, None) if packed is None else packed
+        self._whole, self._version = packed is None, tensor._version
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # detach(): if `fn` writes into its input, the input would hold the graph, which holds the region.
         self._packed, self._unpack = (hooks[0](tensor), hooks[1]) if hooks else (tensor.detach(), None)
@@ -247,4 +265,5 @@ class _Input:
         if self._unpack is None and tensor._version != self._version:
             raise RuntimeError(f"an argument of checkpoint, {Description.of(tensor)}, has been changed in place since: "
                                f"it is at version {tensor._version}, expected {self._version}; clone it before")
+        tensor = tensor if self._whole else self._keep.unpack(tensor, self._context)
         return tensor.detach().requires_grad_(self._requires_grad)

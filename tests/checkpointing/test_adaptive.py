@@ -105,5 +105,5 @@ def test_what_is_out_of_range(options, message):
 
 def test_an_option_that_nobody_knows_is_named_beside_the_known():
     with pytest.raises(TypeError, match="AdaptiveCheckpoint has no option 'treshold': expected memory_threshold, "
-                                        "budget, used, device$"):
+                                        "budget, used, device, keep$"):
         AdaptiveCheckpoint(treshold=0.8)

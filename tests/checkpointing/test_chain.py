@@ -124,3 +124,30 @@ def test_a_plan_for_a_while():
     with pytest.raises(ValueError, match="each once and in order"), planned(model, [0, 2]):
         raise AssertionError
     assert model.blocks is blocks
+
+
+def test_the_regions_of_a_plan_keep_their_inputs_as_keep_says():
+    """And what cannot keep is refused by each of the ways to run one."""
+    class Copies:
+        def __init__(self):
+            self.packed, self.unpacked = 0, 0
+
+        def pack(self, tensor):
+            self.packed += 1
+            return tensor.detach().clone(), None
+
+        def unpack(self, kept, context):
+            self.unpacked += 1
+            return kept
+
+    x, functions = torch.randn(8, requires_grad=True), [torch.sin, torch.cos, torch.tanh, torch.exp]
+    (expected,) = torch.autograd.grad(run_chain(functions, [0, 1, 2, 3], x).sum(), x)
+    for how in (lambda keep: run_chain(functions, [(0, 1), (2,), 3], x, keep=keep),
+                lambda keep: checkpoint_sequential(functions, 3, x, keep=keep)):
+        keep = Copies()
+        assert torch.equal(torch.autograd.grad(how(keep).sum(), x)[0], expected)
+        assert (keep.packed, keep.unpacked) == (2, 2)
+        with pytest.raises(TypeError, match="keep=3 has no method pack"):
+            how(3)
+    with pytest.raises(TypeError, match="keep=3 has no method pack"):
+        PlannedBlocks([nn.Linear(2, 2)], keep=3)

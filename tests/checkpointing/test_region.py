@@ -482,3 +482,64 @@ def test_a_dry_run_reads_the_same_bytes():
     with memory.track() as real:
         train()
     assert memory.dry_run(train).peak == real.peak
+
+
+# --- inputs kept in another form --------------------------------------------------------------------------------------
+
+
+class Rounded:
+    """Keeps fp32 inputs in bf16. `.log` says what it was asked."""
+
+    def __init__(self):
+        self.log = []
+
+    def pack(self, tensor):
+        self.log.append("pack")
+        return (tensor.detach().bfloat16(), tensor.dtype) if tensor.dtype is torch.float32 else None
+
+    def unpack(self, kept, dtype):
+        self.log.append("unpack")
+        return kept.to(dtype)
+
+
+class Hoarding(Rounded):
+    """The mutant: it keeps the original, too."""
+
+    def pack(self, tensor):
+        packed = super().pack(tensor)
+        return packed and (packed[0], (packed[1], tensor.detach()))
+
+    def unpack(self, kept, context):
+        return super().unpack(kept, context[0])
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("make", [Rounded, Hoarding])
+def test_an_input_is_kept_as_keep_has_it(make, early_stop, w):
+    keep, start = make(), torch.randn(64, 32, requires_grad=True)
+    with memory.track(start, w) as t:
+        y = checkpoint(lambda x, integers: (x @ w).tanh(), start * 1, torch.arange(5), keep=keep, early_stop=early_stop)
+        kept = t.now.total - t.start.total - y.nbytes - 5 * 8
+        (found,) = torch.autograd.grad(y.sum(), w)
+    assert keep.log == ["pack", "pack", "unpack"]
+    x = start.detach().bfloat16().float()
+    expected = torch.autograd.grad((x @ w).tanh().sum(), w)[0]
+    assert torch.equal(found, expected)
+    assert kept == 64 * 32 * (2 if make is Rounded else 2 + 4)
+
+
+def test_in_the_forward_of_another_region_nothing_is_kept_of_it(x, w):
+    def outer(x):
+        return checkpoint(tanh_chain, x.sin(), w, keep=keep).cos()
+
+    keep = Rounded()
+    with memory.track(x, w) as t:
+        y = checkpoint(outer, x)
+        assert t.now.total - t.start.total == y.nbytes, "the mutant: its own 2 bytes an element on top"
+        y.sum().backward()
+    assert keep.log == ["pack"] * 4 + ["unpack"] * 2, "x.sin() and w, in the forward and in the outer recomputation"
+
+
+def test_what_cannot_keep_is_refused(x):
+    with pytest.raises(TypeError, match=r"keep='cpu' has no method pack: expected an object with pack\(tensor\)"):
+        checkpoint(torch.sin, x, keep="cpu")
