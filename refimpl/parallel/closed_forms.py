@@ -1,4 +1,4 @@
-"""What a split GPT keeps for backward and sends, in closed form: bytes on one rank of a tensor-parallel group."""
+"""What a split GPT keeps for backward and sends, in closed form: bytes and seconds of a rank in a group."""
 
 import math
 
@@ -42,6 +42,20 @@ def block_traffic(config, batch, sequence, world_size, itemsize, *, rank=0, by_t
     vector = ring_traffic("all_reduce", config.hidden * itemsize, N, rank, itemsize)
     part = ring_traffic("all_gather", x, N)  # and as many in a reduce_scatter
     return Traffic(all_gather=6 * part, reduce_scatter=4 * part, all_reduce=_whole_vectors(config) * vector)
+
+
+def column_backward_seconds(dx, dw, reduce, gather=0.0):
+    """Return (seconds, seconds of them that wait for the wire) of the backward of layers by columns.
+
+        gather of x, beside dx = dy A        then        reduction of dx, beside dA = dyᵀ x
+
+        max(dx, gather) + max(dw, reduce), of which dx + dw are computed
+
+    `dx`, `dw`: seconds to compute the gradients of x and of the weights; `reduce`: of the all_reduce of dx, or of the
+    reduce_scatter with `sequence_parallel`, where x is gathered again in `gather` seconds (`comm.Link.seconds`).
+    """
+    seconds = max(dx, gather) + max(dw, reduce)
+    return seconds, seconds - dx - dw
 
 
 def _whole_vectors(config):
