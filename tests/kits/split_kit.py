@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from refimpl.model import GPTConfig, rotate, softmax_attention
-from refimpl.parallel import paper
+from refimpl.parallel import paper, tensor_parallel
+from refimpl.parallel.plan import Column, Row
 
 B, T, ITEM = 2, 32, 8  # sequences, tokens in each, bytes of an element
 WIDTH, HEAD = GROUPED["hidden_size"], GROUPED["head_dim"]
@@ -146,3 +147,41 @@ def by_paper(name, comm, sequence, split=paper.Split):
                 for key, p in layer.named_parameters()}
 
     return layer, gradients
+
+
+class Hardened(nn.Module):
+    """A block that `tensor_parallel` splits, as a layer of (T, B, C)."""
+
+    def __init__(self, name, comm):
+        super().__init__()
+        self.block, halves, self.whole = BLOCKS[name]()
+        names = {module: key for key, module in self.block.named_modules()}
+        heads = self.block.attention.config.heads if name == "gpt" else None
+        fused = Column(tuple(halves[0].sizes), (heads,) * 3) if name == "gpt" else "column"
+        tensor_parallel(self.block, comm, {
+            **{names[first]: fused for first in halves[0].firsts}, names[halves[0].second]: Row(heads),
+            **{names[first]: "column" for first in halves[1].firsts}, names[halves[1].second]: "row"})
+        part = self.block.get_submodule
+        self.halves = [(half.norm, [part(names[first]) for first in half.firsts], part(names[half.second]))
+                       for half in halves]
+
+    def forward(self, x):
+        return self.whole(x)
+
+    def gradients(self):
+        """{what: gradient of this rank's part}, as `expected` names it."""
+        found = {}
+        for i, (norm, firsts, second) in enumerate(self.halves):
+            found |= {f"{i} norm {key}": p.grad for key, p in norm.named_parameters()}
+            found[f"{i} a"] = torch.cat([weight.grad for first in firsts for weight in first.weights])
+            found[f"{i} b"] = second.weight.grad
+            if second.bias is not None:
+                found |= {f"{i} a_bias": torch.cat([bias.grad for bias in firsts[0].biases]),
+                          f"{i} b_bias": second.bias.grad}
+        return found
+
+
+def by_hardened(name, comm, sequence):
+    """The same of `tensor_parallel`."""
+    layer = Hardened(name, comm)
+    return layer, layer.gradients

@@ -13,7 +13,21 @@ from unittest import mock
 import pytest
 import torch
 from one_screen import check_paper
-from split_kit import BLOCKS, CONFIGS, ITEM, WIDTH, WORLDS, B, T, by_paper, expected, given, tables, together
+from split_kit import (
+    BLOCKS,
+    CONFIGS,
+    ITEM,
+    WIDTH,
+    WORLDS,
+    B,
+    T,
+    by_hardened,
+    by_paper,
+    expected,
+    given,
+    tables,
+    together,
+)
 from torch.nn.functional import linear
 
 from refimpl import memory
@@ -81,8 +95,9 @@ def by_pairs(name, comm, sequence):
 
 
 # Each returns (layer, gradients) as `split_kit.by_paper` does: a layer of (T, B, C), or of (T/N, B, C) if `sequence`,
-# and {what: gradient of this rank's part}. A hardened version is one line here, and all tests run on it.
-HELD = {"paper": by_paper}
+# and {what: gradient of this rank's part}. A hardened version is one line here, and all tests run on it. (That of
+# sequence parallelism cuts a whole model's tokens in another order: tests/parallel/test_tensor.py holds it.)
+HELD = {"paper": by_paper, "hardened": by_hardened}
 SPLITS = {"whole": Whole, "keeping": Keeping, "unknown": Unknown, "unsummed": Unsummed}
 MUTANTS = {name: functools.partial(by_paper, split=split) for name, split in SPLITS.items()} | {"without sum": by_pairs}
 
@@ -116,7 +131,7 @@ def found(version, name, N, sequence):
 
 CASES = pytest.mark.parametrize(("version", "name", "N", "sequence"), [
     (version, name, N, sequence) for version in HELD for name in BLOCKS for N in WORLDS[name]
-    for sequence in (False, True)])
+    for sequence in ((False,) if version == "hardened" else (False, True))])
 
 
 @CASES
@@ -142,7 +157,13 @@ def saved_terms(name, N, sequence):
 
 @CASES
 def test_the_saved_bytes_of_the_closed_form(version, name, N, sequence):
-    assert_saved(version, name, N, sequence)
+    if (version, name) == ("hardened", "llama"):  # transformers' own attention and MLP, which save more than ours
+        whole = found(version, name, 1, sequence)[0]["saved"]
+        kept = sum(nbytes for term, nbytes in saved_terms(name, 1, sequence).items() if term in ON_ALL_RANKS)
+        for rank in found(version, name, N, sequence):
+            assert rank["saved"] == kept + (whole - kept) // N
+    else:
+        assert_saved(version, name, N, sequence)
 
 
 def assert_saved(version, name, N, sequence):
