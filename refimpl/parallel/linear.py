@@ -36,7 +36,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, linear, comm, name="", *, parts=None, heads=None, gather_output=False):
         super().__init__()
         self.comm, self.gather_output, self.siblings = comm, gather_output, Siblings([self])
-        self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear)
+        self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
         self.parts = tuple(parts or [self.features])
         if sum(self.parts) != self.features:
             raise ValueError(f"{name}: parts {self.parts} of {self.features} features: expected their sum")
@@ -191,7 +191,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear, comm, name="", *, heads=None):
         super().__init__()
         self.comm, self.sequence = comm, False
-        self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear)
+        self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
         begin, end, _ = _heads_of(comm, heads or self.in_features, self.in_features, name)
         self.weight = _block(linear.weight, 0 if self.transposed else 1, begin, end, f"{name}.weight", ())
         self.bias = None
@@ -213,11 +213,12 @@ def is_transposed(linear):
     return type(linear).__name__ == "Conv1D"
 
 
-def features_of(linear):
-    """Return (in, out) of a linear layer. TypeError for a layer that is none."""
-    weight = getattr(linear, "weight", None)
-    if not isinstance(linear, nn.Linear) and not is_transposed(linear) or weight is None or weight.dim() != 2:
-        raise TypeError(f"{type(linear).__name__}: expected an nn.Linear or transformers' Conv1D")
+def features_of(linear, name=""):
+    """Return (in, out) of a linear layer. TypeError for a layer that is none, or computes something else."""
+    weight = linear._parameters.get("weight")
+    if weight is None or type(linear).forward is not nn.Linear.forward and not is_transposed(linear):
+        raise TypeError(f"{name} is of {type(linear).__name__}: expected an nn.Linear or transformers' Conv1D, with "
+                        "its own forward and a plain weight")
     return tuple(weight.shape) if is_transposed(linear) else tuple(weight.shape[::-1])
 
 

@@ -85,7 +85,7 @@ def _ends(model):
 
 def matched(model, plan):
     """Return {name: style} of the modules that a plan names, in the model's order. ValueError for a name that matches
-    no module, and for an unknown style."""
+    no module, for an unknown style, and for a module of two styles."""
     found, names = {}, [name for name, _ in model.named_modules()]
     for pattern, style in plan.items():
         style = OTHER_NAMES.get(style, style)
@@ -96,7 +96,11 @@ def matched(model, plan):
         here = [name for name in names if regex.fullmatch(name)]
         if not here:
             raise ValueError(f"the plan's {pattern!r} matches no module; there are {_listed(names[1:])}")
-        found |= dict.fromkeys(here, {"column": Column(), "row": Row()}.get(style, style))
+        style = {"column": Column(), "row": Row()}.get(style, style)
+        for name in here:
+            if found.setdefault(name, style) != style:
+                raise ValueError(f"{name}: the plan's {pattern!r} says {style}, and another of its names "
+                                 f"{found[name]}: expected one style for each module")
     return {name: found[name] for name in names if name in found}
 
 

@@ -15,6 +15,7 @@ import functools
 import inspect
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .conjugate import own_rows, whole_sequence
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -41,6 +42,9 @@ def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=Fals
     model.register_forward_hook(here.end, always_call=True)
     split = set()
     for block in blocks:
+        block.register_forward_pre_hook(here.remember, with_kwargs=True)
+        for first in block.children():
+            first.register_forward_pre_hook(here.recall)
         for parent in [module for module in block.modules() if _reads_all(module)]:
             name = next(iter(inspect.signature(parent.forward).parameters))
             parent.register_forward_pre_hook(functools.partial(here.gather, name), with_kwargs=True)
@@ -49,8 +53,10 @@ def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=Fals
                 split |= {*layer.parameters()} - {getattr(layer, "bias", None)}
             if isinstance(layer, RowParallelLinear):
                 layer.sequence = True
-    for p in {p: None for module in (*blocks, norm) for p in module.parameters() if p not in split and p.requires_grad}:
-        p.register_hook(lambda gradient: comm.all_reduce(gradient))
+    for p in {p: None for module in (*blocks, norm) for p in module.parameters() if p not in split}:
+        trains = p.requires_grad  # a frozen one may be trained later
+        p.requires_grad_().register_hook(lambda gradient: comm.all_reduce(gradient))
+        p.requires_grad_(trains)
     return model
 
 
@@ -63,15 +69,30 @@ class Region:
 
     def __init__(self, comm):
         self.comm, self.tokens, self.random = comm, None, OwnRandom(comm)
+        self.forwards = {}  # storage of a block's input → (weak reference to it, tokens of the forward it is from)
 
     def enter(self, module, args, kwargs):
         """Keep this rank's rows of the first block's input."""
         x, replaced = _first(module, args, kwargs)
         self.tokens = x.shape[:-1]
+        self.forwards = {key: (held, tokens) for key, (held, tokens) in self.forwards.items() if not held.expired()}
         if module.training:
             self.random.common = None  # a stream that a recomputation has left
             self.random.begin()
         return replaced(_Cut.apply(x, self.comm))
+
+    def remember(self, module, args, kwargs):
+        """Note of which forward a block's input is: it may be recomputed after another forward has begun."""
+        rows, _ = _first(module, args, kwargs)
+        if torch._C._current_graph_task_id() == -1:  # no backward is under way
+            storage = rows.untyped_storage()
+            self.forwards[storage._cdata] = StorageWeakRef(storage), self.tokens
+        self.recall(module, (rows,))
+
+    def recall(self, module, args):
+        """Go back to the forward that a block's input is from. What recomputes a block keeps its input."""
+        if args and torch.is_tensor(args[0]):
+            _, self.tokens = self.forwards.get(args[0].untyped_storage()._cdata, (None, self.tokens))
 
     def gather(self, name, module, args, kwargs):
         """Give a module all tokens. Split layers find in `sequence_rows` what autograd keeps instead."""

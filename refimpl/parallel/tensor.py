@@ -62,7 +62,8 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
 
 
 def _check(model, comm, styles):
-    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    lines = [f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad} {x.is_meta}"
+             for name, x in (*model.named_parameters(), *model.named_buffers())]
     check_model(comm, [*lines, *(f"{name}: {style}" for name, style in styles.items())])
 
 
@@ -75,17 +76,20 @@ def _start_alike(model, comm):
 
 
 def _tied(model, styles):
-    """Return {name of a head: name of the embedding whose weight it shares}."""
+    """Return {name of a head: name of the embedding whose weight it shares}. ValueError if others share weights."""
     split = {name: model.get_submodule(name) for name, style in styles.items() if style in ("vocabulary", "head")}
     tied = {head: name for head, style in styles.items() if style == "head" for name, other in styles.items()
             if other == "vocabulary" and split[head].weight is split[name].weight}
     shared = {}
-    for name, module in model.named_modules():
-        if (weight := getattr(module, "weight", None)) is not None:
-            shared.setdefault(weight, []).append(name)
+    for outer, parent in model.named_modules():  # a module that is in two places is listed twice
+        for inner, module in parent._modules.items():
+            for p in module._parameters.values() if module is not None else ():
+                if p is not None:
+                    shared.setdefault(p, []).append(f"{outer}.{inner}".lstrip("."))
     for names in shared.values():
-        if any(name in styles for name in names) and not all(name in styles for name in names):
-            raise ValueError(f"{' and '.join(names)} share a weight: expected all of them in the plan, or none")
+        if any(name in styles for name in names) and len([name for name in names if name not in tied]) > 1:
+            raise ValueError(f"{' and '.join(names)} share a weight: expected none of them in the plan, or an "
+                             "embedding and its heads, all of them")
     return tied
 
 
@@ -97,7 +101,7 @@ def _heads(model, name, style):
     width = getattr(parent, "head_dim", None)
     if not isinstance(width, int) or style in ("vocabulary", "head"):
         return None
-    features = features_of(model.get_submodule(name))[0 if isinstance(style, Row) else 1]
+    features = features_of(model.get_submodule(name), name)[0 if isinstance(style, Row) else 1]
     if features % width:
         return None
     return features // width if isinstance(style, Row) else (features // width,)
@@ -130,7 +134,8 @@ def _finish(parent, layers, comm):
         Siblings([layer for layer in columns if layer.in_features == size])
     _count_heads(parent, columns)
     random = OwnRandom(comm)
-    parent.register_forward_pre_hook(lambda module, args: random.begin() if module.training else None)
+    for layer in columns:  # what comes before, such as dropout of x, is the same on all ranks
+        layer.register_forward_hook(lambda module, args, output: random.begin() if module.training else None)
     parent.register_forward_hook(lambda module, args, output: random.end(), always_call=True)
     for layer in layers:
         if isinstance(layer, RowParallelLinear):

@@ -1,0 +1,242 @@
+"""What users' models do that ours do not: shared weights, layers of their own, hooks, dropout in odd places, two
+forwards before a backward, weights that are trained later."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from tensor_kit import SPLITS, block_of, bodies, tokens_of, whole
+from torch import nn
+from torch.nn.functional import dropout
+
+from refimpl.checkpointing import recompute
+from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.mesh import Mesh
+from refimpl.model import GPT, GPTConfig
+from refimpl.parallel import tensor_parallel
+
+PLAN = {"up": "column", "down": "row"}
+
+
+class MLP(nn.Module):
+    """Dropout before, within and after the split part; `masks` are those of the last forward."""
+
+    def __init__(self, up=nn.Linear):
+        super().__init__()
+        self.up, self.down = up(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = dropout(torch.ones(64), 0.5, self.training)
+        y = dropout(self.up(x.view(16, 4)).detach() * 0 + 1, 0.5, self.training)
+        self.masks = x, y, dropout(self.down(y).detach() * 0 + 1, 0.5, self.training)
+        return x
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def normalized(*sizes):
+    return nn.utils.parametrizations.weight_norm(nn.Linear(*sizes))
+
+
+@pytest.mark.parametrize(("up", "text"), [(Doubled, "up is of Doubled: expected an nn.Linear"),
+                                          (normalized, "up is of ParametrizedLinear: expected an nn.Linear")])
+def test_a_layer_that_computes_something_else_is_refused(up, text):
+    with pytest.raises(TypeError, match=text):
+        tensor_parallel(MLP(up), FakeCommunicator(0, 2), PLAN)
+
+
+def sharing(what):
+    model = MLP()
+    model.other = model.up if what == "module" else nn.Linear(4, 4)
+    if what != "module":
+        setattr(model.other, what, getattr(model.up, what))
+    return model
+
+
+@pytest.mark.parametrize("plan", [PLAN, {**PLAN, "other": "column"}])
+@pytest.mark.parametrize("what", ["weight", "bias"])
+def test_a_weight_of_two_layers_is_refused(what, plan):
+    with pytest.raises(ValueError, match="up and other share a weight"):
+        tensor_parallel(sharing(what), FakeCommunicator(0, 2), plan)
+
+
+def test_a_layer_in_two_places_is_refused():
+    with pytest.raises(ValueError, match="up and other share a weight"):
+        tensor_parallel(sharing("module"), FakeCommunicator(0, 2), PLAN)
+
+
+def test_two_styles_of_one_module_are_refused():
+    with pytest.raises(ValueError, match="up: the plan's 'u[*]' says Row.*, and another of its names Column"):
+        tensor_parallel(MLP(), FakeCommunicator(0, 2), {"up": "column", "u*": "row"})
+
+
+def other_buffers(comm, what):
+    model = MLP()
+    model.register_buffer("table", torch.zeros(3 + comm.rank * (what == "shape")))
+    if comm.rank:
+        model = model.double() if what == "dtype" else model.to("meta") if what == "meta" else model
+        if what == "one more":
+            model.register_buffer("more", torch.zeros(2))
+    tensor_parallel(model, comm, PLAN)
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "one more", "meta"])
+def test_other_buffers_on_other_ranks_are_named(what):
+    with pytest.raises(RankError, match=r"ranks \[1\] have another model than rank 0"):
+        launch(other_buffers, 2, what)
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def buffers(comm):
+    model = MLP()
+    model.register_buffer("table", torch.full((3,), comm.rank + 5.0))
+    return tensor_parallel(model, comm, PLAN).table.tolist()
+
+
+def test_every_rank_gets_the_buffers_of_rank_0():
+    assert launch(buffers, 2) == [[5.0] * 3] * 2
+
+
+def test_hooks_and_evaluation_are_kept():
+    model, calls = MLP().eval(), []
+    hooks = [layer.register_forward_hook(lambda *_, name=name: calls.append(name))
+             for name, layer in model.named_children()]
+    tensor_parallel(model, FakeCommunicator(0, 1), PLAN)(None)
+    assert calls == ["up", "down"] and not any(module.training for module in model.modules())
+    hooks[0].remove()
+    model(None)
+    assert calls == ["up", "down", "down"]
+
+
+def test_a_key_head_on_several_ranks_names_them_as_ranks_of_the_world():
+    mesh = Mesh(dp=2, tp=2).connect(FakeCommunicator(3, 4))
+    config = GPTConfig(vocab_size=8, context_length=8, layers=1, hidden=8, heads=4, kv_heads=1)
+    model = tensor_parallel(GPT(config), mesh.get_parallel_group("tp"))
+    qkv = model.blocks[0].attention.qkv
+    for held in (qkv.weights, qkv.biases):
+        assert [p.shard_spec.replicas for p in held] == [(), (2, 3), (2, 3)]
+    assert model.blocks[0].norm1.weight.shard_spec.replicas == (2, 3)
+
+
+# --- random numbers, recomputation, weights that are trained later ---------------------------------------------------
+
+
+def masks(comm):
+    torch.manual_seed(0)
+    model = tensor_parallel(nn.Sequential(MLP()), comm, {f"0.{name}": style for name, style in PLAN.items()})
+    model(None)
+    return model[0].masks
+
+
+def test_dropout_agrees_before_and_after_the_split_part_of_a_module():
+    (before, within, after), (others_before, others_within, others_after) = launch(masks, 2)
+    assert torch.equal(before, others_before) and torch.equal(after, others_after)
+    assert not torch.equal(within, others_within)
+
+
+def recomputed(model, how):
+    if how == "ours":
+        return recompute(bodies(model))
+    model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    return contextlib.nullcontext()
+
+
+def two_forwards(comm, split, how, shape, evaluation):
+    """Return the largest difference of gradients, if another forward comes before backward."""
+    model = whole("llama").train()
+    reference = copy.deepcopy(model)
+    SPLITS[split](model, comm)
+    for each in (reference, model):
+        with recomputed(each, how) if each is model else contextlib.nullcontext():
+            loss = each(input_ids=tokens_of(each, 2, 8), use_cache=False).logits.square().mean()
+            with torch.set_grad_enabled(not evaluation):
+                other = each(input_ids=tokens_of(each, *shape, 1), use_cache=False).logits.square().mean()
+            (loss + other).backward()
+    wanted = {key: p.grad for key, p in reference.named_parameters()}
+    return max((p.grad - block_of(wanted[p.shard_spec.name], p.shard_spec)).abs().max().item()
+               for p in model.parameters())
+
+
+@pytest.mark.parametrize(("shape", "evaluation"), [((4, 4), False), ((1, 5), False), ((4, 4), True)])
+@pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_block_is_recomputed_with_the_tokens_of_its_own_forward(split, how, shape, evaluation):
+    assert max(launch(two_forwards, 2, split, how, shape, evaluation)) <= 1e-12
+
+
+def trained_later(comm, split):
+    model = whole("gpt")
+    reference, tokens = copy.deepcopy(model), tokens_of(model)
+    for p in model.parameters():
+        p.requires_grad_(p.dim() > 1)
+    SPLITS[split](model, comm)
+    frozen = [p for p in model.parameters() if p.dim() == 1]
+    assert not any(p.requires_grad for p in frozen)
+    for each in (reference, model.requires_grad_()):
+        each(tokens, tokens).backward()
+    wanted = {key: p.grad for key, p in reference.named_parameters()}
+    return max((p.grad - block_of(wanted[p.shard_spec.name], p.shard_spec)).abs().max().item() for p in frozen)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_weights_that_are_frozen_at_first(split):
+    assert max(launch(trained_later, 2, split)) <= 1e-12
+
+
+def states(comm):
+    model = SPLITS["sequence"](whole("gpt").train(), comm)
+    seen = []
+    model.head.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state()))
+    model(tokens_of(model))
+    return seen[0]
+
+
+def test_random_numbers_behind_the_last_norm_agree():
+    """A classifier has dropout there."""
+    first, other = launch(states, 2)
+    assert torch.equal(first, other)
+
+
+def scored(comm, name, options):
+    model = whole(name)
+    reference, tokens = copy.deepcopy(model), tokens_of(model)
+    tensor_parallel(model, comm, loss_parallel=True)
+    labels = tokens.masked_fill(tokens % 3 == 0, options.get("ignore_index", -100))
+    return [each(input_ids=tokens, labels=labels, **options).loss.item() for each in (reference, model)]
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 3}, {"num_items_in_batch": 10}])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_labels_are_scored_with_the_options_of_transformers(name, options):
+    for expected, found in launch(scored, 2, name, options):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def other_plans(comm):
+    tensor_parallel(MLP(), comm, {"up": "column"} if comm.rank else PLAN)
+
+
+def test_other_plans_on_other_ranks_are_named():
+    with pytest.raises(RankError, match=r"ranks \[1\] have another model than rank 0"):
+        launch(other_plans, 2)
+
+
+def losses_of_tokens(comm):
+    model = whole("gpt")
+    reference, tokens = copy.deepcopy(model), tokens_of(model)
+    tensor_parallel(model, comm)
+    return [each(tokens, tokens, reduction="sum").item() for each in (reference, model)]
+
+
+def test_a_gpt_sums_losses_too():
+    for expected, found in launch(losses_of_tokens, 2):
+        assert found == pytest.approx(expected, rel=1e-12)
