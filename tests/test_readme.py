@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ from refimpl.attention import (
 )
 from refimpl.attention.kernels import configs
 from refimpl.bench.record import measurement
-from refimpl.comm import ring_traffic
+from refimpl.comm import FakeCommunicator, ring_traffic
+from refimpl.memory import korthikanti_terms
 from refimpl.memory.ledger import human
 from refimpl.model import GPT, GPTConfig
+from refimpl.parallel import tensor_parallel
+from refimpl.parallel.closed_forms import ON_ALL_RANKS, block_traffic
 from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
 
 ROOT = Path(__file__).parent.parent
@@ -193,6 +197,39 @@ def test_figures_of_zero_3_are_those_of_the_closed_forms_and_the_record():
     assert f"{more:.1f} times the traffic" in line
     peak, time = rows["peak of a step, Zero3"], rows["step, Zero3"]
     assert f"on a CPU {time:.2f} of FSDP2's time, at {peak:.2f} of its peak" in line
+
+
+def gpt3_block(N, by_tokens=False):
+    """GB of a block of GPT-3 on a rank of N: (states, activations in Korthikanti et al.'s terms), and the times that it
+    sends its input's bytes."""
+    config, b, s = replace(GPTConfig.named("gpt3-175b"), layers=1), 1, 2048
+    block = tensor_parallel(GPT(config, device="meta"), FakeCommunicator(0, N)).blocks[0]
+    kept = sum(nbytes if term in ON_ALL_RANKS and not by_tokens else nbytes / N
+               for term, nbytes in korthikanti_terms(config, b, s).items())
+    sent = block_traffic(config, b, s, N, 2, by_tokens=by_tokens).total / (2 * b * s * config.hidden)
+    return 16 * sum(p.numel() for p in block.parameters()) / 1e9, kept / 1e9, sent
+
+
+def test_figures_of_tensor_parallelism_are_those_of_the_closed_forms_and_the_record():
+    line, rows = readme_row("tensor parallelism"), {row["what"]: row["ratio"] for row in rows_of("tensor_parallel")}
+    (whole, all_kept, none), (states, kept, sent) = gpt3_block(1), gpt3_block(8)
+    assert f"on 8 ranks {states:.1f} GB of states are left of {whole:.1f}" in line and none == 0
+    assert f"and {kept:.2f} GB of activations of {all_kept:.2f} (16 bits, 2,048 tokens)" in line
+    assert f"sends {sent:g} times the input's bytes on 8 ranks" in line
+    time, peak = rows["step, tensor_parallel"], rows["peak of a step, tensor_parallel"]
+    assert f"{time:.2f} of the time of `torch.distributed.tensor.parallel`, at {peak:.2f} of its peak" in line
+
+
+def test_figures_of_sequence_parallelism_are_those_of_the_closed_forms_and_the_record():
+    line = readme_row("Megatron's sequence parallelism")
+    rows = {row["what"]: row["ratio"] for row in rows_of("tensor_parallel")}
+    (_, whole, _), (_, split, sent), (_, kept, more) = gpt3_block(1), gpt3_block(8), gpt3_block(8, by_tokens=True)
+    assert (f"{kept:.2f} GB are left on 8 ranks, where tensor parallelism has {split:.2f} and one GPU {whole:.2f}"
+            in line)
+    assert f"{more / sent:.2f} times tensor parallelism's traffic" in line
+    time, peak = rows["step, sequence_parallel"], rows["peak of a step, sequence_parallel"]
+    assert (f"{time:.2f} of the time of `torch.distributed.tensor.parallel` with `SequenceParallel`, at {peak:.2f} of "
+            "its peak") in line
 
 
 LEAN = "gradients as views of buckets"

@@ -1,0 +1,212 @@
+"""Right answers pass, wrong and unanswered ones do not, on real ranks."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from refimpl.exercises import tensor_parallel as page
+from refimpl.parallel import ColumnParallelLinear, RowParallelLinear
+from refimpl.parallel.conjugate import enter, leave
+
+
+def predict(hidden, mlp_hidden, heads, kv_heads, tokens, world_size):
+    cut = 2 * hidden**2 + 2 * hidden * hidden * kv_heads // heads + 3 * hidden * mlp_hidden
+    sent = 4 * 2 * (world_size - 1) * 4 * tokens * hidden // world_size
+    return 4 * (cut // world_size + 2 * hidden), sent
+
+
+def norms_cut(*args):
+    held, sent = predict(*args)
+    return held - 8 * args[0] + 8 * args[0] // args[-1], sent
+
+
+def as_many_key_heads(hidden, mlp_hidden, heads, kv_heads, tokens, world_size):
+    return predict(hidden, mlp_hidden, heads, heads, tokens, world_size)
+
+
+def forward_alone(*args):
+    held, sent = predict(*args)
+    return held, sent // 2
+
+
+class Columns(nn.Module):
+    """The page's own, X A_r after f."""
+
+    def __init__(self, linear, comm, enter=enter):
+        super().__init__()
+        weight, bias = (whole.chunk(comm.world_size)[comm.rank] for whole in (linear.weight, linear.bias))
+        self.weight, self.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
+        self.comm, self.enter = comm, enter
+
+    def forward(self, x):
+        return F.linear(self.enter(x, self.comm), self.weight, self.bias)
+
+
+class Rows(nn.Module):
+    """The page's own, Σ Y_r B_r by f̄."""
+
+    def __init__(self, linear, comm, bias_once=True):
+        super().__init__()
+        part = linear.weight.chunk(comm.world_size, dim=1)[comm.rank]
+        self.weight, self.bias, self.comm = nn.Parameter(part.detach().clone()), linear.bias, comm
+        self.bias_once = bias_once
+
+    def forward(self, y):
+        if self.bias_once:
+            return leave(F.linear(y, self.weight), self.comm) + self.bias
+        return leave(F.linear(y, self.weight, self.bias), self.comm)
+
+
+def split_attention(attention, comm, enter=enter, bias_once=True):
+    qkv = attention.qkv
+    order = torch.arange(192).view(3, comm.world_size, -1).transpose(0, 1).flatten()  # the q, k and v of one rank
+    qkv.weight.data, qkv.bias.data = qkv.weight.data[order], qkv.bias.data[order]
+    attention.qkv, attention.out = Columns(qkv, comm, enter), Rows(attention.out, comm, bias_once)
+    return attention
+
+
+class Three(nn.Module):
+    """q, k and v apart, with an f for each."""
+
+    def __init__(self, attention, comm):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        for i, part in enumerate(self.parts):
+            part.weight.data, part.bias.data = (p.data.chunk(3)[i] for p in (attention.qkv.weight, attention.qkv.bias))
+            self.parts[i] = Columns(part, comm)
+        self.attention = attention
+        attention.qkv, attention.out = nn.Identity(), Rows(attention.out, comm)
+
+    def forward(self, x):
+        return self.attention(torch.cat([part(x) for part in self.parts], -1))
+
+
+def by_the_hardened_layers(attention, comm):
+    attention.qkv = ColumnParallelLinear(attention.qkv, comm, parts=(64, 64, 64), heads=(4, 4, 4))
+    attention.out = RowParallelLinear(attention.out, comm, heads=4)
+    return attention
+
+
+def qkv_in_one_piece(attention, comm):
+    attention.qkv, attention.out = Columns(attention.qkv, comm), Rows(attention.out, comm)
+    return attention
+
+
+def not_split(attention, comm):
+    return attention
+
+
+def without_f(attention, comm):
+    return split_attention(attention, comm, enter=lambda x, comm: x)
+
+
+def bias_on_each_rank(attention, comm):
+    return split_attention(attention, comm, bias_once=False)
+
+
+class Frozen(nn.Module):
+    """A weight that gets no gradient."""
+
+    def __init__(self, attention, comm):
+        super().__init__()
+        self.attention = split_attention(attention, comm)
+        self.attention.out.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.attention(x)
+
+
+class Doubled(Frozen):
+    """Forward twice, the first time in vain."""
+
+    def __init__(self, attention, comm):
+        super().__init__(attention, comm)
+        self.attention.out.weight.requires_grad_(True)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.attention(x)
+        return self.attention(x)
+
+
+class Hoarding(Doubled):
+    """Keeps something as large as x."""
+
+    def forward(self, x):
+        self.kept = x.detach().clone(), x.detach().clone()
+        return self.attention(x)
+
+
+def cross_entropy(comm, logits, targets, reduce=leave, largest=True):
+    v = logits.shape[1]
+    m = comm.all_reduce(logits.detach().amax(1), "max") if largest else 0 * logits.detach()[:, 0]
+    z, own = logits - m[:, None], targets - comm.rank * v
+    here = (own >= 0) & (own < v)
+    predicted = z.gather(1, own.clamp(0, v - 1)[:, None])[:, 0] * here
+    return (reduce(z.exp().sum(1), comm).log() - reduce(predicted, comm)).mean()
+
+
+def by_gathering(comm, logits, targets):
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits):
+            return comm.all_gather(logits.T.contiguous()).T
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.chunk(comm.world_size, dim=1)[comm.rank]
+
+    return F.cross_entropy(Gather.apply(logits), targets)
+
+
+def not_differentiated(comm, logits, targets):
+    return cross_entropy(comm, logits, targets, lambda x, comm: comm.all_reduce(x))
+
+
+def of_own_columns(comm, logits, targets):
+    return F.cross_entropy(logits, targets % logits.shape[1])
+
+
+def in_place_of_nothing(comm, logits, targets):
+    kept = [logits.detach().clone() for _ in range(6)]
+    return cross_entropy(comm, logits, targets) + 0 * kept[0][0, 0]
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, predict), (page.second, split_attention), (page.second, by_the_hardened_layers),
+    (page.third, cross_entropy),
+])
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, norms_cut, "4 key heads, 8 tokens, 2 ranks: you say"),
+    (page.first, as_many_key_heads, "8 heads, 4 key heads, 16 tokens, 4 ranks: you say"),
+    (page.first, forward_alone, "the weights are right; you say"),
+    (page.first, lambda *args: 5, "expected a pair"),
+    (page.second, qkv_in_one_piece, "rank 0 of 2: the output is not that of the whole attention"),
+    (page.second, bias_on_each_rank, "rank 0 of 2: the output is not that of the whole attention"),
+    (page.second, without_f, "rank 0 of 2: the output is right, but x has another gradient"),
+    (page.second, Frozen, "rank 0 of 2: after one step the output is another one"),
+    (page.second, not_split, "the numbers are right, but rank 0 of 2 has 66,560 bytes of weights"),
+    (page.second, Hoarding, "the numbers are right, but rank 0 of 2 keeps"),
+    (page.second, Three, "the numbers are right, but rank 0 of 2 sent"),
+    (page.second, Doubled, "the numbers are right, but rank 0 of 2 sent"),
+    (page.second, lambda attention, comm: 5, "expected a module"),
+    (page.third, of_own_columns, "rank 0 of 2: the loss of all logits is"),
+    (page.third, functools.partial(cross_entropy, largest=False), "rank 0 of 2: the loss of all logits is"),
+    (page.third, not_differentiated, "rank 0 of 2: the loss is right, but these logits have no gradient"),
+    (page.third, by_gathering, "the numbers are right, but rank 0 of 2 sent"),
+    (page.third, in_place_of_nothing, "the numbers are right, but rank 0 of 2 took"),
+])
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)
