@@ -112,9 +112,7 @@ def sequence_sum(y, comm, **options):
 
 
 def own_rows(x, comm):
-    """Return this rank's rows (1, n, C) of tokens (…, C) that all ranks have."""
+    """Return this rank's rows (1, n, C) of tokens (…, C) that all ranks have: a copy, as a view would keep them all."""
     rows, n = x.reshape(-1, x.shape[-1]), rows_of(x.shape[:-1], comm.world_size)
     mine = rows[comm.rank * n : (comm.rank + 1) * n]
-    if len(mine) < n:
-        mine = torch.cat([mine, mine.new_zeros(n - len(mine), x.shape[-1])])
-    return mine.contiguous().unsqueeze(0)
+    return torch.cat([mine, mine.new_zeros(n - len(mine), x.shape[-1])]).unsqueeze(0)

@@ -103,7 +103,7 @@ MUTANTS = {name: functools.partial(by_paper, split=split) for name, split in SPL
 
 
 def readings(comm, version, name, sequence):
-    """One forward and backward: the numbers, what was sent, and what is kept between the two."""
+    """One forward and backward: the numbers, what was sent, and what is kept between the two, messages too."""
     torch.set_num_threads(1)
     layer, gradients = (HELD | MUTANTS)[version](name, comm, sequence)
     mine = slice(None)
@@ -117,10 +117,11 @@ def readings(comm, version, name, sequence):
     numbers = {"output": out.detach(), "x": x.grad, **gradients()}
     sent = dict(middle - start), dict(comm.traffic - middle)
     del out
+    layer.zero_grad()
     with memory.track(layer, x, *tables()) as t:
         loss = layer(x * 1).sum()
     assert loss.isfinite()
-    return {"numbers": numbers, "sent": sent, "saved": t.now["activations"],
+    return {"numbers": numbers, "sent": sent, "saved": t.now["activations"] + t.now["communication"],
             "parameters": sum(p.untyped_storage().nbytes() for p in layer.parameters())}
 
 
@@ -221,6 +222,8 @@ def test_a_gathered_input_that_is_kept_has_the_same_numbers_and_fails_here(name)
     assert_numbers("keeping", name, 2, True)
     with pytest.raises(AssertionError):
         assert_saved("keeping", name, 2, True)
+    for rank in found("keeping", name, 2, True):  # two X that are whole, in place of this rank's tokens
+        assert rank["saved"] == sum(saved_terms(name, 2, True).values()) + 2 * (X - X // 2)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

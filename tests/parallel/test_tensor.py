@@ -68,9 +68,12 @@ def kept(comm, name, split, mutant=None):
     return found[1][0] - found[0][0], found[1][1] - found[0][1], found[1][2] - found[0][2]
 
 
+def expected_terms(name, N, split, dtype=torch.float32):
+    return split_block_terms(EVEN[name], B, T, N, dtype, by_tokens=split == "sequence").values()
+
+
 def expected_bytes(name, N, split):
-    terms = split_block_terms(EVEN[name], B, T, N, torch.float64, by_tokens=split == "sequence")
-    return sum(terms.values())
+    return sum(expected_terms(name, N, split, torch.float64))
 
 
 @pytest.mark.parametrize("N", WORLDS)
@@ -95,6 +98,25 @@ def test_a_version_that_splits_nothing_fails_these():
 def test_a_version_that_keeps_what_it_gathered_fails_these():
     for rank in launch(kept, 2, "gpt", "sequence", "gathered"):
         assert rank[0] > expected_bytes("gpt", 2, "sequence")
+
+
+def kept_by_forward(N, split):
+    torch.manual_seed(0)
+    model = SPLITS[split](GPT(EVEN["gpt"]), FakeCommunicator(0, N))
+    tokens = tokens_of(model, B, T)
+    with memory.track(model, tokens) as t:
+        loss = model(tokens, tokens)
+        held = t.now.total
+    assert loss.isfinite()
+    return held
+
+
+@pytest.mark.parametrize("N", WORLDS)
+def test_before_and_behind_the_blocks_no_more_than_rows_are_kept(N):
+    """The first norm's input is cut from all tokens: a view of them would keep all."""
+    blocks, last = [EVEN["gpt"].layers * sum(expected_terms("gpt", N, split)) for split in SPLITS], B * T * (64 * 4 + 8)
+    saved = kept_by_forward(N, "tensor") - kept_by_forward(N, "sequence")
+    assert saved == blocks[0] - blocks[1] + last - last // N
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -263,6 +285,28 @@ def under_autocast(comm, split, kind):
 def test_under_autocast(split, kind):
     for (theirs, ours), far, dtypes in launch(under_autocast, 2, split, kind):
         assert ours == pytest.approx(theirs, rel=0.01) and far < 0.1 and dtypes == {torch.float32}
+
+
+def unfrozen(comm, split):
+    model = whole("gpt")
+    reference, tokens = copy.deepcopy(model), tokens_of(model)
+    for each in (model, reference):
+        for key, p in each.named_parameters():
+            p.requires_grad_("norm" not in key and "bias" not in key)
+    SPLITS[split](model, comm)
+    for each in (model, reference):
+        loss_of(each, tokens).backward()
+        each.zero_grad()
+        each.requires_grad_(True)
+        loss_of(each, tokens).backward()
+    gradients = dict(reference.named_parameters())
+    return max((p.grad - block_of(gradients[p.shard_spec.name].grad, p.shard_spec)).abs().max().item()
+               for p in model.parameters())
+
+
+@BOTH
+def test_weights_that_are_trained_later(split):
+    assert max(launch(unfrozen, 2, split)) <= 1e-12
 
 
 def other_inputs(comm):

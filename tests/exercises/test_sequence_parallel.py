@@ -1,0 +1,168 @@
+"""Right answers pass, wrong and unanswered ones do not, on real ranks."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from refimpl.exercises import sequence_parallel as page
+
+
+def predict(tokens, hidden, world_size, by_tokens):
+    x, N = 4 * tokens * hidden, world_size
+    return x * (10 / N if by_tokens else 2 + 8 / N), (5 if by_tokens else 4) * (N - 1) / N * x
+
+
+def all_in_parts(tokens, hidden, world_size, by_tokens):
+    return predict(tokens, hidden, world_size, True)[0], predict(tokens, hidden, world_size, by_tokens)[1]
+
+
+def gathered_once(tokens, hidden, world_size, by_tokens):
+    return predict(tokens, hidden, world_size, by_tokens)[0], predict(tokens, hidden, world_size, False)[1]
+
+
+class Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, a, comm, tokens, gather):
+        ctx.comm, ctx.tokens, ctx.gather = comm, tokens, gather
+        ctx.save_for_backward(x, a)
+        return linear(comm.all_gather(x)[:tokens], a)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, a = ctx.saved_tensors
+        dx = dy @ a
+        rows = torch.cat([dx, dx.new_zeros(-ctx.tokens % ctx.comm.world_size, x.shape[1])])
+        n = len(x)
+        if ctx.gather == "reduced":
+            dx = ctx.comm.all_reduce(rows)[ctx.comm.rank * n:][:n]
+        else:
+            dx = ctx.comm.reduce_scatter(rows)
+        if ctx.gather == "own":
+            own = dy[ctx.comm.rank * n:][:n]
+            return dx, own.T @ x[:len(own)], None, None, None
+        return dx, dy.T @ ctx.comm.all_gather(x)[:ctx.tokens], None, None, None
+
+
+def column(comm, x, a, tokens, gather="again"):
+    return Column.apply(x, a, comm, tokens, gather)
+
+
+def own_tokens_alone(comm, x, a, tokens):
+    return column(comm, x, a, tokens, "own")
+
+
+def by_all_reduce(comm, x, a, tokens):
+    return column(comm, x, a, tokens, "reduced")
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm, tokens):
+        ctx.comm = comm
+        return comm.all_gather(x)[:tokens]
+
+    @staticmethod
+    def backward(ctx, dx):
+        missing = -len(dx) % ctx.comm.world_size
+        return ctx.comm.reduce_scatter(torch.cat([dx, dx.new_zeros(missing, dx.shape[1])])), None, None
+
+
+def gathered_x_kept(comm, x, a, tokens):
+    return linear(Gather.apply(x, comm, tokens), a)
+
+
+def with_padding(comm, x, a, tokens):
+    return linear(Gather.apply(x, comm, None), a)
+
+
+def unknown_to_autograd(comm, x, a, tokens):
+    return linear(comm.all_gather(x.detach())[:tokens], a)
+
+
+def weight_alone(comm, x, a, tokens):
+    return linear(x, a)
+
+
+def own_mask(comm, x, p, seed=None):
+    begin = int(torch.randint(2**62, ())) if seed is None else seed
+    random = torch.Generator().manual_seed(begin + comm.rank)
+    return x * (torch.rand(x.shape, generator=random) >= p) / (1 - p)
+
+
+def same_everywhere(comm, x, p):
+    return x * (torch.rand(x.shape) >= p) / (1 - p)
+
+
+def the_same_each_time(comm, x, p):
+    torch.randint(2**62, ())
+    return own_mask(comm, x, p, seed=0)
+
+
+def stream_of_its_own(comm, x, p):
+    torch.manual_seed(int(torch.randint(2**62, ())) + comm.rank)
+    return same_everywhere(comm, x, p)
+
+
+count = 0
+
+
+def counted(comm, x, p):
+    global count
+    count += 1
+    return own_mask(comm, x, p, seed=1000 * count)
+
+
+def noise_in_fp32(comm, x, p):
+    begin = int(torch.randint(2**62, ()))
+    random = torch.Generator().manual_seed(begin + comm.rank)
+    return x * ((torch.rand(x.shape, generator=random) >= p) / (1 - p))
+
+
+def by_a_message(comm, x, p):
+    begin = comm.broadcast(torch.randint(2**62, (1,)), 0)
+    return own_mask(comm, x, p, seed=int(begin))
+
+
+def unscaled(comm, x, p):
+    return own_mask(comm, x, p) * (1 - p)
+
+
+def another_mask_behind(comm, x, p):
+    y = own_mask(comm, x, p)
+    other = own_mask(comm, torch.ones_like(x), p)
+    y.register_hook(lambda gradient: gradient * (other != 0))
+    return y
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, predict), (page.second, column), (page.third, own_mask),
+])
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, all_in_parts, "2 ranks, tensor parallel: you say 2,621,440, a rank keeps 3,14"),
+    (page.first, gathered_once, "2 ranks, sequence parallel: you say 1,048,576, a rank sends 1,31"),
+    (page.second, with_padding, "7 tokens: the output is (8, 32), expected (7, 32)"),
+    (page.second, weight_alone, "the output is (4, 32), expected (7, 32)"),
+    (page.second, unknown_to_autograd, "the output is right, but x gets no gradient"),
+    (page.second, own_tokens_alone, "the output is right, but not the gradient of a"),
+    (page.second, gathered_x_kept, "bytes more than x and a wait for backward"),
+    (page.second, by_all_reduce, "the gradients are right, but the rank sent 4,096 bytes; 3,072 are enough"),
+    (page.third, same_everywhere, "rank 1 of 2 dropped the same places as another rank"),
+    (page.third, the_same_each_time, "two dropouts, one after the other, dropped the same places"),
+    (page.third, stream_of_its_own, "afterwards the common stream is not the same as on rank 0"),
+    (page.third, counted, "from the same state of the common stream, other places"),
+    (page.third, noise_in_fp32, "the masks are right, but 16,384 bytes wait for backward; a byte an element is 4,096"),
+    (page.third, by_a_message, "the masks are right, but 24 bytes were sent"),
+    (page.third, unscaled, "of ones, p=0.5: expected 2.00 at 50% of the places"),
+    (page.third, another_mask_behind, "the gradient does not have the mask of forward"),
+])
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)
