@@ -120,17 +120,32 @@ class Shard:
             raise ValueError(f"{self.spec.name}: owned is {self.owned}: expected a cut of {self.spec}")
 
 
-def set_spec(parameter, spec):
-    """Say which part of the whole a parameter (or a buffer) is: for a technique that cuts a model from outside."""
+def set_spec(parameter, spec, names=(), room=None):
+    """Say which part of the whole a parameter (or a buffer) is: for a technique that cuts a model from outside.
+
+    - `names`: all names of the whole in the model that nobody has cut, if the cut model has others.
+    - `room`: elements of the largest part of any rank, if they differ: what stands behind it in a bucket then begins at
+      the same place on all ranks, so that replicas are cut alike.
+    """
     if math.prod(spec.lengths) != spec.numel or spec.lengths != tuple(parameter.shape):
         raise ValueError(f"{spec.name}: the parameter has shape {tuple(parameter.shape)}, its spec {spec.numel} "
                          f"elements of a block of {spec.lengths}: expected the whole block")
-    parameter.shard_spec = spec
+    parameter.shard_spec, parameter.whole_names, parameter.room = spec, tuple(names), room
 
 
 def spec_of(name, parameter):
     """Return the spec that `set_spec` gave a parameter; else that of a whole tensor of this name."""
     return getattr(parameter, "shard_spec", None) or ShardSpec(name, tuple(parameter.shape))
+
+
+def names_of(name, parameter):
+    """Return all names that the whole of a parameter of this name has in the model that nobody has cut."""
+    return getattr(parameter, "whole_names", None) or (name,)
+
+
+def room_of(parameter):
+    """Return how many elements a bucket keeps for a parameter: those of the largest part that a rank has of it."""
+    return getattr(parameter, "room", None) or parameter.numel()
 
 
 # --- between two cuts ------------------------------------------------------------------------------------------------
@@ -209,7 +224,7 @@ def check_ranks(comm, specs, counts=True):
 
 
 def check_replicas(specs):
-    """Return [(rank, spec)], one for all replicas of a shard. ValueError unless all that one names name the same."""
+    """Return [(rank, spec)], one for all replicas of a part. ValueError unless all that one names name the same."""
     holders = {}
     for rank, each in sorted((specs if isinstance(specs, dict) else dict(enumerate(specs))).items()):
         for spec in each:
@@ -219,7 +234,7 @@ def check_replicas(specs):
             raise ValueError(f"{spec.name}: ranks {ranks} name ranks {list(spec.replicas)} as replicas of elements "
                              f"[{spec.first}, {spec.end}], and not all of these do: each has to hold the same elements "
                              "and to name the same replicas, itself included")
-    return [(ranks[0], spec) for (spec, _), ranks in holders.items()]
+    return [(rank, spec) for (spec, _), ranks in holders.items() for rank in (ranks[:1] if spec.replicas else ranks)]
 
 
 def coverage_fault(name, shape, pieces, nowhere):

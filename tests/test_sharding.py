@@ -15,7 +15,9 @@ from refimpl.sharding import (
     check_replicas,
     check_specs,
     copy_overlap,
+    names_of,
     overlaps,
+    room_of,
     set_spec,
     spec_of,
 )
@@ -131,7 +133,9 @@ def test_a_parameter_keeps_what_was_said_of_it():
     p = nn.Parameter(torch.zeros(6, 2))
     assert spec_of("y", p) == ShardSpec("y", (6, 2))
     set_spec(p, right())
-    assert spec_of("y", p) == right()
+    assert spec_of("y", p) == right() and names_of("y", p) == ("y",) and room_of(p) == 12
+    set_spec(p, right(), ["x", "z"], 18)
+    assert names_of("y", p) == ("x", "z") and room_of(p) == 18
 
 
 BOTH = (0, 1)
@@ -142,6 +146,10 @@ BOTH = (0, 1)
     ([[spec(replicas=BOTH)], [spec(replicas=BOTH)]], None),
     ({5: [left(0, 7)], 7: [right(replicas=(7, 9))], 9: [right(replicas=(7, 9))], 6: [left(7)]}, None),
     ([[spec()], [spec(name="y")]], None), ([[ShardSpec("x", ())]], None), ([[ShardSpec("x", (0, 3))], []], None),
+    ([[left(), right()], [spec(name="y")]], None),  # several parts on one rank
+    ([[left(), right(replicas=BOTH)], [right(replicas=BOTH)]], None),
+    ([[left(), left()], [right()]], r"x: elements 0 … 11 of its block .* are on rank 0 and on rank 0"),
+    ([[left(), right(replicas=BOTH)] * 2, [right(replicas=BOTH)]], r"x: ranks \[0, 0, 1\] name ranks \[0, 1\]"),
     ([[left()], []], "x: 12 of its 24 elements are on no rank"),
     ([[left()], [right(0, 5)]], r"x: elements 5 … 11 of its block of \(6, 2\) at \(0, 2\) are on no rank"),
     ([[spec(None, None, 0, 4)], [spec(None, None, 6)]], "x: elements 4 … 5 are on no rank"),

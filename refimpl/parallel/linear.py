@@ -44,12 +44,13 @@ class ColumnParallelLinear(nn.Module):
         self.weights, self.biases, self.replicas, first = nn.ParameterList(), nn.ParameterList(), [], 0
         for size, count in zip(self.parts, self.heads, strict=True):
             begin, end, peers = _heads_of(comm, count, size, name)
+            most = max(end - begin, -(-size // comm.world_size))
             self.replicas.append(_group(comm, peers))
             numbers = [comm.ranks[peer] for peer in peers] if len(peers) > 1 else ()
             self.weights.append(_block(linear.weight, 1 if self.transposed else 0, first + begin, first + end,
-                                       f"{name}.weight", numbers))
+                                       f"{name}.weight", numbers, most))
             if linear.bias is not None:
-                self.biases.append(_block(linear.bias, 0, first + begin, first + end, f"{name}.bias", numbers))
+                self.biases.append(_block(linear.bias, 0, first + begin, first + end, f"{name}.bias", numbers, most))
             first += size
 
     def forward(self, x, gather=None):
@@ -193,10 +194,12 @@ class RowParallelLinear(nn.Module):
         self.comm, self.sequence = comm, False
         self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
         begin, end, _ = _heads_of(comm, heads or self.in_features, self.in_features, name)
-        self.weight = _block(linear.weight, 0 if self.transposed else 1, begin, end, f"{name}.weight", ())
+        self.weight = _block(linear.weight, 0 if self.transposed else 1, begin, end, f"{name}.weight", (),
+                             max(end - begin, -(-self.in_features // comm.world_size)))
         self.bias = None
         if linear.bias is not None:
-            self.bias = _block(linear.bias, 0, 0, self.features, f"{name}.bias", comm.ranks)
+            replicas = comm.ranks if comm.world_size > 1 else ()
+            self.bias = _block(linear.bias, 0, 0, self.features, f"{name}.bias", replicas, self.features)
 
     def forward(self, x):
         """Map this rank's inputs (…, C / N) to the output, the same on all ranks."""
@@ -254,13 +257,14 @@ def _group(comm, peers):
     return made[peers]
 
 
-def _block(tensor, dim, begin, end, name, replicas):
-    """Return this rank's block of a whole parameter, copied, with its spec."""
+def _block(tensor, dim, begin, end, name, replicas, most):
+    """Return this rank's block of a whole parameter, copied, with its spec. `most`: of any rank, along `dim`."""
     value = tensor.detach().narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
     block = nn.Parameter(value, requires_grad=tensor.requires_grad)
     offsets = [0] * tensor.dim()
     offsets[dim] = begin
-    set_spec(block, ShardSpec(name, tuple(tensor.shape), tuple(offsets), tuple(value.shape), replicas=tuple(replicas)))
+    spec = ShardSpec(name, tuple(tensor.shape), tuple(offsets), tuple(value.shape), replicas=tuple(replicas))
+    set_spec(block, spec, (name,), value.numel() // (end - begin) * most)
     return block
 
 

@@ -50,7 +50,8 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
             setattr(made[name], hooks, getattr(whole, hooks))
         model.set_submodule(name, made[name])
     for name, first in tied.items():
-        made[name].weights[0] = made[first].weight
+        made[name].weights[0] = weight = made[first].weight
+        weight.whole_names += (f"{name}.weight",)
     for parent, layers in _by_parent(model, made).items():
         _finish(parent, layers, comm)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

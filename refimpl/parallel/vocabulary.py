@@ -75,7 +75,8 @@ class VocabularyParallelEmbedding(nn.Module):
                                  "sparse gradient: make the embedding without it")
         whole, (first, end) = embedding.weight, part(embedding.num_embeddings, comm)
         weight = nn.Parameter(whole.detach()[first:end].clone(), requires_grad=whole.requires_grad)
-        set_spec(weight, ShardSpec(name, tuple(whole.shape), (first, 0), tuple(weight.shape)))
+        largest = -(-len(whole) // comm.world_size) * whole.shape[1]
+        set_spec(weight, ShardSpec(name, tuple(whole.shape), (first, 0), tuple(weight.shape)), (name,), largest)
         return cls(weight, comm, embedding.num_embeddings, padding_idx=embedding.padding_idx)
 
     def forward(self, tokens):

@@ -12,7 +12,7 @@ import torch
 
 from ..comm.texts import broadcast_text, gather_results
 from ..sharding import ShardSpec, copy_overlap
-from .description import describe, differences, listed, set_hyperparameters, spec_from
+from .description import describe, differences, listed, located, set_hyperparameters
 from .durable import make_folder, replacing, widest_first, write_tensors
 from .form import DTYPES, KIND, STATE_DICT, Each, mismatch, name_of
 from .manifest import SavedStateError
@@ -31,7 +31,7 @@ def state_dict(state):
     description, reports = describe(state, saving=True)
     model, optimizer = {}, {name: {} for name in description["parameters"]}
     wanted = _tensors(description, _in_order(reports))
-    for (name, key, _, _), whole in zip(wanted, _gathered(state, reports, wanted), strict=True):
+    for (name, key, _, _), whole in zip(wanted, _gathered(state, description, reports, wanted), strict=True):
         if state.comm.rank == 0 and "/" in key:
             optimizer[name][key.partition("/")[2]] = whole
         else:
@@ -84,7 +84,7 @@ def save_weights(state, path, dtype=torch.bfloat16):
     wanted = widest_first(_tensors({**description, "states": {}}, _in_order(reports)), lambda each: written[each[0]])
     specs = [(name, written[name], shape) for name, _, _, shape in wanted]
     tensors = (whole if comm.rank else whole.to(to) for (_, to, _), whole in
-               zip(specs, _gathered(state, reports, wanted), strict=True))
+               zip(specs, _gathered(state, description, reports, wanted), strict=True))
 
     def write():
         try:
@@ -105,7 +105,7 @@ def _in_order(reports):
     """Return all names in an order in which, on each rank, those of one group follow each other, as far as possible."""
     place = {}
     for report in reports:
-        for name, each in report["places"].items():
+        for name, each in report["places"]:
             place[name] = min(each, place.get(name, each))
     return sorted(place, key=place.get)
 
@@ -127,23 +127,24 @@ def _tensors(description, names):
     return [(name, key, DTYPES[dtype], tuple(shapes[name]["shape"])) for name, key, dtype in found]
 
 
-def _gathered(state, reports, wanted):
-    """Yield each tensor of `wanted` whole, on rank 0; None on the others, which send what they own of it."""
-    mine = {shard.spec.name: shard for shard in state.shards}
+def _gathered(state, description, reports, wanted):
+    """Yield each tensor of `wanted` whole, on rank 0; None on the others, which send the parts that they own of it."""
+    comm, host, mine = state.comm, state.comm.host(), {part: shard for shard, part in state.written.items()}
+    found = located({**description["rest"], **description["parameters"]},
+                    {rank: report["pieces"] for rank, report in enumerate(reports)})
     with state.one_group() as load:
         for name, key, dtype, shape in wanted:
-            owners = {rank: spec_from(name, shape, report["pieces"][name]) for rank, report in enumerate(reports)
-                      if name in report["pieces"]}
-            if state.comm.rank in owners:
-                load(mine[name].group)
-                own = elements(tensors_of(state, mine[name])[key], mine[name])
-            if state.comm.rank:
-                yield state.comm.host().send(own.cpu(), 0) if state.comm.rank in owners else None
-                continue
-            whole = torch.zeros(shape, dtype=dtype)
-            for rank, spec in owners.items():
-                part = state.comm.host().recv(torch.empty(spec.numel, dtype=dtype), rank) if rank else own
-                copy_overlap(whole.view(-1), ShardSpec(name, shape), part, spec)
+            whole = None if comm.rank else torch.zeros(shape, dtype=dtype)
+            for rank, part, spec in found.get(name, ()):
+                if rank == comm.rank:
+                    load(mine[part].group)
+                    own = elements(tensors_of(state, mine[part])[key], mine[part])
+                    if rank:
+                        host.send(own.cpu(), 0)
+                elif comm.rank == 0:
+                    own = host.recv(torch.empty(spec.numel, dtype=dtype), rank)
+                if comm.rank == 0:
+                    copy_overlap(whole.view(-1), ShardSpec(name, shape), own, spec)
             yield whole
             del whole  # before the next one is made
 
@@ -151,22 +152,20 @@ def _gathered(state, reports, wanted):
 @torch.no_grad()
 def _scatter(state, sd, description, wanted):
     """Broadcast each tensor of `wanted` from rank 0; each rank keeps the elements that it holds."""
-    comm, host, mine = state.comm, state.comm.host(), {shard.spec.name: shard for shard in state.shards}
-    made = set()
+    comm, host, mine, made = state.comm, state.comm.host(), state.by_name, set()
     with state.one_group() as load:
         for name, key, dtype, shape in wanted:
             whole = torch.zeros(shape, dtype=dtype)
             if comm.rank == 0:
                 whole.copy_(sd["optimizer"][name][key.partition("/")[2]] if "/" in key else sd["model"][name])
             host.broadcast(whole, 0, out=whole)
-            if (shard := mine.get(name)) is None:
-                continue
-            load(shard.group)
-            if name not in made:
-                made.add(name)
-                make_state(state, shard, description["states"].get(name))
-            with flat(tensors_of(state, shard)[key]) as target:
-                copy_overlap(target, shard.spec, whole.view(-1), ShardSpec(name, shape))
+            for shard in mine.get(name, ()):
+                load(shard.group)
+                if shard not in made:
+                    made.add(shard)
+                    make_state(state, shard, description["states"].get(name))
+                with flat(tensors_of(state, shard)[key]) as target:
+                    copy_overlap(target, shard.spec, whole.view(-1), ShardSpec(name, shape))
 
 
 # --- what a state_dict describes -------------------------------------------------------------------------------------

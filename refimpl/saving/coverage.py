@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from ..sharding import coverage_fault
 from .description import spec_from
 from .durable import NAMES, naming
-from .form import DTYPES
+from .form import DTYPES, tensor_of
 from .manifest import FOLDER, NAME, SavedStateError
 from .optimizer_state import NUMBERS
 
@@ -41,14 +41,14 @@ def check_coverage(manifest):
     described = {**manifest["rest"], **manifest["parameters"]}
     pieces = {name: [] for name in described}
     for file, about in sorted(files.items()):
-        for name, piece in about["pieces"].items():
-            if name not in described:
-                return f"files.{file}.pieces.{name} is there, and no such parameter"
+        for part, piece in about["pieces"].items():
+            if (name := tensor_of(part)) not in described:
+                return f"files.{file}.pieces.{part} is there, and no such parameter"
             shape, spec = described[name]["shape"], None
             with contextlib.suppress(ValueError):
                 spec = spec_from(name, shape, piece)
             if spec is None or not spec.numel:
-                return (f"files.{file}.pieces.{name} is {piece}: expected a part of its {math.prod(shape)} elements, "
+                return (f"files.{file}.pieces.{part} is {piece}: expected a part of its {math.prod(shape)} elements, "
                         f"of shape {shape}")
             pieces[name].append((spec, f"in {file}"))
     return next(filter(None, (coverage_fault(name, described[name]["shape"], each, "in no file")
@@ -80,14 +80,14 @@ def check_header(path, expected, may_have=()):
 def expected_in(manifest, file):
     """Return {name: (name of its dtype, shape)} of the tensors, but for generators, that a file has to have."""
     found = {}
-    for name, (first, end, *_) in manifest["files"][file]["pieces"].items():
-        if name in manifest["rest"]:
-            found[f"rest/{name}"] = manifest["rest"][name]["dtype"], [end - first]
+    for part, (first, end, *_) in manifest["files"][file]["pieces"].items():
+        if (name := tensor_of(part)) in manifest["rest"]:
+            found[f"rest/{part}"] = manifest["rest"][name]["dtype"], [end - first]
             continue
-        found[f"parameters/{name}"] = manifest["parameters"][name]["held"], [end - first]
+        found[f"parameters/{part}"] = manifest["parameters"][name]["held"], [end - first]
         for key, kind in manifest["states"].get(name, {}).items():
             if "value" not in kind:
-                found[f"optimizer/{key}/{name}"] = kind["dtype"], [end - first]
+                found[f"optimizer/{key}/{part}"] = kind["dtype"], [end - first]
     return found
 
 

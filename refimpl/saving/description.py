@@ -6,12 +6,13 @@ and that of an fp32 model into the masters of a bf16 one. Without masters bf16 p
 """
 
 import itertools
+from collections import Counter
 
 import torch
 
 from ..comm.texts import gather_results
 from ..sharding import ShardSpec, check_replicas, check_specs
-from .form import DTYPES, name_of
+from .form import DTYPES, name_of, tensor_of
 from .optimizer_state import state_of
 
 SHOWN = 4  # differences that an error lists
@@ -47,26 +48,30 @@ def _report(state, saving):
     groups = [{"parameters": list(names), "hyperparameters": _plain_items(group)}
               for names, group in zip(state.groups, state.optimizer.param_groups, strict=True)]
     numbers = {group: i for i, group in enumerate(dict.fromkeys(shard.group for shard in state.shards))}
-    owned = {shard.spec.name: shard for shard in state.shards if shard.owned is not None}
-    return {"groups": groups, "places": {name: numbers[shard.group] for name, shard in owned.items()},
-            "tensors": {name: {"shape": list(shard.spec.shape), "dtype": name_of(shard.dtype), "held":
-                               name_of(shard.values.dtype), "trained": shard.own is not None}
-                        for name, shard in owned.items()},
-            "pieces": {name: piece_of(shard.owned) for name, shard in owned.items() if shard.owned.numel},
+    owned = [(shard.spec.name, shard) for shard in state.shards if shard.owned is not None]
+    known = {name for name, _ in owned}
+    return {"groups": groups, "places": [(name, numbers[shard.group]) for name, shard in owned],
+            "tensors": [(name, {"shape": list(shard.spec.shape), "dtype": name_of(shard.dtype), "held":
+                                name_of(shard.values.dtype), "trained": shard.own is not None})
+                        for name, shard in owned],
+            "pieces": {part: piece_of(shard.owned) for shard, part in state.written.items()},
             "replicas": [[shard.spec.name, list(shard.spec.shape), piece_of(shard.spec), list(shard.spec.replicas)]
                          for shard in state.shards if len(shard.spec.replicas) > 1],
             "names": {other: name for other, name in state.names.items()
-                      if state.comm.rank == 0 or name in owned or name != other},
-            "states": {name: state_of(state, shard) for name, shard in owned.items() if shard.own is not None}
-            if saving else {}}
+                      if state.comm.rank == 0 or name in known or name != other},
+            "states": [(name, state_of(state, shard)) for name, shard in owned if shard.own is not None]
+            if saving else []}
 
 
 def _check_reports(reports, saving):
-    check_specs([[spec_from(name, report["tensors"][name]["shape"], piece) for name, piece in report["pieces"].items()]
-                 for report in reports])
+    check_specs([[spec for parts in located(dict(report["tensors"]), {0: report["pieces"]}).values()
+                  for _, _, spec in parts] for report in reports])
     check_replicas([[spec_from(*each) for each in report["replicas"]] for report in reports])
-    known = {name for report in reports for name in report["tensors"]}
+    known = {name for report in reports for name, _ in report["tensors"]}
     for report in reports:
+        counts = Counter(itertools.chain(*(set(group["parameters"]) for group in report["groups"])))
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"{twice[0]} is in {counts[twice[0]]} param groups: expected all parts of it in one")
         trained = {name: "a param group" for group in report["groups"] for name in group["parameters"]}
         for name, where in (dict.fromkeys(report["names"].values(), "the model") | trained).items():
             if name not in known:
@@ -83,7 +88,7 @@ def _merged(reports, what):
     """Merge what each rank said of its tensors. RuntimeError if two ranks say another thing of one."""
     found = {}
     for rank, report in enumerate(reports):
-        for name, each in report[what].items():
+        for name, each in report[what]:
             if found.setdefault(name, each) != each:
                 said = "optimizer state" if what == "states" else "description"
                 raise RuntimeError(f"rank {rank} has another {said} of {name} than ranks before it: {each}, "
@@ -100,6 +105,16 @@ def spec_from(name, shape, piece, replicas=()):
     """Return the ShardSpec of a piece in JSON. ValueError if the tensor has no such part."""
     first, end, offsets, lengths = piece if len(piece) == 4 else (*piece, None, None)
     return ShardSpec(name, shape, offsets, lengths, first, end, replicas)
+
+
+def located(tensors, pieces):
+    """Return {name: [(where, name of a part, its ShardSpec)]} of {where: {name of a part: its piece in JSON}}."""
+    found = {}
+    for where, each in pieces.items():
+        for part, piece in each.items():
+            name = tensor_of(part)
+            found.setdefault(name, []).append((where, part, spec_from(name, tensors[name]["shape"], piece)))
+    return found
 
 
 def class_of(optimizer):

@@ -6,6 +6,9 @@
     manifest.json             a description of the model, the optimizer and its param groups, the step, which elements
                               of which tensor are in which file, and the bytes and SHA-256 of each file and of itself
 
+A rank that owns several parts of a tensor, of q, k and v in one layer say, writes each by itself: `qkv.weight`,
+`qkv.weight..1`, …
+
 Each element is written once, whoever else holds it: together Ψ · (4 + 8) bytes with Adam in fp32, and headers
 (`durable.safetensors_bytes`). Each rank writes its file to a new folder and syncs it and the folder. When all ranks
 have, rank 0 writes the manifest under a temporary name, syncs it, and renames it. Then the previous saved state is
@@ -37,7 +40,7 @@ from ..comm.texts import gather_results
 from ..sharding import overlaps
 from . import manifest as manifests
 from .coverage import check_coverage, check_header, check_inside, expected_in, file_of, readable
-from .description import describe, differences, listed, set_hyperparameters, spec_from
+from .description import describe, differences, listed, located, piece_of, set_hyperparameters
 from .durable import raw_bytes, sync_folder, widest_first, write_tensors
 from .form import MANIFEST, mismatch
 from .manifest import SavedStateError
@@ -66,16 +69,18 @@ def save(state, directory):
 
 
 def _write(state, folder):
-    """Write and sync this rank's file. Return {"bytes", "sha256"} of it, and {name: {key: SHA-256}} of replicas."""
+    """Write and sync this rank's file. Return {"bytes", "sha256"} of it, and {shard: {key: SHA-256}} of replicas."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}, which rank 0 has made, is not there: save to a file system that all ranks "
                                 "share")
     items = [(shard, key, x.dtype) for shard in state.shards if shard.owned is not None or _is_compared(shard)
              for key, x in tensors_of(state, shard).items()]
     items, generators = widest_first(items, lambda item: item[2]), _generators(state.comm.device)
-    specs = [(f"{key}/{shard.spec.name}", dtype, (shard.owned.numel,)) for shard, key, dtype in items if _writes(shard)]
+    written = state.written
+    specs = [(f"{key}/{written[shard]}", dtype, (shard.owned.numel,)) for shard, key, dtype in items
+             if shard in written]
     specs += [(name, x.dtype, x.shape) for name, x in generators.items()]
-    hashes = {shard.spec.name: {"numbers": state_of(state, shard) if shard.own is not None else None}
+    hashes = {_named(shard): {"numbers": state_of(state, shard) if shard.own is not None else None}
               for shard in state.shards if _is_compared(shard)}
 
     def tensors(load):
@@ -83,8 +88,8 @@ def _write(state, folder):
             load(shard.group)
             tensor = tensors_of(state, shard)[key]
             if _is_compared(shard):
-                hashes[shard.spec.name][key] = hashlib.sha256(raw_bytes(tensor)).hexdigest()
-            if _writes(shard):
+                hashes[_named(shard)][key] = hashlib.sha256(raw_bytes(tensor)).hexdigest()
+            if shard in written:
                 yield elements(tensor, shard)
         yield from generators.values()
 
@@ -94,19 +99,20 @@ def _write(state, folder):
     return about, hashes
 
 
-def _writes(shard):
-    return shard.owned is not None and shard.owned.numel > 0
-
-
 def _is_compared(shard):
     return len(shard.spec.replicas) > 1 and shard.kind != "buffers"
+
+
+def _named(shard):
+    """Return the name of a shard and which elements it has, as a key in JSON."""
+    return f"{shard.spec.name} {piece_of(shard.spec)}"
 
 
 def _check_replicas(reports, hashes):
     """Raise RuntimeError if ranks that hold the same elements have other values in them."""
     for report in reports:
-        for name, _, _, replicas in report["replicas"]:
-            said = {rank: hashes[rank].get(name, {}) for rank in replicas}
+        for name, _, piece, replicas in report["replicas"]:
+            said = {rank: hashes[rank].get(f"{name} {piece}", {}) for rank in replicas}
             first = said[replicas[0]]
             if keys := [key for key, each in first.items() if any(said[rank].get(key) != each for rank in replicas)]:
                 differ = [rank for rank in replicas if said[rank] != first]
@@ -200,23 +206,21 @@ def _check(comm, directory, manifest, here):
 def _restore(state, folder, manifest):
     """Read what this rank holds: a group at a time, of it a file at a time, and one slice of it."""
     set_hyperparameters(state, manifest["groups"])
-    described, stored = {**manifest["rest"], **manifest["parameters"]}, {}
-    for file, about in manifest["files"].items():
-        for name, piece in about["pieces"].items():
-            stored.setdefault(name, []).append((file, spec_from(name, described[name]["shape"], piece)))
+    stored = located({**manifest["rest"], **manifest["parameters"]},
+                     {file: about["pieces"] for file, about in manifest["files"].items()})
     with state.one_group() as load:
         for group, shards in itertools.groupby(state.shards, key=lambda shard: shard.group):
             load(group)
             files = {}
             for shard in shards:
                 make_state(state, shard, manifest["states"].get(shard.spec.name))
-                for file, spec in stored.get(shard.spec.name, ()):
+                for file, part, spec in stored.get(shard.spec.name, ()):
                     if views := overlaps(shard.spec, spec):
-                        files.setdefault(file, []).append((shard, views))
-            for file, parts in files.items():
+                        files.setdefault(file, []).append((part, views, shard))
+            for file, found in files.items():
                 with _open(folder / file) as opened:
-                    for shard, views in parts:
-                        _copy(opened, shard.spec.name, views, tensors_of(state, shard))
+                    for part, views, shard in found:
+                        _copy(opened, part, views, tensors_of(state, shard))
     if manifest["world_size"] == state.comm.world_size:
         _restore_generators(state.comm, folder)
 
@@ -226,13 +230,13 @@ def _open(path):
                                                 str(path)))
 
 
-def _copy(stored, name, views, tensors):
+def _copy(stored, part, views, tensors):
     """Copy the overlaps of a shard and a stored piece, [(View in the shard, View in the piece)]."""
     for key, tensor in tensors.items():
         with flat(tensor) as target:
             for mine, theirs in views:
-                part = stored.get_slice(f"{key}/{name}")[theirs.begin : theirs.end]
-                mine.of(target).copy_(part.as_strided(theirs.size, theirs.stride))
+                read = stored.get_slice(f"{key}/{part}")[theirs.begin : theirs.end]
+                mine.of(target).copy_(read.as_strided(theirs.size, theirs.stride))
 
 
 def _restore_generators(comm, folder):

@@ -1,13 +1,15 @@
 """What an engine hands over to be saved or loaded: its shards, its optimizer, and how to load one group of them."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from ..comm import Communicator
-from ..sharding import Shard, spec_of
+from ..sharding import Shard, names_of, overlaps, spec_of
+from .form import part_name
 
 
 @dataclass(eq=False)
@@ -15,8 +17,8 @@ class TrainingState:
     """Describes what one rank holds of a model in training. Nobody needs to know how the model was cut.
 
     - `comm`: of all ranks that hold a part of the model.
-    - `shards`: of this rank, group by group, at most one of each name. Ranks that share tensors have their groups in
-      one order. Each tensor is in some rank's shards, also one without elements.
+    - `shards`: of this rank, group by group. Several of one name are different parts of that tensor. Ranks that share
+      tensors have their groups in one order. Each tensor is in some rank's shards, also one without elements.
     - `optimizer`: of this rank's `own` tensors.
     - `groups`: [names of the whole parameters] of each param group, also of those that this rank has no part of.
     - `model`: which names a tensor has in its state_dict, and which buffers are in it at all.
@@ -38,11 +40,25 @@ class TrainingState:
         self.names = _names(self.model)
         kept = set(self.names.values())
         self.shards = [shard for shard in self.shards if shard.kind != "buffers" or shard.spec.name in kept]
-        seen = set()
-        for name in (shard.spec.name for shard in self.shards):
-            if name in seen:
-                raise ValueError(f"two shards of {name} on rank {self.comm.rank}: expected one of each tensor")
-            seen.add(name)
+        for name, parts in self.by_name.items():
+            if any(overlaps(a.spec, b.spec) for a, b in itertools.combinations(parts, 2)):
+                raise ValueError(f"two shards of {name} on rank {self.comm.rank}: expected one of each tensor, or "
+                                 "parts that have no element in common")
+
+    @property
+    def by_name(self):
+        """Return {name: the shards of this tensor}."""
+        found = {}
+        for shard in self.shards:
+            found.setdefault(shard.spec.name, []).append(shard)
+        return found
+
+    @property
+    def written(self):
+        """Return {shard: the name of its part in files} of all that this rank owns elements of."""
+        return {shard: part_name(name, number) for name, parts in self.by_name.items()
+                for number, shard in enumerate(shard for shard in parts if shard.owned is not None
+                                               and shard.owned.numel)}
 
     @contextlib.contextmanager
     def one_group(self):
@@ -59,10 +75,10 @@ class TrainingState:
 
 
 def _names(model):
-    """Return {each name in the model's state_dict: the tensor's name in specs}. A tied tensor has several."""
+    """Return {each name in the whole model's state_dict: the tensor's name in specs}. A tied tensor has several."""
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first = {}
     for name, tensor in every:
         first.setdefault(tensor, spec_of(name, tensor).name)
     kept = model.state_dict().keys()
-    return {name: first[tensor] for name, tensor in every if name in kept}
+    return {whole: first[tensor] for name, tensor in every if name in kept for whole in names_of(name, tensor)}

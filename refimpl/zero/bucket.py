@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..sharding import room_of
+
 ALIGNMENT = 16  # bytes: vectorised loads and matrix units need it
 
 
@@ -46,7 +48,7 @@ class Bucket:
         self.slots, end = [], 0
         for name, parameter in named_parameters:
             self.slots.append(Slot(name, parameter, end, end + parameter.numel()))
-            end = aligned(end + parameter.numel(), parameter.itemsize)
+            end = aligned(end + room_of(parameter), parameter.itemsize)
         first = self.slots[0].parameter
         self.dtype, self.device, self.world_size = first.dtype, first.device, world_size
         self.shard_numel = aligned(-(-end // world_size), first.itemsize)
@@ -103,8 +105,8 @@ def buckets_of(named_parameters, world_size, bucket_bytes):
     kinds = {}
     for name, parameter in reversed(list(named_parameters)):
         filling = kinds.setdefault((parameter.dtype, parameter.device), [[]])
-        used = sum(aligned(p.numel(), p.itemsize) * p.itemsize for _, p in filling[-1])
-        if filling[-1] and used + parameter.nbytes > bucket_bytes:
+        used = sum(aligned(room_of(p), p.itemsize) * p.itemsize for _, p in filling[-1])
+        if filling[-1] and used + room_of(parameter) * parameter.itemsize > bucket_bytes:
             filling.append([])
         filling[-1].append((name, parameter))
     return [Bucket(filled, world_size) for lists in kinds.values() for filled in lists]

@@ -14,6 +14,8 @@ ranks, and each reduce_scatter is followed by an all_reduce of 2(R−1)/R · Ψ/
 count the padding of buckets, Adam's step counters and the checks between ranks, too, and are exact.
 """
 
+from collections import Counter
+
 import torch
 from torch import nn
 
@@ -23,6 +25,8 @@ from ..memory import Ledger
 from ..memory.state_bytes import STATES
 from ..saving.coverage import file_of
 from ..saving.durable import safetensors_bytes, widest_first
+from ..saving.form import part_name
+from ..sharding import spec_of
 from .bucket import buckets_of
 from .engine import BUCKET_BYTES
 from .units import default_units, frozen_buckets, parameters_of_units, unit_buckets
@@ -165,28 +169,43 @@ def hybrid_traffic(model, shards, replicas, stage, *, rank=0, micro_batches=1, c
 
 
 def saved_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,
-                     persistence_threshold=0, cuda=False):
+                persistence_threshold=0, cuda=False, ranks=None):
     """Return {file: bytes} of what `save` writes after a step: Ψ · (h + k) bytes, h and k those of an element as it is
     held and of its optimizer's state, and headers, states of random number generators, and what is not trained.
 
-    Arguments as of `model_state_bytes`; `cuda`: whether ranks have a GPU. The manifest, which is text, is not counted.
+    Arguments as of `model_state_bytes`; `cuda`: whether ranks have a GPU. `ranks`: of a model that tensor parallelism
+    has split, the numbers in the world of the ranks with the same part, `mesh.ranks("dp")`. These files alone are
+    counted, with what these ranks own. The manifest, which is text, is not counted.
     """
+    ranks = range(world_size) if ranks is None else ranks
     buckets = _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
     held = {bucket: torch.float32 if stage and bucket.dtype in LOW else bucket.dtype for bucket in buckets}
     generators = [(f"rng/{kind}", torch.uint8, (GENERATORS[kind],)) for kind in ("cpu", *["cuda"] * cuda)]
-    files = {file_of(rank): [(f"{key}/{piece.slot.name}", held[bucket], (piece.end - piece.first,))
-                             for bucket in buckets for piece in bucket.pieces(rank)
-                             for key in ("parameters", *(f"optimizer/{kept}" for kept in KEPT[optimizer]))] + generators
-             for rank in range(world_size)}
-    frozen, saved = _frozen_layout(model, world_size, stage, units, persistence_threshold), model.state_dict().keys()
-    for rank in range(world_size):
-        files[file_of(rank)] += [(f"rest/{piece.slot.name}", bucket.dtype, (piece.end - piece.first,))
-                                 for bucket in frozen for piece in bucket.pieces(rank)]
+    keys = "parameters", *(f"optimizer/{kept}" for kept in KEPT[optimizer])
+    frozen, persistent = _frozen_layout(model, world_size, stage, units, persistence_threshold), model.state_dict()
     in_shards = {slot.name for bucket in frozen for slot in bucket.slots}
     rest = [(name, p) for name, p in model.named_parameters() if not p.requires_grad and name not in in_shards]
-    rest += [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
-    files[file_of(0)] += [(f"rest/{name}", x.dtype, (x.numel(),)) for name, x in rest if x.numel()]
+    rest += [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
+    files = {}
+    for i, rank in enumerate(ranks):
+        pieces = [(piece.slot.name, piece.slot.parameter, held.get(bucket, bucket.dtype), piece.end - piece.first,
+                   keys if bucket in held else ("rest",)) for bucket in (*buckets, *frozen)
+                  for piece in bucket.pieces(i)]
+        pieces += [(name, x, x.dtype, x.numel(), ("rest",)) for name, x in rest if not i and x.numel()]
+        files[file_of(rank)] = _parts(pieces, ranks) + generators
     return {file: safetensors_bytes(widest_first(specs, lambda spec: spec[1])) for file, specs in files.items()}
+
+
+def _parts(pieces, ranks):
+    """Return [(key in a file, dtype, shape)] of those of [(name, parameter, dtype, elements, keys)] of which the first
+    holder is one of these ranks."""
+    found, count = [], Counter()
+    for name, parameter, dtype, elements, keys in pieces:
+        spec = spec_of(name, parameter)
+        if not spec.replicas or min(spec.replicas) in ranks:
+            found += [(f"{key}/{part_name(spec.name, count[spec.name])}", dtype, (elements,)) for key in keys]
+            count[spec.name] += 1
+    return found
 
 
 def _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold):

@@ -106,6 +106,18 @@ def test_spans(spans, said):
     assert check_coverage(manifest_of(spans)) == said
 
 
+@pytest.mark.parametrize(("parts", "said"), [
+    ({"x": [0, 2], "x..1": [2, 6]}, None), ({"x..1": [2, 6]}, "x: elements 0 … 1 are in no file"),
+    ({"x": [0, 4], "x..1": [2, 6]}, "x: elements 2 … 3 are in rank-00000.safetensors and in rank-00000.safetensors"),
+    ({"x": [0, 6], "y..1": [0, 6]}, "files.rank-00000.safetensors.pieces.y..1 is there, and no such parameter"),
+    ({"x": [0, 6], "x..1": [6, 6]}, "files.rank-00000.safetensors.pieces.x..1 is [6, 6]: expected a part of its 6 "
+                                    "elements, of shape [6]")])
+def test_parts_in_one_file(parts, said):
+    manifest = manifest_of([(0, 6)])
+    manifest["files"]["rank-00000.safetensors"]["pieces"] = parts
+    assert check_coverage(manifest) == said
+
+
 def test_a_parameter_without_elements_is_in_no_file():
     assert check_coverage(manifest_of([None], (3, 0))) is None
     assert "expected a part of its 0 elements" in check_coverage(manifest_of([(0, 1)], (3, 0)))

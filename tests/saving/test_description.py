@@ -159,3 +159,52 @@ def test_a_load_may_find_ranks_that_differ():
 def test_a_rank_has_one_shard_of_a_tensor():
     with pytest.raises(ValueError, match="two shards of a.weight on rank 0: expected one of each tensor"):
         state(FakeCommunicator(0, 1), change=lambda shards: shards[:1] * 2)
+
+
+def row(shard, number, dtype=torch.float32):
+    """A row of a.weight, as a shard of its own."""
+    spec = ShardSpec("a.weight", (2, 3), (number, 0), (1, 3))
+    own = nn.Parameter(shard.values[3 * number : 3 * number + 3].clone())
+    return Shard(spec, own.detach(), "parameters", dtype, own, spec)
+
+
+def in_rows(*rows):
+    """A state in which one rank holds these rows of a.weight, (number, dtype), apart."""
+    return state(FakeCommunicator(0, 1), change=lambda shards: [
+        *(row(shards[0], *each) for each in rows), *shards[1:]])
+
+
+def test_a_rank_may_have_several_parts_of_a_tensor():
+    held = in_rows((0,), (1,))
+    assert list(held.written.values())[:2] == ["a.weight", "a.weight..1"]
+    found, (report,) = describe(held, saving=True)
+    assert found["parameters"] == description()["parameters"] and found["groups"] == description()["groups"]
+    assert report["pieces"]["a.weight..1"] == [0, 3, [1, 0], [1, 3]]
+
+
+def in_two_groups():
+    held = in_rows((0,), (1,))
+    part = held.by_name["a.weight"][1].own
+    held.optimizer.param_groups[0]["params"] = [p for p in held.optimizer.param_groups[0]["params"] if p is not part]
+    held.optimizer.add_param_group({"params": [part], "lr": 0.1})
+    held.groups.append(["a.weight"])
+    return held
+
+
+def with_another_state():
+    held = in_rows((0,), (1,))
+    for number, shard in enumerate(held.by_name["a.weight"]):
+        held.optimizer.state[shard.own] = {"step": torch.tensor(float(number))}
+    return held
+
+
+@pytest.mark.parametrize(("make", "error", "said"), [
+    (lambda: in_rows((0,)), ValueError, "a.weight: 3 of its 6 elements are on no rank"),
+    (lambda: in_rows((0,), (1,), (1,)), ValueError, "two shards of a.weight on rank 0: .* no element in common"),
+    (lambda: in_rows((0,), (1, torch.float16)), RuntimeError, "rank 0 has another description of a.weight"),
+    (in_two_groups, ValueError, "a.weight is in 2 param groups: expected all parts of it in one"),
+    (with_another_state, RuntimeError, "rank 0 has another optimizer state of a.weight"),
+])
+def test_parts_that_are_not_together_a_tensor_are_an_error_by_name(make, error, said):
+    with pytest.raises(error, match=said):
+        describe(make(), saving=True)
