@@ -37,13 +37,9 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.comm, self.gather_output, self.siblings = comm, gather_output, Siblings([self])
         self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
-        self.parts = tuple(parts or [self.features])
-        if sum(self.parts) != self.features:
-            raise ValueError(f"{name}: parts {self.parts} of {self.features} features: expected their sum")
-        self.heads = tuple(heads or self.parts)
+        self.parts, self.heads, cuts = column_cuts(linear, comm, name, parts, heads)
         self.weights, self.biases, self.replicas, first = nn.ParameterList(), nn.ParameterList(), [], 0
-        for size, count in zip(self.parts, self.heads, strict=True):
-            begin, end, peers = _heads_of(comm, count, size, name)
+        for size, (begin, end, peers) in zip(self.parts, cuts, strict=True):
             most = max(end - begin, -(-size // comm.world_size))
             self.replicas.append(_group(comm, peers))
             numbers = [comm.ranks[peer] for peer in peers] if len(peers) > 1 else ()
@@ -193,7 +189,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.comm, self.sequence = comm, False
         self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
-        begin, end, _ = _heads_of(comm, heads or self.in_features, self.in_features, name)
+        begin, end = row_cut(linear, comm, name, heads)
         self.weight = _block(linear.weight, 0 if self.transposed else 1, begin, end, f"{name}.weight", (),
                              max(end - begin, -(-self.in_features // comm.world_size)))
         self.bias = None
@@ -225,6 +221,23 @@ def features_of(linear, name=""):
     return tuple(weight.shape) if is_transposed(linear) else tuple(weight.shape[::-1])
 
 
+def column_cuts(linear, comm, name="", parts=None, heads=None):
+    """Return the sizes of a layer's parts, their heads, and for each (begin, end, ranks that have the same): what this
+    rank has of its output features. ValueError if they cannot be shared out evenly."""
+    _, features = features_of(linear, name)
+    parts = tuple(parts or [features])
+    if sum(parts) != features:
+        raise ValueError(f"{name}: parts {parts} of {features} features: expected their sum")
+    heads = tuple(heads or parts)
+    return parts, heads, [_heads_of(comm, count, size, name) for size, count in zip(parts, heads, strict=True)]
+
+
+def row_cut(linear, comm, name="", heads=None):
+    """Return (begin, end) of this rank's input features. ValueError if they cannot be shared out evenly."""
+    size, _ = features_of(linear, name)
+    return _heads_of(comm, heads or size, size, name)[:2]
+
+
 def _heads_of(comm, heads, size, name):
     """Return (begin, end) of the features of this rank's heads, and the ranks that have the same."""
     N, r = comm.world_size, comm.rank
@@ -232,8 +245,7 @@ def _heads_of(comm, heads, size, name):
         raise ValueError(f"{name}: {size} features in {heads} heads: expected as many features in each head")
     width = size // heads
     if heads == size:  # features, of which one rank may have one more than another
-        begin, end = part(size, comm)
-        return begin, end, (r,)
+        return *part(size, comm, name), (r,)
     if heads % N and N % heads:
         raise ValueError(f"{name}: {heads} heads on {N} ranks: expected a multiple of the ranks, or a divisor of them; "
                          "choose a tensor-parallel size that divides the heads")

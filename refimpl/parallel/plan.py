@@ -8,6 +8,8 @@ A plan is {name of modules: style}. In a name `*` stands for one part, such as a
     row           a linear layer by its input features        (rowwise)
     vocabulary    an embedding by its tokens                  (embedding_rowwise)
     head          a linear layer by its output features, the logits, which are gathered (colwise_gather_output)
+    whole         not split, but used on this rank's heads alone, such as a norm of each head: its gradient is summed
+                  over the ranks (replicated_with_grad_allreduce)
 
 A column may say more: `Column(parts=…, heads=…)`, as ColumnParallelLinear takes them.
 """
@@ -35,9 +37,9 @@ class Row:
     heads: int | None = None
 
 
-STYLES = ("column", "row", "vocabulary", "head")
+STYLES = ("column", "row", "vocabulary", "head", "whole")
 OTHER_NAMES = {"colwise": "column", "rowwise": "row", "embedding_rowwise": "vocabulary", "colwise_rep": "head",
-               "colwise_gather_output": "head"}
+               "colwise_gather_output": "head", "replicated_with_grad_allreduce": "whole"}
 REGIONS = (("blocks", "norm"), ("model.layers", "model.norm"), ("transformer.h", "transformer.ln_f"))
 
 
@@ -88,7 +90,7 @@ def matched(model, plan):
     no module, for an unknown style, and for a module of two styles."""
     found, names = {}, [name for name, _ in model.named_modules()]
     for pattern, style in plan.items():
-        style = OTHER_NAMES.get(style, style)
+        style = OTHER_NAMES.get(style, style) if isinstance(style, str) else style
         if not isinstance(style, (Column, Row)) and style not in STYLES:
             raise ValueError(f"{pattern}: style {style!r}: expected one of {', '.join((*STYLES, *OTHER_NAMES))}, or a "
                              "Column or Row")

@@ -21,7 +21,7 @@ from .conjugate import own_rows, whole_sequence
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .plan import region_of
 from .random import OwnRandom
-from .tensor import tensor_parallel
+from .tensor import sum_gradients, tensor_parallel
 
 
 def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=False):
@@ -30,7 +30,8 @@ def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=Fals
     - `region`: names of the list of blocks, and of the norm after it. The blocks take x (B, T, C) first, and return it.
 
     Tokens need not be a multiple of the ranks: the last rank pads its rows. Each weight of the region that is whole on
-    every rank, a norm's say, has its gradient summed over the ranks. ValueError as `tensor_parallel`, and for a model
+    every rank, a norm's say, has its gradient summed over the ranks. Hidden states that a model returns beside its
+    output (`output_hidden_states`) are rows, (1, n, C). ValueError as `tensor_parallel`, and for a model
     whose region is not known.
     """
     blocks, norm = region_of(model) if region is None else region
@@ -53,10 +54,7 @@ def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=Fals
                 split |= {*layer.parameters()} - {getattr(layer, "bias", None)}
             if isinstance(layer, RowParallelLinear):
                 layer.sequence = True
-    for p in {p: None for module in (*blocks, norm) for p in module.parameters() if p not in split}:
-        trains = p.requires_grad  # a frozen one may be trained later
-        p.requires_grad_().register_hook(lambda gradient: comm.all_reduce(gradient))
-        p.requires_grad_(trains)
+    sum_gradients([p for module in (*blocks, norm) for p in module.parameters() if p not in split], comm)
     return model
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.agreement import check_model
 from ..model import GPT
 from ..sharding import set_spec, spec_of
-from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, features_of
+from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, column_cuts, features_of, row_cut
 from .plan import Column, Row, matched, plan_of
 from .random import OwnRandom
 from .vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
@@ -39,10 +39,13 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
     """
     styles = matched(model, plan_of(model) if plan is None else plan)
     _check(model, comm, styles)
-    _start_alike(model, comm)
+    for name in [name for name, style in styles.items() if style == "whole"]:
+        sum_gradients(model.get_submodule(name).parameters(), comm)
+        del styles[name]
     heads_of = {name: _heads(model, name, style) for name, style in styles.items()}
-    tied = _tied(model, styles)
-    made = {}
+    tied, made = _tied(model, styles), {}
+    _check_cuts(model, comm, styles, heads_of)  # before anything is split
+    _start_alike(model, comm)
     for name, style in styles.items():  # one by one, so that no more than one layer is here whole and in part
         whole = model.get_submodule(name)
         made[name] = _split(whole, comm, name, style, heads_of[name]).train(whole.training)
@@ -59,6 +62,7 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
             spec = spec_of(name, tensor)
             set_spec(tensor, type(spec)(name, spec.shape, replicas=comm.ranks if comm.world_size > 1 else ()))
     _split_loss(model, comm, made, styles, loss_parallel)
+    model.__deepcopy__ = _refuse_copy
     return model
 
 
@@ -92,6 +96,32 @@ def _tied(model, styles):
             raise ValueError(f"{' and '.join(names)} share a weight: expected none of them in the plan, or an "
                              "embedding and its heads, all of them")
     return tied
+
+
+def _check_cuts(model, comm, styles, heads_of):
+    """Raise ValueError, with its name, for a layer that cannot be shared out."""
+    for name, style in styles.items():
+        layer = model.get_submodule(name)
+        if style == "vocabulary":
+            VocabularyParallelEmbedding.cut(layer, comm, f"{name}.weight")
+        elif isinstance(style, Row):
+            row_cut(layer, comm, name, heads_of[name])
+        else:
+            column_cuts(layer, comm, name, getattr(style, "parts", None), heads_of[name])
+
+
+def sum_gradients(parameters, comm):
+    """Sum each parameter's gradient over the ranks, once; also if it is frozen now and trained later."""
+    for p in parameters:
+        if not hasattr(p, "gradient_is_summed"):
+            trains, p.gradient_is_summed = p.requires_grad, True
+            p.requires_grad_().register_hook(lambda gradient: comm.all_reduce(gradient))
+            p.requires_grad_(trains)
+
+
+def _refuse_copy(memo):
+    raise TypeError("a model that tensor_parallel has split: deepcopy would lose what its parameters are parts of, and "
+                    "the sums of their gradients; copy the model before it is split, and split the copy, too")
 
 
 def _heads(model, name, style):

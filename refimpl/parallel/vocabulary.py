@@ -26,12 +26,13 @@ CHUNK_BYTES = 64 * 2**20  # of the buffer in which logits are computed in fp32, 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def part(size, comm):
+def part(size, comm, name=""):
     """Return (first, end): this rank's part of `size` rows; parts differ by at most one. `comm`: a Communicator, or
-    (rank, n). ValueError if there are fewer rows than ranks."""
+    (rank, n). ValueError, with the layer's name, if there are fewer rows than ranks."""
     rank, n = comm if isinstance(comm, tuple) else (comm.rank, comm.world_size)
     if size < n:
-        raise ValueError(f"{size} rows cannot be split over {n} ranks: each holds at least one. Use fewer ranks")
+        raise ValueError(f"{name and name + ': '}{size} rows cannot be split over {n} ranks: each holds at least one. "
+                         "Use fewer ranks")
     return rank * size // n, (rank + 1) * size // n
 
 
@@ -66,6 +67,15 @@ class VocabularyParallelEmbedding(nn.Module):
 
         ValueError for `max_norm`, `scale_grad_by_freq` and `sparse`; TypeError for other classes.
         """
+        (first, end), whole = cls.cut(embedding, comm, name), embedding.weight
+        weight = nn.Parameter(whole.detach()[first:end].clone(), requires_grad=whole.requires_grad)
+        largest = -(-len(whole) // comm.world_size) * whole.shape[1]
+        set_spec(weight, ShardSpec(name, tuple(whole.shape), (first, 0), tuple(weight.shape)), (name,), largest)
+        return cls(weight, comm, embedding.num_embeddings, padding_idx=embedding.padding_idx)
+
+    @staticmethod
+    def cut(embedding, comm, name="weight"):
+        """Return (first, end) of this rank's rows. Raises what `of` raises."""
         if type(embedding).forward is not nn.Embedding.forward or "weight" not in embedding._parameters:
             raise TypeError(f"{name} is of {type(embedding).__name__}: expected an nn.Embedding, with its own forward "
                             "and a plain weight")
@@ -73,11 +83,7 @@ class VocabularyParallelEmbedding(nn.Module):
             if getattr(embedding, option) not in (None, False):
                 raise ValueError(f"{name} has {option}={getattr(embedding, option)}, which needs all rows at once or a "
                                  "sparse gradient: make the embedding without it")
-        whole, (first, end) = embedding.weight, part(embedding.num_embeddings, comm)
-        weight = nn.Parameter(whole.detach()[first:end].clone(), requires_grad=whole.requires_grad)
-        largest = -(-len(whole) // comm.world_size) * whole.shape[1]
-        set_spec(weight, ShardSpec(name, tuple(whole.shape), (first, 0), tuple(weight.shape)), (name,), largest)
-        return cls(weight, comm, embedding.num_embeddings, padding_idx=embedding.padding_idx)
+        return part(embedding.num_embeddings, comm, name)
 
     def forward(self, tokens):
         """Return the embeddings of tokens (…): (…, C)."""

@@ -19,7 +19,7 @@ OTHERS = {"gpt2": causal("gpt2", vocab_size=V, n_embd=32, n_head=4, n_layer=2, n
                          embd_pdrop=0.0, attn_pdrop=0.0),
           "llama": causal("llama", **GROUPED | {"vocab_size": V}),
           "tied llama": causal("llama", **GROUPED, tie_word_embeddings=True), "qwen2": causal("qwen2", **GROUPED),
-          "mistral": causal("mistral", **GROUPED)}
+          "mistral": causal("mistral", **GROUPED), "qwen3": causal("qwen3", **GROUPED)}
 SPLITS = {"tensor": tensor_parallel, "sequence": sequence_parallel}
 
 

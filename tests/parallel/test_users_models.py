@@ -15,6 +15,7 @@ from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
 from refimpl.parallel import tensor_parallel
+from refimpl.parallel.plan import Column, Row
 
 PLAN = {"up": "column", "down": "row"}
 
@@ -75,6 +76,53 @@ def test_a_layer_in_two_places_is_refused():
 def test_two_styles_of_one_module_are_refused():
     with pytest.raises(ValueError, match="up: the plan's 'u[*]' says Row.*, and another of its names Column"):
         tensor_parallel(MLP(), FakeCommunicator(0, 2), {"up": "column", "u*": "row"})
+
+
+@pytest.mark.parametrize(("model", "plan", "text"), [
+    (MLP(), {"up": "column", "down": Row(3)}, "down: 4 features in 3 heads"),
+    (GPT(GPTConfig(vocab_size=3, context_length=8, layers=1, hidden=8, heads=4, tied=False)), None,
+     "embedding.weight: 3 rows cannot be split over 4 ranks")])
+def test_a_refusal_leaves_the_model_whole(model, plan, text):
+    before = {name: (type(module), id(module)) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=text):
+        tensor_parallel(model, FakeCommunicator(0, 4), plan)
+    assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_copy_would_lose_what_it_is_a_part_of():
+    model = tensor_parallel(MLP(), FakeCommunicator(0, 2), PLAN)
+    with pytest.raises(TypeError, match="copy the model before it is split, and split the copy, too"):
+        copy.deepcopy(nn.Sequential(model))
+
+
+class HeadNorm(nn.Module):
+    """A norm of each head, as Qwen3 and Gemma 3 have."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.RMSNorm(2), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 2))).flatten(-2))
+
+
+def of_heads(comm, style, trained_later):
+    """How far the gradient of the norm is from the whole model's."""
+    torch.manual_seed(0)
+    model, x = HeadNorm().double(), torch.randn(5, 4, dtype=torch.float64)
+    model.norm.requires_grad_(not trained_later)
+    whole = copy.deepcopy(model).requires_grad_()
+    tensor_parallel(model, comm, {"up": Column(heads=(4,)), "down": Row(4), **style}).requires_grad_()
+    for each in (whole, model):
+        each(x).square().sum().backward()
+    return (model.norm.weight.grad - whole.norm.weight.grad).abs().max().item()
+
+
+@pytest.mark.parametrize("trained_later", [False, True])
+@pytest.mark.parametrize("name", ["whole", "replicated_with_grad_allreduce"])
+def test_a_norm_of_each_head_sums_its_gradient(name, trained_later):
+    assert max(launch(of_heads, 2, {"norm": name}, trained_later)) < 1e-12
+    assert min(launch(of_heads, 2, {}, trained_later)) > 1e-3, "the mutant that does not"
 
 
 def other_buffers(comm, what):
