@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .config import GPTConfig as GPTConfig  # users import it from here
+from .rotary import rotate, rotation_table
 
 
 def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
@@ -62,13 +63,19 @@ class Attention(nn.Module):
 
     def __init__(self, config, attention):
         super().__init__()
-        self.config, self.attention, self.options = config, attention, _bind(attention, config.dropout)
+        self.config = config
+        self.set_attention(attention)
         self.queries_per_key = config.heads // config.kv_heads
         self.qkv = nn.Linear(config.hidden, config.hidden + 2 * config.kv_heads * config.head_dim, bias=config.bias)
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
+    def set_attention(self, attention):
+        """Use another attention function from now on."""
+        self._modules.pop("attention", None)  # an attention may be a module, and the next one none
+        self.attention, self.options = attention, _bind(attention, self.config.dropout)
+
     def forward(self, x_BTC, rotation=None):
-        """Map x (B, T, C) to (B, T, C). `rotation`: cos and sin of x's positions, (T, rotary_dim) each, or None."""
+        """Map x (B, T, C) to (B, T, C). `rotation`: what `GPT.rotation` returns for x's positions."""
         c, qkv = self.config, self.qkv(x_BTC)
         heads, groups = self._heads_in(qkv.shape[-1])
         qkv = qkv.view(*qkv.shape[:2], heads + 2 * groups, c.head_dim).transpose(1, 2)
@@ -87,26 +94,6 @@ class Attention(nn.Module):
             raise ValueError(f"qkv gives {features} features: expected a multiple of {(queries + 2) * D}, "
                              f"{queries} query heads, a key head and a value head of {D} features each")
         return groups * queries, groups
-
-
-def rotation_table(config):
-    """Return cos and sin of position · base^(−2i/n) for i < n/2, n = rotary_dim: two (context_length, n) fp32 tables.
-
-    RoFormer (Su et al. 2021), section 3.4.2, with the dimensions paired as halves, as GPT-NeoX pairs them.
-    """
-    n = config.rotary_dim
-    frequency = config.rotary_base ** (-torch.arange(0, n, 2, dtype=torch.float32) / n)
-    angle = torch.outer(torch.arange(config.context_length, dtype=torch.float32), frequency).repeat(1, 2)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x_BHTD, cos_TN, sin_TN):
-    """Rotate the first N dimensions of each head by its position's angle. The others stay the same."""
-    n = cos_TN.shape[-1]
-    turned, passed = x_BHTD[..., :n], x_BHTD[..., n:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos_TN + torch.cat((-second, first), dim=-1) * sin_TN
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
 
 
 class MLP(nn.Module):
@@ -182,22 +169,15 @@ class GPT(nn.Module):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden)
             rotary = config.positions == "rotary"
             self.positions = None if rotary else nn.Embedding(config.context_length, config.hidden)
-            if rotary:
-                for name, table in zip(("cos", "sin"), rotation_table(config), strict=True):
-                    self.register_buffer(name, table, persistent=False)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
             self.norm, self.head = norm_of(config), nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        for child in self.children():  # not self, which has its rotary tables
-            child.apply(self.initialize)
+        self.apply(self.initialize)
 
     def initialize(self, module):
-        """Initialise as GPT-2: N(0, 0.02²), biases 0. Output projections of a block are smaller by √(2 · layers).
-
-        A GPT itself gets its rotary tables: one that was built on the meta device lacks them.
-        """
+        """Initialise as GPT-2: N(0, 0.02²), biases 0. Output projections of a block are smaller by √(2 · layers)."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -205,40 +185,40 @@ class GPT(nn.Module):
         if isinstance(module, Block):
             for linear in (module.attention.out, module.mlp.down):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
-        if isinstance(module, GPT) and module.positions is None:
-            for buffer, table in zip((module.cos, module.sin), rotation_table(module.config), strict=True):
-                buffer.copy_(table)
 
-    def forward(self, tokens_BT, targets_BT=None, *, offset=0, reduction="mean"):
+    def forward(self, tokens_BT, targets_BT=None, *, offset=0, positions_BT=None, reduction="mean"):
         """Map tokens (B, T) to logits (B, T, V), or to the cross-entropy ("mean" or "sum") with targets (B, T).
 
         A target of −100 is not counted. `offset`: the position of the first token, for a sequence fed in chunks.
+        `positions_BT`: instead, that of each token, (B, T) or (1, T) ints; rotary ones are not held to the context.
         Raises TypeError for anything but tensors. Raises ValueError for a wrong shape or dtype, a sequence that exceeds
         the context, and on a CPU an id outside the vocabulary. (On a GPU such an id triggers a device-side assertion.)
         """
         self._check(tokens_BT, targets_BT, offset)
-        x_BTC = self.embed(tokens_BT, offset=offset)
-        rotation = self.rotation(x_BTC, offset=offset)
+        x_BTC = self.embed(tokens_BT, offset=offset, positions_BT=positions_BT)
+        rotation = self.rotation(x_BTC, offset=offset, positions_BT=positions_BT)
         for block in self.blocks:
             x_BTC = block(x_BTC, rotation)
         return self.predict(x_BTC, targets_BT, reduction=reduction)
 
-    def embed(self, tokens_BT, *, offset=0):
+    def embed(self, tokens_BT, *, offset=0, positions_BT=None):
         """Map tokens (B, T) to x (B, T, C) for the first block: embeddings, plus learned positions if there are any,
         with dropout. Raises as `forward` does."""
-        T = self._check(tokens_BT, None, offset)
+        positions = self._positions(self._check(tokens_BT, None, offset), offset, positions_BT, tokens_BT)
         x_BTC = self._lookup(self.embedding, tokens_BT, ids=tokens_BT, name="tokens")
         if self.positions is not None:
-            x_BTC = x_BTC + self.positions(torch.arange(offset, offset + T, device=tokens_BT.device))
+            x_BTC = x_BTC + self._lookup(self.positions, positions, ids=positions, name="positions_BT")
         return self.dropout(x_BTC)
 
-    def rotation(self, x_BTC, *, offset=0):
+    def rotation(self, x_BTC, *, offset=0, positions_BT=None):
         """Return what each block takes beside x (B, T, C): cos and sin of its T positions, (T, rotary_dim) each, in x's
-        dtype; None if positions are learned. Raises ValueError if x exceeds the context."""
+        dtype, with `positions_BT` (B, 1, T, rotary_dim); None if positions are learned. Raises as `forward` does."""
         T = self._check_positions(x_BTC.shape[1], offset)
         if self.config.positions == "learned":
             return None
-        return [table[offset : offset + T].to(x_BTC.dtype) for table in (self.cos, self.sin)]
+        positions = self._positions(T, offset, positions_BT, x_BTC)
+        tables = rotation_table(self.config, positions)
+        return [(table if positions_BT is None else table[:, None]).to(x_BTC.dtype) for table in tables]
 
     def predict(self, x_BTC, targets_BT=None, *, reduction="mean"):
         """Map x (B, T, C) from the last block to logits (B, T, V), or with targets (B, T) to the cross-entropy: the
@@ -250,12 +230,21 @@ class GPT(nn.Module):
         return self._lookup(self.loss, self.head, x_BTC, targets_BT, reduction, ids=targets_BT, name="targets")
 
     def _lookup(self, function, *args, ids, name):
-        """Call `function`. If an id is outside the vocabulary, raise ValueError; no check is made beforehand."""
+        """Call `function`. If an id is outside its table, raise ValueError; no check is made beforehand."""
         try:
             return function(*args)
         except IndexError as error:
-            raise ValueError(f"{name} run from {ids.min()} to {ids.max()}: the vocabulary is 0…"
-                             f"{self.config.vocab_size - 1}") from error
+            what, size = (("context", self.config.context_length) if name == "positions_BT" else
+                          ("vocabulary", self.config.vocab_size))
+            raise ValueError(f"{name} run from {ids.min()} to {ids.max()}: the {what} is 0…{size - 1}") from error
+
+    def _positions(self, T, offset, positions_BT, like):
+        """Return the positions of T tokens: (T,), or `positions_BT` as it is given."""
+        if positions_BT is None:
+            return torch.arange(offset, offset + T, device=like.device)
+        rows = 1 if isinstance(positions_BT, torch.Tensor) and positions_BT.shape[:1] == (1,) else like.shape[0]
+        _check_ids("positions_BT", positions_BT, (rows, T))
+        return positions_BT
 
     def _check(self, tokens_BT, targets_BT, offset):
         _check_ids("tokens", tokens_BT)
@@ -276,7 +265,7 @@ def _check_ids(name, ids, shape=None):
         raise ValueError(f"{name} of shape {tuple(ids.shape)}, {ids.dtype}: expected int64 or int32, (B, T)")
     if shape is not None and ids.shape != shape:
         raise ValueError(f"{name} of shape {tuple(ids.shape)} for tokens of {tuple(shape)}: "
-                         "expected one target for each token")
+                         "expected one for each token")
 
 
 @contextmanager

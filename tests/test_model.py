@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from refimpl import catalog
+from refimpl import catalog, memory
 from refimpl.data import TextData
 from refimpl.model import GPT, Attention, GPTConfig, rotate, rotation_table, softmax_attention
 
@@ -702,3 +702,44 @@ def test_attention_that_makes_no_sense_is_refused(T, S, G, causal):
     q, k = torch.zeros(1, 4, T, 8), torch.zeros(1, G, S, 8)
     with pytest.raises(ValueError, match=f"{T} queries in 4 heads, {S} keys in {G}"):
         softmax_attention(q, k, k, causal=causal)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_positions_of_each_token_may_be_given(name):
+    model = lively(FAMILIES[name])
+    expected = model(TOKENS, offset=3)
+    T = TOKENS.shape[1]
+    for positions in (torch.arange(3, 3 + T)[None], torch.arange(3, 3 + T).expand(len(TOKENS), T)):
+        assert torch.equal(model(TOKENS, positions_BT=positions), expected)
+    rows = torch.stack([torch.arange(5 * row, 5 * row + T) for row in range(len(TOKENS))])
+    found = model(TOKENS, positions_BT=rows)
+    for row, tokens in enumerate(TOKENS):
+        torch.testing.assert_close(found[row], model(tokens[None], offset=5 * row)[0], rtol=1e-9, atol=1e-9)
+    assert (found[1] - model(TOKENS)[1]).abs().max() > (1e-3 if FAMILIES[name].positions == "learned" else 0)
+
+
+def test_rotary_tables_are_of_the_tokens_that_are_here():
+    """And not of the context: at a million tokens two tables of 128 in fp32 would be 1.07 GB."""
+    config = replace(LLAMA, context_length=2**20)
+    model = GPT(config, dtype=torch.float32)
+    assert list(model.buffers()) == []
+    with memory.track(model) as t:
+        tables = model.rotation(torch.zeros(2, 8, 48), positions_BT=torch.arange(2**20 - 8, 2**20)[None])
+    assert sum(table.nbytes for table in tables) == 2 * 4 * 8 * config.rotary_dim
+    assert t.peak.total - t.now["parameters"] < 2**14
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_positions_that_do_not_fit_are_named(family):
+    model = GPT(family)
+    with pytest.raises(ValueError, match=r"positions_BT of shape \(2, 7\), torch.float32"):
+        model(TOKENS, positions_BT=torch.zeros(2, 7))
+    with pytest.raises(ValueError, match=r"positions_BT of shape \(2, 7\) for tokens of \(2, 8\)"):
+        model(TOKENS, positions_BT=torch.zeros(2, 7, dtype=torch.int64))
+    with pytest.raises(TypeError, match="positions_BT as a list"):
+        model(TOKENS, positions_BT=[0, 1])
+
+
+def test_a_learned_position_outside_the_context_is_named():
+    with pytest.raises(ValueError, match=r"positions_BT run from 32 to 39: the context is 0…31"):
+        GPT(GPT2)(TOKENS, positions_BT=torch.arange(32, 40)[None])

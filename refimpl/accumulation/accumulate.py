@@ -26,7 +26,8 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
     - `model`: a module, or an engine of refimpl.zero, which holds the gradients and averages them over its own ranks:
       `loss = accumulate(engine, tokens, targets, micro_batch=8)`, then `engine.clip_grad_norm_(1.0)` and
       `engine.step()`. Ranks may have different numbers of rows, targets and micro-batches. All ranks run as many
-      micro-batches: one with fewer runs its last one again, and gets no gradient from it (`engine_traffic`).
+      micro-batches: one with fewer runs its last one again, and gets no gradient from it (`engine_traffic`). If its
+      ranks have parts of one sequence (context parallelism), they also run those in which they have no target.
     - `batch`: tensors, or lists and dicts of them, with the rows in their first dimension. `micro_batch`: the number of
       rows in a micro-batch; the last one may have fewer. Alternatively, `micro_batches` gives the micro-batches
       themselves (each padded to its own length, for example): an iterable of tuples of arguments, or of single
@@ -59,7 +60,7 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
     parts = cut(batch, micro_batch, micro_batches)
     ranks = ranks_of(model, parameters, comm)
     weighted = zip(parts, weights(parts, reduction, count, ranks.total), strict=True)
-    work = ranks.all_work([(part, weight) for part, weight in weighted if weight], spare=parts[-1])
+    work = ranks.all_work([(part, weight) for part, weight in weighted if weight or ranks.together], spare=parts[-1])
     sums = GradientSums(ranks.parameters, ranks.sum_in(dtype, work))
     loss_fn = loss_fn or _call
     try:

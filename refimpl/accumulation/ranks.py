@@ -49,6 +49,13 @@ def ranks_of(model, parameters, comm):
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for one "
                         "process alone")
+    ranks = _case(model, parameters, comm)
+    ranks.together = any(getattr(each, "sequence_is_split", False) for each in (
+        model, getattr(model, "model", None), getattr(model, "module", None)))
+    return ranks
+
+
+def _case(model, parameters, comm):
     if isinstance(model, Engine):
         if comm not in (None, model.comm):
             raise ValueError(f"comm={comm!r}, and the engine is on {model.comm!r}: leave comm out, since it reduces "
@@ -78,6 +85,7 @@ class Alone:
     """The case of one process, which has the whole batch. The other cases override what differs."""
 
     comm = None
+    together = False  # whether ranks have parts of one sequence, so that each micro-batch needs all of them
     factor = 1  # each loss is multiplied by it: W where the model averages gradients over W ranks, to make it a sum
 
     def __init__(self, parameters):
@@ -214,9 +222,10 @@ class InEngine(Alone):
     def micro_batch(self, last, weight):
         """Open the engine's `no_sync()` for all but the last micro-batch. With a weight of 0 all gradients are zeros.
 
-        Zero times the loss would not do: a mean over no targets is 0/0, and so are its gradients.
+        Zero times the loss would not do: a mean over no targets is 0/0, and so may be its gradients. (Where a sequence
+        is split it has to do: weights also get gradients from the targets of other ranks.)
         """
-        hooks = [] if weight else [parameter.register_hook(_zeros) for parameter in self._trained]
+        hooks = [] if weight or self.together else [parameter.register_hook(_zeros) for parameter in self._trained]
         try:
             with nullcontext() if last else self.engine.no_sync():
                 yield

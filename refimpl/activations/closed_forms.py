@@ -15,7 +15,7 @@ from .compress import SMALLEST as SMALLEST_COMPRESSED
 from .offload import SMALLEST as SMALLEST_OFFLOADED
 
 ACTIVATION, MASK, OTHER = "activation", "mask", "other"
-OTHERS = {"norm statistics", "positions", "rotation in low precision", "loss weight"}
+OTHERS = {"norm statistics", "positions", "rotation", "loss weight"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Split:
             each = 2 if self.config.norm == "layernorm" else 1
             size = self.norm[name] // each // self.tokens
             return size, nbytes // size // self.tokens
-        return {"positions": (8, 1), "rotation in low precision": (self.e, 2), "loss weight": (4, 1)}[name]
+        return {"positions": (8, 1), "rotation": (self.e, 2), "loss weight": (4, 1)}[name]
 
 
 FLOATING = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

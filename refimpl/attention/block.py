@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..memory import block_terms
-from ..model import MLP, GPTConfig, built_in, norm_of, rotate, rotation_table
+from ..model import MLP, GPTConfig, built_in, norm_of
+from ..rotary import rotate, rotation_table
 from .call.arguments import check_cu_seqlens
 from .flash import flash_attention
 

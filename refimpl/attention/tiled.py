@@ -15,6 +15,7 @@ Milakov & Gimelshein 2018, algorithm 3, has the online sum; FlashAttention (Dao 
 tiles and the backward; FlashAttention-2 (Dao 2023), section 3.1, the order of loops and the one logsumexp per row.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 
 from .call.arguments import refuse_second_derivative, resolve, without_autocast
 from .call.band import tiles
+from .call.dry import in_tiles
 from .call.philox import dropped, dropped_bytes, runs_of
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
 
@@ -80,7 +82,7 @@ class _Gradients(torch.autograd.Function):
             d_out_BHTD = torch.zeros_like(out_BHTD)
         d_lse_BHT1 = None if d_lse_BHT is None else d_lse_BHT.unsqueeze(-1)
         with without_autocast(q_BHTD.device):
-            return _backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), d_out_BHTD, d_lse_BHT1, call,
+            return backward_of(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), d_out_BHTD, d_lse_BHT1, call,
                              sizes)
 
     @staticmethod
@@ -103,6 +105,15 @@ class _Part(NamedTuple):
     def of(cls, call, q_BHTD, k_BGSD):
         heads = (*q_BHTD.shape[:2], k_BGSD.shape[1])
         return [cls(call, sequence, heads, q_BHTD.device) for sequence in call.sequences]
+
+    def tiles(self, sizes, is_new):
+        """Yield (rows, [keys, …]) of the tiles that are to be computed: those of which `is_new(shape)` is True."""
+        band = self.sequence.band
+        for rows in tiles((band.fully_masked, band.T), sizes[0]):
+            spans = [keys for keys in tiles(band.keys_seen(rows), sizes[1]) if is_new((
+                rows[1] - rows[0], keys[1] - keys[0], band.all_seen(rows, keys), runs_of(keys), band.left, band.right))]
+            if spans:
+                yield rows, spans
 
     def cut(self, by_query, by_key):
         """Return views of the sequence's own rows of tensors (B, H, T, …) and (B, G, S, …)."""
@@ -145,22 +156,28 @@ def _store(x_BHTD, span, tile_BGRD, groups):
 
 
 def _forward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, call, sizes):
+    tensors = q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1
+    options = call.dropout_p > 0, call.sequences, sizes
+    in_tiles("forward", tensors, options, functools.partial(_forward_tiles, *tensors, call, sizes))
+
+
+def _forward_tiles(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, call, sizes, is_new):
     for part in _Part.of(call, q_BHTD, k_BGSD):
         q, out, lse, k, v = part.cut((q_BHTD, out_BHTD, lse_BHT1), (k_BGSD, v_BGSD))
         band = part.sequence.band
         out[:, :, : band.fully_masked].zero_()
         lse[:, :, : band.fully_masked].fill_(-math.inf)
-        for rows in tiles((band.fully_masked, band.T), sizes[0]):
-            _forward_tile(q, k, v, out, lse, part, rows, sizes[1])
+        for rows, spans in part.tiles(sizes, is_new):
+            _forward_tile(q, k, v, out, lse, part, rows, spans)
 
 
-def _forward_tile(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, part, rows, size):
-    """Compute one tile of queries: a loop over the keys that it sees."""
+def _forward_tile(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, part, rows, spans):
+    """Compute one tile of queries: a loop over the keys that it sees, `spans`."""
     G = part.heads[2]
     q_BGRD = _load(q_BHTD, rows, G).mul_(part.call.scale)
     m_BGR1 = q_BGRD.new_full((*q_BGRD.shape[:-1], 1), -math.inf)
     l_BGR1, out_BGRD = torch.zeros_like(m_BGR1), torch.zeros_like(q_BGRD)
-    for keys in tiles(part.sequence.band.keys_seen(rows), size):
+    for keys in spans:
         m_BGR1 = _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys)
     _store(out_BHTD, rows, out_BGRD.div_(l_BGR1 * (1 - part.call.dropout_p)), G)
     _store(lse_BHT1, rows, l_BGR1.log_().add_(m_BGR1), G)
@@ -185,17 +202,25 @@ def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
 # --- backward --------------------------------------------------------------------------------------------------------
 
 
-def _backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, call, sizes):
+def backward_of(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, call, sizes):
     """Return (dQ, dK, dV). Each tile of queries writes its dQ, and adds in fp32 to dK and dV of the keys it sees."""
     dq_BHTD = torch.zeros_like(q_BHTD, memory_format=torch.contiguous_format)
     dk_BGSD, dv_BGSD = (k_BGSD.new_zeros(k_BGSD.shape, dtype=lse_BHT1.dtype) for _ in range(2))
+    tensors = q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSD
+    options = call.dropout_p > 0, call.sequences, sizes
+    in_tiles("backward", [x for x in tensors if x is not None], options,
+             functools.partial(_backward_tiles, *tensors, call, sizes))
+    return dq_BHTD, dk_BGSD.to(k_BGSD.dtype), dv_BGSD.to(v_BGSD.dtype)
+
+
+def _backward_tiles(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSD, call,
+                    sizes, is_new):
     for part in _Part.of(call, q_BHTD, k_BGSD):
         by_query = (q_BHTD, out_BHTD, lse_BHT1, d_out_BHTD, dq_BHTD, *([] if d_lse_BHT1 is None else [d_lse_BHT1]))
         q, out, lse, d_out, dq, *d_lse, k, v, dk, dv = part.cut(by_query, (k_BGSD, v_BGSD, dk_BGSD, dv_BGSD))
-        for rows in tiles((part.sequence.band.fully_masked, part.sequence.band.T), sizes[0]):
+        for rows, spans in part.tiles(sizes, is_new):
             _backward_tile(q, k, v, lse, d_out, _delta(out, d_out, d_lse, rows, part.heads[2]), dq, dk, dv, part, rows,
-                           sizes[1])
-    return dq_BHTD, dk_BGSD.to(k_BGSD.dtype), dv_BGSD.to(v_BGSD.dtype)
+                           spans)
 
 
 def _delta(out_BHTD, d_out_BHTD, d_lse, rows, G):
@@ -205,12 +230,12 @@ def _delta(out_BHTD, d_out_BHTD, d_lse, rows, G):
 
 
 def _backward_tile(q_BHTD, k_BGSD, v_BGSD, lse_BHT1, d_out_BHTD, delta_BGR1, dq_BHTD, dk_BGSD, dv_BGSD, part, rows,
-                   size):
-    """Differentiate one tile of queries: a loop over the keys that it sees."""
+                   spans):
+    """Differentiate one tile of queries: a loop over the keys that it sees, `spans`."""
     G = part.heads[2]
     q_BGRD, d_out_BGRD = _load(q_BHTD, rows, G).mul_(part.call.scale), _load(d_out_BHTD, rows, G)
     lse_BGR1, dq_BGRD = _load(lse_BHT1, rows, G), torch.zeros_like(q_BGRD)
-    for keys in tiles(part.sequence.band.keys_seen(rows), size):
+    for keys in spans:
         own_dk, own_dv = (x[:, :, slice(*keys)] for x in (dk_BGSD, dv_BGSD))
         _gradients(q_BGRD, _load(k_BGSD, keys, G), _load(v_BGSD, keys, G), lse_BGR1, d_out_BGRD, delta_BGR1, dq_BGRD,
                    own_dk, own_dv, part, rows, keys)

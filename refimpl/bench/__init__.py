@@ -20,6 +20,7 @@ NAMES = {
     "sequences": "a long sequence in chunks beside the whole one: bytes at the peak and seconds",
     "zero": "each stage of ZeRO beside DDP, ZeroRedundancyOptimizer and FSDP2 on four ranks: bytes, seconds of a step",
     "tensor_parallel": "tensor and sequence parallelism beside torch's on four ranks: bytes, seconds of a step",
+    "context_parallel": "a sequence on four ranks by ring, gathered keys, Ulysses beside the whole one: bytes, seconds",
     "kernels": "what the compiler makes of each attention kernel: registers, spills, shared memory, instructions",
 }
 

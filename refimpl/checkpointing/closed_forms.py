@@ -136,7 +136,7 @@ def gpt_peak_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.fl
 
 def _around(config, batch, sequence, dtype, device):
     terms = activation_terms(config, batch, sequence, dtype, device)
-    names = ("positions", "rotation in low precision", "embedding dropout mask")
+    names = ("positions", "rotation", "embedding dropout mask")
     return sum(terms.get(name, 0) for name in names)
 
 

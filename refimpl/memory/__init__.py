@@ -11,7 +11,7 @@ tracker's machinery: how it hears of modules, stays out of autograd's way and fo
 from .activation_bytes import activation_bytes, activation_terms, block_terms, korthikanti_bytes, korthikanti_terms
 from .allocator import Reading, measure
 from .chrome import export_chrome
-from .dry import dry_run
+from .dry import dry_run, is_dry
 from .figure import plot
 from .ledger import CATEGORIES, Ledger, beside, human
 from .state_bytes import bytes_per_parameter, model_state_bytes
@@ -23,6 +23,6 @@ from .workspaces import with_workspaces
 __all__ = [
     "CATEGORIES", "Ledger", "Moment", "Reading", "Timeline", "Trace", "Tracker", "activation_bytes",
     "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "export_chrome", "human",
-    "korthikanti_bytes", "korthikanti_terms", "mark", "measure", "model_state_bytes", "plot", "track",
+    "is_dry", "korthikanti_bytes", "korthikanti_terms", "mark", "measure", "model_state_bytes", "plot", "track",
     "training_step_bytes", "training_step_moments", "with_workspaces",
 ]

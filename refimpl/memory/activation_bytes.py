@@ -88,10 +88,10 @@ def norm_terms(config, tokens, e, kept):
 def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
     """Predict the bytes that the whole GPT keeps, given targets: {term: bytes}; `blocks` is L times one block.
 
-    Outside the blocks: the positions, the embedding's dropout, the last norm, the head's input, and 4·sbv for the
-    log-probabilities, which are fp32 in any precision. Tokens and targets are inputs; but the loss takes int64 alone,
-    and of int32 targets it keeps a copy, 8·sb bytes more. (One token alone, s = b = 1, keeps up to 2eh more in a block:
-    its q, k and v stay views of one matrix.) ValueError as in `block_terms`.
+    Outside the blocks: the positions (rotary: their cos and sin), the embedding's dropout, the last norm, the head's
+    input, and 4·sbv for the log-probabilities, which are fp32 in any precision. Tokens and targets are inputs; but the
+    loss takes int64 alone, and of int32 targets it keeps a copy, 8·sb bytes more. (One token alone, s = b = 1, keeps up
+    to 2eh more in a block: its q, k and v stay views of one matrix.) ValueError as in `block_terms`.
     """
     check_sizes(batch, sequence, dtype)
     s, token, h, e = sequence, sequence * batch, config.hidden, dtype.itemsize
@@ -101,8 +101,8 @@ def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu")
     terms = {"blocks": config.layers * sum(block.values())}
     if config.positions == "learned":
         terms["positions"] = 8 * s
-    elif e != 4:
-        terms["rotation in low precision"] = 2 * e * s * config.rotary_dim
+    else:
+        terms["rotation"] = 2 * e * s * config.rotary_dim
     if config.dropout:
         terms["embedding dropout mask"] = kept.mask * token * h
     terms["last norm"] = sum(last.values())

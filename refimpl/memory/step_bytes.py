@@ -88,13 +88,11 @@ def _gradients(config, e):
 
 
 def step_states(config, batch, sequence, dtype, optimizer):
-    """Predict the bytes of parameters, gradients, optimizer states, buffers (fp32 cos and sin of rotary positions) and
-    inputs (int64 tokens and targets): a Ledger."""
+    """Predict the bytes of parameters, gradients, optimizer states and inputs (int64 tokens and targets): a Ledger."""
     gated, rotary, bias = config.activation == "swiglu", config.positions == "rotary", config.bias
     norm = 1 + (config.norm == "layernorm" and bias)
     tensors = config.layers * ((4 + gated) * (1 + bias) + 2 * norm) + norm + 3 - rotary - config.tied
     if dtype not in PRECISIONS:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(str, PRECISIONS))}")
     states = model_state_bytes(config.parameter_count(), optimizer, PRECISIONS[dtype], tensors)
-    return states + {"buffers": 2 * 4 * config.context_length * config.rotary_dim * rotary,
-                     "inputs": 2 * 8 * batch * sequence}
+    return states + {"inputs": 2 * 8 * batch * sequence}

@@ -122,7 +122,7 @@ def test_each_term_of_a_llama_block_on_cuda():
     assert parallel == expected | {"norm inputs": 2 * sbh}
     whole = activation_terms(config, b, s, torch.bfloat16, "cuda")
     assert whole == {
-        "blocks": 2 * sum(expected.values()), "rotation in low precision": 2 * 2 * s * 16,
+        "blocks": 2 * sum(expected.values()), "rotation": 2 * 2 * s * 16,
         "embedding dropout mask": sbh, "last norm": 2 * sbh + 4 * s * b, "head input": 2 * sbh,
         "log-probabilities": 4 * s * b * 256, "loss weight": 4}
 

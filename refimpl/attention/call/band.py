@@ -42,9 +42,13 @@ class Band(NamedTuple):
         first, end = self._first_key(rows[0]), self._end_key(rows[1] - 1)
         return (first, end) if first < end else (0, 0)
 
+    def all_seen(self, rows, keys):
+        """Tell whether each of the queries `rows` sees all of `keys`."""
+        return self._first_key(rows[1] - 1) <= keys[0] and keys[1] <= self._end_key(rows[0])
+
     def mask(self, rows, keys, device):
         """Return (rows, keys) booleans, True where a query does not see a key; None if each sees all of these keys."""
-        if self._first_key(rows[1] - 1) <= keys[0] and keys[1] <= self._end_key(rows[0]):
+        if self.all_seen(rows, keys):
             return None
         position = torch.arange(*rows, device=device)[:, None] + (self.S - self.T)
         key = torch.arange(*keys, device=device)

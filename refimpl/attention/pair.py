@@ -1,0 +1,51 @@
+"""Forward and backward of an attention apart, for who computes over one block of keys after the other.
+
+A softmax over many blocks has one logsumexp for each row, which is known when all blocks have been seen. `backward`
+takes it, and the output, as they are given: so weights are those of the whole softmax, P = e^(S − L).
+"""
+
+import math
+from typing import NamedTuple
+
+from .call.arguments import resolve, without_autocast
+from .flash import KERNEL_DTYPES, flash_attention, kernels_run_on
+from .kernels.operators import attention_backward, attention_delta
+from .tiled import backward_of, tiled_attention
+
+
+class AttentionPair(NamedTuple):
+    """An attention in two functions, without autograd.
+
+    - `forward(q_BHTD, k_BGSD, v_BGSD, *, causal, scale)` returns (out_BHTD, lse_BHT).
+    - `backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal, scale)` returns (dq, dk, dv).
+    """
+
+    forward: object
+    backward: object
+
+
+def _forward_by(attention):
+    def forward(q_BHTD, k_BGSD, v_BGSD, *, causal=False, scale=None):
+        return attention(q_BHTD, k_BGSD, v_BGSD, causal=causal, scale=scale, return_logsumexp=True)
+
+    return forward
+
+
+def _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None):
+    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=None, scale=scale, dropout_p=0.0, seed=None,
+                   cu_seqlens=None, cu_seqlens_k=None)
+    with without_autocast(q_BHTD.device):
+        return backward_of(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), d_out_BHTD, None, call, (128, 128))
+
+
+def _flash_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None):
+    if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES:
+        return _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, causal=causal, scale=scale)
+    scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    delta_BHT, lse2_BHT = attention_delta(out_BHTD, d_out_BHTD, None), (lse_BHT / math.log(2)).contiguous()
+    return attention_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, scale, causal, None, 0.0, None,
+                              None, None, 0, 0)
+
+
+tiled_pair = AttentionPair(_forward_by(tiled_attention), _tiled_backward)  # in PyTorch, tile by tile
+flash_pair = AttentionPair(_forward_by(flash_attention), _flash_backward)  # by Triton kernels where they run

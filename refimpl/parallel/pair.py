@@ -1,0 +1,56 @@
+"""What ring attention asks of an attention: its forward with the logsumexp, and its backward for a given one.
+
+A rank computes attention over one block of keys after the other. The weights of a block follow from the logsumexp of
+the whole sequence, P = e^(S − L), which is known after forward. So backward has to take it, instead of computing that
+of the block alone, as autograd would.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionPair(NamedTuple):
+    """An attention in two functions, without autograd. T queries and S keys; query heads H, key heads G.
+
+    - `forward(q_BHTD, k_BGSD, v_BGSD, *, causal, scale)` returns (out_BHTD, lse_BHT): the output, in q's dtype or a
+      wider one, and the natural logsumexp of each row, in fp32 or wider. `causal`: with T = S. `scale` None: 1/√D.
+    - `backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal, scale)` returns (dq, dk, dv), where
+      `out` and `lse` are of a softmax over more keys than these: weights are e^(S − lse), Δ = rowsum(d_out ∘ out).
+    """
+
+    forward: object
+    backward: object
+
+
+def _scores(q_BHTD, k_BGSD, causal, scale):
+    """Return S, (B, G, H/G · T, S) in fp32 or wider, with −∞ where a query does not see a key; and the rows of q."""
+    (_, H, T, D), (G, S), wide = q_BHTD.shape, k_BGSD.shape[1:3], torch.promote_types(q_BHTD.dtype, torch.float32)
+    rows_BGRD = q_BHTD.unflatten(1, (G, H // G)).flatten(2, 3).to(wide)  # the heads of a group become rows
+    scores_BGRS = (rows_BGRD * (D ** -0.5 if scale is None else scale)) @ k_BGSD.to(wide).mT
+    if causal:
+        later_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTD.device).triu_(1)
+        scores_BGRS.unflatten(2, (H // G, T)).masked_fill_(later_TS, -math.inf)
+    return scores_BGRS, rows_BGRD
+
+
+def _forward(q_BHTD, k_BGSD, v_BGSD, *, causal=False, scale=None):
+    scores_BGRS, rows_BGRD = _scores(q_BHTD, k_BGSD, causal, scale)
+    lse_BGR1 = scores_BGRS.logsumexp(-1, keepdim=True)
+    out_BGRD = scores_BGRS.sub_(lse_BGR1).exp_() @ v_BGSD.to(rows_BGRD.dtype)
+    return out_BGRD.view(q_BHTD.shape), lse_BGR1.view(q_BHTD.shape[:3])
+
+
+def _backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None):
+    weights_BGRS, rows_BGRD = _scores(q_BHTD, k_BGSD, causal, scale)
+    shape, wide, scale = rows_BGRD.shape, rows_BGRD.dtype, q_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    weights_BGRS.sub_(lse_BHT.reshape(*shape[:3], 1)).exp_()
+    d_out_BGRD = d_out_BHTD.to(wide).reshape(shape)
+    delta_BGR1 = (d_out_BHTD.to(wide) * out_BHTD.to(wide)).sum(-1).view(*shape[:3], 1)
+    dv_BGSD = weights_BGRS.mT @ d_out_BGRD
+    ds_BGRS = weights_BGRS.mul_((d_out_BGRD @ v_BGSD.to(wide).mT).sub_(delta_BGR1)).mul_(scale)
+    return (ds_BGRS @ k_BGSD.to(wide)).view(q_BHTD.shape), ds_BGRS.mT @ rows_BGRD, dv_BGSD
+
+
+dense_pair = AttentionPair(_forward, _backward)  # with a block's T × S matrix in memory, as `model.softmax_attention`

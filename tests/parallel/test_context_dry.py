@@ -1,0 +1,66 @@
+"""Context parallelism in a dry run: the bytes of real ranks, and a million tokens on 64 ranks in less than a minute."""
+
+import functools
+import time
+
+import pytest
+import torch
+from rank_pool import pooled
+
+from refimpl import memory
+from refimpl.attention import tiled_pair
+from refimpl.checkpointing import recompute
+from refimpl.comm import FakeCommunicator
+from refimpl.model import GPT, GPTConfig
+from refimpl.parallel import SequenceParallelAttention, context_parallel, dense_pair
+from refimpl.zero import Zero3
+
+PAIRS = {"dense": dense_pair, "tiled": tiled_pair}
+CONFIG = GPTConfig(vocab_size=61, context_length=1024, layers=2, hidden=64, heads=4, kv_heads=2, positions="rotary",
+                   norm="rmsnorm", activation="swiglu", bias=False, mlp_hidden=96, tied=False)
+LLAMA_3_8B = GPTConfig(128256, 2**20, 32, 4096, 32, kv_heads=8, mlp_hidden=14336, norm="rmsnorm", activation="swiglu",
+                       positions="rotary", rotary_base=500000.0, bias=False, tied=False)
+
+
+def step(comm, config, order, pair, dtype=torch.bfloat16):
+    """A step of training with recomputation and ZeRO-3 over the same ranks; returns what it sent."""
+    model = GPT(config, dtype=dtype)
+    attention = SequenceParallelAttention(comm, "ring", order=order, attention=PAIRS[pair])
+    context_parallel(model, attention)
+    with recompute(model.blocks):
+        engine = Zero3(model, comm, functools.partial(torch.optim.AdamW, lr=1e-4))
+        tokens = attention.shard(torch.zeros(1, config.context_length, dtype=torch.int64))
+        before = comm.traffic
+        engine.backward(engine.forward(tokens, tokens))
+        engine.step()
+    return comm.traffic - before
+
+
+def real(comm, *how):
+    torch.set_num_threads(1)
+    with memory.track() as t:
+        sent = step(comm, CONFIG, *how)
+    return dict(t.peak), dict(sent)
+
+
+@pytest.mark.parametrize(("order", "pair", "N"), [
+    (order, pair, N) for pair in PAIRS for order in ("plain", "zig-zag") for N in (1, 2, 4)])
+def test_the_bytes_and_traffic_of_real_ranks(order, pair, N):
+    for r, (peak, sent) in enumerate(pooled(real, N, order, pair)):
+        comm = FakeCommunicator(r, N)
+        dry = memory.dry_run(step, comm, CONFIG, order, pair)
+        assert dict(dry.peak) == peak and dict(dry.result) == sent
+
+
+def test_a_million_tokens_of_llama_3_on_64_ranks():
+    begin = time.process_time()  # others use the machine, too
+    t = memory.dry_run(step, FakeCommunicator(5, 64), LLAMA_3_8B, "zig-zag", "tiled")
+    assert time.process_time() - begin < 60
+    peak, state = t.peak, 2 * LLAMA_3_8B.parameter_count() / 64
+    assert state <= peak["parameters"] <= 1.01 * state and peak["optimizer state"] == pytest.approx(2 * state, rel=0.01)
+    rows, terms = 2**20 // 64, memory.activation_terms(LLAMA_3_8B, 1, 2**20 // 64, torch.bfloat16)
+    outside = sum(terms.values()) - terms["blocks"] - terms["loss weight"]
+    assert peak["activations"] == outside + 32 * 2 * rows * 4096  # of each block its x
+    assert peak.total < 32 * 2**30
+    kv = 2 * rows * 8 * 128  # of a layer, elements
+    assert t.result["send"] == 32 * (3 * 63 * 2 * kv + 64 * 4 * kv)  # forward, again, and backward with gradients

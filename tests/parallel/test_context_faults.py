@@ -1,0 +1,147 @@
+"""What goes wrong with a split sequence: a rank that dies in the ring, other lengths, models that cannot be split."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from rank_pool import pooled
+from tensor_kit import tokens_of, whole
+from torch import nn
+
+from refimpl.attention import reference_attention
+from refimpl.comm import FakeCommunicator, RankError
+from refimpl.comm import launch as launched
+from refimpl.model import GPT, GPTConfig
+from refimpl.parallel import AttentionPair, SequenceParallelAttention, context_parallel, dense_pair
+
+SIZES = {"vocab_size": 61, "context_length": 16, "layers": 1, "hidden": 32, "heads": 4}
+
+
+def dies(comm, method, when):
+    calls = []
+
+    def die(*args, **how):
+        calls.append(1)
+        if comm.rank == 1 and len(calls) == 2:  # in a ring, with the others' keys on their way
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def forward(*args, **how):
+        die() if when == "forward" else None
+        return dense_pair.forward(*args, **how)
+
+    def backward(*args, **how):
+        die() if when == "backward" else None
+        return dense_pair.backward(*args, **how)
+
+    model = whole("gpt")
+    attention = SequenceParallelAttention(comm, method, attention=AttentionPair(forward, backward) if (
+        method == "ring") else None)
+    context_parallel(model, attention)
+    if method != "ring":
+        block = model.blocks[1]
+        (block.mlp.register_forward_pre_hook if when == "forward" else block.mlp.register_full_backward_hook)(
+            lambda *_: [die(), die()] and None)
+    tokens = attention.shard(tokens_of(model, 2, 16))
+    print("begins", time.time(), flush=True)
+    model(tokens, tokens).backward()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("method", ["ring", "gathered", "ulysses"])
+def test_a_rank_that_dies_is_named_within_five_seconds(method, when, capfd):
+    with pytest.raises(RankError, match="rank 1 .*SIGKILL"):
+        launched(dies, 4, method, when)
+    ended = time.time()
+    begun = max(float(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if "begins" in line)
+    assert ended - begun < 5
+
+
+def other_lengths(comm, name):
+    model = whole(name)
+    attention = SequenceParallelAttention(comm)
+    context_parallel(model, attention)
+    tokens = tokens_of(model, 2, 4 if comm.rank == 2 else 2)
+    model(tokens) if name == "gpt" else model(input_ids=tokens)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_ranks_with_other_lengths_are_named(name):
+    words = r"ranks \[2\] have other numbers of rows or tokens than rank 0: .* 2: \(2, 4\)"
+    with pytest.raises(RankError, match=words):
+        pooled(other_lengths, 4, name)
+
+
+def split(method="ring", N=2, **options):
+    return SequenceParallelAttention(FakeCommunicator(0, N), method, **options)
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: split("striped"), "method='striped': expected one of 'ring', 'ulysses', 'gathered'"),
+    (lambda: split(order="striped"), "order='striped': expected one of 'plain', 'zig-zag'"),
+    (lambda: split("ulysses", order="zig-zag"), "order='zig-zag' with Ulysses: expected 'plain'"),
+    (lambda: context_parallel(nn.Linear(2, 2), split()), "how Linear computes attention is not known")])
+def test_what_is_not_known_is_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def gpt(attention, **changes):
+    return context_parallel(GPT(GPTConfig(**{**SIZES, **changes})), attention)
+
+
+@pytest.mark.parametrize(("method", "N", "T", "changes", "words"), [
+    ("ring", 4, 6, {}, "6 tokens on each of 4 ranks are a sequence of 24: the context has 16"),
+    ("ring", 2, 3, {}, "3 tokens on a rank in zig-zag order: expected an even number"),
+    ("ulysses", 8, 2, {}, "4 query heads on 8 ranks: expected a multiple of 8"),
+    ("ring", 2, 4, {"dropout": 0.1}, "dropout_p=0.1: attention of a split sequence drops no weights"),
+    ("gathered", 2, 4, {"dropout": 0.1}, "dropout_p=0.1"), ("ulysses", 2, 4, {"dropout": 0.1}, "dropout_p=0.1")])
+def test_a_model_that_cannot_be_split_so(method, N, T, changes, words):
+    model = gpt(split(method, N), **changes)
+    with pytest.raises(ValueError, match=words):
+        model(torch.zeros(1, T, dtype=torch.int64))
+
+
+def test_dropout_is_no_hindrance_when_nothing_is_trained():
+    gpt(split(), dropout=0.1).eval()(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_models_of_transformers_refuse_what_a_part_of_a_sequence_cannot_have():
+    model = context_parallel(whole("llama"), split())
+    tokens = tokens_of(model, 2, 4)
+    with pytest.raises(ValueError, match="labels of a part of a sequence: the model would shift them"):
+        model(input_ids=tokens, labels=tokens)
+    with pytest.raises(ValueError, match="attention_mask of a part of a sequence: expected none"):
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert model(input_ids=tokens, labels=tokens, shift_labels=tokens).loss.isfinite()
+
+
+def with_a_window():
+    model = whole("mistral")
+    model.config.sliding_window = 5
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 5
+    return model, tokens_of(model, 1, 8)
+
+
+def windowed(comm, method):
+    model, tokens = with_a_window()
+    attention = SequenceParallelAttention(comm, method, attention=reference_attention)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        found = attention.gather(context_parallel(model, attention)(input_ids=attention.shard(tokens)).logits)
+    return (found - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("method", ["gathered", "ulysses"])
+def test_a_window_of_mistral_gathered_and_by_ulysses(method):
+    assert max(pooled(windowed, 2, method)) <= 1e-12
+
+
+def test_a_window_of_mistral_is_refused_by_a_ring():
+    model, tokens = with_a_window()
+    context_parallel(model, split())
+    with pytest.raises(ValueError, match="window=4 in ring attention"):
+        model(input_ids=tokens)

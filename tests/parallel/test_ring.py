@@ -1,0 +1,182 @@
+"""Attention of a split sequence is that of the whole: ring, gathered and Ulysses, on 1, 2 and 4 ranks."""
+
+import pytest
+import torch
+from context_kit import HEADS, WAYS, H, T, attend, farthest, given
+from rank_pool import pooled
+
+from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.parallel import AttentionPair, dense_pair, paper_ring, ring_attention
+from refimpl.parallel.order import by_rank, in_order, positions, shard, spans
+from refimpl.parallel.ulysses import repeats
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
+EVERY = [(way, N, heads, causal) for way in WAYS for N in (1, 2, 4) for heads in HEADS for causal in (True, False)]
+
+
+@pytest.mark.parametrize(("way", "N", "heads", "causal"), EVERY)
+def test_numbers_of_the_whole_sequence(way, N, heads, causal):
+    for dtype, bound in BOUNDS.items():
+        assert farthest(N, way, HEADS[heads], causal, dtype) <= bound
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_16_bits_no_farther_than_twice_the_whole(way):
+    alone = farthest(1, "gathered, plain", 2, True, torch.bfloat16)
+    assert 1e-3 < farthest(4, way, 2, True, torch.bfloat16) <= 2 * alone
+
+
+@pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
+@pytest.mark.parametrize("inner", ["tiled", "flash"])
+def test_any_attention_gathered_or_by_ulysses(way, inner):
+    assert farthest(4, way, 2, True, inner=inner) <= 1e-12
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
+def test_the_attention_of_pytorch(way, causal):
+    assert max(pooled(beside_pytorch, 2, way, causal)) <= 1e-12
+
+
+def beside_pytorch(comm, way, causal):
+    """Return the distance from dense attention: PyTorch's own mask is aligned top-left, and by another option."""
+    q, k, v, _ = (shard(x, comm.rank, 2, WAYS[way][1], 2) for x in given(2))
+    out = attend(comm, way, q, k, v, causal=causal, attention=torch.nn.functional.scaled_dot_product_attention)
+    return (out - attend(comm, way, q, k, v, causal=causal)).abs().max().item()
+
+
+@pytest.mark.parametrize("window", [0, 3, 9])
+@pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
+def test_windows(way, window):
+    assert farthest(4, way, 2, True, window=window, inner="reference") <= 1e-12
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ends", [(0, 16), (0, 3, 4, 11, 16), (0, 8, 16), (0, 1, 2, 16)])
+@pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
+def test_packed_sequences(way, ends, causal):
+    assert farthest(4, way, 2, causal, batch=1, cu_seqlens=list(ends), inner="reference") <= 1e-12
+
+
+def by_paper(comm, zigzag):
+    order = "zig-zag" if zigzag else "plain"
+    *inputs, d_out = (shard(x, comm.rank, comm.world_size, order, 2) for x in given())
+    found = []
+    for version in (paper_ring.ring_attention, ring_attention):
+        leaves, start = [x.clone().requires_grad_() for x in inputs], comm.traffic
+        options = {"zigzag": zigzag} if version is paper_ring.ring_attention else {"causal": True, "order": order}
+        out = version(*leaves, comm, **options)
+        out.backward(d_out)
+        found.append(([out.detach(), *(x.grad for x in leaves)], comm.traffic - start))
+    (ours, sent), (theirs, sent_by_theirs) = found
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)), sent == sent_by_theirs
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("N", [1, 2, 4])
+def test_the_one_screen_is_held_equal(N, zigzag):
+    for far, same_traffic in pooled(by_paper, N, zigzag):
+        assert far <= 1e-12 and same_traffic
+
+
+# --- broken on purpose -----------------------------------------------------------------------------------------------
+
+
+def averaged(q, k, v, comm, order="plain", **options):
+    """The mutant that averages local softmaxes: each block weighs as much."""
+    def forward(*given, **how):
+        out, lse = dense_pair.forward(*given, **how)
+        return out, torch.zeros_like(lse)
+
+    return ring_attention(q, k, v, comm, order=order, attention=AttentionPair(forward, dense_pair.backward), **options)
+
+
+def own_logsumexp(q, k, v, comm, order="plain", **options):
+    """The mutant whose backward computes a block's logsumexp again, as autograd of the block alone would."""
+    def backward(d_out, q, k, v, out, lse, **how):
+        return dense_pair.backward(d_out, q, k, v, *dense_pair.forward(q, k, v, **how), **how)
+
+    return ring_attention(q, k, v, comm, order=order, attention=AttentionPair(dense_pair.forward, backward), **options)
+
+
+@pytest.mark.parametrize("mutant", [averaged, own_logsumexp])
+@pytest.mark.parametrize("causal", [True, False])
+def test_versions_that_forget_the_other_blocks_are_seen(mutant, causal):
+    assert farthest(1, (mutant, "plain"), H, causal) <= 1e-12 or mutant is averaged
+    assert farthest(2, (mutant, "plain"), H, causal) > 1e-2
+
+
+# --- orders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+@pytest.mark.parametrize("N", [1, 2, 3, 4])
+def test_orders_are_permutations_that_go_back(N, order):
+    whole = torch.arange(24)[None]
+    parts = [shard(whole, r, N, order) for r in range(N)]
+    for r, part in enumerate(parts):
+        assert torch.equal(part[0], positions(r, N, 24 // N, order))
+    joined = torch.cat(parts, 1)
+    assert torch.equal(in_order(joined, N, order, 1), whole) and torch.equal(by_rank(whole, N, order, 1), joined)
+
+
+def test_zig_zag_is_balanced():
+    """The keys that all queries of a rank see, if causal."""
+    def work(order):
+        return [sum(positions(r, 4, 8, order).add(1).tolist()) for r in range(4)]
+
+    assert len({*work("zig-zag")}) == 1 and work("plain")[3] > 5 * work("plain")[0]
+    assert spans(1, 4, 8, "zig-zag") == [(4, 8), (24, 28)]
+
+
+@pytest.mark.parametrize(("H", "G", "N", "times"), [(8, 8, 4, 1), (8, 2, 4, 2), (8, 1, 8, 8), (12, 3, 2, 2),
+                                                      (12, 3, 4, 4), (12, 6, 4, 2), (8, 4, 1, 1)])
+def test_key_heads_are_repeated_as_needed(H, G, N, times):
+    assert repeats(H, G, N) == times
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("way", "options", "words"), [
+    ("ring, plain", {"window": 4}, "window=4 in ring attention: a rank has one block of keys at a time"),
+    ("ring, plain", {"cu_seqlens": [0, 4]}, "packed sequences, in ring attention"),
+    ("gathered, plain", {"window": 4, "causal": False}, "window=4 without causal=True"),
+    ("gathered, plain", {"window": 4}, "window=4, but .*softmax_attention.* has no such option"),
+    *((way, {"dropout_p": 0.1}, "dropout_p=0.1: attention of a split sequence drops no weights") for way in WAYS),
+    ("ulysses", {}, "4 query heads on 8 ranks: expected a multiple of 8")])
+def test_what_cannot_be_is_refused_with_the_reason(way, options, words):
+    q, k, v, _ = given()
+    with pytest.raises(ValueError, match=words):
+        attend(FakeCommunicator(0, 8), way, q, k, v, **{"causal": True, **options})
+
+
+@pytest.mark.parametrize("way", ["ring, zig-zag", "gathered, zig-zag"])
+def test_an_odd_number_of_tokens_in_zig_zag_order(way):
+    q, k, v, _ = (x[:, :, :3] for x in given())
+    with pytest.raises(ValueError, match="3 tokens on a rank in zig-zag order: expected an even number"):
+        attend(FakeCommunicator(0, 2), way, q, k, v, causal=True)
+
+
+def test_an_unknown_order_and_a_sequence_that_cannot_be_cut():
+    with pytest.raises(ValueError, match="order='striped': expected one of 'plain', 'zig-zag'"):
+        attend(FakeCommunicator(0, 2), (ring_attention, "striped"), *given()[:3])
+    x = torch.arange(10)[None]
+    with pytest.raises(ValueError, match=r"10 tokens on 4 ranks in plain order: .* multiple of 4; .* up to 12"):
+        shard(x, 0, 4, "plain")
+    with pytest.raises(ValueError, match=r"10 tokens on 4 ranks in zig-zag order: .* multiple of 8; .* up to 16"):
+        shard(x, 0, 4, "zig-zag")
+    assert shard(x, 0, 4, "zig-zag", pad=-100).tolist() == [[0, 1, -100, -100]]
+
+
+def other_lengths(comm):
+    q, k, v, _ = given()
+    T_here = T - 2 * comm.rank
+    ring_attention(*(x[:, :, :T_here] for x in (q, k, v)), comm)
+
+
+def test_ranks_with_other_lengths_are_named_in_debug_mode():
+    with pytest.raises(RankError) as error:
+        launch(other_lengths, 2, debug=True)
+    assert "CollectiveMismatch" in str(error.value) and "(2, 2, 4, 16, 8)" in str(error.value)
+    assert "(2, 2, 4, 14, 8)" in str(error.value)
