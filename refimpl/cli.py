@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .allocator import command as replay
 from .bench import __main__ as bench
 
 
@@ -18,6 +19,10 @@ def main(arguments=None):
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     bench.add_arguments(benches)
     benches.set_defaults(run=bench.run, parser=benches)
+    replays = commands.add_parser("replay", help="replay a CUDA memory snapshot: what is reserved, and why a request "
+                                  "failed", description="Replay a CUDA memory snapshot on the caching allocator.")
+    replay.add_arguments(replays)
+    replays.set_defaults(run=replay.run, parser=replays)
     chosen = parser.parse_args(arguments)
     if "run" in chosen:
         chosen.run(chosen, chosen.parser)

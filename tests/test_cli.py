@@ -8,8 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from allocator_kit import random_trace
 
-from refimpl import cli
+from refimpl import allocator, cli
 from refimpl.bench import NAMES, record
 
 ROOT = Path(__file__).parent.parent
@@ -48,4 +49,27 @@ def test_its_help_describes_every_bench(capsys):
 def test_what_makes_no_sense_is_refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as done:
         cli.main(arguments)
+    assert done.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_replay_says_what_failed_and_why(tmp_path, capsys):
+    trace = random_trace(3000)
+    path = allocator.record(trace, capacity=500 * 2**20).save(tmp_path / "s.pickle")
+    cli.main(["replay", str(path)])
+    said = capsys.readouterr().out
+    found = allocator.replay(trace, capacity=500 * 2**20)
+    assert "addresses and" in said and "as recorded\n" in said, "no difference from the recording"
+    assert f"event {found.failure.event} asks for {found.failure.nbytes:,} bytes and gets none" in said
+    assert "expandable_segments:True: " in said and f"less than {trace.peak:,} bytes" not in said
+    cli.main(["replay", str(path), "--capacity", "40GiB", "--settings", "expandable_segments:True"])
+    said = capsys.readouterr().out
+    assert "replayed with 42,949,672,960 bytes, settings expandable_segments:True" in said and "gets none" not in said
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["other.pickle"], "No such file"), ([__file__], "is not a whole file of torch.cuda.memory._dump_snapshot"),
+    (["--capacity", "many", "x"], "invalid size value: 'many'")])
+def test_a_replay_of_no_snapshot_is_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["replay", *arguments])
     assert done.value.code == 2 and message in capsys.readouterr().err

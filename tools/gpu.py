@@ -35,9 +35,9 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 # Each step and its seconds, in order. Readings take 300: the kernels first, of which no other machine can say anything.
 STEPS = {
-    "smoke": 25, "attention": 95, "meter": 20, "zero": 30, "checkpointing": 15, "precision": 15, "activations": 15,
+    "smoke": 25, "attention": 90, "meter": 15, "zero": 25, "checkpointing": 15, "precision": 15, "activations": 15,
     "tensor_parallel": 20, "context_parallel": 15, "sequences": 15, "accumulation": 15, "comm": 10, "kernels": 10,
-    "tests": 90, "notebooks": 180,
+    "allocator": 15, "tests": 90, "notebooks": 180,
 }
 SECONDS = float(os.environ.get("REFIMPL_SECONDS", sum(STEPS.values())))  # for all of them
 NEEDS = {"tests": ["pytest"], "notebooks": ["pytest", "nbval", "ipykernel"]}  # modules, besides torch and triton
@@ -220,7 +220,8 @@ class Report:
 
     def pack(self, out: Path) -> None:
         """What this run has written, as out/gpu.tar.gz: whole at any moment."""
-        readings = [path for path in (ROOT / "data" / "measurements").rglob("*.json") if path.stat().st_mtime >= BEGAN]
+        readings = [path for pattern in ("measurements/**/*.json", "recordings/*.gz")
+                    for path in (ROOT / "data").glob(pattern) if path.stat().st_mtime >= BEGAN]
         files = sorted(path for path in [*BUILD.rglob("*"), *readings] if path.is_file())
         state = [(path, path.stat().st_mtime_ns) for path in files]
         if state == self.state:

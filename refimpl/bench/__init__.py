@@ -21,6 +21,7 @@ NAMES = {
     "zero": "each stage of ZeRO beside DDP, ZeroRedundancyOptimizer and FSDP2 on four ranks: bytes, seconds of a step",
     "tensor_parallel": "tensor and sequence parallelism beside torch's on four ranks: bytes, seconds of a step",
     "context_parallel": "a sequence on four ranks by ring, gathered keys, Ulysses beside the whole one: bytes, seconds",
+    "allocator": "what a block and a replay cost, and what each policy and setting leaves unused on five programs",
     "kernels": "what the compiler makes of each attention kernel: registers, spills, shared memory, instructions",
 }
 

@@ -1,0 +1,114 @@
+"""Blocks of a caching allocator, and the lists in which free ones are found."""
+
+from bisect import bisect_left, insort
+
+
+class Block:
+    """Bytes address … address + size − 1 of a segment, between the blocks `before` and `after` there.
+
+    - `pool`: the Pool that it belongs to; `stream`: whose requests it serves.
+    - `requested`: bytes that were asked for, 0 while it is free.
+    - `mapped`: False for addresses of an expandable segment without memory.
+    - `segment`: the ExpandableSegment that it is in, or None.
+    - `waits_for`: streams that still use it, though it was freed (`record_stream`).
+    - `since`: how many requests its pool had seen when it became free.
+    """
+
+    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "requested", "segment", "since", "size",
+                 "stream", "waits_for")
+
+    def __init__(self, address, size, stream, pool, segment=None, mapped=True):
+        self.address, self.size, self.stream, self.pool = address, size, stream, pool
+        self.segment, self.mapped, self.before, self.after = segment, mapped, None, None
+        self.free, self.requested, self.waits_for, self.since = True, 0, set(), 0
+
+    @property
+    def end(self):
+        """Return the address behind it."""
+        return self.address + self.size
+
+    @property
+    def is_whole(self):
+        """Tell whether it is all of its segment."""
+        return self.before is None and self.after is None
+
+    def __repr__(self):
+        state = "free" if self.free else f"{self.requested} requested"
+        return f"Block({self.address:#x}, {self.size}, stream {self.stream}, {state})"
+
+    def cut(self, size):
+        """Cut the first `size` bytes off, and return them as a block before this one."""
+        first = Block(self.address, size, self.stream, self.pool, self.segment, self.mapped)
+        first.before, first.after = self.before, self
+        if self.before is not None:
+            self.before.after = first
+        self.before = first
+        self.address, self.size = self.address + size, self.size - size
+        return first
+
+    def join(self, other):
+        """Take a neighbour's bytes."""
+        if other is self.before:
+            self.address, self.before = other.address, other.before
+            if self.before is not None:
+                self.before.after = self
+        else:
+            self.after = other.after
+            if self.after is not None:
+                self.after.before = self
+        self.size += other.size
+
+
+class Pool:
+    """Free blocks of one kind: `small` or large, of the allocator itself or of a private pool (`owner`).
+
+    `free` is in the order of stream, size and address, for best fit; `unmapped` in that of stream and address.
+    """
+
+    def __init__(self, small, owner=(0, 0)):
+        self.small, self.owner, self.requests = small, owner, 0
+        self._keys, self._blocks = [], {}
+        self._unmapped_keys, self._unmapped = [], {}
+
+    def __iter__(self):
+        """Go through the free blocks, in order."""
+        return (self._blocks[key[2]] for key in list(self._keys))
+
+    def __len__(self):
+        return len(self._keys)
+
+    def add(self, block):
+        """Add a free block, or one without memory."""
+        if block.mapped:
+            block.free, block.requested, block.since = True, 0, self.requests
+            insort(self._keys, (block.stream, block.size, block.address))
+            self._blocks[block.address] = block
+        else:
+            insort(self._unmapped_keys, (block.stream, block.address))
+            self._unmapped[block.address] = block
+
+    def remove(self, block):
+        """Take a block out."""
+        if block.mapped:
+            del self._keys[bisect_left(self._keys, (block.stream, block.size, block.address))]
+            del self._blocks[block.address]
+        else:
+            del self._unmapped_keys[bisect_left(self._unmapped_keys, (block.stream, block.address))]
+            del self._unmapped[block.address]
+
+    def at_least(self, stream, size):
+        """Go through the free blocks of a stream that have `size` bytes or more, the smallest first."""
+        at = bisect_left(self._keys, (stream, size))
+        while at < len(self._keys) and self._keys[at][0] == stream:
+            yield self._blocks[self._keys[at][2]]
+            at += 1
+
+    def largest(self, stream):
+        """Return the free blocks of a stream, the largest first."""
+        keys = self._keys[bisect_left(self._keys, (stream,)):bisect_left(self._keys, (stream + 1,))]
+        return [self._blocks[key[2]] for key in reversed(keys)]
+
+    def unmapped(self, stream):
+        """Return the blocks of a stream that have addresses and no memory, in their order."""
+        at = bisect_left(self._unmapped_keys, (stream,))
+        return [self._unmapped[key[1]] for key in self._unmapped_keys[at:] if key[0] == stream]

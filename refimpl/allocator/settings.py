@@ -1,0 +1,154 @@
+"""PyTorch's allocator settings, and the sizes that follow from them.
+
+    PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:128,expandable_segments:True"   →   Settings.parse(the same)
+
+Constants and rules are those of c10/core/AllocatorConfig and c10/cuda/CUDACachingAllocator, torch 2.11 to 2.13.
+"""
+
+from dataclasses import dataclass, replace
+
+MIB = 2**20
+BLOCK = 512  # bytes; all sizes are multiples
+SMALL = MIB  # the largest request of the small pool
+SMALL_SEGMENT = 2 * MIB
+MIN_LARGE = 10 * MIB  # below it a request in the large pool gets a segment of LARGE_SEGMENT
+LARGE_SEGMENT = 20 * MIB
+ROUND_LARGE = 2 * MIB
+INTERVALS = 16  # of sizes, from 1 MiB on, each up to twice its lower end
+VERSIONS = ("2.11", "2.12", "2.13")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Says how a CachingAllocator rounds, splits and collects. Sizes are in bytes.
+
+    - `max_split_size`: blocks of this size or more are not split, and serve no smaller request. None: all are split.
+    - `max_non_split_rounding`: such a block is up to so much larger than a request that it serves.
+    - `divisions`: a request of 1, 2, 4 … MiB and more is rounded up to one of so many parts between two powers of two,
+      a number for each of 16 intervals; 0 or 1 rounds to 512 bytes.
+    - `garbage_collection_threshold`: of the memory that the process may have: above it, segments that are free and
+      have been for long go back to the device before a new one is asked for. It acts only with `memory_fraction`.
+    - `memory_fraction`: of the device's memory (`torch.cuda.set_per_process_memory_fraction`). None: all of it.
+    - `expandable_segments`: one segment for each pool and stream, which grows.
+    - `large_segment_size`: of a new segment for less than 10 MiB. A setting since torch 2.13.
+    - `version`: of torch.
+    """
+
+    max_split_size: int | None = None
+    max_non_split_rounding: int = LARGE_SEGMENT
+    divisions: tuple = (0,) * INTERVALS
+    garbage_collection_threshold: float = 0.0
+    memory_fraction: float | None = None
+    expandable_segments: bool = False
+    large_segment_size: int = LARGE_SEGMENT
+    version: str = "2.13"
+
+    def __post_init__(self):
+        if self.version not in VERSIONS:
+            raise ValueError(f"version={self.version!r}: expected one of {', '.join(VERSIONS)}")
+        if self.max_split_size is not None and self.max_split_size < LARGE_SEGMENT:
+            raise ValueError(f"max_split_size={self.max_split_size}: expected at least {LARGE_SEGMENT} (20 MiB), or "
+                             "None")
+        if not 0 <= self.garbage_collection_threshold < 1:
+            raise ValueError(f"garbage_collection_threshold={self.garbage_collection_threshold}: expected a share from "
+                             "0 to below 1")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={self.memory_fraction}: expected a share above 0, up to 1")
+        if len(self.divisions) != INTERVALS or any(each & (each - 1) for each in self.divisions):
+            raise ValueError(f"divisions={self.divisions}: expected {INTERVALS} powers of two, or 0")
+        if self.large_segment_size != LARGE_SEGMENT and self.version != "2.13":
+            raise ValueError(f"large_segment_size={self.large_segment_size} in torch {self.version}: it is fixed to "
+                             f"{LARGE_SEGMENT} before 2.13")
+
+    @classmethod
+    def parse(cls, text, **others):
+        """Read the text of PYTORCH_CUDA_ALLOC_CONF. ValueError for a key that is not simulated, and for a bad value."""
+        return replace(cls(), **others, **dict(map(_setting, _items(text))))
+
+    def rounded(self, nbytes):
+        """Return the size of the block that a request of `nbytes` needs."""
+        size = max(nbytes, 1)
+        divisions = self.divisions[min(max(0, size.bit_length() - 21), INTERVALS - 1)]
+        if size >= BLOCK and divisions > 1 and size > BLOCK * divisions:
+            step = (1 << (size.bit_length() - 1)) // divisions
+            return -(-size // step) * step
+        return -(-size // BLOCK) * BLOCK
+
+    def segment(self, size):
+        """Return the size of a new segment for a block of `size`."""
+        if size <= SMALL:
+            return SMALL_SEGMENT
+        return self.large_segment_size if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+
+    def splits(self, size, rest):
+        """Tell whether `rest` of a block becomes one of its own when `size` bytes of it are taken."""
+        if size <= SMALL or self.expandable_segments:
+            return rest >= BLOCK
+        return (self.max_split_size is None or size < self.max_split_size) and rest > SMALL
+
+    def serves(self, block, size):
+        """Tell whether a free block of `block` bytes may be taken for `size`: a large one is not, or its rest is."""
+        if self.max_split_size is None:
+            return True
+        if size < self.max_split_size:
+            return block < self.max_split_size
+        return block < size + self.max_non_split_rounding
+
+
+def _items(text):
+    """Return [(key, value)] of "key:value,key:[a:b,c:d]"."""
+    items, depth, start = [], 0, 0
+    text = "".join(text.split())
+    for at, letter in enumerate(text + ","):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            if text[start:at]:
+                items.append(text[start:at].partition(":")[::2])
+            start = at + 1
+    return items
+
+
+def _setting(item):
+    """Return (name, value) of a field of Settings."""
+    key, value = item
+    try:
+        if key in ("max_split_size_mb", "large_segment_size_mb"):
+            return key.removesuffix("_mb"), int(value) * MIB
+        if key == "max_non_split_rounding_mb":
+            return "max_non_split_rounding", int(value) * MIB
+        if key == "garbage_collection_threshold":
+            return key, float(value)
+        if key == "expandable_segments":
+            return key, {"True": True, "False": False}[value]
+        if key == "roundup_power2_divisions":
+            return "divisions", _divisions(value)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{key}:{value} is not a value that PyTorch takes") from error
+    raise ValueError(f"{key!r} is not simulated: expected max_split_size_mb, max_non_split_rounding_mb, "
+                     "roundup_power2_divisions, garbage_collection_threshold, expandable_segments or "
+                     "large_segment_size_mb")
+
+
+def _divisions(value):
+    """Return a number for each interval: of one number, or of [64:8,256:4,>:1]. A size in MiB names its interval; the
+    first fills those below it, ">" those above the last; what lies between two is not rounded, as in PyTorch."""
+    if not value.startswith("["):
+        return (_positive(value),) * INTERVALS
+    found, last, first = [0] * INTERVALS, 0, True
+    for key, number in _items(value[1:-1]):
+        if key == ">":
+            found[last + 1:] = [_positive(number)] * (INTERVALS - last - 1)
+            continue
+        if _positive(key) & (int(key) - 1):
+            raise ValueError(key)
+        last = min(int(key).bit_length() - 1, INTERVALS - 1)
+        if first:
+            found[:last] = [_positive(number)] * last
+        found[last], first = _positive(number), False
+    return tuple(found)
+
+
+def _positive(text):
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)

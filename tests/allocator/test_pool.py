@@ -1,0 +1,176 @@
+"""Tensors of a pool never overlap, nothing is lost, and everything joins again; errors say what."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refimpl.allocator import GPUMemoryPool, PoolExhausted
+from refimpl.allocator.holes import CHUNK, ByPlace, BySize
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+POLICIES = pytest.mark.parametrize("policy", ["first_fit", "best_fit"])
+STEPS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60), st.integers(1, 60), st.sampled_from(DTYPES)),
+                 max_size=60)
+
+
+def intervals(pool):
+    """(place, size) of what is live, and of the holes, by place."""
+    live = [(begin, size) for begin, size, _ in pool._live.values()]
+    return sorted(live), sorted(pool._sizes.items())
+
+
+def check(pool):
+    live, holes = intervals(pool)
+    every = sorted(live + holes)
+    assert all(a + size <= b for (a, size), (b, _) in zip(every, every[1:], strict=False)), "no overlap"
+    assert sum(size for _, size in every) == pool.capacity, "nothing lost"
+    assert sum(size for _, size in live) == pool.allocated
+    assert all(a + size < b for (a, size), (b, _) in zip(holes, holes[1:], strict=False)), "no two holes touch"
+    assert pool.largest_hole == max((size for _, size in holes), default=0)
+
+
+@POLICIES
+@given(steps=STEPS)
+@settings(max_examples=60, deadline=None)
+def test_any_sequence_keeps_the_contents_of_live_tensors(policy, steps):
+    pool, live = GPUMemoryPool(4096, policy=policy, device="cpu"), []
+    for i, (which, rows, columns, dtype) in enumerate(steps):
+        if which < len(live):
+            tensor, value = live.pop(which)
+            assert bool((tensor == value).all())
+            pool.free(tensor)
+        else:
+            tensor = pool.allocate((rows, columns), dtype)
+            value = torch.tensor(i % 2 if dtype == torch.bool else i).to(dtype)
+            assert tensor.shape == (rows, columns) and tensor.dtype == dtype and tensor.is_contiguous()
+            assert tensor.data_ptr() % 512 == 0
+            live.append((tensor.fill_(value), value))
+        check(pool)
+    for tensor, value in live:
+        assert bool((tensor == value).all())
+        pool.free(tensor)
+    assert pool.allocated == pool.requested == 0
+    assert len(intervals(pool)[1]) == len(pool.segments), "each segment is one hole again"
+    pool.close()
+
+
+def holes_of(pool, sizes):
+    """Make holes of these sizes, in this order, with live tensors between them."""
+    tensors = []
+    for size in sizes:
+        tensors += [pool.allocate(size, torch.uint8), pool.allocate(512, torch.uint8)]
+    for tensor in tensors[::2]:
+        pool.free(tensor)
+    return [tensor.data_ptr() for tensor in tensors[::2]]
+
+
+def test_first_fit_takes_the_first_hole_and_best_fit_the_smallest():
+    for policy, expected in (("first_fit", 0), ("best_fit", 2)):
+        pool = GPUMemoryPool(2**20, policy=policy, device="cpu")
+        places = holes_of(pool, [4096, 1024, 2048, 8192])
+        assert pool.allocate(1536, torch.uint8).data_ptr() == places[expected]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 1000)), min_size=1, max_size=600,
+                unique_by=lambda hole: hole[0]), st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_holes_that_are_found_are_those_of_a_scan(holes, data):
+    by_place, by_size = ByPlace(), BySize()
+    for place, size in holes:
+        by_place.add(place, size), by_size.add(place, size)
+    gone = data.draw(st.sets(st.sampled_from(holes)))
+    for place, size in gone:
+        by_place.remove(place, size), by_size.remove(place, size)
+    left = [hole for hole in holes if hole not in gone]
+    assert by_place.largest == by_size.largest == max((size for _, size in left), default=0)
+    for size in (1, 10, 500, 990, 1001):
+        fitting = [hole for hole in left if hole[1] >= size]
+        assert by_place.find(size) == min(fitting, default=None)
+        assert by_size.find(size) == min(fitting, key=lambda hole: hole[::-1], default=None)
+
+
+class Counted(list):
+    """A list that counts how often an element of it is read one by one."""
+
+    reads = 0
+
+    def __getitem__(self, at):
+        Counted.reads += 1
+        return super().__getitem__(at)
+
+
+def test_a_search_among_many_holes_reads_few():
+    holes = ByPlace()
+    for place in range(0, 10**5, 2):
+        holes.add(place, 1 + place % 7)
+    holes.add(10**6, 100)
+    holes._tree, Counted.reads = Counted(holes._tree), 0
+    assert holes.find(50) == (10**6, 100)
+    assert Counted.reads <= 2 + math.log2(2 * 10**5 / CHUNK)
+
+
+@POLICIES
+def test_it_grows_by_segments_and_moves_nothing(policy):
+    pool = GPUMemoryPool(1024, policy=policy, device="cpu")
+    first = pool.allocate(256).fill_(7)
+    address = first.data_ptr()
+    second = pool.allocate(10_000)
+    assert first.data_ptr() == address and bool((first == 7).all()) and second.nbytes == 40_000
+    assert len(pool.segments) == 2 and pool.capacity == 1024 + 40_448
+
+
+def test_a_pool_takes_as_much_as_it_may():
+    pool = GPUMemoryPool(2048, device="cpu", max_capacity=4096)
+    tensors = [pool.allocate(128) for _ in range(8)]
+    assert pool.capacity == pool.allocated == 4096
+    with pytest.raises(PoolExhausted, match="4096 of at most 4096 are in segments, 4096 of these live, and the largest "
+                                            "hole has 0"):
+        pool.allocate(1)
+    pool.free(tensors[0]), pool.free(tensors[2])
+    assert pool.fragmentation == 0.5
+    with pytest.raises(PoolExhausted, match="the largest hole has 512"):
+        pool.allocate(256)
+    pool.free(tensors[1])
+    assert pool.fragmentation == 0 and pool.allocate(384).nbytes == 1536
+
+
+def test_what_is_not_a_live_tensor_of_the_pool():
+    pool, other = GPUMemoryPool(4096, device="cpu"), GPUMemoryPool(4096, device="cpu")
+    x = pool.allocate((4, 4))
+    for tensor, said in ((x[1:], "is a part of one"), (torch.ones(3), "it is not from this pool"),
+                         (other.allocate(4), "it is not from this pool")):
+        with pytest.raises(ValueError, match=said):
+            pool.free(tensor)
+    pool.free(x)
+    with pytest.raises(ValueError, match="it was freed before"):
+        pool.free(x)
+    check(pool)
+
+
+@pytest.mark.parametrize("shape", [0, -1, (3, 0), (3, -2)])
+def test_shapes_without_elements(shape):
+    with pytest.raises(ValueError, match="expected at least one element"):
+        GPUMemoryPool(4096, device="cpu").allocate(shape)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"initial_capacity": 0}, "initial_capacity=0"), ({"alignment": 100}, "alignment=100"), ({"alignment": 8}, "16 or"),
+    ({"policy": "worst_fit"}, "policy='worst_fit': expected one of first_fit, best_fit"),
+    ({"max_capacity": 10}, "max_capacity=10")])
+def test_options_that_cannot_be(options, said):
+    with pytest.raises(ValueError, match=said):
+        GPUMemoryPool(**{"initial_capacity": 4096, "device": "cpu", **options})
+
+
+def test_closing():
+    with pytest.raises(ValueError, match="1 tensors of 512 bytes are live"), GPUMemoryPool(4096, device="cpu") as pool:
+        x = pool.allocate(4)
+    pool.free(x), pool.close()
+    with pytest.raises(ValueError, match="the pool is closed"):
+        pool.allocate(4)
+    with pytest.raises(ZeroDivisionError), GPUMemoryPool(4096, device="cpu") as pool:
+        pool.allocate(4)
+        raise ZeroDivisionError
