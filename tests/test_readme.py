@@ -23,6 +23,7 @@ from refimpl.memory.ledger import human
 from refimpl.model import GPT, GPTConfig
 from refimpl.parallel import tensor_parallel
 from refimpl.parallel.closed_forms import ON_ALL_RANKS, block_traffic
+from refimpl.parallel.context_forms import attention_traffic, context_activation_bytes, idle_share
 from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
 
 ROOT = Path(__file__).parent.parent
@@ -230,6 +231,20 @@ def test_figures_of_sequence_parallelism_are_those_of_the_closed_forms_and_the_r
     time, peak = rows["step, sequence_parallel"], rows["peak of a step, sequence_parallel"]
     assert (f"{time:.2f} of the time of `torch.distributed.tensor.parallel` with `SequenceParallel`, at {peak:.2f} of "
             "its peak") in line
+
+
+def test_figures_of_context_parallelism_are_those_of_the_closed_forms_and_the_record():
+    line, N = readme_row("context parallelism"), 8
+    ratios = {row["what"]: row["ratio"] for row in rows_of("context_parallel")}
+    assert f"on four ranks {ratios['peak of a step, ring, zig-zag']:.2f} of its peak is left" in line
+    llama = GPTConfig(128256, 2**20, 32, 4096, 32, kv_heads=8, mlp_hidden=14336, norm="rmsnorm", activation="swiglu",
+                      positions="rotary", bias=False, tied=False)
+    kept, whole = (context_activation_bytes(llama, 1, 2**20 // n, n, "ring", torch.bfloat16) / 1e9 for n in (64, 1))
+    assert f"{kept:,.0f} GB of activations on each of 64 ranks, where one device would need {whole:,.0f} (bf16" in line
+    sent = sum(each.total for each in attention_traffic("ring", 1, 16, 4, 2, 8, N))
+    assert sent == (3 * N - 2) * 2 * 4 * 16 * 2 * 8 and "3N − 2 times in forward and backward (fp32)" in line
+    assert idle_share(N, "plain") == (N - 1) / (2 * N - 1) and idle_share(N, "zig-zag") == 0
+    assert "in plain order waits (N − 1)/(2N − 1) of the time, in zig-zag order not" in line
 
 
 LEAN = "gradients as views of buckets"
