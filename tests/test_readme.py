@@ -247,6 +247,19 @@ def test_figures_of_context_parallelism_are_those_of_the_closed_forms_and_the_re
     assert "in plain order waits (N − 1)/(2N − 1) of the time, in zig-zag order not" in line
 
 
+def test_figures_of_the_allocator_are_the_recorded_ones():
+    rows = {row["what"]: row for row in rows_of("allocator")}
+    line, varying = readme_row("expandable segments"), "sequences of varying length"
+    kept = {name: rows[f"reserved, {varying}, {name}"]["ratio"]
+            for name in ("PyTorch's default", "expandable_segments:True", "one pool, best_fit")}
+    default, expandable, pool = (f"{ratio:.2f}" for ratio in kept.values())
+    assert f"varying length {default} times the live bytes become {expandable} with" in line and expandable == pool
+    block = rows["block, 10000 live, best_fit"]["paired"]
+    assert f"block takes {block:.1f} times as long as `torch.empty` with 10,000 live" in line
+    seconds = rows["replay of 1,000,000 events"]["value"]
+    assert "a million events take seconds" in readme_row("reading the allocator") and 1 < seconds < 20
+
+
 LEAN = "gradients as views of buckets"
 
 

@@ -10,7 +10,7 @@ segments when their blocks are free: the driver sees what is reserved, reserved 
     what is left of it     becomes a free block: in the small pool always, in the large one if it is more than 1 MiB
     no memory              all segments without a live block go back to the device, then once more
 
-A freed block joins its free neighbours. A segment goes back as a whole or not at all: one live tensor of 512 bytes
+A freed block joins its free neighbours. A segment goes back as a whole or not at all: one live tensor of 1.5 MiB
 keeps 20 MiB. That is fragmentation: memory is free, in pieces too small, and a request fails. PyTorch,
 c10/cuda/CUDACachingAllocator.cpp; best fit and coalescing: Knuth, "The Art of Computer Programming", section 2.5.
 """

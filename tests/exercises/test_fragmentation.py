@@ -1,0 +1,68 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import pytest
+
+from refimpl.exercises import fragmentation as page
+
+
+def fits(holes, size):
+    room = [hole for hole in holes if hole[1] >= size]
+    if not room:
+        return None, None
+    return min(room)[0], min(room, key=lambda hole: (hole[1], hole[0]))[0]
+
+
+def worst_fit(holes, size):
+    first, _ = fits(holes, size)
+    return first, None if first is None else max(holes, key=lambda hole: hole[1])[0]
+
+
+def as_listed(holes, size):
+    return next((hole[0] for hole in holes if hole[1] >= size), None), fits(holes, size)[1]
+
+
+def least_capacity(runs, low, high, share=1.005):
+    while high > low * share:
+        middle = (low + high) // 2
+        low, high = (low, middle) if runs(middle) else (middle, high)
+    return high
+
+
+def too_coarse(runs, low, high):
+    return least_capacity(runs, low, high, 1.1)
+
+
+def one_by_one(runs, low, high):
+    while runs(high - high // 500):
+        high -= high // 500
+        [runs(high) for _ in range(20)]
+    return high
+
+
+def order(sizes, freed):
+    return [*freed, *(i for i in range(len(sizes)) if i not in freed)]
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, fits), (page.second, least_capacity), (page.third, order)])
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, worst_fit, "best fit gives 9216, you say 4096"),
+    (page.first, as_listed, "first fit gives 0, you say 8192"),
+    (page.first, lambda holes, size: 7, "expected a pair"),
+    (page.second, too_coarse, "it runs with 1 % less"),
+    (page.second, lambda runs, low, high: low, "bytes a request fails"),
+    (page.second, lambda runs, low, high: high, "it runs with 1 % less"),
+    (page.second, one_by_one, "replays; 8 are enough"),
+    (page.third, lambda sizes, freed: list(range(len(sizes))), "bytes are free, and the largest hole has"),
+    (page.third, lambda sizes, freed: list(freed), "expected each index once")])
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)
