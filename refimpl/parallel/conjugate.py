@@ -15,6 +15,7 @@ rank sends 4 · (N−1)/N times the bytes of x.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 class _Enter(torch.autograd.Function):
@@ -24,6 +25,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dx):
         return ctx.comm.all_reduce(dx), None
 
@@ -35,6 +37,7 @@ class _Leave(torch.autograd.Function):
         return comm.all_reduce(y, out=y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return dy, None
 
@@ -46,6 +49,7 @@ class _EnterSequence(torch.autograd.Function):
         return whole_sequence(x, comm, tokens)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dx):
         return sequence_sum(dx, ctx.comm).view(ctx.shape), None, None
 
@@ -57,6 +61,7 @@ class _LeaveSequence(torch.autograd.Function):
         return sequence_sum(y, comm)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return whole_sequence(dy, ctx.comm, ctx.tokens), None
 

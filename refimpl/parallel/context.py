@@ -49,6 +49,7 @@ class SequenceParallelAttention:
                              "heads, as much work as the others'")
         self.comm, self.method, self.order, self.attention = comm, method, order, attention
 
+    @torch._disable_dynamo
     def __call__(self, q_BHTD, k_BGTD, v_BGTD, *, causal=False, dropout_p=0.0, **options):
         """Return attention of this rank's tokens. Raises as the method does."""
         check_dropout(dropout_p)
@@ -79,6 +80,7 @@ class SequenceParallelAttention:
         """Return the positions in the whole sequence of this rank's `length` tokens: (length,) int64."""
         return positions(self.comm.rank, self.comm.world_size, length, self.order, device)
 
+    @torch._disable_dynamo
     def check_length(self, tokens):
         """Raise CollectiveMismatch, naming them, if ranks have another number of rows or tokens (B, T) than rank 0."""
         shape = torch.tensor([tokens.shape[:2]], dtype=torch.int64)
@@ -96,27 +98,32 @@ class SequenceParallelAttention:
 def context_parallel(model, attention):
     """Give `model` this SequenceParallelAttention, in place; returns it. It is then called with a rank's tokens.
 
-    Each call gets positions in the whole sequence, and checks that all ranks have as many tokens. For our GPT, and for
-    models of transformers whose attention comes from their registry (AttentionInterface) and which take position_ids:
-    these score a rank's tokens with `shift_labels`, since a rank does not have the next token of its last.
+    Each call gets positions in the whole sequence, and no others, and checks that all ranks have as many tokens. For
+    our GPT, and for models of transformers whose attention comes from their registry (AttentionInterface) and which
+    take position_ids: these score a rank's tokens with `shift_labels`, since a rank does not have the token after its
+    last. What would be wrong in silence is refused: a cache, a mask, layers in which tokens meet outside attention.
 
     Applies before or after `tensor_parallel`, and before an engine. Dropout outside attention draws from each rank's
     own generator: seed ranks differently, or they drop the same places of other tokens. ValueError for another model:
     give its attention `attention(q, k, v, causal=True)` and its positions `attention.positions(length)` by hand.
     """
-    model.sequence_is_split = True  # what `accumulate` asks: each micro-batch needs all ranks, with targets or not
+    if getattr(model, "sequence_is_split", False):
+        raise ValueError(f"{type(model).__name__} has its sequence split already: expected a model that attends to the "
+                         "tokens it is given")
     if isinstance(model, GPT):
         for module in model.modules():
             if isinstance(module, Attention):
                 module.set_attention(attention.within(module.attention))
         model.register_forward_pre_hook(_Positions(attention, model.config.context_length), with_kwargs=True)
-        return model
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) is not None:
+    elif getattr(getattr(model, "config", None), "_attn_implementation", None) is not None:
         from .hugging_face import give_attention
 
-        return give_attention(model, attention)
-    raise ValueError(f"how {type(model).__name__} computes attention is not known: call attention(q, k, v, "
-                     "causal=True) in its attention, and use attention.positions(length) for its positions")
+        give_attention(model, attention)
+    else:
+        raise ValueError(f"how {type(model).__name__} computes attention is not known: call attention(q, k, v, "
+                         "causal=True) in its attention, and use attention.positions(length) for its positions")
+    model.sequence_is_split = True  # what `accumulate` asks: each micro-batch needs all ranks, with targets or not
+    return model
 
 
 class _Positions:
@@ -126,7 +133,12 @@ class _Positions:
         self.attention, self.context = attention, context
 
     def __call__(self, model, args, kwargs):
-        tokens = args[0] if args else kwargs["tokens_BT"]
+        tokens = args[0] if args else kwargs.get("tokens_BT")
+        if not isinstance(tokens, torch.Tensor):
+            return args, kwargs  # the model says what it expects
+        if kwargs.get("offset") or kwargs.get("positions_BT") is not None:
+            raise ValueError("offset or positions_BT of a part of a sequence: expected none; they are "
+                             "attention.positions(…)")
         self.attention.check_length(tokens)
         T, N = tokens.shape[1], self.attention.comm.world_size
         if N * T > self.context:

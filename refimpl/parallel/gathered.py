@@ -5,23 +5,24 @@
 
 Between the two it keeps q, k and v of its own tokens. So any attention function can be used, and its own autograd: what
 that would keep of all keys, it keeps for the time of one backward. This is the context parallelism of Llama 3 ("The
-Llama 3 Herd of Models", 2024, section 3.3.2), without its keeping of gathered keys.
+Llama 3 Herd of Models", 2024, section 3.3.2), which keeps the gathered keys for backward; here they are gathered again.
 """
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..model import softmax_attention
-from .inner import call, check_dropout, compact
+from .inner import call, check_dropout, check_shapes, compact
 from .order import by_rank, check_order, in_order, spans
 
 
+@torch._disable_dynamo
 def gathered_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="plain", attention=softmax_attention,
                        window=None, cu_seqlens=None, dropout_p=0.0, **options):
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D).
 
-    - `attention`: any (q, k, v) -> out, with the options that are given. Causal ones are aligned bottom-right: the last
-      query sees every key. It runs again in backward.
+    - `attention`: any (q, k, v) -> out, with the options that are given. With `causal` it needs an option of that name,
+      aligned bottom-right: the last query sees every key. It runs again in backward.
     - `causal`, `order`: which tokens are before which; see `order`.
     - `window`: with `causal`, how many tokens before it a token sees, besides itself.
     - `cu_seqlens`: packed sequences, in positions of the whole sequence: a list, 0 and where each one ends.
@@ -29,6 +30,7 @@ def gathered_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="pla
     A rank sends (N−1)/N of the bytes of all k and v in forward and again in backward, and then (N−1)/N of those of
     their gradients (fp32 or wider). ValueError for dropout, a window that is not causal, and an odd T in zig-zag order.
     """
+    check_shapes(q_BHTD, k_BGTD, v_BGTD)
     check_dropout(dropout_p)
     check_order(order)
     if window is not None and not causal:

@@ -12,8 +12,9 @@ from torch.nn.attention.bias import causal_lower_right
 def call(attention, q_BHTD, k_BGSD, v_BGSD, causal, **options):
     """Return attention(q, k, v), (B, H, T, D). `causal` is aligned bottom-right: the last query sees every key.
 
-    An attention gets `causal` if it has that option, and PyTorch's own what it wants instead. A bare one has none: it
-    masks, or does not, by itself. ValueError for options that it does not have.
+    An attention gets `causal` if it has that option, and PyTorch's own gets what it has instead. A function without
+    that option decides by itself what it masks, so it is called with as many keys as queries alone. ValueError for
+    more keys, and for options that it does not have.
     """
     if attention is F.scaled_dot_product_attention:
         T, S = q_BHTD.shape[2], k_BGSD.shape[2]
@@ -25,17 +26,31 @@ def call(attention, q_BHTD, k_BGSD, v_BGSD, causal, **options):
     if unknown:
         raise ValueError(f"{unknown[0]}={options[unknown[0]]!r}, but {attention} has no such option: give another "
                          "attention=, such as refimpl.attention.flash_attention")
-    return attention(q_BHTD, k_BGSD, v_BGSD, **({"causal": causal} if {"causal", None} & taken else {}), **options)
+    if {"causal", None} & taken:
+        return attention(q_BHTD, k_BGSD, v_BGSD, causal=causal, **options)
+    if causal and q_BHTD.shape[2] != k_BGSD.shape[2]:
+        raise ValueError(f"{q_BHTD.shape[2]} queries of {k_BGSD.shape[2]} keys, and {attention} has no option `causal`"
+                         ", so which keys it would mask is not known: give an attention with that option (of PyTorch "
+                         "torch.nn.functional.scaled_dot_product_attention itself), or use Ulysses")
+    return attention(q_BHTD, k_BGSD, v_BGSD, **options)
 
 
 def options_of(attention):
-    """Return the names of an attention's options, without those that a partial has fixed; None if it takes any."""
+    """Return the names of an attention's options, without those that a partial has fixed. None among them: any."""
     fixed = attention.keywords if isinstance(attention, functools.partial) else {}
     try:
         given = inspect.signature(getattr(attention, "forward", attention)).parameters.values()
     except ValueError:  # a builtin
         return set()
     return {None if each.kind is each.VAR_KEYWORD else each.name for each in given} - {*fixed}
+
+
+def check_shapes(q_BHTD, k_BGTD, v_BGTD):
+    """Raise ValueError unless a rank has as many keys and values as queries, and G divides H."""
+    q, k, v = (tuple(x.shape) for x in (q_BHTD, k_BGTD, v_BGTD))
+    if len(q) != 4 or k != v or k != (q[0], *k[1:2], *q[2:]) or q[1] % k[1]:
+        raise ValueError(f"q {q}, k {k}, v {v} on a rank: expected (B, H, T, D) and twice (B, G, T, D), for the same T "
+                         "tokens, and G to divide H")
 
 
 def check_dropout(dropout_p):

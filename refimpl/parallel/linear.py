@@ -49,6 +49,7 @@ class ColumnParallelLinear(nn.Module):
                 self.biases.append(_block(linear.bias, 0, first + begin, first + end, f"{name}.bias", numbers, most))
             first += size
 
+    @torch._disable_dynamo
     def forward(self, x, gather=None):
         """Map x (…, C) to this rank's features, or to all of them if they are gathered: as `gather_output` says, or
         here `gather`."""
@@ -197,6 +198,7 @@ class RowParallelLinear(nn.Module):
             replicas = comm.ranks if comm.world_size > 1 else ()
             self.bias = _block(linear.bias, 0, 0, self.features, f"{name}.bias", replicas, self.features)
 
+    @torch._disable_dynamo
     def forward(self, x):
         """Map this rank's inputs (…, C / N) to the output, the same on all ranks."""
         y = F.linear(x, self.weight.t() if self.transposed else self.weight)
@@ -215,9 +217,13 @@ def is_transposed(linear):
 def features_of(linear, name=""):
     """Return (in, out) of a linear layer. TypeError for a layer that is none, or computes something else."""
     weight = linear._parameters.get("weight")
+    if isinstance(getattr(linear, "base_layer", None), nn.Linear):  # before it is split, or made
+        raise TypeError(f"{name} is of peft's {type(linear).__name__}, which has a layer and its adapters: expected a "
+                        f"plan of these. By columns: {{'{name}.base_layer': 'column', '{name}.lora_B.*': 'column'}}; "
+                        f"by rows: {{'{name}.base_layer': 'row', '{name}.lora_A.*': 'row'}}")
     if weight is None or type(linear).forward is not nn.Linear.forward and not is_transposed(linear):
         raise TypeError(f"{name} is of {type(linear).__name__}: expected an nn.Linear or transformers' Conv1D, with "
-                        "its own forward and a plain weight")
+                        "its own forward and a plain weight; leave it out of the plan to keep it whole")
     return tuple(weight.shape) if is_transposed(linear) else tuple(weight.shape[::-1])
 
 
@@ -281,8 +287,8 @@ def _block(tensor, dim, begin, end, name, replicas, most):
 
 
 def _computed_in(x, weight):
-    """Return the dtype in which a linear layer would compute here: an autocast, of any kind, decides on two matrices
-    without rows."""
+    """Return the dtype in which a linear layer would compute here. Any kind of autocast tells, when it multiplies two
+    matrices without rows."""
     with torch.no_grad():
         return F.linear(x.new_empty(0, 1), weight.new_empty(0, 1)).dtype
 

@@ -1,6 +1,6 @@
 """Which tokens of a sequence each rank has: in plain order, or in zig-zag order, which balances causal attention.
 
-    plain      rank r has chunk r of N                    causal: rank N−1 computes 2N−1 times as much as rank 0, or so
+    plain      rank r has chunk r of N                    causal: rank N−1 computes about 2N−1 times as much as rank 0
     zig-zag    rank r has chunks r and 2N−1−r of 2N       causal: all compute as much, in each step of a ring
 
 "The Llama 3 Herd of Models" (2024), section 3.3.2.

@@ -18,6 +18,7 @@ class OwnRandom:
     def __init__(self, comm):
         self.comm, self.common = comm, None
 
+    @torch._disable_dynamo
     def begin(self):
         """Go on with a stream of this rank's own, until `end`. No-op within."""
         if self.common is not None or torch._guards.active_fake_mode() is not None:
@@ -31,6 +32,7 @@ class OwnRandom:
             with torch.cuda.device(self.comm.device):
                 torch.cuda.manual_seed(seed)
 
+    @torch._disable_dynamo
     def end(self):
         """Go back to the common stream. No-op outside."""
         if self.common is None:

@@ -10,11 +10,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..memory import is_dry, mark
-from .inner import check_dropout, compact
+from .inner import check_dropout, check_shapes, compact
 from .order import check_order
 from .pair import dense_pair
 
 
+@torch._disable_dynamo
 def ring_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="plain", scale=None, attention=dense_pair,
                    window=None, cu_seqlens=None, dropout_p=0.0):
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D) in q's dtype.
@@ -25,13 +26,14 @@ def ring_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="plain",
     Autograd keeps q, k, v, the output and a logsumexp for each row, of this rank's tokens alone. A rank sends N−1 times
     the bytes of k and v in forward, and in backward; there also N times those of their gradients (fp32 or wider).
 
-    Every rank calls it with as many tokens; in debug mode (`launch(…, debug=True)`) one with others is named.
+    Every rank calls it with as many rows and tokens: one with others is named, as it is for other collectives.
     ValueError for `window` and `cu_seqlens`, dropout, and an odd T in zig-zag order. Liu et al. 2023, section 3.
     """
     if window is not None or cu_seqlens is not None:
         what = f"window={window!r}" if window is not None else "cu_seqlens, packed sequences,"
         raise ValueError(f"{what} in ring attention: a rank has one block of keys at a time, and of a pair of blocks "
                          "it knows only whether one is before the other; use gathered_attention or ulysses_attention")
+    check_shapes(q_BHTD, k_BGTD, v_BGTD)
     check_dropout(dropout_p)
     check_order(order)
     if order == "zig-zag" and q_BHTD.shape[2] % 2:
@@ -96,6 +98,8 @@ def _around(ctx, q, k, v, every=False):
     sees, as (None, (k, v)). In a dry run one of each shape is computed: the others would take the same memory again."""
     done = set() if is_dry(q) else None
     comm, N, r = ctx.comm, ctx.comm.world_size, ctx.comm.rank
+    if N > 1:
+        comm.order.begin("ring", k.shape, k.dtype, label="keys and values")  # messages alone are not in the order
     kv, arriving = mark(torch.stack((k, v)), "communication") if N > 1 else (k, v), None
     for step in range(N):
         if step < N - 1:

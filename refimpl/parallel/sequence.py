@@ -15,6 +15,7 @@ import functools
 import inspect
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .conjugate import own_rows, whole_sequence
@@ -31,9 +32,12 @@ def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=Fals
 
     Tokens need not be a multiple of the ranks: the last rank pads its rows. Each weight of the region that is whole on
     every rank, a norm's say, has its gradient summed over the ranks. Hidden states that a model returns beside its
-    output (`output_hidden_states`) are rows, (1, n, C). ValueError as `tensor_parallel`, and for a model
-    whose region is not known.
+    output (`output_hidden_states`) are rows, (1, n, C). ValueError as `tensor_parallel`, for a model whose region is
+    not known, and for one with adapters of peft.
     """
+    if any(name.endswith(".base_layer") for name, _ in model.named_modules()):
+        raise ValueError(f"{type(model).__name__} has adapters of peft, which read all tokens, and a rank has some of "
+                         "them: use tensor_parallel")
     blocks, norm = region_of(model) if region is None else region
     tensor_parallel(model, comm, plan, loss_parallel=loss_parallel)
     blocks, norm = model.get_submodule(blocks), model.get_submodule(norm)
@@ -69,6 +73,7 @@ class Region:
         self.comm, self.tokens, self.random = comm, None, OwnRandom(comm)
         self.forwards = {}  # storage of a block's input → (weak reference to it, tokens of the forward it is from)
 
+    @torch._disable_dynamo
     def enter(self, module, args, kwargs):
         """Keep this rank's rows of the first block's input."""
         x, replaced = _first(module, args, kwargs)
@@ -79,6 +84,7 @@ class Region:
             self.random.begin()
         return replaced(_Cut.apply(x, self.comm))
 
+    @torch._disable_dynamo
     def remember(self, module, args, kwargs):
         """Note of which forward a block's input is: it may be recomputed after another forward has begun."""
         rows, _ = _first(module, args, kwargs)
@@ -87,11 +93,13 @@ class Region:
             self.forwards[storage._cdata] = StorageWeakRef(storage), self.tokens
         self.recall(module, (rows,))
 
+    @torch._disable_dynamo
     def recall(self, module, args):
         """Go back to the forward that a block's input is from. What recomputes a block keeps its input."""
         if args and torch.is_tensor(args[0]):
             _, self.tokens = self.forwards.get(args[0].untyped_storage()._cdata, (None, self.tokens))
 
+    @torch._disable_dynamo
     def gather(self, name, module, args, kwargs):
         """Give a module all tokens. Split layers find in `sequence_rows` what autograd keeps instead."""
         rows, replaced = _first(module, args, kwargs, name)
@@ -99,11 +107,13 @@ class Region:
         x.sequence_rows = rows, self.tokens
         return replaced(x)
 
+    @torch._disable_dynamo
     def leave(self, module, args, output):
         """Return all tokens behind the last norm."""
         self.random.end()
         return _Join.apply(output, self.comm, self.tokens)
 
+    @torch._disable_dynamo
     def end(self, module, args, output):
         """End the forward, also one that raised."""
         self.random.end()
@@ -126,6 +136,7 @@ class _Cut(torch.autograd.Function):
         return own_rows(x, comm)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dx):
         return whole_sequence(dx, ctx.comm, ctx.tokens), None
 
@@ -139,5 +150,6 @@ class _Join(torch.autograd.Function):
         return whole_sequence(x, comm, tokens)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dx):
         return own_rows(dx, ctx.comm), None, None

@@ -22,6 +22,7 @@ from .vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_e
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))
          and name.startswith(("_forward", "_backward"))]
+SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding)
 
 
 def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
@@ -32,11 +33,14 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
     - `loss_parallel`: for a model of Hugging Face: score labels on logits that stay split. The logits that it returns
       are then this rank's. A GPT always does so, as it returns no logits beside a loss.
 
-    Each rank keeps its part of rank 0's values; of a model on the meta device shapes alone. Each parameter and buffer
+    Each rank keeps its part of rank 0's values; on the meta device there are shapes alone. Each parameter and buffer
     gets a ShardSpec, so that an engine with `world=` sums norms and saves states as those of the whole model. Make
-    optimizers afterwards. ValueError for an unknown model without a plan, a name that matches no module, and heads that
-    cannot be shared out; CollectiveMismatch if ranks give different models.
+    optimizers afterwards. ValueError for an unknown model without a plan, a name that matches no module, heads that
+    cannot be shared out, and a model that is split already; TypeError for a layer of another class. CollectiveMismatch
+    if ranks give different models.
     """
+    if any(isinstance(module, SPLIT) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} is split already: expected a whole model")
     styles = matched(model, plan_of(model) if plan is None else plan)
     _check(model, comm, styles)
     for name in [name for name, style in styles.items() if style == "whole"]:
@@ -56,7 +60,7 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
         made[name].weights[0] = weight = made[first].weight
         weight.whole_names += (f"{name}.weight",)
     for parent, layers in _by_parent(model, made).items():
-        _finish(parent, layers, comm)
+        _finish(parent, *zip(*layers, strict=True), comm)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not hasattr(tensor, "shard_spec"):
             spec = spec_of(name, tensor)
@@ -128,8 +132,7 @@ def _heads(model, name, style):
     """Return the heads of each part of a layer: those of the plan, else what the width of a head in its parent says."""
     if isinstance(style, Column) and style.heads or isinstance(style, Row) and style.heads:
         return style.heads
-    parent = model.get_submodule(name.rpartition(".")[0])
-    width = getattr(parent, "head_dim", None)
+    width = getattr(_parent(model, _outer(name)), "head_dim", None)
     if not isinstance(width, int) or style in ("vocabulary", "head"):
         return None
     features = features_of(model.get_submodule(name), name)[0 if isinstance(style, Row) else 1]
@@ -148,29 +151,43 @@ def _split(module, comm, name, style, heads):
     return ColumnParallelLinear(module, comm, name, parts=style.parts, heads=heads)
 
 
+def _outer(name):
+    """Return the name of what a layer's parent calls: the layer, or what peft has put around it."""
+    return name.removesuffix(".base_layer")
+
+
 def _by_parent(model, made):
-    """Return {parent: its layers that are split}, without embeddings and heads."""
+    """Return {parent: [(layer that is split, what the parent calls), …]}, without embeddings and heads."""
     found = {}
     for name, module in made.items():
         column = isinstance(module, ColumnParallelLinear) and not module.gather_output
         if column or isinstance(module, RowParallelLinear):
-            found.setdefault(model.get_submodule(name.rpartition(".")[0]), []).append(module)
+            parent, outer = _parent(model, _outer(name)), model.get_submodule(_outer(name))
+            if not hasattr(parent, "base_layer"):  # of an adapter, whose layer has the one that counts
+                found.setdefault(parent, []).append((module, outer))
     return found
 
 
-def _finish(parent, layers, comm):
+def _parent(model, name):
+    """Return the module that calls the one of this name; lists and dicts of modules are not called."""
+    while isinstance(parent := model.get_submodule(name := name.rpartition(".")[0]), (nn.ModuleList, nn.ModuleDict)):
+        pass
+    return parent
+
+
+def _finish(parent, layers, outers, comm):
     """Let the layers of one module work together: those that read the same x; counts of heads; random numbers."""
     columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
     for size in dict.fromkeys(layer.in_features for layer in columns):
         Siblings([layer for layer in columns if layer.in_features == size])
     _count_heads(parent, columns)
     random = OwnRandom(comm)
-    for layer in columns:  # what comes before, such as dropout of x, is the same on all ranks
-        layer.register_forward_hook(lambda module, args, output: random.begin() if module.training else None)
+    for layer, outer in zip(layers, outers, strict=True):  # dropout of what a layer by columns reads is of all ranks
+        if outer is not layer or layer not in columns:
+            outer.register_forward_pre_hook(lambda module, args: random.end())
+        if layer in columns:
+            outer.register_forward_hook(lambda module, args, output: random.begin() if module.training else None)
     parent.register_forward_hook(lambda module, args, output: random.end(), always_call=True)
-    for layer in layers:
-        if isinstance(layer, RowParallelLinear):
-            layer.register_forward_pre_hook(lambda module, args: random.end())
 
 
 def _count_heads(attention, columns):
@@ -183,7 +200,7 @@ def _count_heads(attention, columns):
     H, G = max(counts), min(counts)
     for name, count in {"num_heads": H, "num_attention_heads": H, "num_key_value_heads": G,
                         "num_key_value_groups": H // G, "queries_per_key": H // G,
-                        "split_size": max(rows for rows, _, _ in here)}.items():
+                        **dict.fromkeys(("split_size", "attn_dim"), max(rows for rows, _, _ in here))}.items():
         if isinstance(getattr(attention, name, None), int):
             setattr(attention, name, count)
 

@@ -11,9 +11,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..model import softmax_attention
-from .inner import call, check_dropout
+from .inner import call, check_dropout, check_shapes
 
 
+@torch._disable_dynamo
 def ulysses_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, attention=softmax_attention, dropout_p=0.0,
                       **options):
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D). Tokens are in plain order: with
@@ -24,6 +25,7 @@ def ulysses_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, attention=s
     Key heads are repeated until N divides them (`repeats`). A rank sends (N−1)/N of the bytes of its q, k, v and output
     in forward, and as much in backward. ValueError if N does not divide the query heads, and for dropout.
     """
+    check_shapes(q_BHTD, k_BGTD, v_BGTD)
     check_dropout(dropout_p)
     H, G, N = q_BHTD.shape[1], k_BGTD.shape[1], comm.world_size
     if N == 1:

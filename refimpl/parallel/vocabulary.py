@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..comm import FakeCommunicator
 from ..comm.traffic import Traffic, ring_traffic
 from ..sharding import ShardSpec, set_spec
-from .internals.ids import check_columns, check_ids, check_same, local_rows, refuse_second_derivatives
+from .internals.ids import check_columns, check_ids, check_same, local_rows, refuse_again, refuse_second_derivatives
 
 CHUNK_BYTES = 64 * 2**20  # of the buffer in which logits are computed in fp32, some rows at a time
 REDUCTIONS = ("mean", "sum", "none")
@@ -47,9 +47,9 @@ class VocabularyParallelEmbedding(nn.Module):
     - `weight` (v, C): the rows `part(V, comm)`. A head of the same rows may share the Parameter.
     - `padding_idx`: a row that gets no gradient, as in `nn.Embedding`.
 
-    All ranks pass the same tokens. That is not checked here, since it would take another message or a larger tensor in
-    this one; `vocabulary_parallel_cross_entropy` checks the targets. Forward is an all_reduce, in place; backward
-    communicates nothing. Autograd keeps the caller's tokens and nothing else. Raises ValueError if `weight` is not this
+    All ranks pass the same tokens. That is not checked here, as it would take another message;
+    `vocabulary_parallel_cross_entropy` checks the targets. Forward is an all_reduce, in place; backward communicates
+    nothing. Autograd keeps the caller's tokens alone. Raises ValueError if `weight` is not this
     rank's part, IndexError on a CPU for a token outside 0 … V − 1; on a GPU an assertion fails.
     """
 
@@ -78,13 +78,14 @@ class VocabularyParallelEmbedding(nn.Module):
         """Return (first, end) of this rank's rows. Raises what `of` raises."""
         if type(embedding).forward is not nn.Embedding.forward or "weight" not in embedding._parameters:
             raise TypeError(f"{name} is of {type(embedding).__name__}: expected an nn.Embedding, with its own forward "
-                            "and a plain weight")
+                            "and a plain weight; leave it out of the plan to keep it whole")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option) not in (None, False):
                 raise ValueError(f"{name} has {option}={getattr(embedding, option)}, which needs all rows at once or a "
                                  "sparse gradient: make the embedding without it")
         return part(embedding.num_embeddings, comm, name)
 
+    @torch._disable_dynamo
     def forward(self, tokens):
         """Return the embeddings of tokens (…): (…, C)."""
         check_ids(tokens, self.V, "tokens")
@@ -150,6 +151,7 @@ class _Gather(torch.autograd.Function):
 # --- cross-entropy ---------------------------------------------------------------------------------------------------
 
 
+@torch._disable_dynamo
 def vocabulary_parallel_cross_entropy(logits, targets, comm, V, *, ignore_index=-100, reduction="mean",
                                       label_smoothing=0.0, overwrite=False, chunk_bytes=CHUNK_BYTES):
     """Return `F.cross_entropy(all_logits.float(), targets, …)`, on every rank, from this rank's columns (N, v).
@@ -242,7 +244,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         refuse_second_derivatives("vocabulary_parallel_cross_entropy")
+        refuse_again(ctx.plan)
         plan, (logits, targets, maximum, log_sum) = ctx.plan, ctx.saved_tensors
+        ctx.plan = None if plan.overwrite else plan
         local, here, ignored = plan.onehot(targets, maximum.dtype)
         local, here = local.long(), here.mul_(plan.smoothing - 1)
         scale = gradient.masked_fill(ignored, 0)[:, None]

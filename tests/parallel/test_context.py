@@ -109,6 +109,7 @@ def read(comm, name, method, dtype, kept=False):
     with memory.track(model, tokens) as t:
         loss = model(tokens, tokens)
         kept = t.now["activations"]
+        assert t.now["communication"] == 0, "what was received is gone"
         middle = comm.traffic
         loss.backward()
     return kept, dict(middle - start), dict(comm.traffic - middle)

@@ -12,7 +12,13 @@ from refimpl.attention import tiled_pair
 from refimpl.checkpointing import recompute
 from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
-from refimpl.parallel import SequenceParallelAttention, context_parallel, dense_pair
+from refimpl.parallel import (
+    AttentionPair,
+    SequenceParallelAttention,
+    context_parallel,
+    dense_pair,
+    ring_attention,
+)
 from refimpl.zero import Zero3
 
 PAIRS = {"dense": dense_pair, "tiled": tiled_pair}
@@ -64,3 +70,20 @@ def test_a_million_tokens_of_llama_3_on_64_ranks():
     assert peak.total < 32 * 2**30
     kv = 2 * rows * 8 * 128  # of a layer, elements
     assert t.result["send"] == 32 * (3 * 63 * 2 * kv + 64 * 4 * kv)  # forward, again, and backward with gradients
+
+
+@pytest.mark.parametrize(("order", "blocks"), [("plain", 2), ("zig-zag", 3)])
+def test_a_ring_of_64_ranks_computes_one_block_of_each_shape(order, blocks):
+    """The block of its own keys, and one of others'; in zig-zag order those before it and those after."""
+    calls = []
+
+    def counted(function):
+        return lambda *given, **how: (calls.append(function), function(*given, **how))[1]
+
+    def run():
+        qkv = [torch.zeros(1, 2, 8, 4, requires_grad=True) for _ in range(3)]
+        ring_attention(*qkv, FakeCommunicator(5, 64), causal=True, order=order,
+                       attention=AttentionPair(*map(counted, dense_pair))).sum().backward()
+
+    memory.dry_run(run)
+    assert [calls.count(each) for each in dense_pair] == [blocks, blocks]

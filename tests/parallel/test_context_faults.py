@@ -1,11 +1,13 @@
 """What goes wrong with a split sequence: a rank that dies in the ring, other lengths, models that cannot be split."""
 
+import functools
 import os
 import signal
 import time
 
 import pytest
 import torch
+from outside.models import causal, seq2seq
 from rank_pool import pooled
 from tensor_kit import tokens_of, whole
 from torch import nn
@@ -48,6 +50,23 @@ def dies(comm, method, when):
     model(tokens, tokens).backward()
 
 
+def other_shapes(comm, method, rows, length, dtype):
+    q, k, v = (torch.randn(rows, 4, length, 8, dtype=dtype) for _ in range(3)) if comm.rank == 2 else (
+        torch.randn(2, 4, 4, 8) for _ in range(3))
+    comm.barrier()
+    SequenceParallelAttention(comm, method)(q, k, v, causal=True)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("rows", "length", "dtype"), [(2, 8, torch.float32), (1, 4, torch.float32),
+                                                       (2, 4, torch.float64)])
+@pytest.mark.parametrize("method", ["ring", "gathered", "ulysses"])
+def test_a_rank_with_other_shapes_is_named_without_a_model_too(method, rows, length, dtype):
+    """A model checks lengths before its first layer."""
+    with pytest.raises(RankError, match="began other collectives than rank"):
+        launched(other_shapes, 4, method, rows, length, dtype)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("method", ["ring", "gathered", "ulysses"])
@@ -88,6 +107,23 @@ def test_what_is_not_known_is_named(make, words):
         make()
 
 
+SMALL = {"vocab_size": 61, "num_layers": 1, "num_heads": 4}
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: nn.Linear(2, 2), "how Linear computes attention is not known"),
+    (causal("gpt_neo", **SMALL, hidden_size=32, attention_types=[[["global"], 1]]),
+     "GPTNeoForCausalLM takes no other attention"),
+    (seq2seq("t5", **SMALL, d_model=32, d_kv=8, d_ff=32), "T5.* takes no position_ids")])
+def test_a_refusal_leaves_the_model_as_it_was(make, words):
+    model = make()
+    before = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+    with pytest.raises(ValueError, match=words):
+        context_parallel(model, split())
+    assert not hasattr(model, "sequence_is_split") and not model._forward_pre_hooks
+    assert before == [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
 def gpt(attention, **changes):
     return context_parallel(GPT(GPTConfig(**{**SIZES, **changes})), attention)
 
@@ -104,6 +140,29 @@ def test_a_model_that_cannot_be_split_so(method, N, T, changes, words):
         model(torch.zeros(1, T, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_sequence_is_split_once(name):
+    model = context_parallel(whole(name), split("ulysses"))
+    with pytest.raises(ValueError, match="has its sequence split already"):
+        context_parallel(model, split("ulysses"))
+
+
+def test_gpt_names_wrong_arguments_itself():
+    for given in ({"ids": 1}, {"tokens_BT": [1]}):
+        with pytest.raises(TypeError, match="argument 'ids'|tokens as a list"):
+            gpt(split())(**given)
+
+
+@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+def test_an_attention_that_masks_by_itself_is_not_asked_about_more_keys(order):
+    bare = functools.partial(nn.functional.scaled_dot_product_attention, is_causal=True)  # aligned top-left
+    attention = SequenceParallelAttention(FakeCommunicator(1, 2), "gathered", order=order, attention=bare)
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="queries of . keys, and .* has no option `causal`, .*or use Ulysses"):
+        attention(q, q, q, causal=True)
+    assert attention(q, q, q).shape == q.shape
+
+
 def test_dropout_is_no_hindrance_when_nothing_is_trained():
     gpt(split(), dropout=0.1).eval()(torch.zeros(1, 4, dtype=torch.int64))
 
@@ -111,11 +170,33 @@ def test_dropout_is_no_hindrance_when_nothing_is_trained():
 def test_models_of_transformers_refuse_what_a_part_of_a_sequence_cannot_have():
     model = context_parallel(whole("llama"), split())
     tokens = tokens_of(model, 2, 4)
-    with pytest.raises(ValueError, match="labels of a part of a sequence: the model would shift them"):
+    with pytest.raises(ValueError, match="labels of a part of a sequence: a causal model would shift them"):
         model(input_ids=tokens, labels=tokens)
     with pytest.raises(ValueError, match="attention_mask of a part of a sequence: expected none"):
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    for given in ({"use_cache": True}, {"past_key_values": model.generate}, {"position_ids": tokens}):
+        with pytest.raises(ValueError, match=f"{next(iter(given))} .*expected none"):
+            model(input_ids=tokens, **given)
+    with pytest.raises(ValueError, match="generate with a model on one device"):
+        model.eval().generate(tokens, max_new_tokens=2)
+    embedded = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(input_ids=None, inputs_embeds=embedded).logits, model(tokens).logits)
     assert model(input_ids=tokens, labels=tokens, shift_labels=tokens).loss.isfinite()
+
+
+@pytest.mark.parametrize("given", [{"offset": 1}, {"positions_BT": torch.zeros(1, 4, dtype=torch.int64)}])
+def test_a_gpt_gets_no_other_positions(given):
+    with pytest.raises(ValueError, match="offset or positions_BT of a part of a sequence: expected none"):
+        gpt(split())(torch.zeros(1, 4, dtype=torch.int64), **given)
+
+
+@pytest.mark.parametrize(("q", "k", "v"), [
+    ((1, 4, 4, 8), (1, 4, 8, 8), (1, 4, 8, 8)), ((1, 4, 4, 8), (1, 4, 4, 8), (1, 4, 4, 6)),
+    ((1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)), ((1, 4, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8)), ((4, 4, 8),) * 3])
+@pytest.mark.parametrize("method", ["ring", "gathered", "ulysses"])
+def test_shapes_that_do_not_belong_together(method, q, k, v):
+    with pytest.raises(ValueError, match=r"expected \(B, H, T, D\) and twice \(B, G, T, D\)"):
+        split(method, 1)(torch.zeros(q), torch.zeros(k), torch.zeros(v))
 
 
 def with_a_window():

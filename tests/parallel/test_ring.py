@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from context_kit import HEADS, WAYS, H, T, attend, farthest, given
+from context_kit import HEADS, WAYS, H, T, attend, expected, farthest, given
 from rank_pool import pooled
 
+from refimpl import memory
+from refimpl.attention import reference_attention
 from refimpl.comm import FakeCommunicator, RankError, launch
-from refimpl.parallel import AttentionPair, dense_pair, paper_ring, ring_attention
+from refimpl.model import softmax_attention
+from refimpl.parallel import AttentionPair, dense_pair, gathered_attention, paper_ring, ring, ring_attention
 from refimpl.parallel.order import by_rank, in_order, positions, shard, spans
 from refimpl.parallel.ulysses import repeats
 
@@ -24,6 +27,41 @@ def test_numbers_of_the_whole_sequence(way, N, heads, causal):
 def test_in_16_bits_no_farther_than_twice_the_whole(way):
     alone = farthest(1, "gathered, plain", 2, True, torch.bfloat16)
     assert 1e-3 < farthest(4, way, 2, True, torch.bfloat16) <= 2 * alone
+
+
+def rounded_once(comm, order, wide=True):
+    """Return the share of a bf16 output that is the exact one, rounded. `wide`: False for the mutant that rounds the
+    sum over blocks each time."""
+    *qkv, _ = (shard(x, comm.rank, comm.world_size, order, 2) for x in given(2, torch.bfloat16))
+    exact = reference_attention(*(x.double() for x in given(2, torch.bfloat16)[:3]), causal=True).bfloat16()
+    if not wide:
+        merge, ring._merge = ring._merge, lambda out, lse, *block: (merge(out, lse, *block), out.copy_(out.bfloat16()))
+    try:
+        found = ring_attention(*qkv, comm, causal=True, order=order)
+    finally:
+        ring._merge = merge if not wide else ring._merge
+    return (found == shard(exact, comm.rank, comm.world_size, order, 2)).double().mean().item()
+
+
+@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+def test_a_ring_sums_blocks_in_fp32(order):
+    assert min(pooled(rounded_once, 4, order)) > 0.98
+    assert min(pooled(rounded_once, 4, order, False)) < 0.9, "the mutant"
+
+
+def peaks(comm, order):
+    """Return the peak of a ring's forward above its start."""
+    qkv = [torch.randn(1, 4, 64, 16) for _ in range(3)]
+    with memory.track(*qkv) as t:
+        ring_attention(*qkv, comm, causal=True, order=order)
+    return t.peak.total - t.start.total
+
+
+@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+@pytest.mark.parametrize("N", [2, 4])
+def test_the_peak_of_forward_does_not_grow_with_the_ring(N, order):
+    """Keys and values that are here, and that arrive; the output and a block's, with logsumexp; a block's scores."""
+    assert set(pooled(peaks, N, order)) == {4 * (2 * 2 * 4 * 64 * 16 + 2 * (4 * 64 * 16 + 4 * 64) + 4 * 64 * 64)}
 
 
 @pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
@@ -77,6 +115,28 @@ def by_paper(comm, zigzag):
 def test_the_one_screen_is_held_equal(N, zigzag):
     for far, same_traffic in pooled(by_paper, N, zigzag):
         assert far <= 1e-12 and same_traffic
+
+
+def under_autocast(comm, order):
+    """Return the distances of a ring's fp32 output and gradients from the whole; those of gathered keys from an
+    attention without ranks, for one rank; both under autocast to bf16."""
+    *inputs, d_out = (shard(x, comm.rank, comm.world_size, order, 2) for x in given(2, torch.float32))
+    found = []
+    for function in (ring_attention, gathered_attention, lambda *qkv, **how: softmax_attention(*qkv[:3], causal=True)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(*leaves, comm, causal=True, order=order)
+        out.backward(d_out.to(out.dtype))
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    whole = [shard(x, comm.rank, comm.world_size, order, 2) for x in expected(2)]
+    far = max((x.double() - y).abs().max().item() for x, y in zip(found[0], whole, strict=True))
+    return far, max((x - y).abs().max().item() for x, y in zip(found[1], found[2], strict=True))
+
+
+@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+def test_under_autocast_a_ring_stays_in_fp32_and_gathered_keys_are_computed_twice_alike(order):
+    assert max(far for far, _ in pooled(under_autocast, 2, order)) <= 1e-5
+    assert pooled(under_autocast, 1, "plain")[0][1] == 0
 
 
 # --- broken on purpose -----------------------------------------------------------------------------------------------

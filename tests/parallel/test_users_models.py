@@ -15,6 +15,7 @@ from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
 from refimpl.parallel import tensor_parallel
+from refimpl.parallel.conjugate import enter, enter_sequence, leave, leave_sequence
 from refimpl.parallel.plan import Column, Row
 
 PLAN = {"up": "column", "down": "row"}
@@ -87,6 +88,13 @@ def test_a_refusal_leaves_the_model_whole(model, plan, text):
     with pytest.raises(ValueError, match=text):
         tensor_parallel(model, FakeCommunicator(0, 4), plan)
     assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_model_is_split_once(split):
+    model = SPLITS[split](whole("llama"), FakeCommunicator(0, 2))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is split already: expected a whole model"):
+        SPLITS[split](model, FakeCommunicator(0, 2))
 
 
 def test_a_copy_would_lose_what_it_is_a_part_of():
@@ -191,6 +199,30 @@ def test_dropout_agrees_before_and_after_the_split_part_of_a_module():
     assert not torch.equal(within, others_within)
 
 
+class Listed(MLP):
+    """Has its layer in a list, which nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.ups = nn.ModuleList([self._modules.pop("up")])
+
+    @property
+    def up(self):
+        return self.ups[0]
+
+
+def masks_of_listed(comm):
+    torch.manual_seed(0)
+    model = tensor_parallel(Listed(), comm, {"ups.0": "column", "down": "row"})
+    model(None)
+    return model.masks
+
+
+def test_dropout_agrees_where_a_layer_is_in_a_list():
+    (_, within, after), (_, others_within, others_after) = launch(masks_of_listed, 2)
+    assert torch.equal(after, others_after) and not torch.equal(within, others_within)
+
+
 def recomputed(model, how):
     if how == "ours":
         return recompute(bodies(model))
@@ -288,3 +320,22 @@ def losses_of_tokens(comm):
 def test_a_gpt_sums_losses_too():
     for expected, found in launch(losses_of_tokens, 2):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def twice(comm, name):
+    """Second derivatives of what goes between ranks have no graph."""
+    x = torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True)
+    y = {"enter": lambda: enter(x, comm), "leave": lambda: leave(x * 1, comm),
+         "enter_sequence": lambda: enter_sequence(x, comm, torch.Size((1, 4))),
+         "leave_sequence": lambda: leave_sequence(x * 1, comm)}[name]()
+    first, = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    try:
+        first.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["enter", "leave", "enter_sequence", "leave_sequence"])
+def test_second_derivatives_are_an_error(name):
+    for said in launch(twice, 2, name):
+        assert "differentiate twice" in said

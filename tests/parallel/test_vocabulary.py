@@ -252,6 +252,20 @@ def test_no_second_derivatives():
         torch.autograd.grad(refused(logits=logits), logits, create_graph=True)
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_second_backward(overwrite):
+    leaf = torch.randn(4, V, requires_grad=True)
+    loss = refused(logits=leaf * 1, overwrite=overwrite)
+    loss.backward(retain_graph=True)
+    first = leaf.grad.clone()
+    if overwrite:
+        with pytest.raises(RuntimeError, match="backward a second time .*compute the loss again"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert torch.equal(leaf.grad, 2 * first)
+
+
 def test_overwritten_logits_are_not_taken_for_what_they_were():
     leaf = torch.randn(4, V, requires_grad=True)
     logits = leaf.exp()  # saves its result

@@ -58,6 +58,13 @@ def refuse_second_derivatives(what):
                            "compute with the whole vocabulary on each rank")
 
 
+def refuse_again(plan):
+    """Raise RuntimeError if there is no plan any more: a first backward has overwritten the logits."""
+    if plan is None:
+        raise RuntimeError("backward a second time through a loss whose first gradient was written over its logits "
+                           "(overwrite=True, as a GPT's): compute the loss again, or from the logits")
+
+
 def _all(holds, message):
     """Return whether all of `holds` is true. On a GPU return True: the GPU asserts it when it gets there."""
     if isinstance(holds, FakeTensor) or holds.is_meta:

@@ -1,0 +1,29 @@
+"""Models that others wrote, tiny, whose sequence is split: what the ranks of test_context_outside.py do."""
+
+import torch
+from outside.models import GROUPED, SMALL, causal, masked
+
+from refimpl.attention import reference_attention
+from refimpl.parallel import SequenceParallelAttention, context_parallel
+
+GEMMA = {**GROUPED, "sliding_window": 4}
+MODELS = {"bert": masked("bert"), "modernbert": masked("modernbert", local_attention=4, global_attn_every_n_layers=2),
+          "opt": causal("opt", vocab_size=61, hidden_size=32, num_hidden_layers=2, ffn_dim=64, num_attention_heads=4,
+                        word_embed_proj_dim=32, max_position_embeddings=32), "gpt_neox": causal("gpt_neox", **SMALL),
+          "gemma3": causal("gemma3_text", **GEMMA, layer_types=["sliding_attention", "full_attention"]),
+          "qwen3": causal("qwen3", **GROUPED)}
+
+
+def distance(comm, name, method, wrong=False):
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn(p.shape)  # as they begin, tokens hardly see each other
+    tokens = torch.randint(1, 61, (2, 16), generator=torch.Generator().manual_seed(0))
+    attention = SequenceParallelAttention(comm, method, attention=None if method == "ring" else reference_attention)
+    if wrong:
+        attention.positions = lambda length, device=None: torch.arange(length)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        found = attention.gather(context_parallel(model, attention)(input_ids=attention.shard(tokens)).logits)
+    return ((found - expected).abs().max() / expected.abs().max()).item()
