@@ -260,6 +260,20 @@ def test_figures_of_the_allocator_are_the_recorded_ones():
     assert "a million events take seconds" in readme_row("reading the allocator") and 1 < seconds < 20
 
 
+def test_figures_of_compression_are_the_recorded_ones():
+    line, rows = readme_row("compressed gradients"), {row["what"]: row for row in rows_of("compression")}
+    loss = {name: f"{rows[f'loss after 250 steps, {name}, error feedback']['ratio']:.3f}"
+            for name in ("topk", "threshold", "powersgd")}
+    without = rows["loss after 250 steps, topk, no error feedback"]["ratio"]
+    assert (f"the loss is {loss['topk']} times that of whole gradients (threshold {loss['threshold']}, PowerSGD "
+            f"{loss['powersgd']}; without error feedback {without:.3f})") in line
+    assert f"takes {rows['reduction over 10 MB/s, topk']['paired']:.2f} of the time" in line
+    assert rows["bytes of gradients in a step, topk"]["ratio"] == pytest.approx(0.1, abs=1e-3)
+    assert "a tenth of the gradients' bytes is sent" in line and "at 5 %" in line
+    two, ring = (rows[f"all_reduce of 2 MB, {way}"]["value"] for way in ("two levels", "ring"))
+    assert f"2 MB take {two / ring:.2f} of a ring's time on 4 ranks" in readme_row("`all_reduce` on two levels")
+
+
 LEAN = "gradients as views of buckets"
 
 

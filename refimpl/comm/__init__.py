@@ -4,6 +4,8 @@ Order of reading: `paper` (the idea in one screen), then
 
     traffic         what each collective sends as a ring: the closed forms, and the mapping that holds the counts
     ring            all_reduce from nothing but send and recv, where 2(N−1)/N comes from
+    tree            all_reduce along a tree: few steps, many bytes
+    two_level       all_reduce inside machines, then between them
     communicator    the collectives, over torch.distributed
     launch          a function on N ranks; the processes themselves are in `refimpl.ranks`
     fake            a communicator without the other ranks, for dry runs
@@ -30,8 +32,10 @@ from .launch import launch
 from .link import Link
 from .ring import ring_all_reduce
 from .traffic import COLLECTIVES, Traffic, ring_traffic
+from .tree import tree_all_reduce
+from .two_level import two_level_all_reduce
 
 __all__ = [
     "COLLECTIVES", "CollectiveMismatch", "Communicator", "Delay", "FakeCommunicator", "Handle", "Link", "RankError",
-    "Traffic", "compute", "launch", "ring_all_reduce", "ring_traffic",
+    "Traffic", "compute", "launch", "ring_all_reduce", "ring_traffic", "tree_all_reduce", "two_level_all_reduce",
 ]

@@ -17,6 +17,7 @@ from .durable import make_folder, replacing, widest_first, write_tensors
 from .form import DTYPES, KIND, STATE_DICT, Each, mismatch, name_of
 from .manifest import SavedStateError
 from .optimizer_state import elements, flat, kind_of, make_state, tensors_of
+from .own import gather_own, scatter_own
 from .sharded import validate_on_all
 
 
@@ -27,6 +28,7 @@ def state_dict(state):
     - "model": {name: tensor} with the names of the model's own state_dict; 16-bit parameters as their fp32 masters
     - "optimizer": {name: {"exp_avg": tensor of the parameter's shape, "step": …, …}}; "class": the optimizer's
     - "param_groups": [{"params": names, "lr": …}]; "step": the number of steps so far
+    - "own", if ranks have any: what belongs to each alone (`TrainingState.own`)
     """
     description, reports = describe(state, saving=True)
     model, optimizer = {}, {name: {} for name in description["parameters"]}
@@ -36,6 +38,7 @@ def state_dict(state):
             optimizer[name][key.partition("/")[2]] = whole
         else:
             model[name] = whole
+    own = gather_own(state)
     if state.comm.rank:
         return {}
     for name, kinds in description["states"].items():
@@ -44,7 +47,7 @@ def state_dict(state):
     return {"model": {name: model[known] for name, known in _names(reports).items()},
             "optimizer": optimizer, "class": description["optimizer"], "step": description["step"],
             "param_groups": [{"params": group["parameters"], **group["hyperparameters"]}
-                             for group in description["groups"]]}
+                             for group in description["groups"]], **({"own": own} if own else {})}
 
 
 def load_state_dict(state, sd):
@@ -64,7 +67,9 @@ def load_state_dict(state, sd):
     description = json.loads(broadcast_text(comm, *texts))
     if found := differences(description, here):
         raise SavedStateError(f"the state_dict does not fit what is trained here: {listed(found)}")
+    scatter_own(state, sd.get("own"), check=True)
     set_hyperparameters(state, description["groups"])
+    scatter_own(state, sd.get("own"))
     _scatter(state, sd, description, _tensors(description, _in_order(reports)))
     return description["step"]
 

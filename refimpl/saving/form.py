@@ -124,4 +124,5 @@ MANIFEST = {
     "files": Each({"bytes": COUNT, "sha256": HASH, "pieces": Each(PIECE)}),
 }
 STATE_DICT = {"model": Each(TENSOR), "optimizer": Each(Each(STATE)), "class": STRING, "step": COUNT,
-              "param_groups": [Each(PLAIN, {"params": [STRING]})]}
+              "param_groups": [Each(PLAIN, {"params": [STRING]})],
+              "own?": {"about": STRING, "ranks": [Each(TENSOR)]}}

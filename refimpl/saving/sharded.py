@@ -42,9 +42,10 @@ from . import manifest as manifests
 from .coverage import check_coverage, check_header, check_inside, expected_in, file_of, readable
 from .description import describe, differences, listed, located, piece_of, set_hyperparameters
 from .durable import raw_bytes, sync_folder, widest_first, write_tensors
-from .form import MANIFEST, mismatch
+from .form import MANIFEST, mismatch, name_of
 from .manifest import SavedStateError
 from .optimizer_state import elements, flat, make_state, state_of, tensors_of
+from .own import OWN, is_own, names_in, other_own, own_tensors
 
 # --- save ------------------------------------------------------------------------------------------------------------
 
@@ -76,14 +77,17 @@ def _write(state, folder):
     items = [(shard, key, x.dtype) for shard in state.shards if shard.owned is not None or _is_compared(shard)
              for key, x in tensors_of(state, shard).items()]
     items, generators = widest_first(items, lambda item: item[2]), _generators(state.comm.device)
+    own = dict(widest_first(own_tensors(state).items(), lambda item: item[1].dtype))
     written = state.written
-    specs = [(f"{key}/{written[shard]}", dtype, (shard.owned.numel,)) for shard, key, dtype in items
-             if shard in written]
+    specs = [(name, x.dtype, x.shape) for name, x in own.items()]
+    specs += [(f"{key}/{written[shard]}", dtype, (shard.owned.numel,)) for shard, key, dtype in items
+              if shard in written]
     specs += [(name, x.dtype, x.shape) for name, x in generators.items()]
     hashes = {_named(shard): {"numbers": state_of(state, shard) if shard.own is not None else None}
               for shard in state.shards if _is_compared(shard)}
 
     def tensors(load):
+        yield from own.values()
         for shard, key, _ in items:
             load(shard.group)
             tensor = tensors_of(state, shard)[key]
@@ -149,7 +153,7 @@ def load(state, directory):
     comm, directory = state.comm, Path(directory)
     manifest = _read(comm, directory)
     here, _ = describe(state)
-    validate_on_all(comm, lambda: _check(comm, directory, manifest, here))
+    validate_on_all(comm, lambda: _check(state, directory, manifest, here))
     gather_results(comm, lambda: _restore(state, directory / manifest["folder"], manifest))
     return manifest["step"]
 
@@ -184,19 +188,23 @@ def validate_on_all(comm, check):
     return [answer for _, answer in answers]
 
 
-def _check(comm, directory, manifest, here):
+def _check(state, directory, manifest, here):
     """Check that the manifest is whole, the model the same, and the files as they were written. Each rank checks a part
     of the files."""
-    path = directory / manifests.NAME
+    comm, path = state.comm, directory / manifests.NAME
     if wrong := mismatch(manifest, MANIFEST) or check_coverage(manifest):
         raise SavedStateError(f"{path} is damaged: {wrong}")
     folder = directory / manifest["folder"]
     if found := differences(manifest, here):
         raise SavedStateError(f"{path} does not fit what is trained here: {listed(found)}")
+    if wrong := other_own(state, manifest["about"].get("own"), manifest["world_size"]):
+        raise SavedStateError(f"{path} {wrong}")
     for file, about in sorted(manifest["files"].items())[comm.rank :: comm.world_size]:
         check_inside(directory, folder / file)
         manifests.verify(folder / file, about)
         expected, may_have = expected_in(manifest, file), {"rng/cpu", "rng/cuda"}
+        expected |= {name: (name_of(x.dtype), x.shape) for name, x in own_tensors(state).items()}
+        may_have |= {name for name in names_in(folder / file) if is_own(name) and state.own is None}
         if manifest["world_size"] == comm.world_size:  # then they are loaded
             expected["rng/cpu"] = "uint8", torch.get_rng_state().shape
         check_header(folder / file, expected, may_have - expected.keys())
@@ -223,6 +231,9 @@ def _restore(state, folder, manifest):
                         _copy(opened, part, views, tensors_of(state, shard))
     if manifest["world_size"] == state.comm.world_size:
         _restore_generators(state.comm, folder)
+    if state.own:
+        with _open(folder / file_of(state.comm.rank)) as stored:
+            state.take({name: stored.get_tensor(f"{OWN}{name}") for name in state.own})
 
 
 def _open(path):

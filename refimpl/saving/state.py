@@ -23,6 +23,9 @@ class TrainingState:
     - `groups`: [names of the whole parameters] of each param group, also of those that this rank has no part of.
     - `model`: which names a tensor has in its state_dict, and which buffers are in it at all.
     - `step`: how many steps were made. `about`: further words for the manifest, such as {"stage": 1}.
+    - `own`: {name: tensor} that belongs to this rank alone, as what it has not sent of compressed gradients; `take`
+      gets them when they are loaded, on as many ranks. about["own"] says what they are. `own` is None if those that
+      were saved are to be left.
     - `loaded(group)`: a context in which the tensors of that group have their contents; outside of it a store may keep
       them elsewhere, but for single numbers of the optimizer's state. No two groups are ever loaded at a time.
     """
@@ -35,6 +38,8 @@ class TrainingState:
     step: int = 0
     about: dict = field(default_factory=dict)
     loaded: Callable = contextlib.nullcontext
+    own: dict | None = field(default_factory=dict)
+    take: Callable | None = None
 
     def __post_init__(self):
         self.names = _names(self.model)

@@ -21,6 +21,8 @@ class AllReduce(Reducer):
 
     def reduce(self, bucket):
         """Launch the all_reduce that averages one bucket."""
+        if self.hooked:
+            return self.by_hook("all_reduce", bucket)
         flat = self.flat[bucket]
         if self.dtype in (None, flat.dtype):
             return self.comm.all_reduce(flat, "avg", out=flat, async_op=True, label=bucket.name)
@@ -84,6 +86,8 @@ class DataParallel(Engine):
     - `world`: the Communicator of all ranks that hold a part of the model, if tensor or pipeline parallelism has split
       it before: `comm` has the ranks with the same part, and `sharding.set_spec` has said which part each parameter
       is. Norms are over all of `world`, and it saves together. By default `comm`.
+    - `hook`: what reduces gradients in place of a collective, such as a GradientCompressor (`hook`); TypeError at
+      stages 2 and 3 for one that needs whole gradients.
 
     With `refimpl.mesh`, `comm` is mesh.get_parallel_group("dp"); with context parallelism it is that of ("dp", "cp"),
     whose ranks have different tokens, and `accumulate(engine, …)` divides by the tokens of all of them.

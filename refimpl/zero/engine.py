@@ -15,6 +15,7 @@ import torch
 from ..comm.agreement import check_phase, used_on_any_rank
 from ..sharding import spec_of
 from .bucket import buckets_of
+from .hook import attach
 from .hybrid import holders, levels_of
 from .internals.as_optimizer import ActsAsOptimizer
 from .internals.elementwise import check_elementwise
@@ -37,7 +38,7 @@ class Engine(ActsAsOptimizer):
     state_dict, load_state_dict, save_weights = state_dict, load_state_dict, save_weights
 
     def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=BUCKET_BYTES, reduce_dtype=None,
-                 world=None, shards=None, replicas=None, store=None, update=None):
+                 world=None, shards=None, replicas=None, store=None, update=None, hook=None):
         self.model, self.comm, self.world = model, comm, comm if world is None else world
         self.levels = levels_of(comm, shards, replicas, self.stage)
         named, self._frozen = trained(model, optimizer, *((None, None) if self.stage else (store, update)))
@@ -52,7 +53,9 @@ class Engine(ActsAsOptimizer):
         make = update or (self.update_type if store is None else StoredUpdate)
         within = self.levels.shards
         self.update = make(self.buckets, self.parameters.shards, within.rank, optimizer, groups, named, self._stored)
-        self.reducer = self.reducer_type(self.buckets, within, self.update, reduce_dtype, replicas)
+        if hook is not None:
+            attach(hook, within, self.buckets, self.stage)
+        self.reducer = self.reducer_type(self.buckets, within, self.update, reduce_dtype, replicas, hook)
         self._syncing, self._steps = True, 0
 
     def check_phase(self, phase):
@@ -104,6 +107,8 @@ class Engine(ActsAsOptimizer):
         self.check_phase("step")
         self.update.step(used_on_any_rank(self.comm, self.reducer.place, self.reducer.used), self.parameters.updated)
         self._steps += 1
+        if self.reducer.hook is not None:
+            self.reducer.hook.step()
         self.zero_grad()
 
     def zero_grad(self, set_to_none=True):

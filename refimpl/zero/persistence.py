@@ -76,11 +76,16 @@ def _rest(engine):
         yield "buffers", name, buffer
 
 
-def training_state(engine):
-    """Return all that `refimpl.saving` needs to know."""
+def training_state(engine, hook=True):
+    """Return all that `refimpl.saving` needs to know. `hook`: whether what a communication hook keeps goes with it."""
+    kept, about = engine.reducer.hook if hook else None, {"stage": engine.stage}
+    if kept is not None:
+        about["own"] = kept.about
+    own = kept.state_tensors() if kept is not None else {} if hook else None
     groups = [[engine.specs[name].name for name in names] for names in engine.update.group_names]
     return TrainingState(engine.world, shards(engine), engine.optimizer, groups, engine.model, engine._steps,
-                         {"stage": engine.stage}, lambda bucket: _loaded(engine, bucket))
+                         about, lambda bucket: _loaded(engine, bucket), own,
+                         kept and kept.load_state_tensors)
 
 
 def _loaded(engine, bucket):
@@ -95,9 +100,13 @@ def save(engine, directory):
     saving.save(_between_steps(engine, "save"), directory)
 
 
-def load(engine, directory):
-    """Load what an engine of any stage saved on any number of ranks: see `saving.load`. Gradients are dropped."""
-    _load(engine, "load", saving.load, directory)
+def load(engine, directory, *, hook=True):
+    """Load what an engine of any stage saved on any number of ranks: see `saving.load`. Gradients are dropped.
+
+    What a communication hook kept is loaded into the same hook, on as many ranks: SavedStateError for another. With
+    hook=False it is left.
+    """
+    _load(engine, "load", saving.load, directory, hook)
 
 
 def state_dict(engine):
@@ -106,10 +115,10 @@ def state_dict(engine):
     return saving.state_dict(_between_steps(engine, "state_dict"))
 
 
-def load_state_dict(engine, sd):
+def load_state_dict(engine, sd, *, hook=True):
     """Load what `state_dict` returned, at any stage and on any number of ranks; rank 0's `sd` counts. Gradients are
-    dropped."""
-    _load(engine, "load_state_dict", saving.load_state_dict, sd)
+    dropped. `hook` as in `load`."""
+    _load(engine, "load_state_dict", saving.load_state_dict, sd, hook)
 
 
 def save_weights(engine, path, dtype=torch.bfloat16):
@@ -132,9 +141,9 @@ def _between_steps(engine, doing):
 
 
 @torch.no_grad()
-def _load(engine, doing, load, source):
+def _load(engine, doing, load, source, hook):
     engine.check_phase(doing)
-    state = training_state(engine)
+    state = training_state(engine, hook)
     engine._steps = load(state, source)
     engine.zero_grad()
     publish(engine)

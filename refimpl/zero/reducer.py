@@ -20,10 +20,11 @@ IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
 class Reducer:
     """Puts gradients into buckets, and reduces one when it is complete. A stage says how: `reduce(bucket)` launches the
     collective of `flat[bucket]`, and `reduced(bucket, result)` gets what it returned: with `replicas`, after these have
-    averaged it (`hybrid`)."""
+    averaged it (`hybrid`). A `hook` may do it in their place (`hook`)."""
 
-    def __init__(self, buckets, comm, update, dtype=None, replicas=None):
-        self.buckets, self.comm, self.update, self.dtype, self.replicas = buckets, comm, update, dtype, replicas
+    def __init__(self, buckets, comm, update, dtype=None, replicas=None, hook=None):
+        self.buckets, self.comm, self.update, self.dtype = buckets, comm, update, dtype
+        self.replicas, self.hook = replicas, hook
         self.place = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self.flat, self.views = {}, {}  # bucket → its gradients side by side; parameter → its gradient there
         self.used, self.micro_batches, self.synced = set(), 0, False  # since the last step
@@ -33,6 +34,16 @@ class Reducer:
         arrived = weakref.WeakMethod(self.arrived)
         for parameter in self.place:
             parameter.register_post_accumulate_grad_hook(lambda parameter: arrived() and arrived()(parameter))
+
+    @property
+    def hooked(self):
+        """Tell whether the hook reduces in this step."""
+        return self.hook is not None and self.hook.active
+
+    def by_hook(self, collective, bucket):
+        """Let the hook launch a collective of one bucket, "all_reduce" or "reduce_scatter"."""
+        flat = self.flat[bucket]
+        return getattr(self.hook, collective)(self.buckets.index(bucket), flat, self.dtype or flat.dtype, bucket.name)
 
     @contextlib.contextmanager
     def reducing(self, syncing):
@@ -136,6 +147,8 @@ class Reducer:
         self.micro_batches, self.synced = 0, False
         for bucket in self.buckets:
             self.update.drop_gradients(bucket)
+        if self.hook is not None:
+            self.hook.drop()
 
     def check_reduced(self):
         """Raise RuntimeError unless there are gradients, averaged over all ranks."""

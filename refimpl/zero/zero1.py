@@ -37,6 +37,8 @@ class ReduceScatter(Reducer):
 
     def reduce(self, bucket):
         """Launch the reduce_scatter of one bucket; this rank's shard of the average is written in place."""
+        if self.hooked:
+            return self.by_hook("reduce_scatter", bucket)
         flat = self.flat[bucket]
         if self.dtype in (None, flat.dtype):
             return self.comm.reduce_scatter(flat, "avg", out=bucket.shard(flat, self.comm.rank), async_op=True,
@@ -44,8 +46,8 @@ class ReduceScatter(Reducer):
         return self.comm.reduce_scatter(flat.to(self.dtype), "avg", async_op=True, label=bucket.name)
 
     def reduced(self, bucket, shard):
-        """Keep the shard of the average. A shard in another dtype is not in the buffer, which is then freed."""
-        if shard.dtype != bucket.dtype:
+        """Keep the shard of the average. If it is in another dtype, or from a hook, the buffer is freed."""
+        if self.hooked or shard.dtype != bucket.dtype:
             del self.flat[bucket]
         self.keep(bucket, shard)
 

@@ -30,6 +30,8 @@ class ReduceScatterAtOnce(ReduceScatter):
 
     def reduce(self, bucket):
         """Launch the reduce_scatter of one bucket."""
+        if self.hooked:
+            return self.by_hook("reduce_scatter", bucket)
         return self.comm.reduce_scatter(self.flat[bucket], "avg", async_op=True, label=bucket.name)
 
     def reduced(self, bucket, shard):

@@ -8,6 +8,7 @@ from refimpl.bench import (
     activations,
     checkpointing,
     comm,
+    compression,
     kernels,
     meter,
     precision,
@@ -52,6 +53,14 @@ def after_splits(count):
     return lambda _: after(count)(lambda *args, **options: [{"peak": 1, "losses": [1.0]}])
 
 
+def after_reductions(count):
+    found = dict.fromkeys([*compression.RATIOS, "whole", "ours", "theirs",
+                           *(f"{name} {way}" for name in compression.REDUCED for way in compression.WAYS)], [1.0])
+    read = {"loss": 1.0, "bytes": 1}
+    return lambda _: after(count)(lambda *args, **options: [found, found] if args[0] in (
+        compression.times_of, compression.all_reduces) else [read])
+
+
 def after_one_kernel(_):
     """Put in the place of the compiler what refuses the first kernel; the second cuts the run."""
     def compile_all(named):
@@ -81,6 +90,9 @@ def after_one_kernel(_):
     (zero, {}, zero, "launch", after_engines(len(zero.ENGINES)), len(zero.PAIRS)),
     (tensor_parallel, {}, tensor_parallel, "launch", after_splits(2), 1),
     (tensor_parallel, {}, tensor_parallel, "launch", after_splits(4), 2),
+    (compression, {}, compression, "launch", after_reductions(1), 7),
+    (compression, {}, compression, "launch", after_reductions(2), 7 + 6),
+    (compression, {}, compression, "launch", after_reductions(4), 7 + 6 + 2),
     (kernels, {"named": {name: table.case(name) for name in NAMES}}, kernels, "compile_all", after_one_kernel, 1),
 ])
 def test_a_run_that_is_cut_has_yielded_what_it_read(monkeypatch, bench, options, owner, function, cut, count):

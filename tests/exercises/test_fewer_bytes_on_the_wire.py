@@ -1,0 +1,82 @@
+"""Right answers pass, wrong and unanswered ones do not, on real ranks."""
+
+import functools
+
+import pytest
+import torch
+
+from refimpl.exercises import fewer_bytes_on_the_wire as page
+
+
+def predict(numel, ratio, world_size):
+    return (world_size - 1) * 8 * max(1, round(ratio * numel))
+
+
+def with_int64(numel, ratio, world_size):
+    return (world_size - 1) * 12 * max(1, round(ratio * numel))
+
+
+def rounded_to_nothing(numel, ratio, world_size):
+    return (world_size - 1) * 8 * round(ratio * numel)
+
+
+def make(comm, ratio, keep=True, dense=False):
+    residual = 0
+
+    def average(gradient):
+        nonlocal residual
+        x = gradient + residual
+        k = round(ratio * len(x))
+        places = x.abs().topk(k).indices
+        payload = torch.cat([places.int().view(torch.uint8), x[places].view(torch.uint8)])
+        residual = x.index_fill(0, places, 0) if keep else 0
+        if dense:
+            return comm.all_reduce(x - x.index_fill(0, places, 0), "avg")
+        total = torch.zeros_like(x)
+        for sent in comm.all_gather(payload).view(comm.world_size, -1):
+            total.index_add_(0, sent[: 4 * k].view(torch.int32), sent[4 * k :].view(torch.float32))
+        return total / comm.world_size
+
+    return average
+
+
+def reduce(intra, inter, x):
+    return intra.all_gather(inter.all_reduce(intra.reduce_scatter(x)))
+
+
+def all_between(intra, inter, x):
+    return inter.all_reduce(intra.all_reduce(x))
+
+
+def all_within(intra, inter, x):
+    shard = intra.all_reduce(x).chunk(intra.world_size)[intra.rank]
+    return intra.all_gather(inter.all_reduce(shard))
+
+
+def one_machine(intra, inter, x):
+    return intra.all_reduce(x)
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, predict), (page.second, make), (page.third, reduce),
+])
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, with_int64, "10,000 numbers, ratio 0.01, 2 ranks: you say 1,200, a rank sends 800"),
+    (page.first, rounded_to_nothing, "100 numbers, ratio 0.001, 2 ranks: you say 0, a rank sends 8"),
+    (page.second, functools.partial(make, keep=False), "another average in step 1: is what was not sent kept"),
+    (page.second, functools.partial(make, dense=True), "the averages are right, but rank 0 sent"),
+    (page.third, one_machine, "rank 0 of 4 does not have the sum of all ranks"),
+    (page.third, all_between, "bytes between machines; 1,600 are enough"),
+    (page.third, all_within, "bytes within its machine; 3,200 are enough"),
+])
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)
