@@ -17,14 +17,14 @@ FOLDERS = (Path(__file__).parent / "_data", Path(__file__).parent.parent / "data
 
 MODEL_REQUIRED = {"vocab_size", "context_length", "layers", "hidden", "heads"}
 MODEL_CONFIG = MODEL_REQUIRED | {
-    "kv_heads", "mlp_hidden", "norm", "norm_eps", "activation", "positions", "rotary_fraction", "rotary_base", "bias",
-    "tied", "parallel_residual",
+    "kv_heads", "head_dim", "mlp_hidden", "norm", "norm_eps", "activation", "positions", "rotary_fraction",
+    "rotary_base", "bias", "qkv_bias", "post_norms", "tied", "parallel_residual",
 }  # fmt: skip
 MODEL_METADATA = {"source", "recalled", "parameters", "note", "training"}
 TRAINING = {"micro_batch", "global_batch", "tensor_parallel", "pipeline_parallel", "interleave"}
 HARDWARE_REQUIRED = {"memory_bytes", "memory_bandwidth", "bf16_flops", "link_bandwidth"}
-HARDWARE_OPTIONAL = {"low_precision", "source", "recalled", "note"}
-LINKS = {"nvlink", "pcie"}
+HARDWARE_OPTIONAL = {"reported_bytes", "low_precision", "source", "recalled", "note"}
+LINKS = {"nvlink", "infinity_fabric", "pcie"}
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class Hardware:
     """
 
     name: str
-    memory_bytes: int  # the advertised size, read as GiB: an upper bound, since drivers report up to 1.3% less
+    memory_bytes: int  # the advertised size, read as GiB: an upper bound
+    reported_bytes: int  # what its driver says that there is, up to 6.3 % less; memory_bytes if that is not known
     memory_bandwidth: float  # bytes/s
     bf16_flops: float  # FLOP/s, dense (no sparsity), in `low_precision` with fp32 accumulation
     low_precision: str  # "bf16", or "fp16" for a GPU without bf16
     nvlink_bandwidth: float | None  # bytes/s
+    infinity_fabric_bandwidth: float | None  # bytes/s; AMD's
     pcie_bandwidth: float | None  # bytes/s
     source: str
     recalled: tuple[str, ...]  # fields written from memory, not checked against the source
@@ -73,6 +75,14 @@ def source(name):
     Raises ValueError for a name that is not in `model_names()`.
     """
     return _model(name)["source"]
+
+
+def note(name):
+    """Return what is to know of model `name`, such as parts of it that `GPTConfig` does not have; "" if nothing is.
+
+    Raises ValueError for a name that is not in `model_names()`.
+    """
+    return _model(name).get("note", "")
 
 
 def training(name):
@@ -133,8 +143,10 @@ def _all_hardware():
         found[name] = Hardware(
             name=name,
             nvlink_bandwidth=links.get("nvlink"),
+            infinity_fabric_bandwidth=links.get("infinity_fabric"),
             pcie_bandwidth=links.get("pcie"),
             recalled=tuple(entry.pop("recalled")),
+            reported_bytes=entry.pop("reported_bytes", entry["memory_bytes"]),
             low_precision=entry.pop("low_precision", "bf16"),
             note=entry.pop("note", ""),
             **entry,

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from .allocator import command as replay
 from .bench import __main__ as bench
+from .estimate import command as estimate
+from .explain import check
+from .explain import command as explain
 
 
 def main(arguments=None):
@@ -23,6 +26,22 @@ def main(arguments=None):
                                   "failed", description="Replay a CUDA memory snapshot on the caching allocator.")
     replay.add_arguments(replays)
     replays.set_defaults(run=replay.run, parser=replays)
+    estimates = commands.add_parser("estimate", help="say what a rank of a training would hold, and whether it fits",
+                                    description="Run a training step on tensors without memory, and print the bytes "
+                                    "of a rank by category.", formatter_class=argparse.RawDescriptionHelpFormatter)
+    estimate.add_arguments(estimates)
+    estimates.set_defaults(run=estimate.run, parser=estimates)
+    explains = commands.add_parser("explain", help="run a training script for some steps: which bytes it takes, and "
+                                   "what would help", description="Run a training script, unchanged, for some steps of "
+                                   "its optimizer; print the bytes at the peak, what the arithmetic leaves out, and "
+                                   "what would help.")
+    explain.add_arguments(explains)
+    explains.set_defaults(run=explain.run, parser=explains)
+    checks = commands.add_parser("check", help="fail if a recorded step takes more memory than it did: for CI",
+                                 description="Fail if a recorded step takes more memory than it did.",
+                                 formatter_class=argparse.RawDescriptionHelpFormatter, epilog=check.EXAMPLE)
+    check.add_arguments(checks)
+    checks.set_defaults(run=check.run, parser=checks)
     chosen = parser.parse_args(arguments)
     if "run" in chosen:
         chosen.run(chosen, chosen.parser)

@@ -97,6 +97,12 @@ class Mesh:
             raise ValueError(f"no axis {', '.join(coordinates)}: expected {', '.join(AXES)}")
         return rank
 
+    def describe(self, rank):
+        """Return the rank with its places on axes that are split: 'rank 5 (pp 1, dp 0, tp 1)'."""
+        at = self.coordinates(rank)
+        places = ", ".join(f"{axis} {at[axis]}" for axis in reversed(AXES) if self.sizes[axis] > 1)
+        return f"rank {rank}" + f" ({places})" * bool(places)
+
     def groups(self, *kinds):
         """Return all groups of a kind, or of several kinds together, as tuples of ascending ranks. They are disjoint,
         and every rank is in one: ranks of a group differ in `kinds` alone. `mesh.groups("dp", "cp")`: gradients are

@@ -1,12 +1,14 @@
 """The GPT that every page uses: a decoder-only transformer that is GPT-2, LLaMA or GPT-NeoX, depending on its config.
 
 Tensor names end with the shape: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim, C hidden
-(= H·D), V vocabulary. Parallelism, recomputation and precision are applied from outside and not known here.
+(= H·D, unless the config says otherwise), V vocabulary. Parallelism, recomputation and precision are applied from
+outside and not known here.
 """
 
 import inspect
 import math
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -66,8 +68,8 @@ class Attention(nn.Module):
         self.config = config
         self.set_attention(attention)
         self.queries_per_key = config.heads // config.kv_heads
-        self.qkv = nn.Linear(config.hidden, config.hidden + 2 * config.kv_heads * config.head_dim, bias=config.bias)
-        self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+        self.qkv = nn.Linear(config.hidden, config.q_hidden + 2 * config.kv_hidden, bias=config.has_qkv_bias)
+        self.out = nn.Linear(config.q_hidden, config.hidden, bias=config.bias)
 
     def set_attention(self, attention):
         """Use another attention function from now on."""
@@ -97,19 +99,20 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layer: GELU(x W_up) W_down, or SwiGLU, (SiLU(x W_gate) ∘ x W_up) W_down (Shazeer 2020)."""
+    """The feed-forward layer: GELU(x W_up) W_down; or SwiGLU, (SiLU(x W_gate) ∘ x W_up) W_down, and GeGLU, with GELU in
+    the place of SiLU (Shazeer 2020)."""
 
     def __init__(self, config):
         super().__init__()
-        swiglu = config.activation == "swiglu"
-        self.gate = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias) if swiglu else None
+        self.activation = {"swiglu": F.silu, "geglu": partial(F.gelu, approximate="tanh")}.get(config.activation)
+        self.gate = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias) if config.gated else None
         self.up = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias)
         self.down = nn.Linear(config.mlp_hidden, config.hidden, bias=config.bias)
 
     def forward(self, x_BTC):
         if self.gate is None:
             return self.down(F.gelu(self.up(x_BTC), approximate="tanh"))
-        return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
+        return self.down(self.activation(self.gate(x_BTC)) * self.up(x_BTC))
 
 
 def norm_of(config):
@@ -119,8 +122,14 @@ def norm_of(config):
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
 
 
+def same(x):
+    """Return x: what stands where a config has no norm."""
+    return x
+
+
 class Block(nn.Module):
-    """A layer: x + attention(norm(x)), then x + MLP(norm(x)). With `parallel_residual` both read the same x.
+    """A layer: x + attention(norm(x)), then x + MLP(norm(x)). With `parallel_residual` both read the same x; with
+    `post_norms` what each of them returns is normed, too, before it is added.
 
     `block(x_BTC, rotation)`, with what `GPT.rotation` returns, maps x (B, T, C) to (B, T, C).
     """
@@ -129,14 +138,15 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attention = norm_of(config), Attention(config, attention)
         self.norm2, self.mlp = norm_of(config), MLP(config)
+        self.post1, self.post2 = (norm_of(config) if config.post_norms else same for _ in range(2))
         self.parallel, self.dropout = config.parallel_residual, nn.Dropout(config.dropout)
 
     def forward(self, x_BTC, rotation=None):
-        attended = self.dropout(self.attention(self.norm1(x_BTC), rotation))
+        attended = self.dropout(self.post1(self.attention(self.norm1(x_BTC), rotation)))
         if self.parallel:
-            return x_BTC + attended + self.dropout(self.mlp(self.norm2(x_BTC)))
+            return x_BTC + attended + self.dropout(self.post2(self.mlp(self.norm2(x_BTC))))
         x_BTC = x_BTC + attended
-        return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
+        return x_BTC + self.dropout(self.post2(self.mlp(self.norm2(x_BTC))))
 
 
 def cross_entropy(head, x_BTC, targets_BT, reduction):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from .comm import FakeCommunicator
 from .comm.texts import gather_results
 
 
@@ -148,6 +149,17 @@ def room_of(parameter):
     return getattr(parameter, "room", None) or parameter.numel()
 
 
+def set_apart(parameter):
+    """Say that nothing else is in a parameter's bucket: so it is cut alike on ranks that hold other parameters beside
+    it, as a pipeline's first and last of a tied embedding."""
+    parameter.is_apart = True
+
+
+def is_apart(parameter):
+    """Tell whether `set_apart` was called."""
+    return getattr(parameter, "is_apart", False)
+
+
 # --- between two cuts ------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +228,10 @@ def check_specs(specs):
 
 def check_ranks(comm, specs, counts=True):
     """Call `check_replicas`, on every rank of `comm`, with the specs of all of them, and `check_specs` with those of
-    ranks that pass `counts`: the others, for data parallelism, have the same again."""
+    ranks that pass `counts`: the others, for data parallelism, have the same again. A rank alone, in a dry run, has
+    nobody to ask."""
+    if isinstance(comm, FakeCommunicator):
+        return
     everyone = gather_results(comm, lambda: [counts, [astuple(spec) for spec in specs]])
     found = {rank: [ShardSpec(*each) for each in mine] for rank, (_, mine) in enumerate(everyone)}
     check_replicas(found)

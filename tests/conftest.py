@@ -4,6 +4,7 @@ import fnmatch
 import gc
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ from refimpl.model import GPT, GPTConfig
 
 # On a busy machine threads that wait for each other take a hundred times as long as one that does all the work.
 torch.set_num_threads(1)
+
+# How long an example takes is the machine's affair. What is held against the clock has the marker `alone`.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("tests", deadline=None)
+    settings.load_profile("tests")
 
 # Parts of the suite, by file, for `pytest -m core` and the like; without -m everything runs.
 PARTS = {
@@ -55,6 +63,20 @@ def pytest_collection_finish():
     importlib.import_module("torch._dynamo")  # the first optimizer would
     gc.collect()
     gc.freeze()
+    if not torch.cuda.is_available():  # what an import does to a driver, a fork inherits
+        from refimpl.ranks import forkserver
+
+        forkserver.PRELOADED += imported_by_ranks()
+
+
+def imported_by_ranks():
+    """Return the modules that tests have imported by now, and that the process which forks ranks imports once for all:
+    in each rank transformers would take 1.7 s of a core, and refimpl.zero 0.17 s."""
+    names = [name for name in sys.modules if name.split(".")[0] in ("refimpl", "outside", "peft")
+             and not name.startswith(("refimpl.bench", "refimpl.exercises", "refimpl.cli"))]
+    if "outside.models" in names:
+        names += ["transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
+    return tuple(names)
 
 
 SMALL = GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)

@@ -68,8 +68,17 @@ def test_replay_says_what_failed_and_why(tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["other.pickle"], "No such file"), ([__file__], "is not a whole file of torch.cuda.memory._dump_snapshot"),
-    (["--capacity", "many", "x"], "invalid size value: 'many'")])
+    (["--capacity", "many", "x"], "invalid size value: 'many': expected 24GiB"),
+    (["--capacity", "24GB", "x"], "invalid size value: '24GB'"), (["--capacity", "0", "x"], "invalid size value: '0'")])
 def test_a_replay_of_no_snapshot_is_refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as done:
         cli.main(["replay", *arguments])
     assert done.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_snapshot_without_a_recording_says_how_to_record(tmp_path, capsys):
+    path = allocator.Snapshot([], []).save(tmp_path / "s.pickle")
+    with pytest.raises(SystemExit) as done:
+        cli.main(["replay", str(path)])
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and "has no events of device 0" in said and "_record_memory_history()" in said

@@ -28,6 +28,10 @@ FAMILIES = {
     "gpt2 without biases, one key head": replace(GPT2, bias=False, kv_heads=1),
     "rmsnorm with biases, another eps and base": replace(LLAMA, bias=True, norm_eps=0.1, rotary_base=100.0),
     "learned positions, swiglu, untied": replace(GPT2, activation="swiglu", tied=False, norm_eps=0.1),
+    "gemma 2: heads wider than hidden, geglu, norms after": replace(
+        LLAMA, head_dim=20, activation="geglu", post_norms=True, tied=True),
+    "qwen 2: a bias of q, k and v alone": replace(LLAMA, qkv_bias=True),
+    "layernorms after both branches of a parallel residual": replace(NEOX, post_norms=True, head_dim=8),
 }
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 60], [0, 3, 5, 8, 9, 7, 9, 3]])
 
@@ -48,14 +52,16 @@ def lively(config, attention=softmax_attention, dtype=torch.float64):
 @given(st.fixed_dictionaries({
     "vocab_size": st.integers(1, 50), "context_length": st.integers(1, 20), "layers": st.integers(1, 3),
     "heads_and_groups": st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 3), (6, 1)]),
-    "head_dim": st.sampled_from([2, 4, 8]), "mlp_hidden": st.sampled_from([None, 1, 13]),
+    "size": st.sampled_from([2, 4, 8]), "head_dim": st.sampled_from([None, 6]),
+    "mlp_hidden": st.sampled_from([None, 1, 13]),
     "norm": st.sampled_from(["layernorm", "rmsnorm"]),
-    "activation": st.sampled_from(["gelu", "swiglu"]), "positions": st.sampled_from(["learned", "rotary"]),
+    "activation": st.sampled_from(["gelu", "swiglu", "geglu"]), "positions": st.sampled_from(["learned", "rotary"]),
+    "qkv_bias": st.booleans(), "post_norms": st.booleans(),
     "bias": st.booleans(), "tied": st.booleans(), "parallel_residual": st.booleans(),
 }))
 def test_the_closed_form_counts_every_parameter_of_every_family(fields):
     heads, groups = fields.pop("heads_and_groups")
-    config = GPTConfig(hidden=heads * fields.pop("head_dim"), heads=heads, kv_heads=groups, **fields)
+    config = GPTConfig(hidden=heads * fields.pop("size"), heads=heads, kv_heads=groups, **fields)
     assert config.parameter_count() == sum(p.numel() for p in GPT(config).parameters())
 
 
@@ -114,15 +120,21 @@ def reference_logits(model, tokens_BT, offset=0):
         if c.activation == "swiglu":
             gate = linear(x, f"{name}.gate")
             return linear(gate * torch.sigmoid(gate) * up, f"{name}.down")
-        return linear(0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))), f"{name}.down")
+        x = linear(x, f"{name}.gate") if c.activation == "geglu" else up
+        gelu = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        return linear(gelu * up if c.activation == "geglu" else gelu, f"{name}.down")
+
+    def after(x, name):
+        return norm(x, name) if c.post_norms else x
 
     x = p["embedding.weight"][tokens_BT]
     if c.positions == "learned":
         x = x + p["positions.weight"][offset : offset + tokens_BT.shape[1]]
     for i in range(c.layers):
         name = f"blocks.{i}"
-        attended = x + attention(norm(x, f"{name}.norm1"), f"{name}.attention")
-        x = attended + mlp(norm(x if c.parallel_residual else attended, f"{name}.norm2"), f"{name}.mlp")
+        attended = x + after(attention(norm(x, f"{name}.norm1"), f"{name}.attention"), f"{name}.post1")
+        read = norm(x if c.parallel_residual else attended, f"{name}.norm2")
+        x = attended + after(mlp(read, f"{name}.mlp"), f"{name}.post2")
     return norm(x, "norm") @ p["embedding.weight" if c.tied else "head.weight"].T
 
 
@@ -600,7 +612,10 @@ BAD_CONFIGS = [
     ({"context_length": 0}, "context_length=0"),
     ({"mlp_hidden": 0}, "mlp_hidden=0"),
     ({"norm": "batchnorm"}, "norm='batchnorm'.*'layernorm' or 'rmsnorm'"),
-    ({"activation": "relu"}, "activation='relu'.*'gelu' or 'swiglu'"),
+    ({"activation": "relu"}, "activation='relu'.*'gelu' or 'swiglu' or 'geglu'"),
+    ({"head_dim": 0}, "head_dim=0: expected an integer of at least 1"),
+    ({"head_dim": 12.0}, r"head_dim=12\.0"),
+    ({"positions": "rotary", "head_dim": 7}, "turns 7 of a head's 7"),
     ({"positions": "alibi"}, "positions='alibi'.*'learned' or 'rotary'"),
     ({"dropout": 1.0}, r"dropout=1\.0"),
     ({"dropout": -0.1}, r"dropout=-0\.1"),
@@ -640,6 +655,8 @@ def test_the_limits_themselves_are_taken():
 def test_what_was_derived_is_handed_on_and_none_derives_it_anew():
     wider = replace(GPT2, hidden=96, heads=8)
     assert (wider.kv_heads, wider.mlp_hidden) == (GPT2.kv_heads, GPT2.mlp_hidden) == (4, 192)
+    assert wider.head_dim == 12 == replace(wider, hidden=48, heads=4).head_dim, "follows, unless it was given"
+    assert replace(replace(GPT2, head_dim=20), hidden=96).head_dim == 20
     wider = replace(GPT2, hidden=96, heads=8, kv_heads=None, mlp_hidden=None)
     assert (wider.kv_heads, wider.mlp_hidden) == (8, 384)
 

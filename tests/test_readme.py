@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from refimpl import cli
 from refimpl.attention import (
     attention_flops,
     flash_attention_bytes,
@@ -15,16 +16,27 @@ from refimpl.attention import (
     reference_attention_bytes,
     tiled_attention_bytes,
 )
+from refimpl.attention.cache import DEEPSEEK, HEADS, LAYERS, gqa_cache_bytes, mla_cache_bytes
 from refimpl.attention.kernels import configs
 from refimpl.bench.record import measurement
 from refimpl.comm import FakeCommunicator, ring_traffic
+from refimpl.cross_entropy import chunked_cross_entropy_bytes, plain_cross_entropy_bytes
+from refimpl.engine.closed_forms import axis_traffic, rank_bytes
+from refimpl.engine.refused import bytes_sent
 from refimpl.memory import korthikanti_terms
 from refimpl.memory.ledger import human
+from refimpl.mesh import Mesh
+from refimpl.mlp import mlp_bytes, plain_mlp_saved_bytes
 from refimpl.model import GPT, GPTConfig
+from refimpl.offload.closed_forms import cpu_adam_bytes, cpu_adam_traffic, host_store_traffic
 from refimpl.parallel import tensor_parallel
 from refimpl.parallel.closed_forms import ON_ALL_RANKS, block_traffic
 from refimpl.parallel.context_forms import attention_traffic, context_activation_bytes, idle_share
+from refimpl.parallel.pipeline import Costs, in_flight, schedule, simulate, validate
+from refimpl.zero.bucket import buckets_of, default_bucket_bytes
 from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
+from refimpl.zero.quantized import BlockCodec
+from refimpl.zero.quantized.closed_forms import gather_bytes, reduce_bytes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -39,6 +51,14 @@ def test_the_examples_run_as_written(capsys, tmp_path, monkeypatch):
     assert printed.startswith("peak on cpu, after ") and "optimizer state" in printed
     assert printed.endswith(" s on the wire were waited for\n")
     assert (tmp_path / "checkpoint" / "manifest.json").exists() and (tmp_path / "overlap.png").stat().st_size
+
+
+def test_the_estimate_is_the_one_that_is_printed(capsys):
+    command, printed = re.search(r"```\n\$ refimpl (estimate .*?)\n(.*?)\n```", README, re.DOTALL).groups()
+    cli.main(command.split())
+    said = capsys.readouterr().out.splitlines()
+    first, last = printed.split("\n…\n")
+    assert first.splitlines() == said[:len(first.splitlines())] and said[-1] == last
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
@@ -114,6 +134,22 @@ def test_figures_of_recomputation_are_the_recorded_ones():
     assert f"{rows['time: every block']['ratio'] - 1:.0%}".replace("%", " % of the step's time on a CPU") in README
 
 
+def test_figures_of_a_head_without_logits_are_the_closed_forms():
+    line = readme_row("the loss without logits")
+    for N, V, C, dtype, name in ((8192, 128256, 4096, torch.bfloat16, "Llama-3-8B"),
+                                 (8192, 50257, 768, torch.float32, "GPT-2 small")):
+        logits, chunks = (form(N, V, C, dtype).peak / 1e9
+                          for form in (plain_cross_entropy_bytes, chunked_cross_entropy_bytes))
+        assert f"{logits:.2f} " in line and f"become {chunks:.2f} for {name}" in line
+
+
+def test_figures_of_an_mlp_without_its_hidden_layer_are_the_closed_forms():
+    line = readme_row("an MLP that keeps its input")
+    all_layers = 32 * plain_mlp_saved_bytes(8192, 14336, torch.bfloat16, activation="swiglu")
+    assert f"Llama-3-8B's {all_layers / 1e9:.1f} GB" in line
+    assert mlp_bytes(8192, 4096, 14336, torch.bfloat16, activation="swiglu").saved == 0
+
+
 def test_figures_of_smaller_activations_are_the_recorded_ones():
     line, rows = readme_row("masks in one bit"), {row["what"]: row["ratio"] for row in rows_of("activations")}
     off = {row["what"]: row["value"] for row in rows_of("activations") if row["what"].startswith("gradient")}
@@ -164,6 +200,17 @@ def test_figures_of_flash_attention_are_those_of_the_closed_forms():
             f"{human(once).replace('.0', '')} each byte once") in line
     flops = attention_flops(shape, shape)
     assert flops.backward_recomputing // (flops.forward // 2) == 5 and "in place of five" in line
+
+
+def test_figures_of_attention_of_today_are_those_of_the_closed_forms():
+    line = readme_row("hooks on scores and sinks")
+    mask, ids = 8 * 32768**2, 8 * 32768 * 8
+    assert f"{mask / 1e9:.1f} GB of booleans for 8 texts of 32,768 tokens" in line and f"{ids / 1e6:.1f} MB" in line
+    line = readme_row("MLA")
+    own = mla_cache_bytes(layers=LAYERS["DeepSeek-V3"], latent=DEEPSEEK.latent, rope=DEEPSEEK.rope)
+    mha = gqa_cache_bytes(layers=LAYERS["DeepSeek-V3"], kv_heads=HEADS, head_dim=128)
+    assert f"all but {DEEPSEEK.latent + DEEPSEEK.rope} numbers a token and layer: {own:,} bytes a token" in line
+    assert f"MHA would keep {mha:,}" in line
 
 
 def test_figures_of_data_parallelism_are_those_of_the_closed_forms():
@@ -247,6 +294,50 @@ def test_figures_of_context_parallelism_are_those_of_the_closed_forms_and_the_re
     assert "in plain order waits (N − 1)/(2N − 1) of the time, in zig-zag order not" in line
 
 
+def test_figures_of_pipeline_parallelism_are_those_of_the_simulator():
+    line, p, m = readme_row("pipeline parallelism"), 4, 32
+    (first, *_, last), gpipe = validate(schedule("1f1b", p, m)), validate(schedule("gpipe", p, m))
+    assert (f"of {m} micro-batches on {p} ranks rank 0 holds {first.peak}, the last one {last.peak} (all forwards "
+            f"first: {gpipe[0].peak})") in line
+    step = simulate(schedule("1f1b", p, m), Costs(1, 0.5, 0.5))
+    share = 1 - 2 * m / step.step_time
+    assert abs(share - (p - 1) / (m + p - 1)) < 1e-12 and f"{share:.1%} at {m} on {p} ranks".replace("%", " %") in line
+    config = GPTConfig.named("gpt3-175b")
+    sent = block_traffic(config, 1, 2048, 8, 2).total / (2048 * config.hidden * 2)
+    assert f"sends {sent:g} times these in each block (8 ranks)" in line
+
+
+def test_figures_of_three_dimensions_are_those_of_the_closed_forms():
+    line, config, mesh, m = readme_row("three dimensions together"), GPTConfig.named("gpt3-175b"), Mesh(8 * 4, 8, 4), 8
+    assert mesh == Mesh(tp=8, pp=4, dp=32) and mesh.world_size == 1024
+    given = {"dtype": torch.bfloat16, "recompute": True}
+    held = max(rank_bytes(config, mesh, pp, m, m, **given).total for pp in range(4))
+    whole = 16 * config.parameter_count()
+    assert f"{held / 1e9:.1f} GB of states and kept activations are left on a rank, of {whole / 1e9:,.0f} GB" in line
+    sent = axis_traffic(config, mesh, 1, m, m, **given)
+    assert "sends {:.1f} GB a step over tp, {:.1f} over pp and {:.1f} over dp".format(
+        *(sent[axis] / 1e9 for axis in ("tp", "pp", "dp"))) in line
+    times = [bytes_sent(stage, m, 32, 3200) / bytes_sent(1, m, 32, 3200) for stage in (2, 3)]
+    assert "send {:g} and {:g} times what ZeRO-1 does with 8 micro-batches".format(*times) in line
+
+
+def test_figures_of_zero_bubble_schedules_are_those_of_the_simulator():
+    line, p, m, idle = readme_row("zero-bubble schedules"), 4, 8, {}
+    for costs in ((1, 1, 1), (4, 5, 3)):
+        for name in ("1f1b", "zb-h1", "zb-v"):
+            built = schedule(name, p, m)
+            share = p / built.stages
+            idle[name] = f"{max(simulate(built, Costs(*(each * share for each in costs))).idle):g}"
+            if name != "1f1b":
+                assert [count.peak * share for count in validate(built)] == [p] * p
+        if costs == (1, 1, 1):
+            assert (f"of {idle['1f1b']} units on {p} ranks {idle['zb-h1']} are left (ZB-H1), or {idle['zb-v']} (ZB-V), "
+                    "where forward and both parts of backward take 1 each") in line
+    assert f"at 4 : 5 : 3, of {idle['1f1b']} units {idle['zb-h1']}, or {idle['zb-v']} |" in line
+    assert [in_flight("1f1b", p, m, r) for r in range(p)] == [p - r for r in range(p)]
+    assert in_flight("zb-h2", p, m) == 2 * p - 1 and "ZB-H2 holds 2p − 1" in line
+
+
 def test_figures_of_the_allocator_are_the_recorded_ones():
     rows = {row["what"]: row for row in rows_of("allocator")}
     line, varying = readme_row("expandable segments"), "sequences of varying length"
@@ -258,6 +349,24 @@ def test_figures_of_the_allocator_are_the_recorded_ones():
     assert f"block takes {block:.1f} times as long as `torch.empty` with 10,000 live" in line
     seconds = rows["replay of 1,000,000 events"]["value"]
     assert "a million events take seconds" in readme_row("reading the allocator") and 1 < seconds < 20
+
+
+def test_figures_of_static_plans_are_the_recorded_ones():
+    rows = {row["what"]: row for row in rows_of("static_plan")}
+    line, problems = readme_row("static memory plans"), readme_row("a solver for plans")
+    caching, plans = ([row["ratio"] for what, row in rows.items() if what.startswith(kind)]
+                      for kind in ("caching, ", "plan, "))
+    assert len(plans) == len(caching) == 4 and max(plans) <= 1.005
+    assert f"{min(caching):.2f} to {max(caching):.2f} times the live bytes become {max(plans):.4f} at most" in line
+    assert f"on a CPU {rows['step in its arena']['paired']:.2f} of the step's time" in line
+    outside = rows["bytes outside of the arena"]
+    assert outside["value"] <= outside["peer_value"] and f"{outside['value'] / 1e6:.1f} MB" in line
+    assert f"an arena of {outside['arena'] / 1e6:.0f} MB" in line
+    greedy = [row["ratio"] for what, row in rows.items() if what.endswith(", greedy")]
+    solved = [row for what, row in rows.items() if what.endswith(", search") and row["value"]]
+    words = {5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine", 10: "ten"}
+    assert len(greedy) == 11 and f"{words[len(solved)]} of MiniMalloc's eleven problems" in problems
+    assert f"{min(greedy):.2f} to {max(greedy):.2f} times" in problems
 
 
 def test_figures_of_compression_are_the_recorded_ones():
@@ -272,6 +381,30 @@ def test_figures_of_compression_are_the_recorded_ones():
     assert "a tenth of the gradients' bytes is sent" in line and "at 5 %" in line
     two, ring = (rows[f"all_reduce of 2 MB, {way}"]["value"] for way in ("two levels", "ring"))
     assert f"2 MB take {two / ring:.2f} of a ring's time on 4 ranks" in readme_row("`all_reduce` on two levels")
+
+
+def test_figures_of_quantised_zero_are_those_of_the_closed_forms():
+    line, n = readme_row("quantised ZeRO-3, in blocks of int8"), 2**20
+    int8, int4 = BlockCodec(), BlockCodec(bits=4)
+    assert (f"{int8.payload_bytes(n) / n:.3f} bytes for 4 ({int4.payload_bytes(n) / n:.3f} in 4 bits)" in line
+            and f"block of {int8.block} at most" in line)
+    assert gather_bytes(int8, n, 4) == 4 * int8.payload_bytes(n)
+    assert reduce_bytes(int8, n, 4)["in flight"] == 2 * gather_bytes(int8, n, 4) and "twice for gradients" in line
+
+
+def test_figures_of_offload_are_those_of_the_closed_forms():
+    line = readme_row("offload to host memory")
+    with torch.device("meta"):
+        model = GPT(GPTConfig.named("llama2-7b"), dtype=torch.bfloat16)
+    named = list(model.named_parameters())
+    buckets = buckets_of(named, 1, default_bucket_bytes(named, 2))
+    form, elements = cpu_adam_bytes(buckets, 2), sum(bucket.shard_numel for bucket in buckets)
+    device = (sum(bucket.nbytes for bucket in buckets) + form["device"].total) / 1e9
+    assert f"{device:.1f} GB are left on the device, and {form['host'] / 1e9:.1f} GB are on the host" in line
+    each = {name: (traffic["to host"] / elements, traffic["to device"] / elements) for name, traffic in (
+        ("store", host_store_traffic(buckets, 2)), ("update", cpu_adam_traffic(buckets, 2)))}
+    assert each == {"store": (14, 14), "update": (2, 2)}
+    assert "14 bytes a parameter each way in a step with a `HostStore` (ZeRO-2), 2 with `CPUAdam`" in line
 
 
 LEAN = "gradients as views of buckets"

@@ -60,8 +60,8 @@ class _Split:
     def __call__(self, name, nbytes):
         h, tokens = self.config.hidden, self.tokens
         if name == "queries and keys":
-            kv = self.config.kv_heads * self.config.head_dim
-            return [Saved("queries", ACTIVATION, tokens * h, self.e), Saved("keys", ACTIVATION, tokens * kv, self.e)]
+            q, kv = tokens * self.config.q_hidden, tokens * self.config.kv_hidden
+            return [Saved("queries", ACTIVATION, q, self.e), Saved("keys", ACTIVATION, kv, self.e)]
         if name in OTHERS:
             size, parts = self._other(name, nbytes)
             return [Saved(name, OTHER, nbytes // size // parts, size, parts)]

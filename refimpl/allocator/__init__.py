@@ -3,10 +3,12 @@
 Order of reading: `paper` (a caching allocator in one screen); `settings`, `blocks`, `caching` (PyTorch's, rule by
 rule), `expandable`, `device`; `holes` and `pool` (first fit and best fit on real tensors); `trace`, `replay`;
 `snapshot`, `rewind`, `recorded` (PyTorch's own recordings, read and replayed), `record` (written),
-`drawing`.
+`drawing`; `paper_static` (a static plan in one screen), `static` (plans, an arena that runs a step);
+`defragment`, `regions` (against holes: moving what is live, and keeping apart what lives long).
 """
 
 from .caching import CachingAllocator
+from .defragment import defragment
 from .device import OutOfMemory
 from .drawing import segment_map
 from .pool import GPUMemoryPool, PoolExhausted
@@ -16,10 +18,19 @@ from .replay import explain, replay
 from .rewind import capacity_of, trace_of
 from .settings import Settings
 from .snapshot import Snapshot
+from .static import (
+    ActivationReuseOptimizer,
+    OverlappingPlan,
+    StaticPlan,
+    execute,
+    plan_static,
+    record_step,
+    without_out,
+)
 from .trace import AllocationTrace, DamagedTrace
 
 __all__ = [
-    "AllocationTrace", "CachingAllocator", "DamagedTrace", "GPUMemoryPool", "OutOfMemory", "PoolExhausted", "Settings",
-    "Snapshot", "capacity_of", "compare", "explain", "record", "replay",
-    "segment_map", "trace_of",
+    "ActivationReuseOptimizer", "AllocationTrace", "CachingAllocator", "DamagedTrace", "GPUMemoryPool", "OutOfMemory",
+    "OverlappingPlan", "PoolExhausted", "Settings", "Snapshot", "StaticPlan", "capacity_of", "compare", "defragment",
+    "execute", "explain", "plan_static", "record", "record_step", "replay", "segment_map", "trace_of", "without_out",
 ]

@@ -1,5 +1,7 @@
 """`refimpl replay SNAPSHOT`: what was reserved, what failed and why, and which setting would have helped."""
 
+import argparse
+
 from .recorded import compare
 from .replay import explain
 from .rewind import capacity_of, trace_of
@@ -21,11 +23,16 @@ def add_arguments(parser):
 
 
 def size(text):
-    """Read "24GiB", "512MiB" or bytes. ValueError for anything else."""
-    for unit, factor in UNITS.items():
-        if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * factor)
-    return int(text)
+    """Read "24GiB", "512MiB" or bytes. argparse's ArgumentTypeError for anything else, and for less than a byte."""
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    try:
+        nbytes = int(float(text.removesuffix(unit)) * UNITS[unit]) if unit else int(text)
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"invalid size value: {text!r}: expected 24GiB, 512MiB, 64KiB or a number of "
+                                         "bytes")
+    return nbytes
 
 
 def run(arguments, parser):
@@ -40,6 +47,9 @@ def run(arguments, parser):
 def lines(arguments):
     """Go through the lines that the command prints."""
     snapshot = Snapshot.load(arguments.snapshot, arguments.device)
+    if not snapshot.entries:
+        raise ValueError(f"{arguments.snapshot} has no events of device {snapshot.device}: expected a recording; call "
+                         "torch.cuda.memory._record_memory_history() before the training, _dump_snapshot after it")
     text = snapshot.settings if arguments.settings is None else arguments.settings
     recorded = Settings.parse(snapshot.settings)
     yield (f"device {snapshot.device}, settings {snapshot.settings or 'none'}, {snapshot.reserved:,} bytes reserved at "

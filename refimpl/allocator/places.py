@@ -25,7 +25,7 @@ class Places:
         if alignment < 16 or alignment & (alignment - 1):
             raise ValueError(f"alignment={alignment}: expected a power of two, 16 or more")
         self.policy, self.alignment, self.allocated = policy, alignment, 0
-        self._holes, self._ends, self._sizes = POLICIES[policy](), {}, {}  # of holes: end → begin, begin → size
+        self._forget_holes()
 
     @property
     def largest_hole(self):
@@ -65,6 +65,10 @@ class Places:
         else:
             self._holes.add(begin, size)
         self._sizes[begin], self._ends[end] = end - begin, begin
+
+    def _forget_holes(self):
+        """Start with no hole."""
+        self._holes, self._ends, self._sizes = POLICIES[self.policy](), {}, {}  # end → begin, begin → size
 
     def _add(self, begin, size):
         """Add a hole that touches no other."""

@@ -5,6 +5,7 @@ views of them point at freed memory. Here sizes are bytes, and the pool grows by
 """
 
 import math
+from numbers import Integral
 
 import torch
 
@@ -28,11 +29,14 @@ class GPUMemoryPool(Places):
 
     `with GPUMemoryPool(2**20) as pool: x = pool.allocate((128, 64))`. A search takes O(log n) steps with n holes.
 
-    ValueError for a size, an alignment or a policy that cannot be.
+    ValueError for a size, an alignment or a policy that cannot be; TypeError for a size that is no integer.
     """
 
     def __init__(self, initial_capacity, alignment=512, policy="best_fit", device=None, max_capacity=None):
         super().__init__(policy, alignment)
+        for name, size in (("initial_capacity", initial_capacity), ("max_capacity", max_capacity or 1)):
+            if not isinstance(size, Integral):
+                raise TypeError(f"{name}={size!r}: expected an integer, bytes, such as 2**30")
         if initial_capacity < 1 or max_capacity is not None and max_capacity < initial_capacity:
             raise ValueError(f"initial_capacity={initial_capacity}, max_capacity={max_capacity}: expected 1 byte or "
                              "more, and a maximum that is no less")
@@ -49,9 +53,12 @@ class GPUMemoryPool(Places):
         """Return an uninitialized tensor of this shape, contiguous, in the pool's memory.
 
         It lives until `free`: the pool does not notice that nobody has it any more. ValueError for a shape without
-        elements or with a negative size; PoolExhausted, with the largest hole, if the pool may not grow.
+        elements or with a negative size; TypeError for a dtype that is none; PoolExhausted, with the largest hole, if
+        the pool may not grow.
         """
         self._check_open()
+        if isinstance(shape, list):
+            shape = tuple(shape)
         if (shape, dtype) not in self._shapes:
             self._shapes[shape, dtype] = self._layout(shape, dtype)
         nbytes, size, sizes, strides = self._shapes[shape, dtype]
@@ -127,6 +134,8 @@ class GPUMemoryPool(Places):
 
     def _layout(self, shape, dtype):
         """Return (bytes, bytes that it takes, sizes, strides) of a contiguous tensor."""
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype={dtype!r}: expected one of torch's, as in allocate((128, 64), torch.float32)")
         sizes = torch.Size((shape,) if isinstance(shape, int) else shape)
         if any(size < 1 for size in sizes):
             raise ValueError(f"shape {tuple(sizes)}: expected at least one element, and no negative size")

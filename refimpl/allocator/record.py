@@ -71,7 +71,7 @@ def record(trace, *, capacity=None, settings=None):
         device.stream, device.time_ns = stream, time_ns
         nbytes = int(trace.blocks["nbytes"][number])
         if action == ALLOC:
-            frames = _frames(trace.name_of(number), trace.category_of(number))
+            frames = frames_of(trace.name_of(number), trace.category_of(number))
             try:
                 live[number] = allocator.allocate(nbytes, stream), frames  # notes the segments that it takes
             except OutOfMemory:
@@ -109,5 +109,6 @@ def segments(allocator, frames=None):
     return found
 
 
-def _frames(name, category):
+def frames_of(name, category):
+    """Return the frames of a block: its name, and as its file the category."""
     return [{"filename": category, "line": 0, "name": name}] if name or category else []

@@ -13,7 +13,7 @@ import numpy as np
 from .caching import CachingAllocator
 from .device import OutOfMemory
 from .settings import MIB, Settings
-from .trace import ALLOC
+from .trace import ALLOC, AllocationTrace
 
 CURES = ("expandable_segments:True", "max_split_size_mb:32", "max_split_size_mb:128", "max_split_size_mb:512",
          "roundup_power2_divisions:8", "garbage_collection_threshold:0.8")  # settings that `explain` tries
@@ -90,9 +90,12 @@ class Failure:
 def replay(trace, allocator=None, *, capacity=None, settings=None, until=None):
     """Run an AllocationTrace on `allocator`, by default a CachingAllocator of `capacity` bytes and these `settings`.
 
-    It ends at the first request that fails, or before event `until`. ValueError for a capacity below the largest single
-    request.
+    It ends at the first request that fails, or before event `until`. TypeError for what is no AllocationTrace;
+    ValueError for a capacity below the largest single request.
     """
+    if not isinstance(trace, AllocationTrace):
+        raise TypeError(f"trace is a {type(trace).__name__}: expected an AllocationTrace: AllocationTrace.of(…) of "
+                        "what memory.track or memory.dry_run returned, or trace_of(Snapshot.load(path))")
     allocator = CachingAllocator(capacity, settings) if allocator is None else allocator
     _check_capacity(trace, allocator)
     nbytes, N = trace.blocks["nbytes"].tolist(), len(trace) if until is None else until

@@ -2,10 +2,10 @@
 
 Order of reading: `paper` (the idea in one screen), then `paper_triton` (its forward as a kernel), `reference` (the
 definition, and what it costs), `memory_efficient` (softmax in chunks), `tiled` (FlashAttention in PyTorch), `flash`
-(the same by kernels: what users call), `triton_forward` and `triton_backward` (the kernels), `traffic` (the bytes that
-they move), `pair` (forward and backward apart), `block` (a transformer block around them). `figure` draws the pages'
-figures. One level down: `call` (arguments, masks, dropout), `kernels` (what the Triton kernels share), `hopper`
-(forwards for one chip).
+(the same by kernels: what users call), `scores` (softcap, ALiBi, masks and sinks, in all of these), `triton_forward`
+and `triton_backward` (the kernels), `traffic` (the bytes that they move), `pair` (forward and backward apart), `block`
+(a transformer block around them). `figure` draws the pages' figures. One level down: `call` (arguments, masks,
+dropout), `kernels` (what the Triton kernels share), `hopper` (forwards for one chip).
 """
 
 from .block import FlashTransformerBlock, flash_block_terms
@@ -13,12 +13,14 @@ from .flash import flash_attention, flash_attention_bytes
 from .memory_efficient import memory_efficient_attention, memory_efficient_attention_bytes
 from .pair import AttentionPair, flash_pair, tiled_pair
 from .reference import AttentionBytes, AttentionFlops, attention_flops, reference_attention, reference_attention_bytes
+from .scores import Alibi, Documents, PrefixLM, ScoreHook, Softcap, alibi_slopes
 from .tiled import tiled_attention, tiled_attention_bytes
 from .traffic import flash_attention_traffic
 
 __all__ = [
-    "AttentionBytes", "AttentionFlops", "AttentionPair", "FlashTransformerBlock", "attention_flops", "flash_attention",
-    "flash_attention_bytes", "flash_attention_traffic", "flash_block_terms", "flash_pair", "memory_efficient_attention",
+    "Alibi", "AttentionBytes", "AttentionFlops", "AttentionPair", "Documents", "FlashTransformerBlock", "PrefixLM",
+    "ScoreHook", "Softcap", "alibi_slopes", "attention_flops", "flash_attention", "flash_attention_bytes",
+    "flash_attention_traffic", "flash_block_terms", "flash_pair", "memory_efficient_attention",
     "memory_efficient_attention_bytes", "reference_attention", "reference_attention_bytes", "tiled_attention",
     "tiled_attention_bytes", "tiled_pair",
 ]

@@ -16,7 +16,7 @@ from ..rotary import rotate, rotation_table
 from .call.arguments import check_cu_seqlens
 from .flash import flash_attention
 
-OPTIONS = {"norm", "norm_eps", "activation", "bias", "rotary_fraction", "rotary_base"}
+OPTIONS = {"norm", "norm_eps", "activation", "bias", "qkv_bias", "head_dim", "rotary_fraction", "rotary_base"}
 QUADRATIC = ("causal mask", "softmax output", "softmax dropout mask", "softmax dropout output")
 
 
@@ -27,8 +27,8 @@ class FlashTransformerBlock(nn.Module):
     - `window`: a token sees that many tokens before it, besides itself; by default all.
     - `rotary`: rotary positions, for sequences up to that length; by default none (the model adds its own).
     - `dropout`: of attention weights and of the output of both branches, while training.
-    - `options`: others of `GPTConfig` that concern a layer: norm, norm_eps, activation, bias, rotary_fraction,
-      rotary_base.
+    - `options`: others of `GPTConfig` that concern a layer: norm, norm_eps, activation, bias, qkv_bias, head_dim,
+      rotary_fraction, rotary_base.
 
     Its parts have the names of those in `refimpl.model`'s block. Raises TypeError for other options, and ValueError as
     `GPTConfig` does.
@@ -61,14 +61,14 @@ class FlashSelfAttention(nn.Module):
     def __init__(self, config, window):
         super().__init__()
         self.config, self.window, self.attention = config, window, flash_attention
-        self.qkv = nn.Linear(config.hidden, config.hidden + 2 * config.kv_heads * config.head_dim, bias=config.bias)
-        self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+        self.qkv = nn.Linear(config.hidden, config.q_hidden + 2 * config.kv_hidden, bias=config.has_qkv_bias)
+        self.out = nn.Linear(config.q_hidden, config.hidden, bias=config.bias)
         if config.positions == "rotary":
             for name, table in zip(("cos", "sin"), rotation_table(config), strict=True):
                 self.register_buffer(name, table.to(self.qkv.weight.dtype), persistent=False)
 
     def forward(self, x_BTC, cu_seqlens=None):
-        (B, T, C), c = x_BTC.shape, self.config
+        (B, T, _), c = x_BTC.shape, self.config
         qkv = self.qkv(x_BTC).view(B, T, c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
         q_BHTD, k_BGTD, v_BGTD = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         if c.positions == "rotary":
@@ -78,7 +78,7 @@ class FlashSelfAttention(nn.Module):
             v_BGTD = v_BGTD.clone()  # else autograd saves a view, and with it the whole of qkv before the rotation
         out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, causal=True, window=self.window, cu_seqlens=cu_seqlens,
                                   dropout_p=c.dropout if self.training else 0.0)
-        return self.out(out_BHTD.transpose(1, 2).reshape(B, T, C))
+        return self.out(out_BHTD.transpose(1, 2).reshape(B, T, c.q_hidden))
 
 
 def positions_in(cu_seqlens, B, T, rotary, device):

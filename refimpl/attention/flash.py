@@ -7,25 +7,31 @@ import os
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
-from .call.arguments import check_kernel, resolve
+from .call.arguments import check_kernel, check_tensors, resolve
+from .call.packing import resolve_packed
 from .kernels.operators import MAX_STRIDE, attention_forward
 from .reference import AttentionBytes, resolve_shapes
+from .scores import as_kernels_take, hook_of
 from .tiled import tiled_attention
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # at import, since torch.compile cannot trace find_spec
 
 
-def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
-                    cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False, kernel="auto"):
+def flash_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
+                    cu_seqlens=None, cu_seqlens_k=None, max_seqlen=None, max_seqlen_k=None, score=None, sinks=None,
+                    return_logsumexp=False, kernel="auto"):
     """Compute `reference_attention` by Triton kernels: same arguments, same result, same dropout mask for the same
     seed. Autograd keeps the output and one fp32 logsumexp per row; backward computes the weights again, and gives the
     same bits in every run.
 
     The kernels run on CUDA, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1 before Triton is first
-    imported; slow, for learning and tests). Elsewhere, and on CUDA for fp64, `tiled_attention` does the same in
-    PyTorch. Under torch.compile give `cu_seqlens` as lists: the values of a tensor are not known there.
+    imported; slow, for learning and tests). Elsewhere, on CUDA for fp64, and for a hook in `score` that is a class of
+    yours, `tiled_attention` does the same in PyTorch.
 
+    - `cu_seqlens`: as a list, its values are known. A tensor on CUDA is read by the host, which waits for the device;
+      with `max_seqlen` (and `max_seqlen_k`, by default the same) given it is not, nor under torch.compile or in a dry
+      run. Then the device checks it, and an error ends the process as a failed device assertion does.
     - `kernel`: which forward: "triton" (loads through pointers, on any GPU), "hopper" (tensor descriptors, compute
       capability 9.0), "gluon" (the same with barriers by hand), or "auto": the fastest that a GPU has proven with this
       version of Triton and that agrees with "triton" on this device (`hopper/fast_path.py`). The backward is the same
@@ -36,33 +42,29 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=
     derivatives, and where its backward would be differentiated.
     """
     check_kernel(kernel)
-    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
-                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-    if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES:
+    packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "max_seqlen": max_seqlen,
+               "max_seqlen_k": max_seqlen_k}
+    options = {"causal": causal, "window": window, "scale": scale, "dropout_p": dropout_p, "seed": seed, "score": score,
+               "sinks": sinks}
+    check_tensors(q_BHTD, k_BGSD, v_BGSV)
+    hooks = as_kernels_take(hook_of(score))
+    if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES or hooks is None:
         if kernel != "auto":
+            resolve(q_BHTD, k_BGSD, v_BGSV, **options, **packing)
             raise ValueError(f"kernel={kernel!r} for {q_BHTD.dtype} on {q_BHTD.device}: Triton's kernels take float16, "
                              "bfloat16 and float32 on CUDA, or on a CPU where TRITON_INTERPRET=1 is set before Triton "
-                             "is imported; kernel='auto' takes tiled_attention elsewhere")
-        return tiled_attention(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p,
-                               seed=call.seed, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k,
-                               return_logsumexp=return_logsumexp)
-    check_for_kernels(q_BHTD, k_BGSD, v_BGSD)
+                             f"is imported, and of hooks (score={score}) those of refimpl.attention.scores, a softcap "
+                             "first; kernel='auto' takes tiled_attention elsewhere")
+        return tiled_attention(q_BHTD, k_BGSD, v_BGSV, **options, **packing, return_logsumexp=return_logsumexp)
+    call, packed = resolve_packed(q_BHTD, k_BGSD, v_BGSV, options, packing)
+    check_for_kernels(q_BHTD, k_BGSD, v_BGSV)
     seed = call.seed
     if seed is not None and not isinstance(seed, torch.Tensor):
         seed = torch.full((), seed, dtype=torch.int64, device=q_BHTD.device)
-    out_BHTD, lse2_BHT = attention_forward(q_BHTD, k_BGSD, v_BGSD, call.scale, causal, window, float(dropout_p), seed,
-                                           *_packing(call, cu_seqlens is not None, q_BHTD.device), kernel)
-    return (out_BHTD, lse2_BHT * math.log(2)) if return_logsumexp else out_BHTD
-
-
-def _packing(call, packed, device):
-    """Return (cu_seqlens, cu_seqlens_k, longest, longest_k) for the operators: None, None, 0, 0 if nothing is
-    packed."""
-    if not packed:
-        return None, None, 0, 0
-    spans = [[sequence[which] for sequence in call.sequences] for which in (0, 1)]
-    starts = [torch.tensor([0, *(end for _, end in which)], dtype=torch.int32, device=device) for which in spans]
-    return *starts, *(max(end - first for first, end in which) for which in spans)
+    out_BHTV, lse2_BHT = attention_forward(q_BHTD, k_BGSD, v_BGSV, call.scale, causal, window, float(dropout_p), seed,
+                                           *packed, kernel, *(x.contiguous() if isinstance(x, torch.Tensor) else x
+                                                              for x in (sinks, *hooks)))
+    return (out_BHTV, lse2_BHT * math.log(2)) if return_logsumexp else out_BHTV
 
 
 def kernels_run_on(device):
@@ -70,34 +72,39 @@ def kernels_run_on(device):
     return HAS_TRITON and (device.type == "cuda" or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def check_for_kernels(q_BHTD, k_BGSD, v_BGSD):
+def check_for_kernels(q_BHTD, k_BGSD, v_BGSV):
     """Raise ValueError or RuntimeError for tensors that the reference supports and the kernels do not."""
-    for x in (q_BHTD, k_BGSD, v_BGSD):
+    for x in (q_BHTD, k_BGSD, v_BGSV):
         if max(x.stride()[2:]) >= MAX_STRIDE:
             raise ValueError(f"a tensor of strides {x.stride()}: expected less than {MAX_STRIDE:,} elements from row "
                              "to row and from column to column; .contiguous() gives a tensor that fits")
         if unpack_dual(x).tangent is not None:  # an operator would silently treat it as a constant
             raise RuntimeError("flash_attention has no forward-mode derivative (torch.func.jvp): use "
                                "reference_attention or memory_efficient_attention")
-    if q_BHTD.shape[1] * q_BHTD.shape[3] >= MAX_STRIDE:
-        raise ValueError(f"{q_BHTD.shape[1]} heads of {q_BHTD.shape[3]}: expected less than {MAX_STRIDE:,} elements in "
+    if q_BHTD.shape[1] * v_BGSV.shape[3] >= MAX_STRIDE:
+        raise ValueError(f"{q_BHTD.shape[1]} heads of {v_BGSV.shape[3]}: expected less than {MAX_STRIDE:,} elements in "
                          "one row of the output; move heads to the batch")
 
 
-def flash_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0):
+def flash_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, v_dim=None, causal=False, window=None,
+                          dropout_p=0.0, sinks=None):
     """Predict the AttentionBytes of `flash_attention`'s kernels for shapes (B, H, T, D) and (B, G, S, D), exact. With
-    Q = BHTD and K = BGSD elements of e bytes:
+    elements of e bytes and V the head_dim of v (`v_dim`, by default D):
 
-        kept   e·Q + 4·BHT                    the output and its logsumexp
-        peak   kept + e·(Q + 2K) + 4·BHT      dQ, dK and dV; Δ
+        kept   e·BHT·V + 4·BHT                          the output and its logsumexp
+        peak   kept + e·BHT·D + e·BGS·(D + V) + 4·BHT   dQ, dK and dV; Δ
 
-    so the slope in the sequence length is 1. Tiles are not counted: they are on the chip. With dropout a seed takes 8
-    bytes more. FlashAttention-2 (Dao 2023), algorithms 1 and 2. Raises as `flash_attention` does.
+    so the slope in the sequence length is 1. Tiles are not counted: they are on the chip. Hooks take nothing, masks
+    included. With dropout a seed takes 8 bytes more; `sinks` (their dtype, if there are any) a gradient of H elements,
+    and while it is summed two more logsumexps in place of dQ, dK and dV. FlashAttention-2 (Dao 2023), algorithms 1 and
+    2. Raises as `flash_attention` does.
     """
-    _, (e, _) = resolve_shapes(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
+    _, (e, _) = resolve_shapes(q_shape, k_shape, dtype, v_dim=v_dim, causal=causal, window=window, dropout_p=dropout_p)
     if dtype not in KERNEL_DTYPES:
         raise ValueError(f"dtype={dtype}: expected float16, bfloat16 or float32; other dtypes are tiled_attention's")
-    (B, H, T, D), (G, S) = q_shape, k_shape[1:3]
-    Q, K, rows, seed = B * H * T * D, B * G * S * D, 4 * B * H * T, 8 * (dropout_p > 0)
-    kept = e * Q + rows + seed
-    return AttentionBytes(kept, kept + e * (Q + 2 * K) + rows)
+    (B, H, T, D), (G, S), V = q_shape, k_shape[1:3], v_dim or q_shape[3]
+    rows, kept = 4 * B * H * T, e * B * H * T * V + 4 * B * H * T + 8 * (dropout_p > 0)
+    gradients = e * B * H * T * D + e * B * G * S * (D + V)
+    if sinks is not None:
+        gradients = max(gradients + H * sinks.itemsize, 2 * rows + 4 * H * (sinks != torch.float32))
+    return AttentionBytes(kept, kept + gradients + rows)

@@ -57,7 +57,7 @@ def _query_chunk(q_BHtD, k_BGSD, v_BGSD, call, sequence, rows, key_chunk):
     band, G = sequence.band, k_BGSD.shape[1]
     spans = tiles(band.keys_seen(rows), key_chunk)
     if not spans:
-        return q_BHtD * 0
+        return (q_BHtD * 0)[..., :1].expand(*q_BHtD.shape[:3], v_BGSD.shape[3])
     q_BGRD = q_BHtD.unflatten(1, (G, -1)).flatten(2, 3)  # the heads of a group become rows of one matrix
     chunks = zip(*(_cut(x, sequence.keys[0], spans) for x in (k_BGSD, v_BGSD)), spans, strict=True)
     summaries = [_checkpoint(_summarise, q_BGRD, k, v, call, sequence, rows, keys, q_BHtD.shape[1])
@@ -67,7 +67,7 @@ def _query_chunk(q_BHtD, k_BGSD, v_BGSD, call, sequence, rows, key_chunk):
         seen_R1 = torch.arange(*rows, device=q_BHtD.device).repeat(q_BHtD.shape[1] // G)[:, None] >= band.fully_masked
     out_BGRD = _combine(*zip(*summaries, strict=True), seen_R1)
     out_BGRD = out_BGRD / (1 - call.dropout_p) if call.dropout_p else out_BGRD
-    return out_BGRD.to(q_BHtD.dtype).view(q_BHtD.shape)
+    return out_BGRD.to(q_BHtD.dtype).view(*q_BHtD.shape[:3], -1)
 
 
 def _cut(x_BGSD, start, spans):

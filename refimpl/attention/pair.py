@@ -32,6 +32,7 @@ def _forward_by(attention):
 
 
 def _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None):
+    check_outputs(d_out_BHTD, out_BHTD, q_BHTD, v_BGSD)
     call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=None, scale=scale, dropout_p=0.0, seed=None,
                    cu_seqlens=None, cu_seqlens_k=None)
     with without_autocast(q_BHTD.device):
@@ -41,10 +42,20 @@ def _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, ca
 def _flash_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None):
     if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES:
         return _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, causal=causal, scale=scale)
+    check_outputs(d_out_BHTD, out_BHTD, q_BHTD, v_BGSD)
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
     delta_BHT, lse2_BHT = attention_delta(out_BHTD, d_out_BHTD, None), (lse_BHT / math.log(2)).contiguous()
     return attention_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, scale, causal, None, 0.0, None,
                               None, None, 0, 0)
+
+
+def check_outputs(d_out_BHTV, out_BHTV, q_BHTD, v_BGSV):
+    """Raise ValueError for an output or its gradient that does not have q's rows and v's head_dim."""
+    expected = (*q_BHTD.shape[:3], v_BGSV.shape[3])
+    for name, x in (("out", out_BHTV), ("d_out", d_out_BHTV)):
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} of shape {tuple(x.shape)} with v of shape {tuple(v_BGSV.shape)}: expected "
+                             f"{expected}")
 
 
 tiled_pair = AttentionPair(_forward_by(tiled_attention), _tiled_backward)  # in PyTorch, tile by tile

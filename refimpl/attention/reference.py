@@ -3,6 +3,8 @@
     S = scale · Q Kᵀ,  −∞ where a query does not see a key      (T, S) per head
     P = softmax(S),  row by row;  0 in a row that sees nothing
     O = (Z ∘ P) V / (1 − p)                                     Z = 0 where dropout takes a weight, else 1
+
+Between S and P a hook may change each score (`scores.py`), and a learned sink may be one more column of the softmax.
 """
 
 import math
@@ -12,13 +14,16 @@ import torch
 
 from .call.arguments import resolve, without_autocast
 from .call.philox import dropped, dropped_bytes, runs_of
+from .scores import places
 
 
-def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
-                        cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False):
+def reference_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
+                        cu_seqlens=None, cu_seqlens_k=None, max_seqlen=None, max_seqlen_k=None, score=None, sinks=None,
+                        return_logsumexp=False):
     """Compute softmax(scale · q kᵀ) v with the whole matrix in memory; it can be differentiated any number of times.
 
-    Returns (B, H, T, D) in q's dtype. The arithmetic is in fp32 (fp64 for fp64), under autocast too.
+    Returns (B, H, T, V) in q's dtype, V being v's head_dim. The arithmetic is in fp32 (fp64 for fp64), under autocast
+    too.
 
     - G divides H: query heads h·H/G … (h+1)·H/G − 1 share key head h.
     - `causal`: query i sees keys j ≤ i + S − T, so that the last query sees every key.
@@ -29,47 +34,70 @@ def reference_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, sc
       `seed` alone (an int, or an int64 on the device; by default drawn from PyTorch's generator): see `call/philox.py`.
     - `cu_seqlens`: several sequences packed one after the other in a batch of 1: 0 and where each one ends, an int32
       tensor or a list; a query sees keys of its own sequence only. `cu_seqlens_k`: for the keys, if they differ.
+      `max_seqlen`, `max_seqlen_k`: no sequence is longer (`flash_attention` needs to know it, or waits).
+    - `score`: a hook, or a list of hooks: softcap, ALiBi, documents, prefix LM; see `scores.py`.
+    - `sinks`: (H,), the learned logit of a key without a value, for each query head; it counts in the logsumexp.
     - `return_logsumexp`: (out, lse_BHT), lse = ln Σ exp(scale · q kᵀ) over the keys seen, natural, fp32 or wider.
 
-    A query that sees no key gives zeros (lse −∞) and zero gradients. A NaN or inf in a key spreads as in softmax, to
+    A query that sees no key gives zeros (lse −∞, or its sink) and zero gradients; with a hook a score of −∞ counts as a
+    key that is not seen. A NaN or inf in a key spreads as in softmax, to
     the rows that see it; in v it may also reach rows that do not see it, since 0 · NaN is NaN. Raises TypeError or
     ValueError for arguments that do not fit. Equation 1 of "Attention Is All You Need" (Vaswani et al. 2017).
     """
-    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
-                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call = resolve(q_BHTD, k_BGSD, v_BGSV, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
+                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, max_seqlen=max_seqlen, max_seqlen_k=max_seqlen_k,
+                   score=score, sinks=sinks)
     with without_autocast(q_BHTD.device):
-        out_BHTD, lse_BHT = _definition(q_BHTD, k_BGSD, v_BGSD, call, return_logsumexp)
-    return (out_BHTD, lse_BHT) if return_logsumexp else out_BHTD
+        out_BHTV, lse_BHT = _definition(q_BHTD, k_BGSD, v_BGSV, call, sinks, return_logsumexp)
+    return (out_BHTV, lse_BHT) if return_logsumexp else out_BHTV
 
 
-def _definition(q_BHTD, k_BGSD, v_BGSD, call, with_lse):
-    (B, H, T, D), (G, S), wide = q_BHTD.shape, k_BGSD.shape[1:3], wide_dtype(q_BHTD.dtype)
+def _definition(q_BHTD, k_BGSD, v_BGSV, call, sinks_H, with_lse):
+    (B, H, T, _), (G, S, V), wide = q_BHTD.shape, v_BGSV.shape[1:], wide_dtype(q_BHTD.dtype)
     drops = call.seed is not None
     dropped_BHTS = dropped(call.seed, call.dropout_p, B, H, (0, T), (0, S), q_BHTD.device) if drops else None
-    mask_TS, fully_masked_T1 = _masks(call, T, S, q_BHTD.device)
-    scores_BHTS = _scores(q_BHTD.to(wide), k_BGSD.to(wide), call, mask_TS, fully_masked_T1)
+    scores_BHTS, masked = _scores(q_BHTD.to(wide), k_BGSD.to(wide), call, sinks_H)
     lse_BHT = scores_BHTS.logsumexp(dim=-1) if with_lse else None
-    weights_BHTS = scores_BHTS.softmax(dim=-1)
+    weights_BHTS = scores_BHTS.softmax(dim=-1)[..., :S]  # without the sink's
     del scores_BHTS
     if drops:
         weights_BHTS = weights_BHTS.masked_fill(dropped_BHTS, 0)
-    out_BHTD = (weights_BHTS.view(B, G, H // G * T, S) @ v_BGSD.to(wide)).view(B, H, T, D)
+    out_BHTV = (weights_BHTS.reshape(B, G, H // G * T, S) @ v_BGSV.to(wide)).view(B, H, T, V)
     if drops:
-        out_BHTD = out_BHTD / (1 - call.dropout_p)
-    if fully_masked_T1 is not None:
-        out_BHTD = out_BHTD.masked_fill(fully_masked_T1, 0)
-        lse_BHT = lse_BHT.masked_fill(fully_masked_T1[:, 0], -math.inf) if with_lse else None
-    return out_BHTD.to(q_BHTD.dtype), lse_BHT
+        out_BHTV = out_BHTV / (1 - call.dropout_p)
+    if masked is not None:
+        out_BHTV = out_BHTV.masked_fill(masked, 0)
+        lse_BHT = lse_BHT.masked_fill(masked[..., 0], -math.inf) if with_lse else None
+    return out_BHTV.to(q_BHTD.dtype), lse_BHT
 
 
-def _scores(q_BHTD, k_BGSD, call, mask_TS, fully_masked_T1):
-    """Return the scores S. A row that sees no key gets zeros, so that its softmax, which is not used, is finite."""
+def _scores(q_BHTD, k_BGSD, call, sinks_H):
+    """Return the scores S, with a column more for sinks, and where a row sees no key at all, (T, 1) or (B, H, T, 1);
+    None if none. Such a row gets zeros, so that its softmax, which is not used, is finite."""
     (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
+    mask_TS, masked = _masks(call, T, S, q_BHTD.device)
     rows_BGRD = q_BHTD.reshape(B, G, H // G * T, D)  # the heads of a group become rows of one matrix
     scores_BHTS = call.scale * (rows_BGRD @ k_BGSD.mT).view(B, H, T, S)
+    if call.score is not None:
+        scores_BHTS = call.score.forward(scores_BHTS, *_all_places(call, (B, H), q_BHTD.device))
     if mask_TS is not None:
         scores_BHTS = scores_BHTS.masked_fill(mask_TS, -math.inf)
-    return scores_BHTS if fully_masked_T1 is None else scores_BHTS.masked_fill(fully_masked_T1, 0)
+    if sinks_H is not None:
+        sinks_BHT1 = sinks_H.to(scores_BHTS.dtype).view(H, 1, 1).expand(B, H, T, 1)
+        return torch.cat([scores_BHTS, sinks_BHT1], dim=-1), None
+    if call.score is not None:
+        masked = (scores_BHTS == -math.inf).all(dim=-1, keepdim=True)
+    return (scores_BHTS, None) if masked is None else (scores_BHTS.masked_fill(masked, 0), masked)
+
+
+def _all_places(call, heads, device):
+    """Return (b, h, q_idx, k_idx) of the whole matrix. Pairs of two packed sequences are masked, wherever they are."""
+    parts = [places(call, i, (0, part.band.T), (0, part.band.S), heads, device)
+             for i, part in enumerate(call.sequences)]
+    if len(parts) == 1:
+        return parts[0]
+    b = torch.cat([b.view(1, 1).expand(len(q_idx), 1) for b, _, q_idx, _ in parts])
+    return b, parts[0][1], torch.cat([q_idx for _, _, q_idx, _ in parts]), torch.cat([k_idx for *_, k_idx in parts])
 
 
 def _masks(call, T, S, device):
@@ -108,29 +136,30 @@ class AttentionFlops(NamedTuple):
     backward_recomputing: int
 
 
-def attention_flops(q_shape, k_shape, *, causal=False, window=None, cu_seqlens=None, cu_seqlens_k=None):
+def attention_flops(q_shape, k_shape, *, v_dim=None, causal=False, window=None, cu_seqlens=None, cu_seqlens_k=None):
     """Count the AttentionFlops of shapes (B, H, T, D) and (B, G, S, D): the least that any method needs, without masked
-    pairs.
+    pairs. V: head_dim of v (`v_dim`, by default D).
 
-        forward                2 products, Q Kᵀ and P V:                 2 · 2 · D · pairs
-        backward               4 products: dV, dP, dQ, dK:               4 · 2 · D · pairs
-        backward_recomputing   one more, Q Kᵀ:                           5 · 2 · D · pairs
+        forward                2 products, Q Kᵀ and P V:                 2 · (D + V) · pairs
+        backward               4 products: dV, dP, dQ, dK:               4 · (D + V) · pairs
+        backward_recomputing   one more, Q Kᵀ:                           (6 D + 4 V) · pairs
 
     FlashAttention-2 (Dao 2023), section 4.1 and appendix, counts likewise. Raises as `reference_attention` does.
     """
-    call, _ = resolve_shapes(q_shape, k_shape, torch.float32, causal=causal, window=window, cu_seqlens=cu_seqlens,
-                             cu_seqlens_k=cu_seqlens_k)
-    B, H, _, D = q_shape
+    call, _ = resolve_shapes(q_shape, k_shape, torch.float32, v_dim=v_dim, causal=causal, window=window,
+                             cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    (B, H, _, D), V = q_shape, v_dim or q_shape[3]
     pairs = B * H * sum(sequence.band.pairs() for sequence in call.sequences)
-    return AttentionFlops(pairs, 4 * D * pairs, 8 * D * pairs, 10 * D * pairs)
+    return AttentionFlops(pairs, 2 * (D + V) * pairs, 4 * (D + V) * pairs, (6 * D + 4 * V) * pairs)
 
 
-def resolve_shapes(q_shape, k_shape, dtype, *, causal=False, window=None, dropout_p=0.0, cu_seqlens=None,
+def resolve_shapes(q_shape, k_shape, dtype, *, v_dim=None, causal=False, window=None, dropout_p=0.0, cu_seqlens=None,
                    cu_seqlens_k=None):
     """Resolve a call from shapes alone, with the checks of a real one. Returns (Call, (e, w)): e bytes for an element,
     w for an element of `wide_dtype`."""
     q, k = (torch.empty(tuple(shape), dtype=dtype, device="meta") for shape in (q_shape, k_shape))
-    call = resolve(q, k, k, causal=causal, window=window, scale=None, dropout_p=dropout_p, seed=0,
+    v = k if v_dim is None else k.new_empty((*k.shape[:3], v_dim))
+    call = resolve(q, k, v, causal=causal, window=window, scale=None, dropout_p=dropout_p, seed=0,
                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     return call, (dtype.itemsize, wide_dtype(dtype).itemsize)
 

@@ -17,19 +17,21 @@ tiles and the backward; FlashAttention-2 (Dao 2023), section 3.1, the order of l
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 
 from .call.arguments import refuse_second_derivative, resolve, without_autocast
 from .call.band import tiles
 from .call.dry import in_tiles
-from .call.philox import dropped, dropped_bytes, runs_of
+from .call.part import Part, load, store
+from .call.philox import dropped_bytes, runs_of
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
+from .scores import sink_gradient
 
 
-def tiled_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
-                    cu_seqlens=None, cu_seqlens_k=None, return_logsumexp=False, query_tile=128, key_tile=128):
+def tiled_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
+                    cu_seqlens=None, cu_seqlens_k=None, max_seqlen=None, max_seqlen_k=None, score=None, sinks=None,
+                    return_logsumexp=False, query_tile=128, key_tile=128):
     """Compute `reference_attention` in tiles: same arguments, same result, same dropout mask for the same seed.
     Autograd keeps the output and one logsumexp per row; backward computes the weights again.
 
@@ -39,12 +41,13 @@ def tiled_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=
     Raises as the reference does, ValueError for a tile of no positive size, and RuntimeError where its backward would
     be differentiated: use the reference for that.
     """
-    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
-                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call = resolve(q_BHTD, k_BGSD, v_BGSV, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
+                   cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, max_seqlen=max_seqlen, max_seqlen_k=max_seqlen_k,
+                   score=score, sinks=sinks)
     check_sizes(query_tile=query_tile, key_tile=key_tile)
     seed = call.seed if isinstance(call.seed, torch.Tensor) else None
-    out_BHTD, lse_BHT = _Tiled.apply(q_BHTD, k_BGSD, v_BGSD, seed, call, (query_tile, key_tile))
-    return (out_BHTD, lse_BHT) if return_logsumexp else out_BHTD
+    out_BHTV, lse_BHT = _Tiled.apply(q_BHTD, k_BGSD, v_BGSV, sinks, seed, call, (query_tile, key_tile))
+    return (out_BHTV, lse_BHT) if return_logsumexp else out_BHTV
 
 
 def check_sizes(**sizes):
@@ -56,137 +59,86 @@ def check_sizes(**sizes):
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BHTD, k_BGSD, v_BGSD, seed, call, sizes):
-        out_BHTD = q_BHTD.new_empty(q_BHTD.shape)
+    def forward(ctx, q_BHTD, k_BGSD, v_BGSV, sinks_H, seed, call, sizes):
+        out_BHTV = q_BHTD.new_empty((*q_BHTD.shape[:-1], v_BGSV.shape[-1]))
         lse_BHT = q_BHTD.new_empty(q_BHTD.shape[:-1], dtype=wide_dtype(q_BHTD.dtype))
         with without_autocast(q_BHTD.device):
-            _forward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), call, sizes)
-        ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, seed)
+            _forward(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT.unsqueeze(-1), call, sizes)
+        ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT, sinks_H, seed)
         ctx.call, ctx.sizes = call._replace(seed=None if seed is not None else call.seed), sizes
         ctx.set_materialize_grads(False)
-        return out_BHTD, lse_BHT
+        return out_BHTV, lse_BHT
 
     @staticmethod
-    def backward(ctx, d_out_BHTD, d_lse_BHT):
+    def backward(ctx, d_out_BHTV, d_lse_BHT):
         *saved, seed = ctx.saved_tensors
         call = ctx.call if seed is None else ctx.call._replace(seed=seed)
-        return *_Gradients.apply(*saved, d_out_BHTD, d_lse_BHT, call, ctx.sizes), None, None, None
+        return *_Gradients.apply(*saved, d_out_BHTV, d_lse_BHT, call, ctx.sizes), None, None, None
 
 
 class _Gradients(torch.autograd.Function):
     """The backward as an operation of its own: a derivative of it, by dO or by q, k or v, comes here and is refused."""
 
     @staticmethod
-    def forward(ctx, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, d_out_BHTD, d_lse_BHT, call, sizes):
-        if d_out_BHTD is None:  # the logsumexp alone was used
-            d_out_BHTD = torch.zeros_like(out_BHTD)
+    def forward(ctx, q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT, sinks_H, d_out_BHTV, d_lse_BHT, call, sizes):
+        if d_out_BHTV is None:  # the logsumexp alone was used
+            d_out_BHTV = torch.zeros_like(out_BHTV)
         d_lse_BHT1 = None if d_lse_BHT is None else d_lse_BHT.unsqueeze(-1)
         with without_autocast(q_BHTD.device):
-            return backward_of(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), d_out_BHTD, d_lse_BHT1, call,
-                             sizes)
+            d_sinks_H = None if sinks_H is None else _sinks(out_BHTV, lse_BHT, sinks_H, d_out_BHTV, d_lse_BHT1, sizes)
+            return *backward_of(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT.unsqueeze(-1), d_out_BHTV, d_lse_BHT1, call,
+                                sizes), d_sinks_H
 
     @staticmethod
     def backward(ctx, *gradients):
         refuse_second_derivative("tiled_attention")
 
 
-# --- tiles -----------------------------------------------------------------------------------------------------------
-
-
-class _Part(NamedTuple):
-    """Describes one sequence of a call: its heads, and which weights of a tile are masked or dropped."""
-
-    call: object
-    sequence: object
-    heads: tuple  # (B, H, G)
-    device: torch.device
-
-    @classmethod
-    def of(cls, call, q_BHTD, k_BGSD):
-        heads = (*q_BHTD.shape[:2], k_BGSD.shape[1])
-        return [cls(call, sequence, heads, q_BHTD.device) for sequence in call.sequences]
-
-    def tiles(self, sizes, is_new):
-        """Yield (rows, [keys, …]) of the tiles that are to be computed: those of which `is_new(shape)` is True."""
-        band = self.sequence.band
-        for rows in tiles((band.fully_masked, band.T), sizes[0]):
-            spans = [keys for keys in tiles(band.keys_seen(rows), sizes[1]) if is_new((
-                rows[1] - rows[0], keys[1] - keys[0], band.all_seen(rows, keys), runs_of(keys), band.left, band.right))]
-            if spans:
-                yield rows, spans
-
-    def cut(self, by_query, by_key):
-        """Return views of the sequence's own rows of tensors (B, H, T, …) and (B, G, S, …)."""
-        _, (queries, keys, _), _, _ = self
-        return [x[:, :, slice(*queries)] for x in by_query] + [x[:, :, slice(*keys)] for x in by_key]
-
-    def fill_masked(self, tile_BGRS, rows, keys, value):
-        """Write `value` where a row does not see a key. Returns the tile, (B, G, H/G · rows, keys)."""
-        mask_TS = self.sequence.band.mask(rows, keys, self.device)
-        if mask_TS is not None:
-            tile_BGRS.unflatten(2, (-1, len(mask_TS))).masked_fill_(mask_TS, value)
-        return tile_BGRS
-
-    def dropped(self, rows, keys):
-        """Return the tile of the dropout mask, (B, G, H/G · rows, keys); None without dropout."""
-        (B, H, G), call = self.heads, self.call
-        if call.seed is None:
-            return None
-        rows, keys = ([self.sequence[i][0] + x for x in span] for i, span in enumerate((rows, keys)))
-        dropped_BHTS = dropped(call.seed, call.dropout_p, B, H, rows, keys, self.device)
-        return dropped_BHTS.unflatten(1, (G, -1)).flatten(2, 3)
-
-
-def _load(x_BHTD, span, groups):
-    """Copy the rows `span` = (first, end) into a contiguous tile of wide dtype, (B, G, H/G · rows, D).
-
-    The heads of a group become rows of one matrix. A kernel would load such a tile into on-chip memory.
-    """
-    tile = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1))
-    return tile.to(wide_dtype(x_BHTD.dtype), memory_format=torch.contiguous_format, copy=True).flatten(2, 3)
-
-
-def _store(x_BHTD, span, tile_BGRD, groups):
-    """Copy a tile back, rounded to x's dtype."""
-    place = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1))
-    place.copy_(tile_BGRD.view(place.shape))
-
-
 # --- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, call, sizes):
-    tensors = q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1
-    options = call.dropout_p > 0, call.sequences, sizes
-    in_tiles("forward", tensors, options, functools.partial(_forward_tiles, *tensors, call, sizes))
+def _forward(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, sizes):
+    tensors = q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1
+    options = call.dropout_p > 0, call.sequences, call.score, sizes
+    in_tiles("forward", [x for x in tensors if x is not None], options,
+             functools.partial(_forward_tiles, *tensors, call, sizes))
 
 
-def _forward_tiles(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, call, sizes, is_new):
-    for part in _Part.of(call, q_BHTD, k_BGSD):
-        q, out, lse, k, v = part.cut((q_BHTD, out_BHTD, lse_BHT1), (k_BGSD, v_BGSD))
+def _forward_tiles(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, sizes, is_new):
+    for part in Part.of(call, q_BHTD, k_BGSD):
+        q, out, lse, k, v = part.cut((q_BHTD, out_BHTV, lse_BHT1), (k_BGSD, v_BGSV))
         band = part.sequence.band
         out[:, :, : band.fully_masked].zero_()
-        lse[:, :, : band.fully_masked].fill_(-math.inf)
+        lse[:, :, : band.fully_masked] = -math.inf if sinks_H is None else sinks_H[:, None, None]
         for rows, spans in part.tiles(sizes, is_new):
-            _forward_tile(q, k, v, out, lse, part, rows, spans)
+            _forward_tile(q, k, v, sinks_H, out, lse, part, rows, spans)
 
 
-def _forward_tile(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, part, rows, spans):
-    """Compute one tile of queries: a loop over the keys that it sees, `spans`."""
+def _forward_tile(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, part, rows, spans):
+    """Compute one tile of queries: a loop over the keys that it sees, `spans`. A sink has been seen before the first:
+    its weight is 1 at m = sink, and it has no value."""
     G = part.heads[2]
-    q_BGRD = _load(q_BHTD, rows, G).mul_(part.call.scale)
+    q_BGRD = load(q_BHTD, rows, G).mul_(part.call.scale)
+    out_BGRV = q_BGRD.new_zeros((*q_BGRD.shape[:-1], v_BGSV.shape[-1]))
     m_BGR1 = q_BGRD.new_full((*q_BGRD.shape[:-1], 1), -math.inf)
-    l_BGR1, out_BGRD = torch.zeros_like(m_BGR1), torch.zeros_like(q_BGRD)
+    l_BGR1 = torch.zeros_like(m_BGR1)
+    if sinks_H is not None:
+        m_BGR1.unflatten(2, (-1, rows[1] - rows[0])).copy_(sinks_H.view(G, -1, 1, 1))
+        l_BGR1.fill_(1)
     for keys in spans:
-        m_BGR1 = _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys)
-    _store(out_BHTD, rows, out_BGRD.div_(l_BGR1 * (1 - part.call.dropout_p)), G)
-    _store(lse_BHT1, rows, l_BGR1.log_().add_(m_BGR1), G)
+        m_BGR1 = _online(q_BGRD, k_BGSD, v_BGSV, m_BGR1, l_BGR1, out_BGRV, part, rows, keys)
+    if part.call.score is not None:
+        l_BGR1.masked_fill_(l_BGR1 == 0, 1)  # a hook's mask has hidden every key: zeros, and ln 1 − ∞
+    store(out_BHTV, rows, out_BGRV.div_(l_BGR1 * (1 - part.call.dropout_p)), G)
+    store(lse_BHT1, rows, l_BGR1.log_().add_(m_BGR1), G)
 
 
 def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
     """Add one tile of keys to l and the output, in place; returns the new m."""
     G, dropped_BGRS = part.heads[2], part.dropped(rows, keys)
-    s_BGRS = q_BGRD @ _load(k_BGSD, keys, G).mT
+    s_BGRS = q_BGRD @ load(k_BGSD, keys, G).mT
+    if part.call.score is not None:
+        s_BGRS = part.by_hook(part.call.score.forward, s_BGRS, rows, keys)
     part.fill_masked(s_BGRS, rows, keys, -math.inf)
     m_new_BGR1 = torch.maximum(m_BGR1, s_BGRS.amax(dim=-1, keepdim=True))
     top_BGR1 = m_new_BGR1.masked_fill(m_new_BGR1 == -math.inf, 0)  # a row with nothing yet: −∞ − (−∞) would be NaN
@@ -195,64 +147,81 @@ def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
     l_BGR1.mul_(shrink_BGR1).add_(p_BGRS.sum(dim=-1, keepdim=True))
     if dropped_BGRS is not None:  # l is the sum of all weights: dropout comes after the softmax
         p_BGRS.masked_fill_(dropped_BGRS, 0)
-    out_BGRD.mul_(shrink_BGR1).add_(p_BGRS @ _load(v_BGSD, keys, G))
+    out_BGRD.mul_(shrink_BGR1).add_(p_BGRS @ load(v_BGSD, keys, G))
     return m_new_BGR1
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
 
 
-def backward_of(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, call, sizes):
+def backward_of(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, call, sizes):
     """Return (dQ, dK, dV). Each tile of queries writes its dQ, and adds in fp32 to dK and dV of the keys it sees."""
     dq_BHTD = torch.zeros_like(q_BHTD, memory_format=torch.contiguous_format)
-    dk_BGSD, dv_BGSD = (k_BGSD.new_zeros(k_BGSD.shape, dtype=lse_BHT1.dtype) for _ in range(2))
-    tensors = q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSD
-    options = call.dropout_p > 0, call.sequences, sizes
+    dk_BGSD, dv_BGSV = (x.new_zeros(x.shape, dtype=lse_BHT1.dtype) for x in (k_BGSD, v_BGSV))
+    tensors = q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSV
+    options = call.dropout_p > 0, call.sequences, call.score, sizes
     in_tiles("backward", [x for x in tensors if x is not None], options,
              functools.partial(_backward_tiles, *tensors, call, sizes))
-    return dq_BHTD, dk_BGSD.to(k_BGSD.dtype), dv_BGSD.to(v_BGSD.dtype)
+    return dq_BHTD, dk_BGSD.to(k_BGSD.dtype), dv_BGSV.to(v_BGSV.dtype)
 
 
-def _backward_tiles(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT1, d_out_BHTD, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSD, call,
+def _backward_tiles(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSV, call,
                     sizes, is_new):
-    for part in _Part.of(call, q_BHTD, k_BGSD):
-        by_query = (q_BHTD, out_BHTD, lse_BHT1, d_out_BHTD, dq_BHTD, *([] if d_lse_BHT1 is None else [d_lse_BHT1]))
-        q, out, lse, d_out, dq, *d_lse, k, v, dk, dv = part.cut(by_query, (k_BGSD, v_BGSD, dk_BGSD, dv_BGSD))
+    for part in Part.of(call, q_BHTD, k_BGSD):
+        by_query = (q_BHTD, out_BHTV, lse_BHT1, d_out_BHTV, dq_BHTD, *([] if d_lse_BHT1 is None else [d_lse_BHT1]))
+        q, out, lse, d_out, dq, *d_lse, k, v, dk, dv = part.cut(by_query, (k_BGSD, v_BGSV, dk_BGSD, dv_BGSV))
         for rows, spans in part.tiles(sizes, is_new):
             _backward_tile(q, k, v, lse, d_out, _delta(out, d_out, d_lse, rows, part.heads[2]), dq, dk, dv, part, rows,
                            spans)
 
 
-def _delta(out_BHTD, d_out_BHTD, d_lse, rows, G):
+def _delta(out_BHTV, d_out_BHTV, d_lse, rows, G):
     """Return Δ = rowsum(dO ∘ O) = rowsum(P ∘ dP), with dropout too; less the logsumexp's own gradient: dL/dS = P."""
-    delta_BGR1 = _load(out_BHTD, rows, G).mul_(_load(d_out_BHTD, rows, G)).sum(dim=-1, keepdim=True)
-    return delta_BGR1.sub_(_load(d_lse[0], rows, G)) if d_lse else delta_BGR1
+    delta_BGR1 = load(out_BHTV, rows, G).mul_(load(d_out_BHTV, rows, G)).sum(dim=-1, keepdim=True)
+    return delta_BGR1.sub_(load(d_lse[0], rows, G)) if d_lse else delta_BGR1
 
 
-def _backward_tile(q_BHTD, k_BGSD, v_BGSD, lse_BHT1, d_out_BHTD, delta_BGR1, dq_BHTD, dk_BGSD, dv_BGSD, part, rows,
+def _sinks(out_BHTV, lse_BHT, sinks_H, d_out_BHTV, d_lse_BHT1, sizes):
+    """Return the gradient of the sinks, a sum over all rows: also over those that see nothing else."""
+    (_, H, T), d_lse, found_H = lse_BHT.shape, [] if d_lse_BHT1 is None else [d_lse_BHT1], 0
+    for rows in tiles((0, T), sizes[0]):
+        delta_BHT = _delta(out_BHTV, d_out_BHTV, d_lse, rows, H)[..., 0]  # each head a group of its own
+        found_H = found_H + sink_gradient(sinks_H, lse_BHT[:, :, slice(*rows)], delta_BHT)
+    return found_H.to(sinks_H.dtype)
+
+
+def _backward_tile(q_BHTD, k_BGSD, v_BGSV, lse_BHT1, d_out_BHTV, delta_BGR1, dq_BHTD, dk_BGSD, dv_BGSV, part, rows,
                    spans):
     """Differentiate one tile of queries: a loop over the keys that it sees, `spans`."""
     G = part.heads[2]
-    q_BGRD, d_out_BGRD = _load(q_BHTD, rows, G).mul_(part.call.scale), _load(d_out_BHTD, rows, G)
-    lse_BGR1, dq_BGRD = _load(lse_BHT1, rows, G), torch.zeros_like(q_BGRD)
+    q_BGRD, d_out_BGRV = load(q_BHTD, rows, G).mul_(part.call.scale), load(d_out_BHTV, rows, G)
+    lse_BGR1, dq_BGRD = load(lse_BHT1, rows, G), torch.zeros_like(q_BGRD)
+    if part.call.score is not None:
+        lse_BGR1.clamp_min_(torch.finfo(lse_BGR1.dtype).min)  # of a row whose keys a hook hid: −∞ − (−∞) would be NaN
     for keys in spans:
-        own_dk, own_dv = (x[:, :, slice(*keys)] for x in (dk_BGSD, dv_BGSD))
-        _gradients(q_BGRD, _load(k_BGSD, keys, G), _load(v_BGSD, keys, G), lse_BGR1, d_out_BGRD, delta_BGR1, dq_BGRD,
+        own_dk, own_dv = (x[:, :, slice(*keys)] for x in (dk_BGSD, dv_BGSV))
+        _gradients(q_BGRD, load(k_BGSD, keys, G), load(v_BGSV, keys, G), lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD,
                    own_dk, own_dv, part, rows, keys)
-    _store(dq_BHTD, rows, dq_BGRD.mul_(part.call.scale), G)
+    store(dq_BHTD, rows, dq_BGRD.mul_(part.call.scale), G)
 
 
-def _gradients(q_BGRD, k_BGSD, v_BGSD, lse_BGR1, d_out_BGRD, delta_BGR1, dq_BGRD, dk_BGSD, dv_BGSD, part, rows, keys):
+def _gradients(q_BGRD, k_BGSD, v_BGSV, lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD, dk_BGSD, dv_BGSV, part, rows, keys):
     """Add to dQ, dK and dV, in place, what one tile of weights contributes."""
-    dropout_scale, dropped_BGRS = 1 / (1 - part.call.dropout_p), part.dropped(rows, keys)
-    p_BGRS = part.fill_masked((q_BGRD @ k_BGSD.mT).sub_(lse_BGR1).exp_(), rows, keys, 0)
-    dp_BGRS = d_out_BGRD @ v_BGSD.mT
+    dropout_scale, dropped_BGRS, hook = 1 / (1 - part.call.dropout_p), part.dropped(rows, keys), part.call.score
+    p_BGRS, slope_BGRS = q_BGRD @ k_BGSD.mT, 1.0
+    if hook is not None:
+        slope_BGRS = part.by_hook(hook.derivative, p_BGRS, rows, keys)
+        p_BGRS = part.by_hook(hook.forward, p_BGRS, rows, keys)
+    part.fill_masked(p_BGRS.sub_(lse_BGR1).exp_(), rows, keys, 0)
+    dp_BGRS = d_out_BGRV @ v_BGSV.mT
     if dropped_BGRS is None:
-        dv_BGSD += p_BGRS.mT @ d_out_BGRD
+        dv_BGSV += p_BGRS.mT @ d_out_BGRV
     else:  # O = (Z ∘ P) V / (1 − p): dropped weights give nothing, the others are scaled up
-        dv_BGSD += (p_BGRS.masked_fill(dropped_BGRS, 0).mT @ d_out_BGRD).mul_(dropout_scale)
+        dv_BGSV += (p_BGRS.masked_fill(dropped_BGRS, 0).mT @ d_out_BGRV).mul_(dropout_scale)
         dp_BGRS.masked_fill_(dropped_BGRS, 0).mul_(dropout_scale)
     ds_BGRS = dp_BGRS.sub_(delta_BGR1).mul_(p_BGRS)
+    if hook is not None:
+        ds_BGRS.mul_(slope_BGRS)
     dk_BGSD += ds_BGRS.mT @ q_BGRD  # over all rows: the heads of a group are summed here
     dq_BGRD += ds_BGRS @ k_BGSD
 
@@ -260,39 +229,39 @@ def _gradients(q_BGRD, k_BGSD, v_BGSD, lse_BGR1, d_out_BGRD, delta_BGR1, dq_BGRD
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def tiled_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0,
-                          query_tile=128, key_tile=128):
-    """Predict the AttentionBytes of `tiled_attention` for shapes (B, H, T, D) and (B, G, S, D), exact. With Q = BHTD
-    and K = BGSD elements, e bytes an element, w a wide one, and a tile's sizes n = BH · query_tile and m = BG ·
-    key_tile:
+def tiled_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, v_dim=None, causal=False, window=None,
+                          dropout_p=0.0, query_tile=128, key_tile=128):
+    """Predict the AttentionBytes of `tiled_attention` for shapes (B, H, T, D) and (B, G, S, D), exact. With e bytes an
+    element, w a wide one, V the head_dim of v (`v_dim`, by default D), and a tile's sizes n = BH · query_tile and m =
+    BG · key_tile:
 
-        kept   e·Q + w·BHT                            the output and its logsumexp
-        peak   kept + e·Q + 2w·K                      dQ, dK and dV …
-               + w·(3n·D + 2m·D + 2n)                 tiles of Q, dO, dQ; of K, V; of L, Δ
-               + w·(2n·key_tile + max(n, m)·D)        P, dP, and the product that is added to dQ or dK
+        kept   e·BHT·V + w·BHT                        the output and its logsumexp
+        peak   kept + e·BHT·D + w·BGS·(D + V)         dQ, dK and dV …
+               + w·(n·(2D + V) + m·(D + V) + 2n)      tiles of Q, dQ, dO; of K, V; of L, Δ
+               + w·(2n·key_tile + max(n·D, m·D, m·V)) P, dP, and the product that is added to dQ, dK or dV
 
     so the slope in the sequence length is 1. With dropout the last line may be Philox at work, 16 bytes a weight; and
-    at the end 16-bit dK and dV are in memory beside the fp32 ones. A drawn seed is 8 bytes more. Raises as
-    `tiled_attention` does.
+    at the end 16-bit dK and dV are in memory beside the fp32 ones. A drawn seed is 8 bytes more. A hook takes up to
+    three tiles n · key_tile more while it runs, whatever the length. Raises as `tiled_attention` does.
     """
-    call, (e, w) = resolve_shapes(q_shape, k_shape, dtype, causal=causal, window=window, dropout_p=dropout_p)
+    call, (e, w) = resolve_shapes(q_shape, k_shape, dtype, v_dim=v_dim, causal=causal, window=window,
+                                  dropout_p=dropout_p)
     check_sizes(query_tile=query_tile, key_tile=key_tile)
-    (B, H, T, D), (G, S), band = q_shape, k_shape[1:3], call.sequences[0].band
-    Q, K = B * H * T * D, B * G * S * D
-    kept = e * Q + w * B * H * T
-    tile_bytes = [2 * e * K * (e != w)]
+    (B, H, T, D), (G, S), band, V = q_shape, k_shape[1:3], call.sequences[0].band, v_dim or q_shape[3]
+    kept, keys = e * B * H * T * V + w * B * H * T, B * G * S * (D + V)
+    tile_bytes = [e * keys * (e != w)]
     for rows in tiles((band.fully_masked, T), query_tile):
         first, end = band.keys_seen(rows)  # the largest tile is one of the first four: Philox draws four columns
-        tile_bytes += [_tile_bytes(B, H, G, D, rows, keys, w, dropout_p)
+        tile_bytes += [_tile_bytes(B, H, G, D, V, rows, keys, w, dropout_p)
                        for keys in tiles((first, min(end, first + 4 * key_tile)), key_tile)]
-    return AttentionBytes(kept, kept + e * Q + 2 * w * K + max(tile_bytes))
+    return AttentionBytes(kept, kept + e * B * H * T * D + w * keys + max(tile_bytes))
 
 
-def _tile_bytes(B, H, G, D, rows, keys, w, dropout_p):
+def _tile_bytes(B, H, G, D, V, rows, keys, w, dropout_p):
     """Return the bytes that backward takes for one tile of weights."""
     n, m, columns = B * H * (rows[1] - rows[0]), B * G * (keys[1] - keys[0]), keys[1] - keys[0]
-    held, largest = w * (3 * n * D + 2 * m * D + 2 * n), w * max(n, m) * D
+    held, largest = w * (n * (2 * D + V) + m * (D + V) + 2 * n), w * max(n * D, m * D, m * V)
     if not dropout_p:
         return held + 2 * w * n * columns + largest
-    adding = max(2 * w * n * columns + largest, 3 * w * n * columns + w * m * D)  # P, dP; or Z ∘ P too, for dV
+    adding = max(2 * w * n * columns + largest, 3 * w * n * columns + w * m * V)  # P, dP; or Z ∘ P too, for dV
     return held + max(dropped_bytes(B, H, rows, keys), 4 * n * runs_of(keys) + adding)

@@ -18,12 +18,17 @@ NAMES = {
     "checkpointing": "recomputation beside torch.utils.checkpoint, and what each policy costs",
     "activations": "saved tensors compressed or offloaded beside uncompressed, recomputed and save_on_cpu ones",
     "sequences": "a long sequence in chunks beside the whole one: bytes at the peak and seconds",
+    "cross_entropy": "a head without logits, an MLP without its hidden layer beside plain ones: bytes, seconds",
     "zero": "each stage of ZeRO beside DDP, ZeroRedundancyOptimizer and FSDP2 on four ranks: bytes, seconds of a step",
+    "zero_quantized": "ZeRO-3 in blocks of int8 beside whole numbers: bytes, memory, error, loss, seconds; the kernels",
     "tensor_parallel": "tensor and sequence parallelism beside torch's on four ranks: bytes, seconds of a step",
     "context_parallel": "a sequence on four ranks by ring, gathered keys, Ulysses beside the whole one: bytes, seconds",
+    "pipeline": "six schedules beside torch.distributed.pipelining's on four ranks: seconds of a step, bytes of a rank",
     "allocator": "what a block and a replay cost, and what each policy and setting leaves unused on five programs",
+    "static_plan": "static plans beside what is live and PyTorch's allocator; MiniMalloc's problems; an arena",
     "compression": "compressed gradients: loss after 250 steps, bytes, seconds on a slow link; all_reduce in levels",
-    "kernels": "what the compiler makes of each attention kernel: registers, spills, shared memory, instructions",
+    "offload": "AdamW on the host beside torch's fused kernel and memory's rates; copies, overlap, what fits on a card",
+    "kernels": "what the compiler makes of each kernel: registers, spills, shared memory, instructions",
 }
 
 __all__ = ["NAMES", "compare", "measurement", "measurements"]

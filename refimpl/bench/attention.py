@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .. import attention, memory
 from ..model import softmax_attention
-from . import attention_candidates, attention_speed, attention_trials
+from . import attention_candidates, attention_speed, attention_trials, attention_variants
 from .record import row
 from .runner import BAR_DELAY, KernelTimer, compare
 
@@ -39,10 +39,11 @@ def run(device="cpu", lengths=None, rounds=None):
 
 
 def cpu_rows(device, lengths, dtype, rounds):
-    """Yield the rows of bytes, then those of seconds."""
+    """Yield the rows of bytes, then those of seconds, then those of variants."""
     yield from all_byte_rows(lengths, dtype, device)
     for length in tqdm(lengths, "times", delay=BAR_DELAY, leave=False):
         yield from time_rows(length, dtype, device, rounds or max(3, 8192 // length))
+    yield from attention_variants.variant_rows(device, dtype, rounds, sorted(lengths)[:2][-1])
 
 
 def all_byte_rows(lengths, dtype, device, without_kernels=False):
@@ -73,6 +74,8 @@ def gpu_rows(device, lengths, dtype, rounds):
     yield from attention_speed.speed_rows(device, shapes, rounds, timer, faults=faults)
     del timer  # its buffer is 2 GiB
     yield from all_byte_rows(lengths, dtype, device, without_kernels=("triton_backward", HEAD_DIM) in faults)
+    if not faults:
+        yield from attention_variants.variant_rows(device, dtype, rounds)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What the compiler makes of each attention kernel: its shared memory beside the chip's, and in each row registers,
-spills, instructions and ptxas' remarks. The readings come from Triton and ptxas, so no GPU is needed.
+"""What the compiler makes of each kernel of attention and of the head: its shared memory beside the chip's, and in each
+row registers, spills, instructions and ptxas' remarks. The readings come from Triton and ptxas, so no GPU is needed.
 """
 
 import importlib
@@ -15,7 +15,8 @@ from .record import row
 from .runner import BAR_DELAY
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
-MODULES = ("hopper", "gluon_forward")  # in compiler/: kernels that are not in the table; each has a function `cases`
+# In compiler/: kernels that are not in the table; each has a function `cases`.
+MODULES = ("scores", "hopper", "gluon_forward", "cross_entropy", "quantized")
 PEER = "shared memory of a program"
 
 

@@ -25,7 +25,7 @@ def _attention(q, k, v, *, causal=False):
 def train(shapes, *, recomputed=False, ranks=None):
     """Train a GPT on batches of these shapes (B, T), with AdamW; on one of `ranks` by ZeRO-3 if they are given."""
     model = GPT(GPTConfig(**SHAPE), _attention, dtype=DTYPE)
-    engine = Zero3(model, FakeCommunicator(0, ranks)) if ranks else None
+    engine = Zero3(model, FakeCommunicator(0, ranks), look_ahead=2) if ranks else None
     optimizer = None if engine else torch.optim.AdamW(model.parameters())
     if recomputed:
         recompute(model.blocks)

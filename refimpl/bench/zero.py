@@ -1,16 +1,19 @@
 """Each stage of ZeRO beside torch's: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 with each block sharded.
 
-Four ranks train a GPT of 14 million parameters. For bytes, each engine runs alone in its own ranks. For time, all
-engines take turns in the same ranks. Bytes are per parameter, on the rank that takes most, as the allocator alone reads
-them; the tracker, in another step, holds what is between two steps to that within 1 %.
+Four ranks train a GPT of 14 million parameters; on a machine without a GPU others, too (`zero_models`). All have their
+defaults. For bytes, each engine runs alone in its own ranks. For time, all engines take turns in the same ranks. Bytes
+are per parameter, on the rank that takes most, as the allocator alone reads them; the tracker, in another step, holds
+what is between two steps to that within 1 %.
 """
 
 import functools
 import statistics
 import time
+from collections import Counter
 from dataclasses import asdict
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -20,28 +23,33 @@ from .. import memory
 from ..comm import launch
 from ..model import GPT, GPTConfig
 from ..zero import DataParallel, Zero1, Zero2, Zero3
+from ..zero.units import blocks
 from .record import row
 from .runner import BAR_DELAY, Comparison, synchronize
+from .zero_models import CONTEXT, LARGE_VOCABULARY, MODELS, TIED, VOCABULARY, available
 
 CONFIG = GPTConfig(vocab_size=8192, context_length=64, layers=6, hidden=384, heads=6)
 WORLD, ROWS = 4, 1  # ranks, and sequences of a rank in a step
-BUCKET_BYTES, LOOK_AHEAD = 2**22, 2**21  # bytes of a bucket of gradients, and elements of parameters prefetched
 LEARNING_RATE = 1e-4
 DDP, REDUNDANCY, FSDP2 = "DistributedDataParallel", "ZeroRedundancyOptimizer + DDP", "FSDP2"
 LEAN_DDP, LEAN = f"{DDP}, gradients as views of buckets", f"{REDUNDANCY}, gradients as views of buckets"
+APART, ALONE = f"{FSDP2}, embeddings and head apart", "Zero3 without look-ahead"
 PAIRS = [("DataParallel", DDP), ("DataParallel", LEAN_DDP), ("Zero1", REDUNDANCY), ("Zero1", LEAN),
-         ("Zero2", REDUNDANCY), ("Zero2", LEAN), ("Zero3", FSDP2)]
-# The limits, as multiples of the peer's bytes and time.
-BYTES_HELD = {("Zero1", REDUNDANCY): 0.9, ("Zero3", FSDP2): 0.8}
-TIME_HELD = {("Zero1", REDUNDANCY): 1.0, ("Zero1", LEAN): 1.0, ("Zero3", FSDP2): 1.0}
+         ("Zero2", REDUNDANCY), ("Zero2", LEAN), ("Zero3", FSDP2), (ALONE, FSDP2)]
+OF_OTHERS = [("Zero1", LEAN), ("Zero2", LEAN), ("Zero3", FSDP2), (ALONE, FSDP2)]
+UNTIED = [("Zero3", APART), (ALONE, APART)]  # and these, where FSDP2 can have the head by itself
+# The limits, as multiples of the peer's bytes and time; of what is added to shards and activations, and of the time of
+# other models.
+BYTES_HELD = {("Zero1", REDUNDANCY): 0.9, ("Zero1", LEAN): 0.95, ("Zero2", LEAN): 0.8, ("Zero3", FSDP2): 0.93,
+              ("Zero3", APART): 0.93, (ALONE, FSDP2): 0.87, (ALONE, APART): 0.87}
+TIME_HELD = {("Zero1", REDUNDANCY): 1.0, ("Zero1", LEAN): 1.0, ("Zero3", FSDP2): 1.0, ("Zero3", APART): 1.0}
+ADDED_HELD, LARGEST = 0.78, 6
 
 
 class Ours:
     """Wraps an engine of `refimpl.zero`. `step(tokens)` makes one training step."""
 
-    def __init__(self, stage, model, comm):
-        options = {"DataParallel": {}, "Zero3": {"look_ahead": LOOK_AHEAD}}  # DataParallel's default buckets are DDP's
-        options = options.get(stage.__name__, {"bucket_bytes": BUCKET_BYTES})
+    def __init__(self, stage, model, comm, **options):
         self.engine = stage(model, comm, functools.partial(torch.optim.AdamW, lr=LEARNING_RATE), **options)
         self.model, self.optimizer = model, self.engine.optimizer
 
@@ -54,9 +62,9 @@ class Theirs:
     """Wraps DDP or FSDP2, used as torch's documentation shows."""
 
     def __init__(self, name, model, comm):
-        if name == FSDP2:
-            for block in model.blocks:
-                fully_shard(block)
+        if name in (FSDP2, APART):
+            for module in [*blocks(model), *(ends(model) if name == APART else ())]:
+                fully_shard(module)
             self.model = fully_shard(model)
         else:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=name in (LEAN_DDP, LEAN))
@@ -71,43 +79,64 @@ class Theirs:
         self.optimizer.zero_grad()
 
 
+def ends(model):
+    """Return a model's embeddings and its head: the layers that are outside of its blocks."""
+    inside = {module for block in blocks(model) for module in block.modules()}
+    return [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.Linear))
+            and module not in inside]
+
+
 ENGINES = {**{stage.__name__: functools.partial(Ours, stage) for stage in (DataParallel, Zero1, Zero2, Zero3)},
-           **{name: functools.partial(Theirs, name) for name in (DDP, LEAN_DDP, REDUNDANCY, LEAN, FSDP2)}}
+           ALONE: functools.partial(Ours, Zero3, look_ahead=0),
+           **{name: functools.partial(Theirs, name) for name in (DDP, LEAN_DDP, REDUNDANCY, LEAN, FSDP2, APART)}}
 
 
-def run(device="cpu", config=CONFIG, world=WORLD, rounds=15):
-    """Measure bytes per parameter and seconds of a step of every engine: (settings, rows)."""
+def run(device="cpu", config=CONFIG, world=WORLD, rounds=15, models=None):
+    """Measure bytes per parameter and seconds of a step of every engine: (settings, rows). `models`: names of others,
+    by default all on a machine without a GPU, which would say nothing new of them."""
     gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
+    models = (() if torch.cuda.is_available() else available()) if models is None else models
     device = "cuda" if gpus >= world else "cpu"  # DDP and FSDP2 need NCCL for CUDA tensors
     settings = {"model": asdict(config), "parameters": config.parameter_count(), "dtype": "fp32", "ranks": world,
-                "sequences of a rank": ROWS, "tokens on": device, "rounds": rounds, "bucket_bytes": BUCKET_BYTES,
-                "look_ahead": LOOK_AHEAD, "optimizer": "AdamW",
-                "peak": "bytes held before a third step and what it takes on top, without the tokens"}
-    return settings, all_rows(device, config, world, rounds)
+                "sequences of a rank": ROWS, "tokens on": device, "rounds": rounds, "optimizer": "AdamW",
+                "other models": list(models),
+                "peak": "bytes held before a third step and what it takes on top, without the tokens",
+                "added": "the peak without 16 bytes a parameter in shards, and without the activations of a forward"}
+    return settings, all_rows(device, config, world, rounds, models)
 
 
-def all_rows(device, config, world, rounds):
-    """Yield the rows of bytes pair by pair, then those of time."""
+def all_rows(device, config, world, rounds, models=()):
+    """Yield the rows of bytes pair by pair, then those of time; then of each other model."""
     yield from byte_rows(device, config, world)
-    seconds = slowest(launch(seconds_of, world, config, rounds, device=device, timeout=900))
-    yield from time_rows(Comparison(seconds), seconds)
+    yield from timed_rows(device, config, world, rounds, PAIRS)
+    for model in models:
+        pairs = OF_OTHERS if model.startswith(TIED) else [*OF_OTHERS, *UNTIED]
+        yield from byte_rows(device, model, world, pairs, f", {model}")
+        if str(LARGE_VOCABULARY) not in model.replace(",", ""):
+            yield from timed_rows(device, model, world, rounds // 2, pairs[2:], f", {model}")
 
 
-def byte_rows(device, config, world):
-    """Yield a row for each pair: the peak of a step beside the peer's, and the bytes held between two steps. Each
-    engine is measured once, for its first pair."""
-    held = {}
-    for pair in tqdm(PAIRS, "bytes", delay=BAR_DELAY, leave=False):
+def byte_rows(device, config, world, pairs=PAIRS, of=""):
+    """Yield a row for each pair: the peak of a step beside the peer's, and the bytes held between two steps; of stage 3
+    also what it adds to shards and activations. Each engine is measured once, for its first pair. With a large
+    vocabulary the tables rule, and nothing is promised."""
+    held, promised = {}, str(LARGE_VOCABULARY) not in of.replace(",", "")
+    base = 16 / world + launch(activations_of, 1, config, device=device, timeout=300)[0]
+    for pair in tqdm(pairs, "bytes", delay=BAR_DELAY, leave=False):
         for name in pair:
             if name not in held:
                 held[name] = bytes_held(name, device, config, world)
         ours, theirs = (held[name] for name in pair)
-        yield row(f"peak of a step, {pair[0]}", pair[1], "B/parameter", ours["allocator"],
-                  theirs["allocator"], bound=BYTES_HELD.get(pair), ours=ours, theirs=theirs)
+        yield row(f"peak of a step, {pair[0]}{of}", pair[1], "B/parameter", ours["allocator"], theirs["allocator"],
+                  bound=BYTES_HELD.get(pair) if promised else None, ours=ours, theirs=theirs)
+        if pair[0] == "Zero3":
+            yield row(f"added to shards and activations, Zero3{of}", pair[1], "B/parameter", ours["allocator"] - base,
+                      theirs["allocator"] - base, bound=ADDED_HELD if promised else None)
 
 
 def bytes_held(name, device, config, world):
-    """Launch ranks with one engine; return what `bytes_of` read, per parameter, on the rank that takes most.
+    """Launch ranks with one engine; return what `bytes_of` read, per parameter, on the rank that takes most; in "live"
+    the largest tensors at its peak, {bytes of one: bytes of all such}.
 
     RuntimeError if on a CPU the instruments differ by over 1 % on what is held: then one has missed something.
     """
@@ -116,15 +145,25 @@ def bytes_held(name, device, config, world):
         if device == "cpu" and abs(rank["held"] - rank["resident"]) > 0.01 * rank["resident"]:
             raise RuntimeError(f"{name}: between two steps the allocator holds {rank['held']:,} bytes, the tracker "
                                f"{rank['resident']:,}: expected the same within 1 %")
-    return {key: max(rank[key] for rank in answers) / config.parameter_count() for key in answers[0]}
+    live = max(answers, key=lambda rank: rank["allocator"]).get("live", {})
+    count = parameters_of(config)
+    return {**{key: max(rank[key] for rank in answers) / count for key in answers[0] if key != "live"},
+            "live": {size: nbytes / count for size, nbytes in live.items()}}
 
 
-def time_rows(timing, seconds):
+def timed_rows(device, config, world, rounds, pairs, of=""):
+    """Measure the engines of these pairs in turns, and return the rows of their times."""
+    names = list(dict.fromkeys(name for pair in pairs for name in pair))
+    seconds = slowest(launch(seconds_of, world, config, rounds, names, device=device, timeout=900))
+    return time_rows(Comparison(seconds), seconds, pairs, of)
+
+
+def time_rows(timing, seconds, pairs=PAIRS, of=""):
     """Return rows of the median seconds of a step beside the peer's. `paired`: the median ratio within a round."""
     rows = []
-    for name, peer in PAIRS:
+    for name, peer in pairs:
         paired = statistics.median(ours / theirs for ours, theirs in zip(seconds[name], seconds[peer], strict=True))
-        rows.append(row(f"step, {name}", peer, "s", timing.median(name), timing.median(peer), paired=paired,
+        rows.append(row(f"step, {name}{of}", peer, "s", timing.median(name), timing.median(peer), paired=paired,
                         bound=TIME_HELD.get((name, peer)), spread=timing.spread(name),
                         peer_spread=timing.spread(peer)))
     return rows
@@ -138,12 +177,55 @@ def slowest(ranks):
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
+def build(config, device="cpu"):
+    """Build the GPT of a GPTConfig, or another model by its name."""
+    return GPT(config, device=device) if isinstance(config, GPTConfig) else MODELS[config]().to(device)
+
+
+def parameters_of(config):
+    """Return the number of parameters of what `build` makes."""
+    if isinstance(config, GPTConfig):
+        return config.parameter_count()
+    with torch.device("meta"):
+        return sum(p.numel() for p in MODELS[config]().parameters())
+
+
+def tokens_of(config, rank, device):
+    """Return a rank's tokens, (ROWS, sequence)."""
+    torch.manual_seed(rank)
+    vocabulary, length = ((config.vocab_size, config.context_length) if isinstance(config, GPTConfig)
+                          else (VOCABULARY, CONTEXT))
+    return torch.randint(0, vocabulary, (ROWS, length), device=device)
+
+
 def made(name, comm, config):
     """Make (engine, tokens) on the rank's device."""
     torch.manual_seed(0)
-    engine = ENGINES[name](GPT(config, device=comm.device), comm)
-    torch.manual_seed(comm.rank)
-    return engine, torch.randint(0, config.vocab_size, (ROWS, config.context_length), device=comm.device)
+    return ENGINES[name](build(config, comm.device), comm), tokens_of(config, comm.rank, comm.device)
+
+
+def activations_of(comm, config):
+    """Return the bytes per parameter that a forward in one process leaves for its backward."""
+    model, tokens = build(config, comm.device), tokens_of(config, 0, comm.device)
+    model(tokens, tokens).backward()
+    with memory.measure(comm.device) as forward:
+        loss = model(tokens, tokens)
+    del loss
+    return forward.net / parameters_of(config)
+
+
+def live_at_peak(events):
+    """Return {bytes of a tensor: bytes of all of this size} of the largest that a region had taken at its highest
+    moment, and not freed. `events` are those of `memory.measure`, on a CPU."""
+    total = peak = last = 0
+    for i, (_, nbytes) in enumerate(events):
+        total += nbytes
+        if total > peak:
+            peak, last = total, i
+    live = Counter()
+    for _, nbytes in events[: last + 1]:
+        live[abs(nbytes)] += nbytes
+    return {f"{size:,}": nbytes for size, nbytes in live.most_common(LARGEST)}
 
 
 def bytes_of(comm, name, config):
@@ -159,12 +241,13 @@ def bytes_of(comm, name, config):
     with memory.track(engine.model, engine.optimizer) as t:
         engine.step(tokens)
     held, resident = before.net - tokens.nbytes, t.now.total - tokens.nbytes
-    return {"allocator": held + step.peak, "tracker": t.peak.total - tokens.nbytes, "held": held, "resident": resident}
+    found = {"allocator": held + step.peak, "tracker": t.peak.total - tokens.nbytes, "held": held, "resident": resident}
+    return found if comm.device.type == "cuda" else {**found, "live": live_at_peak(step.events)}
 
 
-def seconds_of(comm, config, rounds):
+def seconds_of(comm, config, rounds, names):
     """Return {engine: seconds of each round}. The engines take turns, and every rank is at the same step."""
-    engines = {name: made(name, comm, config) for name in ENGINES}
+    engines = {name: made(name, comm, config) for name in names}
     seconds = {name: [] for name in engines}
     for turn in range(rounds + 3):
         for name, (engine, tokens) in engines.items():

@@ -3,7 +3,7 @@
 A step is a chain: the blocks, and the head with its loss. For each stage the symbols of `schedule` are worked out from
 the config; `plan_peak` then gives the peak of any plan. Unit sizes, in the symbols of `memory.activation_bytes`:
 
-    U = e·sb·h    K = U·g/a    F = e·sb·f    S = e·a·b·s²    W = e·h·f, one weight gradient of the MLP
+    U = e·sb·h    Q = e·sb·ad    K = e·sb·gd    F = e·sb·f    S = e·a·b·s²    W = e·h·f, one weight gradient of the MLP
 
 and M, N the dropout masks of scores and tokens, which exist only with dropout. A stage's peak is the largest of a few
 moments; each line of `moments` is one of them, named for what it is the moment of.
@@ -22,7 +22,7 @@ DROPPED = {  # part -> the terms of a block that are not kept, but recomputed
     None: (),
     "attention core": CORE,
     "attention": (*CORE, "projection input"),
-    "mlp": ("GELU input", "SiLU input", "SiLU output", "up output", "down input"),
+    "mlp": ("GELU input", "GELU output", "SiLU input", "SiLU output", "up output", "down input"),
 }
 
 
@@ -31,6 +31,7 @@ class Sizes:
     """The unit sizes of one shape, in bytes, and its dropout and attention as they matter here."""
 
     U: int
+    Q: int
     K: int
     F: int
     S: int
@@ -46,13 +47,13 @@ class Sizes:
     def of(cls, config, batch, sequence, dtype, device):
         """Return the sizes of `config` with `batch` sequences."""
         e, token, mask = dtype.itemsize, batch * sequence, kept_on(device, dtype.itemsize).mask
-        U, K = e * token * config.hidden, e * token * config.kv_heads * config.head_dim
+        U, Q, K = (e * token * width for width in (config.hidden, config.q_hidden, config.kv_hidden))
         score, D = batch * config.heads * sequence**2, config.dropout > 0
         rotary = config.positions == "rotary"
-        return cls(U=U, K=K, F=e * token * config.mlp_hidden, S=e * score, W=e * config.hidden * config.mlp_hidden,
+        return cls(U=U, Q=Q, K=K, F=e * token * config.mlp_hidden, S=e * score, W=e * config.hidden * config.mlp_hidden,
                    M=D * mask * score, N=D * mask * token * config.hidden, dropout=D,
-                   turned=(U + K) * rotary, copied=K * (not rotary),
-                   cloned=U * (not rotary and config.heads == config.kv_heads))
+                   turned=(Q + K) * rotary, copied=K * (not rotary),
+                   cloned=Q * (not rotary and config.heads == config.kv_heads))
 
 
 def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=None):
@@ -60,26 +61,30 @@ def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=Non
 
     Exact but for what is of the size of a bias: within 1 % of the tracker (asserted for each family and policy). Where
     RMSNorm keeps an fp32 copy of its input in the input's place (16 bits on a CPU), a region has both: `copies`.
+    ValueError for `post_norms`.
     """
+    if config.post_norms:
+        raise ValueError("post_norms=True: this closed form covers two norms in a block; use profile_chain or "
+                         "memory.dry_run")
     z = Sizes.of(config, batch, sequence, dtype, device)
     terms = block_terms(config, batch, sequence, dtype, device)
-    U, K, F, S, W, M, D, causal = z.U, z.K, z.F, z.S, z.W, z.M, z.dropout, terms["causal mask"]
+    U, Q, K, F, S, W, M, D, causal = z.U, z.Q, z.K, z.F, z.S, z.W, z.M, z.dropout, terms["causal mask"]
     whole = sum(terms.values()) - U
     copies = U * (config.norm == "rmsnorm" and dtype.itemsize < 4 and not kept_on(device, dtype.itemsize).fused_rms)
-    qkv = U + 2 * K
+    qkv = Q + 2 * K
     s = whole - sum(terms.get(name, 0) for name in DROPPED[part])
     s += (part == "attention core") * (qkv + z.turned)
-    products = 3 if config.activation == "swiglu" else 2  # tensors of F bytes that the MLP's forward holds at once
-    attention = U + qkv + z.turned + U + z.copied + K  # norm1(x); q, k, v; scaled q; copies of k and v
-    dropping = attention + max(2 * S + U, D * (3 * S + M))
-    saving = attention + z.cloned + causal + max(2 * S + U, D * (3 * S + M + U))
+    products = 2 + config.gated  # tensors of F bytes that the MLP's forward holds at once
+    attention = U + qkv + z.turned + Q + z.copied + K  # norm1(x); q, k, v; scaled q; copies of k and v
+    dropping = attention + max(2 * S + Q, D * (3 * S + M))
+    saving = attention + z.cloned + causal + max(2 * S + Q, D * (3 * S + M + Q))
     forward = max(dropping, 3 * U + products * F)
     down = s + copies + U + F + max(W, F * (products == 3)) + D * (U - z.N)
-    scores = 4 * U + 3 * K + 2 * S + D * (M + S) + causal
-    softmax = 3 * U + 2 * K + 3 * S + M + causal
+    scores = 2 * U + 2 * Q + 3 * K + 2 * S + D * (M + S) + causal
+    softmax = 2 * U + Q + 2 * K + 3 * S + M + causal
     backward = [down, scores, softmax]
     if part == "attention core":
-        again = attention + z.cloned + causal + 2 * U + max(2 * S, D * (3 * S + M))
+        again = attention + z.cloned + causal + U + Q + max(2 * S, D * (3 * S + M))
         backward = [down, again, scores + qkv + z.turned, softmax + qkv + z.turned]
     elif part == "attention":
         backward.append(U + D * U + saving)
@@ -170,11 +175,10 @@ def kept_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.float3
 
 def block_flops(config, batch, sequence):
     """Count the FLOPs of one block's forward by matrix product, as `torch.utils.flop_counter` does: 2 per FMA."""
-    token, h, f, kv = batch * sequence, config.hidden, config.mlp_hidden, config.kv_heads * config.head_dim
-    inputs = 2 if config.activation == "swiglu" else 1
-    return {"qkv": 2 * token * h * (h + 2 * kv), "scores": 2 * batch * sequence**2 * h,
-            "weighted values": 2 * batch * sequence**2 * h, "out": 2 * token * h * h, "up": 2 * token * h * f * inputs,
-            "down": 2 * token * f * h}
+    token, h, f, q = batch * sequence, config.hidden, config.mlp_hidden, config.q_hidden
+    scores = 2 * batch * sequence**2 * q
+    return {"qkv": 2 * token * h * (q + 2 * config.kv_hidden), "scores": scores, "weighted values": scores,
+            "out": 2 * token * q * h, "up": 2 * token * h * f * (1 + config.gated), "down": 2 * token * f * h}
 
 
 def recomputed_flops(flops, part, dropout=0.0):

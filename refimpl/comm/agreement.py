@@ -22,6 +22,7 @@ from .traffic import ring_traffic
 PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "load_state_dict", "save", "load",
           "save_weights")
 CHECK_BYTES = 3 * 8  # phase and micro-batch, step, hash, as int64
+SAME_BYTES = 16  # of a text's hash
 
 
 def check_model(comm, lines):
@@ -38,6 +39,29 @@ def check_model(comm, lines):
         counts = {rank: each[0] for rank, each in enumerate(fingerprints)}
         raise CollectiveMismatch(f"ranks {differ} have another model than rank 0 (parameters on each rank: {counts}): "
                                  "build the same modules in the same order, in the same dtype, on every rank", differ)
+
+
+def check_same(comm, what, text):
+    """Raise CollectiveMismatch, naming ranks and what each has, if the `text` of some rank differs from rank 0's.
+    `what`: what the text is of, for the error."""
+    texts = texts_if_other(comm, what, text)
+    if texts is None:
+        return
+    differ = [rank for rank, each in enumerate(texts) if each != texts[0]]
+    raise CollectiveMismatch(f"ranks {differ} have another {what} than rank 0: "
+                             + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(texts))
+                             + f". Give every rank the same {what}", differ)
+
+
+def texts_if_other(comm, what, text):
+    """Return [each rank's text] if they are not all the same, else None, on all ranks alike. While they are the same,
+    SAME_BYTES of each rank travel."""
+    digest = hashlib.sha256(text.encode()).digest()[:SAME_BYTES]
+    mine = torch.tensor([[*digest]], dtype=torch.uint8, device="cpu")
+    gathered = comm.host().all_gather(mine, label=f"the check of {what}")
+    if isinstance(gathered, FakeTensor) or all(each == gathered[0].tolist() for each in gathered.tolist()):
+        return None
+    return gather_texts(comm, text)
 
 
 def check_phase(comm, phase, step, micro_batch, parts=()):

@@ -177,6 +177,14 @@ class Communicator(Buffers):
                                       ranks=self.ranks)
         return self._host
 
+    def for_messages(self):
+        """Return a communicator of the same ranks whose messages pass each other: this one, or over NCCL `host()`.
+
+        NCCL runs what a rank sends and receives in the order of the calls, and each waits for its other side: a `recv`
+        that is posted early holds up a `send` after it. All ranks make the first call together.
+        """
+        return self.host() if self._nccl else self
+
     @property
     def link(self):
         """The `Link` over which its transfers go, or None: as fast as the machine. Set on every rank, to the same."""
@@ -253,7 +261,7 @@ class Communicator(Buffers):
                 works.append(CheckedReceive(self, like, src, as_bytes(landing)))
             else:
                 wanted.append(dist.P2POp(dist.irecv, as_bytes(landing), group=self._group, group_peer=src))
-        works += [*(dist.batch_isend_irecv(wanted) if wanted else ()), *transfers]
+        works += [*self._begin_messages(wanted), *transfers]
         if not async_op and not watched() and span is None:
             for work in works:
                 work.wait()
@@ -261,6 +269,14 @@ class Communicator(Buffers):
             return out if landing is out else landed(landing, out)
         handle = Handle(works, out, landing, [source], pending=self._pending, span=span, order=self.order)
         return handle if async_op else handle.wait()
+
+    def _begin_messages(self, wanted):
+        """Begin P2POps; return their works. NCCL has to begin a send and a receive as one; gloo need not, and torch's
+        checks of a batch take as long as a small message."""
+        if self._nccl:
+            return dist.batch_isend_irecv(wanted) if wanted else ()
+        return [(self._group.send if each.op is dist.isend else self._group.recv)([each.tensor], each.group_peer, 0)
+                for each in wanted]
 
     def _begin(self, collective, x, out, op, src, label):
         """Count a collective's bytes and record that it begins. Returns its number, its span of time or None, and the

@@ -57,6 +57,22 @@ class Handle:
         return all(work.is_completed() for work in self.works)
 
 
+class Then:
+    """A handle whose result goes through a function, once."""
+
+    def __init__(self, handle, finish):
+        self._handle, self._finish, self._result = handle, finish, None
+
+    def wait(self):
+        """Wait for the collective; return the function of its result."""
+        if self._finish is not None:
+            handle, finish, self._handle, self._finish = self._handle, self._finish, None, None
+            result = handle.wait()
+            del handle  # it holds what was sent
+            self._result = finish(result)
+        return self._result
+
+
 def landed(landing, out):
     """Return `out`, with the result copied to it from `landing` unless that is the same memory."""
     if not same_memory(landing, out):

@@ -10,25 +10,13 @@ sum. All ranks add up the same payloads in the same order, so they get the same 
 
 import torch
 
+from ..comm.handle import Then
 from .powersgd import Layout
 
 
 def finite_or(x, before):
     """Return x if all of it is finite, else `before`. It does not wait for the device."""
     return torch.where(x.sum().isfinite(), x, before)
-
-
-class Then:
-    """A handle whose result goes through a function, once."""
-
-    def __init__(self, handle, finish):
-        self._handle, self._finish, self._result = handle, finish, None
-
-    def wait(self):
-        """Wait for the collective; return the result."""
-        if self._finish is not None:
-            self._result, self._handle, self._finish = self._finish(self._handle.wait()), None, None
-        return self._result
 
 
 class Reductions:

@@ -4,6 +4,7 @@ import torch
 
 from .. import memory
 from ..data import TextData
+from ..memory.top import module_of
 from ..model import GPT, GPTConfig
 from . import verdict
 
@@ -43,7 +44,9 @@ def first(validate):
 
 
 def second(culprit):
-    """Grade `culprit(trace)`, which returns (module, bytes) of the module with the largest share of the peak."""
+    """Grade `culprit(trace)`, which returns (module, bytes) of the module with the largest share of the peak: what was
+    made in it, its parameters and its gradients.
+    """
 
     def check(culprit):
         for heads, vocab_size, batch in ((2, 256, 4), (16, 256, 4), (2, 20_000, 4), (2, 256, 1)):
@@ -54,7 +57,7 @@ def second(culprit):
                 model(tokens, tokens).backward()
             row, made = trace.peak_moment().index, {}
             for index, i, delta in trace.events:
-                module = trace.records[i].module
+                module = module_of(trace.records[i])
                 if index < row and module:
                     made[module] = made.get(module, 0) + delta
             largest = max(made, key=made.get)

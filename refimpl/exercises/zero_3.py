@@ -19,7 +19,7 @@ def _layers(number):
 def _stack(layers, world_size, ahead):
     """Return (peak bytes of parameters, bytes sent of parameters and gradients) of a stack's third step."""
     model, x = _layers(layers), torch.ones(2, WIDTH)
-    engine = Zero3(model, FakeCommunicator(0, world_size), look_ahead=ahead * WIDTH * WIDTH)
+    engine = Zero3(model, FakeCommunicator(0, world_size), look_ahead=ahead)
     sent = []
     for _ in range(3):
         before = engine.comm.traffic
@@ -35,7 +35,7 @@ def _stack(layers, world_size, ahead):
 def first(predict):
     """Grade `predict(layers, nbytes, world_size, ahead)`, which returns (the most bytes of parameters at a moment,
     bytes that a rank sends of parameters and gradients) in a step of stage 3, of layers of `nbytes` each, with
-    `look_ahead` of `ahead` layers."""
+    `look_ahead` of `ahead`, a layer being a unit."""
 
     def check(predict):
         for layers, world_size, ahead in ((4, 4, 0), (8, 4, 2), (8, 2, 1), (3, 4, 9)):

@@ -2,10 +2,11 @@
 run.
 
 Order of reading: `paper` (the idea in one screen), then the instruments: `ledger` (categories and bytes), `tracker` and
-the `trace` that it writes, `allocator`, `dry`, `workspaces` (the first two laid over each other). Then the closed
-forms: `state_bytes`, `activation_bytes`, `step_bytes`. `figure`, `gantt` and `chrome` draw; `spans` records who waited
-for whom. `rerun` is for techniques that run a function again, `options` for those that take options; `tracking/` is the
-tracker's machinery: how it hears of modules, stays out of autograd's way and follows compiled code.
+the `trace` that it writes (of `records`, read as a `timeline` and by `top`, kept in a `trace_file`), `allocator`,
+`dry`, `workspaces` (tracker and allocator laid over each other). Then the closed forms: `state_bytes`,
+`activation_bytes`, `step_bytes`. `figure`, `gantt` and `chrome` draw; `spans` records who waited for whom. `rerun` is
+for techniques that run a function again, `options` for those that take options; `tracking/` is the tracker's machinery:
+how it hears of modules, finds lines, stays out of autograd's way and follows compiled code.
 """
 
 from .activation_bytes import activation_bytes, activation_terms, block_terms, korthikanti_bytes, korthikanti_terms
@@ -14,15 +15,19 @@ from .chrome import export_chrome
 from .dry import dry_run, is_dry
 from .figure import plot
 from .ledger import CATEGORIES, Ledger, beside, human
+from .records import Line
 from .state_bytes import bytes_per_parameter, model_state_bytes
 from .step_bytes import training_step_bytes, training_step_moments
-from .trace import Moment, Timeline, Trace
+from .timeline import Moment, Timeline
+from .top import Held
+from .trace import Trace
+from .trace_file import load
 from .tracker import Tracker, mark, track
 from .workspaces import with_workspaces
 
 __all__ = [
-    "CATEGORIES", "Ledger", "Moment", "Reading", "Timeline", "Trace", "Tracker", "activation_bytes",
+    "CATEGORIES", "Held", "Ledger", "Line", "Moment", "Reading", "Timeline", "Trace", "Tracker", "activation_bytes",
     "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "export_chrome", "human",
-    "is_dry", "korthikanti_bytes", "korthikanti_terms", "mark", "measure", "model_state_bytes", "plot", "track",
+    "is_dry", "korthikanti_bytes", "korthikanti_terms", "load", "mark", "measure", "model_state_bytes", "plot", "track",
     "training_step_bytes", "training_step_moments", "with_workspaces",
 ]

@@ -1,7 +1,8 @@
 """Activations in closed form: what autograd keeps of our GPT until backward.
 
 Symbols, as in "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022): s sequence,
-b batch, h hidden, a heads, L layers, v vocabulary; and ours: g key/value heads, f MLP hidden, e bytes per element.
+b batch, h hidden, a heads, L layers, v vocabulary; and ours: g key/value heads, d head_dim (h = ad, unless the config
+gives another), f MLP hidden, e bytes per element.
 """
 
 from dataclasses import dataclass
@@ -40,36 +41,38 @@ def check_sizes(batch, sequence, dtype=torch.float32):
 def block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
     """Predict the bytes that one block keeps for backward, with the dense attention of `refimpl.model`: {term: bytes}.
 
-        e·sb·(2h + h + (h + 2hg/a) + h + h + 2f) + e·abs² + (a/g)·s² + statistics        GELU, no dropout
+        e·sb·(2h + h + (ad + 2gd) + ad + h + 2f) + e·abs² + (a/g)·s² + statistics        GELU, no dropout
 
-    plus, with dropout, m·(2sbh + abs²) of masks (m bytes each) and e·abs² of what the softmax's dropout gave. Terms
-    carry Korthikanti's names (section 4.1), so that the two can stand side by side. ValueError for a batch or sequence
-    that is no positive integer, a dtype that is not floating, and another device than "cpu" and "cuda".
+    with 2f more for a gate and 2h more for `post_norms`; plus, with dropout, m·(2sbh + abs²) of masks (m bytes each)
+    and e·abs² of what the softmax's dropout gave. Terms carry Korthikanti's names (section 4.1), so that the two can
+    stand side by side. ValueError for a batch or sequence that is no positive integer, a dtype that is not floating,
+    and another device than "cpu" and "cuda".
     """
     check_sizes(batch, sequence, dtype)
     s, b, h, a, g, f = sequence, batch, config.hidden, config.heads, config.kv_heads, config.mlp_hidden
+    q, kv = config.q_hidden, config.kv_hidden
     e, kept = dtype.itemsize, kept_on(device, dtype.itemsize)
     token, score, dropped = s * b, a * b * s * s, config.dropout > 0
-    terms = norm_terms(config, 2 * token, e, kept)
+    terms = norm_terms(config, config.norms * token, e, kept)
     terms["qkv input"] = e * token * h
-    terms["queries and keys"] = e * token * (h + h * g // a)
-    terms["values"] = e * token * h * g // a
+    terms["queries and keys"] = e * token * (q + kv)
+    terms["values"] = e * token * kv
     terms["causal mask"] = a // g * s * s
     terms["softmax output"] = e * score
     terms["softmax dropout mask"] = kept.mask * score * dropped
     terms["softmax dropout output"] = e * score * dropped
-    terms["projection input"] = e * token * h
+    terms["projection input"] = e * token * q
     terms["attention dropout mask"] = kept.mask * token * h * dropped
     terms["MLP input"] = e * token * h
-    if config.activation == "swiglu":
-        terms["SiLU input"] = terms["SiLU output"] = terms["up output"] = e * token * f
-    else:
-        terms["GELU input"] = e * token * f
+    function = "SiLU" if config.activation == "swiglu" else "GELU"
+    terms[f"{function} input"] = e * token * f
+    if config.gated:
+        terms[f"{function} output"] = terms["up output"] = e * token * f
     terms["down input"] = e * token * f
     terms["MLP dropout mask"] = kept.mask * token * h * dropped
     copied = config.norm == "rmsnorm" and not kept.fused_rms and e < 4  # to fp32, by each norm for itself
-    if config.parallel_residual and not copied:  # both norms read the same x
-        terms["norm inputs"] //= 2
+    if config.parallel_residual and not copied:  # the first norms of both branches read the same x
+        terms["norm inputs"] -= terms["norm inputs"] // config.norms
     return {name: nbytes for name, nbytes in terms.items() if nbytes}
 
 

@@ -4,7 +4,8 @@ from matplotlib.patches import Patch
 
 from .figure import UNITS, MemoryFigure, _readable_on, colour
 
-PALETTE = ("#35618F", "#8A5A2B", "#5B7F3A", "#6FA8DC", "#D9A06B", "#9A6FB0", "#B04A5A")  # not those of categories
+PALETTE = ("#35618F", "#8A5A2B", "#5B7F3A", "#6FA8DC", "#D9A06B", "#9A6FB0", "#B04A5A", "#2F8F83",
+           "#C9B037")  # not those of categories
 WAITING = "#333333"
 
 

@@ -116,7 +116,7 @@ class SpanRecorder:
         """Note which work in flight has ended by now; return the time."""
         now = time.time_ns()
         for running in [running for running in self._in_flight if running.is_done()]:
-            running.end = now
+            running.end = min(running.ended() or math.inf, now)
             self._in_flight.remove(running)
         return now
 

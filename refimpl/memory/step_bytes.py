@@ -11,7 +11,8 @@ from .ledger import Ledger
 from .state_bytes import model_state_bytes
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # without master weights
-DONE = ("MLP input", "GELU input", "SiLU input", "SiLU output", "up output", "down input", "projection input", "values")
+DONE = ("MLP input", "GELU input", "GELU output", "SiLU input", "SiLU output", "up output", "down input",
+        "projection input", "values")
 
 
 def training_step_moments(config, batch, sequence, dtype=torch.float32, optimizer="adamw", device="cpu"):
@@ -25,7 +26,7 @@ def training_step_moments(config, batch, sequence, dtype=torch.float32, optimize
 
     Each is exact on a CPU. In a step of few tokens another moment may be the peak (a norm, the gate, Adam's
     temporaries), a little above them. Raises ValueError as `activation_terms` and `model_state_bytes` do, and for
-    dropout and a parallel residual, whose backward differs.
+    dropout, a parallel residual and `post_norms`, whose backward differs.
     """
     states = step_states(config, batch, sequence, dtype, optimizer)
     gradients, wide = states["gradients"], 2 * config.vocab_size if config.tied else batch * sequence
@@ -44,7 +45,7 @@ def training_step_bytes(config, batch, sequence, dtype=torch.float32, optimizer=
 def backward_moments(config, batch, sequence, dtype=torch.float32, device="cpu", keys=None, copied=True):
     """Predict the bytes of the backward of the head and of the last block, with the gradients so far: {name: Ledger}.
 
-    With U = e·sb·h, K = U·g/a, F = e·sb·f, S = e·ab·s² and V = 4·sb·v (fp32 in any precision):
+    With U = e·sb·h, K = e·sb·gd, F = e·sb·f, S = e·ab·s² and V = 4·sb·v (fp32 in any precision):
 
         loss        all activations + 2V: the gradients of the log-probabilities and of the logits
         MLP         the blocks' activations + U + F; SwiGLU has 2F more
@@ -52,11 +53,11 @@ def backward_moments(config, batch, sequence, dtype=torch.float32, device="cpu",
 
     `keys`: the sequence is a chunk that attends to so many keys; S = e·ab·s·keys. `copied`: it keeps a copy of them.
     """
-    if config.dropout or config.parallel_residual:
-        raise ValueError(f"dropout={config.dropout}, parallel_residual={config.parallel_residual}: this closed form "
-                         "covers neither; use memory.dry_run")
+    if config.dropout or config.parallel_residual or config.post_norms:
+        raise ValueError(f"dropout={config.dropout}, parallel_residual={config.parallel_residual}, post_norms="
+                         f"{config.post_norms}: this closed form covers none of them; use memory.dry_run")
     terms, block = (form(config, batch, sequence, dtype, device) for form in (activation_terms, block_terms))
-    widths = config.hidden, config.kv_heads * config.head_dim, config.mlp_hidden
+    widths = config.hidden, config.kv_hidden, config.mlp_hidden
     U, K, F = (dtype.itemsize * batch * sequence * width for width in widths)
     if keys is not None:
         for name in ("softmax output", "causal mask"):
@@ -64,7 +65,7 @@ def backward_moments(config, batch, sequence, dtype=torch.float32, device="cpu",
         K = K * keys // sequence
         block["values"], block["queries and keys"] = K * copied, U + K * copied
         terms["blocks"] = config.layers * sum(block.values())
-    V, S, gated = terms["log-probabilities"], block["softmax output"], config.activation == "swiglu"
+    V, S, gated = terms["log-probabilities"], block["softmax output"], config.gated
     kept = sum(terms.values()) - terms["loss weight"]
     blocks = kept - sum(terms[name] for name in ("last norm", "head input", "log-probabilities"))
     norms = sum(nbytes for name, nbytes in block.items() if "norm" in name.lower()) // 2  # one of the block's two
@@ -81,17 +82,17 @@ def backward_moments(config, batch, sequence, dtype=torch.float32, device="cpu",
 
 def _gradients(config, e):
     """Return the bytes of the gradients of head, norm, and a block's up (with SwiGLU's gate), down and out layers."""
-    h, f, bias, gated = config.hidden, config.mlp_hidden, config.bias, config.activation == "swiglu"
-    norm = h * (1 + (config.norm == "layernorm" and bias))
-    sizes = config.vocab_size * h, norm, (1 + gated) * (h * f + f * bias), f * h + h * bias, h * h + h * bias
+    parts = config.layer_parameters()
+    sizes = config.vocab_size * config.hidden, config.norm_parameters(), parts["up"], parts["down"], parts["out"]
     return [e * size for size in sizes]
 
 
 def step_states(config, batch, sequence, dtype, optimizer):
     """Predict the bytes of parameters, gradients, optimizer states and inputs (int64 tokens and targets): a Ledger."""
-    gated, rotary, bias = config.activation == "swiglu", config.positions == "rotary", config.bias
+    rotary, bias = config.positions == "rotary", config.bias
     norm = 1 + (config.norm == "layernorm" and bias)
-    tensors = config.layers * ((4 + gated) * (1 + bias) + 2 * norm) + norm + 3 - rotary - config.tied
+    linear = (4 + config.gated) * (1 + bias) + (config.has_qkv_bias and not bias)
+    tensors = config.layers * (linear + config.norms * norm) + norm + 3 - rotary - config.tied
     if dtype not in PRECISIONS:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(str, PRECISIONS))}")
     states = model_state_bytes(config.parameter_count(), optimizer, PRECISIONS[dtype], tensors)

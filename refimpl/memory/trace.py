@@ -1,134 +1,17 @@
-"""Trace: what a tracker wrote down, and everything that can be read from it.
-
-A storage has one category for its whole life, decided only when the trace is read: that a tensor was saved for
-backward, or became a gradient, is known only after it was allocated.
-"""
+"""Trace: what a tracker wrote down, and everything that can be read from it."""
 
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from html import escape
-from typing import NamedTuple
 
 import numpy as np
 
-from .ledger import (
-    ACTIVATIONS,
-    BUFFERS,
-    CATEGORIES,
-    GRADIENTS,
-    INPUTS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
-    TEMPORARIES,
-    Ledger,
-)
+from . import top
+from .ledger import CATEGORIES, PARAMETERS
+from .records import BACKWARD, BUILD, END, FORWARD, START, STEP, Line, Op, StorageRecord, category_of
+from .timeline import Moment, Timeline
 
-BUILD, FORWARD, BACKWARD, STEP = "build", "forward", "backward", "step"
-START, END = "(start)", "(end)"
-
-
-@dataclass(slots=True)
-class StorageRecord:
-    """One tensor storage: what made it, and what was learnt of it afterwards.
-
-    `roles` are categories that its owner gave it (a module's parameter, an optimizer's state …). The flags below
-    it decide between activation and temporary.
-    """
-
-    device: str
-    op: str  # the operation that made it; START if it is older than the trace
-    phase: str
-    module: str
-    born: int  # index of that operation; -1 if older
-    nbytes: int  # as of now: a storage can be resized
-    alive: bool = True
-    mark: str | None = None  # a category that outranks every role
-    roles: set = field(default_factory=set)
-    held_by_optimizer: bool = False  # in an optimizer's param_groups
-    saved: bool = False  # autograd keeps it, seen by our own hook
-    offered: bool = False  # a technique's pack hook was asked to keep it
-    packed: bool = False  # made by a technique while packing, or inside an autograd.Function
-    kept: bool = False  # born before a backward and alive when it began
-    freed_by_backward: bool = False  # … and freed in it
-
-
-class Op(NamedTuple):
-    """One line of the timeline: an operation, its phase, the module it ran in, and when it was done (ns since 1970)."""
-
-    name: str
-    phase: str
-    module: str
-    time_ns: int
-
-
-class Moment(NamedTuple):
-    """The bytes alive right after one operation."""
-
-    index: int
-    operation: str
-    phase: str
-    module: str
-    ledger: Ledger
-
-
-# Who wins when a storage has several roles, e.g. a weight that a matmul also saved for backward.
-_PRIORITY = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, INPUTS)
-
-
-def category_of(record, master_weights):
-    """Decide the category of one storage, from all that is known of it.
-
-    An activation is what autograd saved. Where a technique's own hooks hide that, it is what the technique was
-    offered or made, if it lives on until backward; or what backward alone was holding. A tensor that the user holds
-    (logits, say) survives backward and is a temporary. `master_weights`: whether tensors that only an optimizer holds
-    are copies of a module's parameters (then they are optimizer state) or the parameters themselves.
-    """
-    if record.mark is not None:
-        return record.mark
-    for role in _PRIORITY:
-        if role in record.roles:
-            return role
-    if record.held_by_optimizer:
-        return OPTIMIZER_STATE if master_weights else PARAMETERS
-    survives = record.kept or record.alive
-    recomputed = record.offered and record.phase == BACKWARD
-    if record.saved or recomputed or record.freed_by_backward or (survives and (record.offered or record.packed)):
-        return ACTIVATIONS
-    return TEMPORARIES
-
-
-class Timeline:
-    """Bytes by category after every operation: `.ops` (N) and `.nbytes`, an int64 array (N, len(.categories)).
-
-    Indexed or iterated it gives Moments; a slice, a list of them.
-    """
-
-    def __init__(self, ops, categories, nbytes):
-        self.ops, self.categories, self.nbytes = ops, categories, nbytes
-        self.totals = nbytes.sum(axis=1)
-
-    def __len__(self):
-        return len(self.ops)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[row] for row in range(len(self))[index]]
-        index = range(len(self.ops))[index]
-        name, phase, module, _ = self.ops[index]
-        nbytes = self.nbytes[index].tolist()
-        return Moment(index, name, phase, module, Ledger(zip(self.categories, nbytes, strict=True)))
-
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
-
-    def peak(self, phase=None):
-        """Return the Moment with the most bytes (the first of equals), over all operations or those of one `phase`."""
-        inside = np.array([phase is None or op.phase == phase for op in self.ops], dtype=bool)
-        if not inside.any():
-            phases = sorted({op.phase for op in self.ops})
-            raise ValueError(f"no operation ran in phase {phase!r}; this timeline has {', '.join(phases)}")
-        return self[int(np.where(inside, self.totals, -1).argmax())]
+__all__ = ["BACKWARD", "BUILD", "END", "FORWARD", "START", "STEP", "Line", "Moment", "Op", "StorageRecord", "Timeline",
+           "Trace", "category_of"]
 
 
 class Trace:
@@ -209,21 +92,22 @@ class Trace:
         """Return the Moment of the peak: operation, phase, module and ledger; of one phase if `phase` is given."""
         return self.timeline.peak(phase)
 
-    def top(self, k=5, by="module", phase=None):
+    def top(self, k=5, by="module", phase=None, category=None):
         """List the `k` largest holders of bytes at the peak (of `phase`, if given): [(name, bytes), …].
 
-        `by`: "category", or what made the storages: "module", "operation".
+        `by`: "module", "line" (the user's own), "source" (the line that called PyTorch, in a library perhaps),
+        "operation", "tensor", or "category"; see `memory.top`. `category`: of these bytes only, e.g. "activations".
+        ValueError for another `by`, and for a phase that did not run.
         """
-        if by not in ("category", "module", "operation"):
-            raise ValueError(f"by={by!r}: expected 'category', 'module' or 'operation'")
-        row = self.peak_moment(phase).index
-        held, categories = Counter(), self.categories()
-        for index, i, delta in self.events:
-            record = self.records[i]
-            if index + 1 <= row and record.device == self.device:
-                names = {"category": categories[i], "module": record.module or "(no module)", "operation": record.op}
-                held[names[by]] += delta
-        return sorted(((n, b) for n, b in held.items() if b), key=lambda item: (-item[1], item[0]))[:k]
+        return top.top(self, k, by, phase, category)
+
+    def held(self, phase=None, category=None):
+        """List every storage that is alive at the peak (of `phase`), the largest first: [Held, …].
+
+        A Held has `nbytes`, `category`, `tensor`, `shape`, `dtype`, `module`, `line`, `source`, `operation` and `phase`
+        (in which it was made). Their bytes sum to the peak's.
+        """
+        return top.held(self, phase, category)
 
     def __reduce__(self):
         # What travels between processes is the recording, never the live listener.
@@ -247,6 +131,25 @@ class Trace:
         from .figure import plot
 
         return plot(self, predicted=predicted, **labels)
+
+    def save(self, path):
+        """Write this trace to a file of JSON lines, from which `memory.load(path)` reads it. Returns the Path."""
+        from .trace_file import save
+
+        return save(self, path)
+
+    def to_html(self, path, title="Memory over a training step"):
+        """Write one self-contained page with the timeline and whose each byte is; see `memory.page`. Returns the Path.
+        """
+        from .page import to_html
+
+        return to_html(self, path, title)
+
+    def export_snapshot(self, path):
+        """Write the timeline for PyTorch's memory viewer; see `memory.snapshot.export_snapshot`."""
+        from .snapshot import export_snapshot
+
+        return export_snapshot(self, path)
 
     def export_chrome(self, path):
         """Write the timeline as Chrome/Perfetto counters; see `memory.chrome.export_chrome`."""

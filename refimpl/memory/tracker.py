@@ -20,9 +20,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
-from .trace import BACKWARD, FORWARD, STEP
+from .records import BACKWARD, FORWARD, STEP
+from .trace import Trace
 from .tracking import listeners
 from .tracking.in_place import calibrate
+from .tracking.owners import Owners
 from .tracking.storages import StorageMode, mark_of, remember_mark
 from .tracking.tensors import dense_parts, tensors_in
 
@@ -59,6 +61,7 @@ class Tracker(StorageMode):
         self._modules = []  # the modules whose forward is running, outermost first
         self._met = WeakIdKeyDictionary()  # the modules and optimizers, while they live: an id is used again
         self._names = WeakIdKeyDictionary()  # module -> path
+        self._owners = Owners()
         self._numbers, self._switches = [0], [""]  # autograd's sequence numbers; the module that runs from each on
         self._hooks = []
         self._stepping = 0
@@ -93,6 +96,10 @@ class Tracker(StorageMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def __dir__(self):
+        """List what users call: what a Trace has, and not what the listeners tell."""
+        return [*dir(Trace()), *(["result"] if "result" in vars(self) else [])]
 
     # --- where and when --------------------------------------------------------------------------------------------
 
@@ -132,6 +139,7 @@ class Tracker(StorageMode):
                 self.first_call = len(self.ops)
         self._names.setdefault(module, type(module).__name__)
         self._modules.append(module)
+        self._program.enter_module()
         self._switch()
 
     def leave_module(self, module, arguments):
@@ -139,6 +147,7 @@ class Tracker(StorageMode):
         if module in self._modules:
             while self._modules.pop() is not module:
                 pass
+            self._program.leave_module(len(self._modules))
             self._switch()
         recomputes = self._packing or torch._C._current_graph_task_id() != -1  # a technique: what it feeds is no input
         if not self._modules and not recomputes:
@@ -156,13 +165,13 @@ class Tracker(StorageMode):
     def own_parameter(self, parameter, name=""):
         """Note a parameter that a module registered, or that was found in one."""
         if parameter is not None and not is_lazy(parameter):
-            self._role(parameter, PARAMETERS)
+            self._role(parameter, PARAMETERS, parameter)
             self._watch_gradient(parameter)
 
     def own_buffer(self, buffer):
         """Note a buffer that a module registered, or that was found in one."""
         if buffer is not None:
-            self._role(buffer, BUFFERS)
+            self._role(buffer, BUFFERS, buffer)
 
     def enter_step(self, optimizer):
         """Note that an optimizer's step begins: gradients assigned by hand are found now at the latest."""
@@ -227,14 +236,15 @@ class Tracker(StorageMode):
                 self._met[thing] = None
                 for path, module in thing.named_modules():
                     self._names.setdefault(module, path or type(module).__name__)
+            self._owners.learn(thing, self._names)
             for parameter in thing.parameters():
                 self.own_parameter(parameter)
             for buffer in thing.buffers():
                 self.own_buffer(buffer)
         elif isinstance(thing, torch.optim.Optimizer):
             self._adopt_optimizer(thing)
-            for tensor in tensors_in(list(thing.state.values())):
-                self._role(tensor, OPTIMIZER_STATE)
+            for parameter, state in thing.state.items():
+                self._adopt_state(parameter, state)
         elif isinstance(thing, torch.Tensor):
             self._role(thing, INPUTS)
         elif isinstance(thing, (list, tuple, dict)):
@@ -253,24 +263,32 @@ class Tracker(StorageMode):
             for record in self._of(parameter):
                 record.held_by_optimizer = True
             if parameter in optimizer.state:
-                for tensor in tensors_in(optimizer.state[parameter]):
-                    self._role(tensor, OPTIMIZER_STATE)
+                self._adopt_state(parameter, optimizer.state[parameter])
+
+    def _adopt_state(self, parameter, state):
+        for name, value in state.items() if isinstance(state, dict) else ((None, state),):
+            for tensor in tensors_in(value):
+                self._role(tensor, OPTIMIZER_STATE, parameter, name or "state")
 
     def _adopt_again(self):
         """At the end: what was assigned by hand, gradients, loaded state, parameters in another type."""
         for thing in list(self._met):
             self._adopt(thing)
 
-    def _role(self, tensor, category):
+    def _role(self, tensor, category, parameter=None, what=None):
+        """Give `tensor` a category; and the owner of `parameter`, of which it is the `what` (None: itself)."""
+        owner = None if parameter is None else self._owners.of(parameter)
         for record in self._of(tensor):
             record.roles.add(category)
+            if owner is not None:
+                record.owners[(*owner, what)] = None
 
     def _watch_gradient(self, leaf):
         """See `leaf.grad` whenever autograd has written it, before any hook of the user's may free it."""
         if not leaf.is_leaf:  # functional_call puts other tensors in a parameter's place
             return
         if leaf.grad is not None:
-            self._role(leaf.grad, GRADIENTS)
+            self._role(leaf.grad, GRADIENTS, leaf, "gradient")
         if not leaf.requires_grad:
             return
         hooks = leaf._post_accumulate_grad_hooks
@@ -282,4 +300,4 @@ class Tracker(StorageMode):
             self._hooks.append(handle)
 
     def _gradient_written(self, leaf):
-        self._role(leaf.grad, GRADIENTS)
+        self._role(leaf.grad, GRADIENTS, leaf, "gradient")

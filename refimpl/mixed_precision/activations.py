@@ -17,18 +17,17 @@ NORMS = ("norm inputs", "norm statistics", "RMSNorm x/σ")
 def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
     """Predict the bytes (int) of 16-bit copies of weights in a region after one forward: each linear layer's, once.
 
-        e · (L·(h·(h + 2gh/a) + h² + n·h·f + f·h) + v·h) + e · L·(3h + 2gh/a + n·f)     weights, then biases
+        e · (L·(h·(q + 2k) + q·h + n·h·f + f·h) + v·h) + e · L·(q + 2k + 2h + n·f)     weights, then biases
 
-    with n = 2 for SwiGLU, else 1; no biases where `config.bias` is False. Autograd keeps them until backward, except
-    those of the biases, which backward does not need: `biases=False` leaves them out. ValueError for another dtype than
-    bfloat16 or float16.
+    with q and k the features of all query heads and of all key heads, n = 2 for a gated MLP, else 1; no biases where
+    `config.bias` is False. Autograd keeps them until backward, except those of the biases, which backward does not
+    need: `biases=False` leaves them out. ValueError for another dtype than bfloat16 or float16.
     """
     check_dtype(dtype)
-    h, f, kv = config.hidden, config.mlp_hidden, config.kv_heads * config.head_dim
-    n = 2 if config.activation == "swiglu" else 1
-    weights = config.layers * (h * (h + 2 * kv) + h * h + n * h * f + f * h) + config.vocab_size * h
-    if biases and config.bias:
-        weights += config.layers * (h + 2 * kv + h + n * f + h)
+    h, f, q, kv, n = config.hidden, config.mlp_hidden, config.q_hidden, config.kv_hidden, 1 + config.gated
+    weights = config.layers * (h * (q + 2 * kv) + q * h + n * h * f + f * h) + config.vocab_size * h
+    if biases:
+        weights += config.layers * (config.has_qkv_bias * (q + 2 * kv) + config.bias * (h + n * f + h))
     return dtype.itemsize * weights
 
 
@@ -40,14 +39,18 @@ def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, dev
         4·(2·sbh + 4·sb) + e·sb·(4h + 2hg/a + 2f) + e·abs² + (a/g)·s²
 
     The first bracket holds the norms' inputs and statistics, which stay fp32; in a model that is 16-bit throughout it
-    would be multiplied by e as well. With SwiGLU, x is cast twice, for the gate and for the up projection (only casts
+    would be multiplied by e as well. With a gate, x is cast twice, for the gate and for the up projection (only casts
     of weights are cached), e·sbh more. On CUDA the softmax runs in fp32, and its output is kept in fp32 and as a 16-bit
-    cast: 4·abs² + e·abs². ValueError for another dtype than bfloat16 or float16, and as in `memory.block_terms`.
+    cast: 4·abs² + e·abs². ValueError for another dtype than bfloat16 or float16, for `post_norms`, and as in
+    `memory.block_terms`.
     """
     check_dtype(dtype)
+    if config.post_norms:
+        raise ValueError("post_norms=True: this closed form covers norms of the residual stream alone, which is fp32; "
+                         "use memory.dry_run")
     low, high = (memory.block_terms(config, batch, sequence, each, device) for each in (dtype, torch.float32))
     block = {**low, **{name: high[name] for name in NORMS if name in high}}
-    if config.activation == "swiglu":
+    if config.gated:
         block["MLP input"] *= 2
     if torch.device(device).type == "cuda":
         block["softmax output"] = high["softmax output"]

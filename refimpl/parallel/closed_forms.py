@@ -2,6 +2,7 @@
 
 import math
 
+from ..comm.agreement import SAME_BYTES
 from ..comm.traffic import Traffic, ring_traffic
 from ..memory import block_terms
 
@@ -44,6 +45,14 @@ def block_traffic(config, batch, sequence, world_size, itemsize, *, rank=0, by_t
     return Traffic(all_gather=6 * part, reduce_scatter=4 * part, all_reduce=_whole_vectors(config) * vector)
 
 
+def same_batch_traffic(world_size):
+    """Return the Traffic of one forward's check that all of N = `world_size` ranks got the same batch (`same_batch`):
+
+        16 (N−1) bytes on each rank, an all_gather of 16 bytes, once for the whole model
+    """
+    return Traffic(all_gather=ring_traffic("all_gather", world_size * SAME_BYTES, world_size))
+
+
 def column_backward_seconds(dx, dw, reduce, gather=0.0):
     """Return (seconds, seconds of them that wait for the wire) of the backward of layers by columns.
 
@@ -59,8 +68,8 @@ def column_backward_seconds(dx, dw, reduce, gather=0.0):
 
 
 def _whole_vectors(config):
-    """Count the vectors of a block that every rank has whole: weights and biases of two norms, biases of two rows."""
-    return 2 + 2 * config.bias * (1 + (config.norm == "layernorm"))
+    """Count the vectors of a block that every rank has whole: weights and biases of its norms, biases of two rows."""
+    return config.norms + config.bias * (2 + config.norms * (config.norm == "layernorm"))
 
 
 def parameter_bytes(model):

@@ -107,6 +107,9 @@ def context_parallel(model, attention):
     own generator: seed ranks differently, or they drop the same places of other tokens. ValueError for another model:
     give its attention `attention(q, k, v, causal=True)` and its positions `attention.positions(length)` by hand.
     """
+    if not isinstance(attention, SequenceParallelAttention):
+        raise TypeError(f"attention={attention!r}: expected a SequenceParallelAttention(comm), which also cuts the "
+                        "tokens of each batch: attention.shard(tokens)")
     if getattr(model, "sequence_is_split", False):
         raise ValueError(f"{type(model).__name__} has its sequence split already: expected a model that attends to the "
                          "tokens it is given")

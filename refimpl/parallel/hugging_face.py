@@ -86,8 +86,9 @@ def _positions(attention):
                                  "its own tokens; generate with a model on one device")
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise ValueError("labels of a part of a sequence: a causal model would shift them, and a rank does not "
-                             "have the token after its last; give labels=labels, shift_labels=attention.shard(next "
-                             "tokens), or score the logits")
+                             "have the token after its last; shift them before the cut, next_tokens = "
+                             "F.pad(labels[:, 1:], (0, 1), value=-100), and give it as both labels and shift_labels: "
+                             "attention.shard(next_tokens, pad=-100); or score the logits")
         if kwargs.get("attention_mask") is not None:
             raise ValueError(MASKED)
         if kwargs.get("position_ids") is not None:

@@ -57,7 +57,8 @@ def check_dropout(dropout_p):
     """Raise ValueError for dropout."""
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p!r}: attention of a split sequence drops no weights, since ranks would "
-                         "draw other masks than one device does; use dropout_p=0.0 (GPTConfig(dropout=0.0))")
+                         "draw other masks than one device does; use dropout_p=0.0: GPTConfig(dropout=0.0), in a "
+                         "config of transformers attention_dropout=0.0 or attn_pdrop=0.0")
 
 
 def compact(*tensors):

@@ -62,7 +62,7 @@ def _plan_of_gpt(config):
     D, H, G = config.head_dim, config.heads, config.kv_heads
     return {"embedding": "vocabulary", "blocks.*.attention.qkv": Column((H * D, G * D, G * D), (H, G, G)),
             "blocks.*.attention.out": Row(H), "blocks.*.mlp.up": "column",
-            **({"blocks.*.mlp.gate": "column"} if config.activation == "swiglu" else {}),
+            **({"blocks.*.mlp.gate": "column"} if config.gated else {}),
             "blocks.*.mlp.down": "row", "head": "head"}
 
 

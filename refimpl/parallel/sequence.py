@@ -40,7 +40,15 @@ def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=Fals
                          "them: use tensor_parallel")
     blocks, norm = region_of(model) if region is None else region
     tensor_parallel(model, comm, plan, loss_parallel=loss_parallel)
-    blocks, norm = model.get_submodule(blocks), model.get_submodule(norm)
+    return split_tokens(model, comm, model.get_submodule(blocks), model.get_submodule(norm))
+
+
+def split_tokens(model, comm, blocks, norm):
+    """Split the tokens between the layers of a model, or a stage of one, that `tensor_parallel` has split; returns it.
+
+    `blocks`: the list of its blocks. `norm`: after which module ranks have all tokens again; of a stage without a last
+    norm it is the last block.
+    """
     here = Region(comm)
     blocks[0].register_forward_pre_hook(here.enter, with_kwargs=True)
     norm.register_forward_hook(here.leave)

@@ -18,6 +18,7 @@ from ..sharding import set_spec, spec_of
 from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, column_cuts, features_of, row_cut
 from .plan import Column, Row, matched, plan_of
 from .random import OwnRandom
+from .same_batch import SameBatch
 from .vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))
@@ -26,7 +27,8 @@ SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding)
 
 
 def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
-    """Split `model` over the ranks of `comm`, in place; returns it. Every rank calls it with the same model.
+    """Split `model` over the ranks of `comm`, in place; returns it. Every rank calls it with the same model,
+    and then gives it the same batch. Before each forward the ranks compare what they give it (`same_batch`).
 
     - `comm`: the tensor-parallel group: `mesh.get_parallel_group("tp")`.
     - `plan`: {name of modules: style}, see `plan`. By default the model's own.
@@ -37,7 +39,7 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
     gets a ShardSpec, so that an engine with `world=` sums norms and saves states as those of the whole model. Make
     optimizers afterwards. ValueError for an unknown model without a plan, a name that matches no module, heads that
     cannot be shared out, and a model that is split already; TypeError for a layer of another class. CollectiveMismatch
-    if ranks give different models.
+    if ranks give different models, and in a forward if they give it different batches.
     """
     if any(isinstance(module, SPLIT) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} is split already: expected a whole model")
@@ -66,6 +68,7 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
             spec = spec_of(name, tensor)
             set_spec(tensor, type(spec)(name, spec.shape, replicas=comm.ranks if comm.world_size > 1 else ()))
     _split_loss(model, comm, made, styles, loss_parallel)
+    model.register_forward_pre_hook(SameBatch(comm, model), prepend=True, with_kwargs=True)
     model.__deepcopy__ = _refuse_copy
     return model
 

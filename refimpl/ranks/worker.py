@@ -152,8 +152,9 @@ def pickled_result(value):
 
 def describe(rank, error, folders=()):
     """Return the Failure of a rank that raised `error`. `folders`: of code whose errors may come from other ranks."""
+    when = time.monotonic()
     if isinstance(error, UnpicklableResult):
-        return Failure(rank, f"returned an unpicklable value: {error}", when=time.monotonic())
+        return Failure(rank, f"returned an unpicklable value: {error}", when=when)
     if isinstance(error, SystemExit):
         what = f"exited with code {error.code!r} (sys.exit) before it returned"
     else:
@@ -169,7 +170,7 @@ def describe(rank, error, folders=()):
         exception = None
     # Ranks may exchange exceptions. Those without one then raise a RankError that names the rank that had one.
     of_another = type(error) is RankError and error.ranks and rank not in error.ranks
-    return Failure(rank, what, text, time.monotonic(), exception,
+    return Failure(rank, what, text, when, exception,
                    bool(of_another) or from_distributed(error, folders))
 
 

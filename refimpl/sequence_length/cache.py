@@ -168,7 +168,7 @@ def chunked_step_bytes(config, batch_size, sequence, chunk_size, dtype=torch.flo
     for name, each in backward_moments(config, batch_size, chunk_size, dtype, device, sequence - last, copied).items():
         # The new gradient of the MLP's `down` exists beside the sum until it is added.
         down = e * config.hidden * (config.mlp_hidden + config.bias)
-        if config.activation == "swiglu":  # freed before the gate's backward, which takes one such tensor more
+        if config.gated:  # freed before the gate's backward, which takes one such tensor more
             down = max(0, down - e * batch_size * chunk_size * config.mlp_hidden)
         highest.append(each + {"gradients": gradients - each["gradients"], "temporaries": down * (name == "MLP")})
     carried = carried_bytes(config, batch_size, sequence, dtype) * (2 if gradient == "full" else 1)

@@ -11,8 +11,8 @@
     refimpl.comm.launch(train, 2)                                # starts two ranks; under torchrun it takes those
 
 The four classes are used alike; each docstring says what its class adds. `engine.model` is your model, for `train()`
-and `eval()`. Buckets should be small beside the model (`bucket_bytes`, by default 25 MiB of gradients): until a bucket
-is full, stage 2 holds its whole gradients.
+and `eval()`. Buckets should be small beside the model (`bucket_bytes`, by default a sixteenth of the gradients): until
+a bucket is full, stage 2 holds its whole gradients.
 
 Order of reading: `paper` (the idea in one screen), then `bucket` (parameters side by side), `engine` (what a step is),
 `reducer` (gradients on their way) and `data_parallel` (averaged whole), `zero1` with `update` (the optimizer on

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..sharding import room_of
+from ..sharding import is_apart, room_of
 
 ALIGNMENT = 16  # bytes: vectorised loads and matrix units need it
+MOST, LEAST, PARTS = 25 * 2**20, 2**20, 16  # bytes of a bucket by default, and buckets of a model between these
 
 
 class Slot(NamedTuple):
@@ -99,14 +100,22 @@ def aligned(count, itemsize):
     return -(-count // step) * step
 
 
+def default_bucket_bytes(named_parameters, stage):
+    """Return the bytes of a bucket of stages 0 to 2: 25 MiB, as torch's DDP has them. From stage 1 on whole buckets are
+    what is to be saved: then it is a sixteenth of all gradients, from 1 to 25 MiB."""
+    total = sum(p.nbytes for _, p in named_parameters)
+    return max(LEAST, min(MOST, total // PARTS)) if stage else MOST
+
+
 def buckets_of(named_parameters, world_size, bucket_bytes):
-    """Return Buckets of at most `bucket_bytes` each, of one dtype and device; a larger parameter has one of its own.
-    They are in the order in which gradients appear, the last parameters first."""
+    """Return Buckets of at most `bucket_bytes` each, of one dtype and device; a larger parameter has one of its own,
+    and so has one that is `set_apart`. They are in the order in which gradients appear, the last parameters first."""
     kinds = {}
     for name, parameter in reversed(list(named_parameters)):
         filling = kinds.setdefault((parameter.dtype, parameter.device), [[]])
         used = sum(aligned(room_of(p), p.itemsize) * p.itemsize for _, p in filling[-1])
-        if filling[-1] and used + room_of(parameter) * parameter.itemsize > bucket_bytes:
+        alone = is_apart(parameter) or any(is_apart(p) for _, p in filling[-1])
+        if filling[-1] and (alone or used + room_of(parameter) * parameter.itemsize > bucket_bytes):
             filling.append([])
         filling[-1].append((name, parameter))
     return [Bucket(filled, world_size) for lists in kinds.values() for filled in lists]

@@ -27,8 +27,7 @@ from ..saving.coverage import file_of
 from ..saving.durable import safetensors_bytes, widest_first
 from ..saving.form import part_name
 from ..sharding import spec_of
-from .bucket import buckets_of
-from .engine import BUCKET_BYTES
+from .bucket import buckets_of, default_bucket_bytes
 from .units import default_units, frozen_buckets, parameters_of_units, unit_buckets
 from .update import LOW
 
@@ -47,7 +46,7 @@ def paper_bytes(parameters, world_size, stage, weight=2, gradient=2, state=12):
     return parameters * sum(share)
 
 
-def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,
+def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bucket_bytes=None, units=None,
                       persistence_threshold=0, reduce_dtype=None):
     """Return a Ledger (bytes) of the model states on `rank` after a backward, with nothing in flight.
 
@@ -113,7 +112,7 @@ def _elements(dtypes):
     return sum(dtype.itemsize for dtype in dtypes)
 
 
-def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, bucket_bytes=BUCKET_BYTES, units=None,
+def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, bucket_bytes=None, units=None,
                  persistence_threshold=0, reduce_dtype=None):
     """Return the Traffic (bytes by collective) that `rank` sends in one step; for stage 3 in the second or a later one.
 
@@ -141,12 +140,12 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
             sent["all_gather"] += ring_traffic("all_gather", bucket.nbytes, N)
     if stage == 3:
         frozen = _frozen_layout(model, N, stage, units, persistence_threshold)
-        gathers = _gathers(model, [*buckets, *frozen], units, persistence_threshold)
-        sent["all_gather"] += micro_batches * sum(ring_traffic("all_gather", bucket.nbytes, N) for bucket in gathers)
+        gathered = gathers(model, [*buckets, *frozen], units, persistence_threshold)
+        sent["all_gather"] += micro_batches * sum(ring_traffic("all_gather", bucket.nbytes, N) for bucket in gathered)
     return Traffic(sent)
 
 
-def hybrid_traffic(model, shards, replicas, stage, *, rank=0, micro_batches=1, clips=0, bucket_bytes=BUCKET_BYTES,
+def hybrid_traffic(model, shards, replicas, stage, *, rank=0, micro_batches=1, clips=0, bucket_bytes=None,
                    units=None, persistence_threshold=0, reduce_dtype=None):
     """Return {"shards", "replicas", "all": Traffic}: what `rank` of S · R sends in one step of hybrid sharding within
     its group of S = `shards` ranks, to its R = `replicas`, and in checks among all ranks.
@@ -168,7 +167,7 @@ def hybrid_traffic(model, shards, replicas, stage, *, rank=0, micro_batches=1, c
             "all": Traffic(agreement_traffic(shards * replicas, rank, tensors, passes, clips))}
 
 
-def saved_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=BUCKET_BYTES, units=None,
+def saved_bytes(model, world_size, stage, *, optimizer="adamw", bucket_bytes=None, units=None,
                 persistence_threshold=0, cuda=False, ranks=None):
     """Return {file: bytes} of what `save` writes after a step: Ψ · (h + k) bytes, h and k those of an element as it is
     held and of its optimizer's state, and headers, states of random number generators, and what is not trained.
@@ -212,6 +211,7 @@ def _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold
     _check_stage(stage)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if stage < 3:
+        bucket_bytes = default_bucket_bytes(named, stage) if bucket_bytes is None else bucket_bytes
         return buckets_of(named, world_size, bucket_bytes)
     return unit_buckets(named, default_units(model) if units is None else units, world_size, persistence_threshold)
 
@@ -221,8 +221,9 @@ def _frozen_layout(model, world_size, stage, units, persistence_threshold):
     return frozen_buckets(model, units, world_size, persistence_threshold) if stage == 3 else []
 
 
-def _gathers(model, buckets, units, persistence_threshold):
-    """Return the buckets that one forward and backward gather, in order; one used twice in a row is gathered once."""
+def gathers(model, buckets, units=None, persistence_threshold=0):
+    """Return the buckets, of all that stage 3 has, that one forward and backward gather, in order; one used twice in a
+    row is gathered once. `step_traffic` says for which models."""
     units = default_units(model) if units is None else units
     parameters = parameters_of_units(units)
     place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}

@@ -9,12 +9,13 @@ A step: `forward`, `backward`, again for more micro-batches, `clip_grad_norm_` i
 
 import contextlib
 import functools
+from collections.abc import Mapping
 
 import torch
 
 from ..comm.agreement import check_phase, used_on_any_rank
 from ..sharding import spec_of
-from .bucket import buckets_of
+from .bucket import buckets_of, default_bucket_bytes
 from .hook import attach
 from .hybrid import holders, levels_of
 from .internals.as_optimizer import ActsAsOptimizer
@@ -26,7 +27,6 @@ from .persistence import load, load_state_dict, save, save_weights, shards, stat
 from .store import Stored, StoredUpdate
 from .written import gathered
 
-BUCKET_BYTES = 25 * 2**20
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -37,25 +37,27 @@ class Engine(ActsAsOptimizer):
     clip_grad_norm_, gathered, shards, save, load = clip_grad_norm_, gathered, shards, save, load
     state_dict, load_state_dict, save_weights = state_dict, load_state_dict, save_weights
 
-    def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=BUCKET_BYTES, reduce_dtype=None,
-                 world=None, shards=None, replicas=None, store=None, update=None, hook=None):
+    def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=None, reduce_dtype=None,
+                 world=None, shards=None, replicas=None, store=None, update=None, hook=None, in_flight_bytes=None):
+        if in_flight_bytes is not None and not in_flight_bytes >= 0:
+            raise ValueError(f"in_flight_bytes={in_flight_bytes}: expected bytes from 0 on, or None")
         self.model, self.comm, self.world = model, comm, comm if world is None else world
         self.levels = levels_of(comm, shards, replicas, self.stage)
         named, self._frozen = trained(model, optimizer, *((None, None) if self.stage else (store, update)))
         self.buckets, self.frozen_buckets = self._lay_out(named, bucket_bytes)
         self.specs = {name: spec_of(name, x) for name, x in (*model.named_parameters(), *model.named_buffers())}
         check_parts(self)
+        within = self.levels.shards
         self.holders = holders(self.specs, self.world, replicas) if replicas else {}
         if self.stage:  # a rank's optimizer gets flat pieces
             check_elementwise(optimizer, groups, named)
+        attach(hook, within, self.buckets, self.stage)  # before the first bytes of shards, as it takes some itself
         self._stored = Stored(store, [*self.buckets, *self.frozen_buckets])
         self._hold_parameters()
         make = update or (self.update_type if store is None else StoredUpdate)
-        within = self.levels.shards
         self.update = make(self.buckets, self.parameters.shards, within.rank, optimizer, groups, named, self._stored)
-        if hook is not None:
-            attach(hook, within, self.buckets, self.stage)
-        self.reducer = self.reducer_type(self.buckets, within, self.update, reduce_dtype, replicas, hook)
+        self.reducer = self.reducer_type(self.buckets, within, self.update, reduce_dtype, replicas, hook,
+                                         in_flight_bytes)
         self._syncing, self._steps = True, 0
 
     def check_phase(self, phase):
@@ -64,6 +66,7 @@ class Engine(ActsAsOptimizer):
 
     def _lay_out(self, named, bucket_bytes):
         """Return the buckets of what is trained, and those of frozen parameters that are in shards."""
+        bucket_bytes = default_bucket_bytes(named, self.stage) if bucket_bytes is None else bucket_bytes
         return buckets_of(named, self.levels.shards.world_size, bucket_bytes), []
 
     def _hold_parameters(self):
@@ -83,7 +86,11 @@ class Engine(ActsAsOptimizer):
 
         `output`: a loss; or any tensor or list of tensors, with the `gradient` that the rest of the computation, as the
         next stage of a pipeline, returned for it. After several forwards, their backwards may run in any order.
+        TypeError for a dict, as models of transformers return: give its loss.
         """
+        if isinstance(output, Mapping):
+            raise TypeError(f"backward({type(output).__name__}): expected a loss or another tensor; a model of "
+                            "transformers has it in its output: engine.backward(output.loss)")
         self.check_phase("backward")
         check_frozen(self._frozen)
         with self.reducer.reducing(self._syncing):
@@ -100,6 +107,21 @@ class Engine(ActsAsOptimizer):
             yield
         finally:
             self._syncing = before
+
+    @contextlib.contextmanager
+    def collect(self):
+        """Let any backwards run in this context, not this engine's own, as those of a pipeline's stages in the order of
+        its schedule. Their gradients add up as one micro-batch's, in `.grad`; at the end they are averaged over all
+        ranks. Above stage 1 parameters or gradients would not be whole in between: RuntimeError."""
+        if self.stage not in (0, 1):
+            raise RuntimeError(f"collect at stage {self.stage}: expected DataParallel or Zero1, whose gradients are "
+                               "whole until they are reduced")
+        self.check_phase("backward")
+        check_frozen(self._frozen)
+        with self.reducer.reducing(False):
+            yield
+        with self.reducer.reducing(True):
+            self.reducer.take_all()
 
     def step(self):
         """Update the parameters, on all ranks alike, and drop the gradients."""

@@ -4,6 +4,7 @@ Every rank gathers the same buckets in the same order, so that the collectives m
 timing.
 """
 
+import contextlib
 from collections import Counter
 
 import torch
@@ -18,28 +19,31 @@ class Gathering:
     """Gathers and releases the whole parameters of buckets. Each rank's shard of a bucket is `shards[bucket]`; its
     whole parameters are views of the tensor `whole[bucket]`, whose storage has bytes only while they are gathered.
 
-    `look_ahead`: elements that may be in flight before they are used. `limit`: elements that may be whole or in flight
-    when a prefetch begins.
+    `look_ahead`: units that are prefetched while one computes, in the order in which the last step gathered them.
+    `limit`: elements that may be whole or in flight when a prefetch begins.
+    `quantized`: a QuantizedGather, which then gathers in place of `comm`.
     """
 
     def __init__(self, comm, shards, whole, look_ahead, limit, stored=None):
         self.comm, self.shards, self.whole = comm, shards, whole
         self.stored = Stored(None, ()) if stored is None else stored
-        self.look_ahead, self.limit, self.casts = look_ahead, limit, Casts()
+        self.look_ahead, self.limit, self.casts, self.quantized = look_ahead, limit, Casts(), None
         self._views, self._placeholders = {}, {}  # bucket → `data` of its parameters: views of `whole`, or NaN
         self._nan = {}  # (dtype, device) → the element that all placeholders expand
         self._users, self._gathered, self._in_flight = Counter(), set(), {}
-        self._order, self._seen = [], []  # buckets in the order of the last step, and of this one
+        self._order, self._seen = [], []  # (bucket, unit) in the order of the last step, and of this one
         for bucket, tensor in whole.items():
             if not tensor.untyped_storage().nbytes():
                 self.hide(bucket)
 
-    def gather(self, bucket):
-        """Return when `bucket` is whole. It stays whole until it has been released as often as it was gathered."""
+    def gather(self, bucket, unit=None):
+        """Return when `bucket` is whole. It stays whole until it has been released as often as it was gathered. `unit`:
+        for which it is gathered; without one it is a unit by itself."""
         self._users[bucket] += 1
+        use = bucket, bucket if unit is None else unit
         if bucket in self._gathered:
             if self._users[bucket] == 1:  # `release` had kept it for this use
-                self._seen.append(bucket)
+                self._seen.append(use)
                 self._prefetch()
             return
         if bucket not in self._in_flight:
@@ -47,7 +51,7 @@ class Gathering:
         self._wait(bucket)
         self.casts.restore(self.whole[bucket])
         self._gathered.add(bucket)
-        self._seen.append(bucket)
+        self._seen.append(use)
         self._prefetch()
 
     def release(self, bucket):
@@ -85,37 +89,68 @@ class Gathering:
     def _next(self):
         """Return the bucket that came next in the last step; None if this step's order differs from it."""
         done = len(self._seen)
-        return self._order[done] if self._order[:done] == self._seen and done < len(self._order) else None
+        return self._order[done][0] if self._order[:done] == self._seen and done < len(self._order) else None
 
     def _wait(self, bucket):
-        self._in_flight.pop(bucket).wait()
+        handle = self._in_flight.pop(bucket)
+        self._make_room(bucket)
+        handle.wait()
         self.stored.put(bucket, "parameters", changed=False)
 
     def _launch(self, bucket):
         self.stored.get(bucket, "parameters")
+        shard = mark(self.shards[bucket], "parameters")  # a tracker that began after the engine has not met it
+        if self.quantized is not None:  # `_wait` makes room
+            self._in_flight[bucket] = self.quantized.launch(shard, self.whole[bucket], bucket.name)
+            return
+        self._make_room(bucket)
+        self._in_flight[bucket] = self.comm.all_gather(shard, out=self.whole[bucket], async_op=True,
+                                                       label=bucket.name)
+
+    def _make_room(self, bucket):
+        """Give the whole parameters of a bucket bytes, unless they have them: resizing would move them."""
         whole = mark(self.whole[bucket], "parameters")  # registers it with a tracker before it has bytes
-        mark(self.shards[bucket], "parameters")  # one that began after the engine was made has not met it
+        if whole.untyped_storage().nbytes():
+            return
         whole.untyped_storage().resize_(bucket.nbytes)
         if bucket not in self._views:  # after resize_: a storage without bytes has no views
             self._views[bucket] = bucket.views(whole)
         for slot, view in zip(bucket.slots, self._views[bucket], strict=True):
             slot.parameter.data = view
-        self._in_flight[bucket] = self.comm.all_gather(self.shards[bucket], out=whole, async_op=True,
-                                                     label=bucket.name)
+
+    @contextlib.contextmanager
+    def exact(self):
+        """Gather exact parameters in this context, also those that are whole already. All ranks call it."""
+        quantized, self.quantized = self.quantized, None
+        try:
+            self._gather_again(quantized)
+            yield
+        finally:
+            self.quantized = quantized
+            self._gather_again(quantized)
+
+    def _gather_again(self, quantized):
+        for bucket in self.whole if quantized is not None else ():
+            if bucket in self._in_flight:
+                self._wait(bucket)
+                self._free(bucket)
+            elif bucket in self._gathered:
+                self.fetch(bucket)
 
     def _prefetch(self):
         """Launch the next gathers, within the limits, in the last step's order; none if this step's order differs."""
         if self._next() is None:
             return
-        for bucket in self._order[len(self._seen):]:
-            if bucket in self._in_flight:
-                continue
-            ahead = bucket.numel + sum(each.numel for each in self._in_flight)
-            if bucket in self._gathered or ahead > self.look_ahead or self.live() + bucket.numel > self.limit:
-                if bucket not in self._gathered:
-                    self.stored.prefetch(bucket, "parameters")  # the store can begin to load its shard
+        (_, last), units = self._seen[-1], 0
+        for bucket, unit in self._order[len(self._seen):]:
+            units, last = units + (unit is not last), unit
+            if bucket in self._gathered:
                 return
-            self._launch(bucket)
+            if bucket not in self._in_flight:
+                if units > self.look_ahead or self.live() + bucket.numel > self.limit:
+                    self.stored.prefetch(bucket, "parameters")  # the store can begin to load its shard
+                    return
+                self._launch(bucket)
 
     def _free(self, bucket):
         self._gathered.discard(bucket)

@@ -4,11 +4,17 @@
 
 A reducer asks the hook for the average of each complete bucket, and goes on with backward. Whoever writes one fills
 this protocol, and imports nothing from here. As DDP's communication hooks: "PyTorch Distributed" (Li et al. 2020).
+
+A hook may have two things more. `encodes`: True if it has read `flat` for the last time when it returns; stages 2 and 3
+then free it, and the reducer calls `begin()` of the handle, which sends. `between(replicas)`: returns what reduces the
+shards of hybrid sharding, by `all_reduce(shard, "avg", out=shard, async_op=True, label="…")`.
 """
 
 from typing import NamedTuple, Protocol
 
 import torch
+
+from ..comm.agreement import check_same
 
 
 class BucketLayout(NamedTuple):
@@ -51,11 +57,17 @@ class CommunicationHook(Protocol):
 
 
 def attach(hook, comm, buckets, stage):
-    """Tell a hook the ranks and the buckets. TypeError for stages 2 and 3, which have no whole gradients, with a hook
-    that needs them."""
-    if stage >= 2 and not hook.reduces_shards:
-        raise TypeError(f"hook={hook!r}: it needs whole gradients, and stage {stage} reduces each bucket to shards: "
-                        "use DataParallel, Zero1, or an algorithm that reduces a shard")
-    hook.attach(comm, [BucketLayout(bucket.numel, bucket.dtype, bucket.device,
-                                    [(slot.first, slot.parameter.shape) for slot in bucket.slots])
-                       for bucket in buckets])
+    """Tell a hook, if there is one, the ranks and the buckets. TypeError for what is no hook, and for stages 2 and 3,
+    which have no whole gradients, with a hook that needs them. CollectiveMismatch if ranks have other hooks: they would
+    add payloads that do not belong together."""
+    if hook is not None:
+        if isinstance(hook, type) or not hasattr(hook, "attach"):
+            raise TypeError(f"hook={hook!r}: expected an object that reduces buckets, such as "
+                            'GradientCompressor("topk") of refimpl.compression')
+        if stage >= 2 and not hook.reduces_shards:
+            raise TypeError(f"hook={hook!r}: it needs whole gradients, and stage {stage} reduces each bucket to "
+                            "shards: use DataParallel, Zero1, or an algorithm that reduces a shard")
+        hook.attach(comm, [BucketLayout(bucket.numel, bucket.dtype, bucket.device,
+                                        [(slot.first, slot.parameter.shape) for slot in bucket.slots])
+                           for bucket in buckets])
+    check_same(comm, "hook", "None" if hook is None else hook.about)

@@ -79,6 +79,8 @@ def _rest(engine):
 def training_state(engine, hook=True):
     """Return all that `refimpl.saving` needs to know. `hook`: whether what a communication hook keeps goes with it."""
     kept, about = engine.reducer.hook if hook else None, {"stage": engine.stage}
+    if kept is not None and not kept.state_tensors():
+        kept = None  # nothing to save
     if kept is not None:
         about["own"] = kept.about
     own = kept.state_tensors() if kept is not None else {} if hook else None

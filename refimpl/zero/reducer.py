@@ -14,26 +14,34 @@ from ..comm.backend.versions import owns_storage
 from ..memory import mark
 from .hybrid import AcrossReplicas
 
-IN_FLIGHT = 2  # buckets that are being reduced while the next one fills
+SMALL = 2**20  # bytes that may be on the wire of a CPU while it computes
 
 
 class Reducer:
     """Puts gradients into buckets, and reduces one when it is complete. A stage says how: `reduce(bucket)` launches the
     collective of `flat[bucket]`, and `reduced(bucket, result)` gets what it returned: with `replicas`, after these have
-    averaged it (`hybrid`). A `hook` may do it in their place (`hook`)."""
+    averaged it (`hybrid`). A `hook` may do it in their place (`hook`). `in_flight_bytes`: of buckets on the wire while
+    backward goes on, since each is in memory, whole, until its collective ends."""
 
-    def __init__(self, buckets, comm, update, dtype=None, replicas=None, hook=None):
+    def __init__(self, buckets, comm, update, dtype=None, replicas=None, hook=None, in_flight_bytes=None):
         self.buckets, self.comm, self.update, self.dtype = buckets, comm, update, dtype
-        self.replicas, self.hook = replicas, hook
+        self.replicas, self.hook = hook.between(replicas) if replicas and hasattr(hook, "between") else replicas, hook
         self.place = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self.flat, self.views = {}, {}  # bucket → its gradients side by side; parameter → its gradient there
         self.used, self.micro_batches, self.synced = set(), 0, False  # since the last step
         self.missing, self.unlaunched, self.handles = {}, {}, {}
         self.running = self.syncing = False
+        self.in_flight_bytes = self.default_in_flight() if in_flight_bytes is None else in_flight_bytes
         # Autograd holds hooks where the collector does not look: one that held this would keep the engine for ever.
         arrived = weakref.WeakMethod(self.arrived)
         for parameter in self.place:
             parameter.register_post_accumulate_grad_hook(lambda parameter: arrived() and arrived()(parameter))
+
+    def default_in_flight(self):
+        """Return the bytes that are reduced while backward goes on: those of one bucket; on a CPU, where the cores that
+        would compute meanwhile are those that send, of two buckets if these are small."""
+        there = [bucket.nbytes for bucket in self.buckets if bucket.device.type != "cpu"]
+        return max(there) if there else min(SMALL, 2 * max((bucket.nbytes for bucket in self.buckets), default=0))
 
     @property
     def hooked(self):
@@ -43,7 +51,15 @@ class Reducer:
     def by_hook(self, collective, bucket):
         """Let the hook launch a collective of one bucket, "all_reduce" or "reduce_scatter"."""
         flat = self.flat[bucket]
-        return getattr(self.hook, collective)(self.buckets.index(bucket), flat, self.dtype or flat.dtype, bucket.name)
+        handle = getattr(self.hook, collective)(self.buckets.index(bucket), flat, self.dtype or flat.dtype, bucket.name)
+        del flat
+        if getattr(self.hook, "encodes", False):
+            self.encoded(bucket)
+            handle.begin()
+        return handle
+
+    def encoded(self, bucket):
+        """No-op: a bucket's gradients have been encoded, and `flat` is not read any more. Later stages free it."""
 
     @contextlib.contextmanager
     def reducing(self, syncing):
@@ -86,6 +102,12 @@ class Reducer:
         if parameter.grad is not self.views.get(parameter):
             parameter.grad = self.views[parameter] = self.placed(parameter, parameter.grad)
 
+    def take_all(self):
+        """Move all gradients to their buckets, which are then complete."""
+        for parameter in self.place:
+            if parameter.grad is not None:
+                self.arrived(parameter)
+
     def placed(self, parameter, gradient):
         """Return the gradient in its bucket's buffer; one that fills the bucket alone becomes the buffer."""
         bucket, slot = self.place[parameter]
@@ -117,7 +139,7 @@ class Reducer:
 
     def launch(self, bucket):
         """Launch a bucket's collective; a parameter without a gradient on this rank has zeros."""
-        self.wait_until(IN_FLIGHT - 1)  # each may hold memory until it ends
+        self.wait_until(self.in_flight_bytes - bucket.nbytes)
         del self.unlaunched[bucket]
         for slot in bucket.slots:
             if slot.parameter not in self.views:  # this rank has not used it
@@ -126,6 +148,7 @@ class Reducer:
         for earlier in self.handles.values() if self.replicas else ():
             earlier.go_on()
         self.handles[bucket] = AcrossReplicas(handle, self.replicas, bucket.name) if self.replicas else handle
+        self.wait_until(self.in_flight_bytes)
 
     def finish(self):
         """End a backward: launch buckets with parameters that were not used, and wait for all results."""
@@ -134,8 +157,8 @@ class Reducer:
         self.wait_until(0)
 
     def wait_until(self, most):
-        """Wait for reductions, the oldest first, until at most so many are in flight."""
-        while len(self.handles) > most:
+        """Wait for reductions, the oldest first, until at most so many bytes of buckets are on the wire."""
+        while self.handles and sum(bucket.nbytes for bucket in self.handles) > most:
             bucket = next(iter(self.handles))
             self.reduced(bucket, self.handles.pop(bucket).wait())
 

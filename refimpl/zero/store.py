@@ -4,7 +4,7 @@ A bucket's optimizer state and masters, 12 of the 16 bytes a parameter in mixed 
 alone, and from stage 2 on its gradients from their reduction to the update; at stage 3 its parameters, too, are needed
 only to be gathered and updated. An engine tells its store which shards it needs, and which come next. What the store
 does with them in between is not ZeRO's business. At most two buckets are needed at a time, one and the prefetched one;
-at stage 3 also the shards that are being gathered ahead, of `look_ahead` elements when whole.
+at stage 3 also the shards that are being gathered ahead, those of `look_ahead` units.
 """
 
 import contextlib
@@ -21,7 +21,9 @@ class ShardStore(Protocol):
 
     The tensors stay the same objects, so that views of them stay right: a store that moves their contents elsewhere
     empties their storages (`tensor.untyped_storage().resize_(0)`), and fills them again in `get`. Nobody reads the
-    tensors in between.
+    tensors in between. A store of one engine alone has `attach(owner)`, too, which raises if another one was given it.
+    One for which host memory is a place to leave, such as a disk, has `below_host = True`: an update that runs on the
+    host then gives it the states that rest there.
     """
 
     def put(self, key, tensors, changed=True):
@@ -61,6 +63,8 @@ class Stored:
     def __init__(self, store, buckets):
         self.store = DeviceMemory() if store is None else store
         self._number, self._kinds = {bucket: i for i, bucket in enumerate(buckets)}, {}
+        if hasattr(self.store, "attach"):
+            self.store.attach(self)
 
     def keep(self, kind, tensors):
         """Keep tensors of another kind: `tensors(bucket)` returns them."""

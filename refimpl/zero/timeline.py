@@ -5,15 +5,14 @@
     line.plot(t)
 
 The spans are those of `comm.timeline`: in lane "compute" forward and backward by unit, and update; in lanes "gather"
-and "reduce" all_gather, reduce_scatter and all_reduce by bucket. Collectives that are not of a bucket, such as the
-checks that all ranks do the same, have no name.
+and "reduce" all_gather, reduce_scatter and all_reduce by bucket; and lanes of what a store or an update reports, such
+as copies. Collectives that are not of a bucket, such as the checks that all ranks do the same, have no name.
 """
 
 import contextlib
 
 from ..comm.timeline import LANES
 from ..comm.timeline import timeline as of_units
-from ..memory.spans import COMPUTE
 from .units import default_units
 
 
@@ -28,5 +27,6 @@ def timeline(engine):
             yield recording
     finally:
         buckets = {bucket.name for bucket in (*engine.buckets, *engine.frozen_buckets)}
-        recording.spans[:] = [span if span.lane == COMPUTE or span.name in buckets else span._replace(name="")
+        recording.spans[:] = [span._replace(name="") if span.kind in LANES and span.name not in buckets else span
                               for span in recording.spans]
+        recording.lanes[:] = dict.fromkeys((*recording.lanes, *(span.lane for span in recording.spans)))

@@ -8,17 +8,20 @@ from .bucket import Bucket
 
 def unit_buckets(named, units, world_size, persistence_threshold=0):
     """Return a Bucket for each unit and dtype, the last unit first, and others for parameters that stay whole. A
-    parameter of several units is in the first one's bucket. ValueError for a parameter that is in none."""
-    names, buckets, taken = {p: name for name, p in named}, [], set()
-    for parameters in parameters_of_units(units).values():
+    parameter of several units is in the bucket of the one with the fewest parameters, such as the innermost, whatever
+    the order of `units`. ValueError for a parameter that is in none."""
+    names, buckets, owner, of_unit = {p: name for name, p in named}, [], {}, parameters_of_units(units)
+    for unit, parameters in sorted(of_unit.items(), key=lambda item: len(item[1])):
+        for p in parameters:
+            owner.setdefault(p, unit)
+    if left := [name for p, name in names.items() if p not in owner]:
+        raise ValueError(f"{left[0]} is in none of the {len(units)} units: name a module that holds it")
+    for unit, parameters in of_unit.items():
         kinds = {}
         for p in parameters:
-            if p in names and p not in taken:
+            if p in names and owner[p] is unit:
                 kinds.setdefault((p.dtype, p.device, p.numel() < persistence_threshold), []).append((names[p], p))
-                taken.add(p)
         buckets += [Bucket(slots, world_size) for slots in kinds.values()]
-    if left := [name for p, name in names.items() if p not in taken]:
-        raise ValueError(f"{left[0]} is in none of the {len(units)} units: name a module that holds it")
     return buckets[::-1]
 
 
@@ -38,33 +41,70 @@ def parameters_of_units(units):
 
 
 def modules_of_units(units):
-    """Return {unit: all modules in it, but not those of units that it has in a ModuleList}. So a model with a parameter
+    """Return {unit: all modules in it, but not those of units among the `blocks` in it}. So a model with a parameter
     of its own beside its blocks does not gather all of them."""
     known, found = set(units), {}
     for unit in units:
-        lists = [module for module in unit.modules() if isinstance(module, nn.ModuleList)]
-        apart = {module for each in lists for module in each.modules() if module in known} - {unit}
+        apart = {module for block in blocks(unit) for module in block.modules() if module in known} - {unit}
         found[unit] = [module for _, module in unit.named_modules(memo=apart)]
     return found
 
 
 def default_units(model):
-    """Return the elements of each ModuleList, and every module outside of them that has parameters of its own. A module
-    without a forward, a list or a dict, is never called: its parameters count as its parent's, and each module in it
-    is a unit by itself."""
-    found = {}
+    """Return the model's `blocks`, and every module outside of them that has parameters of its own. A module without a
+    forward, a list or a dict, is never called: its parameters count as its parent's, and each module in it is a unit by
+    itself."""
+    found, apart = {}, set(blocks(model))
 
-    def walk(module, in_list):
+    def walk(module):
         if module is model or _is_called(module):
-            if in_list or _has_own(module):
+            if module in apart or _has_own(module):
                 found[module] = None
-            if in_list:
+            if module in apart:
                 return
         for child in module.children():
-            walk(child, isinstance(module, nn.ModuleList) or in_list)
+            walk(child)
 
-    walk(model, False)
+    walk(model)
     return list(found)
+
+
+def blocks(model):
+    """Return the modules that repeat in a model, in its order, whatever holds them:
+
+    - the elements of a ModuleList,
+    - in a Sequential, in a ModuleDict or among the attributes of one module, those of one class, if there are several,
+      and each is made of several modules with parameters.
+
+    Of such in one another the outer ones count, unless those that follow in a Sequential are inside them: a stage of
+    blocks is no block. Nor is an attribute or a ModuleDict's element that has a ModuleList: an encoder and a decoder
+    are of one class, and hold the blocks.
+    """
+    found = []
+    for child in model.children():
+        found += _called_in(child) if _is_block(child, model) else blocks(child)
+    return list(dict.fromkeys(found))
+
+
+def _called_in(module):
+    """Return the module, or, if it is a list or a dict, the called modules in it."""
+    return [module] if _is_called(module) else [each for child in module.children() for each in _called_in(child)]
+
+
+def _is_block(module, parent):
+    if isinstance(parent, nn.ModuleList):
+        return True
+    if not _is_made_of_several(module) or sum(type(each) is type(module) for each in parent.children()) < 2:
+        return False
+    lists = nn.Sequential if isinstance(parent, nn.Sequential) else (nn.Sequential, nn.ModuleList)
+    return not any(isinstance(inner, lists) and (isinstance(inner, nn.ModuleList) or any(
+        _is_block(each, inner) for each in inner.children())) for inner in module.modules())
+
+
+def _is_made_of_several(module):
+    """Tell whether several modules with parameters are in it, and it is called as one."""
+    return _is_called(module) and type(module) is not nn.Sequential and sum(
+        bool(each._parameters) for each in module.modules()) > 1
 
 
 def _is_called(module):

@@ -36,8 +36,14 @@ class ReduceScatterAtOnce(ReduceScatter):
 
     def reduced(self, bucket, shard):
         """Keep the shard of the averaged gradients, and free the whole."""
-        del self.flat[bucket]
+        self.encoded(bucket)
         self.keep(bucket, shard)
+
+    def encoded(self, bucket):
+        """Free the whole gradients: nobody reads them any more."""
+        self.flat.pop(bucket, None)
+        for slot in bucket.slots:
+            self.views.pop(slot.parameter, None)
 
 
 class Zero2(Zero1):

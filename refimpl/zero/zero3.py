@@ -22,12 +22,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .backwards import Backwards, is_opaque, tensors_in
+from .quantized.gather import check_codec, quantized_gather
 from .sharded_parameters import ShardedParameters, is_persistent
 from .starting import start
 from .units import default_units
 from .zero2 import ReduceScatterAtOnce, Zero2
 
-LOOK_AHEAD = 50_000_000  # elements
+LOOK_AHEAD, MOST_AHEAD = 1, 10_000  # units; above, someone means elements
 
 
 def refuse(name):
@@ -63,15 +64,18 @@ class ReduceByUnit(ReduceScatterAtOnce):
 class Zero3(Zero2):
     """`Zero2` that keeps parameters in shards: same arguments, same numbers, and
 
-    - `units`: modules whose parameters are gathered together; by default the elements of each `nn.ModuleList`, and
-      every other module that has parameters of its own. A unit does not gather blocks that it holds in a list.
-    - `look_ahead`: elements that are prefetched before their unit computes, in the order of the last step.
+    - `units`: modules whose parameters are gathered together, in any order; by default the blocks that repeat in the
+      model (`units.blocks`), and every other module that has parameters of its own. A unit does not gather blocks that
+      it holds.
+    - `look_ahead`: units that are gathered ahead while one computes, in the order in which the last step used them.
     - `max_live_parameters`: nothing is prefetched beyond so many elements that are whole.
     - `persistence_threshold`: parameters of fewer elements stay whole; for the optimizer they are in shards.
     - `initialize`: how a model on the meta device gets its values, unit by unit, so that it never exists whole: by
       default each module's `reset_parameters()`; a function of a module that is called after it, as by `model.apply`;
       or the path of a safetensors file (or of the index of several), of which a rank reads its part.
     - `reshard_after_forward`: False keeps units whole from forward to backward: 2Ψ on the wire, and Ψ in memory.
+    - `quantized_weights`: a `BlockCodec` in which units are gathered, of `quantized`; by default they travel as they
+      are. Shards stay exact, and so does what `gathered` shows. For gradients: `hook=QuantizedReduce()`.
 
     Outside of forward and backward the model's parameters are released: they read as NaN, and torch refuses or loses
     what is written to them. `with engine.gathered():` gathers them for a while.
@@ -81,10 +85,15 @@ class Zero3(Zero2):
     stage, reducer_type = 3, ReduceByUnit
 
     def __init__(self, model, comm, *args, units=None, look_ahead=LOOK_AHEAD, max_live_parameters=10**9,
-                 persistence_threshold=0, initialize=None, reshard_after_forward=True, **options):
+                 persistence_threshold=0, initialize=None, reshard_after_forward=True, quantized_weights=None,
+                 **options):
+        check_codec(comm, quantized_weights)
+        if not isinstance(look_ahead, int) or not 0 <= look_ahead <= MOST_AHEAD:
+            raise ValueError(f"look_ahead={look_ahead}: expected a number of units from 0 on, not of elements; with 1 "
+                             "the next is gathered while one computes")
         self.units = default_units(model) if units is None else list(dict.fromkeys(units))
         self.persistence_threshold, self.reshard_after_forward = persistence_threshold, reshard_after_forward
-        self._limits = look_ahead, max_live_parameters
+        self._limits, self._codec = (look_ahead, max_live_parameters), quantized_weights
         self._backwards = Backwards(self._backward_begun, self._backward_ended)
         self._start = start(model, comm.device, initialize)
         super().__init__(model, comm, *args, **options)
@@ -102,7 +111,9 @@ class Zero3(Zero2):
         return self.parameters.trained, self.parameters.frozen
 
     def _hold_parameters(self):
+        quantized = quantized_gather(self.levels.shards, self._codec)
         self.parameters.hold(self._stored, *self._limits)
+        self.gathering.quantized = quantized  # from the first forward on
 
     @property
     def gathering(self):
@@ -130,15 +141,16 @@ class Zero3(Zero2):
         """Gather all parameters, to be read. What is written to them is lost, unless `write`: then rank 0's values are
         those of all ranks when the context ends, of shards and masters too. All ranks call it."""
         sharded = [bucket for bucket in self.parameters.whole if not is_persistent(bucket, self.persistence_threshold)]
-        for bucket in sharded:
-            self.gathering.gather(bucket)
-        try:
-            with super().gathered(write):
-                yield
-        finally:
+        with self.gathering.exact():
             for bucket in sharded:
-                self.gathering.release(bucket)
-            self.gathering.release_unused()
+                self.gathering.gather(bucket)
+            try:
+                with super().gathered(write):
+                    yield
+            finally:
+                for bucket in sharded:
+                    self.gathering.release(bucket)
+                self.gathering.release_unused()
 
     # --- around each unit --------------------------------------------------------------------------------------------
 
@@ -149,7 +161,7 @@ class Zero3(Zero2):
         self._backwards.enter(unit, self.reducer.running)
         for bucket in self.parameters.sharded(unit):
             self.reducer.gathered_once.add(bucket)
-            self.gathering.gather(bucket)
+            self.gathering.gather(bucket, unit)
         self.gathering.casts.begin()
 
     def _after_forward(self, unit, args, output):
@@ -189,7 +201,7 @@ class Zero3(Zero2):
                 if torch._C._will_engine_execute_node(self._accumulators[slot.parameter]))
         if type(unit) is not nn.Embedding:  # its backward does not read the weight
             for bucket in self.parameters.sharded(unit):
-                self.gathering.gather(bucket)
+                self.gathering.gather(bucket, unit)
 
     def _backward_ended(self, unit):
         """Release a unit, and reduce its gradients, unless some are still to come."""

@@ -165,6 +165,20 @@ def test_options_that_cannot_be(options, said):
         GPUMemoryPool(**{"initial_capacity": 4096, "device": "cpu", **options})
 
 
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: GPUMemoryPool("1GiB"), "initial_capacity='1GiB': expected an integer, bytes"),
+    (lambda: GPUMemoryPool(4096, max_capacity=1e6), "max_capacity=1000000.0: expected an integer"),
+    (lambda: GPUMemoryPool(4096, device="cpu").allocate(128, 64), "dtype=64: expected one of torch's"),
+    (lambda: GPUMemoryPool(4096, device="cpu").allocate((4,), "float32"), "dtype='float32'")])
+def test_types_that_cannot_be(make, said):
+    with pytest.raises(TypeError, match=said):
+        make()
+
+
+def test_a_shape_may_be_a_list():
+    assert GPUMemoryPool(4096, device="cpu").allocate([3, 2]).shape == (3, 2)
+
+
 def test_closing():
     with pytest.raises(ValueError, match="1 tensors of 512 bytes are live"), GPUMemoryPool(4096, device="cpu") as pool:
         x = pool.allocate(4)

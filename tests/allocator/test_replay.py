@@ -5,7 +5,7 @@ import time
 import pytest
 from allocator_kit import random_trace
 
-from refimpl.allocator import CachingAllocator, explain, replay
+from refimpl.allocator import CachingAllocator, Snapshot, explain, replay
 from refimpl.allocator.settings import MIB
 from refimpl.allocator.trace import Maker
 
@@ -60,6 +60,12 @@ def test_a_replay_ends_where_it_should():
         replay(trace, capacity=MIB)
     mine = CachingAllocator(10 * 2**30)
     assert replay(trace, mine).allocator is mine and mine.requested == trace.live_bytes[-1]
+
+
+def test_what_is_no_trace_is_refused():
+    for other in ("snapshot.pickle", Snapshot([], [])):
+        with pytest.raises(TypeError, match=rf"trace is a {type(other).__name__}: .* trace_of\(Snapshot"):
+            replay(other)
 
 
 def test_a_million_events_in_20_seconds():

@@ -14,9 +14,11 @@ def trace():
     return traces.trace_of(SMALL)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("policy", allocator.POLICIES)
 def test_a_block_costs_at_most_six_times_torch_empty_and_grows_as_log_n(policy):
-    paired = {count: allocator.block_row(count, policy, 7)["paired"] for count in (100, 10_000, 50_000)}
+    paired = {count: min(allocator.block_row(count, policy, 7)["paired"] for _ in range(3))  # noise only adds
+              for count in (100, 10_000, 50_000)}
     assert paired[10_000] <= allocator.BLOCK_BOUND
     assert paired[50_000] <= 2.4 * paired[100], "log 50,000 is 2.35 times log 100"
 

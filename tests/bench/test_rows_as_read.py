@@ -11,6 +11,7 @@ from refimpl.bench import (
     compression,
     kernels,
     meter,
+    offload,
     precision,
     sequences,
     tensor_parallel,
@@ -45,8 +46,9 @@ def after(calls):
 
 
 def after_engines(count):
-    """Put in the place of `launch` what answers for so many engines; the next launch cuts the run."""
-    return lambda _: after(count)(lambda *args, **options: [{"allocator": 1, "tracker": 1, "held": 1, "resident": 1}])
+    """Put in the place of `launch` what answers for activations and so many engines; the next launch cuts the run."""
+    read = {"allocator": 1, "tracker": 1, "held": 1, "resident": 1}
+    return lambda _: after(1 + count)(lambda fn, *args, **options: [1.0 if fn is zero.activations_of else read])
 
 
 def after_splits(count):
@@ -87,12 +89,15 @@ def after_one_kernel(_):
     (sequences, {"size": TINY}, sequences, "peak", after(2), 1),
     (sequences, {"size": TINY, "rounds": 2}, sequences, "compare", after(1), 4 + 5 + 4),
     (zero, {}, zero, "launch", after_engines(2), 1),
-    (zero, {}, zero, "launch", after_engines(len(zero.ENGINES)), len(zero.PAIRS)),
+    (zero, {}, zero, "launch", after_engines(len({name for pair in zero.PAIRS for name in pair})),
+     len(zero.PAIRS) + sum(pair[0] == "Zero3" for pair in zero.PAIRS)),
     (tensor_parallel, {}, tensor_parallel, "launch", after_splits(2), 1),
     (tensor_parallel, {}, tensor_parallel, "launch", after_splits(4), 2),
     (compression, {}, compression, "launch", after_reductions(1), 7),
     (compression, {}, compression, "launch", after_reductions(2), 7 + 6),
     (compression, {}, compression, "launch", after_reductions(4), 7 + 6 + 2),
+    (offload, {"elements": 2**12, "rounds": 2, "models": ()}, offload, "compare", after(3), 3),
+    (offload, {"elements": 2**12, "rounds": 2, "models": ()}, offload, "copy_rows", after(0), 10),
     (kernels, {"named": {name: table.case(name) for name in NAMES}}, kernels, "compile_all", after_one_kernel, 1),
 ])
 def test_a_run_that_is_cut_has_yielded_what_it_read(monkeypatch, bench, options, owner, function, cut, count):

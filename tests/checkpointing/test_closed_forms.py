@@ -23,6 +23,7 @@ from refimpl.model import GPT, GPTConfig
 GPT2 = {"vocab_size": 256, "context_length": 128, "layers": 4, "hidden": 64, "heads": 4}
 LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
                 "bias": False, "tied": False}
+GEMMA = LLAMA | {"head_dim": 24, "activation": "geglu", "qkv_bias": True}
 NEOX = GPT2 | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "tied": False}
 POLICIES = {
     "none": (None, None), "full": ([(0,), (1,), (2,), (3,)], None), "every second": ([(0,), 1, (2,), 3], None),
@@ -59,8 +60,9 @@ class Read:
 
 @pytest.mark.parametrize(("family", "dropout", "dtype", "sequence"), [
     (GPT2, 0.0, torch.float32, 128), (GPT2, 0.1, torch.bfloat16, 32), (LLAMA, 0.0, torch.bfloat16, 128),
-    (LLAMA, 0.1, torch.float32, 32), (NEOX, 0.0, torch.float32, 32), (NEOX, 0.1, torch.float32, 128)],
-    ids=["gpt2", "gpt2-dropout", "llama", "llama-dropout", "neox", "neox-dropout"])
+    (LLAMA, 0.1, torch.float32, 32), (NEOX, 0.0, torch.float32, 32), (NEOX, 0.1, torch.float32, 128),
+    (GEMMA, 0.0, torch.float32, 32)],
+    ids=["gpt2", "gpt2-dropout", "llama", "llama-dropout", "neox", "neox-dropout", "gemma"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_predicted_and_measured(family, dropout, dtype, sequence, policy):
     config, (plan, part) = GPTConfig(**family | {"dropout": dropout}), POLICIES[policy]
@@ -68,6 +70,11 @@ def test_predicted_and_measured(family, dropout, dtype, sequence, policy):
     assert gpt_peak_bytes(*shape, dtype) == pytest.approx(read.peak, rel=0.01)
     assert kept_bytes(*shape, dtype) == read.kept
     assert extra_flops(*shape) == read.flops
+
+
+def test_norms_after_each_branch_are_refused():
+    with pytest.raises(ValueError, match="post_norms=True: this closed form covers two norms in a block"):
+        gpt_peak_bytes(GPTConfig(**GPT2, post_norms=True), 2, 32)
 
 
 def test_every_policy_saves_and_the_forms_tell_them_apart():

@@ -8,6 +8,7 @@ from compression_kit import FLAT, engine_of, trained
 from zero_kit import BUCKET, ENGINES, FAST, equal, farthest, gpt, gradients_of_step, parameters_of, token_batches
 
 from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm.errors import CollectiveMismatch
 from refimpl.comm.traffic import Traffic
 from refimpl.compression import GradientCompressor
 from refimpl.compression.closed_forms import gradient_traffic, residual_bytes
@@ -17,13 +18,19 @@ CASES = [(stage, name) for stage in range(4) for name in FLAT] + [(0, "powersgd"
 every = pytest.mark.parametrize(("stage", "algorithm"), CASES)
 
 
+def in_turn(case, *choices):
+    """Return one of two, so that each stage and each algorithm has both."""
+    stage, algorithm = case
+    return choices[(stage + [*FLAT, "powersgd"].index(algorithm)) % 2]
+
+
 def dense_gradients(stage, world_size, rank, nbytes):
     """What the same reductions send without a hook: all_reduce, or reduce_scatter."""
     return nbytes * (world_size - 1) // world_size * (1 if stage else 2)
 
 
-@every
-@pytest.mark.parametrize(("world_size", "micro_batches"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("stage", "algorithm", "world_size", "micro_batches"), [
+    *((*case, 2, 1) for case in CASES), *((*case, *in_turn(case, (4, 1), (2, 2))) for case in CASES)])
 def test_bytes_on_the_wire(stage, algorithm, world_size, micro_batches):
     found = launch(trained, world_size, stage, algorithm, 0.1, 2, micro_batches)
     for rank, (parameters, sent, expected, without, dense) in enumerate(found):
@@ -148,8 +155,8 @@ def overflown(engine, tokens, comm):
     assert scaler.skipped_steps == 1
 
 
-@every
-@pytest.mark.parametrize("break_it", [dropped, overflown])
+@pytest.mark.parametrize(("stage", "algorithm", "break_it"), [
+    (*case, in_turn(case, dropped, overflown)) for case in CASES])
 def test_a_step_that_is_not_made_leaves_no_trace(stage, algorithm, break_it):
     for (parameters, state), (expected, kept) in launch(steps_not_made, 2, algorithm, stage, break_it):
         assert equal(parameters, expected) and equal(state, kept)
@@ -202,6 +209,19 @@ def test_warm_up_sends_all(stage):
 def test_powersgd_is_refused_where_gradients_are_not_whole(stage):
     with pytest.raises(TypeError, match=f"powersgd.*needs whole gradients, and stage {stage}"):
         engine_of(FakeCommunicator(0, 2), stage, GradientCompressor("powersgd"))
+
+
+def refused(comm, hooks):
+    try:
+        engine_of(comm, 1, hooks[comm.rank])
+    except CollectiveMismatch as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("other", [None, GradientCompressor("int8"), GradientCompressor("topk", 0.2)])
+def test_ranks_with_other_hooks_are_named(other):
+    for found in launch(refused, 2, [GradientCompressor("topk", 0.1), other]):
+        assert "ranks [1] have another hook than rank 0: rank 0: GradientCompressor(topk, ratio 0.1" in found
 
 
 def test_a_hook_belongs_to_one_engine():

@@ -22,7 +22,10 @@ LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation
 CHOICES = {  # that change what is kept, besides norm, parallel residual and dtype, which each run all through
     "layers": st.integers(1, 3),
     "heads_and_groups": st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (8, 2)]),
-    "activation": st.sampled_from(["gelu", "swiglu"]),
+    "head_dim": st.sampled_from([None, 24]),
+    "activation": st.sampled_from(["gelu", "swiglu", "geglu"]),
+    "post_norms": st.booleans(),
+    "qkv_bias": st.booleans(),
     "positions": st.sampled_from(["learned", "rotary"]),
     "rotary_fraction": st.sampled_from([0.25, 1.0]),
     "mlp_hidden": st.sampled_from([None, 176]),

@@ -7,6 +7,8 @@ import pytest
 from refimpl import memory
 from refimpl.memory.trace import Op, StorageRecord, Trace
 
+NAME = "gradient of blocks.1.mlp.up.weight"
+
 
 def test_counters_are_the_timeline(trained, tmp_path):
     model, optimizer, step = trained
@@ -21,6 +23,12 @@ def test_counters_are_the_timeline(trained, tmp_path):
     spans = [event for event in events if event["ph"] == "X"]
     assert [span["name"] for span in spans] == ["forward", "backward", "step"]
     assert all(span["dur"] >= 0 for span in spans)
+    begun = {event["id"]: event for event in events if event["ph"] == "b"}
+    freed = {event["id"]: event for event in events if event["ph"] == "e"}
+    assert len(begun) == len(freed) == 300 and all(begun[i]["ts"] <= freed[i]["ts"] for i in begun)
+    (gradient,) = [event["args"] for event in begun.values() if event["name"].startswith(NAME)]
+    assert gradient["bytes"] == 4 * 32 * 128 and gradient["module"] == "blocks.1.mlp.up"
+    assert gradient["line"].startswith("tests/conftest.py:") and gradient["source"].startswith("refimpl/model.py:")
 
 
 def test_ranks_are_told_apart(tmp_path):
@@ -57,7 +65,11 @@ def test_times_are_microseconds_since_the_start_and_bytes_those_of_the_device(tm
         {"name": "build", "ph": "X", "ts": 0, "dur": 2500, "pid": 0, "tid": 0},
         {"name": "forward", "ph": "X", "ts": 2500, "dur": 3500.5, "pid": 0, "tid": 0},
         {"name": "backward", "ph": "X", "ts": 6000.5, "dur": 0, "pid": 0, "tid": 0}]
-    assert len(events) == len(counters) + len(spans) and written["displayTimeUnit"] == "ms"
+    begun, freed = [e for e in events if e["ph"] == "b"], [e for e in events if e["ph"] == "e"]
+    assert [(e["name"], e["ts"], e["args"]["bytes"]) for e in begun] == [
+        ("a", 1000, 8) if device == "cpu" else ("b", 2500, 16)]
+    assert [(e["name"], e["ts"], e["id"]) for e in freed] == [(begun[0]["name"], 6000.5, begun[0]["id"])]
+    assert len(events) == len(counters) + len(spans) + 2 and written["displayTimeUnit"] == "ms"
 
 
 def test_without_a_device_named_it_is_the_accelerator(tmp_path):

@@ -294,6 +294,7 @@ print(time.process_time() - start, resident, t.peak["parameters"], t.peak.total)
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama2-7b"])
 def test_a_step_of_a_model_that_no_machine_holds(name):
     """In a process of its own: under 10 s (of processor time, which a busy machine does not stretch) and 2 GB."""

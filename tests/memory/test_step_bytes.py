@@ -23,6 +23,10 @@ CASES = {  # changes, batch, sequence, dtype, optimizer, the highest moment
     "llama, softmax": (LLAMA, 2, 512, torch.float32, "sgd", "softmax"),
     "llama, softmax, layernorm": (LLAMA | {"norm": "layernorm", "kv_heads": 4, "vocab_size": 9}, 2, 256, torch.bfloat16,
                                   "adamw", "softmax"),
+    "gemma, softmax": (LLAMA | {"head_dim": 40, "activation": "geglu", "qkv_bias": True, "vocab_size": 9}, 2, 256,
+                       torch.float32, "adamw", "softmax"),
+    "gemma, MLP": (LLAMA | {"head_dim": 40, "activation": "geglu", "qkv_bias": True, "vocab_size": 10, "hidden": 256,
+                            "mlp_hidden": 704}, 4, 64, torch.float32, "sgd", "MLP"),
     "llama, MLP": (LLAMA | {"vocab_size": 10, "hidden": 256, "mlp_hidden": 704}, 4, 128, torch.float32, "sgd", "MLP"),
 }
 
@@ -80,8 +84,9 @@ def test_on_cuda_norms_keep_less():
 
 
 @pytest.mark.parametrize(("changes", "arguments", "message"), [
-    ({"dropout": 0.1}, {}, "dropout=0.1, parallel_residual=False: this closed form covers neither; use memory.dry_run"),
-    ({"parallel_residual": True}, {}, "parallel_residual=True: this closed form covers neither"),
+    ({"dropout": 0.1}, {}, "dropout=0.1, parallel_residual=False, post_norms=False: this closed form covers none"),
+    ({"parallel_residual": True}, {}, "parallel_residual=True, post_norms=False: this closed form covers none of them"),
+    ({"post_norms": True}, {}, "post_norms=True: this closed form covers none of them; use memory.dry_run"),
     ({}, {"batch": 0}, "batch=0: expected an integer of at least 1"),
     ({}, {"sequence": 1.5}, "sequence=1.5: expected an integer of at least 1"),
     ({}, {"device": "mps"}, "device='mps': what its kernels keep is not known"),

@@ -366,7 +366,8 @@ def test_a_step_of_some_parameters_looks_at_their_state_alone(monkeypatch):
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(30)]
     optimizer, looked = torch.optim.Adam(parameters), []
     role = Tracker._role
-    monkeypatch.setattr(Tracker, "_role", lambda self, tensor, name: (looked.append(name), role(self, tensor, name)))
+    monkeypatch.setattr(Tracker, "_role", lambda self, tensor, name, *of: (
+        looked.append(name), role(self, tensor, name, *of)))
     with memory.track(optimizer) as t:
         for parameter in parameters:
             optimizer.param_groups[0]["params"] = [parameter]
@@ -375,3 +376,14 @@ def test_a_step_of_some_parameters_looks_at_their_state_alone(monkeypatch):
         in_steps = looked.count("optimizer state")
     assert in_steps == 3 * len(parameters)  # after its step; before it there was none
     assert t.now["optimizer state"] == len(parameters) * (2 * 12 + 4)
+
+
+def test_tab_completion_lists_what_users_call():
+    with memory.track() as t:
+        torch.zeros(1)
+    names = set(dir(t))
+    assert {"peak", "now", "start", "timeline", "top", "held", "plot", "save", "to_html", "export_snapshot", "ops",
+            "records", "events", "notes"} <= names
+    public = {name for name in names if not name.startswith("_")}
+    assert public == {name for name in dir(memory.Trace()) if not name.startswith("_")} and len(public) < 40
+    assert not public & {"enter_module", "saved", "packed", "own_parameter", "push", "only_watches", "marked"}

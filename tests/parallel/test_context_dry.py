@@ -50,7 +50,8 @@ def real(comm, *how):
 
 
 @pytest.mark.parametrize(("order", "pair", "N"), [
-    (order, pair, N) for pair in PAIRS for order in ("plain", "zig-zag") for N in (1, 2, 4)])
+    ("plain", "dense", 1), ("plain", "tiled", 2), ("zig-zag", "dense", 2), ("plain", "dense", 4),
+    ("zig-zag", "tiled", 4)])
 def test_the_bytes_and_traffic_of_real_ranks(order, pair, N):
     for r, (peak, sent) in enumerate(pooled(real, N, order, pair)):
         comm = FakeCommunicator(r, N)

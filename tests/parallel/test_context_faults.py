@@ -107,6 +107,11 @@ def test_what_is_not_known_is_named(make, words):
         make()
 
 
+def test_a_communicator_in_place_of_an_attention_is_refused():
+    with pytest.raises(TypeError, match=r"attention=.*: expected a SequenceParallelAttention\(comm\)"):
+        context_parallel(GPT(GPTConfig(**SIZES)), FakeCommunicator(0, 2))
+
+
 SMALL = {"vocab_size": 61, "num_layers": 1, "num_heads": 4}
 
 
@@ -170,7 +175,7 @@ def test_dropout_is_no_hindrance_when_nothing_is_trained():
 def test_models_of_transformers_refuse_what_a_part_of_a_sequence_cannot_have():
     model = context_parallel(whole("llama"), split())
     tokens = tokens_of(model, 2, 4)
-    with pytest.raises(ValueError, match="labels of a part of a sequence: a causal model would shift them"):
+    with pytest.raises(ValueError, match="labels of a part of a sequence: .*both labels and shift_labels"):
         model(input_ids=tokens, labels=tokens)
     with pytest.raises(ValueError, match="attention_mask of a part of a sequence: expected none"):
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens))

@@ -35,6 +35,7 @@ from refimpl.comm import launch, ring_traffic
 from refimpl.memory import block_terms, korthikanti_bytes, korthikanti_terms
 from refimpl.model import GPTConfig
 from refimpl.parallel import paper
+from refimpl.parallel.closed_forms import same_batch_traffic
 
 X = T * B * WIDTH * ITEM  # bytes
 ON_ALL_RANKS = {"norm inputs", "norm statistics", "RMSNorm x/σ", "qkv input", "MLP input", "attention dropout mask",
@@ -195,6 +196,8 @@ def test_the_traffic_of_the_closed_form(version, name, N, sequence):
             backward = {"reduce_scatter": 2 * once, "all_gather": 4 * once, "all_reduce": small}
         else:
             forward = backward = {"all_reduce": 4 * X * (N - 1) // N}
+        if version == "hardened":  # which checks that ranks have the same input
+            forward = {**forward, "all_gather": same_batch_traffic(N).total}
         assert rank["sent"] == tuple({key: n for key, n in each.items() if n} for each in (forward, backward))
 
 

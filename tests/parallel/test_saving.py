@@ -108,7 +108,7 @@ def faulty(comm, name, tp, stage, fault, folder):
 
 
 FAULTS = {
-    "one part": ("grouped gpt", 2, 1, r"qkv.weight: .*elements are on no rank"),
+    "one part": ("grouped gpt", 2, 1, r"qkv\.(weight|bias): .*elements are on no rank"),
     "drifted": ("llama", 4, 0, r"model.layers.1.self_attn.v_proj.weight is not the same on ranks \[2, 3\]"),
 }
 

@@ -50,9 +50,8 @@ def trained(comm, name, split, stage, recomputed, dtype):
     return max(abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True)), max(far.values())
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("split", "stage", "recomputed"), [
+    (split, stage, (i + j) % 2 == 0) for i, split in enumerate(SPLITS) for j, stage in enumerate(STAGES)])
 def test_ten_clipped_steps_are_those_of_one_process(split, stage, recomputed):
     for norm, parameters in launch(trained, 4, "gpt", split, stage, recomputed, torch.float64):
         assert norm <= 1e-6 and parameters <= 1e-9  # the norm that clips is an fp32 scalar

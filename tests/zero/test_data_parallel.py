@@ -116,6 +116,10 @@ def test_what_is_called_in_the_wrong_order():
     assert fourth == "loss.backward() by itself reduces nothing: call engine.backward(loss)"
     with pytest.raises(TypeError, match="optimizer is an SGD already: expected what makes one"):
         Zero1(model_of("twice"), FakeCommunicator(0, 1), torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    with pytest.raises(TypeError, match=r"hook='topk': expected an object that reduces buckets, such as Gradient"):
+        DataParallel(model_of("twice"), FakeCommunicator(0, 1), hook="topk")
+    with pytest.raises(TypeError, match=r"backward\(dict\): expected a loss .*engine.backward\(output.loss\)"):
+        DataParallel(model_of("twice"), FakeCommunicator(0, 1)).backward({"loss": torch.zeros(())})
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         Zero1(nn.Tanh(), None)
     with pytest.raises(ValueError, match="norm_type=0.0: expected a number above 0, or inf"):

@@ -62,7 +62,7 @@ def test_the_first_step_gathers_when_needed_the_second_prefetches(made):
 
 
 @pytest.mark.parametrize(("options", "ahead"), [
-    ({"look_ahead": 0}, [[0], [1], [2], [], [1], [0]]), ({"look_ahead": 8}, [[0, 1], [], [2], [1], [0], []]),
+    ({"look_ahead": 0}, [[0], [1], [2], [], [1], [0]]), ({"look_ahead": 1}, [[0, 1], [2], [], [1], [0], []]),
     ({"limit": 16}, [[0, 1], [], [2], [], [1, 0], []])], ids=str)
 def test_no_further_ahead_than_asked(options, ahead, made):
     gathering, buckets, begun = made(**options)
@@ -93,7 +93,7 @@ def test_a_step_that_goes_another_way_gathers_nothing_ahead_and_what_came_in_vai
 
 
 def test_what_is_on_its_way_does_not_keep_the_next_from_coming(made):
-    gathering, buckets, begun = made(look_ahead=24)
+    gathering, buckets, begun = made(look_ahead=2)
     found = []
     for _ in range(2):
         for i in (2, 0, 1, 2):
@@ -102,6 +102,17 @@ def test_what_is_on_its_way_does_not_keep_the_next_from_coming(made):
             found.append(begun())
         gathering.end_step()
     assert found == [[2], [0], [1], [2], [2, 0, 1], [2], [], []]
+
+
+def test_the_buckets_of_one_unit_count_as_one(made):
+    gathering, buckets, begun = made(look_ahead=1)
+    unit_of = dict(zip(buckets, ("first", "second", "second"), strict=True))
+    for ahead in ([[0], [1], [2]], [[0, 1, 2], [], []]):
+        for bucket, expected in zip(buckets, ahead, strict=True):
+            gathering.gather(bucket, unit_of[bucket])
+            gathering.release(bucket)
+            assert begun() == expected
+        gathering.end_step()
 
 
 def test_the_last_of_several_users_frees_it(made):

@@ -79,12 +79,12 @@ def test_without_the_order_they_would_train_wrong():
 
 
 def test_what_is_prefetched_is_gathered_by_all_though_some_leave_it_out():
-    for told, after in launch(skipping, 2, ((1,), (3,)), True, 10**6):
+    for told, after in launch(skipping, 2, ((1,), (3,)), True, 100):
         assert told is None and all(p.isfinite().all() for p in after.values())
 
 
 @pytest.mark.parametrize("skipped", [((1,), (3,)), ((), (3, 4)), ((4,), ())], ids=["one each", "early exit", "last"])
-@pytest.mark.parametrize("look_ahead", [0, 10**6])
+@pytest.mark.parametrize("look_ahead", [0, 100])
 def test_layers_of_other_sizes_that_hang_or_abort_are_named_with_both_orders(skipped, look_ahead):
     with pytest.raises(CollectiveMismatch, match=r"rank 1 began other collectives than rank 0.*\n(.*\n)*.*of blocks"):
         launch(skipping, 2, skipped, False, look_ahead, (3, 5, 9, 17, 6), timeout=3)

@@ -82,7 +82,7 @@ LOW = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 @pytest.mark.parametrize("options", [{}, LOW], ids=["fp32", "bf16 added up in fp32"])
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_under_way_does_not_grow_with_the_model(stage, options):
-    options = {**options, "look_ahead": 60_000} if stage == 3 else options
+    options = {**options, "look_ahead": 1} if stage == 3 else options
     few, many = (peak_above_states(ENGINES[stage], stage, layers, **options) for layers in (4, 12))
     assert many == few
     if stage < 2 and not options:

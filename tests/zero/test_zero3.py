@@ -48,12 +48,12 @@ def most_parameters(make, **options):
 
 def test_few_units_are_whole_at_once():
     """In layers, of which a rank's shards are two: one that computes, and what `look_ahead` lets come."""
-    layer = 64 * 64
     assert most_parameters(Zero3, look_ahead=0) == 2 + 1
-    assert most_parameters(Zero3, look_ahead=layer) == 2 + 2
-    assert most_parameters(Zero3, look_ahead=3 * layer) == 2 + 4
-    assert most_parameters(Zero3, max_live_parameters=3 * layer) == 2 + 3
-    assert most_parameters(Zero3) == most_parameters(Zero3, look_ahead=0, reshard_after_forward=False) == 2 + 8
+    assert most_parameters(Zero3) == most_parameters(Zero3, look_ahead=1) == 2 + 2
+    assert most_parameters(Zero3, look_ahead=3) == 2 + 4
+    assert most_parameters(Zero3, look_ahead=7, max_live_parameters=3 * 64 * 64) == 2 + 3
+    assert most_parameters(Zero3, look_ahead=7) == 2 + 8
+    assert most_parameters(Zero3, look_ahead=0, reshard_after_forward=False) == 2 + 8
     assert most_parameters(ParametersKept, look_ahead=0) == 2 + 8
 
 

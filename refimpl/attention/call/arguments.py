@@ -1,6 +1,7 @@
 """The arguments of every attention here, checked before anything is computed, and what follows from them.
 
-Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim. Each key head serves H/G query heads.
+Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head_dim of q and k, V that of v and the output.
+Each key head serves H/G query heads.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..scores import ScoreHook, check_tensor, hook_of
 from .band import Band
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,30 +33,38 @@ class Call(NamedTuple):
     dropout_p: float
     seed: int | torch.Tensor | None  # None without dropout
     sequences: tuple  # of Sequence; one that holds everything unless cu_seqlens says otherwise
+    score: ScoreHook | None = None
+    packed: bool = False
 
 
-def resolve(q_BHTD, k_BGSD, v_BGSD, *, causal, window, scale, dropout_p, seed, cu_seqlens, cu_seqlens_k):
-    """Check the arguments and return them as a Call. Raises TypeError or ValueError before any computation."""
-    check_tensors(q_BHTD, k_BGSD, v_BGSD)
+def resolve(q_BHTD, k_BGSD, v_BGSV, *, causal, window, scale, dropout_p, seed, cu_seqlens, cu_seqlens_k,
+            max_seqlen=None, max_seqlen_k=None, score=None, sinks=None, sequences=None):
+    """Check the arguments and return them as a Call. Raises TypeError or ValueError before any computation.
+    `sequences`: how many are packed, if only the device knows where (`packing.py`)."""
+    check_tensors(q_BHTD, k_BGSD, v_BGSV)
     check_mask(causal, window)
     (B, _, T, D), S = q_BHTD.shape, k_BGSD.shape[2]
     scale = check_scale(D**-0.5 if scale is None else scale)
-    queries = [0, T] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, T, B)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-    keys = [0, S] if cu_seqlens_k is None else check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, S, B)
+    longest, longest_k = check_max_seqlens(max_seqlen, max_seqlen_k, cu_seqlens)
+    queries = [0, T] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, T, B, longest)
+    keys = [0, S] if cu_seqlens_k is None else check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, S, B, longest_k)
     if (cu_seqlens is None) != (cu_seqlens_k is None) or len(queries) != len(keys):
         raise ValueError(f"queries in {len(queries) - 1} sequences and keys in {len(keys) - 1}: expected as many of "
                          "both; cu_seqlens says where those of the queries end, cu_seqlens_k (default: the same) those "
                          "of the keys")
+    sequences = sequences if cu_seqlens is None else len(queries) - 1
+    score = check_score(score, sinks, q_BHTD, k_BGSD, causal, sequences)
     seed = check_dropout(dropout_p, seed, q_BHTD.device)  # last: it may draw
     spans = zip(zip(queries, queries[1:], strict=False), zip(keys, keys[1:], strict=False), strict=True)
     return Call(scale, dropout_p, seed, tuple(
-        Sequence(rows, cols, Band.of(rows[1] - rows[0], cols[1] - cols[0], causal, window)) for rows, cols in spans))
+        Sequence(rows, cols, Band.of(rows[1] - rows[0], cols[1] - cols[0], causal, window)) for rows, cols in spans),
+        score, sequences is not None)
 
 
-def check_tensors(q_BHTD, k_BGSD, v_BGSD):
+def check_tensors(q_BHTD, k_BGSD, v_BGSV):
     """Check ranks, shapes, dtypes and devices of q, k and v."""
-    named = {"q": q_BHTD, "k": k_BGSD, "v": v_BGSD}
+    named = {"q": q_BHTD, "k": k_BGSD, "v": v_BGSV}
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected a tensor (batch, heads, sequence, "
@@ -73,15 +83,17 @@ def check_tensors(q_BHTD, k_BGSD, v_BGSD):
             listed = ", ".join(f"{name} {value}" for name, value in values.items())
             raise ValueError(f"several {what}s: {listed}; expected one, cast with .to(…)")
     (B, H, _, D), (Bk, G, _, Dk) = q_BHTD.shape, k_BGSD.shape
-    if k_BGSD.shape != v_BGSD.shape:
-        raise ValueError(f"k of shape {tuple(k_BGSD.shape)} and v of shape {tuple(v_BGSD.shape)}: expected the same")
+    if k_BGSD.shape[:3] != v_BGSV.shape[:3]:
+        raise ValueError(f"k of shape {tuple(k_BGSD.shape)} and v of shape {tuple(v_BGSV.shape)}: expected the same, "
+                         "but for the last dimension")
     if (B, D) != (Bk, Dk):
         raise ValueError(f"q of shape {tuple(q_BHTD.shape)} and k of shape {tuple(k_BGSD.shape)}: batch (first) and "
                          "head_dim (last) must be the same")
     if H % G:
         raise ValueError(f"{H} query heads and {G} key heads: expected a number of key heads that divides {H}")
-    if D > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim={D}: expected 1 to {MAX_HEAD_DIM}; use more heads that are smaller")
+    for what, dim in (("head_dim", D), ("head_dim of v", v_BGSV.shape[-1])):
+        if dim > MAX_HEAD_DIM:
+            raise ValueError(f"{what}={dim}: expected 1 to {MAX_HEAD_DIM}; use more heads that are smaller")
 
 
 def check_mask(causal, window):
@@ -131,15 +143,44 @@ def check_dropout(dropout_p, seed, device):
     return torch.randint(0, 2**63 - 1, (), device=device) if seed is None else seed
 
 
-def check_cu_seqlens(name, cu_seqlens, total, batch):
-    """Return `cu_seqlens` as a list of ints: 0, then where each sequence ends, the last one at `total`."""
+def check_score(score, sinks, q_BHTD, k_BGSD, causal, sequences):
+    """Return `score` as one ScoreHook or None, checked against the call, and so are `sinks`."""
+    score = hook_of(score)
+    if score is not None:
+        score.check(q_BHTD, k_BGSD, causal, sequences)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (q_BHTD.shape[1],), "one logit for each query head", q_BHTD.device)
+    return score
+
+
+def check_max_seqlens(max_seqlen, max_seqlen_k, cu_seqlens):
+    """Return (max_seqlen, max_seqlen_k), by default the same; they belong to cu_seqlens."""
+    for name, value in (("max_seqlen", max_seqlen), ("max_seqlen_k", max_seqlen_k)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r}: expected an int of at least 1, the length of the longest sequence")
+        if value is not None and cu_seqlens is None:
+            raise ValueError(f"{name}={value} without cu_seqlens: expected both or neither")
+    if max_seqlen is None and max_seqlen_k is not None:
+        raise ValueError(f"max_seqlen_k={max_seqlen_k} without max_seqlen: expected max_seqlen, and max_seqlen_k if "
+                         "the keys' differs")
+    return max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k
+
+
+def check_packing(name, cu_seqlens, batch):
+    """Check what can be checked of packed sequences without the values of a tensor."""
     if batch != 1:
         raise ValueError(f"{name} with a batch of {batch}: expected sequences packed one after the other in a batch of "
                          "1")
+    if isinstance(cu_seqlens, torch.Tensor) and (cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1):
+        raise ValueError(f"{name} of shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}: expected one dimension, "
+                         "int32; .to(torch.int32) casts it")
+
+
+def check_cu_seqlens(name, cu_seqlens, total, batch, longest=None):
+    """Return `cu_seqlens` as a list of ints: 0, then where each sequence ends, the last one at `total`. No sequence is
+    longer than `longest`, if given."""
+    check_packing(name, cu_seqlens, batch)
     if isinstance(cu_seqlens, torch.Tensor):
-        if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
-            raise ValueError(f"{name} of shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}: expected one dimension, "
-                             "int32; .to(torch.int32) casts it")
         ends = cu_seqlens.tolist()  # on CUDA this waits for the device; a list does not
     elif isinstance(cu_seqlens, (list, tuple)) and all(type(end) is int for end in cu_seqlens):
         ends = list(cu_seqlens)
@@ -152,6 +193,10 @@ def check_cu_seqlens(name, cu_seqlens, total, batch):
     if any(later < earlier for earlier, later in zip(ends, ends[1:], strict=False)):
         raise ValueError(f"{name}={_short(ends)} decreases: expected the sequences' ends in order, as in "
                          "lengths.cumsum(0)")
+    lengths = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+    if longest is not None and max(lengths) > longest:
+        raise ValueError(f"{name.replace('cu', 'max').replace('seqlens', 'seqlen')}={longest}: a sequence has "
+                         f"{max(lengths)} tokens, expected none longer")
     return ends
 
 
@@ -166,11 +211,11 @@ def without_autocast(device):
     return torch.autocast(device.type, enabled=False)
 
 
-def empty_outputs(q_BHTD):
-    """Allocate (out_BHTD, lse2_BHT). In memory out is (B, T, H, D): the model that joins its heads next needs no copy,
-    which autograd would keep."""
+def empty_outputs(q_BHTD, V=None):
+    """Allocate (out_BHTV, lse2_BHT); V: head_dim of v, by default D. In memory out is (B, T, H, V): the model that
+    joins its heads next needs no copy, which autograd would keep."""
     B, H, T, D = q_BHTD.shape
-    return q_BHTD.new_empty(B, T, H, D).transpose(1, 2), q_BHTD.new_empty((B, H, T), dtype=torch.float32)
+    return q_BHTD.new_empty(B, T, H, V or D).transpose(1, 2), q_BHTD.new_empty((B, H, T), dtype=torch.float32)
 
 
 def refuse_second_derivative(name):

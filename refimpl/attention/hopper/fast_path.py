@@ -72,7 +72,8 @@ def module_of(kernel):
 
 def takes(kernel, q_BHTD, k_BGSD, v_BGSD, problem):
     """Say whether a fast kernel can compute this call."""
-    return problem.packed is None and problem.dropout is None and module_of(kernel).suits(q_BHTD, k_BGSD, v_BGSD)
+    plain = all(x is None for x in (problem.packed, problem.dropout, problem.score.any, problem.sinks))
+    return plain and q_BHTD.shape[-1] == v_BGSD.shape[-1] and module_of(kernel).suits(q_BHTD, k_BGSD, v_BGSD)
 
 
 def check_suits(kernel, q_BHTD, k_BGSD, v_BGSD, problem):
@@ -82,7 +83,8 @@ def check_suits(kernel, q_BHTD, k_BGSD, v_BGSD, problem):
                          f"{q_BHTD.dtype} on {q_BHTD.device}, {'with' if problem.dropout else 'no'} dropout, "
                          f"{'packed' if problem.packed else 'not packed'}: expected float16 or bfloat16 on a GPU of "
                          "compute capability 9.0, base and strides of multiples of 16 bytes, no dropout, not packed, "
-                         f"and what refimpl.attention.hopper.{MODULES[kernel]}.suits says; kernel='auto' takes every "
+                         "no score hooks or sinks, v of the same head_dim, and what "
+                         f"refimpl.attention.hopper.{MODULES[kernel]}.suits says; kernel='auto' takes every "
                          "call")
 
 

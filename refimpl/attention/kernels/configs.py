@@ -10,7 +10,8 @@ there is, and few spill: of 135 variants two in Triton 3.7 (8 and 16 bytes), one
 What the compiler showed for an H100: the forward at D = 128 spills with 4 warps; dK and dV, two accumulators, need
 fewer queries than keys in a tile (at D = 128, 64 of them spill 64 to 240 bytes in Triton 3.6, 32 none). A mask of
 dropout takes registers, too: then the tile that the loop passes over is half as long, and still the matrix products of
-the forward and of dQ wait for one another (ptxas' remark C7515).
+the forward and of dQ wait for one another (ptxas' remark C7515). Hooks on scores fit into the tiles as they are: with
+one of each kind nothing spills (refimpl/bench/compiler/scores.py), though documents take up to 255 registers.
 """
 
 from typing import NamedTuple
@@ -46,11 +47,12 @@ DELTA = Config(32, 0, 4, 1)  # no keys, no loop
 INTERPRETED = Config(64, 64, 4, 1)
 
 
-def config_for(kernel, q_BHTD, dropout=False):
-    """Return the Config of one of KERNELS for queries like these."""
+def config_for(kernel, q_BHTD, v_BGSV, problem):
+    """Return the Config of one of KERNELS for queries and values like these, and what a `Problem` has beside them."""
     if q_BHTD.device.type == "cpu":
         return INTERPRETED
-    return look_up(kernel, chip_of(q_BHTD.device), q_BHTD.dtype.itemsize, q_BHTD.shape[-1], dropout)
+    D = max(q_BHTD.shape[-1], v_BGSV.shape[-1])
+    return look_up(kernel, chip_of(q_BHTD.device), q_BHTD.dtype.itemsize, D, problem.dropout is not None)
 
 
 def chip_of(device):
@@ -59,7 +61,7 @@ def chip_of(device):
 
 
 def look_up(kernel, chip, itemsize, D, dropout=False):
-    """Return the Config for a head_dim of D and elements of `itemsize` bytes."""
+    """Return the Config for a head_dim of D (the larger one of q's and v's) and elements of `itemsize` bytes."""
     bound = next(bound for bound in (64, 128, 256) if D <= bound)
     row = TABLE.get((chip, itemsize, bound)) or TABLE["any", itemsize, bound]
     config = row[KERNELS.index(kernel)]

@@ -5,19 +5,21 @@ which gives the shapes and strides of its results without computing them, and th
 The backward is two operators: what an operator allocates inside is not seen, and Δ, 4 bytes a row, is in memory while
 dQ, dK and dV are computed.
 
-    refimpl::attention_forward     q, k, v → out, lse2                      kept for backward: q, k, v, out, lse2
+    refimpl::attention_forward     q, k, v, sinks → out, lse2               kept for backward: all of these
     refimpl::attention_delta       out, dO, d_lse2 → Δ
     refimpl::attention_backward    dO, q, k, v, lse2, Δ → dq, dk, dv
 
 The kernels' modules are imported at the first launch: Triton decides when it is imported whether it interprets.
 """
 
+import math
 from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
 from ..call.arguments import empty_outputs, refuse_second_derivative
+from ..scores import sink_gradient
 
 LIBRARY = "refimpl"
 MAX_STRIDE = 2**23  # elements, of rows and columns: a kernel addresses a tile of up to 256 of each in 32 bits
@@ -49,19 +51,22 @@ def check_interpreter(q):
 @torch.library.custom_op(f"{LIBRARY}::attention_forward", mutates_args=())
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None,
                       dropout_p: float, seed: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
-                      longest: int, longest_k: int, kernel: str = "auto") -> tuple[Tensor, Tensor]:
-    """Return (out_BHTD, lse2_BHT), laid out by `empty_outputs`; lse2 is the base-2 logsumexp of each row, fp32."""
+                      longest: int, longest_k: int, kernel: str = "auto", sinks: Tensor | None = None,
+                      softcap: float | None = None, slopes: Tensor | None = None, documents: Tensor | None = None,
+                      prefix: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (out_BHTV, lse2_BHT), laid out by `empty_outputs`; lse2 is the base-2 logsumexp of each row, fp32."""
     from ..hopper.fast_path import forward
-    from .tile import Problem
+    from .tile import Problem, Score
 
     check_interpreter(q)
-    problem = Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k)
+    problem = Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k,
+                         Score.of(softcap, slopes, documents, prefix), sinks)
     return forward(q, k, v, problem, causal, window, kernel)
 
 
 @attention_forward.register_fake
 def _(q, k, v, *rest):
-    return empty_outputs(q)
+    return empty_outputs(q, v.shape[-1])
 
 
 @torch.library.custom_op(f"{LIBRARY}::attention_delta", mutates_args=())
@@ -81,13 +86,15 @@ def _(out, d_out, d_lse2):
 def attention_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, scale: float,
                        causal: bool, window: int | None, dropout_p: float, seed: Tensor | None,
                        cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int,
-                       ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq_BHTD, dk_BGSD, dv_BGSD), with the memory layout of q, k and v."""
+                       softcap: float | None = None, slopes: Tensor | None = None, documents: Tensor | None = None,
+                       prefix: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq_BHTD, dk_BGSD, dv_BGSV), with the memory layout of q, k and v."""
     from ..triton_backward import backward
-    from .tile import Problem
+    from .tile import Problem, Score
 
     return backward(d_out, q, k, v, lse2, delta, Problem.of(
-        q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k))
+        q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k,
+        Score.of(softcap, slopes, documents, prefix)))
 
 
 @attention_backward.register_fake
@@ -96,19 +103,22 @@ def _(d_out, q, k, v, *rest):
 
 
 def _keep(ctx, inputs, output):
-    q, k, v, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, *longest, _ = inputs
+    q, k, v, *options, _, sinks, softcap, slopes, documents, prefix = inputs
+    scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, *longest = options
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, seed, cu_seqlens, cu_seqlens_k)
-    ctx.options, ctx.longest = (scale, causal, window, dropout_p), longest
+    ctx.save_for_backward(q, k, v, *output, sinks, seed, cu_seqlens, cu_seqlens_k, slopes, documents, prefix)
+    ctx.options, ctx.longest, ctx.softcap = (scale, causal, window, dropout_p), longest, softcap
 
 
 def _differentiate(ctx, d_out, d_lse2):
-    q, k, v, out, lse2, *rest = ctx.saved_tensors
+    q, k, v, out, lse2, sinks, seed, cu_seqlens, cu_seqlens_k, *score = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
     if max(d_out.stride()[2:]) >= MAX_STRIDE:
         d_out = d_out.contiguous()
     delta = attention_delta(out, d_out, d_lse2)
-    return *attention_backward(d_out, q, k, v, lse2, delta, *ctx.options, *rest, *ctx.longest), *[None] * 10
+    d_sinks = None if sinks is None else sink_gradient(sinks, lse2 * math.log(2), delta).to(sinks.dtype)
+    return *attention_backward(d_out, q, k, v, lse2, delta, *ctx.options, seed, cu_seqlens, cu_seqlens_k, *ctx.longest,
+                               ctx.softcap, *score), *[None] * 10, d_sinks, *[None] * 4
 
 
 def _refuse(ctx, *gradients):

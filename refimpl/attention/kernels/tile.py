@@ -49,6 +49,24 @@ class Dropout(NamedTuple):
     scale: float  # 1 / (1 − p)
 
 
+class Score(NamedTuple):
+    """The hooks of a call, each None if it has none. (Triton 3.6 cannot ask whether a tuple with a None in it is
+    None.)"""
+
+    any: int | None = None  # 1 if there is a hook
+    softcap: float | None = None
+    slopes: torch.Tensor | None = None  # (H,)
+    documents: torch.Tensor | None = None  # (B, S) ints
+    keys: int | None = None  # S of `documents`
+    prefix: torch.Tensor | None = None  # (sequences,) ints
+
+    @classmethod
+    def of(cls, softcap, slopes, documents, prefix):
+        """Make a Score of an operator's arguments."""
+        some = any(x is not None for x in (softcap, slopes, documents, prefix)) or None
+        return cls(some and 1, softcap, slopes, documents, None if documents is None else documents.shape[1], prefix)
+
+
 class Problem(NamedTuple):
     """What the kernels are to compute, besides the tensors."""
 
@@ -57,9 +75,12 @@ class Problem(NamedTuple):
     packed: Packed | None
     count: int  # of sequences: the batch, if not packed
     dropout: Dropout | None
+    score: Score = Score()
+    sinks: torch.Tensor | None = None  # (H,)
 
     @classmethod
-    def of(cls, q_BHTD, k_BGSD, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k):
+    def of(cls, q_BHTD, k_BGSD, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k,
+           score=None, sinks=None):
         """Make a Problem from the arguments of an attention; `cu_seqlens` are int32 tensors, or None: then `longest` is
         not read."""
         dropout = None if seed is None else Dropout(seed, int(dropout_p * 2**32), 1 / (1 - dropout_p))
@@ -71,12 +92,14 @@ class Problem(NamedTuple):
         if window is not None:  # a window far larger than the sequence would overflow 32 bits
             most = max(band.T, band.S)
             band = band._replace(left=min(band.left, most), right=min(band.right, most))
-        return cls(scale, band, packed, count, dropout)
+        return cls(scale, band, packed, count, dropout, Score() if score is None else score, sinks)
 
-    def arguments(self, H, G, D):
+    def arguments(self, q_BHTD, v_BGSV):
         """Return what every kernel is launched with besides its tensors and its tile."""
+        (_, H, _, D), (G, V) = q_BHTD.shape, (v_BGSV.shape[1], v_BGSV.shape[3])
         return {"packed": self.packed, "band": self.band, "heads": H, "group": H // G, "scale": self.scale,
-                "dropout": self.dropout, "D": D, "BLOCK_D": padded(D)}
+                "dropout": self.dropout, "score": self.score, "D": D, "BLOCK_D": padded(D), "V": V,
+                "BLOCK_V": padded(V)}
 
 
 class Launch(NamedTuple):

@@ -5,6 +5,7 @@ reference tells when it is freed. Views and tied weights share a storage and cou
 and returns inside one operation is not seen; see `memory.measure` for that.
 """
 
+import functools
 import threading
 import time
 import weakref
@@ -16,8 +17,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ledger import category_name
-from ..trace import START, Op, StorageRecord, Trace
+from ..records import START, Op, StorageRecord
+from ..trace import Trace
 from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
+from .lines import Lines
 from .taking import may_take, note_of, takes_workspace
 from .tensors import PLAIN, dense_parts
 
@@ -62,6 +65,12 @@ def _facts_of(func):
     return facts
 
 
+@functools.cache
+def dtype_named(dtype):
+    """Return a type's name, `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 class _StorageRef(weakref.ref):
     __slots__ = ("key",)
 
@@ -85,6 +94,7 @@ class StorageMode(Trace, TorchDispatchMode):
         self._packing = 0  # deeper than 0: what is born is a technique's own copy
         self._under_fake_mode = True
         self._lock = threading.RLock()  # autograd has threads of its own on CUDA
+        self._program = Lines()  # where it runs
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
@@ -126,7 +136,10 @@ class StorageMode(Trace, TorchDispatchMode):
         with self._lock:
             op = Op(name, *self._where(), time.time_ns())
             self.ops.append(op)
+            self._line = None
             self._see((outputs,), op)
+            if self._line is None and self._program.made_a_node():
+                self._program.now()
 
     def _see(self, items, op=None):
         """Register each storage in `items` that is new: born by `op`, or older than the context if there is none."""
@@ -140,7 +153,7 @@ class StorageMode(Trace, TorchDispatchMode):
                     entry = self._alive.get(storage._cdata)
                     if entry is None:
                         if not tensor._is_zerotensor():  # a forward derivative's: it has no memory
-                            self._register(storage, tensor.device, op)
+                            self._register(storage, tensor, op)
                     elif op is not None:
                         self._update_size(entry[0], storage.nbytes())
             elif isinstance(item, (tuple, list)):
@@ -148,24 +161,34 @@ class StorageMode(Trace, TorchDispatchMode):
             elif isinstance(item, dict):
                 self._see(item.values(), op)
 
-    def _register(self, storage, device, op=None, nbytes=None):
+    def _register(self, storage, tensor=None, op=None, nbytes=None):
         """A new line in the register. Returns the record, or None for a meta tensor, which holds nothing."""
+        device = storage.device if tensor is None else tensor.device
         if device.type == "meta" or (storage.device.type == "meta" and not self._under_fake_mode):
             return None  # a fake tensor's storage is on meta: a dry run inside takes nothing either
         if device.type == "cuda" and not torch.cuda.is_available():  # fake, and autograd would end the process
             raise ValueError(f"tensors on {device} need a GPU, in a dry run too (none of its memory): use the CPU")
         with self._lock:
             index, nbytes = len(self.records), storage.nbytes() if nbytes is None else nbytes
-            name, phase, module, _ = op or (START, "forward", "", 0)
-            born = len(self.ops) - 1 if op else -1
-            record = StorageRecord(str(device), name, phase, module, born, nbytes, mark=mark_of(storage),
-                                   packed=self._packing > 0)
+            record = self._recorded(str(device), nbytes, op)
+            record.mark, record.packed = mark_of(storage), self._packing > 0
+            if tensor is not None:
+                record.shape, record.dtype = tuple(tensor.shape), dtype_named(tensor.dtype)
             reference = _StorageRef(storage, self._freed)
             reference.key = storage._cdata
             self.records.append(record)
-            self.events.append((born, index, nbytes))
+            self.events.append((record.born, index, nbytes))
             self._alive[reference.key] = index, reference
             return record
+
+    def _recorded(self, device, nbytes, op):
+        """The record of a storage that `op` made, the operation noted last; or that is older than the context."""
+        if op is None:
+            return StorageRecord(device, START, "forward", "", -1, nbytes)
+        if self._line is None:
+            self._line = self._program.now()
+        line, source = self._line
+        return StorageRecord(device, op.name, op.phase, op.module, len(self.ops) - 1, nbytes, line=line, source=source)
 
     def _freed(self, reference):
         index, _ = self._alive.pop(reference.key, (None, None))
@@ -189,7 +212,7 @@ class StorageMode(Trace, TorchDispatchMode):
         for dense in () if is_lazy(tensor) or tensor._is_zerotensor() else dense_parts(tensor):
             storage = dense.untyped_storage()
             entry = self._alive.get(storage._cdata)
-            record = self.records[entry[0]] if entry else self._register(storage, dense.device)
+            record = self.records[entry[0]] if entry else self._register(storage, dense)
             if record is not None:
                 found.append(record)
         return found
@@ -207,7 +230,7 @@ class StorageMode(Trace, TorchDispatchMode):
     def resized(self, storage, before):
         """Note that `untyped_storage().resize_` was called on a storage that had `before` bytes."""
         if storage._cdata not in self._alive:
-            self._register(storage, storage.device, nbytes=before)
+            self._register(storage, nbytes=before)
         if storage._cdata in self._alive:
             self._record("resize_", ())
             self._update_size(self._alive[storage._cdata][0], storage.nbytes())

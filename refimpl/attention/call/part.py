@@ -1,0 +1,83 @@
+"""One sequence of a call, as attention in tiles sees it: which tiles there are, and what is masked, dropped or changed
+by a hook in one of them.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..scores import places
+from .band import tiles
+from .philox import dropped, runs_of
+
+
+class Part(NamedTuple):
+    """Describes one sequence of a call: its heads, and which weights of a tile are masked or dropped."""
+
+    call: object
+    index: int
+    heads: tuple  # (B, H, G)
+    device: torch.device
+
+    @classmethod
+    def of(cls, call, q_BHTD, k_BGSD):
+        """Return the parts of a call."""
+        heads = (*q_BHTD.shape[:2], k_BGSD.shape[1])
+        return [cls(call, index, heads, q_BHTD.device) for index in range(len(call.sequences))]
+
+    @property
+    def sequence(self):
+        """Return where the part lies, and its band."""
+        return self.call.sequences[self.index]
+
+    def tiles(self, sizes, is_new):
+        """Yield (rows, [keys, …]) of the tiles that are to be computed: those of which `is_new(shape)` is True."""
+        band = self.sequence.band
+        for rows in tiles((band.fully_masked, band.T), sizes[0]):
+            spans = [keys for keys in tiles(band.keys_seen(rows), sizes[1]) if is_new((
+                rows[1] - rows[0], keys[1] - keys[0], band.all_seen(rows, keys), runs_of(keys), band.left, band.right))]
+            if spans:
+                yield rows, spans
+
+    def cut(self, by_query, by_key):
+        """Return views of the sequence's own rows of tensors (B, H, T, …) and (B, G, S, …)."""
+        queries, keys, _ = self.sequence
+        return [x[:, :, slice(*queries)] for x in by_query] + [x[:, :, slice(*keys)] for x in by_key]
+
+    def fill_masked(self, tile_BGRS, rows, keys, value):
+        """Write `value` where a row does not see a key. Returns the tile, (B, G, H/G · rows, keys)."""
+        mask_TS = self.sequence.band.mask(rows, keys, self.device)
+        if mask_TS is not None:
+            tile_BGRS.unflatten(2, (-1, len(mask_TS))).masked_fill_(mask_TS, value)
+        return tile_BGRS
+
+    def by_hook(self, function, s_BGRS, rows, keys):
+        """Return `function` of the scores of a tile, a hook's forward or derivative; (B, G, H/G · rows, keys)."""
+        (B, H, _), columns = self.heads, s_BGRS.shape[-1]
+        s_BHTS = s_BGRS.view(B, H, -1, columns)
+        found = function(s_BHTS, *places(self.call, self.index, rows, keys, (B, H), self.device))
+        return found.expand_as(s_BHTS).reshape(s_BGRS.shape) if isinstance(found, torch.Tensor) else found
+
+    def dropped(self, rows, keys):
+        """Return the tile of the dropout mask, (B, G, H/G · rows, keys); None without dropout."""
+        (B, H, G), call = self.heads, self.call
+        if call.seed is None:
+            return None
+        rows, keys = ([self.sequence[i][0] + x for x in span] for i, span in enumerate((rows, keys)))
+        dropped_BHTS = dropped(call.seed, call.dropout_p, B, H, rows, keys, self.device)
+        return dropped_BHTS.unflatten(1, (G, -1)).flatten(2, 3)
+
+
+def load(x_BHTD, span, groups):
+    """Copy the rows `span` = (first, end) into a contiguous tile of wide dtype, (B, G, H/G · rows, D).
+
+    The heads of a group become rows of one matrix. A kernel would load such a tile into on-chip memory.
+    """
+    tile, wide = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1)), torch.promote_types(x_BHTD.dtype, torch.float32)
+    return tile.to(wide, memory_format=torch.contiguous_format, copy=True).flatten(2, 3)
+
+
+def store(x_BHTD, span, tile_BGRD, groups):
+    """Copy a tile back, rounded to x's dtype."""
+    place = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1))
+    place.copy_(tile_BGRD.view(place.shape))

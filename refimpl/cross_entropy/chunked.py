@@ -1,0 +1,211 @@
+"""The head's loss without its logits: hidden states times weight, softmax and cross-entropy, some tokens at a time.
+
+The logits of N tokens and a vocabulary of V are N · V numbers, and their gradient as many. Nobody reads them but the
+loss. A chunk of R tokens has all that its own loss and gradient need, so both are computed at once, in forward:
+
+    for each chunk of R rows:   z = h Wᵀ + b                  (R, V), the same memory for every chunk
+                                loss += Σ loss(z, t)           z becomes its gradient g, in place (see `rows`)
+                                dh = g W     dW += gᵀ h     db += Σ g
+    in backward:                dh, dW and db, times the gradient of the loss
+
+This is as many matrix products as with the logits, three. Computing the chunks again in backward would take four, and
+have the same peak: dh and dW are as large there, and all of the model's activations are still kept.
+
+"Liger Kernel" (Hsu et al. 2024), section 3.2, computes gradients in forward; "Cut Your Losses in Large-Vocabulary
+Language Models" (Wijmans et al. 2024) has no chunks of logits at all (see `triton_forward`).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .call import check_call, flat, refuse_second_derivative
+from .rows import Columns, Terms, part_factors, row_losses
+
+
+@torch._disable_dynamo
+def chunked_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bias=None, reduction="mean", *,
+                                 label_smoothing=0.0, z_loss=0.0, softcap=None, chunk_size=None, comm=None,
+                                 vocabulary=None):
+    """Return `F.cross_entropy((hidden @ weight.T + bias).float(), targets, …)`, a scalar in fp32, without the logits.
+
+    - `hidden` (…, C), `weight` (V, C), `bias` (V,) or None: in fp64, fp32, bf16 or fp16, all the same. Under autocast
+      hidden and weight are cast to its dtype. The loss is computed in fp32 (fp64 for fp64).
+    - `targets` (…): ids in int64 or int32; rows whose target is `ignore_index` do not count.
+    - `reduction`: "mean" divides by the number of rows that count, "sum" does not. Where no row counts the loss is 0
+      and all gradients are 0; torch's mean is NaN there.
+    - `label_smoothing` ε, `z_loss` λ, `softcap`: terms of the loss (see `rows`). Both ε and λ are averaged, too.
+    - `chunk_size`: rows at a time; by default `default_chunk_size`. The last chunk may be shorter.
+    - `comm`, `vocabulary`: a Communicator whose ranks split the vocabulary, and its whole size V. Then `weight` and
+      `bias` are rows rank·V//n … (rank+1)·V//n − 1; hidden and targets are the same on all ranks, and so are the loss
+      and the gradient of hidden. Each chunk has two all_reduces of a few numbers per row; backward sends nothing.
+
+    The weight's gradient is summed in fp32 and rounded once, to the weight's dtype. `chunked_cross_entropy_bytes` gives
+    the bytes. Gradients are computed in forward if grad mode is on and an input requires them.
+
+    Raises ValueError for shapes and options, TypeError for dtypes, IndexError on a CPU for a target outside 0 … V − 1
+    (on a GPU an assertion fails), CollectiveMismatch if ranks have different targets, and RuntimeError for
+    `create_graph=True` or a second backward.
+    """
+    loss, _ = multi_token_cross_entropy([hidden], weight, [targets], None, ignore_index, bias, reduction,
+                                        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+                                        chunk_size=chunk_size, comm=comm, vocabulary=vocabulary)
+    return loss
+
+
+@torch._disable_dynamo
+def multi_token_cross_entropy(hiddens, weight, targets, scales=None, ignore_index=-100, bias=None, reduction="mean", *,
+                              label_smoothing=0.0, z_loss=0.0, softcap=None, chunk_size=None, comm=None,
+                              vocabulary=None):
+    """Return (Σ_k scales[k] · loss_k, losses (K,) without a graph): K losses of one head, with one gradient of W.
+
+    Multi-token prediction has one hidden state for each token ahead: `hiddens`, K tensors (…, C), and `targets`, K
+    tensors. K calls of `chunked_linear_cross_entropy` would hold K gradients of the weight, V · C each in fp32; here
+    there is one. `scales`: K numbers, by default 1 each. Options, errors and the rest are those of
+    `chunked_linear_cross_entropy`; each mean is over its own targets.
+
+    "Better & Faster Large Language Models via Multi-token Prediction" (Gloeckle et al. 2024), section 2.
+    """
+    scales = [1.0] * len(hiddens) if scales is None else [float(scale) for scale in scales]
+    terms, columns = Terms(ignore_index, label_smoothing, z_loss, softcap), Columns.of(comm, len(weight), vocabulary)
+    hiddens = check_call(hiddens, weight, targets, scales, bias, reduction, chunk_size, terms, columns)
+    targets = [flat(each) for each in targets]
+    N = max(map(len, targets))
+    rows = max(1, min(N, chunk_size or default_chunk_size(N, *weight.shape)))
+    given = (*hiddens, weight) if bias is None else (*hiddens, weight, bias)
+    needed = [torch.is_grad_enabled() and each.requires_grad for each in given]
+    plan = _Plan(targets, tuple(scales), reduction, terms, columns, rows, needed)
+    return _Loss.apply(plan, *given)
+
+
+def default_chunk_size(N, V, C):
+    """Return how many of N rows are computed at a time: as many as make the logits of a chunk as large as the hidden
+    states of all rows, N·C/V, rounded up to a power of two, and at least 256. Products of fewer rows are slow."""
+    return max(1, min(N, max(256, 2 ** max(0, (N * C - 1) // V).bit_length())))
+
+
+class _Plan(NamedTuple):
+    """What the loss is given besides tensors that may have gradients."""
+
+    targets: list
+    scales: tuple
+    reduction: str
+    terms: Terms
+    columns: Columns
+    rows: int
+    needed: list  # of each tensor given: whether its gradient is
+
+
+class _Gradients:
+    """Hold what forward computes for backward: dh of each part in its dtype, dW and db in fp32; None where not needed.
+
+    `wide`: fp32, or fp64 for fp64.
+    """
+
+    def __init__(self, given, K, needed, wide):
+        totals = [torch.zeros_like(x, dtype=wide) if need else None
+                  for x, need in zip(given[K:], needed[K:], strict=True)]
+        self.weight, self.bias = totals if len(totals) == 2 else (*totals, None)
+        self.hiddens = [torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+                        for x, need in zip(given[:K], needed[:K], strict=True)]
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan, *given):
+        with torch.autocast(given[0].device.type, enabled=False):
+            return _Loss._forward(ctx, plan, *given)
+
+    @staticmethod
+    def _forward(ctx, plan, *given):
+        K = len(plan.targets)
+        hiddens, weight, bias = given[:K], given[K].to(given[0].dtype), given[K + 1] if len(given) > K + 1 else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        factors, ctx.power = part_factors(plan.targets, plan.scales, plan.reduction, plan.terms.ignore_index, wide)
+        found = _Gradients(given, K, plan.needed, wide) if any(plan.needed) else None
+        losses = torch.zeros(K, dtype=wide, device=weight.device)
+        buffers = _Buffers(plan.rows, weight, wide)
+        for k, (hidden, targets) in enumerate(zip(hiddens, plan.targets, strict=True)):
+            for first in range(0, len(hidden), plan.rows):
+                at = slice(first, first + plan.rows)
+                dh = None if found is None or found.hiddens[k] is None else found.hiddens[k][at]
+                losses[k].add_(_chunk(hidden[at], weight, bias, targets[at], factors[k], plan, buffers, found, dh))
+        del buffers
+        if found is not None and plan.columns.comm is not None:
+            for dh in found.hiddens:
+                if dh is not None:
+                    plan.columns.comm.all_reduce(dh, out=dh, label="gradient of hidden")
+        ctx.found, ctx.dtypes, ctx.rows = found, [x.dtype for x in given], plan.rows
+        losses.mul_(ctx.power)
+        total = losses.sum()
+        if any(scale != 1 for scale in plan.scales):  # the losses apart are those without their scales
+            losses.div_(torch.tensor(plan.scales, dtype=wide, device=losses.device))
+        ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)
+        return total, losses
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        refuse_second_derivative()
+        found, ctx.found = ctx.found, None
+        if found is None:
+            raise RuntimeError("backward a second time through a chunked cross-entropy: its gradients were computed in "
+                               "forward and handed over in the first backward. Compute the loss again")
+        scale = ctx.power.mul_(gradient)
+        results = [_scaled(dh, scale, dtype, ctx.rows) for dh, dtype in zip(found.hiddens, ctx.dtypes, strict=False)]
+        totals = [found.weight, found.bias][: len(ctx.dtypes) - len(results)]
+        del found
+        while totals:
+            results.append(_scaled(totals.pop(0), scale, ctx.dtypes[len(results)], ctx.rows))
+        return None, *results
+
+
+class _Buffers:
+    """Memory for a chunk's logits: (R, V) in fp32 and, for 16-bit inputs, (R, V) in their dtype."""
+
+    def __init__(self, rows, weight, wide):
+        self.wide = weight.new_empty((rows, len(weight)), dtype=wide)
+        self.narrow = self.wide if weight.dtype == wide else weight.new_empty((rows, len(weight)))
+
+
+def _chunk(h_RC, weight_VC, bias_V, targets_R, factor, plan, buffers, found, dh_RC):
+    """Return the sum of the losses of a chunk; add its gradients to `found`, and write those of its rows to dh_RC."""
+    z_RV, narrow_RV = buffers.wide[: len(h_RC)], buffers.narrow[: len(h_RC)]
+    torch.mm(h_RC, weight_VC.T, out=narrow_RV)
+    if narrow_RV.dtype != z_RV.dtype:
+        z_RV.copy_(narrow_RV)
+    if bias_V is not None:
+        z_RV.add_(bias_V)
+    loss_R = row_losses(z_RV, targets_R, plan.terms, plan.columns, factor, found is not None)
+    if found is None:
+        return loss_R.sum()
+    if found.bias is not None:
+        found.bias.add_(z_RV.sum(0))
+    if narrow_RV.dtype != z_RV.dtype and (dh_RC is not None or z_RV.is_cuda):
+        narrow_RV.copy_(z_RV)
+    if dh_RC is not None:
+        torch.mm(narrow_RV, weight_VC, out=dh_RC)
+    if found.weight is not None:
+        _add_product(found.weight, z_RV, narrow_RV, h_RC)
+    return loss_R.sum()
+
+
+def _add_product(total_VC, z_RV, narrow_RV, h_RC):
+    """Add zᵀ h to a sum in fp32. A GPU multiplies 16-bit matrices into fp32; a CPU's product is of 32-bit matrices."""
+    if h_RC.dtype != total_VC.dtype and h_RC.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total_VC, narrow_RV.T, h_RC, total_VC.dtype, out=total_VC)
+    else:
+        total_VC.addmm_(z_RV.T, h_RC.to(total_VC.dtype))
+
+
+def _scaled(x, scale, dtype, rows):
+    """Return x · scale in `dtype`: in place where that is x's own, else, and for 16 bits, some rows at a time."""
+    if x is None:
+        return None
+    if x.dtype == dtype and x.dtype.itemsize > 2:
+        return x.mul_(scale)
+    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    for first in range(0, len(x), rows):
+        part = x[first : first + rows]
+        out[first : first + rows] = part.mul_(scale) if x is not out else part.float().mul_(scale)
+    return out

@@ -1,0 +1,76 @@
+"""The Triton kernels as PyTorch operators, so that fake tensors, torch.compile and the tracker see them.
+
+A kernel that is just launched is invisible to all of these: they see operators. Each has a fake kernel, which gives the
+shapes of its results without computing them.
+
+    refimpl::head_forward      hidden, weight, bias, targets → (parts, 3, N): logsumexp, target's logit, sum of logits
+    refimpl::head_backward     the same, lse, scale; adds to dh, dW, db in fp32, notes which tiles were used
+
+The kernels' modules are imported at the first launch: Triton decides when it is imported whether it interprets.
+"""
+
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from .configs import config_for
+
+LIBRARY = "refimpl"
+
+
+def check_interpreter(hidden):
+    """Raise ValueError or RuntimeError for what Triton's interpreter gets wrong. Compiled kernels pass."""
+    import triton
+
+    from ..triton_forward import forward_kernel
+
+    if isinstance(forward_kernel, triton.JITFunction):
+        if hidden.device.type == "cpu":
+            raise RuntimeError("Triton's kernels need a GPU, or TRITON_INTERPRET=1 before anything imports Triton; on "
+                               "a CPU use chunked_linear_cross_entropy")
+        return
+    if hidden.dtype == torch.bfloat16:
+        raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an "
+                         "error (seen in 3.6 to 3.9); use float32 or float16 here, bfloat16 on a GPU, or "
+                         "chunked_linear_cross_entropy")
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        raise RuntimeError(f"Triton {version('triton')} under TRITON_INTERPRET=1 fails with numpy {version('numpy')}: "
+                           "pip install 'triton>=3.7' or 'numpy<2.4'")
+
+
+@torch.library.custom_op(f"{LIBRARY}::head_forward", mutates_args=())
+def head_forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int,
+                 label_smoothing: float, z_loss: float, softcap: float, vocabulary: int) -> Tensor:
+    """Return (parts, 3, N) in fp32: logsumexp, the target's logit and the sum of logits of each row, for each part."""
+    from ..triton_forward import forward
+    from .tile import Loss, Shape
+
+    check_interpreter(hidden)
+    return forward(hidden, weight, bias, targets, Shape(*hidden.shape[:1], *weight.shape),
+                   Loss(ignore_index, label_smoothing, z_loss, softcap, vocabulary))
+
+
+@head_forward.register_fake
+def _(hidden, weight, bias, targets, *rest):
+    from ..triton_forward import empty_parts
+
+    return empty_parts(hidden, len(weight), config_for("forward", hidden.device, hidden.dtype))
+
+
+@torch.library.custom_op(f"{LIBRARY}::head_backward", mutates_args=("dh", "dw", "db", "used"))
+def head_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, lse: Tensor, scale: Tensor,
+                  dh: Tensor | None, dw: Tensor | None, db: Tensor | None, used: Tensor | None, ignore_index: int,
+                  label_smoothing: float, z_loss: float, softcap: float, vocabulary: int, skip: float) -> None:
+    """Add to dh, dW and db, in fp32; None where none is asked. `triton_backward.backward` says more."""
+    from ..triton_backward import backward
+    from .tile import Loss, Shape
+
+    backward(hidden, weight, bias, targets, lse, scale, dh, dw, db, used, Shape(*hidden.shape[:1], *weight.shape),
+             Loss(ignore_index, label_smoothing, z_loss, softcap, vocabulary), skip)
+
+
+@head_backward.register_fake
+def _(*given):
+    return None

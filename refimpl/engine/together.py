@@ -1,0 +1,125 @@
+"""Three dimensions together: from a model, a mesh and a few options to an engine. This file is the order.
+
+    1  cuts                  which layers are whose: counted on the whole model, so alike on all ranks
+    2  context_parallel      attention sees the tokens of all ranks of cp
+    3  tensor_parallel       each layer over the ranks of tp
+    4  Division              this rank's stages of pp; what they share is named; the rest of the model goes
+       give_values           only now bytes, if the model is on the meta device: a rank makes its own part
+    5  sequence_parallel     tokens between the split layers, over the ranks of tp
+    6  recompute             each layer of this rank is a region
+    7  a pipeline            messages between stages; ties begin with one value
+    8  ZeRO                  optimizer states over the ranks of dp × cp, norms and checkpoints over all
+
+Each step works on what the one before has left: TP has to see whole layers, recomputation split ones, and a pipeline
+sends the values of ties before ZeRO moves them into buckets.
+
+After "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (Narayanan et al. 2021).
+"""
+
+import copy
+import functools
+
+import torch
+
+from ..checkpointing import recompute as recompute_each
+from ..memory.dry import is_dry
+from ..model import GPT
+from ..parallel import SequenceParallelAttention, context_parallel, tensor_parallel
+from ..parallel.pipeline import PipelineParallelStage
+from ..parallel.pipeline import schedule as schedule_of
+from ..parallel.pipeline.batches import count_targets
+from ..parallel.pipeline.partition import cuts
+from ..parallel.plan import region_of
+from ..parallel.sequence import split_tokens
+from ..zero import DataParallel, Zero1, Zero2, Zero3
+from .division import Division, layers_of
+from .initial import FromFile, FromRandom, give_values, on_meta
+from .refused import check
+from .training import ParallelEngine
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+STAGES = (DataParallel, Zero1, Zero2, Zero3)
+
+
+def together(model, mesh, optimizer=ADAMW, *, zero=1, micro_batches=1, schedule="1f1b", chunks=None, style="parameters",
+             recompute=False, sequence=False, context="ring", loss=None, seed=0, weights=None, **options):
+    """Split `model` over the ranks of a connected mesh; returns a ParallelEngine. All ranks call it.
+
+    - `model`: our GPT, or a decoder of Hugging Face; an nn.Sequential if tp = cp = 1. The same on all ranks. On the
+      meta device, a rank makes its own part alone, from `seed` or a safetensors file `weights`.
+    - `mesh`: `Mesh(tp=2, pp=2, dp=2).connect(comm)`.
+    - `zero`: the stage of ZeRO: 0 to 3, in a pipeline 0 or 1 (`refused`). `options`: further ones of its engine. States
+      are cut over dp × cp, or over shards × cp if the mesh has `shards`.
+    - `micro_batches`: of a step on each rank. `schedule`, `chunks`: a pipeline's order, see `pipeline.schedule`.
+    - `style`: how layers are shared out, see `pipeline.partition`.
+    - `recompute`: keep of each layer its input alone. `sequence`: split tokens between layers over tp, too.
+    - `context`: how attention sees the tokens of cp: "ring", "ulysses" or "gathered".
+    - `loss`: `loss(output, targets)`, for a model that has none of its own.
+
+    With dropout, seed ranks that differ in dp, cp or pp differently, those of tp alike.
+    ValueError and TypeError for what cannot go together, before anything is split.
+    """
+    order = schedule_of(schedule, mesh.pp, micro_batches, chunks)
+    ends = cuts(model, order.stages, style)
+    check(model, mesh, zero, order, ends, sequence, recompute, loss)
+    tp, cp, pp, data = (mesh.get_parallel_group(*axes) for axes in (("tp",), ("cp",), ("pp",), ("dp", "cp")))
+    loss = loss or loss_of(model)
+    values = values_of(model, seed, weights)
+    attention = SequenceParallelAttention(cp, context) if mesh.cp > 1 else None
+    if attention is not None:
+        context_parallel(model, attention)
+    if mesh.tp > 1:
+        tensor_parallel(model, tp, loss_parallel=not isinstance(model, GPT))
+    division = Division(model, ends, order, mesh)
+    del model
+    if values is not None:
+        give_values(division.here, mesh.comm.device, values)
+    if sequence:
+        for stage in division.stages.values():
+            split_tokens(stage, tp, layers_of(stage), last_norm(stage))
+    recomputed = recompute_each(division.layers) if recompute else None
+    if mesh.sizes["replicas"] > 1:
+        options |= {"shards": mesh.get_parallel_group("shards", "cp"), "replicas": mesh.get_parallel_group("replicas")}
+    build = functools.partial(STAGES[zero], division.here, data, optimizer, world=mesh.comm, **options)
+    engine = build() if mesh.pp == 1 else None  # it trains the one stage itself, and reduces during backward
+    pipe = PipelineParallelStage(division.stages if engine is None else {0: engine}, pp, order, loss=loss,
+                                 count=count, total=average_of(data), tied=division.tied)
+    return ParallelEngine(mesh, pipe, engine or build(), attention, recomputed)
+
+
+def loss_of(model):
+    """Return how the last stage's output is scored: None for a GPT, which does so itself."""
+    if isinstance(model, GPT) or not hasattr(type(model), "loss_function"):
+        return None
+    score, vocabulary = functools.partial(getattr, model, "loss_function"), model.config.get_text_config().vocab_size
+    return lambda logits, targets: score()(logits=logits, labels=None, vocab_size=vocabulary, shift_labels=targets)
+
+
+def values_of(model, seed, weights):
+    """Return what gives a model on the meta device its values, before it is split; None for one that has them."""
+    if on_meta(model):
+        made = FromRandom(copy.deepcopy(model), seed)
+        return made if weights is None else FromFile(weights, made)
+    if weights is not None:
+        raise ValueError(f"weights={weights!r} of a model that has values: build it in `with torch.device(\"meta\"):`")
+    return None
+
+
+def last_norm(stage):
+    """Return after which module of a stage all tokens are needed again: its last norm, or its last layer."""
+    return stage.get_submodule(region_of(stage)[1]) if stage.is_last else layers_of(stage)[-1]
+
+
+def average_of(data):
+    """Return a function of this rank's number of targets: that of all ranks of `data`, over their number. Losses that
+    are divided by it, and averaged over these ranks, are the mean over the targets of all."""
+    def average(count):
+        total = data.all_reduce(torch.tensor(float(count), dtype=torch.float64, device=data.device))
+        return count if is_dry(total) else total.item() / data.world_size
+
+    return average if data.world_size > 1 else None
+
+
+def count(targets):
+    """Count the targets of a micro-batch that are not −100; in a dry run all, as they have no values."""
+    return targets.numel() if is_dry(targets) else count_targets(targets)

@@ -1,0 +1,99 @@
+"""What `together` returns: an engine whose ranks stand in a mesh."""
+
+import contextlib
+
+import torch
+
+from .batch import check_batch
+
+
+class ParallelEngine:
+    """Trains a model that `together` has split: `train_step`, `clip_grad_norm_`, `step`, `save` and `load`.
+
+    - `mesh`: the connected mesh. `pipe`: the PipelineParallelStage; its `stages` are this rank's.
+    - `engine`: the engine of ZeRO that updates this rank's parameters.
+    - `attention`: the SequenceParallelAttention, if the mesh has cp.
+    """
+
+    def __init__(self, mesh, pipe, engine, attention=None, recomputed=None):
+        self.mesh, self.pipe, self.engine, self.attention, self.recomputed = mesh, pipe, engine, attention, recomputed
+        mesh.get_parallel_group("tp", "cp", "pp")  # all ranks make it
+        self.data, self.stepped = mesh.get_parallel_group("dp", "cp"), True
+
+    @property
+    def model(self):
+        """Return the module of this rank's layers."""
+        return self.engine.model
+
+    @property
+    def optimizer(self):
+        """Return the optimizer of this rank's parts."""
+        return self.engine.optimizer
+
+    @property
+    def steps(self):
+        """Return how many steps were made, those before a save included."""
+        return self.engine._steps
+
+    @property
+    def needs(self):
+        """Tell whether this rank needs (tokens, targets): it has the first stage, the last one."""
+        return 0 in self.pipe.stages, self.pipe.schedule.stages - 1 in self.pipe.stages
+
+    def train_step(self, tokens=None, targets=None):
+        """Run forward and backward of a batch; return its mean loss over all ranks, on all ranks.
+
+        `tokens`, `targets`: the rows of this place on dp, (B, T): the same on all ranks that differ in tp, cp or pp
+        alone, those that need them (`needs`). The target of a token is the next token, or −100. Gradients are averaged
+        when this returns.
+        """
+        if not self.stepped:
+            raise RuntimeError("train_step after train_step: call step() or zero_grad() first; for a larger batch give "
+                               "together(micro_batches=…)")
+        check_batch(self.mesh, tokens, targets)
+        if self.attention is not None:
+            tokens, targets = (self.attention.shard(x, pad=pad) if needed and x is not None else None
+                               for needed, x, pad in zip(self.needs, (tokens, targets), (0, -100), strict=True))
+        self.stepped = False
+        with self.engine.collect() if self.mesh.pp > 1 else contextlib.nullcontext():
+            loss = self.pipe.train_step(tokens, targets)
+        return self._mean(loss)
+
+    def expect(self, rows, length, hidden, dtype):
+        """Say what goes between stages, for a dry run: x of a batch of so many rows and tokens."""
+        order, tokens = self.pipe.schedule, length // self.mesh.cp
+        parts = [len(each) for each in torch.arange(rows).tensor_split(order.micro_batches)]
+        self.pipe.expect({(s, k): [(dtype, True, (parts[k], tokens, hidden))] for s in range(1, order.stages)
+                          for k in range(order.micro_batches)})
+
+    def _mean(self, loss):
+        """Return the mean over the ranks that have a loss: those of the last stage."""
+        mine = torch.zeros((), dtype=torch.float64, device=self.mesh.comm.device) if loss is None else loss.double()
+        return self.mesh.comm.all_reduce(mine) / (self.mesh.tp * self.data.world_size)
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale gradients so that their norm, over all parameters of the whole model, is at most `max_norm`; return the
+        norm before."""
+        return self.engine.clip_grad_norm_(max_norm, norm_type)
+
+    def step(self):
+        """Update the parameters, and drop the gradients."""
+        self.engine.step()
+        self.stepped = True
+
+    def zero_grad(self):
+        """Drop the gradients."""
+        self.engine.zero_grad()
+        self.stepped = True
+
+    def save(self, directory):
+        """Save all state in `directory`, for any mesh to load: see `saving.save`."""
+        self.engine.save(directory)
+
+    def load(self, directory):
+        """Load what any mesh has saved: see `saving.load`."""
+        self.engine.load(directory)
+
+    def save_weights(self, path, dtype=torch.bfloat16):
+        """Write the whole model to one safetensors file: see `saving.save_weights`."""
+        self.engine.save_weights(path, dtype)

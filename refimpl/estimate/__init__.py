@@ -1,0 +1,20 @@
+"""Estimates: what a rank of a training would hold, before anything runs.
+
+    found = estimate("llama3-8b", batch=1, sequence=2048, precision="bf16", zero=3, gpus=8, gpu="h100-sxm")
+    found.peak          # Ledger: bytes of a rank by category, at the highest moment of a later step
+    found.reserved      # what PyTorch's caching allocator would reserve for that step, by a replay
+    found.fits          # whether that is less than the GPU has
+
+A model is a name of the catalog, a `config.json` of Hugging Face, or `file.py:function`. There is no formula in
+between: the step that real ranks run is run on tensors without memory (`memory.dry_run`), beside ranks that do not
+exist.
+
+Order of reading: `options` (what can be asked), `step` (the step, real or dry), `models` (what MODEL names) with
+`hugging_face`, `our_gpt` and `users`, `estimate` (the dry run and what it says), `report` (as text and as JSON),
+`command`.
+"""
+
+from .estimate import Estimate, estimate
+from .options import Options
+
+__all__ = ["Estimate", "Options", "estimate"]

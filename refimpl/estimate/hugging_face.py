@@ -1,0 +1,107 @@
+"""A `config.json` of Hugging Face: built by transformers where it can be imported, else by our GPT."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from . import our_gpt
+from .models import Source, of_gpt, tokens, tokens_of, words
+
+# Keys that say nothing of a model's tensors: ids of tokens, generation, how a checkpoint was made and is named.
+HARMLESS = {
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "decoder_start_token_id", "dtype", "torch_dtype", "transformers_version", "model_type", "use_cache",
+    "cache_implementation", "initializer_range", "initializer_factor", "output_attentions", "output_hidden_states",
+    "return_dict", "id2label", "label2id", "task_specific_params", "pretraining_tp", "gradient_checkpointing",
+    "max_length", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "_attn_implementation",
+    "attn_implementation",
+}  # fmt: skip
+# Keys that transformers turns into its own `rope_parameters`.
+ROTARY = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"}
+
+
+def source(text, options):
+    """Return the Source of a config.json, or of the folder that has one."""
+    path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+    config = read(path)
+    if "quantization_config" in config:
+        raise ValueError(f"{path}: quantization_config: weights in fewer bits are not estimated; remove the key to "
+                         "estimate the model in --precision")
+    if options.builder == "refimpl":
+        return _by_our_gpt(path, config, options, [])
+    try:
+        return _by_transformers(path, config, options)
+    except ImportError as error:
+        why = f"transformers cannot be imported ({str(error).splitlines()[0]})"
+        if options.builder == "transformers":
+            raise ValueError(f"builder='transformers': {why}; install it, or give builder='refimpl'") from error
+        return _by_our_gpt(path, config, options, [f"{why}: our GPT stands in"])
+
+
+def read(path):
+    """Return a config.json as a dict. FileNotFoundError for no file, ValueError for one that describes no model."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: expected a name of the catalog (refimpl.catalog.model_names()), a "
+                                "config.json, or file.py:function")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{path} has no model_type: expected the config.json of a model of Hugging Face, with "
+                         "\"model_type\": \"llama\" or the like")
+    return config
+
+
+def _by_our_gpt(path, config, options, assumed):
+    ours, more = our_gpt.config_of(path, config, HARMLESS)
+    return of_gpt(str(path), ours, options, assumed + more)
+
+
+def _by_transformers(path, config, options):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    try:
+        settings = AutoConfig.for_model(config["model_type"], **given)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: transformers makes no config of it: {error}") from error
+    if type(settings) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{path}: model_type={config['model_type']!r} has no AutoModelForCausalLM; for another model "
+                         "give file.py:function, with a function that returns it and its batch")
+    text = settings.get_text_config()
+    length = tokens_of(options, getattr(text, "max_position_embeddings", None), path)
+    if length is None:
+        raise ValueError(f"{path} names no max_position_embeddings: give sequence")
+
+    def build():
+        model = _model(AutoModelForCausalLM, settings, options, path)
+        batch = {name: tokens(options.batch, length) for name in ("input_ids", "labels")}
+        return model, (), batch
+
+    import transformers
+
+    return Source(str(path), f"transformers {transformers.__version__}", build, words(options, length),
+                  _unknown(settings, config))
+
+
+def _model(auto, settings, options, path):
+    """Build it with the attention that was asked for, else with transformers' choice: sdpa where it has it."""
+    try:
+        return auto.from_config(settings, attn_implementation=options.attention, dtype=torch.get_default_dtype())
+    except ValueError as error:
+        if options.attention is None:
+            raise
+        raise ValueError(f"{path}: attention={options.attention!r}: transformers has none of this model "
+                         f"({str(error).partition('. ')[0]}); give another, or none for its own choice") from error
+
+
+def _unknown(settings, config):
+    """Say which keys of a config.json its class does not know."""
+    plain = type(settings)()
+    known = HARMLESS | ROTARY | plain.to_dict().keys() | vars(plain).keys() | plain.attribute_map.keys()
+    return [f"{key}={config[key]!r} is unknown to {type(settings).__name__}: assumed to change nothing"
+            for key in config if key not in known and not hasattr(type(settings), key)]

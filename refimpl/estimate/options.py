@@ -1,0 +1,82 @@
+"""What can be asked of an estimate, and what is refused before anything is built."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import catalog
+
+PRECISIONS = {
+    "fp32": "weights, gradients and optimizer states in fp32",
+    "bf16": "all in bf16; with ZeRO the shards that are updated have fp32 masters",
+    "bf16-master": "weights and gradients in bf16, fp32 masters and optimizer states",
+    "autocast": "weights in fp32, operations under torch.autocast in bf16",
+}
+OPTIMIZERS = {
+    "adamw": "as PyTorch runs it on a GPU, foreach: temporaries of a whole moment",
+    "adamw-fused": "in one kernel, without temporaries",
+    "adam": "as adamw",
+    "momentum": "SGD with momentum",
+    "sgd": "SGD without states",
+}
+ATTENTIONS = {
+    "sdpa": "torch.nn.functional.scaled_dot_product_attention, which keeps no scores",
+    "eager": "softmax over whole scores",
+}
+BUILDERS = {
+    "auto": "transformers where it can be imported, else our GPT",
+    "transformers": "transformers",
+    "refimpl": "our GPT: GPT-2, Llama, Mistral and Qwen 2",
+}
+CHOICES = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "attention": ATTENTIONS, "builder": BUILDERS}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Describes a training. ValueError, with the value and what to give instead, for one that cannot be.
+
+    - `batch`: sequences of one rank in a step. `sequence`: tokens of each; None: the model's context.
+    - `precision`, `optimizer`, `attention`: see the tables of this file. `attention` None: sdpa; what transformers
+      chooses for its own models, sdpa where they have it; of a model that a function builds: its own.
+    - `zero`: the stage of ZeRO, 0 to 3, over `gpus` ranks; stage 0 on one GPU is a plain loop without an engine.
+    - `recompute`: keep of each block its input alone.
+    - `gpu`: a name of the catalog, to say whether it fits. `builder`: of a config.json.
+    """
+
+    batch: int = 1
+    sequence: int | None = None
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    zero: int = 0
+    gpus: int = 1
+    recompute: bool = False
+    attention: str | None = None
+    gpu: str | None = None
+    builder: str = "auto"
+
+    def __post_init__(self):
+        for name in ("batch", "sequence", "gpus"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (name == "sequence" and value is None):
+                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+        if type(self.zero) is not int or self.zero not in range(4):
+            raise ValueError(f"zero={self.zero!r}: expected a stage of ZeRO: 0 (data parallel), 1, 2 or 3")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known and not (name == "attention" and self.attention is None):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+        if self.precision == "bf16-master" and self.gpus > 1 and not self.zero:
+            raise ValueError(f"precision='bf16-master' on gpus={self.gpus} with zero=0: data parallelism updates the "
+                             "parameters themselves, without masters; give zero=1 or more, or precision='bf16'")
+        if self.gpu is not None:
+            catalog.hardware(self.gpu)
+
+    @property
+    def dtype(self):
+        """Return the dtype in which the model is built. (The masters of bf16-master are made from its fp32 weights.)"""
+        wide = self.precision in ("fp32", "autocast") or (self.precision == "bf16-master" and not self.zero)
+        return torch.float32 if wide else torch.bfloat16
+
+    @property
+    def is_plain(self):
+        """Tell whether it is a loop on one device, without an engine."""
+        return self.gpus == 1 and not self.zero

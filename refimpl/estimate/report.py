@@ -1,0 +1,60 @@
+"""An estimate as text and as JSON."""
+
+from dataclasses import asdict
+
+from ..memory import human
+from .estimate import LIBRARIES
+from .options import OPTIMIZERS, PRECISIONS
+
+
+def as_text(found):
+    """Return an Estimate as the command prints it."""
+    options = found.options
+    zero = "a plain loop" if options.is_plain else f"ZeRO {options.zero}" if options.zero else "data parallel"
+    ranks = "one GPU" if options.gpus == 1 else f"each of {options.gpus} GPUs"
+    lines = [f"{found.name}: {found.parameters:,} parameters, built by {found.built_by}",
+             f"{found.shape} on {ranks}, {zero}" + (", every block recomputed" if options.recompute else ""),
+             f"{options.precision}: {PRECISIONS[options.precision]}",
+             f"{options.optimizer}: {OPTIMIZERS[options.optimizer]}",
+             "", f"the highest moment of a step is in {_phase(found.phase)}:", repr(found.peak), "",
+             "highest in " + ", ".join(f"{_phase(phase)} {human(each.total)}" for phase, each in found.phases.items()),
+             f"between steps {human(found.resting.total)}; before the first one {human(found.build)}"
+             + ("" if options.is_plain else ", the model whole on every rank"),
+             f"reserved by PyTorch's allocator: {human(found.reserved)}"]
+    lines += [f"exact: {each}" for each in found.exact] + [f"bounded: {each}" for each in found.bounded]
+    lines += [f"assumed: {each}" for each in found.assumed]
+    return "\n".join(lines + ([verdict(found)] if found.gpu else []))
+
+
+def verdict(found):
+    """Say whether the step fits on the GPU."""
+    room = found.gpu.reported_bytes
+    has = f"{found.gpu.name} has {human(room)}"
+    if found.options.precision != "fp32" and found.gpu.low_precision != "bf16":
+        has += f" and no bf16 ({found.gpu.low_precision} takes the same bytes)"
+    if not found.fits:
+        return f"{has}: does not fit, {human(found.reserved - room)} too much"
+    left = f"{human(room - found.reserved)} left for the CUDA context and libraries"
+    if room - found.reserved < LIBRARIES:
+        return f"{has}: may not fit, {left}, which take up to about {human(LIBRARIES)}"
+    return f"{has}: fits, {left}"
+
+
+def as_json(found):
+    """Return an Estimate as a dict of numbers, texts, lists and dicts."""
+    gpu = found.gpu and {"name": found.gpu.name, "bytes": found.gpu.reported_bytes, "fits": found.fits,
+                         "verdict": verdict(found)}
+    return {"model": found.name, "built_by": found.built_by, "parameters": found.parameters, "shape": found.shape,
+            "options": asdict(found.options), "phase": found.phase, "peak": _bytes(found.peak),
+            "phases": {phase: _bytes(each) for phase, each in found.phases.items()}, "resting": _bytes(found.resting),
+            "build": found.build, "reserved": found.reserved,
+            "elsewhere": found.elsewhere, "exact": found.exact, "bounded": found.bounded,
+            "assumed": found.assumed, "gpu": gpu}
+
+
+def _bytes(ledger):
+    return {**ledger, "total": ledger.total}
+
+
+def _phase(phase):
+    return "the optimizer's step" if phase == "step" else phase

@@ -1,0 +1,91 @@
+"""What the arithmetic leaves out: from "16 bytes × parameters" to the peak, in items that sum to it.
+
+The arithmetic is that of "ZeRO" (Rajbhandari et al. 2020), section 3.1: for each trained parameter a weight, a gradient
+of its type, and what the optimizer keeps; for a frozen one the weight alone.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ..memory.ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES, human
+from .kinds import OTHER, Kinds
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """`expected` bytes, `terms` that say how they come about, and the rest of the `peak`: [(name, bytes)].
+
+    `expected` + the rest = `peak`, to the byte. `beyond`: bytes on a CUDA device that no tensor has: [(name, bytes)].
+    """
+
+    peak: int
+    expected: int
+    terms: str
+    rest: list
+    beyond: list
+
+    def __str__(self):
+        lines = [f"{self.terms} = {self.expected:,} bytes ({human(self.expected)})",
+                 f"your run took {self.peak:,} bytes ({human(self.peak)}); the rest is"]
+        width = max([len(f"{nbytes:+,}") for _, nbytes in self.rest + self.beyond], default=0)
+        lines += [f"  {nbytes:>+{width},}  {name}" for name, nbytes in self.rest]
+        if self.beyond:
+            lines += ["and on the device, in no tensor"]
+            lines += [f"  {nbytes:>+{width},}  {name}" for name, nbytes in self.beyond]
+        return "\n".join(lines)
+
+
+def arithmetic(replay):
+    """Lay the peak of a Replay out beside what 16 bytes × parameters (or whatever they come to here) would be."""
+    held = Counter()
+    kinds = Kinds(replay)
+    for i in replay.alive(replay.peak_row).tolist():
+        held[kinds[i]] += int(replay.nbytes[i])
+    weights, gradients, states, terms = _expected(replay)
+    rest = [("parameters in other types or outside the models that ran", held.pop(PARAMETERS, 0) - weights),
+            ("gradients that are not there at the peak" if held[GRADIENTS] < gradients else "gradients beyond one each",
+             held.pop(GRADIENTS, 0) - gradients),
+            ("optimizer state that is not there at the peak" if held[OPTIMIZER_STATE] < states else
+             "optimizer state beyond that: counters", held.pop(OPTIMIZER_STATE, 0) - states),
+            ("buffers", held.pop(BUFFERS, 0)), ("the batch", held.pop(INPUTS, 0))]
+    other = held.pop(OTHER, 0) + held.pop(TEMPORARIES, 0)
+    rest += sorted(held.items(), key=lambda item: -item[1])
+    expected = weights + gradients + states
+    known = expected + sum(nbytes for _, nbytes in rest)
+    rest.append(("other temporaries: what operations returned and nothing keeps", other))
+    rest.append(("resized storages", replay.peak - known - other))
+    return Arithmetic(replay.peak, expected, terms, [(name, n) for name, n in rest if n], _beyond(replay))
+
+
+def _expected(replay):
+    """(bytes of weights, of gradients, of optimizer state, the terms in words) by the arithmetic."""
+    models = [model for model in replay.recording.models if model.trained + model.frozen]
+    trained, frozen = sum(m.trained for m in models), sum(m.frozen for m in models)
+    sizes = Counter()
+    for model in models:
+        sizes.update(model.dtypes)
+    weights = sum(size * count for size, count in sizes.items())
+    state = sum(int(replay.nbytes[i]) for i in replay.where(OPTIMIZER_STATE) if replay.freed[i] >= replay.rows)
+    each = round(state / trained) if trained else 0
+    if not trained:
+        return weights, 0, 0, f"{frozen:,} frozen parameters"
+    main = max(sizes, key=lambda size: sizes[size]) if len(sizes) == 1 else None
+    if main is None:  # several types: those that are trained are not told apart
+        gradients = round(weights * trained / (trained + frozen))
+        return weights, gradients, each * trained, (
+            f"weights of {trained + frozen:,} parameters, gradients of {trained:,}, {each} bytes of optimizer state × "
+            f"{trained:,}")
+    terms = f"{2 * main + each} bytes × {trained:,} {'trained ' if frozen else ''}parameters"
+    terms += f" + {main} bytes × {frozen:,} frozen ones" if frozen else ""
+    return weights, main * trained, each * trained, terms
+
+
+def _beyond(replay):
+    """What the caching allocator holds beside tensors, if the run was on CUDA."""
+    cuda = replay.recording.cuda
+    if not cuda or not replay.trace.device.startswith("cuda"):
+        return []
+    found = [("workspaces of kernels and libraries, at the allocator's own peak", cuda["requested"] - replay.peak),
+             ("rounding to blocks of 512 bytes", cuda["allocated"] - cuda["requested"]),
+             ("reserved and not allocated: fragmentation and cached blocks", cuda["reserved"] - cuda["allocated"])]
+    return [(name, nbytes) for name, nbytes in found if nbytes]

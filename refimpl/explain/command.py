@@ -1,0 +1,89 @@
+"""`refimpl explain SCRIPT [args]`: which bytes a training script takes, and what would help."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from .explanation import Explanation
+from .helps import TECHNIQUES
+from .run import run as run_script
+from .script import Script
+from .switch import SWITCHES
+from .writing import write
+
+
+def add_arguments(parser):
+    """Add the command's arguments to an argparse parser. What follows SCRIPT is the script's own."""
+    parser.add_argument("--steps", type=_count, default=2, metavar="K",
+                        help="end the script after K steps of its optimizers; default: 2, the first of which makes the "
+                             "optimizer's state")
+    parser.add_argument("--out", metavar="FOLDER", help="write explain.html, .png and .json, and timeline.html there")
+    parser.add_argument("--try", dest="switch", metavar="NAME", choices=SWITCHES,
+                        help=f"run with a technique switched on from outside: {', '.join(SWITCHES)}")
+    parser.add_argument("script", metavar="SCRIPT", help="a training script, run as it is")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
+
+
+def _count(text):
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of steps, 1 or more")
+    return int(text)
+
+
+def run(arguments, parser):
+    """Run the script, print its explanation and end with its status: 0 once its steps are made."""
+    try:
+        script = Script(arguments.script, arguments.arguments)
+    except OSError as error:
+        parser.error(str(error))
+
+    before = _without(arguments) if arguments.switch else {}
+
+    def report(made):
+        if made.is_parent and int(os.environ.get("RANK", 0)) == 0:  # of several ranks one speaks
+            say(made, arguments.out, before)
+
+    made = run_script(script, arguments.steps, arguments.switch, report)
+    report(made)
+    if made.status:
+        sys.exit(made.status)
+
+
+def _without(arguments):
+    """Explain the script as it is, in a process of its own, and return what its JSON has."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "refimpl", "explain", "--steps", str(arguments.steps), "--out", folder]
+        done = subprocess.run([*command, arguments.script, *arguments.arguments], stdout=subprocess.DEVNULL)
+        if done.returncode:
+            sys.exit(done.returncode)
+        return json.loads((Path(folder) / "explain.json").read_text())
+
+
+def say(made, folder=None, before=None):
+    """Print the explanation of a Run, and write its files if there is a `folder`.
+
+    `before`: what the JSON of a run without the switched technique has, to compare with.
+    """
+    explanation = Explanation(made)
+    print(f"\n{explanation}", flush=True)
+    if made.switched is not None:
+        print(f"\n{_compared(explanation, made.switched, before)}")
+    if folder is not None:
+        for path in write(explanation, folder):
+            print(f"wrote {path}")
+
+
+def _compared(explanation, switched, before):
+    title = next(technique.title for technique in TECHNIQUES if technique.name == switched.name)
+    if not switched.applied:
+        return f"not switched on ({title}): {(switched.refused or ['no model ran'])[0]}"
+    if "peak" not in before:
+        return f"switched on: {title}"
+    promised = next(each for each in before["helps"] if each["name"] == switched.name)
+    was, now = before["peak of the last step"], explanation.replay.last_peak
+    return (f"switched on: {title}. The last step's peak was {was:,} bytes without it and is {now:,}: {was - now:,} "
+            f"bytes saved; {'at most ' if promised['bound'] else ''}{promised['saves']:,} were promised")

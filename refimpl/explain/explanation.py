@@ -1,0 +1,135 @@
+"""What a run took and why: the ledger at the peak, what the arithmetic leaves out, what would help."""
+
+import re
+from collections import Counter
+from functools import cached_property
+
+from ..memory.ledger import human
+from ..memory.records import BUILD
+from .arithmetic import arithmetic
+from .helps import helps
+from .replay import Replay
+
+VIEWS = ("module", "line", "tensor")
+ROWS = 8
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, inside a path
+
+
+class Explanation:
+    """Reads a Run. `str` is what a terminal shows, `as_dict()` what JSON has."""
+
+    def __init__(self, run):
+        self.run, self.trace = run, run.recording.trace
+
+    @cached_property
+    def replay(self):
+        """Return the Replay of the recording."""
+        return Replay(self.run.recording)
+
+    @cached_property
+    def moment(self):
+        """Return the Moment of the peak, from the first forward on."""
+        return self.trace.timeline[self.replay.peak_row]
+
+    @property
+    def phase(self):
+        """Return the phase that `top` takes so that it reads that moment; None if the peak is that of all."""
+        whole = self.trace.peak_moment()
+        return self.moment.phase if whole.index != self.moment.index else None
+
+    @property
+    def is_empty(self):
+        """Whether nothing was allocated."""
+        return not self.trace.ops or not self.replay.peak
+
+    @cached_property
+    def trains(self):
+        """Whether a model ran and a backward with it."""
+        return bool(self.replay.backwards) and any(model.trained for model in self.run.recording.models)
+
+    @cached_property
+    def arithmetic(self):
+        """Return the Arithmetic, None without a model."""
+        return arithmetic(self.replay) if any(m.trained + m.frozen for m in self.run.recording.models) else None
+
+    @cached_property
+    def helps(self):
+        """Return what would help; nothing if nothing trained."""
+        return helps(self.replay) if self.trains else []
+
+    def top(self, by):
+        """Return the largest holders at the peak, [(name, bytes)]. Layers of one list are one row: "blocks.*.mlp"."""
+        sums, counts = Counter(), Counter()
+        for name, nbytes in self.trace.top(10**9, by=by, phase=self.phase):
+            merged = name if by == "line" else _NUMBER.sub("*", name)
+            sums[merged] += nbytes
+            counts[merged] += 1
+        return [(f"{name}  × {counts[name]}" if counts[name] > 1 else name, n) for name, n in sums.most_common(ROWS)]
+
+    @property
+    def notes(self):
+        """Return sentences on what the figures leave out."""
+        found = list(self.trace.notes)
+        whole = self.trace.peak_moment()
+        if whole.phase == BUILD and whole.ledger.total > self.replay.peak:
+            found.append(f"building the model took more, {whole.ledger.total:,} bytes, after {whole.operation}")
+        if not self.run.by_class:
+            found.append("no optimizer of torch.optim made a step here: this is no training, or it steps elsewhere (in "
+                         "other processes or threads, or by an optimizer of its own)")
+        return found
+
+    def __str__(self):
+        head = f"{self.run.name}: {self.run.words}"
+        if self.is_empty:
+            return "\n".join([head, "it made no tensor in this process", *(f"note: {note}" for note in self.notes)])
+        moment = self.moment
+        where = f"after {moment.operation} in {moment.module or 'no module'}, {moment.phase}"
+        parts = [head, f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}"]
+        parts += [f"by {by}\n{_rows(self.top(by))}" for by in VIEWS]
+        if self.arithmetic:
+            parts.append(f"what the arithmetic leaves out\n{_indented(str(self.arithmetic))}")
+        if self.helps:
+            parts.append(f"what would help here, each alone, of these {moment.ledger.total:,} bytes\n"
+                         f"{_helps(self.helps, moment.ledger.total)}")
+        return "\n\n".join(parts + [f"note: {note}" for note in self.notes])
+
+    def as_dict(self):
+        """Return all of it as lists, dicts, strings and numbers."""
+        found = {"script": self.run.name, "ending": self.run.words, "status": self.run.status, "steps": self.run.steps,
+                 "device": self.trace.device, "notes": self.notes}
+        if self.is_empty:
+            return found
+        moment, rest = self.moment, self.arithmetic
+        found |= {"peak": moment.ledger.total, "peak of the last step": self.replay.last_peak,
+                  "operation": moment.operation, "module": moment.module,
+                  "phase": moment.phase,
+                  "ledger": dict(moment.ledger),
+                  "top": {by: [[name, nbytes] for name, nbytes in self.top(by)] for by in VIEWS}}
+        if rest:
+            found["arithmetic"] = {"terms": rest.terms, "expected": rest.expected, "rest": rest.rest,
+                                   "beyond": rest.beyond}
+        return found | {"helps": [each._asdict() for each in self.helps]}
+
+
+def _rows(rows):
+    width = max((len(f"{nbytes:,}") for _, nbytes in rows), default=0)
+    return "\n".join(f"  {nbytes:>{width},}  {name}" for name, nbytes in rows)
+
+
+def _indented(text):
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _helps(rows, peak):
+    useful = [row for row in rows if row.saves]
+    alone, ranks = ([row for row in useful if row.ranks == many] for many in (False, True))
+    cells = [(row.words, f"{row.saves / peak:.0%}", row.title, row.cost, row.page) for row in alone + ranks]
+    titles = ("saves", "", "technique", "costs", "page")
+    widths = [max(len(line[k]) for line in (titles, *cells)) for k in range(5)]
+    lines = ["  ".join([line[0].rjust(widths[0]), line[1].rjust(widths[1]), *(
+        cell.ljust(width) for cell, width in zip(line[2:], widths[2:], strict=True))]).rstrip()
+        for line in (titles, *cells)]
+    if ranks:
+        lines.insert(1 + len(alone), "on several devices, each with such a model")
+    lines += [f"nothing: {row.title} ({row.why})" for row in rows if not row.saves]
+    return _indented("\n".join(lines))

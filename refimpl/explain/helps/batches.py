@@ -1,0 +1,39 @@
+"""A batch in parts (`refimpl.accumulation`): activations of one part, and gradients that wait for the others."""
+
+from ...memory.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES
+from ...memory.records import STEP
+from .found import Found
+
+
+def in_two(replay):
+    """Cut each batch in two."""
+    return in_parts(replay, 2)
+
+
+def row_by_row(replay):
+    """Cut each batch into its rows."""
+    rows = max((call.rows or 0 for call in replay.recording.calls if call.depth == 1), default=0)
+    return in_parts(replay, rows) if rows > 2 else "the batch has two rows at most"
+
+
+def in_parts(replay, parts):
+    """Cut each batch into `parts` micro-batches."""
+    rows = {call.rows for call in replay.recording.calls if call.depth == 1 and call.rows}
+    if not rows or max(rows) < parts:
+        return "no model was given a batch of so many rows"
+    shapes = {shape for model in replay.recording.models for shape in model.shapes}
+    spans = []
+    for i in replay.where(ACTIVATIONS, TEMPORARIES):
+        shape = replay.records[i].shape
+        if shape and shape not in shapes and replay.records[i].phase != STEP and any(
+                shape[0] and shape[0] % count == 0 for count in rows):
+            first, after, nbytes = replay.whole(i)
+            spans.append((first, after, nbytes * (parts - 1) // parts))
+    return Found(spans + [span for i in replay.where(GRADIENTS) for span in _waiting(replay, i)])
+
+
+def _waiting(replay, i):
+    """A gradient is there from the first part on; when another part's is made, both are for a moment."""
+    born, nbytes = int(replay.born[i]), int(replay.nbytes[i])
+    begin, _ = replay.step_of(born)
+    return [(begin, born, nbytes), (born, born + 1, nbytes)]

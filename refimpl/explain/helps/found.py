@@ -1,0 +1,32 @@
+"""What a technique would save at a recorded peak: as spans of a Replay, or the reason why nothing."""
+
+from typing import NamedTuple
+
+
+class Found(NamedTuple):
+    """The change to the timeline: [(first row, row after the last, ± bytes)].
+
+    `bound`: why the bytes are a bound and no prediction; "" if what the technique saves, switched on, is within 5 %.
+    """
+
+    spans: list
+    bound: str = ""
+
+
+class Help(NamedTuple):
+    """What one technique would do here. `saves`: bytes of the peak, 0 with the reason in `why` if nothing."""
+
+    name: str
+    title: str
+    saves: int
+    bound: str
+    why: str
+    cost: str
+    page: str
+    call: str
+    ranks: bool  # whether it takes several devices
+
+    @property
+    def words(self):
+        """Return the saving as it is said: a bound says so."""
+        return f"{'at most ' if self.bound else ''}{self.saves:,}"

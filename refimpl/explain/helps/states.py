@@ -1,0 +1,110 @@
+"""Gradients, parameters and optimizer state: dropped earlier, cut among ranks, or kept elsewhere."""
+
+from ...memory.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from .found import Found
+
+RANKS = 8
+
+
+def set_to_none(replay):
+    """Drop gradients after each step, `zero_grad()` as it is by default."""
+    spans = []
+    for step, (_, end) in enumerate(replay.steps[:-1]):
+        after = next((row for row in replay.backwards if row >= end), None)
+        until = after or replay.steps[step + 1][1]
+        spans += [(end, until, -replay.nbytes[i]) for i in replay.where(GRADIENTS)
+                  if replay.born[i] < end and replay.freed[i] > until]
+    return Found(spans, "in backward they come back one after the other") if spans else (
+        "gradients are None already while the forward runs")
+
+
+def without_graph(replay):
+    """Run forwards whose loss is never differentiated under `torch.no_grad()`."""
+    spans = []
+    for call in replay.recording.calls:
+        saved = [i for i in replay.made_in(call) if call.depth == 1 and replay.records[i].saved]
+        if not any(replay.records[i].freed_by_backward for i in saved):
+            spans += [replay.whole(i) for i in saved]
+    return Found(spans, "what the program itself keeps stays") if spans else "every forward here has its backward"
+
+
+def _scaled(categories, replay, ranks=RANKS, bound="buckets, and what is whole for a moment, come on top"):
+    spans = []
+    for i in replay.where(*categories):
+        first, after, nbytes = replay.whole(i)
+        spans.append((first, after, nbytes * (ranks - 1) // ranks))
+    return Found(spans, bound) if spans else "there are none"
+
+
+def zero1(replay):
+    """Cut optimizer state among ranks."""
+    return _scaled([OPTIMIZER_STATE], replay)
+
+
+def zero2(replay):
+    """Cut gradients, too."""
+    return _scaled([OPTIMIZER_STATE, GRADIENTS], replay)
+
+
+def zero3(replay):
+    """Cut parameters, too."""
+    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS], replay)
+
+
+def on_the_host(replay):
+    """Keep gradients and optimizer state in host memory, or on a disk."""
+    return _scaled([OPTIMIZER_STATE, GRADIENTS], replay, 10**9, "where the device has a memory of its own; a bucket is "
+                   "there in turn")
+
+
+def split_layers(replay):
+    """Cut every layer's weights, and its states, among ranks."""
+    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS], replay, RANKS,
+                   "norms, and activations between the layers, stay whole")
+
+
+def split_model(replay):
+    """Give each rank some of the layers."""
+    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS], replay, RANKS,
+                   "ranks with the embedding or the head hold more; the first keeps as many micro-batches as there are "
+                   "ranks")
+
+
+def split_sequence(replay):
+    """Give each rank a part of every sequence."""
+    return _scaled([ACTIVATIONS], replay, RANKS, "keys and values of others pass by")
+
+
+def fewer_rows(replay):
+    """Give each rank a part of the batch."""
+    return _scaled([ACTIVATIONS], replay, RANKS, "gradients on their way are in buckets")
+
+
+def in_chunks(replay):
+    """Run a long sequence in chunks, with the whole gradient."""
+    return _scaled([ACTIVATIONS], replay, RANKS, "keys, values and their gradients stay for all chunks")
+
+
+def half_precision(replay):
+    """Run matrix products and what follows in 16 bits, under autocast."""
+    spans = []
+    for i in replay.where(ACTIVATIONS):
+        if replay.records[i].dtype == "float32" and replay.records[i].saved:
+            first, after, nbytes = replay.whole(i)
+            spans.append((first, after, nbytes // 2))
+    return Found(spans, "norms, the loss and what they read stay in 32 bits, and weights are cast") if spans else (
+        "no activation has 32 bits")
+
+
+def fragments(replay):
+    """Take back what is reserved and not allocated."""
+    cuda = replay.recording.cuda
+    if not cuda or not replay.trace.device.startswith("cuda"):
+        return "a CPU's allocator reserves nothing; on CUDA the difference of reserved and allocated is said here"
+    free = cuda["reserved"] - cuda["allocated"]
+    return Found([(0, replay.rows, -free)], "of what is reserved, not of the tensors")
+
+
+def on_the_wire(replay):
+    """Send gradients compressed."""
+    return "it saves bytes on the wire, none in memory"

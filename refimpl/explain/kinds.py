@@ -1,0 +1,81 @@
+"""What a storage is, in the words of those who do the arithmetic: logits, attention scores, copies of gradients …
+
+Categories say who keeps a storage; these say what is in it. They are read from shapes: a row as wide as the output of
+a log_softmax is a row of logits, a matrix of the shape of a softmax over keys is one of attention scores.
+"""
+
+from ..memory.ledger import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    TEMPORARIES,
+)
+from ..memory.records import BACKWARD, STEP
+
+LOGITS = "logits"
+LOG_PROBABILITIES = "log-probabilities, kept by the loss"
+LOSS = "temporaries of the loss: gradients of logits and log-probabilities"
+SCORES = "attention scores, tokens × tokens"
+SCORE_GRADIENTS = "gradients of attention scores"
+COPIES = "second copies of gradients"
+CASTS = "16-bit casts of weights"
+UPDATE = "temporaries of the optimizer's update"
+BLOCKS = "activations of the repeated blocks"
+OTHER_ACTIVATIONS = "other activations"
+OTHER = "other temporaries"
+OF_LOSS = (LOGITS, LOG_PROBABILITIES, LOSS)
+OF_SCORES = (SCORES, SCORE_GRADIENTS)
+STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, BUFFERS, INPUTS)
+
+
+class Kinds:
+    """Names the kind of each record of a recording: `kinds[i]`."""
+
+    def __init__(self, replay):
+        self._records, self._categories = replay.records, replay.categories
+        models = replay.recording.models
+        self._parameters = set().union(*(model.shapes for model in models))
+        self._parameters |= {shape[::-1] for shape in self._parameters if len(shape) == 2}
+        self._blocks = tuple(path for model in models for path in model.blocks)
+        self._beginnings = tuple(f"{path}." for path in self._blocks)
+        records = [record for i, record in enumerate(self._records) if replay.nbytes[i]]
+        self.widths = {r.shape[-1] for r in records if r.op == "_log_softmax" and len(r.shape) > 1}
+        softmaxes = {tuple(r.shape) for r in records if r.op == "_softmax" and len(r.shape) >= 3}
+        self._scores = softmaxes | {(s[0] * s[1], *s[2:]) for s in softmaxes if len(s) == 4}
+        self._scores |= {(rows, 1, *s[2:]) for s in softmaxes for rows in (1, s[0]) if len(s) == 4}  # masks
+
+    def __getitem__(self, i):
+        record, category = self._records[i], self._categories[i]
+        if category not in (ACTIVATIONS, TEMPORARIES):
+            return category
+        shape = tuple(record.shape)
+        if record.phase == STEP:
+            return UPDATE
+        if shape in self._parameters:
+            named = self._like_a_parameter(record, category)
+            if named:
+                return named
+        if len(shape) > 1 and shape[-1] in self.widths and shape not in self._parameters:
+            return _of_loss(record)
+        if shape in self._scores and record.dtype != "bool":
+            return SCORES if record.phase != BACKWARD else SCORE_GRADIENTS
+        if category == TEMPORARIES:
+            return OTHER
+        at_home = record.module in self._blocks or record.module.startswith(self._beginnings)
+        return BLOCKS if at_home and self._blocks else OTHER_ACTIVATIONS
+
+    def _like_a_parameter(self, record, category):
+        if len(record.shape) < 2:
+            return None
+        if record.phase == BACKWARD and category == TEMPORARIES:
+            return COPIES
+        return CASTS if record.dtype in ("float16", "bfloat16") and record.op == "_to_copy" else None
+
+
+def _of_loss(record):
+    if record.phase == BACKWARD:
+        return LOSS
+    return LOG_PROBABILITIES if record.op == "_log_softmax" else LOGITS

@@ -1,0 +1,63 @@
+"""When to stop: after k steps of every optimizer that has stepped, by an exception from the last one's hook.
+
+`torch.optim` calls a global hook after each step, whoever called `step()`: a loop, a Trainer, Accelerate, a GradScaler.
+The exception is no `Exception`, so that a loop which goes on after errors does not swallow it, while `finally` blocks
+and contexts end as they would.
+"""
+
+import os
+from collections import Counter
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+PATIENCE = 10  # how often a script may catch the end and go on
+
+
+class StepsDone(BaseException):
+    """Ends a script after its k steps. Let it pass: a script that catches it is stopped all the same."""
+
+
+class Steps:
+    """Count optimizer steps, and end the script after `limit` of them: a context around the script.
+
+    `done` tells whether every optimizer that stepped has `limit` steps; an optimizer that first steps later is not
+    waited for. `on_step(optimizer)` and `on_done()` are called when a step ended and when they all did; `on_caught()`
+    when the script has caught the end `PATIENCE` times. Steps of processes that the script forks do not count.
+    """
+
+    def __init__(self, limit, on_step, on_done, on_caught):
+        self.limit, self.done, self.caught = limit, False, 0
+        self._on_step, self._on_done, self._on_caught = on_step, on_done, on_caught
+        self._steps, self._behind, self._process = WeakIdKeyDictionary(), 0, os.getpid()
+        self.by_class = Counter()
+
+    def __enter__(self):
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        return self
+
+    def __exit__(self, *exception):
+        self._hook.remove()
+
+    @property
+    def count(self):
+        """Return how many steps the slowest optimizer has made; per optimizer class the most are in `by_class`."""
+        return min(self._steps.values(), default=0) if not self.done else self.limit
+
+    def _stepped(self, optimizer, args, kwargs):
+        if os.getpid() != self._process:
+            return
+        if self.done:
+            self.caught += 1
+            if self.caught >= PATIENCE:
+                self._on_caught()
+            raise StepsDone
+        steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._behind += (steps == 1) - (steps == self.limit)
+        name = type(optimizer).__name__
+        self.by_class[name] = max(self.by_class[name], steps)
+        self._on_step(optimizer)
+        if not self._behind and steps >= self.limit:
+            self.done = True
+            self._on_done()
+            raise StepsDone

@@ -1,0 +1,92 @@
+"""Places of buckets in a store's file: each has one, from an aligned offset on, as long as its size is the same."""
+
+import functools
+from dataclasses import dataclass
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import StoreError
+from .buffers import Buffers
+from .file import BlockFile, aligned
+from .flat import Flat
+from .pace import Pace
+from .places import Places
+from .transfers import Transfers
+
+
+@dataclass
+class DiskTraffic:
+    """Bytes that went to the file and came from it, in whole blocks."""
+
+    written: int = 0
+    read: int = 0
+
+
+class Space:
+    """Writes the tensors of a key to the file and reads them again; arguments are those of `DiskStore`."""
+
+    def __init__(self, folder, capacity_bytes, buffer_bytes, buffer_count, thread_count, link):
+        self.capacity_bytes, self.traffic, self.failure = capacity_bytes, DiskTraffic(), None
+        self.file = BlockFile(folder)
+        buffers = {way: Buffers(buffer_count // 2, buffer_bytes) for way in ("write", "read")}
+        self._transfers = Transfers(self.file, buffers, thread_count, Pace(link))
+        self.places, self._writing = Places(), {}  # key → Transfer
+        if capacity_bytes is not None:
+            try:
+                self.file.reserve(aligned(capacity_bytes))
+            except StoreError:
+                self._transfers.close()
+                raise
+
+    def close(self):
+        """Give up the file, with all that is in it."""
+        self._transfers.close()
+
+    def place(self, key, nbytes):
+        """Return (offset, bytes) of a bucket, which are on the disk from now on. StoreError if there is no room."""
+        return self.places.place(key, nbytes, functools.partial(self._reserve, key, nbytes))
+
+    def _reserve(self, key, nbytes, end):
+        if self.capacity_bytes is not None and end > aligned(self.capacity_bytes):
+            raise StoreError(None, f"{key} has {nbytes:,} bytes, and {self.places.end:,} of capacity_bytes="
+                                   f"{self.capacity_bytes:,} are taken: pass at least {end:,}")
+        self.file.reserve(end)
+
+    def write(self, key, tensors):
+        """Write tensors. Return a Transfer, or None in a dry run, as soon as all bytes are in buffers."""
+        if transfer := self._writing.pop(key, None):  # an earlier one must not overtake this
+            transfer.wait()
+        offset, nbytes = self.place(key, sum(tensor.nbytes for tensor in tensors))
+        self.traffic.written += nbytes
+        if flat := self._flat(tensors):
+            transfer = self._writing[key] = self._transfers.writing(flat)
+            self._transfers.write(transfer, flat, offset)
+        return transfer
+
+    def read(self, key, tensors):
+        """Begin to read tensors. Return a Transfer, or None in a dry run."""
+        offset, nbytes = self.places.of[key]
+        self.traffic.read += nbytes
+        flat = self._flat(tensors)
+        return flat and self._transfers.read(flat, offset, key, self._writing.get(key))
+
+    def flush(self):
+        """Return when all that was written is in the file."""
+        for transfer in list(self._writing.values()):
+            transfer.settle()
+        self.check()
+
+    def check(self):
+        """Raise what went wrong behind the caller's back: then contents are lost, and nothing goes on."""
+        for key in [key for key, transfer in list(self._writing.items()) if transfer.done()]:
+            transfer = self._writing.pop(key, None)
+            self.failure = self.failure or (transfer and transfer.error)
+        if self.failure is not None:
+            raise self.failure
+
+    def _flat(self, tensors):
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return None
+        for buffers in self._transfers.buffers.values():
+            buffers.make(pinned=any(tensor.is_cuda for tensor in tensors))
+        return Flat(tensors)

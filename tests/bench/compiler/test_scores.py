@@ -1,0 +1,45 @@
+"""The attention kernels with hooks, sinks and MLA's head_dims, as the compiler makes them: no spill, and HGMMA."""
+
+import pytest
+
+from refimpl.attention.kernels.configs import Config
+from refimpl.bench.compiler import scores
+from refimpl.bench.compiler.processes import compile_cases
+
+CHOSEN = ("forward, bfloat16, d128 softcap, datacenter", "dkdv, bfloat16, d64 documents, datacenter",
+          "dq, bfloat16, d128 prefix, datacenter", "forward, bfloat16, d64 sinks, datacenter",
+          "dkdv, bfloat16, d192 v128, datacenter")
+
+
+def by_warps_of_four(kernel, variant, config):
+    """The mutant: half of the warps for a tile twice as long."""
+    return Config(128, 128, 4, 2)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    named, mutant = scores.cases(), scores.cases(("d128 softcap",), change=by_warps_of_four)
+    found = compile_cases([*(named[name] for name in CHOSEN), mutant[CHOSEN[0]]])
+    return dict(zip((*CHOSEN, "mutant"), found, strict=True))
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_the_compiler_makes_of_it(name, reports):
+    found = reports[name]
+    assert found.faults() == [] and found.spill_bytes == 0 and found.warnings == ()
+    assert found.instructions["HGMMA"] and not found.instructions["HMMA"]
+
+
+def test_a_tile_too_large_is_found_at_fault(reports):
+    assert reports["mutant"].spill_bytes > 500
+
+
+def test_a_case_for_each_kernel_and_variant():
+    named = scores.cases()
+    assert len(named) == 8 * 3 + 2 + 3 and set(CHOSEN) <= set(named)
+    assert (named[CHOSEN[4]].arguments["D"], named[CHOSEN[4]].arguments["V"]) == (192, 128)
+    for name, case in named.items():
+        score = case.arguments["score"]
+        assert (score.softcap is not None) == ("softcap" in name) and (score.prefix is not None) == ("prefix" in name)
+        assert (score.any is None) == ("sinks" in name or "v128" in name)
+        assert (case.arguments.get("sinks") is not None) == ("sinks" in name)

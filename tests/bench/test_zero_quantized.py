@@ -1,0 +1,46 @@
+"""The bench of quantised collectives at a tiny size, and that it would show codecs that save nothing."""
+
+import torch
+from rank_pool import pooled
+
+from refimpl.bench import zero_quantized
+from refimpl.zero.quantized import BlockCodec
+
+
+class Wide(BlockCodec):
+    """The mutant: numbers of 4 bytes travel."""
+
+    def payload_bytes(self, numel):
+        return super().payload_bytes(numel) + 3 * numel // 16 * 16
+
+
+def test_a_run_reads_memory_times_bytes_errors_and_losses(monkeypatch):
+    monkeypatch.setattr(zero_quantized, "launch", lambda *args, device, timeout: pooled(*args, device=device))
+    monkeypatch.setattr(zero_quantized, "WAYS", {**{name: zero_quantized.WAYS[name] for name in ("whole", "both int8")},
+                                                 "wide": (Wide(), Wide(), None)})
+    settings, rows = zero_quantized.run("cpu", steps=2, rounds=1, models=["gpt"])
+    found = {row["what"]: row["ratio"] for row in rows}
+    assert settings["ranks"] == 4 and len(found) == 2 + 2 + 6 and all(ratio > 0 for ratio in found.values())
+    assert found["peak of a step above shards, both int8"] < 0.75
+    assert found["bytes of a step of gpt, both int8"] < 0.28 and found["bytes of a step of gpt, wide"] > 0.95
+    assert found["error of gpt's first mean gradient, both int8"] < 0.1
+
+
+def test_rows_of_a_gpu_are_those_of_the_codec(monkeypatch):
+    class Found:
+        def median(self, name):
+            return {"triton": 1.0, "torch": 2.0}[name]
+
+    def compare(calls, rounds):
+        for call in calls.values():
+            call()
+        return Found()
+
+    monkeypatch.setattr(zero_quantized, "compare", compare)
+    monkeypatch.setattr(zero_quantized, "NUMBERS", 5000)
+    for name in ("randn", "empty"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *shape, make=make, **how: make(*shape, **{**how, "device": "cpu"}))
+    rows = list(zero_quantized.codec_rows(1))
+    assert len(rows) == 8 and {row["ratio"] for row in rows} == {0.5}
+    assert rows[0]["what"] == "encode 0M numbers, bfloat16, int8" and rows[0]["rate"] == 10_000 + 5088

@@ -1,0 +1,128 @@
+"""The loss by Triton kernels, interpreted: numbers of the logits, bytes by closed form, bad input, a dry run."""
+
+import itertools
+
+import pytest
+import torch
+from head_kit import errors, exact, head, plain, with_gradients
+from interpreting import interpreted
+
+from refimpl import memory
+from refimpl.comm.traffic import Traffic, ring_traffic
+from refimpl.cross_entropy import (
+    fused_cross_entropy_bytes,
+    fused_linear_cross_entropy,
+    split_cross_entropy_traffic,
+)
+
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 4.0}
+
+
+def test_numbers_are_those_of_the_logits():
+    shapes = (70, 40, 203), (1, 5, 3), (33, 64, 128)
+    cases = [(head(*shape, bias=bias), {"reduction": reduction, **options}) for shape, bias, reduction, options in
+             itertools.product(shapes, [False, True], ["mean", "sum"], [{}, EVERYTHING])]
+    found = interpreted([("head_bodies:loss_and_gradients", given, options) for given, options in cases])
+    for (given, options), results in zip(cases, found, strict=True):
+        assert max(errors(results, exact(*given, **options))) < 2e-6
+
+
+def test_error_is_no_larger_than_the_plain_ones_in_fp16():
+    given = [head(96, 64, 203, torch.float16, seed=seed, ignored=0) for seed in range(4)]
+    found = interpreted([("head_bodies:loss_and_gradients", each, {}) for each in given])
+    sums = torch.zeros(2, 2, dtype=torch.float64)
+    for (hidden, weight, targets, _), ours in zip(given, found, strict=True):
+        theirs = with_gradients(plain(hidden, weight, targets), hidden, weight)
+        reference = exact(hidden, weight, targets)
+        for k, results in enumerate((ours, theirs)):
+            assert [x.dtype for x in results] == [torch.float32, torch.float16, torch.float16]
+            sums[k] += torch.stack([(a.double() - b).square().mean() for a, b in zip(results[1:], reference[1:],
+                                                                                       strict=True)])
+    assert (sums[0] <= sums[1] * 1.02).all(), sums
+
+
+def test_all_targets_ignored_is_zero_and_frozen_parts_have_no_gradient():
+    ignored, frozen = head(10, 8, 20, ignored=1), head(40, 8, 70)
+    frozen[1].requires_grad_(False)
+    body = head(40, 8, 70)
+    body[0].requires_grad_(False)
+    zero, first, second = interpreted([("head_bodies:loss_and_gradients", x, {}) for x in (ignored, frozen, body)])
+    assert all((x == 0).all() for x in zero)
+    expected = exact(*head(40, 8, 70))
+    assert len(first) == len(second) == 2
+    assert max(errors(first, expected[:2])) < 2e-6 and max(errors(second, [expected[0], expected[2]])) < 2e-6
+
+
+def test_bytes_are_the_closed_forms():
+    shapes = ((70, 40, 203), (33, 80, 130), (200, 16, 30))
+    cases = [(shape, dtype, bias) for shape in shapes for dtype in (torch.float32, torch.float16)
+             for bias in (False, True)]
+    cases = [(*case, parts) for case, parts in zip(cases, itertools.cycle((1, 1, 3)), strict=False)]
+    found = interpreted([("head_bodies:bytes_read", head(*shape, dtype, bias=bias), {"parts": parts})
+                         for shape, dtype, bias, parts in cases])
+    for ((N, C, V), dtype, bias, parts), taken in zip(cases, found, strict=True):
+        form = fused_cross_entropy_bytes(N, V, C, dtype, bias=bias, parts=parts)
+        assert taken == (form.saved, form.forward, form.peak)
+        assert form.forward < N * V * 4 or V < 64
+
+
+def test_several_losses_are_their_weighted_sum_and_have_one_gradient_of_the_weight():
+    given = [head(n, 8, 70, seed=n, bias=True) for n in (20, 33, 7)]
+    _, weight, _, bias = given[0]
+    hiddens, targets, scales = [each[0] for each in given], [each[2] for each in given], (1.0, 0.3, -0.5)
+    found = interpreted([("head_bodies:several", (hiddens, weight, targets, scales, bias), {"reduction": reduction})
+                         for reduction in ("mean", "sum")])
+    for reduction, results in zip(("mean", "sum"), found, strict=True):
+        wide = [x.detach().double().requires_grad_() for x in (weight, bias, *hiddens)]
+        apart = torch.stack([plain(h, wide[0], t, bias=wide[1], reduction=reduction)
+                             for h, t in zip(wide[2:], targets, strict=True)])
+        total = (apart * torch.tensor(scales, dtype=torch.float64)).sum()
+        assert max(errors(results, [*with_gradients(total, *wide), apart.detach()])) < 2e-6
+
+
+def test_a_split_vocabulary_is_the_whole_one():
+    """On two ranks, whose kernels are interpreted; 203 and 401 words, which two do not divide."""
+    cases = [((40, 8, 203), torch.float32, 1, EVERYTHING), ((33, 8, 401), torch.float16, 3, {"reduction": "sum"})]
+    (ranks,) = interpreted([("head_bodies:on_ranks", (2, cases), {})])
+    for rank, answers in enumerate(ranks):
+        for ((N, C, V), dtype, parts, options), (wrong, taken, sent) in zip(cases, answers, strict=True):
+            smoothing, v = options.get("label_smoothing", 0), (rank + 1) * V // 2 - rank * V // 2
+            form = fused_cross_entropy_bytes(N, v, C, dtype, bias=True, parts=parts, split=True,
+                                             label_smoothing=smoothing, softcap=options.get("softcap"))
+            assert max(wrong) < (2e-6 if dtype == torch.float32 else 2e-3)
+            assert taken == (form.saved, form.forward, form.peak)
+            rows = split_cross_entropy_traffic(N, C, rank, 2, chunk_size=N, label_smoothing=smoothing,
+                                               hidden_needs=False)["all_reduce"]
+            dh = ring_traffic("all_reduce", N * C * dtype.itemsize, 2, rank, dtype.itemsize)
+            assert sent == Traffic(all_reduce=parts * (rows + dh))
+
+
+def test_a_large_head_in_a_dry_run():
+    """Llama-3-8B's: kernels that do not run take what they would."""
+    N, V, C, dtype = 8192, 128256, 4096, torch.bfloat16
+
+    def step():
+        hidden, weight = (torch.empty(n, C, dtype=dtype, requires_grad=True) for n in (N, V))
+        fused_linear_cross_entropy(hidden, weight, torch.zeros(N, dtype=torch.int64)).backward()
+
+    form = fused_cross_entropy_bytes(N, V, C, dtype)
+    assert memory.dry_run(step).peak.total == form.peak + (N + V) * C * 2 + N * 8
+    assert form.forward < 2**22 and form.peak < N * V * 4
+
+
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"skip": -1e-3}, ValueError, "skip=-0.001: expected a number of at least 0"),
+    ({"dtype": torch.float64}, TypeError, "float64.*chunked_linear_cross_entropy takes"),
+    ({"dtype": torch.bfloat16}, (ValueError, RuntimeError), "TRITON_INTERPRET"),
+    ({"reduction": "none"}, ValueError, "'none'"), ({"target": 20}, IndexError, "targets hold 20")])
+def test_bad_input_is_named(change, error, words):
+    hidden, weight, targets, _ = head(10, 8, 20, change.pop("dtype", torch.float32), ignored=0)
+    targets[3] = change.pop("target", 0)
+    with pytest.raises(error, match=words):
+        fused_linear_cross_entropy(hidden, weight, targets, **change)
+
+
+def test_a_bias_alone_is_refused():
+    hidden, weight, targets, bias = head(10, 8, 20, bias=True)
+    with pytest.raises(ValueError, match="bias needs a gradient"):
+        fused_linear_cross_entropy(hidden, weight.detach(), targets, bias=bias)

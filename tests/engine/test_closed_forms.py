@@ -1,0 +1,54 @@
+"""The closed forms beside dry runs, which say what real ranks read; and beside the models' own counts."""
+
+import functools
+
+import pytest
+import torch
+from together_kit import ADAMW, GPTS, ROWS, T
+
+from refimpl.engine import dry_rank
+from refimpl.engine.closed_forms import axis_traffic, part_parameters, parts_of, rank_bytes, wire_seconds
+from refimpl.mesh import Mesh
+from refimpl.model import GPT, GPTConfig
+from refimpl.parallel.pipeline import partition
+
+CHECKS = 3000  # bytes of checks and padding at most
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt3-175b", "llama2-7b", "llama3-405b"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_stages_and_their_parameters(name, stages):
+    config = GPTConfig.named(name)
+    with torch.device("meta"):
+        parts = partition(GPT(config), stages)
+    assert [(len(part.blocks), part.is_first, part.is_last) for part in parts] == [
+        (each.layers, each.is_first, each.is_last) for each in parts_of(config, stages)]
+    assert [sum(p.numel() for p in part.parameters()) for part in parts] == [
+        part_parameters(config, each) for each in parts_of(config, stages)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", GPTS)
+def test_traffic_and_bytes_of_each_axis(name, recompute):
+    mesh, config = Mesh(tp=2, pp=2, dp=2), GPTS[name]
+    for pp in range(2):
+        rank = mesh.rank_at(pp=pp)
+        found = dry_rank(functools.partial(GPT, config), mesh, rank, ROWS, T, optimizer=ADAMW, micro_batches=4,
+                         recompute=recompute)
+        said = axis_traffic(config, mesh, pp, ROWS, 4, recompute=recompute)
+        assert said["tp"] == found.traffic["tp"]["all_reduce"]
+        assert 0 <= found.traffic["pp"].total - said["pp"] <= 100
+        assert 0 <= found.traffic["dp"].total - said["dp"] <= CHECKS
+        ledger = rank_bytes(config, mesh, pp, ROWS, 4, recompute=recompute)
+        assert found.peak["parameters"] == pytest.approx(ledger["parameters"], abs=CHECKS)
+        largest = config.vocab_size * config.hidden * 4 // mesh.tp  # one is on its way into its bucket
+        assert 0.5 * ledger["gradients"] < found.peak["gradients"] <= ledger["gradients"] + largest + CHECKS
+        assert found.peak["optimizer state"] == pytest.approx(ledger["optimizer state"], abs=CHECKS)
+        assert ledger["activations"] <= found.peak["activations"] + found.peak["communication"]
+
+
+def test_a_group_over_two_nodes_is_as_fast_as_the_link_between_them():
+    mesh = Mesh(tp=8, pp=2, dp=2)
+    sent = {"tp": 800, "pp": 100, "dp": 200}
+    assert wire_seconds(sent, mesh, 3, 8, 100, 10) == {"tp": 8.0, "pp": 10.0, "dp": 20.0}
+    assert wire_seconds(sent, mesh, 3, 4, 100, 10)["tp"] == 80.0

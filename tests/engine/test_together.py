@@ -1,0 +1,70 @@
+"""Training in three dimensions on 8 ranks is training in one process: losses and norms."""
+
+import pytest
+from together_kit import alone, trained, uneven
+
+from refimpl.comm import launch
+from refimpl.mesh import Mesh
+
+
+def far(found, expected):
+    """The largest distance of losses and of norms, relative."""
+    return max(abs(a / b - 1) for ours, theirs in zip(found, expected, strict=True) for a, b in
+               zip(ours, theirs, strict=True))
+
+
+def check(name, axes, steps, cut=None, **options):
+    expected, _ = alone(name, steps, cut)
+    for found in launch(trained, Mesh(**axes).world_size, name, axes, steps, options, cut):
+        assert far(found, expected) <= 1e-4
+    assert expected[-1][0] < expected[0][0]
+
+
+def test_tensor_pipeline_and_data_parallel_for_20_steps():
+    check("gpt", {"tp": 2, "pp": 2, "dp": 2}, 20, micro_batches=2, recompute=True)
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_a_llama_of_hugging_face(name):
+    check(name, {"tp": 2, "pp": 2, "dp": 2}, 5, micro_batches=2, recompute=True)
+
+
+@pytest.mark.parametrize(("name", "axes", "options"), [
+    ("gpt", {"cp": 2, "tp": 2, "dp": 2}, {"zero": 2}),
+    ("grouped gpt", {"pp": 2, "cp": 2}, {"micro_batches": 4, "schedule": "zb-h1"}),
+    ("tied llama", {"pp": 2, "cp": 2}, {"micro_batches": 2, "recompute": True}),
+    ("llama", {"cp": 2, "tp": 2}, {"zero": 3}),
+    ("grouped gpt", {"tp": 2, "pp": 2}, {"micro_batches": 2, "sequence": True, "recompute": True}),
+    ("llama", {"tp": 2, "pp": 2}, {"micro_batches": 4, "sequence": True, "schedule": "interleaved"}),
+    ("gpt", {"dp": 2, "pp": 2}, {"zero": 0, "micro_batches": 4, "schedule": "dualpipe-v"}),
+    ("gpt", {"dp": 4, "shards": 2}, {"zero": 2}),
+])
+def test_other_meshes_and_options(name, axes, options):
+    check(name, axes, 5, **options)
+
+
+@pytest.mark.parametrize(("name", "axes", "options"), [
+    ("gpt", {"pp": 2, "dp": 2}, {"micro_batches": 4}), ("llama", {"cp": 2, "dp": 2}, {"micro_batches": 2})])
+def test_losses_are_divided_by_the_targets_of_all_ranks(name, axes, options):
+    check(name, axes, 3, uneven, **options)
+
+
+def norm_of_this_rank(engine):
+    engine.engine.world = engine.engine.comm
+
+
+def tie_without_its_sum(engine):
+    engine.pipe._ties._copies.clear()
+
+
+def own_targets_alone(engine):
+    engine.pipe.total = None
+
+
+@pytest.mark.parametrize(("mutant", "cut"), [
+    (norm_of_this_rank, None), (tie_without_its_sum, None), (own_targets_alone, uneven)])
+def test_what_would_be_wrong_is_far_away(mutant, cut):
+    expected, _ = alone("gpt", 3, cut)
+    axes = {"pp": 2, "dp": 2}
+    found = launch(trained, 4, "gpt", axes, 3, {"micro_batches": 2}, cut, mutant)
+    assert max(far(each, expected) for each in found) > 1e-3

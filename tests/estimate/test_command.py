@@ -1,0 +1,67 @@
+"""`refimpl estimate`: what it prints, as text and as JSON, and how it ends when it is asked for what cannot be."""
+
+import json
+
+import pytest
+from estimate_kit import write
+
+from refimpl import cli
+from refimpl.estimate import estimate
+from refimpl.estimate.report import LIBRARIES, verdict
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("models"))
+
+
+def test_text_and_json_say_what_the_estimate_says(names, capsys):
+    found = estimate(names["gpt"], batch=2, sequence=16, gpu="t4", zero=1, gpus=2)
+    asked = ["estimate", names["gpt"], "--batch", "2", "--sequence", "16", "--gpu", "t4", "--zero", "1", "--gpus", "2"]
+    cli.main(asked)
+    said = capsys.readouterr().out
+    assert f"{found.parameters:,} parameters, built by build.py" in said and "2 × 16 tokens on each of 2 GPUs" in said
+    assert repr(found.peak) in said and "exact: every tensor of rank 0 of 2" in said and "bounded: " in said
+    assert said.splitlines()[-1].startswith("t4 has 15.0 GiB: fits, 15.0 GiB left for the CUDA context")
+    cli.main([*asked, "--json"])
+    read = json.loads(capsys.readouterr().out)
+    assert read["peak"] == {**found.peak, "total": found.peak.total} and read["options"]["zero"] == 1
+    assert read["gpu"]["fits"] is True and read["exact"] == found.exact and read["reserved"] == found.reserved
+
+
+def test_the_verdict(names):
+    found = estimate(names["regression"], gpu="t4")
+    found.reserved = found.gpu.reported_bytes + 2**30
+    assert found.fits is False and verdict(found) == "t4 has 15.0 GiB: does not fit, 1.0 GiB too much"
+    found.reserved = found.gpu.reported_bytes - LIBRARIES // 2
+    assert found.fits and verdict(found).startswith("t4 has 15.0 GiB: may not fit, 512.0 MiB left")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["gpt2", "--zero", "4"], "argument --zero: invalid value: '4': expected 0 (data parallel), 1, 2 or 3"),
+    (["gpt2", "--gpus", "0"], "argument --gpus: invalid value: '0': expected a whole number of at least 1"),
+    (["gpt2", "--batch", "1.5"], "argument --batch: invalid value: '1.5': expected a whole number"),
+    (["gpt2", "--precision", "fp8"], "invalid choice: 'fp8'"), (["gtp2"], "unknown model 'gtp2'; close names: gpt2"),
+    (["gpt2", "--gpu", "h300"], "unknown hardware 'h300'"), (["none.json"], "no file none.json: expected a name of"),
+    (["none.py:build"], "no file none.py: expected file.py:function"), (["build.py"], "no file build.py"),
+    ([__file__], "expected the function, too"), ([__file__ + ":write", "--attention", "sdpa"], "set it there"),
+])
+def test_what_cannot_be_ends_with_status_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["estimate", *arguments])
+    assert done.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, capsys):
+    (tmp_path / "model.py").write_text("import torch\nraise KeyError('three')\n")
+    with pytest.raises(SystemExit) as done:
+        cli.main(["estimate", f"{tmp_path / 'model.py'}:build"])
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and "model.py:2: " in said and "raises KeyError when it is imported" in said
+
+
+def test_its_help_explains_every_choice(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["estimate", "--help"])
+    said = capsys.readouterr().out
+    assert done.value.code == 0 and "bf16-master" in said and "keeps no scores" in said and "--recompute" in said

@@ -1,0 +1,108 @@
+"""An estimate is what a tracker reads of the real step with the same options, to the byte and by category."""
+
+import time
+
+import pytest
+from estimate_kit import as_read, write
+
+from refimpl import memory
+from refimpl.comm import launch
+from refimpl.estimate import Options, estimate, step
+from refimpl.zero import DataParallel
+
+PLAIN = [
+    ("gpt", {"precision": "autocast", "recompute": True}),
+    ("gemma", {"precision": "bf16", "optimizer": "adamw-fused"}),
+    ("gpt", {"precision": "bf16-master", "optimizer": "momentum"}), ("regression", {"batch": 64, "optimizer": "sgd"}),
+    ("gpt2", {"attention": "eager", "recompute": True, "optimizer": "adam"}), ("llama", {"precision": "bf16"}),
+]
+STATE = 5056  # bytes of the CPU generator's state
+ON_RANKS = [(name, {"zero": zero, "gpus": 2, "batch": 2, "precision": "bf16" if name == "llama" else "fp32"})
+            for name in ("gpt", "gpt2", "llama") for zero in range(4)]
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def ranks(names):
+    """What two real ranks read: {case: [of each rank]}."""
+    answers = launch(as_read, 2, [(names[name], options) for name, options in ON_RANKS])
+    return dict(zip(range(len(ON_RANKS)), zip(*answers, strict=True), strict=True))
+
+
+def said(found):
+    return found.peak, found.phases, found.resting
+
+
+@pytest.mark.parametrize(("name", "options"), PLAIN)
+def test_a_loop_on_one_device(names, name, options):
+    found = estimate(names[name], **options)
+    assert said(found) == as_read(None, [(names[name], options)])[0]
+    assert found.peak == found.phases[found.phase] and found.peak.total <= found.reserved
+    assert found.gpu is found.fits is None
+
+
+def test_states_of_random_numbers_are_what_a_recomputed_dropout_keeps_beside(names):
+    """Fake tensors draw no numbers, so that a dry run keeps no state of the generator: the bound says how much."""
+    options = {"precision": "bf16", "recompute": True}
+    found, (_, phases, _) = estimate(names["gemma"], **options), as_read(None, [(names["gemma"], options)])[0]
+    beside = phases["backward"].total - found.phases["backward"].total
+    assert 0 < beside <= (2 + 1) * STATE and beside % STATE == 0
+    assert any("5,056" in each for each in found.bounded)
+
+
+@pytest.mark.parametrize("case", range(len(ON_RANKS)), ids=[f"{name}, zero {o['zero']}" for name, o in ON_RANKS])
+def test_two_ranks(names, ranks, case):
+    """Rank 0's own bytes; and how much more another one holds, by the counters of its pieces."""
+    name, options = ON_RANKS[case]
+    found, (first, second) = estimate(names[name], **options), ranks[case]
+    assert said(found) == first and max(second[0].total - first[0].total, 0) == found.elsewhere
+
+
+def test_an_estimate_that_shards_nothing_is_seen(names, ranks, monkeypatch):
+    """The mutant: data parallelism in the place of stage 1, which shards least."""
+    monkeypatch.setattr(step, "ENGINES", (DataParallel,) * 4)
+    (name, options), read = ON_RANKS[1], ranks[1][0]
+    assert options["zero"] == 1 and said(estimate(names[name], **options)) != read
+
+
+def test_a_first_step_would_not_do(names, monkeypatch):
+    """The mutant: the first step is tracked, in whose backward there are no optimizer states."""
+    found = estimate(names["gpt"])
+    whole, calls = step._Loop.step, []
+
+    def second(self, args, kwargs):
+        calls.append(self)
+        if len(calls) > 1:
+            whole(self, args, kwargs)
+
+    monkeypatch.setattr(step._Loop, "step", second)
+    first = memory.dry_run(lambda: step.train(None, names["gpt"], Options())).result.trace
+    assert first.peak_moment("backward").ledger["optimizer state"] == 0 < found.phases["backward"]["optimizer state"]
+
+
+def test_llama_3_8b_in_seconds():
+    """Processor time of a machine that does other things, too: a bound against what looks at every event again."""
+    began = time.process_time()
+    found = estimate("llama3-8b", sequence=512, precision="bf16", zero=3, gpus=64, gpu="h100-sxm")
+    assert time.process_time() - began < 60
+    assert found.parameters == 8_030_261_248 and found.fits
+    shard = 4 + 8  # bytes of fp32 masters and two moments
+    assert found.peak["optimizer state"] == pytest.approx(shard * found.parameters / 64, rel=0.001)
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("no_loss", r"the model returned a tensor of shape \(2, 8\): expected its loss"),
+    ("no_batch", "returned a Linear alone, and what it is called with is not known: return"),
+    ("no_model", r"build\.py:no_model returned a int: expected a torch.nn.Module, or \(model, batch\)"),
+    ("looks_at_values", r"build\.py:\d+: `torch.rand\(5\).nonzero\(\)`"),
+    ("fails", r"build\.py:\d+: `UNHEARD_OF` raises NameError in a dry run: name 'UNHEARD_OF' is not defined"),
+    ("refuses", r"build\.py:\d+: `raise ValueError\(.three heads.\)` raises ValueError in a dry run: three heads"),
+    ("absent", r"build\.py has no function 'absent'; it has gpt, gemma, regression, no_loss"),
+])
+def test_a_model_that_cannot_be_built_or_run_is_refused_with_its_line(names, name, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(names[name])

@@ -1,0 +1,94 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from refimpl.attention import ScoreHook, reference_attention
+from refimpl.attention.cache import absorbed, expand
+from refimpl.exercises import attention_of_today as page
+
+
+class Strided(ScoreHook):
+    masks, slope = True, True
+
+    def __init__(self, stride):
+        self.stride = stride
+
+    def forward(self, scores, b, h, q_idx, k_idx):
+        away = q_idx - k_idx
+        return (scores * (h + 1)).masked_fill((away < 0) | (away % self.stride != 0), -math.inf)
+
+    def derivative(self, scores, b, h, q_idx, k_idx):
+        return h + 1.0 if self.slope else 1.0
+
+
+class WithoutDerivative(Strided):
+    slope = False
+
+
+class Whole(Strided):
+    def forward(self, scores, b, h, q_idx, k_idx):
+        if not hasattr(self, "away"):
+            self.away = torch.arange(256)[:, None] - torch.arange(256)
+            self.hidden = (self.away < 0) | (self.away % self.stride != 0)
+        return (scores * (h + 1)).masked_fill(self.hidden[q_idx, k_idx], -math.inf)
+
+
+def attend(q, k, v, sinks, tile, start=True):
+    m = sinks.view(-1, 1, 1).expand(*q.shape[:3], 1).clone() if start else q.new_full((*q.shape[:3], 1), -math.inf)
+    total, out = torch.full_like(m, float(start)), torch.zeros_like(q)
+    for k_tile, v_tile in zip(k.split(tile, dim=2), v.split(tile, dim=2), strict=True):
+        scores = q @ k_tile.mT * q.shape[-1] ** -0.5
+        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+        p, shrink = (scores - m_new).exp_(), (m - m_new).exp_()
+        total, out, m = total * shrink + p.sum(-1, keepdim=True), out * shrink + p @ v_tile, m_new
+    return out / total
+
+
+def at_the_end(q, k, v, sinks, tile):
+    """Overflows where the sink is far below or above the scores."""
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    return s.exp() @ v / (s.exp().sum(-1, keepdim=True) + sinks.view(-1, 1, 1).exp())
+
+
+def whole(q, k, v, sinks, tile):
+    return reference_attention(q, k, v, sinks=sinks)
+
+
+def on_the_latent(*given, **options):
+    return absorbed(reference_attention, *given, **options)
+
+
+def expanded(q, *cache):
+    return reference_attention(q, *expand(*cache))
+
+
+def another_scale(q, c, k_rope, up_k, up_v):
+    return on_the_latent(q, c, k_rope, up_k, up_v, scale=40**-0.5)
+
+
+@pytest.mark.parametrize(("grade", "answer", "said"), [
+    (page.first, Strided, "right, on parity"), (page.first, WithoutDerivative, "dq is not .*is `derivative` there"),
+    (page.first, lambda stride: ScoreHook(), "output is not"), (page.first, Whole, "right, but it took"),
+    (page.first, lambda stride: ..., "not answered"),
+    (page.second, attend, "right, on parity"), (page.second, lambda *x: attend(*x, start=False), "not the softmax"),
+    (page.second, at_the_end, "not the softmax|right, but"), (page.second, whole, "right, but .* for 200|for 1,024"),
+    (page.second, lambda *x: None, "not answered"),
+    (page.third, on_the_latent, "right, on parity"), (page.third, expanded, "right, but it took"),
+    (page.third, another_scale, "the scale is 1/"), (page.third, lambda *x: ..., "not answered"),
+])
+def test_verdicts(grade, answer, said, capsys):
+    grade(answer)
+    found = capsys.readouterr().out
+    assert re.search(said, found), found
+
+
+def test_a_mask_that_is_kept_is_seen_as_broken():
+    hook = page.MaskKeptWhole(torch.arange(8)[None] // 3)
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    torch.testing.assert_close(reference_attention(q, k, v, score=hook), reference_attention(
+        q, k, v, cu_seqlens=[0, 3, 6, 8]))
+    assert hook.mask_B1TS.numel() == 64

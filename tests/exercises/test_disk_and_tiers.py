@@ -1,0 +1,127 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import os
+import re
+import tempfile
+
+import pytest
+
+from refimpl.exercises import disk_and_tiers as page
+from refimpl.saving.durable import raw_bytes
+
+
+def predict(sizes):
+    file = sum(-(-nbytes // 4096) * 4096 for nbytes in sizes)
+    return file, file
+
+
+def without_blocks(sizes):
+    return sum(sizes), sum(sizes)
+
+
+def one_place_for_all(sizes):
+    return -(-sum(sizes) // 4096) * 4096, sum(-(-nbytes // 4096) * 4096 for nbytes in sizes)
+
+
+def belady(here, future):
+    return max(here, key=lambda key: future.index(key) if key in future else len(future))
+
+
+def nearest(here, future):
+    return min(here, key=lambda key: future.index(key) if key in future else len(future))
+
+
+def nobody(here, future):
+    return future[0]
+
+
+class Store:
+    def __init__(self, folder):
+        self.file, self.place, self.end, self.away = tempfile.TemporaryFile(dir=folder, buffering=0), {}, 0, {}
+
+    def __del__(self):
+        self.file.close()
+
+    def reserve(self, key, tensors):
+        size = sum(x.nbytes for x in tensors)
+        if key not in self.place:
+            os.posix_fallocate(self.file.fileno(), self.end, size)
+            self.place[key], self.end = self.end, self.end + size
+
+    def put(self, key, tensors):
+        self.reserve(key, tensors)
+        self.file.seek(self.place[key])
+        for x in tensors:
+            self.file.write(raw_bytes(x))
+        for x in tensors:
+            x.untyped_storage().resize_(0)
+        self.away[key] = tensors
+
+    def get(self, key):
+        self.file.seek(self.place[key])
+        for x in self.away.pop(key):
+            x.untyped_storage().resize_(x.nbytes)
+            self.file.readinto(raw_bytes(x))
+
+
+class Trusting(Store):
+    """Takes it that all was written."""
+
+    def reserve(self, key, tensors):
+        if key not in self.place:
+            self.place[key], self.end = self.end, self.end + sum(x.nbytes for x in tensors)
+
+
+class Early(Store):
+    """Frees each tensor as soon as it is written."""
+
+    def reserve(self, key, tensors):
+        if key not in self.place:
+            self.place[key], self.end = self.end, self.end + sum(x.nbytes for x in tensors)
+
+    def put(self, key, tensors):
+        self.reserve(key, tensors)
+        self.file.seek(self.place[key])
+        for x in tensors:
+            if self.file.write(raw_bytes(x)) < x.nbytes:
+                raise OSError("short")
+            x.untyped_storage().resize_(0)
+        self.away[key] = tensors
+
+
+class Keeping(Store):
+    def put(self, key, tensors):
+        self.away[key] = tensors
+
+    def get(self, key):
+        pass
+
+
+class AtOnePlace(Store):
+    def reserve(self, key, tensors):
+        os.posix_fallocate(self.file.fileno(), 0, sum(x.nbytes for x in tensors))
+        self.place[key] = 0
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [
+    (page.first, predict), (page.second, belady), (page.third, Store)])
+def test_right_answers_pass(exercise, answer, capsys):
+    exercise(answer)
+    assert capsys.readouterr().out.endswith("exercise: right, on parity and on bytes\n")
+
+
+@pytest.mark.parametrize(("exercise", "answer", "told"), [
+    (page.first, without_blocks, "you say .* the store has a file of 12,288|you say"),
+    (page.first, one_place_for_all, "buckets of .* bytes: you say"),
+    (page.second, nearest, "you load .* Belady's rule"), (page.second, nobody, "you evict"),
+    (page.third, Trusting, "did not raise OSError"), (page.third, Early, "1 of 2 tensors have lost their memory"),
+    (page.third, Keeping, "still in memory"), (page.third, AtOnePlace, "other numbers")])
+def test_wrong_answers_are_told_why(exercise, answer, told, capsys):
+    exercise(answer)
+    assert re.search(told, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_no_answer(exercise, capsys):
+    exercise(lambda *args: ...)
+    assert "not answered yet" in capsys.readouterr().out

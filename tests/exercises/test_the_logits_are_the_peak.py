@@ -1,0 +1,85 @@
+"""Right answers pass, wrong and unanswered ones do not."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from refimpl.cross_entropy import chunked_linear_cross_entropy
+from refimpl.exercises import the_logits_are_the_peak as page
+
+
+def predict(N, V, C, d, R):
+    return 3 * N * V * 4, N * C * d + V * C * 4 + R * V * (4 + (d if d == 2 else 0))
+
+
+def rows(z, targets, smoothing):
+    counts, column = (targets != -100).float(), targets.clamp(min=0)[:, None]
+    z -= z.amax(1, keepdim=True)
+    predicted, mean = z.gather(1, column)[:, 0], z.mean(1)
+    total = z.exp_().sum(1)
+    loss = ((total.log() - (1 - smoothing) * predicted - smoothing * mean) * counts).sum()
+    z *= (counts / total)[:, None]
+    z -= smoothing / z.shape[1] * counts[:, None]
+    z.scatter_add_(1, column, -(1 - smoothing) * counts[:, None])
+    return loss
+
+
+def gradient_of(z, targets, smoothing):
+    V = z.shape[1]
+    return z.softmax(1) - (1 - smoothing) * F.one_hot(targets.clamp(min=0), V) - smoothing / V
+
+
+def ignored_rows_count(z, targets, smoothing):
+    loss = F.cross_entropy(z, targets, reduction="sum", label_smoothing=smoothing)
+    z.copy_(gradient_of(z, targets, smoothing))
+    return loss
+
+
+def with_copies(z, targets, smoothing):
+    loss = F.cross_entropy(z, targets, reduction="sum", label_smoothing=smoothing)
+    z.copy_(gradient_of(z, targets, smoothing).masked_fill_((targets == -100)[:, None], 0))
+    return loss
+
+
+def step(hidden, weight, targets, R, z_loss):
+    h, w = (x.clone().requires_grad_() for x in (hidden, weight))
+    loss = chunked_linear_cross_entropy(h, w, targets, chunk_size=R, z_loss=z_loss)
+    return loss.detach(), *torch.autograd.grad(loss, (h, w))
+
+
+def without_z_loss(hidden, weight, targets, R, z_loss):
+    return step(hidden, weight, targets, R, 0.0)
+
+
+def own_counts(hidden, weight, targets, R, z_loss):
+    parts = [step(hidden[i : i + R], weight, targets[i : i + R], R, z_loss) for i in range(0, len(hidden), R)]
+    loss, dh, dw = zip(*parts, strict=True)
+    return sum(loss) / len(parts), torch.cat(dh) / len(parts), sum(dw) / len(parts)
+
+
+def whole(hidden, weight, targets, R, z_loss):
+    return step(hidden, weight, targets, len(hidden), z_loss)
+
+
+@pytest.mark.parametrize(("exercise", "answer"), [(page.first, predict), (page.second, rows), (page.third, step)])
+def test_right_answers(said, exercise, answer):
+    assert "right, on parity and on bytes" in said(exercise, answer)
+
+
+@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.first, lambda N, V, C, d, R: (N * V * d, 0), "log-softmax, its gradient"),
+    (page.first, lambda N, V, C, d, R: (12 * N * V, N * C * d + V * C * d + R * V * 4), "dW in fp32"),
+    (page.second, lambda z, targets, smoothing: rows(z, targets, 0), "yours to"),
+    (page.second, ignored_rows_count, "a row that is ignored"),
+    (page.second, with_copies, "right, but it took"),
+    (page.third, without_z_loss, "loss is another"),
+    (page.third, own_counts, "is another"),
+    (page.third, whole, "right, but it took"),
+])
+def test_wrong_answers(said, exercise, answer, complaint):
+    assert complaint in said(exercise, answer)
+
+
+@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+def test_blank_answers(said, exercise):
+    assert "not answered yet" in said(exercise, lambda *args: None)

@@ -1,0 +1,124 @@
+"""A script under the recorder: it runs as Python would run it, ends after k steps, and fails as it would."""
+
+import sys
+import textwrap
+
+import pytest
+
+from refimpl.explain import Explanation, Script, run
+from refimpl.explain.helps import helps
+from refimpl.explain.replay import Replay
+from refimpl.explain.steps import PATIENCE
+
+MODEL = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
+optimizer = torch.optim.Adam(model.parameters())
+def step(optimizer=optimizer):
+    model(torch.randn(4, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+    def ran(text, *arguments, steps=2, **options):
+        path = tmp_path / "train.py"
+        path.write_text(MODEL + textwrap.dedent(text))
+        return run(Script(path, arguments), steps, **options)
+
+    return ran
+
+
+def test_it_is_main_with_its_own_arguments_and_ends_with_finally(ran, capsys):
+    made = ran("""
+        import pickle, pathlib
+        class Own: pass
+        assert __name__ == "__main__" and sys.argv[1:] == ["--rows", "3"] and pickle.dumps(Own())
+        assert sys.path[0] == str(pathlib.Path(__file__).resolve().parent)
+        try:
+            for i in range(9):
+                try:
+                    step()
+                except Exception:
+                    print("swallowed")
+                print("after", i)
+        finally:
+            print("finally")
+        """, "--rows", "3")
+    assert capsys.readouterr().out.split() == ["after", "0", "finally"]
+    assert made.done and made.status == 0 and made.words == "2 steps of Adam, then ended"
+    assert made.recording.steps[-1] == len(made.recording.trace.ops)
+    assert not hasattr(sys, "argv") or sys.argv[1:] != ["--rows", "3"]
+
+
+@pytest.mark.parametrize(("text", "status", "words"), [
+    ("step(); sys.exit(3)", 3, "exited with status 3, after 1 step of Adam (2 were asked for)"),
+    ("sys.exit('no data')", 1, "exited with status 1, after no optimizer step"),
+    ("step()", 0, "ended by itself, after 1 step of Adam (2 were asked for)"),
+    ("step(); model(torch.randn(4, 5))", 1, "failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ("def f(:", 1, "failed: SyntaxError"),
+    ("step(); raise KeyboardInterrupt", 130, "was interrupted, after 1 step of Adam")])
+def test_what_does_not_come_to_its_steps_keeps_its_status(ran, capsys, text, status, words):
+    made = ran(text)
+    assert made.status == status and not made.done and made.words.startswith(words)
+    errors = capsys.readouterr().err
+    assert errors == made.ending.text and "refimpl" not in errors.replace("pytest", "")
+    if "failed: Runtime" in words:
+        assert "train.py" in errors and "model(torch.randn(4, 5))" in errors
+    if "1 step" in words:
+        assert "optimizer state" in str(Explanation(made)), "the ledger so far"
+
+
+def test_no_training_is_said(ran):
+    said = str(Explanation(ran("with torch.no_grad(): model(torch.randn(2, 16))")))
+    assert "no optimizer of torch.optim made a step" in said and "parameters" in said and "would help" not in said
+
+
+def test_two_optimizers_have_to_make_their_steps_and_forked_ones_do_not_count(ran):
+    made = ran("""
+        import os
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        child = os.fork()
+        if not child:
+            for _ in range(5): step()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for _ in range(5): step(); step(other)
+        """)
+    assert made.done and made.by_class == {"Adam": 2, "SGD": 2} and len(made.recording.steps) == 4
+
+
+def test_one_that_catches_the_end_is_ended_all_the_same(ran, monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(status):
+        raise Ended
+
+    monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: None)
+    reports = []
+    ran("""
+        while True:
+            try: step()
+            except BaseException as error:
+                if type(error).__name__ == "Ended": break
+        """, report=reports.append)
+    assert reports[0].caught == PATIENCE and reports[0].status == 0
+    assert "caught the end" in reports[0].words
+    assert reports[0].recording.steps[-1] == len(reports[0].recording.trace.ops), "what follows is no part of it"
+
+
+def test_gradients_kept_and_losses_kept_are_named(ran):
+    made = ran("""
+        kept = []
+        for _ in range(4):
+            kept.append(model(torch.randn(4096, 16)).sum())
+            step()
+        """, steps=3)
+    found = {each.name: each for each in helps(Replay(made.recording))}
+    assert found["no_grad"].saves >= 2 * 4096 * 64 * 4, "two graphs without a backward"

@@ -1,0 +1,38 @@
+"""Scripts run in this process as `refimpl explain` runs them, and what their techniques saved when switched on."""
+
+from pathlib import Path
+
+import outside  # noqa: F401 - before anything imports torchvision
+
+from refimpl.explain import Script, run
+from refimpl.explain.helps import helps
+from refimpl.explain.replay import Replay
+
+PROGRAMS = Path(__file__).parents[1] / "explain" / "programs"
+
+
+class Program:
+    """One of the programs, run for two steps; `promised(name)` and `saved(name)`: bytes of a technique."""
+
+    def __init__(self, name):
+        self.path = PROGRAMS / f"{name}.py"
+        self.replay = self.run()
+        self.helps = {each.name: each for each in helps(self.replay)}
+
+    def run(self, *arguments, switch=None):
+        made = run(Script(self.path, arguments), 2, switch)
+        assert made.done and made.status == 0, made.ending.text
+        assert switch is None or made.switched.applied, made.switched.refused
+        return Replay(made.recording)
+
+    def promised(self, name):
+        return self.helps[name].saves
+
+    def saved(self, name, *arguments):
+        """By how much the last step's peak is lower with the technique on; `arguments` are the program's own switch."""
+        return self.replay.last_peak - self.run(*arguments, switch=None if arguments else name).last_peak
+
+
+def held(promised, saved):
+    """Whether a promise holds: within 5 %."""
+    return promised > 0 and abs(promised - saved) <= 0.05 * saved

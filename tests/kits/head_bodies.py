@@ -1,0 +1,101 @@
+"""What runs where Triton interprets: the fused loss, its bytes, its parts; the fused loss on ranks."""
+
+import contextlib
+import gc
+
+import torch
+from head_kit import errors, exact, head, read, with_gradients
+from triton.runtime.interpreter import GridExecutor
+
+from refimpl.comm import launch
+from refimpl.cross_entropy.fused import fused_linear_cross_entropy, fused_multi_token_cross_entropy
+from refimpl.cross_entropy.kernels.configs import INTERPRETED
+from refimpl.cross_entropy.kernels.tile import Loss, Shape
+from refimpl.cross_entropy.triton_backward import backward, empty_used
+from refimpl.cross_entropy.triton_forward import combined, forward
+
+
+def loss_and_gradients(hidden, weight, targets, bias=None, **options):
+    needs = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
+    return with_gradients(fused_linear_cross_entropy(hidden, weight, targets, bias=bias, **options), *needs)
+
+
+def several(hiddens, weight, targets, scales, bias=None, **options):
+    """[the weighted sum, its gradients, the losses apart]"""
+    total, losses = fused_multi_token_cross_entropy(hiddens, weight, targets, scales, bias=bias, **options)
+    return [*with_gradients(total, weight, bias, *hiddens), losses]
+
+
+def bytes_read(hidden, weight, targets, bias=None, parts=1):
+    """As `read`, of so many losses of one head."""
+    hiddens = [hidden.detach().clone().requires_grad_() for _ in range(parts)]
+    with collected():
+        return read(lambda: fused_multi_token_cross_entropy(hiddens, weight, [targets] * parts, bias=bias)[0],
+                    *hiddens, weight, targets, bias)
+
+
+@contextlib.contextmanager
+def collected():
+    """The interpreter holds a launch's tensors in a cycle, which is collected here after each."""
+    call = GridExecutor.__call__
+
+    def run(self, *args, **kwargs):
+        call(self, *args, **kwargs)
+        gc.collect()
+
+    GridExecutor.__call__ = run
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = call
+
+
+def on_ranks(world_size, cases, device="cpu"):
+    """What `split` returns on each rank"""
+    return launch(split, world_size, cases, device=device)
+
+
+def split(comm, cases):
+    """For each of the cases, ((N, C, V), dtype, parts, options): errors of the loss and of the gradients of hidden,
+    weight and bias, of split columns beside fp64; bytes as `read`; traffic."""
+    torch.use_deterministic_algorithms(comm.device.type == "cpu")
+    return [_split(comm, *case) for case in cases]
+
+
+def _split(comm, shape, dtype, parts, options):
+    hidden, weight, targets, bias = (x.detach().to(comm.device) for x in head(*shape, dtype, bias=True))
+    first, end = (rank * len(weight) // comm.world_size for rank in (comm.rank, comm.rank + 1))
+    hiddens = [hidden.clone().requires_grad_() for _ in range(parts)]
+    mine, b = (x[first:end].clone().requires_grad_() for x in (weight, bias))
+    losses = []
+
+    def compute():
+        total, each = fused_multi_token_cross_entropy(hiddens, mine, [targets] * parts, bias=b, comm=comm,
+                                                      vocabulary=len(weight), **options)
+        losses.append(each[-1].item())
+        return total
+
+    comm.reset_traffic()
+    with collected() if comm.device.type == "cpu" else contextlib.nullcontext():
+        taken = read(compute, *hiddens, mine, targets, b)
+    expected = exact(hidden, weight, targets, bias, **{k: v for k, v in options.items() if k != "skip"})
+    expected[2:] = [x[first:end] * parts for x in expected[2:]]
+    return errors([torch.tensor(losses[0]), hiddens[-1].grad, mine.grad, b.grad], expected), taken, comm.traffic
+
+
+def rows(hidden, weight, targets, config=INTERPRETED):
+    """(lse, target's logit, sum of logits)"""
+    shape = Shape(len(hidden), *weight.shape)
+    return combined(forward(hidden, weight, None, targets, shape, Loss(-100, 0.0, 0.0, 0.0, shape.V), config))
+
+
+def skipping(hidden, weight, targets, skip, hidden_needed=True):
+    """(dh, dW, used) of the sum of the losses; without dh the second kernel has no notes of the first one"""
+    lse, shape = torch.logsumexp(hidden @ weight.T, 1), Shape(len(hidden), *weight.shape)
+    dh = used = None
+    if hidden_needed:
+        dh, used = torch.zeros_like(hidden), empty_used(hidden, shape.V, INTERPRETED)
+    dw = torch.zeros_like(weight)
+    backward(hidden, weight, None, targets, lse, torch.ones(()), dh, dw, None, used, shape,
+             Loss(-100, 0.0, 0.0, 0.0, shape.V), skip)
+    return dh, dw, used

@@ -1,0 +1,73 @@
+"""The HTML page: what it shows is the trace's, it needs nothing else, and it does not grow with the trace."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from refimpl import memory
+from refimpl.memory.page import COLUMNS, TENSORS, moments
+from refimpl.memory.records import Line, Op, StorageRecord
+from refimpl.memory.trace import Trace
+
+
+def shown(path):
+    text = path.read_text(encoding="utf-8")
+    return text, json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)[1])
+
+
+def test_every_byte_of_every_moment_is_the_traces(trained, tmp_path):
+    model, optimizer, step = trained
+    with memory.track(model, optimizer) as t:
+        step()
+    text, data = shown(t.to_html(tmp_path / "t.html", title="A <step>"))
+    assert "<title>A &lt;step&gt;</title>" in text and f"{t.peak.total:,} bytes" in data["summary"] in data["alt"]
+    assert not re.search(r"https?:|src=|<link|@import|fetch\(", text)  # offline
+    timeline, names = t.timeline, [category["name"] for category in data["categories"]]
+    assert len(data["columns"]) == len(timeline) and data["columns"][data["peak"]][0] == t.peak_moment().index
+    drawn = np.zeros((len(names), len(timeline)), dtype=np.int64)
+    for _, category, *_, sizes in data["tensors"]:
+        steps = [*zip(sizes[::2], sizes[1::2], strict=True), (len(timeline), 0)]
+        for (begin, nbytes), (end, _) in zip(steps, steps[1:], strict=False):
+            drawn[category, begin:end] += nbytes
+    for k, name in enumerate(names):
+        held = timeline.nbytes[:, timeline.categories.index(name)]
+        assert data["nbytes"][k] == held.tolist() == drawn[k].tolist()  # there are few: all are drawn
+    said = {data["strings"][tensor[0]]: tensor for tensor in data["tensors"]}
+    _, _, module, line, source, phase, _ = said["gradient of blocks.1.mlp.up.weight float32 (128, 32)"]
+    assert [data["strings"][i] for i in (module, phase)] == ["blocks.1.mlp.up", "backward"]
+    assert "loss = model(tokens, tokens)" in data["strings"][line] and "refimpl/model.py" in data["strings"][source]
+    tables = {title: rows for title, rows, _ in data["tables"]}
+    assert tables["By line"] == [list(row) for row in t.top(40, by="line")]
+
+
+def test_a_long_trace_makes_no_long_page_and_keeps_its_peak(tmp_path):
+    N, line = 40_000, Line("x" * 300, 1, "y" * 300)
+    ops = [Op(f"op{i}", "forward", f"module.{i}", i) for i in range(N)]
+    records = [StorageRecord("cpu", f"op{i}", "forward", f"module.{i}", i, 8, alive=False, line=line) for i in range(N)]
+    sizes = np.random.default_rng(0).integers(1, 10**9, N).tolist()
+    events = [event for i in range(N) for event in ((i, i, sizes[i]), (min(i + 3, N), i, -sizes[i]))]
+    trace = Trace(ops, records, sorted(events, key=lambda event: event[0]))
+    path = trace.to_html(tmp_path / "long.html")
+    _, data = shown(path)
+    assert path.stat().st_size < 2**20 and len(data["columns"]) == COLUMNS and len(data["tensors"]) <= TENSORS
+    column, total = data["peak"], sum(row[data["peak"]] for row in data["nbytes"])
+    assert data["columns"][column][0] == trace.peak_moment().index and total == trace.peak.total
+    at_peak = sum(dict(zip(s[6][::2], s[6][1::2], strict=True)).get(column, 0) for s in data["tensors"])
+    assert 0 < at_peak <= total
+
+
+@pytest.mark.parametrize("N", [1, COLUMNS, COLUMNS + 1, 10 * COLUMNS])
+def test_moments_are_in_order_and_hold_the_highest(N):
+    totals = np.random.default_rng(N).integers(0, 9, N)
+    rows = moments(totals)
+    assert len(rows) == min(N, COLUMNS) and (np.diff(rows) > 0).all() and int(totals.argmax()) in rows
+
+
+def test_text_of_a_program_cannot_end_the_page(tmp_path):
+    line = Line("a.py", 1, "x = '</script><b>'")
+    records = [StorageRecord("cpu", "<b>", "forward", "<i>", 0, 8, line=line)]
+    trace = Trace([Op("<b>", "forward", "<i>", 1)], records, [(0, 0, 8)], notes=["</script>"])
+    text, data = shown(trace.to_html(tmp_path / "t.html"))
+    assert text.count("</script>") == 2 and data["notes"] == ["</script>"]

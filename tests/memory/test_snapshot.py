@@ -1,0 +1,60 @@
+"""The file for PyTorch's memory viewer: read back by the allocator's reader and by torch's own tools."""
+
+import pickle
+
+import pytest
+import torch
+from torch.cuda import _memory_viz
+
+from refimpl import memory
+from refimpl.allocator.snapshot import Snapshot
+from refimpl.memory.snapshot import Addresses
+
+
+def test_the_viewers_file_holds_the_timeline(trained, tmp_path):
+    model, optimizer, step = trained
+    with memory.track(model, optimizer) as t:
+        step()
+    path = t.export_snapshot(tmp_path / "t.pickle")
+    snapshot, live, peak = Snapshot.load(path), {}, 0  # it refuses fields that torch would not write
+    for entry in snapshot.entries:
+        if entry["action"] == "alloc":
+            begin, end = entry["addr"], entry["addr"] + entry["size"]
+            assert all(end <= other or begin >= other + size for other, size in live.items())
+            live[begin] = entry["size"]
+            peak = max(peak, sum(live.values()))
+        elif entry["action"] == "free_completed":
+            assert live.pop(entry["addr"]) == entry["size"]
+    assert peak == t.peak.total and sum(live.values()) == t.now.total
+    (segment,) = snapshot.segments
+    assert {block["address"]: block["requested_size"] for block in segment["blocks"]
+            if block["state"] == "active_allocated"} == live
+    assert t.peak.total <= segment["total_size"] < 1.2 * t.peak.total  # addresses are used again
+    frames = [e["frames"] for e in snapshot.entries if e["frames"] and "gradient of blocks.1.mlp.up.weight" in
+              e["frames"][0]["name"]]
+    assert frames[0][1]["name"] == "blocks.1.mlp.up, made in backward"
+    assert [frame["name"] for frame in frames[0][2:]][-1] == "loss = model(tokens, tokens)"
+    assert {"unknown", "activations"} < {e.get("category") for e in snapshot.entries}
+    found = pickle.loads(path.read_bytes())
+    assert "segments: 1" in _memory_viz.segsum(found) and "cudaMalloc" in _memory_viz.trace(found)
+    assert "MemoryViz" in _memory_viz.trace_plot(found)
+
+
+def test_a_storage_that_is_resized_is_freed_and_taken_anew(tmp_path):
+    with memory.track() as t:
+        x = torch.zeros(1000)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(8000)
+    entries = Snapshot.load(t.export_snapshot(tmp_path / "t.pickle")).entries
+    assert [(e["action"], e["size"]) for e in entries[1:]] == [
+        ("alloc", 4000), ("free_requested", 4000), ("free_completed", 4000), ("alloc", 8000)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
+def test_holes_become_one(order):
+    addresses = Addresses(0)
+    blocks = [addresses.take(nbytes) for nbytes in (1, 512, 513)]
+    assert blocks == [0, 512, 1024] and addresses.end == 2048
+    for i in order:
+        addresses.free(blocks[i], (1, 512, 513)[i])
+    assert addresses.take(2048) == 0 and addresses.end == 2048 and addresses.take(1) == 2048

@@ -1,0 +1,137 @@
+"""Who holds the peak: sums to the byte, parameters with their modules, on models that others wrote too."""
+
+import pytest
+import torch
+from outside_programs import PROGRAMS
+from zero_kit import ADAMW, BUCKET, ENGINES, gpt, token_batches, train_gpt
+
+from refimpl import memory
+from refimpl.comm import launch
+from refimpl.memory.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from refimpl.memory.records import Op, StorageRecord
+from refimpl.memory.top import BY, NO_MODULE
+from refimpl.memory.trace import Trace
+from refimpl.memory.tracking.owners import Owners
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+ALL = 10**6
+STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+
+
+def sums(trace, phase=None):
+    """{bytes} of all that `top` lists, over every `by`: one number, the peak's."""
+    found = {sum(n for _, n in trace.top(ALL, by, phase)) for by in BY}
+    by_category = trace.peak_moment(phase).ledger
+    found.add(sum(sum(n for _, n in trace.top(ALL, "line", phase, name)) for name in by_category))
+    return found | {sum(storage.nbytes for storage in trace.held(phase))}
+
+
+def own_bytes(model):
+    """{module: bytes of its own parameters}, a shared one with the first that has it."""
+    named, seen = {}, set()
+    for path, module in model.named_modules():
+        mine = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
+        seen |= set(map(id, mine))
+        if mine:
+            named[path or type(module).__name__] = sum(p.nbytes for p in mine)
+    return named
+
+
+def test_parameters_gradients_and_state_belong_to_their_modules(trained):
+    model, optimizer, step = trained
+    step()
+    with memory.track(model, optimizer) as t:
+        step()
+    own, step_numbers = own_bytes(model), {path: 4 * len(list(module._parameters.values())) for path, module in
+                                           model.named_modules()}
+    assert dict(t.top(ALL, phase="step", category="parameters")) == own
+    assert dict(t.top(ALL, phase="step", category="gradients")) == own
+    state = dict(t.top(ALL, phase="step", category="optimizer_state"))
+    assert state.keys() == own.keys() and all(0 <= state[m] - 2 * own[m] <= step_numbers[m] for m in own)
+    names = {storage.tensor: storage for storage in t.held("step")}
+    gradient = names["gradient of blocks.1.mlp.up.weight"]
+    assert (gradient.shape, gradient.dtype, gradient.category) == ((128, 32), "float32", "gradients")
+    assert names["exp_avg of blocks.1.mlp.up.weight"].nbytes == names["blocks.1.mlp.up.weight"].nbytes == 4 * 128 * 32
+    assert gradient.name == "gradient of blocks.1.mlp.up.weight float32 (128, 32)"
+    with pytest.raises(ValueError, match="is it 'gradients'"):
+        t.top(category="grads")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2, autocast", "llama, recomputed", "llama, recomputed, reentrant",
+                                  "timm: vit", "LoRA on gpt2", "Accelerate, llama"])
+def test_models_of_others_to_the_byte(name):
+    program = PROGRAMS[name]()
+    program.step()
+    with memory.track(*program.objects) as t:
+        program.step()
+    for phase in (None, "step"):
+        assert sums(t, phase) == {t.peak_moment(phase).ledger.total}
+        for category in STATES:  # every byte of a state has its module, and its tensor a name
+            assert NO_MODULE not in dict(t.top(ALL, phase=phase, category=category)), category
+            assert all("." in storage.tensor for storage in t.held(phase, category))
+    nowhere = dict(t.top(ALL)).get(NO_MODULE, 0)
+    assert nowhere < 0.12 * t.peak.total  # inputs, and the loss outside of the model
+
+
+def test_a_tracker_without_owners_has_the_states_of_gpt2_nowhere(monkeypatch):
+    monkeypatch.setattr(Owners, "of", lambda owners, tensor: None)
+    program = PROGRAMS["gpt2"]()
+    program.step()
+    with memory.track(*program.objects) as t:
+        program.step()
+    assert dict(t.top(ALL, phase="step"))[NO_MODULE] > 0.4 * t.peak_moment("step").ledger.total
+
+
+def on_ranks(comm):
+    found = {}
+    for make in (ENGINES[0], ENGINES[-1]):
+        engine = make(gpt(), comm, ADAMW, bucket_bytes=BUCKET)
+        train_gpt(engine, steps=1)
+        with memory.track(engine) if isinstance(engine, torch.nn.Module) else memory.track() as t:
+            loss = engine.forward(*[token_batches(1)[0][0].chunk(comm.world_size)[comm.rank]] * 2)
+            engine.backward(loss)
+            engine.step()
+        found[make.__name__] = t.peak.total, sums(t)
+    return found
+
+
+def test_zero_on_two_ranks_to_the_byte():
+    for found in launch(on_ranks, 2):
+        assert all(totals == {peak} and peak > 0 for peak, totals in found.values()), found
+
+
+def test_a_bucket_belongs_to_what_its_parameters_share():
+    owners = dict.fromkeys([("h.3.mlp", "h.3.mlp.weight", "gradient"), ("h.3.attn", "h.3.attn.weight", "gradient")])
+    far = dict.fromkeys([("h.3", "h.3.weight", None), ("head", "head.weight", None)])
+    records = [StorageRecord("cpu", "x", "forward", "net", 0, 8, owners=owners),
+               StorageRecord("cpu", "x", "forward", "net", 0, 4, owners=far),
+               StorageRecord("cpu", "x", "forward", "net", 0, 2)]
+    trace = Trace([Op("x", "forward", "net", 1)], records, [(0, i, n) for i, n in enumerate((8, 4, 2))])
+    assert trace.top() == [("h.3", 8), ("(several modules)", 4), ("net", 2)]
+    assert trace.top(1, by="tensor") == [("2 tensors, gradient of h.3.mlp.weight first in h.3", 8)] or (
+        trace.held()[0].tensor == "2 tensors, gradient of h.3.mlp.weight first")
+
+
+class Counted(list):
+    """A list that counts how often an item was looked at."""
+
+    looked = 0
+
+    def __getitem__(self, index):
+        self.looked += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        for item in super().__iter__():
+            self.looked += 1
+            yield item
+
+
+def test_top_looks_at_a_trace_a_few_times_whatever_its_length():
+    """It looked at every record for every event: 42 s for a step of a model of 70 billion parameters."""
+    N = 2_000
+    trace = Trace([Op("x", "forward", f"h.{i % 80}", i) for i in range(N)])
+    trace.records = Counted(StorageRecord("cpu", "x", "forward", f"h.{i % 80}", i, 8) for i in range(N))
+    trace.events = Counted((i, i, 8) for i in range(N))
+    assert trace.top(1) == [("h.0", 8 * N // 80)]
+    assert trace.records.looked + trace.events.looked < 20 * N

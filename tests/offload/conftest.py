@@ -1,0 +1,12 @@
+"""Tests of offload run on ranks that live on, but for those that ruin them."""
+
+import pytest
+import rank_pool
+
+FRESH = ("test_faults",)
+
+
+@pytest.fixture(autouse=True)
+def ranks_that_live_on(request, monkeypatch):
+    if hasattr(request.module, "launch") and request.path.stem not in FRESH:
+        monkeypatch.setattr(request.module, "launch", rank_pool.pooled)

@@ -1,0 +1,72 @@
+"""What an engine asks, in closed form: bytes on a disk 0 off; and the trace itself, as a store records it."""
+
+import pytest
+import torch
+from zero_kit import ADAMW, BUCKET, gpt, train_gpt
+
+from refimpl.comm import FakeCommunicator
+from refimpl.offload import DiskStore, TieredStore
+from refimpl.offload.tiers.simulate import simulate
+from refimpl.offload.traces import disk_store_bytes, disk_store_traffic, engine_trace, stored_bytes
+from refimpl.zero import Zero1, Zero2, Zero3
+
+STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
+
+
+def engine_of(stage, world, dtype, store, **options):
+    return STAGES[stage](gpt(dtype=dtype), FakeCommunicator(0, world), ADAMW, bucket_bytes=BUCKET, store=store,
+                         **options)
+
+
+def gathered(engine):
+    """The buckets that a micro-batch gathers, as they were."""
+    found, launch = [], engine.parameters.gathering._launch
+
+    def noting(bucket):
+        found.append(bucket)
+        launch(bucket)
+
+    engine.parameters.gathering._launch = noting
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_of_the_file_and_of_a_step_are_0_off(stage, world, dtype, micro_batches, tmp_path):
+    with DiskStore(tmp_path, buffer_bytes=8192) as store:
+        engine = engine_of(stage, world, dtype, store)
+        train_gpt(engine, 2, micro_batches)
+        assert store.file_bytes == disk_store_bytes(engine.buckets, stage)
+        before, found = (store.traffic.read, store.traffic.written), gathered(engine) if stage == 3 else ()
+        train_gpt(engine, 1, micro_batches)
+        options = {"micro_batches": micro_batches}
+        if stage == 3:
+            assert len(found) % micro_batches == 0
+            options["gathers"] = found[: len(found) // micro_batches]
+        expected = disk_store_traffic(engine.buckets, stage, **options)
+        assert (store.traffic.read - before[0], store.traffic.written - before[1]) == tuple(expected.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_trace_is_the_one_that_a_store_records(stage):
+    with TieredStore(host=10**7, device=300_000) as store:
+        engine = engine_of(stage, 1, torch.float32, store)
+        train_gpt(engine, 6)
+        found = [event[:3] for event in store.trace()]
+        expected = [event[:3] for event in engine_trace(engine.buckets, stage)]
+        begin = found.index(expected[0]) if expected[0] in found else -1
+        assert sorted(map(tuple, found), key=str) == sorted(map(tuple, expected), key=str) and begin >= 0
+
+
+def test_tiers_are_planned_from_the_closed_form_before_there_is_an_engine():
+    """What a simulated step moves is what a real one does, within a twentieth."""
+    with TieredStore(host=10**7, device=300_000) as store:
+        engine = engine_of(2, 1, torch.float32, store)
+        train_gpt(engine, 12)
+        moved = sum(store.counts.moved.values())
+        trace = engine_trace(engine.buckets, 2)
+        expected = sum(simulate(trace, {}, 300_000, 10**7, steps=12, first=0).moved.values())
+        assert moved == pytest.approx(expected, rel=0.1)
+        assert sum(stored_bytes(engine.buckets, 2).values()) > 300_000

@@ -1,0 +1,219 @@
+"""The MLP that keeps no hidden layer: numbers of the plain one, bytes by closed form, models of others, bad input."""
+
+import copy
+import itertools
+
+import outside  # noqa: F401 - before transformers
+import pytest
+import torch
+from outside.models import GROUPED, SMALL, causal, text
+from torch import nn
+from torch.nn import functional as F
+
+from refimpl import memory
+from refimpl.mlp import (
+    ACTIVATIONS,
+    GATED,
+    MemoryEfficientMLP,
+    memory_efficient_mlps,
+    mlp_bytes,
+    plain_mlp_saved_bytes,
+)
+from refimpl.model import GPT, GPTConfig
+
+PLAIN = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "relu": F.relu}
+D, H = 8, 24
+
+
+def plain(mlp, x):
+    act = PLAIN[GATED.get(mlp.activation, mlp.activation)]
+    if mlp.activation in GATED:
+        return mlp.down_proj(act(mlp.gate_proj(x)) * mlp.up_proj(x))
+    return mlp.down_proj(act(mlp.up_proj(x)))
+
+
+def outputs(call, mlp, x, upstream):
+    y = call(x)
+    return [y.detach(), *torch.autograd.grad(y, [t for t in (x, *mlp.parameters()) if t.requires_grad], upstream)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
+@pytest.mark.parametrize("keep", ["input", "hidden"])
+def test_numbers_are_the_plain_ones(activation, keep):
+    for chunk_size, bias in itertools.product((None, 1, 5, 16, 100), (True, False)):
+        mlp = MemoryEfficientMLP(D, H, activation, bias=bias, keep=keep, chunk_size=chunk_size, dtype=torch.float64)
+        x, upstream = torch.randn(2, 3, 7, D, dtype=torch.float64)
+        x.requires_grad_()
+        for a, b in zip(outputs(mlp, mlp, x, upstream), outputs(lambda x: plain(mlp, x), mlp, x, upstream),  # noqa: B023
+                        strict=True):
+            assert (a - b).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("chunk_size", [None, 16])
+def test_error_in_bf16_is_no_larger_than_the_plain_ones(activation, chunk_size):
+    sums = torch.zeros(2, dtype=torch.float64)
+    for _ in range(6):
+        mlp = MemoryEfficientMLP(32, 64, activation, bias=False, chunk_size=chunk_size, dtype=torch.bfloat16)
+        x, upstream = torch.randn(2, 128, 32, dtype=torch.bfloat16)
+        exact = copy.deepcopy(mlp).double()
+        reference = outputs(lambda x: plain(exact, x), exact, x.double().requires_grad_(), upstream.double())  # noqa: B023
+        x.requires_grad_()
+        for k, call in enumerate((mlp, lambda x: plain(mlp, x))):  # noqa: B023
+            found = outputs(call, mlp, x, upstream)
+            sums[k] += sum(((a.double() - b).norm() / b.norm()) ** 2 for a, b in zip(found, reference, strict=True))
+    assert sums[0] <= 1.02 * sums[1], sums
+
+
+def read(mlp, call, x, upstream):
+    """(kept beside the output, peak of forward, peak of all)"""
+    mlp.zero_grad()
+    x.grad = None
+    with memory.track(mlp, x, upstream) as t:
+        start = t.now.total
+        y = call(x)
+        kept, forward = t.now.total - start - y.nbytes, t.peak.total - start
+        y.backward(upstream)
+    return kept, forward, t.peak.total - start
+
+
+SHAPES = ((96, 8, 24), (33, 40, 20), (20, 6, 100))  # N, d, hidden
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu", "swiglu"])
+@pytest.mark.parametrize("keep", ["input", "hidden"])
+def test_bytes_are_the_closed_forms(dtype, activation, keep):
+    for (N, d, hidden), chunk_size, bias in itertools.product(SHAPES, (None, 7, 32, 200), (True, False)):
+        mlp = MemoryEfficientMLP(d, hidden, activation, bias=bias, keep=keep, chunk_size=chunk_size, dtype=dtype)
+        x, upstream = torch.randn(2, N, d, dtype=dtype)
+        kept, forward, peak = read(mlp, mlp, x.requires_grad_(), upstream)
+        form = mlp_bytes(N, d, hidden, dtype, activation=activation, bias=bias, keep=keep, chunk_size=chunk_size)
+        assert (kept, forward) == form[:2]
+        assert peak == max(form.forward, form.backward)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
+def test_plain_layers_keep_what_is_said_and_fail_the_closed_form(activation):
+    mlp = MemoryEfficientMLP(D, H, activation)
+    x, upstream = torch.randn(2, 96, D)
+    kept, forward, _ = read(mlp, lambda x: plain(mlp, x), x.requires_grad_(), upstream)
+    assert kept == plain_mlp_saved_bytes(96, H, activation=activation)
+    assert kept > mlp_bytes(96, D, H, activation=activation, keep="hidden").saved or activation == "relu"
+    assert forward > mlp_bytes(96, D, H, activation=activation).forward
+
+
+def test_frozen_weights_and_frozen_input():
+    mlp = MemoryEfficientMLP(D, H, "swiglu", chunk_size=5)
+    for frozen in ("up_proj", "gate_proj", "down_proj"):
+        getattr(mlp, frozen).requires_grad_(False)
+        for needs_x in (True, False):
+            x = torch.randn(21, D, requires_grad=needs_x)
+            if needs_x or any(p.requires_grad for p in mlp.parameters()):
+                upstream = torch.randn(21, D)
+                for a, b in zip(outputs(mlp, mlp, x, upstream), outputs(lambda x: plain(mlp, x), mlp, x, upstream),
+                                strict=True):
+                    torch.testing.assert_close(a, b)
+
+
+def test_without_gradients_nothing_is_kept():
+    mlp = MemoryEfficientMLP(D, H, "swiglu", keep="hidden")
+    x = torch.randn(96, D)
+    with torch.no_grad(), memory.track(mlp, x) as t:
+        y = mlp(x)
+    assert t.now.total - t.start.total == y.nbytes and not y.requires_grad
+    assert t.peak.total - t.start.total == mlp_bytes(96, D, H, activation="swiglu").forward
+
+
+def test_no_tokens():
+    mlp = MemoryEfficientMLP(D, H, "swiglu")
+    mlp(torch.zeros(0, D, requires_grad=True)).sum().backward()
+    assert all((p.grad == 0).all() for p in mlp.parameters())
+
+
+def test_autocast():
+    mlp = MemoryEfficientMLP(D, H, "swiglu", chunk_size=5)
+    x, upstream = torch.randn(21, D, requires_grad=True), torch.randn(21, D, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = mlp(x), plain(mlp, x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    for a, b in zip(*(torch.autograd.grad(y, [x, *mlp.parameters()], upstream) for y in (ours, theirs)), strict=True):
+        assert a.dtype == b.dtype == torch.float32 and (a - b).norm() < 2e-2 * b.norm()
+
+
+MODELS = {"llama": causal("llama", **GROUPED), "gemma": causal("gemma", **GROUPED),
+          "qwen2": causal("qwen2", **GROUPED),
+          "gpt": lambda: GPT(GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)),
+          "gpt swiglu": lambda: GPT(GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4,
+                                              mlp_hidden=48, activation="swiglu"))}
+
+
+def step(model, batch):
+    if isinstance(model, GPT):
+        loss = model(batch["input_ids"], batch["labels"])
+    else:
+        loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", [{}, {"keep": "hidden", "chunk_size": 100}], ids=["", "chunks"])
+def test_in_models(name, how):
+    model, batch = MODELS[name](), text(4, 64)()
+    expected, gradients = step(copy.deepcopy(model), batch)
+    names = list(model.state_dict())
+    assert memory_efficient_mlps(model, **how) == 2 and list(model.state_dict()) == names
+    loss, found = step(model, batch)
+    assert abs(loss - expected) < 1e-5 and found.keys() == gradients.keys()
+    assert all((found[k] - g).norm() < 1e-4 * g.norm() + 1e-7 for k, g in gradients.items())
+    with pytest.raises(ValueError, match="has no MLP"):
+        memory_efficient_mlps(model)
+
+
+def test_the_peak_of_a_llama_falls_by_its_hidden_layers():
+    """Of each layer 4·N·h·e is not kept; in backward one layer at a time has as much."""
+    model, batch = causal("llama", **{**GROUPED, "num_hidden_layers": 5, "intermediate_size": 512})(), text(4, 64)()
+
+    def peak():
+        model.zero_grad()
+        with memory.track(model, *batch.values()) as t:
+            model(**batch).loss.backward()
+        return t.peak.total
+
+    before = peak()
+    memory_efficient_mlps(model)
+    of_one = plain_mlp_saved_bytes(4 * 64, 512, activation="swiglu")
+    assert 4 * of_one <= before - peak() <= 5 * of_one
+
+
+def test_bad_input_is_named():
+    for how, words in (({"activation": "tanh"}, "activation='tanh'"), ({"keep": "all"}, "keep='all'"),
+                       ({"chunk_size": 0}, "chunk_size=0")):
+        with pytest.raises(ValueError, match=words):
+            MemoryEfficientMLP(D, H, **how)
+    mlp = MemoryEfficientMLP(D, H)
+    with pytest.raises(ValueError, match=r"x \(3, 7\): expected \(…, 8\)"):
+        mlp(torch.zeros(3, 7))
+    with pytest.raises(TypeError, match="bfloat16, the weights of torch.float32"):
+        mlp(torch.zeros(3, D, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="create_graph"):
+        x = torch.zeros(3, D, requires_grad=True)
+        torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
+
+
+def test_layers_that_are_something_else_are_named():
+    gpt2 = causal("gpt2", **{**SMALL, "n_embd": 64, "n_layer": 2, "n_head": 4})()
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no MLP with layers named up_proj and down_proj"):
+        memory_efficient_mlps(gpt2)
+    llama = MODELS["llama"]()
+    llama.model.layers[0].mlp.up_proj = nn.Bilinear(2, 2, 2)
+    with pytest.raises(TypeError, match="up_proj: Bilinear"):
+        memory_efficient_mlps(llama)
+    llama = MODELS["llama"]()
+    llama.model.layers[1].mlp.act_fn = nn.Tanh()
+    with pytest.raises(TypeError, match="activation Tanh"):
+        memory_efficient_mlps(llama)
+    assert type(llama.model.layers[0].mlp).__name__ == "LlamaMLP"  # none is replaced if one cannot be

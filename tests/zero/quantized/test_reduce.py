@@ -1,0 +1,110 @@
+"""Reductions by themselves: parts of any size, means that all ranks agree on, bytes in flight of the closed form."""
+
+import functools
+
+import torch
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm.two_level import levels
+from refimpl.zero import Zero3
+from refimpl.zero.quantized import BlockCodec, QuantizedReduce
+from refimpl.zero.quantized.closed_forms import gather_bytes, mean_traffic, reduce_bytes, reduce_traffic
+from refimpl.zero.quantized.codec import SLICE
+from refimpl.zero.quantized.gather import QuantizedGather
+from refimpl.zero.quantized.reduce import Ranks, all_reduce, reduce_scatter
+
+CODEC = BlockCodec()
+
+
+def gradients(rank, numel):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def of_any_size(comm, dtype):
+    """Errors of the mean on all ranks, relative to the largest number, and whether the bytes are those predicted."""
+    intra, inter = levels(comm, 2)
+    found = []
+    for numel in (0, 1, 5, 64, 100, 3001):
+        mean = sum(gradients(rank, numel).to(dtype).float() for rank in range(4)) / 4
+        for ranks in (Ranks(comm, comm), Ranks(comm, intra, inter)):
+            mine, before = gradients(comm.rank, numel).to(dtype), comm.traffic
+            result = all_reduce(ranks, CODEC, mine, mine).begin().wait()
+            assert result is mine
+            if ranks.inter is None:
+                assert comm.traffic - before == mean_traffic(CODEC, numel, 4)
+            found.append((result, ((result.float() - mean).abs().max() / 4).item() if numel else 0.0))
+    return found
+
+
+def test_parts_of_any_size():
+    for dtype, bound in ((torch.float32, 0.008), (torch.bfloat16, 0.012)):
+        answers = launch(of_any_size, 4, dtype)
+        for found in answers:
+            for (result, error), (theirs, _) in zip(found, answers[0], strict=True):
+                assert torch.equal(result, theirs) and error < bound
+
+
+def sent_by_level(comm):
+    intra, inter = levels(comm, 2)
+    reduce_scatter(Ranks(comm, intra, inter), CODEC, torch.ones(4 * 300), 300, torch.float32).wait()
+    return {"intra": intra.traffic.total, "inter": inter.traffic.total}
+
+
+def test_a_part_of_the_bytes_goes_between_machines():
+    for sent in launch(sent_by_level, 4):
+        assert sent == reduce_traffic(CODEC, 300, 4, 2) and sent["inter"] == CODEC.payload_bytes(300)
+
+
+def test_bytes_in_flight():
+    """What is there besides is a slice in fp32, or two where payloads are added up: 8 bytes of each number, and scales.
+    """
+    N, n, comm = 4, 3 * SLICE, FakeCommunicator(0, 4)
+    shard, whole, flat = torch.ones(n), torch.empty(0), torch.ones(N * n)
+    whole = torch.empty(N * n)
+    whole.untyped_storage().resize_(0)
+    with memory.track(shard, whole) as t:
+        handle = QuantizedGather(comm, CODEC).launch(shard, whole)
+        flying = t.now.total - t.start.total
+        whole.untyped_storage().resize_(4 * N * n)
+        handle.wait()
+        after = t.now.total - t.start.total
+    assert flying == gather_bytes(CODEC, n, N) < 4 * N * n / 3.9 and after == 4 * N * n
+    most = t.peak.total - t.start.total
+    assert 0 <= most - flying - 4 * N * n <= 9 * SLICE
+    for ranks in (Ranks(comm, comm), Ranks(comm, comm.split([0, 1]), comm.split([0, 2]))):
+        with memory.track(flat) as t:
+            handle = reduce_scatter(ranks, CODEC, flat, n, torch.float32)
+            encoded = t.now.total - t.start.total
+            handle.begin()
+            flying = t.now.total - t.start.total
+            result = handle.wait()
+            after = t.now.total - t.start.total
+        predicted = reduce_bytes(CODEC, n, N, ranks.intra.world_size)
+        assert 2 * encoded == flying == predicted["in flight"] < 4 * N * n / 1.9 and after == result.nbytes
+        peak = t.peak.total - t.start.total
+        assert 0 <= peak - max(predicted.values()) <= 9 * SLICE
+
+
+class Hoarding(QuantizedReduce):
+    """The mutant: whole gradients stay while payloads travel."""
+
+    encodes = False
+
+
+def stack(hook, weights):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(6)))
+    engine = Zero3(model, FakeCommunicator(0, 4), functools.partial(torch.optim.SGD, lr=0.1), hook=hook,
+                   quantized_weights=weights)
+    for _ in range(2):
+        with memory.track(model, engine.optimizer) as t:
+            engine.backward(engine(torch.ones(2, 512)).sum())
+            engine.step()
+    return (t.peak.total - t.start.total) / (4 * 512 * 512)  # in units of a layer
+
+
+def test_a_step_has_less_in_flight_than_without_codecs():
+    plain, ours, hoarding = stack(None, None), stack(QuantizedReduce(), CODEC), stack(Hoarding(), CODEC)
+    print(f"above shards at the peak, in layers: {plain:.3f}, with codecs {ours:.3f}")
+    assert ours < plain - 0.7 and hoarding > ours + 0.4, (plain, ours, hoarding)
