@@ -8,7 +8,8 @@
     fits        bytes of a step of LLaMA-2 7B and 70B in each memory, beside what cards and hosts have
 
 A machine's rates vary by half within seconds, so each is read in turns with its peer, and the median of the ratios of
-turns counts (`paired`).
+turns counts (`paired`). Threads of torch's kernels that have ended their work spin for a millisecond, on the cores of
+whoever comes next, so each update begins `REST` seconds after the last.
 """
 
 import functools
@@ -39,6 +40,7 @@ HYPER = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 10)
 STATES, WEIGHTS = 28, 2  # bytes of an element that are read and written: p, m, v both, g, p; and a 16-bit weight
 HELD = {("torch", False): 0.95, ("torch", True): 0.7, ("c++", False): 0.95, ("c++", True): 0.95}
 TILE_SECONDS, COPY_SECONDS, TILES = 0.04, 0.03, 20
+REST = 0.005
 COPIED = 2**26  # bytes of a copy on a link
 
 
@@ -113,9 +115,17 @@ def rate_rows(elements, rounds):
                 yield beside(what, peer, elements, case, peers[peer], rounds, held)
 
 
+def rested(function):
+    """Return the seconds of `function`, begun after a rest."""
+    time.sleep(REST)
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
 def beside(what, peer, elements, ours, theirs, rounds, more):
     """Return the row of two rates, of (bytes of an element, function) each."""
-    found = compare({"ours": ours[1], "peer": theirs[1]}, rounds=rounds, title=what)
+    found = compare({"ours": ours[1], "peer": theirs[1]}, rounds=rounds, title=what, timer=rested)
     ratios = [ours[0] / a / (theirs[0] / b) for a, b in zip(*found.seconds.values(), strict=True)]
     rates = [each[0] * elements / found.median(name) / 1e9 for each, name in ((ours, "ours"), (theirs, "peer"))]
     return row(what, peer, "GB/s", *rates, paired=statistics.median(ratios), **more)

@@ -7,6 +7,7 @@
 // Products are rounded, and fused with a sum, where torch's fused kernel does so: the numbers are the same to the bit.
 // Compiled without contraction, so that the compiler fuses no others.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -16,7 +17,8 @@
 
 namespace {
 
-constexpr int GROUP = 64;  // elements: their weights fill whole cache lines
+constexpr int64_t GROUP = 64;  // elements: their weights fill whole cache lines
+constexpr int64_t AHEAD = 128;  // elements from the group being updated to the one being fetched
 
 struct Step { float decay, one_minus_beta1, beta2, one_minus_beta2, correction, eps, minus_step_size; };
 
@@ -77,13 +79,31 @@ inline void stream(L* to, const L* from) {
 #endif
 }
 
+// Asks for lines that come next: four streams with writes between them are more than some processors foresee.
+template <class T>
+inline void fetch(const T* group) {
+#if defined(__GNUC__)
+    for (size_t byte = 0; byte < GROUP * sizeof(T); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(group) + byte);
+#endif
+}
+
+template <bool FROM_GRADIENT, class G, class L>
+inline void group_of(float* p, float* m, float* v, const G* g, L* low, int64_t n, Step s) {
+    fetch(p + AHEAD);
+    fetch(m + AHEAD);
+    fetch(v + AHEAD);
+    fetch(g + AHEAD);
+    adamw<FROM_GRADIENT>(p, m, v, g, low, n, s);
+}
+
 template <bool FROM_GRADIENT, class G, class L>
 void all(float* p, float* m, float* v, const G* g, L* low, int64_t n, Step s) {
     int64_t i = 0;
     if (reinterpret_cast<uintptr_t>(low) % 16 == 0) {
         alignas(64) L group[GROUP];
         for (; i + GROUP <= n; i += GROUP) {
-            adamw<FROM_GRADIENT>(p + i, m + i, v + i, g + i, group, GROUP, s);
+            group_of<FROM_GRADIENT>(p + i, m + i, v + i, g + i, group, GROUP, s);
             stream(low + i, group);
         }
 #if defined(__SSE2__)
@@ -95,10 +115,9 @@ void all(float* p, float* m, float* v, const G* g, L* low, int64_t n, Step s) {
 
 template <bool FROM_GRADIENT, class G>
 void without_weights(float* p, float* m, float* v, const G* g, int64_t n, Step s) {
-    for (int64_t i = 0; i < n; ++i) {
-        none nothing;
-        adamw<FROM_GRADIENT>(p + i, m + i, v + i, g + i, &nothing, 1, s);
-    }
+    none nothing[GROUP];
+    for (int64_t i = 0; i < n; i += GROUP)
+        group_of<FROM_GRADIENT>(p + i, m + i, v + i, g + i, nothing, std::min(GROUP, n - i), s);
 }
 
 template <bool FROM_GRADIENT, class G>
@@ -122,7 +141,15 @@ void by_gradients(float* p, float* m, float* v, const void* g, int32_t dtype, vo
 extern "C" int has_half() { return HAS_FP16; }
 
 // p, m, v: fp32. g: the gradient. low: null, or where the new weights are written. Dtypes: 0 fp32, 1 bf16, 2 fp16.
+// Threads that are given the same `next`, 0 at first, share the n elements: each takes PIECE after PIECE until none is
+// left, so one that wakes late leaves more to the others, and nobody waits for it long.
 extern "C" void step(float* p, float* m, float* v, const void* g, int32_t g_dtype, void* low, int32_t low_dtype,
-                     int64_t n, Step s) {
-    (s.one_minus_beta1 < 0.5f ? by_gradients<false> : by_gradients<true>)(p, m, v, g, g_dtype, low, low_dtype, n, s);
+                     int64_t n, Step s, int64_t* next) {
+    constexpr int64_t PIECE = 1 << 18, WIDTHS[] = {4, 2, 2};
+    for (int64_t i; (i = __atomic_fetch_add(next, PIECE, __ATOMIC_RELAXED)) < n;) {
+        const auto* gradient = static_cast<const char*>(g) + i * WIDTHS[g_dtype];
+        void* weights = low == nullptr ? nullptr : static_cast<char*>(low) + i * WIDTHS[low_dtype];
+        (s.one_minus_beta1 < 0.5f ? by_gradients<false> : by_gradients<true>)(
+            p + i, m + i, v + i, gradient, g_dtype, weights, low_dtype, n - i < PIECE ? n - i : PIECE, s);
+    }
 }

@@ -24,7 +24,7 @@ from ..memory import is_dry
 from .compiling import CannotCompile, compiled
 
 CHUNK = 2**18  # elements of a 16-bit gradient that are cast, and then used: they stay in a cache in between
-LEAST = 2**16  # elements for a thread: fewer are done before another one has begun
+PIECE = 2**18  # elements that a thread takes at a time, as in kernel.cpp
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in kernel.cpp
 
 
@@ -92,7 +92,7 @@ class _Step(ctypes.Structure):
 
 
 class CompiledKernel:
-    """`kernel.cpp`, each of the `threads` on a part of the elements. CannotCompile where there is no compiler."""
+    """`kernel.cpp`: `threads` of them take piece after piece of the elements. CannotCompile where there is no compiler."""
 
     name = "c++"
 
@@ -109,20 +109,14 @@ class CompiledKernel:
             if low is not None:
                 low.copy_(p)
             return
-        n, step = p.numel(), _Step.of(hyper)
-        share = max(LEAST, -(-n // self.threads // LEAST) * LEAST)
-        parts = [(first, min(share, n - first)) for first in range(0, n, share)]
-        work = functools.partial(self._part, (p, m, v, g, low), step)
-        waiting = [_pool().submit(work, *part) for part in parts[1:]]
-        if parts:
-            work(*parts[0])
+        addresses = [None if x is None else x.data_ptr() for x in (p, m, v, g, low)]
+        codes = CODES[g.dtype], -1 if low is None else CODES[low.dtype]
+        work = functools.partial(self._step, *addresses[:4], codes[0], addresses[4], codes[1], p.numel(),
+                                 _Step.of(hyper), ctypes.byref(ctypes.c_int64(0)))
+        waiting = [_pool().submit(work) for _ in range(min(self.threads, -(-p.numel() // PIECE)) - 1)]
+        work()
         for each in waiting:
             each.result()
-
-    def _part(self, tensors, step, first, count):
-        p, m, v, g, low = (None if x is None else ctypes.c_void_p(x.data_ptr() + first * x.itemsize) for x in tensors)
-        _, _, _, gradient, weights = tensors
-        self._step(p, m, v, g, CODES[gradient.dtype], low, -1 if weights is None else CODES[weights.dtype], count, step)
 
 
 @functools.cache
@@ -131,7 +125,7 @@ def _library():
     library = compiled()
     pointer = ctypes.c_void_p
     library.step.argtypes = [pointer, pointer, pointer, pointer, ctypes.c_int32, pointer, ctypes.c_int32,
-                             ctypes.c_int64, _Step]
+                             ctypes.c_int64, _Step, pointer]
     library.step.restype = None
     if not library.has_half():
         raise CannotCompile("the compiler has no 16-bit floats: use g++ 12 or clang++ 15, or newer ones")
