@@ -92,7 +92,7 @@ class _Step(ctypes.Structure):
 
 
 class CompiledKernel:
-    """`kernel.cpp`: `threads` of them take piece after piece of the elements. CannotCompile where there is no compiler."""
+    """`kernel.cpp`, on `threads` that take piece after piece of the elements. CannotCompile without a compiler."""
 
     name = "c++"
 
