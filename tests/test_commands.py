@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nbformat
 import pytest
@@ -83,6 +85,8 @@ def test_set_up_runs_once_and_again_only_when_it_must(checkout):
 
 BESIDE = """
 import time
+from pathlib import Path
+
 import pytest
 
 def runs(name, seconds):
@@ -103,27 +107,61 @@ def test_beside():
 @pytest.mark.alone
 def test_alone():
     runs("alone", 0.2)
+
+@pytest.mark.alone
+def test_late_once():
+    runs("late", 0.1)
+    assert Path("ran").read_text().count("late") == 2
+
+@pytest.mark.alone
+def test_slow():
+    runs("slow", 0.1)
+    assert False, "slow"
+
+def test_wrong():
+    runs("wrong", 0)
+    assert False, "wrong"
 """
 
 
-def test_two_workers_run_tests_side_by_side_and_one_under_alone_by_itself(tmp_path):
+def in_two_workers(folder, *options):
+    """Run test_a.py and test_b.py in the folder as `make test` does; return the output and [(name, start, end)]."""
     for name in ("Makefile", "pyproject.toml", "conftest.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "test_a.py").write_text(BESIDE + IN_ONE_FILE)
-    (tmp_path / "test_b.py").write_text(BESIDE + IN_THE_OTHER)
-    options = re.search(r"-n 2[-a-z ]+", (ROOT / "Makefile").read_text())[0].split()
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "xdist", *options, "-p", "no:cacheprovider", "."],
-                          env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, cwd=tmp_path, capture_output=True,
-                          text=True)
-    assert "12 passed" in done.stdout, done.stdout + done.stderr
-    ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
-    spans = [(name, float(start), float(end)) for name, start, end in ran]
+        shutil.copy(ROOT / name, folder)
+    (folder / "test_a.py").write_text(BESIDE + IN_ONE_FILE)
+    (folder / "test_b.py").write_text(BESIDE + IN_THE_OTHER)
+    workers = re.search(r"-n 2[-a-z ]+", (ROOT / "Makefile").read_text())[0].split()
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", *workers, "-p", "no:cacheprovider", *options, "."]
+    done = subprocess.run(command, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, cwd=folder,
+                          capture_output=True, text=True)
+    ran = [line.split() for line in (folder / "ran").read_text().splitlines()]
+    return done.stdout + done.stderr, [(name, float(start), float(end)) for name, start, end in ran]
+
+
+def test_two_workers_run_tests_side_by_side_and_one_under_alone_by_itself(tmp_path):
+    output, spans = in_two_workers(tmp_path)
+    assert "12 passed" in output and "3 failed" in output, output
 
     def beside(which):
         (_, start, end), = (span for span in spans if span[0] == which)
         return [name for name, other_start, other_end in spans if other_start < end and start < other_end]
 
     assert "short" in beside("beside") and beside("alone") == ["alone"]
+
+
+def test_a_reading_under_alone_that_misses_is_taken_twice_more_and_alone_again(tmp_path):
+    pytest.importorskip("pytest_rerunfailures")
+    output, spans = in_two_workers(tmp_path, "-p", "rerunfailures", "--junit-xml=read.xml")
+    times = Counter(name for name, _, _ in spans)
+    assert {name: times[name] for name in ("alone", "late", "slow", "wrong")} == \
+        {"alone": 1, "late": 2, "slow": 3, "wrong": 1}
+    assert re.search("2 failed, 13 passed, 3 rerun in", output), output
+    assert re.findall(r"^RERUN test_b.py::(\w+)", output, re.MULTILINE) == ["test_late_once", "test_slow", "test_slow"]
+    suite = ElementTree.parse(tmp_path / "read.xml").find("testsuite")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("15", "2", "0")
+    for name, start, end in spans:
+        if name in ("late", "slow"):
+            assert not [other for other, begin, until in spans if begin < end and start < until and other != name]
 
 
 def run_tool(name, *arguments, **environment):

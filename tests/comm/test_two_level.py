@@ -91,6 +91,7 @@ def timed(comm, nbytes, intra_link, inter_link, S, rounds=5):
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_seconds_are_those_of_arithmetic_and_the_best_is_the_best(setting):
     nbytes, intra_link, inter_link, N, S = SETTINGS[setting]
