@@ -49,8 +49,8 @@ def pytest_collection_modifyitems(config, items):
     """Read what is held against the clock again if it misses: a neighbour's load doubles it. Slow code misses again."""
     if config.pluginmanager.hasplugin("rerunfailures") and not config.option.usepdb:
         for item in items:
-            if item.get_closest_marker("alone"):
-                item.add_marker(pytest.mark.flaky(reruns=2))
+            if alone := item.get_closest_marker("alone"):
+                item.add_marker(pytest.mark.flaky(reruns=2, **alone.kwargs))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -118,6 +118,7 @@ def test_slow():
     runs("slow", 0.1)
     assert False, "slow"
 
+@pytest.mark.alone(only_rerun="Late")
 def test_wrong():
     runs("wrong", 0)
     assert False, "wrong"

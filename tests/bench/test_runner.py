@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from patience import patiently, within
 
 from refimpl.bench.runner import Comparison, KernelTimer, compare
 
@@ -17,6 +18,7 @@ def test_the_ratio_of_two_sleeps_is_theirs():
     assert "slow  0.08" in repr(timing)
 
 
+@patiently
 def test_candidates_alternate_and_warm_up_is_not_counted():
     calls = []
 
@@ -30,7 +32,7 @@ def test_candidates_alternate_and_warm_up_is_not_counted():
     timing = compare({"a": candidate("a"), "b": candidate("b")}, rounds=3, warmup=2)
     assert calls == ["a", "b"] * 5
     assert [len(seconds) for seconds in timing.seconds.values()] == [3, 3]
-    assert max(timing.seconds["a"]) < 0.1
+    within(max(timing.seconds["a"]), 0.1)
 
 
 def test_another_clock(monkeypatch):

@@ -69,11 +69,11 @@ def test_a_collective_that_takes_too_long_tells_what_its_rank_began(tmp_path):
         def fn(comm):
             comm.all_reduce(torch.ones(3), label="gradients")
             if comm.rank == 1:
-                time.sleep(8)
+                time.sleep(60)
                 return
             comm.all_gather(torch.ones(2), label="blocks.0")
 
-        launch(fn, 2, timeout=2)
+        launch(fn, 2, timeout=6)
     """)
     assert done.returncode != 0 and "RankError: rank 0 raised RuntimeError: " in done.stderr
     told = done.stderr[done.stderr.index("the last collectives that this rank began with ranks 0 and 1 (2 in all):"):]

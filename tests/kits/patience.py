@@ -21,6 +21,12 @@ def patiently(test, tries=4):
     return repeated
 
 
+def within(seconds, most):
+    """Late if something took as long as that."""
+    if seconds >= most:
+        raise Late(f"{seconds:.1f} s, expected less than {most} s")
+
+
 def check(readings, expected):
     """No reading is below the expected seconds (but for the clocks), and the least is at most 5 % above, else Late."""
     assert min(readings) >= 0.997 * expected, (readings, expected)

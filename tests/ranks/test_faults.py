@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from patience import patiently, within
 
 from refimpl.comm import RankError, launch
 
@@ -85,25 +86,24 @@ def outcome(fault, when, world_size, culprit):
     return wrong, time.monotonic() - start
 
 
-@pytest.mark.alone
+@pytest.mark.alone(only_rerun="Late")
 def test_100_of_100_faults_name_the_rank_and_leave_no_process(processes_left):
     """Two launches at a time: mostly they wait."""
     faults = [*hundred_faults()]
     assert len(set(faults)) >= 84
-    began, wrong = time.monotonic(), []
+    began, wrong, slowest = time.monotonic(), [], 0
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for pair in zip(faults[::2], faults[1::2], strict=True):
             outcomes, left = list(pool.map(lambda fault: outcome(*fault), pair)), processes_left()
             wrong += [(*fault, round(seconds, 1), left, told)
-                      for fault, (told, seconds) in zip(pair, outcomes, strict=True) if told or left or seconds > 5]
+                      for fault, (told, seconds) in zip(pair, outcomes, strict=True) if told or left]
+            slowest = max(slowest, *(seconds for _, seconds in outcomes))
     assert not wrong, f"{len(wrong)} of 100: {wrong}"
-    assert time.monotonic() - began < 120
+    within(slowest, 5)
+    within(time.monotonic() - began, 120)
 
 
-def elapsed(start, seconds=5):
-    assert time.monotonic() - start < seconds
-
-
+@patiently
 def test_an_exception_comes_with_the_traceback_of_its_rank_and_as_the_cause():
     def deeper(comm):
         if comm.rank == 1:
@@ -116,7 +116,7 @@ def test_an_exception_comes_with_the_traceback_of_its_rank_and_as_the_cause():
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 raised KeyError: 'the missing key'") as caught:
         launch(fn, 3)
-    elapsed(start)
+    within(time.monotonic() - start, 5)
     error = caught.value
     assert (error.rank, error.ranks) == (1, (1,))
     assert "in deeper" in str(error) and 'raise KeyError("the missing key")' in str(error)
@@ -247,17 +247,19 @@ def where_it_hangs(comm):
     comm.barrier()
 
 
+@patiently
 def test_a_hang_says_where():
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 did not go on: no rank computed, printed or ended a "
                                         "collective for 1 s") as caught:
         launch(where_it_hangs, 4, timeout=1)
-    elapsed(start)
+    within(time.monotonic() - start, 5)
     assert caught.value.ranks == (1,)
     assert "ranks 0, 2 and 3 waited for others in barrier" in str(caught.value)
     assert "in where_it_hangs\n    time.sleep(1000)" in str(caught.value)
 
 
+@patiently
 def test_a_hang_at_the_start_counts_from_the_start(monkeypatch):
     class SlowToArrive:
         def __reduce__(self):
@@ -269,7 +271,7 @@ def test_a_hang_at_the_start_counts_from_the_start(monkeypatch):
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 did not go on"):  # the same limit for both
         launch(where_it_hangs, 2, timeout=1)
-    elapsed(start)
+    within(time.monotonic() - start, 5)
 
 
 def test_a_hang_in_c_code_that_holds_the_interpreter():
@@ -306,6 +308,7 @@ def out_of_batches(comm, batches):
     row.all_gather(torch.ones(comm.rank + 1))
 
 
+@patiently
 def test_a_rank_that_returns_while_others_wait_for_it_is_named_at_once():
     start = time.monotonic()
     told = r"^rank 0 returned after 0 collectives; rank 1 waits for it in barrier \(#1\)"
@@ -314,7 +317,7 @@ def test_a_rank_that_returns_while_others_wait_for_it_is_named_at_once():
     assert caught.value.ranks == (0,)
     with pytest.raises(RankError) as caught:
         launch(out_of_batches, 3, (9, 9, 5))
-    elapsed(start)
+    within(time.monotonic() - start, 5)
     assert caught.value.ranks == (2,) and str(caught.value).splitlines() == [
         "rank 2 returned after 6 collectives; ranks 0 and 1 wait for it in all_reduce of gradients, (3,) float32, op "
         "sum (#7)",
@@ -367,6 +370,7 @@ def test_a_thread_that_looks_around_now_and_then_does_not_compute():
         launch(fn, 2, timeout=1, limit=8)
 
 
+@patiently
 def test_collectives_that_end_are_signs_too():
     def fn(comm):
         for _ in range(9):
@@ -377,14 +381,16 @@ def test_collectives_that_end_are_signs_too():
     start = time.monotonic()
     with pytest.raises(RankError, match="did not go on"):
         launch(fn, 2, timeout=1)
-    assert 3.5 < time.monotonic() - start < 8
+    assert 3.5 < time.monotonic() - start
+    within(time.monotonic() - start, 8)
 
 
+@patiently
 def test_a_limit_ends_a_rank_that_computes():
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 0 did not return within 1.5 s, the limit") as caught:
         launch(computes, 2, 1000, "itself", timeout=60, limit=1.5)
-    elapsed(start)
+    within(time.monotonic() - start, 5)
     assert caught.value.ranks == (0,) and "in computes" in str(caught.value)
 
 
@@ -424,6 +430,7 @@ def test_after_any_fault_the_next_launch_works():
     assert launch(lambda comm: comm.rank, 2) == [0, 1]
 
 
+@patiently
 def test_an_interrupt_leaves_nothing(processes_left):
     def fn(comm):
         comm.barrier()
@@ -434,6 +441,6 @@ def test_an_interrupt_leaves_nothing(processes_left):
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(fn, 4)
-    elapsed(start)
+    within(time.monotonic() - start, 5)
     assert processes_left() == []
     timer.join()

@@ -21,7 +21,7 @@ def test_an_optimizer_in_a_rank_costs_no_import():
     assert min(launch(fn, 2)) < 0.1  # it is 1.4 s where torch._dynamo has to be imported first
 
 
-def ended(pid, seconds=5):
+def ended(pid, seconds=60):
     """Whether a process ends in time. Whoever adopts it may not ask how it ended: until then it is a zombie."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -15,6 +15,7 @@ import nbformat
 import psutil
 import pytest
 import torch
+from patience import patiently, within
 
 from refimpl.comm import RankError, launch
 from refimpl.ranks import forkserver
@@ -31,7 +32,7 @@ def script(tmp_path, code):
                             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}, cwd="/")
 
 
-def gone(pids, seconds=5):
+def gone(pids, seconds=60):
     """Whether all of these processes end in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -202,6 +203,7 @@ def test_a_server_that_cannot_start_says_why(monkeypatch):
         forkserver.ForkServer("never", set())
 
 
+@patiently
 def test_after_the_fork_server_is_gone_the_next_call_starts_another(another_server):
     launch(lambda comm: None, 1)
     first = forkserver._current._process
@@ -215,7 +217,7 @@ def test_after_the_fork_server_is_gone_the_next_call_starts_another(another_serv
     start = time.monotonic()
     with pytest.raises((RuntimeError, RankError), match="process that forks ranks has ended"):
         launch(fn, 2)
-    assert time.monotonic() - start < 5
+    within(time.monotonic() - start, 5)
     assert launch(lambda comm: comm.rank, 2) == [0, 1]
     assert forkserver._current._process is not first
 
@@ -225,7 +227,7 @@ def test_a_server_that_ends_by_an_error_is_quoted(another_server):
     channel = forkserver.open_channel("refimpl.comm.launch")
     with channel:
         channel.send(b"?")  # no request is as short
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while forkserver._current._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
     assert forkserver._current._process.poll() == 1

@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+from patience import patiently, within
 from torch import nn
 from zero_kit import ENGINES, FAST, SGD, equal, model_of, parameters_of, rows_of, square, three_layers
 
@@ -100,12 +101,13 @@ def expected():
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("stage", range(4))
+@patiently
 def test_a_fault_is_named_in_time_and_the_saved_state_is_whole(stage, phase, expected, tmp_path):
     for fault in ("raise", "_exit", "kill", *["exit"] * (PHASES.index(phase) % 4 == stage)):
         folder, start = tmp_path / fault, time.monotonic()
         with pytest.raises(RankError) as caught:
             launch(faulty, 2, folder, stage, phase, fault, timeout=20)
-        assert time.monotonic() - start < SECONDS
+        within(time.monotonic() - start, SECONDS)
         assert caught.value.rank == 1 and f"rank 1 {TOLD[fault]}" in str(caught.value)
         engine = engine_of(FakeCommunicator(0, 1), 3 - stage, seed=7)
         engine.load(folder)

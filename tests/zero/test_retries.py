@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from patience import patiently, within
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zero_kit import ENGINES, FAST, equal, model_of, parameters_of, rows_of, square, three_layers
@@ -142,12 +143,13 @@ def alone_again(comm):
     engine.backward(square(engine, rows_of(comm, 0)))
 
 
+@patiently
 def test_who_tries_again_alone_is_named_and_nobody_hangs():
     start = time.monotonic()
     with pytest.raises(CollectiveMismatch, match="^rank 1 began other collectives than rank 0, from #") as caught:
         launch(alone_again, 2)
     assert caught.value.ranks == (1,)  # it gathers 4 where rank 0 gathers 2: gloo aborts, or all wait for each other
     assert "all_gather of 2," in str(caught.value) and "all_gather of 4," not in str(caught.value).split("rank 0:")[0]
-    assert time.monotonic() - start < 10
+    within(time.monotonic() - start, 10)
     with pytest.raises(RankError, match="differs in a collective|began other collectives"):
         launch(alone_again, 2, debug=True)
