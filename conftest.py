@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -46,19 +48,47 @@ def pytest_collectstart(collector):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Read what is held against the clock again if it misses: a neighbour's load doubles it. Slow code misses again."""
+    """Read what is held against the clock again if it misses: a neighbour's load doubles it. Slow code misses again.
+
+    Several workers run it first: among others, it and they would wait for each other's end one by one.
+    """
+    if among_others(config):
+        items.sort(key=lambda item: item.get_closest_marker("alone") is None)
     if config.pluginmanager.hasplugin("rerunfailures") and not config.option.usepdb:
         for item in items:
             if alone := item.get_closest_marker("alone"):
                 item.add_marker(pytest.mark.flaky(reruns=2, **alone.kwargs))
 
 
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give workers a file at a time, as `--dist loadfile` does, but its tests under `alone` apart from its others."""
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class InRuns(LoadFileScheduling):
+        @functools.cached_property
+        def runs(self):
+            """{test: (number, file)} of runs of tests that follow each other in one file."""
+            runs = itertools.groupby(self.collection, super()._split_scope)
+            return {test: (number, file) for number, (file, tests) in enumerate(runs) for test in tests}
+
+        def _split_scope(self, nodeid):
+            return self.runs[nodeid]
+
+    return InRuns(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Where several workers run tests (`pytest -n 2`), one under pytest.mark.alone runs while no other does."""
-    among_others = hasattr(item.config, "workerinput")
-    with turn(item.config.rootpath, item.get_closest_marker("alone")) if among_others else contextlib.nullcontext():
+    alone = item.get_closest_marker("alone")
+    with turn(item.config.rootpath, alone) if among_others(item.config) else contextlib.nullcontext():
         return (yield)
+
+
+def among_others(config):
+    """Tell whether this process is one of several workers."""
+    return hasattr(config, "workerinput")
 
 
 @contextlib.contextmanager

@@ -123,6 +123,7 @@ def test_wrong():
     runs("wrong", 0)
     assert False, "wrong"
 """
+ALONE = ("alone", "late", "slow", "wrong")
 
 
 def in_two_workers(folder, *options):
@@ -148,20 +149,21 @@ def test_two_workers_run_tests_side_by_side_and_one_under_alone_by_itself(tmp_pa
         return [name for name, other_start, other_end in spans if other_start < end and start < other_end]
 
     assert "short" in beside("beside") and beside("alone") == ["alone"]
+    assert max(end for name, _, end in spans if name in ALONE) < min(
+        start for name, start, _ in spans if name == "beside"), "those under `alone` are first"
 
 
 def test_a_reading_under_alone_that_misses_is_taken_twice_more_and_alone_again(tmp_path):
     pytest.importorskip("pytest_rerunfailures")
     output, spans = in_two_workers(tmp_path, "-p", "rerunfailures", "--junit-xml=read.xml")
     times = Counter(name for name, _, _ in spans)
-    assert {name: times[name] for name in ("alone", "late", "slow", "wrong")} == \
-        {"alone": 1, "late": 2, "slow": 3, "wrong": 1}
+    assert {name: times[name] for name in ALONE} == {"alone": 1, "late": 2, "slow": 3, "wrong": 1}
     assert re.search("2 failed, 13 passed, 3 rerun in", output), output
     assert re.findall(r"^RERUN test_b.py::(\w+)", output, re.MULTILINE) == ["test_late_once", "test_slow", "test_slow"]
     suite = ElementTree.parse(tmp_path / "read.xml").find("testsuite")
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("15", "2", "0")
     for name, start, end in spans:
-        if name in ("late", "slow"):
+        if name in ALONE:
             assert not [other for other, begin, until in spans if begin < end and start < until and other != name]
 
 
