@@ -35,7 +35,8 @@ def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None
     - `loss_fn(model, *micro_batch)`: returns a tensor of one number with its graph. By default `model(*micro_batch)`.
     - `reduction`: whether that number is the `"mean"` or the `"sum"` over the micro-batch. A mean is weighted by its
       number of terms, `count(*micro_batch)`. By default these are the targets in the last tensor that are not −100
-      (`count_targets`). A micro-batch without terms is not run.
+      (`count_targets`). A micro-batch without terms is not run. Models of transformers shift labels by themselves, so
+      a row's first label is no target: give `count=lambda tokens, labels: count_targets(labels[:, 1:])`.
     - `dtype`: gradients with fewer bytes per element are summed in this dtype. fp32 takes 4 bytes a parameter. The sum
       is rounded once, at the end, to the gradient's own dtype. With None, autograd sums in `.grad`, in that dtype. To
       keep the sum in fp32, set `parameter.grad_dtype = torch.float32` beforehand.

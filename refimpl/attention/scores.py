@@ -52,8 +52,10 @@ class ScoreHook:
 
 @dataclass(frozen=True)
 class Softcap(ScoreHook):
-    """cap · tanh(S / cap): scores stay between −cap and cap. Gemma 2 has 50. Raises ValueError for a cap of 0 or
-    less."""
+    """cap · tanh(S / cap): scores stay between −cap and cap. The derivative is 1 − tanh²(S / cap).
+
+    Gemma 2 caps its scores at 50 (Riviere et al. 2024, section 2). ValueError unless `cap` is a finite number above 0.
+    """
 
     cap: float
 

@@ -39,6 +39,8 @@ TIME_HELD, BYTES_HELD = {"tensor_parallel": 0.75, "sequence_parallel": 0.7}, 0.8
 
 
 class Attention(nn.Module):
+    """Causal attention with q, k and v apart, as the peer splits them: x (B, T, C) to (B, T, C)."""
+
     def __init__(self, C, heads):
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(C, C) for _ in range(4))
@@ -50,6 +52,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two layers with a GELU between them: x (B, T, C) to (B, T, C), 4 C hidden features."""
+
     def __init__(self, C):
         super().__init__()
         self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
@@ -59,6 +63,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer of the decoder, with norms before attention and MLP: x (B, T, C) to (B, T, C)."""
+
     def __init__(self, C, heads):
         super().__init__()
         self.norm1, self.attention, self.norm2, self.mlp = nn.LayerNorm(C), Attention(C, heads), nn.LayerNorm(C), MLP(C)

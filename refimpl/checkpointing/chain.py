@@ -109,7 +109,11 @@ class _Item:
 
 @contextmanager
 def planned(model, plan, keep=None):
-    """Run `model.blocks` by `plan` in this context (None: none is recomputed); afterwards they are as before."""
+    """Run `model.blocks` by `plan` in this context; afterwards they are as before: `with planned(model, plan): …`.
+
+    `plan`: as in `run_chain`; None recomputes no block. `keep`: as in `checkpoint`. Yields the model. Raises what
+    `PlannedBlocks` raises.
+    """
     blocks = model.blocks
     model.blocks = PlannedBlocks(blocks, plan, keep)
     try:

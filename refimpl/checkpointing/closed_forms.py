@@ -174,7 +174,11 @@ def kept_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.float3
 
 
 def block_flops(config, batch, sequence):
-    """Count the FLOPs of one block's forward by matrix product, as `torch.utils.flop_counter` does: 2 per FMA."""
+    """Count the FLOPs of one block's forward, {matrix product: FLOPs}, as `torch.utils.flop_counter` does.
+
+    A multiply-add counts 2, so a product (M, K) · (K, N) has 2·M·K·N. Norms, softmax and activations are not counted,
+    and attention has all scores, masked or not. A backward has twice as many.
+    """
     token, h, f, q = batch * sequence, config.hidden, config.mlp_hidden, config.q_hidden
     scores = 2 * batch * sequence**2 * q
     return {"qkv": 2 * token * h * (q + 2 * config.kv_hidden), "scores": scores, "weighted values": scores,

@@ -29,5 +29,9 @@ class _Recompute(torch.autograd.Function):
 
 
 def reentrant_checkpoint(fn, *inputs):
-    """Call `fn(*inputs)`, all of them tensors; keep the inputs alone and run `fn` again in backward. For reading."""
+    """Call `fn(*inputs)`, keep the inputs alone, and run `fn` again in backward. For reading: use `checkpoint`.
+
+    `inputs` are tensors, one of which needs a gradient; `fn` returns tensors. What it cannot do is said above.
+    "Training Deep Nets with Sublinear Memory Cost" (Chen et al. 2016).
+    """
     return _Recompute.apply(fn, *inputs)

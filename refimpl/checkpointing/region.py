@@ -52,9 +52,10 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
     Every other keyword goes to `fn`. If `fn` has keywords of these names itself, give it as a `functools.partial`.
 
     Raises TypeError if `fn` is not callable, if `keep` has no `pack` or `unpack`, and for an option of
-    `torch.utils.checkpoint`, which a function with `**kwargs` would swallow. In backward, raises RecomputeError, naming
-    the first tensor that differs in shape, dtype or device or the count of them, and RuntimeError for an argument that
-    was changed in place.
+    `torch.utils.checkpoint`, which a function with `**kwargs` would swallow. Raises ValueError for a cache of
+    transformers among the arguments (`use_cache=False`). In backward, raises RecomputeError, naming the first tensor
+    that differs in shape, dtype or device or the count of them, and RuntimeError for an argument that was changed in
+    place.
     """
     return checkpointed(fn, args, kwargs, early_stop=early_stop, save=save, recompute_context=recompute_context,
                         keep=keep)
@@ -69,6 +70,7 @@ def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_contex
     check_keep(keep)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
+    refuse_caches((*args, *kwargs.values()))
     region = RecomputedRegion(fn, args, kwargs, early_stop, operations(save), recompute_context, keep)
     return region.forward(args, kwargs)
 
@@ -79,6 +81,15 @@ def refuse_options_of_torch(kwargs, known=()):
         if name in kwargs:
             here = f"; the options here are {', '.join(known)}" if known else ""
             raise TypeError(f"{name}={kwargs[name]!r} is an option of torch.utils.checkpoint: leave it out{here}")
+
+
+def refuse_caches(arguments):
+    """Raise ValueError for a cache of transformers, which a layer changes: both of its calls would add their keys."""
+    for value in arguments:
+        if any(each.__module__ == "transformers.cache_utils" for each in type(value).__mro__):
+            raise ValueError(f"{type(value).__name__} is a cache, to which a layer adds its keys: a recomputation "
+                             "would add them a second time. Training needs none: call the model with use_cache=False, or "
+                             "set model.config.use_cache = False")
 
 
 def check_keep(keep):

@@ -115,7 +115,11 @@ def optimal_schedule(forward_times, activation_bytes, output_bytes=None, *, budg
 
 
 def time_peak_curve(*args, **more):
-    """List all schedules worth having as [(peak, time), …], from the smallest peak on. Takes what `costs` takes."""
+    """List all schedules worth having as [(peak, time), …], from the smallest peak on: less time only for more bytes.
+
+    Peaks are in bytes, as `plan_peak` has them; times in the unit of the costs. Takes and raises what `costs` does;
+    TypeError for another keyword.
+    """
     check_options(more, COSTS, "time_peak_curve")
     return Program(costs(*args, **more)).curve()
 
@@ -209,7 +213,11 @@ def forwards(plan, around=1):
 
 
 def plan_peak(chain, plan):
-    """Predict the peak, in bytes with the input, of running `plan` on a chain of Costs: any plan, not only the best."""
+    """Predict the peak of a step that runs `plan` on a chain of Costs, in bytes, with the chain's input.
+
+    Takes any plan, not only the best one: a nested list of stages, as `run_chain` does. Weights, their gradients and
+    optimizer state are not in it.
+    """
     return chain.input_bytes + _peak(chain, list(plan), len(chain) - 1)
 
 
@@ -230,6 +238,9 @@ def _peak(chain, plan, t):
 
 
 def plan_time(chain, plan):
-    """Predict the time of running `plan` on a chain of Costs."""
+    """Predict the time of a step that runs `plan` on a chain of Costs: Σᵢ kᵢ·fᵢ + Σᵢ bᵢ, in the unit of its times.
+
+    Stage i runs its forward kᵢ times, once at first and once in each recomputation.
+    """
     again = zip(forwards(plan), chain.forward_times, strict=True)
     return sum(n * f for n, f in again) + sum(chain.backward_times)

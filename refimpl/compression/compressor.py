@@ -28,7 +28,10 @@ ALGORITHMS = (*FLAT, "powersgd")
 
 
 class Payload(NamedTuple):
-    """What is sent of a gradient: `data`, and what the receiver knows anyway."""
+    """What is sent of a gradient: `data`, flat; `nbytes` counts it. The rest is known to the receiver and not sent.
+
+    `shape`: of the gradient. `seed`: which random elements were drawn, equal on all ranks.
+    """
 
     data: torch.Tensor
     shape: torch.Size

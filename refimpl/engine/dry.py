@@ -177,7 +177,11 @@ def in_flights(schedule):
 
 def worst_rank(build, mesh, rows, length=None, *, micro_batches=1, schedule="1f1b", chunks=None, style="parameters",
                **options):
-    """Return (the DryRank that holds most, those of all `candidates`). Arguments are `dry_rank`'s."""
+    """Find the rank with the highest peak: (its DryRank, those of all ranks that were run dry).
+
+    Not all of the mesh is run: `candidates` leaves out ranks that hold as much as another one, or less. Arguments and
+    errors are those of `dry_rank`, but for `rank`.
+    """
     order = schedule_of(schedule, mesh.pp, micro_batches, chunks)
     ask = functools.partial(dry_rank, build, mesh, rows=rows, length=length, micro_batches=micro_batches,
                             schedule=schedule, chunks=chunks, style=style, **options)

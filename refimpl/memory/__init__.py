@@ -22,7 +22,8 @@ from .timeline import Moment, Timeline
 from .top import Held
 from .trace import Trace
 from .trace_file import load
-from .tracker import Tracker, mark, track
+from .tracker import Tracker, track
+from .tracking.storages import mark
 from .workspaces import with_workspaces
 
 __all__ = [

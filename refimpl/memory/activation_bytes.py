@@ -116,12 +116,20 @@ def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu")
 
 
 def activation_bytes(config, batch, sequence, dtype=torch.float32, device="cpu"):
-    """Predict the bytes of all activations of one forward of our GPT with targets: the sum of `activation_terms`."""
+    """Predict the bytes (int) of all activations of one forward of our GPT, given targets.
+
+    It is the sum of `activation_terms`, which has the equation, and takes and raises the same. `batch` × `sequence`
+    tokens; `dtype` is that of the weights.
+    """
     return sum(activation_terms(config, batch, sequence, dtype, device).values())
 
 
 def korthikanti_terms(config, batch, sequence):
-    """Return the paper's block in its own terms: 16-bit, GELU, one-byte dropout masks, nothing small: {term: bytes}."""
+    """Return `korthikanti_bytes` term by term, as section 4.1 of the paper counts them: {term: bytes}.
+
+    16-bit numbers, GELU, dropout masks of a byte. Norms' statistics and the causal mask are left out as small;
+    `block_terms` has them. ValueError as there.
+    """
     check_sizes(batch, sequence)
     token_h, score = sequence * batch * config.hidden, config.heads * batch * sequence**2
     per_token = {"norm inputs": 4, "qkv input": 2, "queries and keys": 4, "values": 2, "projection input": 2,
@@ -131,7 +139,12 @@ def korthikanti_terms(config, batch, sequence):
 
 
 def korthikanti_bytes(config, batch, sequence):
-    """Return sbh · (34 + 5as/h), equation 1 of Korthikanti et al. 2022: bytes of one block."""
+    """Return the bytes (int) of one block's activations by the paper: sbh · (34 + 5as/h).
+
+    s = `sequence`, b = `batch`, h and a the config's hidden size and heads; 16-bit numbers, dropout masks of a byte.
+    "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022), equation 1. ValueError
+    for sizes that are not integers of at least 1.
+    """
     check_sizes(batch, sequence)
     s, b, h, a = sequence, batch, config.hidden, config.heads
     return 34 * s * b * h + 5 * a * b * s * s

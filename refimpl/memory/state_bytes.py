@@ -53,6 +53,9 @@ def model_state_bytes(parameters, optimizer="adamw", precision="fp32", tensors=0
 
 
 def bytes_per_parameter(optimizer="adamw", precision="fp32"):
-    """Return the bytes of model states for one parameter: 16 for Adam in fp32, and 16 again with bf16 weights and
-    an fp32 master."""
+    """Return the bytes (int) of model states for one parameter: weight, gradient, master and optimizer state.
+
+    16 for Adam in fp32, and 16 again with bf16 weights and an fp32 master ("ZeRO", Rajbhandari et al. 2020, section
+    3.1). Step counters, a few bytes a tensor, are in `model_state_bytes`, which has the names and the errors.
+    """
     return model_state_bytes(1, optimizer, precision).total

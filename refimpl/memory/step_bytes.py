@@ -37,7 +37,11 @@ def training_step_moments(config, batch, sequence, dtype=torch.float32, optimize
 
 
 def training_step_bytes(config, batch, sequence, dtype=torch.float32, optimizer="adamw", device="cpu"):
-    """Predict the bytes of a training step of our GPT at its peak, the highest of `training_step_moments`: a Ledger."""
+    """Predict the bytes of a training step of our GPT at its peak: a Ledger, absolute.
+
+    It is the highest of `training_step_moments`, which has the equations, and takes and raises the same: a step that is
+    not the first, so the optimizer's state is there. `batch` × `sequence` tokens; `dtype` is that of the weights.
+    """
     moments = training_step_moments(config, batch, sequence, dtype, optimizer, device).values()
     return max(moments, key=lambda ledger: ledger.total)
 

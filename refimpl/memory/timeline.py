@@ -8,7 +8,11 @@ from .ledger import Ledger
 
 
 class Moment(NamedTuple):
-    """The bytes alive right after one operation."""
+    """The bytes alive right after one operation: `ledger`, by category, absolute.
+
+    `index`: its place in the timeline. `operation`: PyTorch's name of it. `phase`: "forward", "backward" or "step".
+    `module`: the path of the module that ran it, "" if none did.
+    """
 
     index: int
     operation: str

@@ -18,7 +18,11 @@ BY = ("module", "line", "source", "operation", "tensor", "category")
 
 
 class Held(NamedTuple):
-    """One storage that is alive at a moment; see `Trace.held`."""
+    """One storage that is alive at a moment; see `Trace.held`.
+
+    `nbytes`: its bytes, counted once, however many tensors share it. `shape` and `dtype` are of the first of these.
+    `line` is the program's own, `source` that of the library which called PyTorch; None if it was there before.
+    """
 
     nbytes: int
     category: str

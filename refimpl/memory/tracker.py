@@ -25,8 +25,8 @@ from .trace import Trace
 from .tracking import listeners
 from .tracking.in_place import calibrate
 from .tracking.owners import Owners
-from .tracking.storages import StorageMode, mark_of, remember_mark
-from .tracking.tensors import dense_parts, tensors_in
+from .tracking.storages import StorageMode, mark_of
+from .tracking.tensors import tensors_in
 
 
 def track(*objects):
@@ -40,20 +40,11 @@ def track(*objects):
     return Tracker(*objects)
 
 
-def mark(tensor, category):
-    """Give the storage of `tensor` a category, e.g. `"communication"`, in every tracker now and later. Returns
-    `tensor`.
-
-    Views share the mark. It ends with the storage.
-    """
-    for dense in dense_parts(tensor):
-        remember_mark(dense.untyped_storage(), category)
-        listeners.tell("marked", dense)
-    return tensor
-
-
 class Tracker(StorageMode):
-    """See `track`."""
+    """Counts bytes by category while its context is open; a Trace then. `track(…)` makes it, and says what it takes.
+
+    It is used once: RuntimeError if it is entered again.
+    """
 
     def __init__(self, *objects):
         super().__init__()

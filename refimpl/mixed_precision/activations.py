@@ -63,5 +63,9 @@ def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, dev
 
 
 def autocast_activation_bytes(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
-    """Predict the bytes (int) that autograd keeps under `autocast(dtype)`: the sum of `autocast_activation_terms`."""
+    """Predict the bytes (int) that autograd keeps of our GPT's forward, with targets, under `autocast(dtype)`.
+
+    It is the sum of `autocast_activation_terms`, which has the equation, and takes and raises the same. `batch` ×
+    `sequence` tokens. The bytes of the casts of weights are in it.
+    """
     return sum(autocast_activation_terms(config, batch, sequence, dtype, device).values())

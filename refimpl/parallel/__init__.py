@@ -3,14 +3,15 @@ the sequence, for one that is longer than a device: each rank has all weights, a
 each rank has some of them, whole.
 
 Order of reading: `paper` (the idea in one screen), `conjugate` (what goes between ranks), `linear` (layers by columns,
-by rows), `vocabulary` (embedding and loss), `plan` and `tensor` (a model, from outside), `same_batch` (what its ranks
-compare before a forward), `sequence` (and its tokens), `partitioned` (and the inputs of recomputed regions).
+by rows), `vocabulary` (logits and loss), `embedding`, `plan` and `tensor` (a model, from outside), `same_batch` (what
+its ranks compare before a forward), `sequence` (and its tokens), `partitioned` (and the inputs of recomputed regions).
 Of long sequences: `paper_ring` (the idea in one screen), `order` (who has which tokens), `pair` and `ring`, `gathered`,
 `ulysses` (three ways to attend to all of them), `context` (a model, from outside), `context_forms` (bytes, traffic).
 Of consecutive layers on each rank: the package `pipeline`, whose `paper` is the idea in one screen.
 """
 
 from .context import SequenceParallelAttention, context_parallel
+from .embedding import VocabularyParallelEmbedding
 from .gathered import gathered_attention
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .pair import AttentionPair, dense_pair
@@ -20,7 +21,7 @@ from .ring import ring_attention
 from .sequence import sequence_parallel
 from .tensor import tensor_parallel
 from .ulysses import ulysses_attention
-from .vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
+from .vocabulary import vocabulary_parallel_cross_entropy
 
 __all__ = ["AttentionPair", "ColumnParallelLinear", "PartitionedInputs", "PipelineParallelStage", "RowParallelLinear",
            "SequenceParallelAttention", "VocabularyParallelEmbedding", "context_parallel", "dense_pair",

@@ -85,6 +85,7 @@ def leaves(name, value):
 
 
 def comparable(x):
+    """Tell whether x is a tensor or a number: what ranks compare."""
     return torch.is_tensor(x) or isinstance(x, (bool, int, float))
 
 

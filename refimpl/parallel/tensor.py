@@ -15,11 +15,12 @@ from torch import nn
 from ..comm.agreement import check_model
 from ..model import GPT
 from ..sharding import set_spec, spec_of
+from .embedding import VocabularyParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, column_cuts, features_of, row_cut
 from .plan import Column, Row, matched, plan_of
 from .random import OwnRandom
 from .same_batch import SameBatch
-from .vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
+from .vocabulary import vocabulary_parallel_cross_entropy
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))
          and name.startswith(("_forward", "_backward"))]

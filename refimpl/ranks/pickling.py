@@ -4,6 +4,7 @@ cloudpickle pickles by value what no other process could import: what a notebook
 lambdas. Everything else is pickled by its name, and ranks import it.
 """
 
+import functools
 import importlib
 import io
 import linecache
@@ -164,12 +165,12 @@ def _importable(module):
 
 
 def _explain(named, packer):
-    """Say which of `named` cannot be pickled; if it is a function, which of its variables, recursively."""
+    """Say which of `named` cannot be pickled; of a function or a partial, which of its variables, recursively."""
     for name, obj in named.items():
         error, seen = _error(obj, packer), set()
         if error is None:
             continue
-        while isinstance(obj, types.FunctionType) and id(obj) not in seen:
+        while isinstance(obj, (types.FunctionType, functools.partial)) and id(obj) not in seen:
             seen.add(id(obj))
             wrong = [(label, part) for label, part in _variables(obj) if id(part) not in seen and _error(part, packer)]
             if wrong:
@@ -188,7 +189,12 @@ def _error(obj, packer):
 
 
 def _variables(fn):
-    """Yield (label, value) of everything pickled with a function: its closure, globals and defaults."""
+    """Yield (label, value) of everything pickled with a function: its closure, globals and defaults; with a partial:
+    its function and arguments."""
+    if isinstance(fn, functools.partial):
+        yield from (("its function", fn.func), *((f"its argument {i}", arg) for i, arg in enumerate(fn.args, 1)),
+                    *((f"its argument {name!r}", arg) for name, arg in fn.keywords.items()))
+        return
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         if cell != types.CellType():  # not empty; an empty one is a variable without a value yet
             yield f"closure variable {name!r}", cell.cell_contents

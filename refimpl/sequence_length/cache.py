@@ -142,7 +142,10 @@ class _Carry(torch.autograd.Function):
 
 
 def carried_bytes(config, batch_size, sequence, dtype=torch.float32):
-    """Return the bytes of a whole sequence's keys and values: 2·e·L·B·s·G·D. Their gradients take as many."""
+    """Return the bytes (int) of a whole sequence's keys and values: 2·e·L·B·s·G·D. Their gradients take as many.
+
+    e bytes of a `dtype` number, L layers, B = `batch_size`, s = `sequence` tokens, G heads of keys, D their size.
+    """
     return 2 * dtype.itemsize * config.layers * batch_size * sequence * config.kv_heads * config.head_dim
 
 

@@ -47,7 +47,12 @@ class ReduceScatterAtOnce(ReduceScatter):
 
 
 class Zero2(Zero1):
-    """`Zero1` that keeps gradients in shards: same arguments, same numbers."""
+    """`Zero1` that keeps gradients in shards: same arguments and errors, same numbers, the same 2Ψ on the wire.
+
+    Each rank of N holds p + (g + k) / N bytes a parameter: p of the parameter, g of its gradient, k of optimizer state
+    and master. Backward reduces each bucket as soon as it is full and keeps this rank's part. m micro-batches send
+    (m + 1)Ψ. "ZeRO" (Rajbhandari et al. 2020), section 5.2.
+    """
 
     stage, reducer_type = 2, ReduceScatterAtOnce
 

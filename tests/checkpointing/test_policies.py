@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from outside.models import GROUPED, causal, text
 from torch import nn
 
 from refimpl import memory
@@ -272,3 +273,17 @@ def test_what_saves_nothing(regions):
         assert peak() == pytest.approx(whole, rel=0.01)
     with recompute(model.blocks):
         assert peak() < 0.5 * whole
+
+
+@pytest.mark.parametrize("policy", [recompute, lambda layers: AdaptiveCheckpoint(1.0, 1).apply(layers)])
+def test_a_cache_of_transformers_is_refused_before_it_grows_twice(policy):
+    net = causal("llama", **GROUPED)()
+    batch = text(2, 16)()
+    with policy(net.model.layers):
+        with pytest.raises(ValueError, match="DynamicCache is a cache.* call the model with use_cache=False"):
+            net(**batch)
+        net(**batch, use_cache=False).loss.backward()
+    found = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    net(**batch).loss.backward()
+    assert all(map(torch.equal, found, [p.grad for p in net.parameters()]))

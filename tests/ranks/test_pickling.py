@@ -92,7 +92,10 @@ def test_a_method_a_default_and_a_partial():
 
     assert "the function Holder.run cannot be pickled: method: " in refused(Holder(LOCK).run)
     assert "a default cannot be pickled" in refused(lambda comm, lock=LOCK: 1)
-    assert "the function partial cannot be pickled: partial: " in refused(functools.partial(print, held=LOCK))
+    assert "the function partial → its argument 'held' cannot be pickled: lock: " in refused(
+        functools.partial(print, held=LOCK))
+    assert "the function partial → its function → global variable 'LOCK' cannot" in refused(
+        functools.partial(uses_a_global, 1))
 
 
 def test_an_attribute_of_a_module():

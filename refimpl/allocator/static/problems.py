@@ -34,5 +34,8 @@ def load_problem(path):
 
 
 def problem_names():
-    """List the names of the problems in data/minimalloc; none without a checkout."""
+    """List the names that `load_problem` takes, "A" to "K": problems of MiniMalloc (Moffitt 2023) in data/minimalloc.
+
+    An installed package has none: they are in the repository alone.
+    """
     return sorted(path.name.split(".")[0] for path in FOLDER.glob("?.*.csv"))

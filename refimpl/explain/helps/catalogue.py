@@ -73,7 +73,11 @@ TECHNIQUES = [Technique(*each) for each in (
 
 
 def helps(replay):
-    """List a Help for each technique, those that save most first; those that save nothing say why."""
+    """List a Help for each of TECHNIQUES, those that save most first; those that save nothing say why.
+
+    `replay`: a recorded step as a Replay. Each saving is in bytes of that step's peak, of the technique alone, so they
+    do not add up.
+    """
     return sorted((_help(technique, replay) for technique in TECHNIQUES), key=lambda each: -each.saves)
 
 

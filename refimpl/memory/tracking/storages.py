@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ledger import category_name
 from ..records import START, Op, StorageRecord
 from ..trace import Trace
+from . import listeners
 from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
 from .lines import Lines
 from .taking import may_take, note_of, takes_workspace
@@ -27,10 +28,18 @@ from .tensors import PLAIN, dense_parts
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
 
 
-def remember_mark(storage, category):
-    """Give `storage` this category until it is freed, in every tracker."""
-    key = storage._cdata
-    _marks[key] = weakref.ref(storage, lambda _: _marks.pop(key, None)), category_name(category)
+def mark(tensor, category):
+    """Give the storage of `tensor` a category, e.g. `"communication"`, in every tracker now and later. Returns
+    `tensor`.
+
+    Views share the mark. It ends with the storage.
+    """
+    for dense in dense_parts(tensor):
+        storage = dense.untyped_storage()
+        key = storage._cdata
+        _marks[key] = weakref.ref(storage, lambda _, key=key: _marks.pop(key, None)), category_name(category)
+        listeners.tell("marked", dense)
+    return tensor
 
 
 def mark_of(storage):

@@ -1,0 +1,81 @@
+"""The embedding in parts: the numbers of the whole, bytes and traffic to the byte."""
+
+import pytest
+import torch
+from rank_pool import pooled
+from torch import nn
+
+from refimpl import memory
+from refimpl.comm import FakeCommunicator
+from refimpl.parallel.embedding import VocabularyParallelEmbedding
+from refimpl.parallel.vocabulary import part, vocabulary_traffic
+
+V, C = 101, 8
+WORLDS = (1, 2, 4)
+ALONE = FakeCommunicator(0, 1)
+
+
+def embedded(comm, dtype, padding_idx):
+    torch.manual_seed(0)
+    whole = nn.Embedding(V, C, dtype=dtype, padding_idx=padding_idx)
+    with torch.no_grad():
+        whole.weight[0] = float("inf")  # a row that others read in place of theirs must not show
+    split = VocabularyParallelEmbedding.of(whole, comm, "wte.weight")
+    tokens, upstream = torch.randint(1, V, (5, 7)), torch.randn(5, 7, C, dtype=dtype)
+    tokens[0, :3] = V - 1
+    expected = whole(tokens)
+    expected.backward(upstream)
+    comm.reset_traffic()
+    with memory.track(split, tokens) as t:
+        found = split(tokens)
+    kept, sent = t.now.total - t.start.total, comm.traffic
+    found.backward(upstream)
+    assert comm.traffic == sent
+    first, end = part(V, comm)
+    spec = split.weight.shard_spec
+    assert (spec.name, spec.shape, spec.offsets, spec.lengths) == ("wte.weight", (V, C), (first, 0), (end - first, C))
+    assert split.weight.untyped_storage().nbytes() == (end - first) * C * dtype.itemsize
+    return (torch.equal(found, expected), torch.equal(split.weight.grad, whole.weight.grad[first:end]),
+            kept == found.nbytes, sent == vocabulary_traffic(35, C, comm.rank, comm.world_size, dtype=dtype) -
+            vocabulary_traffic(35, 0, comm.rank, comm.world_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("dtype", "padding_idx"), [(torch.float64, None), (torch.bfloat16, V - 1), (torch.float32, 3)])
+def test_embeddings_and_gradients_are_those_of_the_whole(world_size, dtype, padding_idx):
+    assert pooled(embedded, world_size, dtype, padding_idx) == [(True,) * 4] * world_size
+
+
+def test_a_head_may_share_the_rows():
+    split = VocabularyParallelEmbedding.of(nn.Embedding(V, C), ALONE)
+    head = nn.Linear(C, V, bias=False)
+    head.weight = split.weight
+    head(split(torch.tensor([1, 2]))).sum().backward()
+    assert split.weight.grad.abs().sum(1).gt(0).all() and "rows 0 … 100 of 101, 8" in repr(split)
+
+
+class Other(nn.Embedding):
+    def forward(self, tokens):
+        return 2 * super().forward(tokens)
+
+
+@pytest.mark.parametrize(("make", "error", "said"), [
+    (lambda: nn.Embedding(V, C, max_norm=1.0), ValueError, r"wte has max_norm=1\.0"),
+    (lambda: nn.Embedding(V, C, scale_grad_by_freq=True), ValueError, "wte has scale_grad_by_freq=True"),
+    (lambda: nn.Embedding(V, C, sparse=True), ValueError, "wte has sparse=True"),
+    (lambda: Other(V, C), TypeError, "wte is of Other"),
+    (lambda: nn.Embedding(1, C), ValueError, "1 rows cannot be split over 2 ranks")])
+def test_embeddings_that_cannot_be_split(make, error, said):
+    with pytest.raises(error, match=said):
+        VocabularyParallelEmbedding.of(make(), FakeCommunicator(0, 2), "wte")
+
+
+@pytest.mark.parametrize("token", [-1, V])
+def test_a_wrong_id_never_gives_zeros(token):
+    for comm in (ALONE, FakeCommunicator(1, 2)):
+        with pytest.raises(IndexError, match=rf"tokens hold {token}: the vocabulary is 0…100"):
+            VocabularyParallelEmbedding.of(nn.Embedding(V, C), comm)(torch.tensor([1, token]))
+    with pytest.raises(TypeError, match=r"tokens are torch\.float32"):
+        VocabularyParallelEmbedding.of(nn.Embedding(V, C), ALONE)(torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="weight has 101 rows: expected 51, rows 50 … 100"):
+        VocabularyParallelEmbedding(nn.Parameter(torch.zeros(V, C)), FakeCommunicator(1, 2), V)
