@@ -1,4 +1,4 @@
-"""What README says of Trainer: its loop stays, the peak falls, and it learns the same. Without a technique it does not."""
+"""What README says of Trainer: its loop stays, the peak falls, it learns the same; a context that ends does nothing."""
 
 import contextlib
 

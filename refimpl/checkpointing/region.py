@@ -88,8 +88,8 @@ def refuse_caches(arguments):
     for value in arguments:
         if any(each.__module__ == "transformers.cache_utils" for each in type(value).__mro__):
             raise ValueError(f"{type(value).__name__} is a cache, to which a layer adds its keys: a recomputation "
-                             "would add them a second time. Training needs none: call the model with use_cache=False, or "
-                             "set model.config.use_cache = False")
+                             "would add them a second time. Training needs none: call the model with use_cache=False, "
+                             "or set model.config.use_cache = False")
 
 
 def check_keep(keep):

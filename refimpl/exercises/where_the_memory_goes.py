@@ -39,8 +39,10 @@ def first(predict):
             if said != states:
                 defaults = vars(GPTConfig())
                 shape = ", ".join(f"{name}={value}" for name, value in vars(config).items() if value != defaults[name])
+                counters = 4 * len(list(model.parameters()))
+                missing = "; the step counters are missing, 4 bytes for each tensor" * (said == states - counters)
                 said = f"{said:,}" if isinstance(said, (int, float)) else repr(said)
-                return f"for GPTConfig({shape}) you say {said}, the tracker reads {states:,} bytes"
+                return f"for GPTConfig({shape}) you say {said}, the tracker reads {states:,} bytes{missing}"
         return None
 
     verdict("first", predict, check)
