@@ -18,12 +18,18 @@ def test_a_run_reads_memory_times_bytes_errors_and_losses(monkeypatch):
     monkeypatch.setattr(zero_quantized, "launch", lambda *args, device, timeout: pooled(*args, device=device))
     monkeypatch.setattr(zero_quantized, "WAYS", {**{name: zero_quantized.WAYS[name] for name in ("whole", "both int8")},
                                                  "wide": (Wide(), Wide(), None)})
-    settings, rows = zero_quantized.run("cpu", steps=2, rounds=1, models=["gpt"])
+    settings, rows = zero_quantized.run("cpu", steps=2, rounds=1, models=["gpt"], seeds=2)
+    rows = list(rows)
     found = {row["what"]: row["ratio"] for row in rows}
-    assert settings["ranks"] == 4 and len(found) == 2 + 2 + 6 and all(ratio > 0 for ratio in found.values())
+    assert settings["ranks"] == 4 and len(found) == 2 + 2 + 3 + 4 and all(ratio > 0 for ratio in found.values())
     assert found["peak of a step above shards, both int8"] < 0.75
     assert found["bytes of a step of gpt, both int8"] < 0.28 and found["bytes of a step of gpt, wide"] > 0.95
     assert found["error of gpt's first mean gradient, both int8"] < 0.1
+    losses = {row["what"].split(", ", 1)[1]: row for row in rows if row["what"].startswith("loss")}
+    assert list(losses) == ["both int8", "wide", zero_quantized.CONTROL]
+    for each in losses.values():  # two first steps from two seeds: far from each other, and little changed by a codec
+        assert each["spread"] > 3 * max(map(abs, each["changes"])) > 0 and len(each["changes"]) == 2
+    assert losses[zero_quantized.CONTROL]["held"] is None and losses["both int8"]["held"] == 1.01
 
 
 def test_rows_of_a_gpu_are_those_of_the_codec(monkeypatch):
