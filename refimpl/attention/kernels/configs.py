@@ -10,8 +10,11 @@ there is, and few spill: of 135 variants two in Triton 3.7 (8 and 16 bytes), one
 What the compiler showed for an H100: the forward at D = 128 spills with 4 warps; dK and dV, two accumulators, need
 fewer queries than keys in a tile (at D = 128, 64 of them spill 64 to 240 bytes in Triton 3.6, 32 none). A mask of
 dropout takes registers, too: then the tile that the loop passes over is half as long, and still the matrix products of
-the forward and of dQ wait for one another (ptxas' remark C7515). Hooks on scores fit into the tiles as they are: with
-one of each kind nothing spills (refimpl/bench/compiler/scores.py), though documents take up to 255 registers.
+the forward and of dQ wait for one another (ptxas' remark C7515). Hooks on scores fit into the tiles as they are: up to
+D = 192 none of 42 variants spills, in Triton 3.6 and 3.7, though documents take up to 255 registers. At D = 256 dK and
+dV keep 2 × 64 × 256 numbers, and with a hook two or four registers of a thread do not fit: 16 bytes with Gemma 2's
+softcap and 32 with documents in 3.7, none of either in 3.6, 16 with ALiBi there. Half of the queries in a tile still
+spill 8 with a softcap, so the tile stays (refimpl/bench/compiler/scores.py).
 """
 
 from typing import NamedTuple
