@@ -34,8 +34,11 @@ def write_executed(item, folder):
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
         folder.mkdir(parents=True, exist_ok=True)
-    code = [cell for cell in page.executed.cells if cell.cell_type == "code"]
-    code[item.cell_num].outputs, code[item.cell_num].execution_count = item.test_outputs, item.cell_num + 1
+    cell = [cell for cell in page.executed.cells if cell.cell_type == "code"][item.cell_num]
+    cell.outputs, cell.execution_count = copy.deepcopy(item.test_outputs), item.cell_num + 1
+    for output in cell.outputs:
+        if output.output_type == "execute_result":
+            output.execution_count = cell.execution_count  # nbval has 0
     being_written = folder / f"{page.path.name}.written"
     nbformat.write(page.executed, being_written)
     being_written.replace(folder / page.path.name)

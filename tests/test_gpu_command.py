@@ -188,6 +188,7 @@ def test_pages_are_run_once_and_one_that_is_cut_has_its_cells(checkout):
     assert "exit status 1" in verdicts["01_fails"] and not (checkout / "order").exists()
     cells = {path.stem: nbformat.read(path, as_version=4).cells for path in executed.glob("*.ipynb")}
     assert cells["00_good"][0].outputs[0].data["text/plain"] == "2"
+    assert cells["00_good"][0].outputs[0].execution_count == cells["00_good"][0].execution_count == 1  # nbval has 0
     assert cells["00_good"][1].outputs[0].text == "two\n" and cells["00_good"][1].execution_count == 2
     assert cells["01_fails"][1].outputs[0].evalue == "on this page"
     assert cells["02_long"][0].outputs[0].data["text/plain"] == "'before'" and cells["02_long"][1].outputs == []
