@@ -17,6 +17,13 @@ from .hybrid import AcrossReplicas
 SMALL = 2**20  # bytes that may be on the wire of a CPU while it computes
 
 
+def default_in_flight_bytes(buckets):
+    """Return the bytes that are reduced while backward goes on: those of one bucket; on a CPU, where the cores that
+    would compute meanwhile are those that send, of two buckets if these are small."""
+    there = [bucket.nbytes for bucket in buckets if bucket.device.type != "cpu"]
+    return max(there) if there else min(SMALL, 2 * max((bucket.nbytes for bucket in buckets), default=0))
+
+
 class Reducer:
     """Puts gradients into buckets, and reduces one when it is complete. A stage says how: `reduce(bucket)` launches the
     collective of `flat[bucket]`, and `reduced(bucket, result)` gets what it returned: with `replicas`, after these have
@@ -38,10 +45,8 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(lambda parameter: arrived() and arrived()(parameter))
 
     def default_in_flight(self):
-        """Return the bytes that are reduced while backward goes on: those of one bucket; on a CPU, where the cores that
-        would compute meanwhile are those that send, of two buckets if these are small."""
-        there = [bucket.nbytes for bucket in self.buckets if bucket.device.type != "cpu"]
-        return max(there) if there else min(SMALL, 2 * max((bucket.nbytes for bucket in self.buckets), default=0))
+        """Return the bytes that are reduced while backward goes on."""
+        return default_in_flight_bytes(self.buckets)
 
     @property
     def hooked(self):

@@ -1,0 +1,93 @@
+"""What is at the highest moment of a step, to the byte, on our GPT, another one, and models of transformers."""
+
+import pytest
+import torch
+from zero_kit import ADAMW
+
+from refimpl import memory
+from refimpl.bench import zero_models
+from refimpl.comm import FakeCommunicator
+from refimpl.model import GPT, GPTConfig
+from refimpl.zero import Zero1, Zero2, Zero3
+from refimpl.zero.under_way import MADE, REDUCED, SHARDS, WHOLE, WIRE, under_way_bytes
+
+STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
+SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+MODELS = {
+    "GPT": lambda: GPT(GPTConfig(vocab_size=256, context_length=16, layers=4, hidden=64, heads=4)),
+    "Sequential": lambda: zero_models.SequentialGPT(256, 64, 4, 4, 16),
+    "GPT-2": zero_models._transformers("gpt2", vocab_size=256, n_embd=64, n_positions=16, n_layer=4, n_head=4),
+    "Llama": zero_models._transformers("llama", **SIZES, intermediate_size=128, max_position_embeddings=16)}
+X = torch.zeros(1, 4, dtype=torch.int64)
+WAYS = [(1, {}), (1, {"bucket_bytes": 60_000}), (2, {}), (2, {"bucket_bytes": 60_000}),
+        (2, {"bucket_bytes": 60_000, "in_flight_bytes": 0}), (3, {}), (3, {"look_ahead": 0}), (3, {"look_ahead": 3}),
+        (3, {"in_flight_bytes": 0}), (3, {"look_ahead": 0, "in_flight_bytes": 10**6})]
+
+
+def order_of(model):
+    """The model's modules in the order of their forwards."""
+    order = []
+    handles = [module.register_forward_pre_hook(lambda module, _: order.append(module)) for module in model.modules()]
+    model(X, X)
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def measured(model, stage, make=None, **options):
+    """Bytes of parameters and gradients at the highest moment of a third step, all on rank 0 of 4. The tracker counts a
+    gradient that waits in autograd, of a table that is used twice, as a temporary tensor; others here are smaller."""
+    tables = {p.nbytes for p in model.parameters() if len(p) == 256}
+    tied = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+    engine = (make or STAGES[stage])(model, FakeCommunicator(0, 4), ADAMW, **options)
+    for _ in range(3):
+        with memory.track(model, engine.optimizer) as t:
+            engine.backward(engine(X, X))
+            engine.step()
+    of = {name: t.timeline.nbytes[:, i] for i, name in enumerate(t.timeline.categories)}
+    waiting = of["temporaries"] // max(tables) * max(tables)
+    return (of["parameters"] + of["gradients"] + (waiting if tied else 0)).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("stage", "options"), WAYS, ids=map(str, WAYS))
+def test_the_highest_moment_is_that_of_the_closed_form(name, stage, options):
+    model = MODELS[name]()
+    said = under_way_bytes(model, 4, stage, order=order_of(model), **options)
+    assert sum(said.values()) == measured(model, stage, **options)
+
+
+def test_it_says_what_is_there():
+    """Of equal layers of 1 MiB on 4 ranks: the second one's backward, whose gradient is a bucket by itself."""
+    layers, mib = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8))), 2**20
+    said = under_way_bytes(layers, 4, 3, in_flight_bytes=mib)
+    assert said == {SHARDS: 8 * mib // 4 + 4, WHOLE: 2 * mib, MADE: mib, WIRE: mib, REDUCED: 6 * mib // 4}
+    assert sum(under_way_bytes(layers, 4, 3, in_flight_bytes=0).values()) == sum(said.values()) - mib
+    assert under_way_bytes(layers, 4, 3, look_ahead=0)[WHOLE] == mib
+    with pytest.raises(ValueError, match="stage=0: expected 1, 2 or 3"):
+        under_way_bytes(layers, 4, 0)
+
+
+class ParametersKept(Zero3):
+    """The mutant: gathered, and never let go."""
+
+    def _hold_parameters(self):
+        super()._hold_parameters()
+        self.gathering._free = lambda bucket: None
+
+
+class GradientsKept(Zero2):
+    """The mutant: whole gradients stay."""
+
+    class reducer_type(Zero2.reducer_type):
+        def encoded(self, bucket):
+            self.hoard = [*getattr(self, "hoard", []), self.flat[bucket]]
+            super().encoded(bucket)
+
+
+@pytest.mark.parametrize("mutant", [ParametersKept, GradientsKept])
+def test_an_engine_that_keeps_more_is_seen(mutant):
+    options = {"bucket_bytes": 60_000} if mutant.stage == 2 else {}
+    model = MODELS["GPT"]()
+    said = under_way_bytes(model, 4, mutant.stage, order=order_of(model), **options)
+    assert measured(model, mutant.stage, mutant, **options) > sum(said.values()) + 200_000
