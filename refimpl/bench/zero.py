@@ -1,15 +1,15 @@
 """Each stage of ZeRO beside torch's: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 with each block sharded.
 
 Four ranks train a GPT of 14 million parameters; on a machine without a GPU others, too (`zero_models`). All have their
-defaults. For bytes, each engine runs alone in its own ranks. For time, all engines take turns in the same ranks. Bytes
-are per parameter, on the rank that takes most, as the allocator alone reads them; the tracker, in another step, holds
-what is between two steps to that within 1 %.
+defaults. For bytes, one engine after the other is made, run and dropped. For time, all engines take turns. Bytes are
+per parameter, on the rank that takes most, as the allocator alone reads them; the tracker, in another step, holds what
+is between two steps to that within 1 %.
 """
 
 import functools
+import gc
 import statistics
 import time
-from collections import Counter
 from dataclasses import asdict
 
 import torch
@@ -26,6 +26,7 @@ from ..zero import DataParallel, Zero1, Zero2, Zero3
 from ..zero.units import blocks
 from .record import row
 from .runner import BAR_DELAY, Comparison, synchronize
+from .zero_items import live_at_peak, names_of
 from .zero_models import CONTEXT, LARGE_VOCABULARY, MODELS, TIED, VOCABULARY, available
 
 CONFIG = GPTConfig(vocab_size=8192, context_length=64, layers=6, hidden=384, heads=6)
@@ -43,7 +44,8 @@ UNTIED = [("Zero3", APART), (ALONE, APART)]  # and these, where FSDP2 can have t
 BYTES_HELD = {("Zero1", REDUNDANCY): 0.9, ("Zero1", LEAN): 0.95, ("Zero2", LEAN): 0.8, ("Zero3", FSDP2): 0.93,
               ("Zero3", APART): 0.93, (ALONE, FSDP2): 0.87, (ALONE, APART): 0.87}
 TIME_HELD = {("Zero1", REDUNDANCY): 1.0, ("Zero1", LEAN): 1.0, ("Zero3", FSDP2): 1.0, ("Zero3", APART): 1.0}
-ADDED_HELD, LARGEST = 0.78, 6
+ADDED_HELD = 0.78
+KINDS, WARMUP = ("allocator", "tracker", "held", "resident"), 2  # readings of bytes; rounds before those of time
 
 
 class Ours:
@@ -91,7 +93,7 @@ ENGINES = {**{stage.__name__: functools.partial(Ours, stage) for stage in (DataP
            **{name: functools.partial(Theirs, name) for name in (DDP, LEAN_DDP, REDUNDANCY, LEAN, FSDP2, APART)}}
 
 
-def run(device="cpu", config=CONFIG, world=WORLD, rounds=15, models=None):
+def run(device="cpu", config=CONFIG, world=WORLD, rounds=7, models=None):
     """Measure bytes per parameter and seconds of a step of every engine: (settings, rows). `models`: names of others,
     by default all on a machine without a GPU, which would say nothing new of them."""
     gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
@@ -113,19 +115,20 @@ def all_rows(device, config, world, rounds, models=()):
         pairs = OF_OTHERS if model.startswith(TIED) else [*OF_OTHERS, *UNTIED]
         yield from byte_rows(device, model, world, pairs, f", {model}")
         if str(LARGE_VOCABULARY) not in model.replace(",", ""):
-            yield from timed_rows(device, model, world, rounds // 2, pairs[2:], f", {model}")
+            yield from timed_rows(device, model, world, (rounds + 1) // 2, pairs[2:], f", {model}")
 
 
 def byte_rows(device, config, world, pairs=PAIRS, of=""):
     """Yield a row for each pair: the peak of a step beside the peer's, and the bytes held between two steps; of stage 3
-    also what it adds to shards and activations. Each engine is measured once, for its first pair. With a large
-    vocabulary the tables rule, and nothing is promised."""
+    also what it adds to shards and activations. Each engine is measured once, for its first pair; those of another
+    model all in the same ranks, since each launch imports transformers. With a large vocabulary the tables rule, and
+    nothing is promised."""
     held, promised = {}, str(LARGE_VOCABULARY) not in of.replace(",", "")
     base = 16 / world + launch(activations_of, 1, config, device=device, timeout=300)[0]
     for pair in tqdm(pairs, "bytes", delay=BAR_DELAY, leave=False):
-        for name in pair:
-            if name not in held:
-                held[name] = bytes_held(name, device, config, world)
+        names = pair if isinstance(config, GPTConfig) else [name for each in pairs for name in each]
+        if names := [name for name in dict.fromkeys(names) if name not in held]:
+            held |= bytes_held(names, device, config, world)
         ours, theirs = (held[name] for name in pair)
         yield row(f"peak of a step, {pair[0]}{of}", pair[1], "B/parameter", ours["allocator"], theirs["allocator"],
                   bound=BYTES_HELD.get(pair) if promised else None, ours=ours, theirs=theirs)
@@ -134,21 +137,26 @@ def byte_rows(device, config, world, pairs=PAIRS, of=""):
                       theirs["allocator"] - base, bound=ADDED_HELD if promised else None)
 
 
-def bytes_held(name, device, config, world):
-    """Launch ranks with one engine; return what `bytes_of` read, per parameter, on the rank that takes most; in "live"
-    the largest tensors at its peak, {bytes of one: bytes of all such}.
+def bytes_held(names, device, config, world):
+    """Launch ranks with these engines, one after the other; return {engine: what `bytes_of` read, per parameter, on the
+    rank that takes most}. In "live": the largest tensors at its peak, {bytes of one: bytes of all such}; in "names":
+    what in the model has these sizes.
 
     RuntimeError if on a CPU the instruments differ by over 1 % on what is held: then one has missed something.
     """
-    answers = launch(bytes_of, world, name, config, device=device, timeout=300)
-    for rank in answers:
-        if device == "cpu" and abs(rank["held"] - rank["resident"]) > 0.01 * rank["resident"]:
-            raise RuntimeError(f"{name}: between two steps the allocator holds {rank['held']:,} bytes, the tracker "
-                               f"{rank['resident']:,}: expected the same within 1 %")
-    live = max(answers, key=lambda rank: rank["allocator"]).get("live", {})
+    ranks, found = launch(bytes_of_each, world, names, config, device=device, timeout=600), {}
     count = parameters_of(config)
-    return {**{key: max(rank[key] for rank in answers) / count for key in answers[0] if key != "live"},
-            "live": {size: nbytes / count for size, nbytes in live.items()}}
+    for name in names:
+        answers = [rank[name] for rank in ranks]
+        for rank in answers:
+            if device == "cpu" and abs(rank["held"] - rank["resident"]) > 0.01 * rank["resident"]:
+                raise RuntimeError(f"{name}: between two steps the allocator holds {rank['held']:,} bytes, the tracker "
+                                   f"{rank['resident']:,}: expected the same within 1 %")
+        most = max(answers, key=lambda rank: rank["allocator"])
+        live = {size: nbytes / count for size, nbytes in most.get("live", {}).items()}
+        found[name] = {**{key: max(rank[key] for rank in answers) / count for key in KINDS}, "live": live,
+                       "names": {size: what for size, what in most.get("names", {}).items() if size in live}}
+    return found
 
 
 def timed_rows(device, config, world, rounds, pairs, of=""):
@@ -214,22 +222,19 @@ def activations_of(comm, config):
     return forward.net / parameters_of(config)
 
 
-def live_at_peak(events):
-    """Return {bytes of a tensor: bytes of all of this size} of the largest that a region had taken at its highest
-    moment, and not freed. `events` are those of `memory.measure`, on a CPU."""
-    total = peak = last = 0
-    for i, (_, nbytes) in enumerate(events):
-        total += nbytes
-        if total > peak:
-            peak, last = total, i
-    live = Counter()
-    for _, nbytes in events[: last + 1]:
-        live[abs(nbytes)] += nbytes
-    return {f"{size:,}": nbytes for size, nbytes in live.most_common(LARGEST)}
+def bytes_of_each(comm, names, config):
+    """Return {engine: what `bytes_of` returns} of engines that are made, run and dropped one after the other."""
+    found = {}
+    for name in names:
+        found[name] = bytes_of(comm, name, config)
+        gc.collect()
+        comm.barrier()
+    return found
 
 
 def bytes_of(comm, name, config):
-    """Return {instrument: peak of a step, "held" and "resident": between two steps, by each}, in bytes."""
+    """Return {instrument: peak of a step, "held" and "resident": between two steps, by each}, in bytes; on a CPU also
+    "live" and "names", see `zero_items`."""
     with memory.measure(comm.device) as before:
         engine, tokens = made(name, comm, config)
         for _ in range(2):
@@ -242,19 +247,23 @@ def bytes_of(comm, name, config):
         engine.step(tokens)
     held, resident = before.net - tokens.nbytes, t.now.total - tokens.nbytes
     found = {"allocator": held + step.peak, "tracker": t.peak.total - tokens.nbytes, "held": held, "resident": resident}
-    return found if comm.device.type == "cuda" else {**found, "live": live_at_peak(step.events)}
+    if comm.device.type == "cuda":
+        return found
+    with torch.device("meta"):
+        names = names_of(build(config, "meta"), comm.world_size, *tokens.shape)
+    return {**found, "live": live_at_peak(step.events), "names": names}
 
 
 def seconds_of(comm, config, rounds, names):
     """Return {engine: seconds of each round}. The engines take turns, and every rank is at the same step."""
     engines = {name: made(name, comm, config) for name in names}
     seconds = {name: [] for name in engines}
-    for turn in range(rounds + 3):
+    for turn in range(rounds + WARMUP):
         for name, (engine, tokens) in engines.items():
             comm.barrier()
             start = time.perf_counter()
             engine.step(tokens)
             synchronize()
-            if turn >= 3:
+            if turn >= WARMUP:
                 seconds[name].append(time.perf_counter() - start)
     return seconds

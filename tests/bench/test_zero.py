@@ -43,6 +43,7 @@ def test_a_run_reads_bytes_and_times_of_every_pair(monkeypatch):
         held = 12 if name == "DataParallel" else 6 if "Zero3" in name else 8
         assert row["ours"]["resident"] == pytest.approx(held, abs=0.01)
         assert row["theirs"]["resident"] == pytest.approx(held + 4 * ("Zero3" not in name), abs=0.6)
+        assert set(row["ours"]["names"]) <= set(row["ours"]["live"]) and "whole or its" in str(row["ours"]["names"])
         assert row["ours"]["held"] == pytest.approx(row["ours"]["resident"], rel=0.01)
     assert all(row["value"] > 0 and row["paired"] > 0 and row["unit"] == "s" for row in rows[len(zero.PAIRS):])
 
@@ -56,11 +57,20 @@ def test_a_stage_that_keeps_gradients_is_seen():
 
 
 def test_bytes_that_an_instrument_missed_end_the_reading(monkeypatch):
-    monkeypatch.setattr(zero, "launch", lambda *args, **how: [{"held": 102, "resident": 100}])
+    monkeypatch.setattr(zero, "launch", lambda *args, **how: [{"Zero2": {"held": 102, "resident": 100}}])
     with pytest.raises(RuntimeError, match="Zero2: .* holds 102 bytes, the tracker 100: expected the same within 1 %"):
-        zero.bytes_held("Zero2", "cpu", TINY, 2)
+        zero.bytes_held(["Zero2"], "cpu", TINY, 2)
 
 
 def mutated(comm, mutant):
     zero.ENGINES["Zero2"] = functools.partial(zero.Ours, mutant)
     return zero.bytes_of(comm, "Zero2", TINY)
+
+
+def test_engines_in_the_same_ranks_are_read_as_if_alone():
+    names = ["DataParallel", zero.LEAN, "Zero2", "Zero3"]
+    together = zero.bytes_held(names, "cpu", TINY, 2)
+    for name in names[2:]:
+        alone = zero.bytes_held([name], "cpu", TINY, 2)[name]
+        assert {kind: alone[kind] for kind in zero.KINDS} == pytest.approx(
+            {kind: together[name][kind] for kind in zero.KINDS}, rel=1e-3)
