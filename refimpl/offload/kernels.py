@@ -100,6 +100,10 @@ class CompiledKernel:
         self.threads = threads or torch.get_num_threads()
         self._step = _library().step
 
+    def __reduce__(self):
+        """Copy and pickle what it was made from: a process loads the library itself."""
+        return CompiledKernel, (self.threads,)
+
     def update(self, p, m, v, g, low, hyper):
         """See `TorchKernel.update`; gradients and weights are fp32, bf16 or fp16: TypeError for another dtype."""
         for tensor in (g, *([] if low is None else [low])):

@@ -1,6 +1,8 @@
 """AdamW on a range of elements: the same bits as torch's fused kernel, in each dtype, whatever the threads."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -72,6 +74,17 @@ def test_the_compiled_kernel_is_taken_where_a_compiler_is():
     assert [kernel_of(name)[0].name for name in ("auto", "c++", "torch")] == ["c++", "c++", "torch"]
     assert kernel_of("auto", 3)[0].threads == 3 and kernel_of("torch", "auto")[0].threads >= 1
     assert kernel_of("torch")[0].threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pickled_kernel_and_a_copy_update_as_the_kernel_does(kind):
+    """Ranks get theirs pickled, as `launch(train, 2, CPUAdam())`."""
+    kernel, expected = KINDS[kind](3), numbers(TILE)
+    kernel.update(*expected, None, HYPERS[0])
+    for other in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel)):
+        ours = numbers(TILE)
+        other.update(*ours, None, HYPERS[0])
+        assert other.threads == 3 and all(map(torch.equal, ours, expected))
 
 
 @pytest.fixture
