@@ -17,10 +17,12 @@ def trace():
 @pytest.mark.alone
 @pytest.mark.parametrize("policy", allocator.POLICIES)
 def test_a_block_costs_at_most_six_times_torch_empty_and_grows_as_log_n(policy):
-    paired = {count: min(allocator.block_row(count, policy, 7)["paired"] for _ in range(3))  # noise only adds
-              for count in (100, 10_000, 50_000)}
-    assert paired[10_000] <= allocator.BLOCK_BOUND
-    assert paired[50_000] <= 2.4 * paired[100], "log 50,000 is 2.35 times log 100"
+    def paired(count):
+        return allocator.block_row(count, policy, 7)["paired"]
+
+    few = min(paired(100) for _ in range(3))  # noise only adds
+    assert any(paired(10_000) <= allocator.BLOCK_BOUND for _ in range(3))
+    assert any(paired(50_000) <= 2.4 * few for _ in range(3)), "log 50,000 is 2.35 times log 100"
 
 
 def test_a_run_has_rows_of_all(monkeypatch):

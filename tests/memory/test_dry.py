@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patiently, within
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.checkpoint import checkpoint
@@ -294,8 +295,8 @@ print(time.process_time() - start, resident, t.peak["parameters"], t.peak.total)
 """
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama2-7b"])
+@patiently
 def test_a_step_of_a_model_that_no_machine_holds(name):
     """In a process of its own: under 10 s (of processor time, which a busy machine does not stretch) and 2 GB."""
     root = Path(__file__).parents[2]
@@ -304,4 +305,5 @@ def test_a_step_of_a_model_that_no_machine_holds(name):
     seconds, resident, parameters, peak = map(float, done.stdout.split())
     assert parameters == 2 * GPTConfig.named(name).parameter_count()
     assert peak > 8 * GPTConfig.named(name).parameter_count()
-    assert seconds < 10 and resident < 2e9
+    assert resident < 2e9
+    within(seconds, 10)

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 from allocator_kit import random_trace
+from patience import patiently, within
 from static_kit import MODELS, trace_of
 
 from refimpl.allocator import OverlappingPlan, StaticPlan, plan_static, replay
@@ -62,14 +63,14 @@ def test_a_negative_offset_is_found():
         StaticPlan(Lifetimes([0, 0], [1, 1], [4, 4]), np.array([0, -4]), np.array([4, 4]))
 
 
-@pytest.mark.alone
+@patiently
 def test_7000_tensors_take_less_than_two_seconds():
     for live in (60, 2000):
         trace = random_trace(14_000 if live == 60 else 16_000, live=live)
         assert len(trace.blocks) >= 7000
         began = time.process_time()
         plan_static(trace)
-        assert time.process_time() - began < 2
+        within(time.process_time() - began, 2)
 
 
 def test_a_search_finds_what_greedy_does_not():

@@ -145,7 +145,6 @@ def test_bad_numbers_are_named(arguments, words):
     assert words in str(error.value)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", BUILDERS)
 def test_64_ranks_within_a_second(name):
     """Built, simulated, drawn and written as a picture; seconds of this process, so that others do not count."""
