@@ -17,6 +17,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 STAGES = (DataParallel, Zero1, Zero2, Zero3)
 
 
+@functools.cache
 def alone(name, dtype):
     """Return (clipped norms, {name: parameter}) of one process with the whole batch."""
     model = whole(name, dtype)
@@ -26,10 +27,10 @@ def alone(name, dtype):
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
-    return norms, dict(model.named_parameters())
+    return norms, {key: p.detach() for key, p in model.named_parameters()}
 
 
-def trained(comm, name, split, stage, recomputed, dtype):
+def trained(comm, name, split, stage, recomputed, dtype, expected_norms, expected):
     """Return (norms, largest distances from one process of each parameter)."""
     mesh = Mesh(dp=2, tp=2).connect(comm)
     model = SPLITS[split](whole(name, dtype), mesh.get_parallel_group("tp"))
@@ -41,7 +42,6 @@ def trained(comm, name, split, stage, recomputed, dtype):
             engine.backward(engine(tokens, tokens.roll(-1, 1)))
             norms.append(engine.clip_grad_norm_(MAX_NORM).item())
             engine.step()
-    expected_norms, expected = alone(name, dtype)
     far = {}
     with engine.gathered() if stage is Zero3 else contextlib.nullcontext():
         for key, p in model.named_parameters():
@@ -53,18 +53,20 @@ def trained(comm, name, split, stage, recomputed, dtype):
 @pytest.mark.parametrize(("split", "stage", "recomputed"), [
     (split, stage, (i + j) % 2 == 0) for i, split in enumerate(SPLITS) for j, stage in enumerate(STAGES)])
 def test_ten_clipped_steps_are_those_of_one_process(split, stage, recomputed):
-    for norm, parameters in launch(trained, 4, "gpt", split, stage, recomputed, torch.float64):
+    for norm, parameters in launch(trained, 4, "gpt", split, stage, recomputed, torch.float64,
+                                   *alone("gpt", torch.float64)):
         assert norm <= 1e-6 and parameters <= 1e-9  # the norm that clips is an fp32 scalar
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", ["grouped gpt"])
 def test_in_fp32_too(name, split):
-    for norm, parameters in launch(trained, 4, name, split, Zero3, True, torch.float32):
+    for norm, parameters in launch(trained, 4, name, split, Zero3, True, torch.float32,
+                                   *alone(name, torch.float32)):
         assert norm <= 1e-5 and parameters <= 1e-5
 
 
-def in_16_bits(comm, split, stage):
+def in_16_bits(comm, split, stage, start, exact):
     """Return the distance of all parameters from those that one process trains in fp64, relative to what it changed."""
     tp = 2 if comm.world_size == 4 else 1
     mesh = Mesh(dp=comm.world_size // tp, tp=tp).connect(comm)
@@ -77,8 +79,6 @@ def in_16_bits(comm, split, stage):
             engine.backward(engine(tokens, tokens.roll(-1, 1)))
             engine.clip_grad_norm_(MAX_NORM)
             engine.step()
-    start = {key: p.detach().double() for key, p in whole("gpt", torch.bfloat16).named_parameters()}
-    exact = exactly(start)
     far = moved = 0
     for pairs in engine.update.pieces.values():
         for piece, own in pairs:  # of the fp32 master
@@ -89,8 +89,10 @@ def in_16_bits(comm, split, stage):
     return (far / moved).sqrt().item()
 
 
-def exactly(start):
-    """Train one process in fp64 from the same values."""
+@functools.cache
+def exactly():
+    """Train one process in fp64 from the same values; return both."""
+    start = {key: p.detach().double() for key, p in whole("gpt", torch.bfloat16).named_parameters()}
     model = whole("gpt", torch.float64)
     model.load_state_dict({**start, "head.weight": start["embedding.weight"]})
     optimizer = ADAMW(model.parameters())
@@ -99,12 +101,12 @@ def exactly(start):
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    return {key: p.detach() for key, p in model.named_parameters()}
+    return start, {key: p.detach() for key, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("stage", [Zero1, Zero2, Zero3])
 @pytest.mark.parametrize("split", SPLITS)
 def test_in_bf16_with_masters_no_farther_than_twice_one_process(split, stage):
-    (one,) = launch(in_16_bits, 1, split, stage)
-    for rank in launch(in_16_bits, 4, split, stage):
+    (one,) = launch(in_16_bits, 1, split, stage, *exactly())
+    for rank in launch(in_16_bits, 4, split, stage, *exactly()):
         assert 0 < rank <= 2 * one
