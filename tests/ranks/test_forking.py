@@ -1,7 +1,9 @@
 """What the process that forks ranks has imported, and what it does when a rank, a launch or it itself ends."""
 
+import importlib
 import os
 import signal
+import sys
 import time
 
 import psutil
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from refimpl.comm import RankError, launch
+from refimpl.ranks import forkserver
 
 
 @pytest.mark.alone
@@ -19,6 +22,19 @@ def test_an_optimizer_in_a_rank_costs_no_import():
         return time.perf_counter() - start
 
     assert min(launch(fn, 2)) < 0.1  # it is 1.4 s where torch._dynamo has to be imported first
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what an import does to a driver, a fork inherits")
+def test_what_the_caller_has_imported_no_rank_imports_again(another_server):
+    importlib.import_module("refimpl.zero")
+    if forkserver._current is not None:
+        forkserver._current.close()
+        forkserver._current = None
+
+    def fn(comm):
+        return "refimpl.zero" in sys.modules, "refimpl.bench" in sys.modules
+
+    assert launch(fn, 2) == [(True, False)] * 2
 
 
 def ended(pid, seconds=60):
