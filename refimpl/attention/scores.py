@@ -38,7 +38,7 @@ class ScoreHook:
     masks = False
 
     def forward(self, scores, b, h, q_idx, k_idx):
-        """Return the new scores, −∞ where a query does not see a key."""
+        """Return the new scores, −∞ where a query does not see a key: a new tensor, which the caller writes to."""
         return scores
 
     def derivative(self, scores, b, h, q_idx, k_idx):

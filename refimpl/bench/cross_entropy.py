@@ -1,4 +1,5 @@
 """A head without its logits beside the plain one, and an MLP without its hidden layer: bytes and seconds of a step.
+Several losses of one head, and a vocabulary split over ranks, are in `cross_entropy_losses.py`.
 
 A step is forward and backward of the head alone: hidden states and weight to the loss and their gradients. On a CPU it
 is that of GPT-2 small, on a GPU that of Llama-3-8B. `cut_cross_entropy` and `liger_kernel` take part where they can be
@@ -22,6 +23,7 @@ from ..cross_entropy import (
     plain_cross_entropy_bytes,
 )
 from ..mlp import MemoryEfficientMLP, mlp_bytes, plain_mlp_saved_bytes
+from . import cross_entropy_losses
 from .record import row
 from .runner import compare
 
@@ -75,7 +77,8 @@ def run(device="cpu", size=None, rounds=7, dtypes=None):
 
 
 def all_rows(device, size, rounds, dtypes):
-    """Yield the rows of bytes, of time and of errors of the heads, then those of the MLPs."""
+    """Yield the rows of bytes, of time and of errors of the heads, of several losses and of split heads, then those of
+    the MLPs."""
     for dtype in dtypes:
         given = inputs(device, size, dtype)
         known = heads(device)
@@ -85,6 +88,7 @@ def all_rows(device, size, rounds, dtypes):
         steps.clear()
         del given
     yield from error_rows(device)
+    yield from cross_entropy_losses.all_rows(device, size, rounds, dtypes[0])
     yield from mlp_rows(device, size, rounds, dtypes[0])
 
 

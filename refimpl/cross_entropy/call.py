@@ -1,5 +1,7 @@
 """Checks what the losses of a head are called with."""
 
+import math
+
 import torch
 
 from .. import memory
@@ -24,8 +26,8 @@ def check_call(hiddens, weight, targets, scales, bias, reduction, chunk_size, te
     if not len(hiddens) == len(targets) == len(scales) or not hiddens:
         raise ValueError(f"{len(hiddens)} hidden states, {len(targets)} targets and {len(scales)} scales: expected as "
                          "many of each, at least one")
-    if any(scale == 0 for scale in scales):
-        raise ValueError(f"scales={scales}: expected none of 0; leave that loss out")
+    if any(scale == 0 or not math.isfinite(scale) for scale in scales):
+        raise ValueError(f"scales={scales}: expected finite numbers, none of 0; leave that loss out")
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         shape = None if bias is None else tuple(bias.shape)
         raise ValueError(f"weight {tuple(weight.shape)} and bias {shape}: expected (V, C) and (V,)")

@@ -10,6 +10,7 @@ Label smoothing: "Rethinking the Inception Architecture" (Szegedy et al. 2016), 
 al. 2022), section 5. Softcap: "Gemma 2" (2024), section 2.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,10 +31,10 @@ class Terms(NamedTuple):
         """Raise ValueError for a number out of its range."""
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing={self.label_smoothing!r}: expected a number from 0 to 1")
-        if not self.z_loss >= 0:
-            raise ValueError(f"z_loss={self.z_loss!r}: expected a number of at least 0")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap={self.softcap!r}: expected a number above 0, or None for no softcap")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss!r}: expected a finite number of at least 0")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap={self.softcap!r}: expected a finite number above 0, or None for no softcap")
 
 
 class Columns(NamedTuple):
@@ -50,8 +51,11 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, comm, v, V):
         """Return the columns of this rank. ValueError if v is not the number of rows that rank r of n holds, rows
-        r·V//n … (r+1)·V//n − 1."""
+        r·V//n … (r+1)·V//n − 1, or not all of V without ranks."""
         if comm is None:
+            if V not in (None, v):
+                raise ValueError(f"vocabulary={V!r} without comm, and weight has {v} rows: expected the Communicator "
+                                 "of the ranks that split the vocabulary, or neither")
             return cls(0, v, v)
         if not isinstance(V, int) or V < comm.world_size:
             raise ValueError(f"vocabulary={V!r}: expected the whole vocabulary's size, at least {comm.world_size}, "

@@ -163,6 +163,18 @@ def test_a_hook_of_the_users_own_runs_in_tiles(kit):
         flash_attention(q, k, v, score=Squared(), kernel="triton")
 
 
+@pytest.mark.parametrize("name", ["softcap", "alibi", "documents", "prefix", "Squared"])
+def test_compiled_it_is_the_same(name, kit):
+    """In graphs a write to a view is a new tensor: once −∞ − (−∞), NaN in all outputs and gradients."""
+    in_tiles = functools.partial(tiled_attention, query_tile=10, key_tile=5)
+    q, k, v, gradient = kit.inputs(1, 4, 2, 10, 10, 4, torch.float32)
+    options = {"score": Squared(), "causal": True} if name == "Squared" else a_hook({name}, 1, 4, 10, causal=True)
+    expected = kit.gradients(in_tiles, q, k, v, gradient, **options)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *x: in_tiles(*x, **options), backend="aot_eager")
+    close(kit.gradients(compiled, q, k, v, gradient), expected, 1e-6)
+
+
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 

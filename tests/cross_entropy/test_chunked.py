@@ -175,7 +175,8 @@ def test_several_losses_have_one_gradient_of_the_weight():
 
 
 @pytest.mark.parametrize(("hiddens", "scales", "words"), [
-    (1, (1.0,), "1 hidden states, 2 targets"), (2, (1.0,), "1 scales"), (2, (1.0, 0.0), "leave that loss out")])
+    (1, (1.0,), "1 hidden states, 2 targets"), (2, (1.0,), "1 scales"), (2, (1.0, 0.0), "leave that loss out"),
+    (2, (1.0, float("nan")), "expected finite numbers")])
 def test_several_losses_refused(hiddens, scales, words):
     hidden, weight, targets, _ = head(6, 8, 31)
     with pytest.raises(ValueError, match=words):

@@ -39,6 +39,7 @@ def test_an_ignored_row_of_nan_counts_for_nothing():
 @pytest.mark.parametrize(("options", "words"), [
     ({"label_smoothing": -0.1}, "from 0 to 1"), ({"label_smoothing": 1.1}, "from 0 to 1"),
     ({"z_loss": -1.0}, "at least 0"), ({"z_loss": float("nan")}, "at least 0"),
+    ({"z_loss": float("inf")}, "finite"), ({"softcap": float("inf")}, "finite"),
     ({"softcap": 0.0}, "above 0"), ({"softcap": -30.0}, "above 0")])
 def test_options_out_of_range(options, words):
     with pytest.raises(ValueError, match=words):
@@ -46,7 +47,9 @@ def test_options_out_of_range(options, words):
 
 
 def test_columns_of_a_rank():
-    assert Columns.of(None, 7, None) == (0, 7, 7, None)
+    assert Columns.of(None, 7, None) == Columns.of(None, 7, 7) == (0, 7, 7, None)
+    with pytest.raises(ValueError, match="vocabulary=14 without comm, and weight has 7 rows: expected the Comm"):
+        Columns.of(None, 7, 14)
     comm = FakeCommunicator(1, 3)
     assert Columns.of(comm, 34, 101)[:3] == (33, 34, 101)
     with pytest.raises(ValueError, match="33 rows on rank 1 of 3: expected 34, rows 33 … 66 of 101"):

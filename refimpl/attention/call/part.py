@@ -52,11 +52,17 @@ class Part(NamedTuple):
         return tile_BGRS
 
     def by_hook(self, function, s_BGRS, rows, keys):
-        """Return `function` of the scores of a tile, a hook's forward or derivative; (B, G, H/G · rows, keys)."""
+        """Return `function` of the scores of a tile, a hook's forward or derivative; (B, G, H/G · rows, keys).
+
+        The caller writes to it. It is no view by `expand`, even of one shape to the same: torch.compile turns a write
+        to that into base + (new − base), which is NaN where the base is −∞.
+        """
         (B, H, _), columns = self.heads, s_BGRS.shape[-1]
         s_BHTS = s_BGRS.view(B, H, -1, columns)
         found = function(s_BHTS, *places(self.call, self.index, rows, keys, (B, H), self.device))
-        return found.expand_as(s_BHTS).reshape(s_BGRS.shape) if isinstance(found, torch.Tensor) else found
+        if not isinstance(found, torch.Tensor):
+            return found
+        return (found if found.shape == s_BHTS.shape else found.expand_as(s_BHTS).contiguous()).reshape(s_BGRS.shape)
 
     def dropped(self, rows, keys):
         """Return the tile of the dropout mask, (B, G, H/G · rows, keys); None without dropout."""

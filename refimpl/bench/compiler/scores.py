@@ -62,8 +62,8 @@ def _launch(kernel, variant, config):
     given = {"softcap": 50.0, "alibi": tensor(HEADS, dtype=torch.float32),
              "documents": tensor(B, LENGTH, dtype=variant.ids), "prefix": tensor(sequences, dtype=variant.ids)}
     score = Score.of(*(x if name in variant.hooks else None for name, x in given.items()))
-    problem = Problem.of(q, q, variant.D**-0.5, "prefix" not in variant.hooks, variant.window, 0.0, None, starts, starts,
-                         LENGTH, LENGTH, score, tensor(HEADS) if variant.sinks else None)
+    problem = Problem.of(q, q, variant.D**-0.5, "prefix" not in variant.hooks, variant.window, 0.0, None, starts,
+                         starts, LENGTH, LENGTH, score, tensor(HEADS) if variant.sinks else None)
     if kernel == "forward":
         return forward_launch(q, q, v, v, lse, problem, config)
     return dict(zip(("dkdv", "dq"), backward_launches(v, q, q, v, lse, lse, q, q, v, problem, (config, config)),
