@@ -47,6 +47,7 @@ class DiskStore:
     def __init__(self, folder, *, capacity_bytes=None, buffer_bytes=8 * 2**20, buffer_count=6, thread_count=2,
                  link=None):
         check_sizes(buffer_bytes, buffer_count, thread_count, capacity_bytes)
+        check_link("link", link)
         self._space = Space(folder, capacity_bytes, buffer_bytes, buffer_count, thread_count, link)
         self._owner, self._open = None, True
         self._away, self._kept = {}, set()  # key → tensors without bytes; keys whose contents the file has
@@ -160,6 +161,10 @@ class DiskStore:
 
 def check_sizes(buffer_bytes, buffer_count, thread_count, capacity_bytes):
     """Raise ValueError for sizes that do not go together."""
+    for name, value in (("buffer_bytes", buffer_bytes), ("buffer_count", buffer_count), ("thread_count", thread_count),
+                        ("capacity_bytes", 0 if capacity_bytes is None else capacity_bytes)):
+        if type(value) is not int:
+            raise ValueError(f"{name}={value!r}: pass an integer")
     if buffer_bytes < BLOCK or buffer_bytes % BLOCK:
         raise ValueError(f"buffer_bytes={buffer_bytes:,}: a buffer holds whole blocks of the file; pass a multiple of "
                          f"{BLOCK:,}, at least {BLOCK:,}")
@@ -172,3 +177,7 @@ def check_sizes(buffer_bytes, buffer_count, thread_count, capacity_bytes):
         raise ValueError(f"capacity_bytes={capacity_bytes:,}: pass None, or 0 and more")
 
 
+def check_link(name, link):
+    """Raise TypeError for what is no link and not None."""
+    if link is not None and not hasattr(link, "seconds"):
+        raise TypeError(f"{name}={link!r}: expected a refimpl.comm.Link, such as Link(bytes_per_second=16e9)")

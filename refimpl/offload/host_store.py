@@ -194,7 +194,8 @@ class HostStore:
             self._links[device] = link_of(device, self.rate)
         self.moved[direction] += kept.host.nbytes
         after = kept.leaving if direction == TO_DEVICE else None
-        return self._links[device].start(direction, pairs, kept.host, after, "{} {}".format(*key))
+        name = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        return self._links[device].start(direction, pairs, kept.host, after, name)
 
 
 def _whole_bytes(key, tensor):

@@ -15,7 +15,7 @@ import torch
 
 from .disk.flat import check_own_storages
 from .disk.space import Space
-from .disk_store import check_sizes
+from .disk_store import check_link, check_sizes
 from .tiers.mover import Mover
 from .tiers.moves import DEVICE
 from .tiers.plan import Plan
@@ -48,11 +48,15 @@ class TieredStore:
         if rule not in RULES:
             raise ValueError(f"rule={rule!r}: expected one of {', '.join(RULES)}")
         for name, value in (("device", 0 if device == "auto" else device), ("host", host)):
-            if not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"{name}={value!r}: expected bytes, 0 or more{', or auto' * (name == 'device')}")
         if folder is None and disk is not None:
             raise ValueError(f"disk={disk:,} bytes without a folder: pass the folder of the disk")
         check_sizes(buffer_bytes, buffer_count, thread_count, disk)
+        if links is not None and (not isinstance(links, dict) or not links.keys() <= {"out", "in"}):
+            raise ValueError(f'links={links!r}: expected {{"out": Link, "in": Link}}; the disk\'s is disk_link')
+        for name, link in {"disk_link": disk_link, **(links or {})}.items():
+            check_link(name, link)
         space = folder and Space(folder, disk, buffer_bytes, buffer_count, thread_count, disk_link)
         self._mover = Mover(space or None, links)
         self.plan = Plan(self._mover, None if device == "auto" else device, host, bool(folder), rule)
@@ -198,5 +202,3 @@ def free_bytes(tensors):
         return psutil.virtual_memory().available
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + reserved
-
-

@@ -44,6 +44,17 @@ def stored_bytes(buckets, stage, *, rank=0, reduce_dtype=None, moments=MOMENTS, 
     return found
 
 
+def least_device_bytes(buckets, stage, **options):
+    """Compute the least `device` of a TieredStore: what is computed with at a time, all of one bucket in its update.
+    Arguments as of `stored_bytes`.
+
+        max_i Σ_kind b(kind, i)
+    """
+    held = stored_bytes(buckets, stage, **options)
+    return max((sum(held.get((kind, i), 0) for kind in ("states", "gradients", "parameters"))
+                for i in range(len(buckets))), default=0)
+
+
 def engine_trace(buckets, stage, *, micro_batches=1, gathers=(), seconds=0.0, **options):
     """Return the trace of a step, [(what, key, bytes, seconds of computation before it)], from the second step on.
 

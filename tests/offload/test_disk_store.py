@@ -237,7 +237,8 @@ def test_a_write_that_failed_behind_the_callers_back_is_said_by_whatever_comes_n
     ({"buffer_bytes": 1000}, "buffer_bytes=1,000: .* pass a multiple of 4,096"),
     ({"buffer_bytes": 6000}, "a multiple of 4,096"), ({"buffer_count": 3}, "buffer_count=3: half"),
     ({"buffer_count": 0}, "at least 2"), ({"thread_count": 0}, "thread_count=0: pass at least 1"),
-    ({"capacity_bytes": -1}, "capacity_bytes=-1")])
+    ({"capacity_bytes": -1}, "capacity_bytes=-1"), ({"buffer_bytes": 8192.0}, "buffer_bytes=8192.0: pass an integer"),
+    ({"thread_count": True}, "thread_count=True"), ({"capacity_bytes": float("nan")}, "capacity_bytes=nan")])
 def test_sizes_that_do_not_go_together(tmp_path, options, told):
     with pytest.raises(ValueError, match=told):
         DiskStore(tmp_path, **options)

@@ -11,11 +11,13 @@ import signal
 import time
 
 import pytest
+import torch
 from patience import patiently, within
 from zero_kit import ENGINES, FAST, equal, rows_of, square, three_layers
 
 from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.offload import DiskStore, TieredStore
+from refimpl.offload.disk.flat import Flat
 from refimpl.offload.errors import StoreError
 
 SECONDS = 10  # until a fault is named, on a busy machine, too
@@ -198,3 +200,27 @@ def test_a_step_that_found_the_disk_full_can_be_made_again(kind, monkeypatch, tm
             for each in (expected, engine):
                 one_step(each, 1)
             assert same(engine.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_put_that_was_interrupted_can_be_made_again(at, monkeypatch, tmp_path):
+    """Ctrl-C while a bucket is copied: its tensors are whole, and neither buffers nor later calls suffer."""
+    tensors, real, copied = [torch.arange(10_000.0)], Flat.copy_out, []
+
+    def interrupted(*args):
+        copied.append(args)
+        if len(copied) == at:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with DiskStore(tmp_path, **OPTIONS) as store:
+        for _ in range(3):
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                copied.clear()
+                patched.setattr(Flat, "copy_out", interrupted)
+                store.put(0, tensors)
+            assert torch.equal(tensors[0], torch.arange(10_000.0))
+            store.get(0)
+        store.put(0, tensors)
+        store.get(0)
+        assert torch.equal(tensors[0], torch.arange(10_000.0))

@@ -210,10 +210,26 @@ def test_the_device_takes_what_is_free_once_a_step_is_recorded(monkeypatch):
 @pytest.mark.parametrize(("options", "told"), [
     ({"rule": "fifo"}, "rule='fifo': expected one of belady, lru"), ({"device": -1}, "device=-1: expected bytes.*auto"),
     ({"device": "all"}, "device='all'"), ({"host": 1.5}, "host=1.5: expected bytes, 0 or more"),
-    ({"disk": 5}, "disk=5 bytes without a folder"), ({"buffer_bytes": 100}, "a multiple of 4,096")])
+    ({"disk": 5}, "disk=5 bytes without a folder"), ({"buffer_bytes": 100}, "a multiple of 4,096"),
+    ({"device": True}, "device=True"), ({"host": float("nan")}, "host=nan"),
+    ({"links": {"disk": Link(1e9)}}, "links=.*disk.*: expected .*disk_link")])
 def test_sizes_that_do_not_go_together(options, told):
     with pytest.raises(ValueError, match=told):
         TieredStore(**options)
+
+
+@pytest.mark.parametrize(("make", "options"), [
+    (DiskStore, {"link": 5e9}), (TieredStore, {"disk_link": 5e9}), (TieredStore, {"links": {"in": 5e9}})])
+def test_a_rate_that_is_no_link_is_named(make, options, tmp_path):
+    with pytest.raises(TypeError, match="=5000000000.0: expected a refimpl.comm.Link"):
+        make(tmp_path, **options)
+
+
+def test_a_bucket_larger_than_the_device_is_refused_when_it_comes_and_stays():
+    with TieredStore(device=100, host=10**6) as store:
+        with pytest.raises(StoreError, match="device=100 bytes: .* 400 bytes .* at least 400"):
+            store.put(0, x := [torch.ones(100)])
+        assert x[0].sum() == 100
 
 
 def test_capacities_that_cannot_hold_the_working_set_say_the_least_that_could():

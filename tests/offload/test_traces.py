@@ -1,13 +1,22 @@
 """What an engine asks, in closed form: bytes on a disk 0 off; and the trace itself, as a store records it."""
 
+import functools
+
 import pytest
 import torch
 from zero_kit import ADAMW, BUCKET, gpt, train_gpt
 
 from refimpl.comm import FakeCommunicator
 from refimpl.offload import DiskStore, TieredStore
+from refimpl.offload.errors import StoreError
 from refimpl.offload.tiers.simulate import simulate
-from refimpl.offload.traces import disk_store_bytes, disk_store_traffic, engine_trace, stored_bytes
+from refimpl.offload.traces import (
+    disk_store_bytes,
+    disk_store_traffic,
+    engine_trace,
+    least_device_bytes,
+    stored_bytes,
+)
 from refimpl.zero import Zero1, Zero2, Zero3
 
 STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
@@ -70,3 +79,17 @@ def test_tiers_are_planned_from_the_closed_form_before_there_is_an_engine():
         expected = sum(simulate(trace, {}, 300_000, 10**7, steps=12, first=0).moved.values())
         assert moved == pytest.approx(expected, rel=0.1)
         assert sum(stored_bytes(engine.buckets, 2).values()) > 300_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_least_device_is_enough_and_a_byte_less_is_not(stage, world, dtype, tmp_path):
+    make = functools.partial(engine_of, stage, world, dtype)
+    least = least_device_bytes(make(None).buckets, stage)
+    with TieredStore(tmp_path, device=least, buffer_bytes=8192) as store:
+        train_gpt(make(store), 3, 2)
+        assert store.plan.tiers["device"].peak == least
+    with TieredStore(tmp_path, device=least - 1, buffer_bytes=8192) as store:
+        with pytest.raises(StoreError, match=f"device={least - 1:,} bytes.*at least {least:,}.*least_device_bytes"):
+            train_gpt(make(store), 2)

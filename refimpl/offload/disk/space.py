@@ -60,7 +60,12 @@ class Space:
         self.traffic.written += nbytes
         if flat := self._flat(tensors):
             transfer = self._writing[key] = self._transfers.writing(flat)
-            self._transfers.write(transfer, flat, offset)
+            try:
+                self._transfers.write(transfer, flat, offset)
+            except BaseException:  # such as Ctrl-C: the tensors have their bytes, nothing is lost
+                del self._writing[key]
+                transfer.settle()
+                raise
         return transfer
 
     def read(self, key, tensors):

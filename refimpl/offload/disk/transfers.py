@@ -86,10 +86,13 @@ class Transfers:
         """Write a Flat to the file from `offset` on. Return as soon as all of it is in buffers."""
         places = range(0, flat.nbytes, self.buffers["write"].nbytes)
         for number, begin in enumerate(places):
+            buffer = None
             try:
                 buffer = self.buffers["write"].take()
                 nbytes = aligned(flat.copy_out(buffer, begin))
             except BaseException as error:  # such as Ctrl-C while the disk is slow
+                if buffer is not None:
+                    self.buffers["write"].give_back(buffer)
                 transfer.abandon(2 * (len(places) - number), error)
                 raise
             lent = _Lent(self.buffers["write"], buffer, 2)

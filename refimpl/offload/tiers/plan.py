@@ -68,6 +68,7 @@ class Plan:
         begun, bucket = self.mover.now(), self.buckets.get(key)
         if bucket is None or bucket.nbytes != nbytes:
             self.drop(key)
+            self._check_fits(nbytes)
             begun = self._note(key)
             bucket = self.buckets[key] = Bucket(key, nbytes, tensors, {DEVICE})
             try:
@@ -107,6 +108,17 @@ class Plan:
         if self._ended - begun > 1e-4:
             self.counts.stalls += 1
         self.counts.stalled += self._ended - begun
+
+    def _check_fits(self, nbytes):
+        """Raise StoreError for a bucket that is larger than the device: it could leave, and never come back."""
+        if nbytes > self.tiers[DEVICE].capacity and not self.grows:
+            raise self._too_small([], nbytes)
+
+    def _too_small(self, in_use, nbytes):
+        least = sum(each.nbytes for each in in_use) + nbytes
+        return StoreError(None, f"device={self.tiers[DEVICE].capacity:,} bytes: {len(in_use)} buckets are computed "
+                                f"with and {nbytes:,} bytes are needed beside them; pass at least {least:,}, what "
+                                "refimpl.offload.traces.least_device_bytes says, or device=\"auto\"")
 
     def _enter(self, bucket):
         """Make room for a bucket that somebody else has put on the device."""
@@ -229,9 +241,7 @@ class Plan:
                 return None
             in_use = [each for each in self.buckets.values() if each.in_use]
             if not self.grows:
-                least = sum(each.nbytes for each in in_use) + nbytes
-                raise StoreError(None, f"device={device.capacity:,} bytes: {len(in_use)} buckets are computed with and "
-                                       f"{nbytes:,} bytes are needed beside them; pass at least {least:,}")
+                raise self._too_small(in_use, nbytes)
             device.grow(missing)
         return found
 
