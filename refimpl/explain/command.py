@@ -86,4 +86,13 @@ def _compared(explanation, switched, before):
     promised = next(each for each in before["helps"] if each["name"] == switched.name)
     was, now = before["peak of the last step"], explanation.replay.last_peak
     return (f"switched on: {title}. The last step's peak was {was:,} bytes without it and is {now:,}: {was - now:,} "
-            f"bytes saved; {'at most ' if promised['bound'] else ''}{promised['saves']:,} were promised")
+            f"bytes saved; {'at most ' if promised['bound'] else ''}{promised['saves']:,} were promised, "
+            f"{_verdict(promised, was - now)}")
+
+
+def _verdict(promised, saved):
+    """Whether a promise was kept: within 5 %, or as a bound."""
+    if promised["bound"]:
+        return "a bound that holds" if saved <= promised["saves"] else "a bound that does not hold"
+    off = abs(promised["saves"] - saved) / max(abs(saved), 1)
+    return f"{off:.1%} off" if off <= 0.05 else f"{off:.1%} off: the promise was wrong"

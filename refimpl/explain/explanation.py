@@ -49,8 +49,8 @@ class Explanation:
 
     @cached_property
     def arithmetic(self):
-        """Return the Arithmetic, None without a model."""
-        return arithmetic(self.replay) if any(m.trained + m.frozen for m in self.run.recording.models) else None
+        """Return the Arithmetic, None if nothing trained."""
+        return arithmetic(self.replay) if self.trains else None
 
     @cached_property
     def helps(self):

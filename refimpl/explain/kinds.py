@@ -22,10 +22,12 @@ SCORES = "attention scores, tokens × tokens"
 SCORE_GRADIENTS = "gradients of attention scores"
 COPIES = "second copies of gradients"
 CASTS = "16-bit casts of weights"
+BEFORE = "tensors from before the first forward, as a data set"
 UPDATE = "temporaries of the optimizer's update"
 BLOCKS = "activations of the repeated blocks"
 OTHER_ACTIVATIONS = "other activations"
 OTHER = "other temporaries"
+SOFTMAXES = ("_softmax", "_safe_softmax")  # the second: of scaled_dot_product_attention, unfused
 OF_LOSS = (LOGITS, LOG_PROBABILITIES, LOSS)
 OF_SCORES = (SCORES, SCORE_GRADIENTS)
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, BUFFERS, INPUTS)
@@ -36,14 +38,14 @@ class Kinds:
 
     def __init__(self, replay):
         self._records, self._categories = replay.records, replay.categories
-        models = replay.recording.models
+        models, self._begin = replay.recording.models, replay.trace.first_call or 0
         self._parameters = set().union(*(model.shapes for model in models))
         self._parameters |= {shape[::-1] for shape in self._parameters if len(shape) == 2}
         self._blocks = tuple(path for model in models for path in model.blocks)
         self._beginnings = tuple(f"{path}." for path in self._blocks)
         records = [record for i, record in enumerate(self._records) if replay.nbytes[i]]
         self.widths = {r.shape[-1] for r in records if r.op == "_log_softmax" and len(r.shape) > 1}
-        softmaxes = {tuple(r.shape) for r in records if r.op == "_softmax" and len(r.shape) >= 3}
+        softmaxes = {tuple(r.shape) for r in records if r.op in SOFTMAXES and len(r.shape) >= 3}
         self._scores = softmaxes | {(s[0] * s[1], *s[2:]) for s in softmaxes if len(s) == 4}
         self._scores |= {(rows, 1, *s[2:]) for s in softmaxes for rows in (1, s[0]) if len(s) == 4}  # masks
 
@@ -58,14 +60,16 @@ class Kinds:
             named = self._like_a_parameter(record, category)
             if named:
                 return named
-        if len(shape) > 1 and shape[-1] in self.widths and shape not in self._parameters:
+        if record.born < self._begin and category == TEMPORARIES:
+            return BEFORE
+        at_home = record.module in self._blocks or record.module.startswith(self._beginnings)
+        if len(shape) > 1 and shape[-1] in self.widths and shape not in self._parameters and not at_home:
             return _of_loss(record)
         if shape in self._scores and record.dtype != "bool":
             return SCORES if record.phase != BACKWARD else SCORE_GRADIENTS
         if category == TEMPORARIES:
             return OTHER
-        at_home = record.module in self._blocks or record.module.startswith(self._beginnings)
-        return BLOCKS if at_home and self._blocks else OTHER_ACTIVATIONS
+        return BLOCKS if at_home else OTHER_ACTIVATIONS
 
     def _like_a_parameter(self, record, category):
         if len(record.shape) < 2:

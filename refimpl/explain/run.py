@@ -45,7 +45,7 @@ class Run:
             return f"{made}, then ended" + (", though the script caught the end and went on" if self.caught or
                                             self.ending.how != "steps" else "")
         how = {"end": "ended by itself", "exit": f"exited with status {self.ending.status}",
-               "error": f"failed: {self.ending.words}", "interrupt": "was interrupted"}[self.ending.how]
+               "error": f"failed: {self.ending.words.rstrip('.')}", "interrupt": "was interrupted"}[self.ending.how]
         return f"{how}, after {made}" + (f" ({self.limit} were asked for)" if self.by_class else "")
 
 

@@ -13,6 +13,8 @@ table{border-collapse:collapse;margin:.5em 0 1.5em}td,th{padding:.15em .8em;text
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}tr:nth-child(even) td
 {background:#f5f5f5}code{font-size:90%}img{max-width:100%}.quiet{color:#666}h2{margin-top:1.6em}"""
 
+APART = "<tr><th colspan=\"6\">on several devices, each with such a model</th></tr>"
+
 
 def write(explanation, folder):
     """Write explain.json, and, if anything was allocated, explain.png, explain.html and timeline.html; yield paths."""
@@ -70,11 +72,14 @@ def _helps(explanation):
         return ""
     head = "<tr><th class=\"n\">saves</th><th></th><th>technique</th><th>costs</th><th>page</th><th>call</th></tr>"
     peak = explanation.moment.ledger.total
+    useful = sorted((each for each in explanation.helps if each.saves), key=lambda each: each.ranks)
+    first = next((each for each in useful if each.ranks), None)
     body = "".join(
-        f"<tr><td class=\"n\">{each.words}</td><td class=\"n\">{each.saves / peak:.0%}</td><td>{escape(each.title)}"
+        f"{APART if each is first else ''}<tr><td class=\"n\">{each.words}</td>"
+        f"<td class=\"n\">{each.saves / peak:.0%}</td><td>{escape(each.title)}"
         f"{f'<br><span class=quiet>{escape(each.bound)}</span>' if each.bound else ''}</td><td>{escape(each.cost)}</td>"
         f"<td>{each.page}</td><td><code>{escape(each.call)}</code></td></tr>"
-        for each in explanation.helps if each.saves)
+        for each in useful)
     nothing = "".join(f"<li>{escape(each.title)}: {escape(each.why)}</li>" for each in explanation.helps
                       if not each.saves)
     return (f"<h2>What would help here, each alone</h2><table>{head}{body}</table><p>Nothing is saved by</p>"

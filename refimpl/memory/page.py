@@ -13,7 +13,7 @@ import numpy as np
 
 from .figure import colour
 from .ledger import human
-from .top import BY, bytes_after, module_of, tensor_of
+from .top import BY, bytes_after, module_of, phase_of, tensor_of
 
 COLUMNS, TENSORS, ROWS, LETTERS = 1500, 1500, 40, 160
 TEMPLATE = Path(__file__).parent / "web" / "page.html"
@@ -80,7 +80,7 @@ def drawn(trace, rows, categories, strings, peak):
         record, sizes = trace.records[i], sizes_at(changes[i], rows)
         if sizes:
             name = " ".join(filter(None, (tensor_of(record), record.dtype, str(record.shape) if record.dtype else "")))
-            said = (module_of(record), written(record.line), written(record.source), record.phase)
+            said = (module_of(record), written(record.line), written(record.source), phase_of(trace, record))
             tensors.append([strings(name), categories.index(found[i]), *map(strings, said), sizes])
     return tensors
 

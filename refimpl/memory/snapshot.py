@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from pathlib import Path
 
-from .top import module_of, tensor_of
+from .top import module_of, phase_of, tensor_of
 
 ALIGNMENT = 512  # as PyTorch's caching allocator has it
 
@@ -43,7 +43,7 @@ def snapshot_of(trace):
         held[i] += delta
         if held[i]:
             live[i] = {"action": "alloc", "addr": addresses.take(held[i]), "size": held[i], "stream": 0,
-                       "time_us": time_us, "category": categories[i], "frames": frames_of(record, categories[i])}
+                       "time_us": time_us, "category": categories[i], "frames": frames_of(trace, record, categories[i])}
             entries.append(live[i])
     whole = {"action": "segment_alloc", "addr": addresses.begin, "size": addresses.end - addresses.begin, "stream": 0,
              "time_us": times[0] // 1000, "category": "unknown", "frames": []}  # the viewer needs one that is unknown
@@ -51,11 +51,12 @@ def snapshot_of(trace):
             "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": ""}, "external_annotations": []}
 
 
-def frames_of(record, category):
+def frames_of(trace, record, category):
     """Return a stack that says whose a storage is: its tensor, its module, the library's line and the user's own."""
     kind = f" {record.dtype} {record.shape}" if record.dtype else ""
+    where = f"{module_of(record) or '(none)'}, made in {phase_of(trace, record)}"
     frames = [{"filename": category, "line": 0, "name": tensor_of(record) + kind},
-              {"filename": "module", "line": 0, "name": f"{module_of(record) or '(none)'}, made in {record.phase}"}]
+              {"filename": "module", "line": 0, "name": where}]
     for line in dict.fromkeys((record.source, record.line)):
         if line is not None:
             frames.append({"filename": line.file, "line": line.number, "name": line.text})

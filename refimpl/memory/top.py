@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .ledger import category_name
-from .records import START, Line
+from .records import BUILD, FORWARD, START, Line
 
 NO_MODULE, NO_LINE, OLDER = "(no module)", "(no line)", "(before the trace)"
 BY = ("module", "line", "source", "operation", "tensor", "category")
@@ -48,7 +48,7 @@ def held(trace, phase=None, category=None):
     """List the storages that are alive at the peak of `trace`; see `Trace.held`."""
     wanted = None if category is None else category_name(category)
     nbytes, categories = bytes_after(trace, trace.peak_moment(phase).index), trace.categories()
-    found = [_held(trace.records[i], i, int(nbytes[i]), categories[i]) for i in np.flatnonzero(nbytes).tolist()
+    found = [_held(trace, i, int(nbytes[i]), categories[i]) for i in np.flatnonzero(nbytes).tolist()
              if wanted in (None, categories[i])]
     return sorted(found, key=lambda storage: -storage.nbytes)
 
@@ -95,9 +95,10 @@ _NAMES = {
 }
 
 
-def _held(record, index, nbytes, category):
+def _held(trace, index, nbytes, category):
+    record = trace.records[index]
     return Held(nbytes, category, tensor_of(record), tuple(record.shape), record.dtype, module_of(record), record.line,
-                record.source, record.op, record.phase, index)
+                record.source, record.op, phase_of(trace, record), index)
 
 
 def module_of(record):
@@ -108,6 +109,11 @@ def module_of(record):
     if len(modules) == 1:
         return modules.pop()
     return ".".join(commonprefix([module.split(".") for module in modules])) or "(several modules)"
+
+
+def phase_of(trace, record):
+    """Return the phase in which a storage was made; before the first forward of a module, that is building."""
+    return BUILD if record.phase == FORWARD and record.born < (trace.first_call or 0) else record.phase
 
 
 def tensor_of(record):

@@ -85,7 +85,7 @@ def _help(technique, replay):
     found = technique.find(replay)
     if isinstance(found, Found):
         saves, bound, why = max(0, replay.saved(found.spans)), found.bound, ""
-        why = why or ("" if saves else "the peak is elsewhere then, and as high")
+        why = why or ("" if saves else "it holds nothing at the peak, or the peak moves and is as high")
     else:
         saves, bound, why = 0, "", found
     return Help(technique.name, technique.title, saves, bound if saves else "", why, technique.cost, technique.page,

@@ -1,6 +1,7 @@
 """Recomputation: what a module made in forward is dropped when it returns, and made again when its backward begins."""
 
 from ...memory.ledger import ACTIVATIONS
+from ...memory.records import BACKWARD
 from .found import Found
 
 
@@ -9,7 +10,10 @@ def blocks(replay):
     paths = {path for model in replay.recording.models for path in model.blocks}
     if not paths:
         return "no repeated blocks in the model: give the modules yourself"
-    return _dropped(replay, paths) or "the blocks keep nothing for backward: they are recomputed already, or frozen"
+    paths -= {call.path for call in replay.recording.calls if replay.trace.ops[call.begin].phase == BACKWARD}
+    if not paths:
+        return "every block is recomputed already"
+    return _dropped(replay, paths) or "the blocks keep nothing for backward"
 
 
 def mlps(replay):

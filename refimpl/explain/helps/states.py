@@ -4,6 +4,8 @@ from ...memory.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from .found import Found
 
 RANKS = 8
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+NO_SEQUENCE = "no model here reads sequences"
 
 
 def set_to_none(replay):
@@ -33,7 +35,8 @@ def _scaled(categories, replay, ranks=RANKS, bound="buckets, and what is whole f
     for i in replay.where(*categories):
         first, after, nbytes = replay.whole(i)
         spans.append((first, after, nbytes * (ranks - 1) // ranks))
-    return Found(spans, bound) if spans else "there are none"
+    return Found(spans, bound) if spans else (
+        f"there is nothing of {' or '.join(categories)}")
 
 
 def zero1(replay):
@@ -72,6 +75,8 @@ def split_model(replay):
 
 def split_sequence(replay):
     """Give each rank a part of every sequence."""
+    if not _ran(replay, "embedding", "softmax", "scaled_dot_product"):
+        return NO_SEQUENCE
     return _scaled([ACTIVATIONS], replay, RANKS, "keys and values of others pass by")
 
 
@@ -82,14 +87,23 @@ def fewer_rows(replay):
 
 def in_chunks(replay):
     """Run a long sequence in chunks, with the whole gradient."""
+    if not _ran(replay, "embedding"):
+        return NO_SEQUENCE
     return _scaled([ACTIVATIONS], replay, RANKS, "keys, values and their gradients stay for all chunks")
+
+
+def _ran(replay, *names):
+    """Whether an operation ran in a model whose name has one of `names` in it: not `_log_softmax`, a loss's."""
+    return any(name in op.name and op.name != "_log_softmax" for op in replay.trace.ops for name in names if op.module)
 
 
 def half_precision(replay):
     """Run matrix products and what follows in 16 bits, under autocast."""
     spans = []
     for i in replay.where(ACTIVATIONS):
-        if replay.records[i].dtype == "float32" and replay.records[i].saved:
+        if replay.records[i].dtype in ("bfloat16", "float16") and replay.records[i].op in PRODUCTS:
+            return "matrix products run in 16 bits already"
+        if replay.records[i].dtype == "float32":
             first, after, nbytes = replay.whole(i)
             spans.append((first, after, nbytes // 2))
     return Found(spans, "norms, the loss and what they read stay in 32 bits, and weights are cast") if spans else (

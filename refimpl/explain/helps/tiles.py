@@ -2,7 +2,7 @@
 
 from ...attention import tiled_attention_bytes
 from ...memory.records import FORWARD
-from ..kinds import OF_SCORES, Kinds
+from ..kinds import OF_SCORES, SOFTMAXES, Kinds
 from .found import Found
 
 
@@ -10,7 +10,7 @@ def tiles(replay):
     """Compute attention tile by tile."""
     kinds = Kinds(replay)
     scores = [i for i in replay.where("activations", "temporaries") if kinds[i] in OF_SCORES]
-    softmaxes = [i for i in scores if replay.records[i].op == "_softmax" and replay.records[i].phase == FORWARD
+    softmaxes = [i for i in scores if replay.records[i].op in SOFTMAXES and replay.records[i].phase == FORWARD
                  and len(replay.records[i].shape) == 4]
     if not softmaxes:
         return "no scores of tokens × tokens are in memory: attention runs in tiles already, or there is none"

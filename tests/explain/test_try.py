@@ -1,0 +1,88 @@
+"""`--try`: a technique is switched on from outside, and what it saved is held against what was promised without it."""
+
+import re
+import sys
+
+import pytest
+
+from refimpl import cli
+from refimpl.explain import command, switch
+
+SCRIPT = """
+import torch
+from refimpl.model import GPT, GPTConfig
+torch.manual_seed(0)
+model = GPT(GPTConfig(vocab_size=1024, context_length=128, layers=3, hidden=64, heads=4))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    tokens = torch.randint(1024, (8, 129))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SAID = re.compile(r"was ([\d,]+) bytes without it and is ([\d,]+): (-?[\d,]+) bytes saved; (at most )?([\d,]+) were "
+                  r"promised, (.*)")
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """What the JSON of the script as it is has: a process of its own runs it, once for all tests."""
+    return {"path": tmp_path_factory.mktemp("try") / "train.py"}
+
+
+@pytest.fixture
+def tried(before, monkeypatch, capsys):
+    """A function that runs `explain --try name` and returns (saved, promised, what is said of the promise)."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    before["path"].write_text(SCRIPT)
+    whole = command._without
+
+    def tried(name, change=lambda found: None):
+        def without(arguments):
+            found = before.setdefault("found", None) or before.update(found=whole(arguments)) or before["found"]
+            found = found | {"helps": [dict(each) for each in found["helps"]]}
+            change({each["name"]: each for each in found["helps"]})
+            return found
+
+        monkeypatch.setattr(command, "_without", without)
+        cli.main(["explain", "--try", name, str(before["path"])])
+        was, now, saved, _, promised, verdict = SAID.search(capsys.readouterr().out).groups()
+        was, now, saved, promised = (int(n.replace(",", "")) for n in (was, now, saved, promised))
+        assert was - now == saved and was == before["found"]["peak of the last step"]
+        return saved, promised, verdict
+
+    return tried
+
+
+@pytest.mark.parametrize("name", ["recompute", "logits", "mlp", "bf16"])
+def test_a_promise_is_kept(tried, name):
+    saved, promised, verdict = tried(name)
+    assert promised > 0 and abs(promised - saved) <= 0.05 * saved and verdict.endswith(" off"), (saved, promised)
+
+
+@pytest.mark.parametrize("name", ["int8", "autocast"])
+def test_a_bound_holds(tried, name):
+    saved, promised, verdict = tried(name)
+    assert 0 < saved <= promised and verdict == "a bound that holds", (saved, promised)
+
+
+def test_a_promise_that_is_wrong_is_called_so(tried):
+    _, _, verdict = tried("recompute", lambda helps: helps["recompute"].update(saves=2 * helps["recompute"]["saves"]))
+    assert verdict.endswith("% off: the promise was wrong")
+    _, _, verdict = tried("int8", lambda helps: helps["int8"].update(saves=1))
+    assert verdict == "a bound that does not hold"
+
+
+def test_a_technique_that_does_nothing_is_called_so(tried, monkeypatch):
+    """The mutant: it is said to be on, and saves nothing."""
+    monkeypatch.setitem(switch.SWITCHES, "recompute", lambda model, stack: None)
+    saved, _, verdict = tried("recompute")
+    assert saved == 0 and verdict.endswith("the promise was wrong")
+
+
+def test_what_cannot_be_switched_on_says_why(before, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    before["path"].write_text(SCRIPT)
+    monkeypatch.setattr(command, "_without", lambda arguments: {})
+    cli.main(["explain", "--try", "attention", str(before["path"])])
+    assert "not switched on (attention in tiles): GPT takes no other attention from outside" in capsys.readouterr().out
