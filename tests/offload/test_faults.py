@@ -224,3 +224,21 @@ def test_a_put_that_was_interrupted_can_be_made_again(at, monkeypatch, tmp_path)
         store.put(0, tensors)
         store.get(0)
         assert torch.equal(tensors[0], torch.arange(10_000.0))
+
+
+def test_a_write_does_not_overtake_an_earlier_one_of_its_key(monkeypatch, tmp_path):
+    real, calls = os.pwritev, iter(range(9))
+
+    def slow_at_first(*args):
+        time.sleep(0.3 * (next(calls) == 0))
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", slow_at_first)
+    with DiskStore(tmp_path, buffer_bytes=4096, buffer_count=4) as store:
+        store.put(0, [torch.zeros(1024)])
+        store.drop(0)
+        store.put(0, new := [torch.ones(1024)])
+        store.flush()
+        time.sleep(0.4)
+        store.get(0)
+        assert new[0].sum() == 1024
