@@ -191,6 +191,21 @@ def test_a_peft_model_and_labels_by_position():
     assert outputs.logits is None and (outputs.loss - expected).abs() < 1e-5 * expected
 
 
+def test_a_peft_model_that_adapts_its_head_is_refused_before_it_runs():
+    """At once, not in its first call; and one with a prompt in front, whose labels grow, has its own loss."""
+    for options in ({"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj"],
+                                                                "modules_to_save": ["lm_head"]}):
+        adapted = peft.get_peft_model(built("llama")[0], peft.LoraConfig(**options))
+        with pytest.raises(TypeError, match="as its output embedding: expected an nn.Linear"):
+            without_logits(adapted)
+    model, batch = built("llama")
+    adapted = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    expected = adapted(**batch).loss
+    without_logits(adapted, chunk_size=48)
+    outputs = adapted(**batch)
+    assert outputs.logits is None and (outputs.loss - expected).abs() < 1e-5 * expected
+
+
 def test_a_model_with_a_loss_of_its_own_is_named():
     model, batch = built("llama")
     without_logits(model, chunk_size=48)

@@ -55,6 +55,26 @@ def test_what_the_arithmetic_leaves_out_sums_to_the_peak_and_is_what_shapes_say(
     assert lora.expected + sum(dict(lora.rest).values()) == lora.peak
 
 
+def test_a_model_that_recomputes_and_whose_hidden_layer_is_as_wide_as_its_vocabulary(program):
+    here = program("recomputed")
+    assert here.helps["recompute"].why == "every block is recomputed already"
+    assert here.helps["attention"].bound and here.saved("attention") <= here.promised("attention")
+    assert not any(kind in dict(arithmetic(here.replay).rest) for kind in kinds.OF_LOSS), "the peak is in a block"
+    assert here.promised("logits") == 0, "tensors of an MLP are no logits"
+
+
+@pytest.mark.parametrize("name", ["recomputed", "loop", "vision", "lora"])
+def test_what_mixed_precision_saves_is_bounded(program, name):
+    here = program(name)
+    assert here.helps["autocast"].bound and 0 < here.saved("autocast") <= here.promised("autocast")
+
+
+def test_a_model_of_images_has_no_sequences(program):
+    helps = program("convolutions").helps
+    assert [helps[name].why for name in ("chunks", "context")] == ["no model here reads sequences"] * 2
+    assert helps["zero1"].why == "there is nothing of optimizer state" and helps["zero3"].saves
+
+
 def test_gradients_that_are_zeroed_in_place_are_found(program):
     assert program("vision").replay.categories.count("gradients") > 0
     assert "drop" not in program("loop").helps["none"].why and "already" in program("loop").helps["none"].why

@@ -1,6 +1,9 @@
 """The file for PyTorch's memory viewer: read back by the allocator's reader and by torch's own tools."""
 
+import base64
+import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -37,7 +40,12 @@ def test_the_viewers_file_holds_the_timeline(trained, tmp_path):
     assert {"unknown", "activations"} < {e.get("category") for e in snapshot.entries}
     found = pickle.loads(path.read_bytes())
     assert "segments: 1" in _memory_viz.segsum(found) and "cudaMalloc" in _memory_viz.trace(found)
-    assert "MemoryViz" in _memory_viz.trace_plot(found)
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):  # pages of the viewer, with the file inside
+        page = plot(found)
+        (inside,) = json.loads(re.search(r"local_files = (.*)", page)[1])
+        assert "MemoryViz" in page and pickle.loads(base64.b64decode(inside["base64"])) == found
+    kept = _memory_viz.filter_alloc_free_pairs(pickle.loads(path.read_bytes()))["device_traces"][0]
+    assert sum(entry["size"] for entry in kept if entry["action"] == "alloc") == t.now.total
 
 
 def test_a_storage_that_is_resized_is_freed_and_taken_anew(tmp_path):
@@ -58,3 +66,14 @@ def test_holes_become_one(order):
     for i in order:
         addresses.free(blocks[i], (1, 512, 513)[i])
     assert addresses.take(2048) == 0 and addresses.end == 2048 and addresses.take(1) == 2048
+
+
+def test_a_parameter_is_made_in_building(tmp_path):
+    with memory.track() as t:
+        model = torch.nn.Linear(64, 64)
+        model(torch.ones(2, 64)).sum().backward()
+    entries = Snapshot.load(t.export_snapshot(tmp_path / "t.pickle")).entries
+    said = {e["frames"][0]["name"].partition(" float32")[0]: e["frames"][1]["name"] for e in entries if e["frames"]}
+    assert said["Linear.weight"] == "Linear, made in build"
+    assert said["gradient of Linear.weight"] == "Linear, made in backward"
+    assert {each.tensor: each.phase for each in t.held()}["Linear.weight"] == "build"

@@ -2,6 +2,7 @@
 
 from ...memory.ledger import ACTIVATIONS
 from ...memory.records import BACKWARD
+from ..replay import inside
 from .found import Found
 
 
@@ -10,7 +11,8 @@ def blocks(replay):
     paths = {path for model in replay.recording.models for path in model.blocks}
     if not paths:
         return "no repeated blocks in the model: give the modules yourself"
-    paths -= {call.path for call in replay.recording.calls if replay.trace.ops[call.begin].phase == BACKWARD}
+    again = {each.module for each in replay.records if each.phase == BACKWARD and (each.saved or each.offered)}
+    paths = {path for path in paths if not any(inside(module, path) for module in again)}
     if not paths:
         return "every block is recomputed already"
     return _dropped(replay, paths) or "the blocks keep nothing for backward"

@@ -1,6 +1,7 @@
 """Gradients, parameters and optimizer state: dropped earlier, cut among ranks, or kept elsewhere."""
 
-from ...memory.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from ...memory.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
+from ..kinds import BEFORE, LOG_PROBABILITIES, LOSS, UPDATE, Kinds
 from .found import Found
 
 RANKS = 8
@@ -99,11 +100,12 @@ def _ran(replay, *names):
 
 def half_precision(replay):
     """Run matrix products and what follows in 16 bits, under autocast."""
-    spans = []
-    for i in replay.where(ACTIVATIONS):
-        if replay.records[i].dtype in ("bfloat16", "float16") and replay.records[i].op in PRODUCTS:
+    spans, kinds = [], Kinds(replay)
+    for i in replay.where(ACTIVATIONS, TEMPORARIES):
+        record = replay.records[i]
+        if record.dtype in ("bfloat16", "float16") and record.op in PRODUCTS and replay.categories[i] == ACTIVATIONS:
             return "matrix products run in 16 bits already"
-        if replay.records[i].dtype == "float32":
+        if record.dtype == "float32" and kinds[i] not in (LOG_PROBABILITIES, LOSS, UPDATE, BEFORE):
             first, after, nbytes = replay.whole(i)
             spans.append((first, after, nbytes // 2))
     return Found(spans, "norms, the loss and what they read stay in 32 bits, and weights are cast") if spans else (

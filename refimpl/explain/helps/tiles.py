@@ -1,7 +1,7 @@
 """Attention in tiles (`refimpl.attention`): the matrices of tokens × tokens leave the recording."""
 
 from ...attention import tiled_attention_bytes
-from ...memory.records import FORWARD
+from ...memory.records import BACKWARD, FORWARD
 from ..kinds import OF_SCORES, SOFTMAXES, Kinds
 from .found import Found
 
@@ -17,7 +17,8 @@ def tiles(replay):
     spans = [replay.whole(i) for i in scores]
     for i in softmaxes:
         spans += _kept(replay, i)
-    return Found(spans)
+    again = any(replay.records[i].op in SOFTMAXES and replay.records[i].phase == BACKWARD for i in scores)
+    return Found(spans, "where blocks are recomputed, tiles and what they keep are there once more" if again else "")
 
 
 def _kept(replay, i):
