@@ -183,7 +183,7 @@ def fused_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, bias=False, softc
         saved       4K·N + 4K + 8                   the logsumexp; factors and the loss; K = `parts` losses of one head
         forward     saved + 4(K − 1) + 12·P·N + 13N P parts of the vocabulary, three numbers each; then together
         backward    saved + 8 + 4·V·(C + 1) + max(  dW and db in fp32; db only with a bias
-                        (K − 1)·N·C·d + 4·N·C + max(tiles, N·C·d),     a loss's dh in fp32, then in 16 bits
+                        (K − 1)·N·C·d + 4·N·C + max(tiles, 4, N·C·d),  a loss's dh in fp32, its factor, then 16 bits
                         K·N·C·d + V·(C + 1)·d)                         16 bits: dW and db are cast
 
     `tiles`: a byte for each tile of logits. No term has N·V but that one. `split`: V is this rank's part; each loss
@@ -201,6 +201,6 @@ def fused_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, bias=False, softc
     exchanged = (51 + 4 * bool(label_smoothing)) * N * split
     forward = saved - row * N + 4 * (K - 1) + max(P + (17 + 9 * split) * N, exchanged)
     gradients = 4 * (V * C + V * bias)
-    backward = saved + 8 + gradients + max((K - 1) * N * C * d + 4 * N * C + max(tiles, N * C * d * half),
+    backward = saved + 8 + gradients + max((K - 1) * N * C * d + 4 * N * C + max(tiles, 4, N * C * d * half),
                                            K * N * C * d + V * (C + bias) * d * half)
     return HeadBytes(saved, forward, backward)

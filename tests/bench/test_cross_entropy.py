@@ -22,11 +22,6 @@ def test_a_run_reads_peaks_times_and_errors():
     kept = [row for row in rows if row["what"].startswith("kept of an MLP")]
     assert len(kept) == 3 and all(0 <= row["value"] - row["predicted"] < 512 for row in kept)
     assert kept[2]["value"] < kept[1]["value"] < kept[0]["value"]
-    for what, saved in (("3 losses of a head", 2 * 997 * 16 * 4), ("a split head, 2 ranks", 256 * 499 * 6)):
-        peak, step = (next(row for row in rows if row["what"].startswith(f"{which} of {what}"))
-                      for which in ("peak", "step"))
-        assert abs(peak["value"] - peak["predicted"]) <= 0.05 * peak["predicted"] + 4096, peak
-        assert peak["peer_value"] - peak["value"] > saved - 64 and abs(step.get("loss_apart", 0)) < 1e-5
 
 
 def test_a_head_that_keeps_its_logits_is_seen(monkeypatch):

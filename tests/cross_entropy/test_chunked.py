@@ -190,6 +190,7 @@ V_SPLIT = 101  # no number of ranks divides it
 
 def split(comm, options, dtype):
     hidden, weight, targets, bias = head(37, 16, V_SPLIT, dtype, bias=True)
+    targets = targets.masked_fill(targets == -100, options.get("ignore_index", -100))
     expected = exact(hidden, weight, targets, bias, **options)
     first, end = (rank * V_SPLIT // comm.world_size for rank in (comm.rank, comm.rank + 1))
     mine, b = (x.detach()[first:end].clone().requires_grad_() for x in (weight, bias))
@@ -209,11 +210,11 @@ def split(comm, options, dtype):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["", "everything"])
+@pytest.mark.parametrize("options", [{}, EVERYTHING, {"ignore_index": 60}], ids=["", "everything", "a word"])
 def test_a_split_vocabulary_is_the_whole_one(n, options):
     for rank, (wrong, taken, sent) in enumerate(pooled(split, n, options, torch.float64)):
         v = (rank + 1) * V_SPLIT // n - rank * V_SPLIT // n
-        chosen = {name: value for name, value in options.items() if name != "z_loss"}
+        chosen = {name: value for name, value in options.items() if name in ("label_smoothing", "softcap")}
         form = chunked_cross_entropy_bytes(37, v, 16, torch.float64, chunk_size=16, bias=True, split=True, **chosen)
         assert max(wrong) < 1e-12 and taken == (form.saved, form.forward, form.peak)
         assert sent == split_cross_entropy_traffic(37, 16, rank, n, torch.float64, chunk_size=16,

@@ -82,7 +82,8 @@ def test_several_losses_are_their_weighted_sum_and_have_one_gradient_of_the_weig
 
 def test_a_split_vocabulary_is_the_whole_one():
     """On two ranks, whose kernels are interpreted; 203 and 401 words, which two do not divide."""
-    cases = [((40, 8, 203), torch.float32, 1, EVERYTHING), ((33, 8, 401), torch.float16, 3, {"reduction": "sum"})]
+    cases = [((40, 8, 203), torch.float32, 1, EVERYTHING), ((33, 8, 401), torch.float16, 3, {"reduction": "sum"}),
+             ((20, 8, 90), torch.float32, 1, {"ignore_index": 60})]
     (ranks,) = interpreted([("head_bodies:on_ranks", (2, cases), {})])
     for rank, answers in enumerate(ranks):
         for ((N, C, V), dtype, parts, options), (wrong, taken, sent) in zip(cases, answers, strict=True):

@@ -64,6 +64,7 @@ def split(comm, cases):
 
 def _split(comm, shape, dtype, parts, options):
     hidden, weight, targets, bias = (x.detach().to(comm.device) for x in head(*shape, dtype, bias=True))
+    targets = targets.masked_fill(targets == -100, options.get("ignore_index", -100))
     first, end = (rank * len(weight) // comm.world_size for rank in (comm.rank, comm.rank + 1))
     hiddens = [hidden.clone().requires_grad_() for _ in range(parts)]
     mine, b = (x[first:end].clone().requires_grad_() for x in (weight, bias))
