@@ -14,6 +14,7 @@ from .options import Options
 from .step import train
 
 PHASES = ("forward", "backward", "step")
+ENDLESS = 2**50  # bytes of a device on which everything fits: how much would be reserved
 LIBRARIES = 2**30  # what a verdict leaves for the CUDA context and libraries
 
 
@@ -81,7 +82,7 @@ def estimate(model, **options):
     return Estimate(
         name=source.name, built_by=source.built_by, shape=source.shape, options=options, parameters=parameters,
         peak=highest.ledger, phase=highest.phase, phases=phases, resting=trace.now,
-        build=dry.peak_moment("build").ledger.total, reserved=replay(AllocationTrace.of(trace)).peak,
+        build=dry.peak_moment("build").ledger.total, reserved=replay(AllocationTrace.of(trace), capacity=ENDLESS).peak,
         elsewhere=elsewhere, exact=_exact(options, elsewhere),
         bounded=_bounded(source, options, trace), assumed=[*source.assumed, *_placeholders(dry.notes)],
         gpu=None if options.gpu is None else catalog.hardware(options.gpu), trace=trace)

@@ -94,6 +94,12 @@ def test_llama_3_8b_in_seconds():
     assert found.peak["optimizer state"] == pytest.approx(shard * found.parameters / 64, rel=0.001)
 
 
+def test_what_no_gpu_holds_is_reserved_in_full():
+    """A replay on a device of 80 GiB ends at the request that fails, and said 80 GiB of all that is larger."""
+    found = estimate("llama2-7b", sequence=8, gpu="h100-sxm")
+    assert found.reserved >= found.peak.total > 16 * 6.7e9 > found.gpu.reported_bytes and not found.fits
+
+
 @pytest.mark.parametrize(("name", "message"), [
     ("no_loss", r"the model returned a tensor of shape \(2, 8\): expected its loss"),
     ("no_batch", "returned a Linear alone, and what it is called with is not known: return"),
