@@ -144,6 +144,26 @@ def test_packed_sequences_have_a_prefix_each(kit):
     torch.testing.assert_close(expected[0][:, :, 9:], alone)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_before_the_first_token_are_in_no_document(causal, kit):
+    q, k, v, gradient = kit.inputs(1, 2, 1, 24, 5, 16, torch.float32)
+    options = {"score": Documents(torch.zeros(1, 5, dtype=torch.int64)), "causal": causal}
+    for attention in (reference_attention, SMALL, flash_attention):
+        out, dq, *_ = kit.gradients(attention, q, k, v, gradient, **options)
+        assert (out[:, :, :19] == 0).all() and (dq[:, :, :19] == 0).all() and (out[:, :, 19:] != 0).all(), attention
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("more", [-1, 0, 1, 2])
+def test_a_prefix_at_the_edge_of_a_tile(more, kit, monkeypatch):
+    """A key that the last query of a tile alone sees may be the first of a tile."""
+    monkeypatch.setattr(configs, "INTERPRETED", Config(16, 16, 4, 1))
+    q, k, v, gradient = kit.inputs(1, 2, 1, 33, 33 + more, 16, torch.float32)
+    options = {"score": PrefixLM(torch.tensor([3]))}
+    expected = kit.gradients(reference_attention, q, k, v, gradient, **options)
+    close(kit.gradients(flash_attention, q, k, v, gradient, **options), expected, 2e-5)
+
+
 class Squared(ScoreHook):
     """A user's own: S² / 4, for the second head."""
 
