@@ -8,7 +8,7 @@
     fits        bytes of a step of LLaMA-2 7B and 70B in each memory, beside what cards and hosts have
 
 A machine's rates vary by half within seconds, so each is read in turns with its peer, and the median of the ratios of
-turns counts (`paired`). Threads of torch's kernels that have ended their work spin for a millisecond, on the cores of
+turns counts (`paired`). Threads of torch's kernels that have ended their work spin for milliseconds, on the cores of
 whoever comes next, so each update begins `REST` seconds after the last.
 """
 
@@ -40,7 +40,7 @@ HYPER = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 10)
 STATES, WEIGHTS = 28, 2  # bytes of an element that are read and written: p, m, v both, g, p; and a 16-bit weight
 HELD = {("torch", False): 0.95, ("torch", True): 0.7, ("c++", False): 0.95, ("c++", True): 0.95}
 TILE_SECONDS, COPY_SECONDS, TILES = 0.04, 0.03, 20
-REST = 0.005
+REST = 0.02
 COPIED = 2**26  # bytes of a copy on a link
 
 
