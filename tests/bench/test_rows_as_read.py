@@ -47,7 +47,7 @@ def after(calls):
 
 def after_launches(count):
     """Put in the place of `launch` what answers for activations and so many launches; the next one cuts the run."""
-    read = {"allocator": 1, "tracker": 1, "held": 1, "resident": 1}
+    read = {"tracker": 1, "held": 1, "resident": 1, "steps": [{"allocator": 1}] * zero.STEPS}
     return lambda _: after(1 + count)(lambda fn, world, what, *args, **options: [
         1.0 if fn is zero.activations_of else dict.fromkeys(what, read)])
 
@@ -90,7 +90,7 @@ def after_one_kernel(_):
     (sequences, {"size": TINY}, sequences, "peak", after(2), 1),
     (sequences, {"size": TINY, "rounds": 2}, sequences, "compare", after(1), 4 + 5 + 4),
     (zero, {}, zero, "launch", after_launches(1), 1),
-    (zero, {}, zero, "launch", after_launches(7),
+    (zero, {}, zero, "launch", after_launches(8),
      len(zero.PAIRS) + sum(pair[0] == "Zero3" for pair in zero.PAIRS)),
     (tensor_parallel, {}, tensor_parallel, "launch", after_splits(2), 1),
     (tensor_parallel, {}, tensor_parallel, "launch", after_splits(4), 2),

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import types
 
 import psutil
 import pytest
@@ -35,6 +36,16 @@ def test_what_the_caller_has_imported_no_rank_imports_again(another_server):
         return "refimpl.zero" in sys.modules, "refimpl.bench" in sys.modules
 
     assert launch(fn, 2) == [(True, False)] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what an import does to a driver, a fork inherits")
+def test_what_imports_other_libraries_is_left_to_the_ranks(another_server, monkeypatch):
+    """The server would fail at this module, which a caller can import only where transformers works."""
+    monkeypatch.setitem(sys.modules, "refimpl.zero.hugging_face", types.ModuleType("there is no such file"))
+    if forkserver._current is not None:
+        forkserver._current.close()
+        forkserver._current = None
+    assert launch(lambda comm: comm.rank, 2) == [0, 1]
 
 
 def ended(pid, seconds=60):
