@@ -180,6 +180,24 @@ def test_states_rest_on_a_disk_and_are_updated_in_host_memory(make, tmp_path):
         assert farthest(parameters_of(plain), parameters_of(engine)) == 0
 
 
+@pytest.mark.parametrize("ratio", [0, 0.3, 0.5, 1])
+@pytest.mark.parametrize("make", STAGES)
+def test_a_share_of_the_elements_is_on_the_host_and_no_more(make, ratio):
+    engine = engine_of(FakeCommunicator(0, 1), make, LOW, update=SMALL(ratio=ratio))
+    for part in engine.update.masters.values():
+        on_host, on_device = part.master.numel(), part.device_master.numel()
+        assert ratio * (on_host + on_device) - 64 < on_host <= ratio * (on_host + on_device)
+
+
+def test_moments_have_the_names_of_torchs_adam():
+    engine = engine_of(FakeCommunicator(0, 1), Zero2, LOW, update=SMALL())
+    gradients_of_step(engine, token_batches(1)[0])
+    engine.step()
+    states = list(engine.optimizer.state.values())
+    assert all(state["exp_avg_sq"].min() >= 0 for state in states)
+    assert min(state["exp_avg"].min() for state in states) < 0
+
+
 def test_weights_that_somebody_wrote_are_the_masters():
     engine = engine_of(FakeCommunicator(0, 1), Zero3, LOW, update=SMALL(ratio=0.5))
     with engine.gathered(write=True):

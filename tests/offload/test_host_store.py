@@ -189,3 +189,10 @@ def test_nothing_is_left_running():
     engine = engine_of(FakeCommunicator(0, 2), Zero3, store=HostStore())
     train_gpt(engine, 1)
     assert threading.active_count() == before
+
+
+def test_no_more_than_depth_buckets_are_leaving_at_a_time():
+    with HostStore(rate=Link(1e6), depth=2) as store:
+        for i in range(6):
+            store.put(("states", i), [torch.ones(5000)])  # 20 ms on the link
+            assert len(store._leaving) <= 2
