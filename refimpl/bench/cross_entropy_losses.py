@@ -16,6 +16,7 @@ from ..cross_entropy import (
     fused_multi_token_cross_entropy,
     multi_token_cross_entropy,
 )
+from ..parallel.conjugate import enter, leave
 from .record import row
 from .runner import compare
 
@@ -84,39 +85,14 @@ def paired(ours, theirs):
 # --- a vocabulary split over ranks ------------------------------------------------------------------------------------
 
 
-class ToAll(torch.autograd.Function):
-    """Hands hidden states to the ranks' parts of a head: nothing in forward, the sum of their gradients in backward."""
-
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.comm.all_reduce(gradient), None
-
-
-class OfAll(torch.autograd.Function):
-    """Sums over the ranks in forward; in backward each has the whole gradient already."""
-
-    @staticmethod
-    def forward(ctx, x, comm):
-        return comm.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
 def with_logits(comm, hidden, weight, targets, first):
     """Return the loss of a split head as it is usually written, "Megatron-LM" (Shoeybi et al. 2019), section 3: logits
     of a rank's words, and sums over ranks of one number a row. `first`: the number of the first of these words."""
-    logits = F.linear(ToAll.apply(hidden, comm), weight).float()
+    logits = F.linear(enter(hidden, comm), weight).float()
     z = logits - comm.all_reduce(logits.detach().amax(1), "max")[:, None]
     here = (targets >= first) & (targets < first + len(weight))
     found = z.gather(1, (targets - first).clamp(0, len(weight) - 1)[:, None])[:, 0] * here
-    return (OfAll.apply(z.exp().sum(1), comm).log() - OfAll.apply(found, comm)).mean()
+    return (leave(z.exp().sum(1), comm).log() - leave(found, comm)).mean()
 
 
 def on_a_rank(comm, size, rounds, dtype, threads):

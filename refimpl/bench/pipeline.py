@@ -8,7 +8,6 @@ idle time hides, and what is compared is what each does besides computing.
 """
 
 import statistics
-import time
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from .. import memory
 from ..comm import launch
 from ..parallel.pipeline import PipelineParallelStage, schedule
 from .record import row
-from .runner import BAR_DELAY, Comparison, synchronize
+from .runner import BAR_DELAY, Comparison, seconds_in_turns
 from .tensor_parallel import Decoder
 from .zero import slowest
 
@@ -175,13 +174,4 @@ def bytes_of(comm, kind, name, sizes):
 def seconds_of(comm, name, sizes, rounds):
     """Return {kind: seconds of each round}. Both take turns, and every rank is at the same step."""
     trainers = {kind: made(kind, name, comm, sizes) for kind in TRAINERS}
-    seconds = {kind: [] for kind in trainers}
-    for turn in range(rounds + 2):
-        for kind, (trainer, tokens) in trainers.items():
-            comm.barrier()
-            start = time.perf_counter()
-            trainer.step(tokens)
-            synchronize()
-            if turn >= 2:
-                seconds[kind].append(time.perf_counter() - start)
-    return seconds
+    return seconds_in_turns(comm, trainers, rounds, 2)

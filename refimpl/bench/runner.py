@@ -64,6 +64,21 @@ def compare(candidates, *, rounds=11, warmup=2, title="comparing", timer=None):
     return Comparison(seconds)
 
 
+def seconds_in_turns(comm, trainers, rounds, warmup):
+    """Return {name: seconds of each round} of `trainers`, {name: (trainer, tokens)}: `trainer.step(tokens)` of each in
+    turns, with every rank of `comm` at the same step. The first `warmup` rounds are not counted."""
+    seconds = {name: [] for name in trainers}
+    for turn in range(warmup + rounds):
+        for name, (trainer, tokens) in trainers.items():
+            comm.barrier()
+            start = time.perf_counter()
+            trainer.step(tokens)
+            synchronize()
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
 def _time(function):
     synchronize()
     start = time.perf_counter()

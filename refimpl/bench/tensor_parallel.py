@@ -7,7 +7,6 @@ alone reads it. For time, all take turns in the same ranks. Their losses agree, 
 
 import functools
 import statistics
-import time
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from .. import memory
 from ..comm import launch
 from ..parallel import sequence_parallel, tensor_parallel, vocabulary_parallel_cross_entropy
 from .record import row
-from .runner import BAR_DELAY, Comparison, synchronize
+from .runner import BAR_DELAY, Comparison, seconds_in_turns
 from .zero import slowest
 
 SIZES = {"vocabulary": 8192, "context": 128, "layers": 4, "hidden": 256, "heads": 8}
@@ -210,13 +209,4 @@ def bytes_of(comm, name, sizes):
 def seconds_of(comm, sizes, rounds):
     """Return {name: seconds of each round}. All take turns, and every rank is at the same step."""
     trainers = {name: made(name, comm, sizes) for name in TRAINERS}
-    seconds = {name: [] for name in trainers}
-    for turn in range(rounds + 3):
-        for name, (trainer, tokens) in trainers.items():
-            comm.barrier()
-            start = time.perf_counter()
-            trainer.step(tokens)
-            synchronize()
-            if turn >= 3:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+    return seconds_in_turns(comm, trainers, rounds, 3)

@@ -9,7 +9,6 @@ is between two steps to that within 1 %.
 import functools
 import gc
 import statistics
-import time
 from dataclasses import asdict
 
 import torch
@@ -25,7 +24,7 @@ from ..model import GPT, GPTConfig
 from ..zero import DataParallel, Zero1, Zero2, Zero3
 from ..zero.units import blocks
 from .record import row
-from .runner import BAR_DELAY, Comparison, synchronize
+from .runner import BAR_DELAY, Comparison, seconds_in_turns
 from .zero_items import live_at_peak, names_of
 from .zero_models import CONTEXT, LARGE_VOCABULARY, MODELS, TIED, VOCABULARY, available
 
@@ -46,7 +45,7 @@ BYTES_HELD = {("Zero1", REDUNDANCY): 0.9, ("Zero1", LEAN): 0.95, ("Zero2", LEAN)
 TIME_HELD = {("Zero1", REDUNDANCY): 1.0, ("Zero1", LEAN): 1.0, ("Zero3", FSDP2): 1.0, ("Zero3", APART): 1.0}
 ADDED_HELD = 0.78
 KINDS, WARMUP = ("allocator", "tracker", "held", "resident"), 2  # readings of bytes; rounds before those of time
-STEPS = 5  # whose peaks are read: FSDP2's differ by up to 8 %, as reductions end sooner or later
+STEPS = 5  # whose peaks are read: FSDP2's have differed by up to 8 %
 
 
 class Ours:
@@ -123,8 +122,8 @@ def all_rows(device, config, world, rounds, models=()):
 def byte_rows(device, config, world, pairs=PAIRS, of=""):
     """Yield a row for each pair: the peak of a step beside the peer's, and the bytes held between two steps; of stage 3
     also what it adds to shards and activations. Each engine is measured once, for its first pair; those of another
-    model in the same ranks, since each launch imports transformers, but for FSDP2, which takes up to 8 % more after
-    others. With a large vocabulary the tables rule, and nothing is promised."""
+    model in the same ranks, since each launch imports transformers, but for FSDP2: its peak depends on when reductions
+    end. With a large vocabulary the tables rule, and nothing is promised."""
     held, promised = {}, str(LARGE_VOCABULARY) not in of.replace(",", "")
     base = 16 / world + launch(activations_of, 1, config, device=device, timeout=300)[0]
     for pair in tqdm(pairs, "bytes", delay=BAR_DELAY, leave=False):
@@ -269,13 +268,4 @@ def bytes_of(comm, name, config):
 def seconds_of(comm, config, rounds, names):
     """Return {engine: seconds of each round}. The engines take turns, and every rank is at the same step."""
     engines = {name: made(name, comm, config) for name in names}
-    seconds = {name: [] for name in engines}
-    for turn in range(rounds + WARMUP):
-        for name, (engine, tokens) in engines.items():
-            comm.barrier()
-            start = time.perf_counter()
-            engine.step(tokens)
-            synchronize()
-            if turn >= WARMUP:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+    return seconds_in_turns(comm, engines, rounds, WARMUP)
