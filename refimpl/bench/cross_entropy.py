@@ -51,18 +51,19 @@ def plain(hidden, weight, targets):
 
 def heads(device):
     """Return {name: loss}: the plain one, ours, and those of others that can be imported."""
-    found = {PLAIN: plain, CHUNKED: chunked_linear_cross_entropy}
-    if torch.device(device).type == "cuda":
+    found, on_gpu = {PLAIN: plain, CHUNKED: chunked_linear_cross_entropy}, torch.device(device).type == "cuda"
+    if on_gpu:
         found |= {FUSED: fused_linear_cross_entropy, SKIPPING: partial(fused_linear_cross_entropy, skip=SKIP)}
-        if importlib.util.find_spec("cut_cross_entropy"):
-            from cut_cross_entropy import linear_cross_entropy
+    if importlib.util.find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
 
-            found["cut-cross-entropy"] = linear_cross_entropy
-        if importlib.util.find_spec("liger_kernel"):
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        # Its kernels need a GPU; on a CPU it has the plain head under torch.compile.
+        found["cut-cross-entropy"] = partial(linear_cross_entropy, impl="cce" if on_gpu else "torch_compile")
+    if on_gpu and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-            loss = LigerFusedLinearCrossEntropyLoss()
-            found["liger-kernel"] = lambda hidden, weight, targets: loss(weight, hidden, targets)
+        loss = LigerFusedLinearCrossEntropyLoss()
+        found["liger-kernel"] = lambda hidden, weight, targets: loss(weight, hidden, targets)
     return found
 
 

@@ -69,7 +69,8 @@ def test_times_are_microseconds_since_the_start_and_bytes_those_of_the_device(tm
     assert [(e["name"], e["ts"], e["args"]["bytes"]) for e in begun] == [
         ("a", 1000, 8) if device == "cpu" else ("b", 2500, 16)]
     assert [(e["name"], e["ts"], e["id"]) for e in freed] == [(begun[0]["name"], 6000.5, begun[0]["id"])]
-    assert len(events) == len(counters) + len(spans) + 2 and written["displayTimeUnit"] == "ms"
+    assert len(events) == len(counters) + len(spans) + 2
+    assert "displayTimeUnit" not in written  # Perfetto 20 takes it for the unit of "ts", and shows 1 s as 1000
 
 
 def test_without_a_device_named_it_is_the_accelerator(tmp_path):
