@@ -183,6 +183,18 @@ def test_a_hook_of_the_users_own_runs_in_tiles(kit):
         flash_attention(q, k, v, score=Squared(), kernel="triton")
 
 
+@pytest.mark.parametrize("hooks", [[Alibi(alibi_slopes(2)), Softcap(1.5)], [Softcap(3.0), Softcap(1.5)]])
+def test_an_order_that_the_kernels_do_not_compute_runs_in_tiles(hooks, kit):
+    """They cap first, and once: for them [Alibi, Softcap] would be [Softcap, Alibi]."""
+    q, k, v, gradient = kit.inputs(1, 2, 1, 9, 9, 4, torch.float32)
+    expected = kit.gradients(reference_attention, q, k, v, gradient, score=hooks, causal=True)
+    other = kit.gradients(reference_attention, q, k, v, gradient, score=hooks[::-1], causal=True)
+    assert (other[0] - expected[0]).abs().max() > 1e-3
+    close(kit.gradients(flash_attention, q, k, v, gradient, score=hooks, causal=True), expected, 1e-5)
+    with pytest.raises(ValueError, match="kernel='triton' .* a softcap first"):
+        flash_attention(q, k, v, score=hooks, kernel="triton")
+
+
 @pytest.mark.parametrize("name", ["softcap", "alibi", "documents", "prefix", "Squared"])
 def test_compiled_it_is_the_same(name, kit):
     """In graphs a write to a view is a new tensor: once −∞ − (−∞), NaN in all outputs and gradients."""
