@@ -14,6 +14,7 @@ from numbers import Real
 
 import torch
 
+from ..partial_step import groups_before, partial_step
 from .host_link import HostLink
 from .host_part import HostPart
 from .kernels import Hyper, kernel_of
@@ -147,7 +148,7 @@ class HostUpdate:
     def step(self, used, updated):
         """Update this rank's shard of each bucket, as far as parameters are `used`. `updated(bucket)` then launches the
         all_gather of all shards. The weights of one bucket go to the device while the next one is computed."""
-        before = [(group["params"], {**group, "params": None}) for group in self.optimizer.param_groups]
+        before = groups_before(self.optimizer)
         handles, last = [], None
         try:
             for bucket, following in self._in_turn():
@@ -188,7 +189,7 @@ class HostUpdate:
                 own.grad_dtype, own.grad = own.dtype, gradient.to(own.dtype)
         self._now = bucket, given
         try:
-            self._step(bucket, before)
+            partial_step(self.optimizer, (own for _, own in self.pieces[bucket]), before)
         except BaseException:
             for *_, own, gradient in given:  # so that the step can be tried again
                 own.grad_dtype, own.grad = gradient.dtype, gradient
@@ -197,18 +198,6 @@ class HostUpdate:
             self._now = None
         part.round_on_device(self.shards[bucket])
         self.drop_gradients(bucket)
-
-    def _step(self, bucket, before):
-        """Run the optimizer with one bucket's pieces. Each bucket begins with the options `before`."""
-        mine = {id(own) for _, own in self.pieces[bucket]}
-        for group, (params, options) in zip(self.optimizer.param_groups, before, strict=True):
-            group.clear()
-            group.update(options, params=[own for own in params if id(own) in mine])
-        try:
-            self.optimizer.step()
-        finally:
-            for group, (params, _) in zip(self.optimizer.param_groups, before, strict=True):
-                group["params"] = params
 
     @torch.no_grad()
     def _update_tiles(self, *_):

@@ -10,6 +10,7 @@ import contextlib
 import torch
 
 from ..memory import mark
+from ..partial_step import groups_before, partial_step
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -96,7 +97,7 @@ class ShardedUpdate:
     def step(self, used, updated):
         """Update this rank's shard of each bucket, as far as parameters are `used`. `updated(bucket)` then launches the
         all_gather of all shards, while the next bucket is updated, and returns its Handle or None."""
-        before = [(group["params"], {**group, "params": None}) for group in self.optimizer.param_groups]
+        before = groups_before(self.optimizer)
         handles = []
         for bucket, following in self._in_turn():
             with self.loaded(bucket, following):
@@ -104,25 +105,12 @@ class ShardedUpdate:
                     gradient, own.grad = own.grad, None
                     if gradient is not None and piece.slot.parameter in used:
                         own.grad_dtype, own.grad = own.dtype, gradient.to(own.dtype)
-                self._step(bucket, before)
+                partial_step(self.optimizer, (own for _, own in self.pieces[bucket]), before)
                 self.round_master(bucket)
                 self.drop_gradients(bucket)
             handles.append(updated(bucket))
         for handle in filter(None, handles):
             handle.wait()
-
-    def _step(self, bucket, before):
-        """Run the optimizer with one bucket's pieces in its param groups: temporary tensors are then those of a bucket.
-        Each begins with the options `before`, so that an optimizer that counts steps in its groups counts one."""
-        mine = {id(own) for _, own in self.pieces[bucket]}
-        for group, (params, options) in zip(self.optimizer.param_groups, before, strict=True):
-            group.clear()
-            group.update(options, params=[own for own in params if id(own) in mine])
-        try:
-            self.optimizer.step()
-        finally:
-            for group, (params, _) in zip(self.optimizer.param_groups, before, strict=True):
-                group["params"] = params
 
     def _in_turn(self):
         """Return [(bucket, the next one or None)]."""
