@@ -65,14 +65,14 @@ class _Tiled(torch.autograd.Function):
         with without_autocast(q_BHTD.device):
             _forward(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT.unsqueeze(-1), call, sizes)
         ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT, sinks_H, seed)
-        ctx.call, ctx.sizes = call._replace(seed=None if seed is not None else call.seed), sizes
+        ctx.call, ctx.sizes = call.with_seed(None if seed is not None else call.seed), sizes
         ctx.set_materialize_grads(False)
         return out_BHTV, lse_BHT
 
     @staticmethod
     def backward(ctx, d_out_BHTV, d_lse_BHT):
         *saved, seed = ctx.saved_tensors
-        call = ctx.call if seed is None else ctx.call._replace(seed=seed)
+        call = ctx.call if seed is None else ctx.call.with_seed(seed)
         return *_Gradients.apply(*saved, d_out_BHTV, d_lse_BHT, call, ctx.sizes), None, None, None
 
 

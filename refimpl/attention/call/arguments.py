@@ -36,6 +36,11 @@ class Call(NamedTuple):
     score: ScoreHook | None = None
     packed: bool = False
 
+    def with_seed(self, seed):
+        """Return the call with another seed. Not by `_replace`: under torch.compile of PyTorch 2.11 what that returns
+        is an empty tuple once it leaves the graph."""
+        return Call(self.scale, self.dropout_p, seed, self.sequences, self.score, self.packed)
+
 
 def resolve(q_BHTD, k_BGSD, v_BGSV, *, causal, window, scale, dropout_p, seed, cu_seqlens, cu_seqlens_k,
             max_seqlen=None, max_seqlen_k=None, score=None, sinks=None, sequences=None):
