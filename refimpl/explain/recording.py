@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -92,7 +93,9 @@ class Recorder(Tracker):
                 break
 
     def _returned(self, module, arguments, output):
-        """Note what a call returned; it may have been noted as ended before."""
+        """Note what a call returned; it may have been noted as ended before. Not in code that is being compiled."""
+        if is_compiling():
+            return
         opened, call = self._open[-1] if self._open and self._open[-1][0] is module else self._closed
         if opened is module:
             call.outputs |= self._numbers_of(output)

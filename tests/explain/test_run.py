@@ -78,6 +78,17 @@ def test_no_training_is_said(ran):
     assert "no optimizer of torch.optim made a step" in said and "parameters" in said and "would help" not in said
 
 
+def test_a_compiled_model_runs_as_such(ran):
+    made = ran("""
+        compiled = torch.compile(torch.nn.Sequential(model, torch.nn.ReLU()), backend="eager")
+        for _ in range(5):
+            compiled(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+        """)
+    assert made.done and made.by_class == {"Adam": 2}, made.ending.text
+    assert made.recording.models[0].trained == 2 * 16 * 64 + 80
+
+
 def test_two_optimizers_have_to_make_their_steps_and_forked_ones_do_not_count(ran):
     made = ran("""
         import os
