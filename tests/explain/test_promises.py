@@ -1,12 +1,20 @@
 """Five programs as people write them: each promised saving is switched on and measured, within 5 % or a bound."""
 
 import sys
+import textwrap
+from functools import partial
 
 import pytest
+import torch
 from explain_kit import Program, held
 
-from refimpl.explain import kinds
+from refimpl import memory
+from refimpl.comm import FakeCommunicator
+from refimpl.explain import Script, kinds, run
 from refimpl.explain.arithmetic import arithmetic
+from refimpl.explain.helps import helps
+from refimpl.explain.replay import Replay
+from refimpl.zero import Zero1, Zero2, Zero3
 
 PROMISES = {"loop": ("recompute", "logits", "attention", "bf16"), "trainer": ("mlp", "recompute"),
             "accelerated": ("attention", "masks"), "vision": ("recompute", "bf16"), "lora": ("mlp", "logits")}
@@ -39,6 +47,37 @@ def test_micro_batches_and_a_bound(program):
     assert held(here.promised("accumulate"), here.saved("accumulate", "--micro-batches", "2"))
     saved = here.saved("int8")
     assert here.helps["int8"].bound and 0.5 * here.promised("int8") < saved <= here.promised("int8")
+
+
+@pytest.mark.parametrize(("technique", "switch"), [
+    ("data", ("--rows", "1")), ("context", ("--tokens", "16")), ("chunks", ("--tokens", "16"))])
+def test_an_eighth_of_the_batch_stays_within_its_bound(program, technique, switch):
+    here = program("loop")
+    promised, saved = here.promised(technique), here.saved(technique, *switch)
+    assert here.helps[technique].bound and 0.95 * promised < saved <= promised, "logits and temporaries are cut, too"
+
+
+def test_bounds_of_states_count_the_temporaries_of_the_update(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent("""
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for _ in range(2):
+            model(torch.randn(8, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """))
+    replay = Replay(run(Script(path)).recording)
+    promised = {each.name: each.saves for each in helps(replay)}
+    for name, engine in (("zero1", Zero1), ("zero2", Zero2), ("zero3", Zero3)):
+        model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
+        engine = engine(model, FakeCommunicator(0, 8), partial(torch.optim.AdamW, foreach=True))
+        with memory.track(engine, engine.optimizer) as t:
+            for _ in range(2):
+                engine.backward(engine(torch.randn(8, 256)).sum())
+                engine.step()
+        assert 0.5 * promised[name] < replay.peak - t.peak_moment().ledger.total <= promised[name], name
 
 
 def test_what_the_arithmetic_leaves_out_sums_to_the_peak_and_is_what_shapes_say(program):

@@ -1,7 +1,7 @@
 """Gradients, parameters and optimizer state: dropped earlier, cut among ranks, or kept elsewhere."""
 
-from ...memory.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
-from ..kinds import BEFORE, LOG_PROBABILITIES, LOSS, UPDATE, Kinds
+from ...memory.ledger import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
+from ..kinds import BEFORE, CASTS, COPIES, LOG_PROBABILITIES, LOSS, OF_SCORES, UPDATE, Kinds
 from .found import Found
 
 RANKS = 8
@@ -31,17 +31,31 @@ def without_graph(replay):
     return Found(spans, "what the program itself keeps stays") if spans else "every forward here has its backward"
 
 
-def _scaled(categories, replay, ranks=RANKS, bound="buckets, and what is whole for a moment, come on top"):
-    spans = []
-    for i in replay.where(*categories):
-        first, after, nbytes = replay.whole(i)
-        spans.append((first, after, nbytes * (ranks - 1) // ranks))
-    return Found(spans, bound) if spans else (
+def _scaled(categories, replay, ranks=RANKS, bound="buckets, and what is whole for a moment, come on top",
+            temporaries=lambda kind: kind == UPDATE, gone=(UPDATE,)):
+    """Leave 1/`ranks` of what is in `categories`, and of the temporaries of the kinds that go with it: a bound has to
+    count all that can be cut. Of the kinds `gone` nothing is left: an update may go bucket by bucket."""
+    spans, kinds = [], Kinds(replay)
+    for i in replay.where(*categories, TEMPORARIES):
+        if replay.categories[i] in categories or temporaries(kinds[i]):
+            first, after, nbytes = replay.whole(i)
+            spans.append((first, after, nbytes if kinds[i] in gone else nbytes * (ranks - 1) // ranks))
+    return Found(spans, bound) if replay.where(*categories) else (
         f"there is nothing of {' or '.join(categories)}")
 
 
+def _of_the_batch(kind):
+    """Whether temporaries of a kind are as large as the batch, not as the weights."""
+    return kind not in (UPDATE, BEFORE, COPIES, CASTS)
+
+
+def _of_the_model(kind):
+    """Whether temporaries of a kind are a layer's, or its update's."""
+    return kind != BEFORE
+
+
 def zero1(replay):
-    """Cut optimizer state among ranks."""
+    """Cut optimizer state among ranks, and with it the update."""
     return _scaled([OPTIMIZER_STATE], replay)
 
 
@@ -56,7 +70,7 @@ def zero3(replay):
 
 
 def on_the_host(replay):
-    """Keep gradients and optimizer state in host memory, or on a disk."""
+    """Keep gradients and optimizer state in host memory, or on a disk, and update there."""
     return _scaled([OPTIMIZER_STATE, GRADIENTS], replay, 10**9, "where the device has a memory of its own; a bucket is "
                    "there in turn")
 
@@ -64,33 +78,35 @@ def on_the_host(replay):
 def split_layers(replay):
     """Cut every layer's weights, and its states, among ranks."""
     return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS], replay, RANKS,
-                   "norms, and activations between the layers, stay whole")
+                   "norms, and activations between the layers, stay whole", _of_the_model)
 
 
 def split_model(replay):
-    """Give each rank some of the layers."""
-    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS], replay, RANKS,
+    """Give each rank some of the layers, and the batch in as many micro-batches as there are ranks."""
+    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS], replay, RANKS,
                    "ranks with the embedding or the head hold more; the first keeps as many micro-batches as there are "
-                   "ranks")
+                   "ranks", _of_the_model)
 
 
 def split_sequence(replay):
-    """Give each rank a part of every sequence."""
+    """Give each rank a part of every sequence: attention is in tiles then."""
     if not _ran(replay, "embedding", "softmax", "scaled_dot_product"):
         return NO_SEQUENCE
-    return _scaled([ACTIVATIONS], replay, RANKS, "keys and values of others pass by")
+    return _scaled([ACTIVATIONS, INPUTS], replay, RANKS, "keys and values of others pass by", _of_the_batch,
+                   OF_SCORES)
 
 
 def fewer_rows(replay):
     """Give each rank a part of the batch."""
-    return _scaled([ACTIVATIONS], replay, RANKS, "gradients on their way are in buckets")
+    return _scaled([ACTIVATIONS, INPUTS], replay, RANKS, "gradients on their way are in buckets", _of_the_batch)
 
 
 def in_chunks(replay):
     """Run a long sequence in chunks, with the whole gradient."""
     if not _ran(replay, "embedding"):
         return NO_SEQUENCE
-    return _scaled([ACTIVATIONS], replay, RANKS, "keys, values and their gradients stay for all chunks")
+    return _scaled([ACTIVATIONS], replay, RANKS, "keys, values and their gradients stay for all chunks", _of_the_batch,
+                   OF_SCORES)
 
 
 def _ran(replay, *names):
