@@ -21,7 +21,8 @@ from .models import ModelFacts, OptimizerFacts
 @dataclass
 class Call:
     """One forward of a module: its path, its first operation, the one after its last, and the records of its tensor
-    arguments and of its output."""
+    arguments and of its output. `switches`: the recorder's numbers of the modules that ran in it, first and after last;
+    `goes_back`: whether a backward went through what it made."""
 
     path: str
     begin: int
@@ -30,6 +31,8 @@ class Call:
     inputs: set = field(default_factory=set)
     outputs: set = field(default_factory=set)
     rows: int | None = None  # the first dimension of what it was given
+    switches: tuple = (0, 0)
+    goes_back: bool = False
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Recorder(Tracker):
         self.stopped, self._cuda = None, {}
         self._open, self._known, self._on_model = [], weakref.WeakSet(), on_model
         self._closed = None, None
+        self._gone_back = set()  # numbers of the switches whose autograd nodes ran
         self._counted = WeakIdKeyDictionary()  # parameters of models so far: a part that is called alone is no other
 
     def __enter__(self):
@@ -77,7 +81,9 @@ class Recorder(Tracker):
         else:
             super().enter_module(module)
         if self.stopped is None:
-            self._open.append((module, Call(self._names[module], len(self.ops), -1, len(self._modules))))
+            call = Call(self._names[module], len(self.ops), -1, len(self._modules))
+            call.switches = len(self._switches) - 1, 0
+            self._open.append((module, call))
 
     def leave_module(self, module, arguments):
         """Note where the call ended."""
@@ -87,6 +93,7 @@ class Recorder(Tracker):
         while self._open:
             opened, call = self._open.pop()
             call.end, call.rows, call.inputs = len(self.ops), rows[0] if rows else None, inputs
+            call.switches = call.switches[0], len(self._switches) - 1
             self.calls.append(call)
             self._closed = module, call
             if opened is module:
@@ -99,6 +106,13 @@ class Recorder(Tracker):
         opened, call = self._open[-1] if self._open and self._open[-1][0] is module else self._closed
         if opened is module:
             call.outputs |= self._numbers_of(output)
+
+    def _switch_of_node(self):
+        """Note of which call the autograd node is that runs: a backward may free nothing (retain_graph=True)."""
+        number = super()._switch_of_node()
+        if self.stopped is None:
+            self._gone_back.add(number)
+        return number
 
     def _numbers_of(self, things):
         """The numbers of the records of all tensors in a thing that are known."""
@@ -134,6 +148,8 @@ class Recorder(Tracker):
         """Return the Recording up to the last step, or up to now if the script ended before."""
         if self.stopped is None:
             self.stop()
+        for call in self.calls:
+            call.goes_back = not self._gone_back.isdisjoint(range(*call.switches))
         events = [event for event in self.events if event[0] < self.stopped]
         trace = Trace(self.ops[: self.stopped], self.records, events, self.first_call, self._device, self.began_ns,
                       self.notes)

@@ -104,13 +104,15 @@ class Tracker(StorageMode):
 
     def _module_of_node(self):
         """In backward, the path of the module whose forward made the autograd node that runs."""
+        return self._switches[self._switch_of_node()]
+
+    def _switch_of_node(self):
+        """The number of the switch to that module; 0, that to no module, if it is not known."""
         node = torch._C._current_autograd_node()
-        if node is None:
-            return ""
-        number = node._sequence_nr()
+        number = 2**63 if node is None else node._sequence_nr()
         if number >= 2**63:  # the node that accumulates a gradient has no place in the order
-            return ""
-        return self._switches[bisect_right(self._numbers, number) - 1]
+            return 0
+        return bisect_right(self._numbers, number) - 1
 
     def _backward_began(self, task):
         """Note what was made before it and is still alive: it is kept for this backward."""

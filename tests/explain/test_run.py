@@ -133,3 +133,13 @@ def test_gradients_kept_and_losses_kept_are_named(ran):
         """, steps=3)
     found = {each.name: each for each in helps(Replay(made.recording))}
     assert found["no_grad"].saves >= 2 * 4096 * 64 * 4, "two graphs without a backward"
+
+
+def test_graphs_that_outlive_their_backward_had_one(ran):
+    made = ran("""
+        while True:
+            model(torch.randn(4096, 16)).square().mean().backward(retain_graph=True)
+            optimizer.step()
+        """)
+    found = {each.name: each for each in helps(Replay(made.recording))}
+    assert found["no_grad"].saves == 0 and found["no_grad"].why == "every forward here has its backward"

@@ -26,7 +26,7 @@ def without_graph(replay):
     spans = []
     for call in replay.recording.calls:
         saved = [i for i in replay.made_in(call) if call.depth == 1 and replay.records[i].saved]
-        if not any(replay.records[i].freed_by_backward for i in saved):
+        if not call.goes_back and not any(replay.records[i].freed_by_backward for i in saved):
             spans += [replay.whole(i) for i in saved]
     return Found(spans, "what the program itself keeps stays") if spans else "every forward here has its backward"
 
