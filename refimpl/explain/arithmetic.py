@@ -65,19 +65,21 @@ def _expected(replay):
     for model in models:
         sizes.update(model.dtypes)
     weights = sum(size * count for size, count in sizes.items())
-    state = sum(int(replay.nbytes[i]) for i in replay.where(OPTIMIZER_STATE) if replay.freed[i] >= replay.rows)
-    each = round(state / trained) if trained else 0
+    state = sum(int(replay.nbytes[i]) for i in replay.where(OPTIMIZER_STATE)
+                if replay.freed[i] >= replay.rows and replay.records[i].shape)  # one number alone is a counter
     if not trained:
         return weights, 0, 0, f"{frozen:,} frozen parameters"
+    each, beside = divmod(state, trained)
     main = max(sizes, key=lambda size: sizes[size]) if len(sizes) == 1 else None
     if main is None:  # several types: those that are trained are not told apart
         gradients = round(weights * trained / (trained + frozen))
-        return weights, gradients, each * trained, (
-            f"weights of {trained + frozen:,} parameters, gradients of {trained:,}, {each} bytes of optimizer state × "
-            f"{trained:,}")
-    terms = f"{2 * main + each} bytes × {trained:,} {'trained ' if frozen else ''}parameters"
+        kept = f"{state:,} bytes of optimizer state" if beside else f"{each} bytes of optimizer state × {trained:,}"
+        return weights, gradients, state, (f"weights of {trained + frozen:,} parameters, gradients of {trained:,}, "
+                                           f"{kept}")
+    terms = f"{2 * main + (0 if beside else each)} bytes × {trained:,} {'trained ' if frozen else ''}parameters"
     terms += f" + {main} bytes × {frozen:,} frozen ones" if frozen else ""
-    return weights, main * trained, each * trained, terms
+    terms += f" + {state:,} bytes of optimizer state" if beside else ""  # not as much for each: factored, or of some
+    return weights, main * trained, state, terms
 
 
 def _beyond(replay):

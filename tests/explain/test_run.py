@@ -135,6 +135,21 @@ def test_gradients_kept_and_losses_kept_are_named(ran):
     assert found["no_grad"].saves >= 2 * 4096 * 64 * 4, "two graphs without a backward"
 
 
+@pytest.mark.parametrize(("text", "terms", "counters"), [
+    ("optimizer", "16 bytes × 2,128 parameters", 4 * 4),
+    ("torch.optim.Adafactor(model.parameters())", "8 bytes × 2,128 parameters + 960 bytes of optimizer state", 4 * 4),
+    ("torch.optim.Adam(model[0].parameters())", "8 bytes × 2,128 parameters + 8,704 bytes of optimizer state", 2 * 4)])
+def test_optimizer_state_that_is_not_as_much_for_each_parameter_is_no_rounded_share(ran, text, terms, counters):
+    made = ran(f"""
+        optimizer = {text}
+        while True: step(optimizer)
+        """)
+    found = Explanation(made).arithmetic
+    assert found.terms == terms
+    assert [(name, nbytes) for name, nbytes in found.rest if "state" in name] == [
+        ("optimizer state beyond that: counters", counters)]
+
+
 def test_graphs_that_outlive_their_backward_had_one(ran):
     made = ran("""
         while True:
