@@ -91,6 +91,7 @@ def test_what_the_arithmetic_leaves_out_sums_to_the_peak_and_is_what_shapes_say(
     assert rest["gradients that are not there at the peak"] == -4 * 675328
     lora = arithmetic(program("lora").replay)
     assert lora.terms == "16 bytes × 12,288 trained parameters + 4 bytes × 1,278,912 frozen ones"
+    assert lora.expected == 16 * 12288 + 4 * 1278912, "no gradients of what is frozen"
     assert lora.expected + sum(dict(lora.rest).values()) == lora.peak
 
 
