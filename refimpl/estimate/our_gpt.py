@@ -1,5 +1,7 @@
 """Our GPT of a `config.json` of Hugging Face, for who has no transformers: GPT-2, Llama, Mistral, Qwen 2."""
 
+import re
+
 from ..model import GPTConfig
 
 LLAMA = {"vocab_size": "vocab_size", "max_position_embeddings": "context_length", "num_hidden_layers": "layers",
@@ -45,7 +47,12 @@ def config_of(path, config, harmless):
     assumed = _assumed(kind, names, config, harmless)
     fields.setdefault("tied", kind in TIED)
     fields["dropout"], said = _dropout(path, kind, config)
-    return GPTConfig(**{**fixed, **fields}), assumed + said
+    try:
+        return GPTConfig(**{**fixed, **fields}), assumed + said
+    except (TypeError, ValueError) as error:
+        meant = [f"{key}={config[key]!r}, " for key, name in names.items()
+                 if config.get(key) is not None and re.search(rf"\b{name}=", str(error))]
+        raise ValueError(f"{path}: {''.join(meant)}{error}") from error
 
 
 def _assumed(kind, names, config, harmless):

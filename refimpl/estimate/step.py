@@ -47,6 +47,8 @@ def train(comm, model, options):
         network, args, kwargs = find(model, options).build()
     network.train()
     count = sum(p.numel() for p in network.parameters())
+    if not any(p.requires_grad for p in network.parameters()):
+        raise ValueError(f"{model}: none of its {count:,} parameters needs a gradient: nothing would be trained")
     if options.recompute:
         _recompute(network)
     trained = _Loop(network, options) if options.is_plain else _Engine(network, comm, options)

@@ -29,6 +29,11 @@ def source(text, options):
         raise ValueError(f"{path} has no function {name!r}; it has {', '.join(_functions(_module(path))) or 'none'}")
     taken = inspect.signature(function).parameters
     given = {key: value for key, value in (("batch", options.batch), ("sequence", options.sequence)) if key in taken}
+    needed = [key for key, each in taken.items() if each.default is each.empty and key not in given
+              and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    if needed:
+        raise ValueError(f"{text} needs {', '.join(needed)}: expected a function of batch and sequence, or of nothing; "
+                         "give the others a default")
 
     def build():
         return _model_and_batch(function(**{k: v for k, v in given.items() if v is not None}), text, options)

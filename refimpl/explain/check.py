@@ -44,7 +44,7 @@ class Plan:
         """Read a file. OSError if there is none; ValueError with the key, its value and what was expected."""
         path = Path(path)
         try:
-            found = tomllib.loads(path.read_text())
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
         for key, value in found.items():
@@ -66,10 +66,10 @@ class Plan:
 
     def record(self, ledger):
         """Write the peak into the file; the rest of it stays as it was written."""
-        text = _RECORDED.sub("", self.path.read_text()).rstrip()
+        text = _RECORDED.sub("", self.path.read_text(encoding="utf-8")).rstrip()
         lines = [f"peak = {ledger.total}", *(f"{name.replace(' ', '_')} = {nbytes}" for name, nbytes in ledger.items()),
                  f"torch = \"{torch.__version__}\""]
-        self.path.write_text("\n".join([text, "", "[recorded]", *lines, ""]))
+        self.path.write_text("\n".join([text, "", "[recorded]", *lines, ""]), encoding="utf-8")
 
 
 def _fits(key, value):

@@ -60,7 +60,7 @@ def _without(arguments):
         done = subprocess.run([*command, arguments.script, *arguments.arguments], stdout=subprocess.DEVNULL)
         if done.returncode:
             sys.exit(done.returncode)
-        return json.loads((Path(folder) / "explain.json").read_text())
+        return json.loads((Path(folder) / "explain.json").read_text(encoding="utf-8"))
 
 
 def say(made, folder=None, before=None):

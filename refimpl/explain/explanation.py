@@ -76,6 +76,10 @@ class Explanation:
         if not self.run.by_class:
             found.append("no optimizer of torch.optim made a step here: this is no training, or it steps elsewhere (in "
                          "other processes or threads, or by an optimizer of its own)")
+        elif self.run.recording.waiting:
+            found.append(f"{self.run.recording.waiting:,} parameters want gradients, and no optimizer that made a step "
+                         "here updates them: if one does later, as a GAN's second, ask for more with --steps; if none "
+                         "does, requires_grad_(False) saves their gradients")
         return found
 
     def __str__(self):

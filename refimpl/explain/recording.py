@@ -33,6 +33,7 @@ class Call:
     rows: int | None = None  # the first dimension of what it was given
     switches: tuple = (0, 0)
     goes_back: bool = False
+    sequence_first: bool = False  # that dimension is time to its module: batch_first=False
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Recording:
     models: list
     optimizers: list
     cuda: dict = field(default_factory=dict)  # bytes at the allocator's peak: requested, allocated, reserved
+    waiting: int = 0  # parameters that want gradients, and are in no optimizer that stepped
 
 
 class Recorder(Tracker):
@@ -54,11 +56,12 @@ class Recorder(Tracker):
     def __init__(self, on_model=None):
         super().__init__()
         self.steps, self.calls, self.wanting, self.models, self.optimizers = [], [], set(), [], []
-        self.stopped, self._cuda = None, {}
+        self.stopped, self._cuda, self._waiting = None, {}, 0
         self._open, self._known, self._on_model = [], weakref.WeakSet(), on_model
         self._closed = None, None
         self._gone_back = set()  # numbers of the switches whose autograd nodes ran
         self._counted = WeakIdKeyDictionary()  # parameters of models so far: a part that is called alone is no other
+        self._updated = WeakIdKeyDictionary()  # parameters of optimizers that stepped
 
     def __enter__(self):
         super().__enter__()
@@ -94,6 +97,7 @@ class Recorder(Tracker):
             opened, call = self._open.pop()
             call.end, call.rows, call.inputs = len(self.ops), rows[0] if rows else None, inputs
             call.switches = call.switches[0], len(self._switches) - 1
+            call.sequence_first = getattr(opened, "batch_first", None) is False
             self.calls.append(call)
             self._closed = module, call
             if opened is module:
@@ -135,10 +139,13 @@ class Recorder(Tracker):
         if optimizer not in self._known:
             self._known.add(optimizer)
             self.optimizers.append(OptimizerFacts.of(optimizer))
+            self._updated.update((p, None) for group in optimizer.param_groups for p in group["params"])
 
     def stop(self):
         """Note that what follows is no part of the recording."""
         self.stopped = len(self.ops)
+        if all(p in self._counted for p in self._updated):  # else it updates copies, and whose is not known
+            self._waiting = sum(p.numel() for p in self._counted if p.requires_grad and p not in self._updated)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             stats = torch.cuda.memory_stats()
             kinds = ("requested", "allocated", "reserved")
@@ -153,4 +160,5 @@ class Recorder(Tracker):
         events = [event for event in self.events if event[0] < self.stopped]
         trace = Trace(self.ops[: self.stopped], self.records, events, self.first_call, self._device, self.began_ns,
                       self.notes)
-        return Recording(trace, self.steps, self.calls, self.wanting, self.models, self.optimizers, self._cuda)
+        return Recording(trace, self.steps, self.calls, self.wanting, self.models, self.optimizers, self._cuda,
+                         self._waiting)

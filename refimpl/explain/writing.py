@@ -21,7 +21,7 @@ def write(explanation, folder):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "explain.json"
-    path.write_text(json.dumps(explanation.as_dict(), indent=2) + "\n")
+    path.write_text(json.dumps(explanation.as_dict(), indent=2) + "\n", encoding="utf-8")
     yield path
     if explanation.is_empty:
         return
@@ -33,7 +33,7 @@ def write(explanation, folder):
     timeline = folder / "timeline.html"
     explanation.trace.to_html(timeline, title=f"{Path(explanation.run.name).name}, over time")
     path = folder / "explain.html"
-    path.write_text(page(explanation, picture.getvalue(), timeline.name))
+    path.write_text(page(explanation, picture.getvalue(), timeline.name), encoding="utf-8")
     yield path
     yield timeline
 

@@ -94,6 +94,13 @@ def test_llama_3_8b_in_seconds():
     assert found.peak["optimizer state"] == pytest.approx(shard * found.parameters / 64, rel=0.001)
 
 
+def test_what_cuda_keeps_more_is_statistics_of_four_bytes(names):
+    """In bf16 each of a layer's two norms, and the last one, keeps a mean and a deviation for each token."""
+    found = estimate("gpt2", batch=2, sequence=32, precision="bf16")
+    more = (2 * 12 + 1) * 2 * 2 * 32 * (4 - 2)
+    assert [each for each in found.bounded if f"on CUDA kernels keep {more:,} bytes more of activations" in each]
+
+
 def test_what_no_gpu_holds_is_reserved_in_full():
     """A replay on a device of 80 GiB ends at the request that fails, and said 80 GiB of all that is larger."""
     found = estimate("llama2-7b", sequence=8, gpu="h100-sxm")
@@ -107,7 +114,9 @@ def test_what_no_gpu_holds_is_reserved_in_full():
     ("looks_at_values", r"build\.py:\d+: `torch.rand\(5\).nonzero\(\)`"),
     ("fails", r"build\.py:\d+: `UNHEARD_OF` raises NameError in a dry run: name 'UNHEARD_OF' is not defined"),
     ("refuses", r"build\.py:\d+: `raise ValueError\(.three heads.\)` raises ValueError in a dry run: three heads"),
-    ("absent", r"build\.py has no function 'absent'; it has gpt, gemma, regression, no_loss"),
+    ("frozen", r"build\.py:frozen: none of its 321 parameters needs a gradient: nothing would be trained"),
+    ("of_a_width", r"build\.py:of_a_width needs width: expected a function of batch and sequence, or of nothing"),
+    ("absent", r"build\.py has no function 'absent'; it has gpt, gemma, regression, frozen"),
 ])
 def test_a_model_that_cannot_be_built_or_run_is_refused_with_its_line(names, name, message):
     with pytest.raises(ValueError, match=message):

@@ -97,6 +97,8 @@ def test_keys_that_are_unknown_are_named_with_what_was_assumed(written, builder)
     ({"model_type": "llama", "vocab_size": 3}, {"builder": "refimpl"}, "max_position_embeddings, num_hidden_layers, "
      "hidden_size, num_attention_heads of a llama is missing: add it"),
     (LLAMA | {"attention_bias": True}, {"builder": "refimpl"}, "attention_bias=True: our GPT has False alone; install"),
+    (CONFIGS["llama"] | {"num_hidden_layers": -1}, {"builder": "refimpl"}, r"config\.json: num_hidden_layers=-1, "
+     "layers=-1: expected an integer of at least 1"),
     (CONFIGS["gpt2"] | {"attn_pdrop": 0.0}, {"builder": "refimpl"}, "attn_pdrop=0.0.*dropout in all places or in none"),
 ])
 def test_a_config_of_no_model_is_refused(written, config, options, message):

@@ -158,3 +158,53 @@ def test_graphs_that_outlive_their_backward_had_one(ran):
         """)
     found = {each.name: each for each in helps(Replay(made.recording))}
     assert found["no_grad"].saves == 0 and found["no_grad"].why == "every forward here has its backward"
+
+
+def test_no_rows_are_taken_where_the_sequence_comes_first(ran):
+    """Cut in its first dimension, a batch of an LSTM loses its past. The same net with batch_first has rows."""
+    said = {}
+    for first in (True, False):
+        made = ran(f"""
+            net = torch.nn.LSTM(16, 16, batch_first={first})
+            optimizer = torch.optim.SGD(net.parameters())
+            for _ in range(4):
+                net(torch.randn(32, 4, 16))[0].sum().backward()
+                optimizer.step()
+            """)
+        said[first] = {each.name: each for each in helps(Replay(made.recording))}
+    assert said[True]["rows"].saves > said[True]["accumulate"].saves > 0
+    for name in ("rows", "accumulate"):
+        assert said[False][name].saves == 0 and "the sequence first (batch_first=False)" in said[False][name].why
+
+
+def test_one_row_is_not_given_to_several_ranks(ran):
+    made = ran("""
+        for _ in range(3):
+            model(torch.randn(1, 16)).sum().backward()
+            optimizer.step()
+        """)
+    found = {each.name: each for each in helps(Replay(made.recording))}["data"]
+    assert found.saves == 0 and found.why == "the batch has one row"
+
+
+@pytest.mark.parametrize("other", ["steps later", "updates copies", "steps, too"])
+def test_parameters_that_no_optimizer_has_updated_are_named(ran, other):
+    """A GAN's generator may step after k steps of the discriminator. Masters are not known to be whose they are."""
+    made = ran(f"""
+        second, how = torch.nn.Linear(16, 16), {other!r}
+        late = torch.optim.SGD(second.parameters())
+        masters = [p.detach().clone().requires_grad_() for p in second.parameters()]
+        copies = torch.optim.SGD(masters)
+        for i in range(9):
+            model(second(torch.randn(4, 16))).square().mean().backward()
+            if how == "updates copies":
+                for p, q in zip(masters, second.parameters()):
+                    p.grad = q.grad
+                copies.step()
+            if i > 5 or how == "steps, too":
+                late.step()
+            optimizer.step()
+        """)
+    assert made.done
+    named = [note for note in Explanation(made).notes if "272 parameters want gradients" in note]
+    assert len(named) == (other == "steps later")

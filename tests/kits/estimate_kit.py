@@ -44,6 +44,14 @@ def regression(batch):
     return Regression(), {"x": torch.randn(batch, 8), "y": torch.randn(batch, 1)}
 
 
+def frozen():
+    return Regression().requires_grad_(False), {"x": torch.randn(2, 8), "y": torch.randn(2, 1)}
+
+
+def of_a_width(batch, width):
+    return torch.nn.Linear(width, 8), torch.randn(batch, width)
+
+
 def no_loss():
     return torch.nn.Linear(8, 8), torch.randn(2, 8)
 
@@ -73,8 +81,8 @@ def write(folder):
     """Write the tiny models to files; return {name: what names it}."""
     (folder / "build.py").write_text(BUILD)
     names = {name: f"{folder / 'build.py'}:{name}" for name in (
-        "gpt", "gemma", "regression", "no_loss", "no_batch", "no_model", "looks_at_values", "refuses", "fails",
-        "absent")}
+        "gpt", "gemma", "regression", "frozen", "of_a_width", "no_loss", "no_batch", "no_model", "looks_at_values",
+        "refuses", "fails", "absent")}
     for name, config in CONFIGS.items():
         path = folder / name / "config.json"
         path.parent.mkdir()

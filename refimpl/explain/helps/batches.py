@@ -12,8 +12,13 @@ def in_two(replay):
 
 def row_by_row(replay):
     """Cut each batch into its rows."""
-    rows = max((call.rows or 0 for call in replay.recording.calls if call.depth == 1), default=0)
+    rows = most_rows(replay)
     return in_parts(replay, rows) if rows > 2 else "the batch has two rows at most"
+
+
+def most_rows(replay):
+    """Return the rows of the largest batch that a model was given, 0 if none was."""
+    return max((call.rows or 0 for call in replay.recording.calls if call.depth == 1), default=0)
 
 
 def in_parts(replay, parts):
@@ -21,6 +26,8 @@ def in_parts(replay, parts):
     rows = {call.rows for call in replay.recording.calls if call.depth == 1 and call.rows}
     if not rows or max(rows) < parts:
         return "no model was given a batch of so many rows"
+    if any(call.sequence_first and call.rows in rows for call in replay.recording.calls):
+        return "a module takes the sequence first (batch_first=False), so that the first dimension is no batch's"
     shapes = {shape for model in replay.recording.models for shape in model.shapes}
     spans = []
     for i in replay.where(ACTIVATIONS, TEMPORARIES):

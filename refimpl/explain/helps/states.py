@@ -2,6 +2,7 @@
 
 from ...memory.ledger import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
 from ..kinds import BEFORE, CASTS, COPIES, LOG_PROBABILITIES, LOSS, OF_SCORES, UPDATE, Kinds
+from .batches import most_rows
 from .found import Found
 
 RANKS = 8
@@ -98,6 +99,8 @@ def split_sequence(replay):
 
 def fewer_rows(replay):
     """Give each rank a part of the batch."""
+    if most_rows(replay) == 1:
+        return "the batch has one row"
     return _scaled([ACTIVATIONS, INPUTS], replay, RANKS, "gradients on their way are in buckets", _of_the_batch)
 
 
