@@ -164,6 +164,17 @@ def test_a_prefix_at_the_edge_of_a_tile(more, kit, monkeypatch):
     close(kit.gradients(flash_attention, q, k, v, gradient, **options), expected, 2e-5)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("lengths", [[1, 35], [35, 1]])
+def test_which_tiles_are_seen_is_each_sequence_s_own(lengths, kit, monkeypatch):
+    """By the first sequence's prefix, the other one would leave out tiles that it sees."""
+    monkeypatch.setattr(configs, "INTERPRETED", Config(16, 16, 4, 1))
+    q, k, v, gradient = kit.inputs(2, 2, 1, 40, 40, 16, torch.float32)
+    options = {"score": PrefixLM(torch.tensor(lengths))}
+    expected = kit.gradients(reference_attention, q, k, v, gradient, **options)
+    close(kit.gradients(flash_attention, q, k, v, gradient, **options), expected, 2e-5)
+
+
 class Squared(ScoreHook):
     """A user's own: S² / 4, for the second head."""
 
