@@ -6,7 +6,7 @@ from rank_pool import pooled
 from refimpl.bench import context_parallel
 from refimpl.comm import launch
 
-TINY = {"vocab_size": 61, "context_length": 128, "layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2,
+TINY = {"vocab_size": 61, "context_length": 64, "layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2,
         "positions": "rotary"}
 
 
