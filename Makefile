@@ -31,6 +31,8 @@ ITS_VERSION = $(shell $(FIRST) -c 'import sys; print("is %d.%d.%d" % sys.version
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export JUPYTER_PREFER_ENV_PATH = 1
 unexport MPLBACKEND
+# Without compiled modules in __pycache__ each of some hundred processes compiles the package anew: half a second.
+unexport PYTHONDONTWRITEBYTECODE
 # Threads that wait give their core away: ranks share cores, and spinning slows all of them.
 export OMP_WAIT_POLICY = passive
 
