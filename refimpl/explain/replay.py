@@ -93,6 +93,11 @@ class Replay:
         """Return the rows of backward, in order."""
         return [i + 1 for i, op in enumerate(self.trace.ops) if op.phase == BACKWARD]
 
+    @cached_property
+    def forwards(self):
+        """Return the rows of forward, in order."""
+        return [i + 1 for i, op in enumerate(self.trace.ops) if op.phase == FORWARD]
+
     def begins_backward(self, record, path):
         """Return the first row of the backward of a module of which `record`, freed there, was kept.
 

@@ -8,6 +8,7 @@ import itertools
 from contextlib import ExitStack
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activations import compress_activations, offload_activations
 from ..attention import flash_attention, tiled_attention
@@ -33,7 +34,7 @@ class Switched:
 
     def __enter__(self):
         if self.name == "none":
-            self._stack.enter_context(_zero_grad_to_none())
+            self._stack.callback(register_optimizer_step_post_hook(_drop_gradients).remove)
             self.applied = 1
         return self
 
@@ -103,15 +104,11 @@ def _autocast(model, stack):
     stack.enter_context(torch.autocast(device, torch.bfloat16))
 
 
-def _zero_grad_to_none():
-    """`zero_grad()` as it is by default, whatever it was asked."""
-    before = torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad
-    stack = ExitStack()
-    torch.optim.Optimizer.zero_grad = lambda self, set_to_none=True: before[0](self, True)
-    torch.nn.Module.zero_grad = lambda self, set_to_none=True: before[1](self, True)
-    stack.callback(setattr, torch.optim.Optimizer, "zero_grad", before[0])
-    stack.callback(setattr, torch.nn.Module, "zero_grad", before[1])
-    return stack
+def _drop_gradients(optimizer, args, kwargs):
+    """After a step: what `zero_grad()` does where it comes first in the next one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 SWITCHES = {

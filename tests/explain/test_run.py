@@ -208,3 +208,22 @@ def test_parameters_that_no_optimizer_has_updated_are_named(ran, other):
     assert made.done
     named = [note for note in Explanation(made).notes if "272 parameters want gradients" in note]
     assert len(named) == (other == "steps later")
+
+
+@pytest.mark.parametrize("late", ["optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)", ""])
+def test_gradients_that_are_dropped_between_forward_and_backward_are_there_in_forward(ran, late):
+    """As many loops have it: forward, zero_grad, backward, step. The peak is what a metric takes before backward."""
+    program = f"""
+        for _ in range(4):
+            {"optimizer.zero_grad()" if not late else "pass"}
+            loss = model(torch.randn(48, 16)).square().mean()
+            torch.zeros(100_000).sum()
+            {late or "pass"}
+            loss.backward()
+            optimizer.step()
+        """
+    replay = Replay(ran(program).recording)
+    found = {each.name: each for each in helps(replay)}["none"]
+    saved = replay.peak - Replay(ran(program, switch="none").recording).peak
+    assert saved == found.saves == (4 * (2 * 16 * 64 + 64 + 16) if late else 0)
+    assert found.bound if late else "already" in found.why

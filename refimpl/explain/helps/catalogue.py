@@ -21,8 +21,8 @@ class Technique(NamedTuple):
 
 
 TECHNIQUES = [Technique(*each) for each in (
-    ("none", "memory", "gradients set to None, not zeroed", states.set_to_none, "nothing", "00",
-     "optimizer.zero_grad()"),
+    ("none", "memory", "gradients set to None before forward", states.set_to_none, "nothing", "00",
+     "optimizer.zero_grad(), then the model"),
     ("no_grad", "memory", "no graph where there is no backward", states.without_graph, "nothing", "01",
      "with torch.no_grad(): …"),
     ("autocast", "mixed_precision", "mixed precision", states.half_precision, "16-bit rounding", "02",

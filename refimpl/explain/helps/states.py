@@ -11,13 +11,13 @@ NO_SEQUENCE = "no model here reads sequences"
 
 
 def set_to_none(replay):
-    """Drop gradients after each step, `zero_grad()` as it is by default."""
+    """Drop gradients after each step: `zero_grad()` as it is by default, before the next forward, not after it."""
     spans = []
     for step, (_, end) in enumerate(replay.steps[:-1]):
-        after = next((row for row in replay.backwards if row >= end), None)
-        until = after or replay.steps[step + 1][1]
-        spans += [(end, until, -replay.nbytes[i]) for i in replay.where(GRADIENTS)
-                  if replay.born[i] < end and replay.freed[i] > until]
+        begins = next((row for row in replay.forwards if row >= end), replay.rows)
+        until = next((row for row in replay.backwards if row >= end), replay.steps[step + 1][1])
+        spans += [(end, min(until, int(replay.freed[i])), -replay.nbytes[i]) for i in replay.where(GRADIENTS)
+                  if replay.born[i] < end and replay.freed[i] > begins]
     return Found(spans, "in backward they come back one after the other") if spans else (
         "gradients are None already while the forward runs")
 
