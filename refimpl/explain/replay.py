@@ -98,6 +98,13 @@ class Replay:
         """Return the rows of forward, in order."""
         return [i + 1 for i, op in enumerate(self.trace.ops) if op.phase == FORWARD]
 
+    @cached_property
+    def retained(self):
+        """Tell whether a graph outlives its backward: when techniques would drop what it holds is not known then."""
+        saved = [[self.records[i] for i in self.made_in(call) if self.records[i].saved]
+                 for call in self.recording.calls if call.depth == 1 and call.goes_back]
+        return any(records and not any(each.freed_by_backward for each in records) for records in saved)
+
     def begins_backward(self, record, path):
         """Return the first row of the backward of a module of which `record`, freed there, was kept.
 

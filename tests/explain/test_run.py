@@ -158,6 +158,8 @@ def test_graphs_that_outlive_their_backward_had_one(ran):
         """)
     found = {each.name: each for each in helps(Replay(made.recording))}
     assert found["no_grad"].saves == 0 and found["no_grad"].why == "every forward here has its backward"
+    for name in ("bf16", "int8", "masks", "host"):
+        assert found[name].saves == 0 and "retain_graph=True" in found[name].why
 
 
 def test_no_rows_are_taken_where_the_sequence_comes_first(ran):

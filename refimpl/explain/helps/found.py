@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+RETAINED = "graphs outlive their backward (retain_graph=True): when it would be dropped is not known"
+
 
 class Found(NamedTuple):
     """The change to the timeline: [(first row, row after the last, ± bytes)].

@@ -6,7 +6,7 @@ from ...activations.codecs import cast_bytes, group_bytes, mask_bytes
 from ...activations.compress import SMALLEST
 from ...memory.ledger import ACTIVATIONS
 from ...memory.records import FORWARD
-from .found import Found
+from .found import RETAINED, Found
 
 FORWARD_USE, BACKWARD_USE = 3, 3  # operations that use the tensor itself
 GROUP = 128
@@ -25,6 +25,8 @@ def compressed(method, replay):
     """Compress by one of the methods of `compress_activations`."""
     spans = [span for i in saved(replay) if (after := _packed_bytes(method, replay, i)) < replay.nbytes[i]
              for span in _spans(replay, i, after)]
+    if not spans and replay.retained:
+        return RETAINED
     if not spans:
         return "no mask is saved" if method == "lossless" else "nothing of a wider type that wants a gradient is saved"
     return Found(spans, "what has inf, NaN or logarithms far apart stays whole" if method == "int8" else "")
@@ -37,7 +39,7 @@ def on_the_host(replay):
     """Keep what is saved in host memory (`offload_activations`), where the device has a memory of its own."""
     spans = [span for i in saved(replay) if replay.nbytes[i] >= 2**20 for span in _spans(replay, i, 0)]
     if not spans:
-        return "no saved tensor has 1 MiB"
+        return RETAINED if replay.retained else "no saved tensor has 1 MiB"
     return Found(spans, "copies on their way are on the device; on a CPU nothing is saved")
 
 

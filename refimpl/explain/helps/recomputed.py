@@ -3,7 +3,7 @@
 from ...memory.ledger import ACTIVATIONS
 from ...memory.records import BACKWARD
 from ..replay import inside
-from .found import Found
+from .found import RETAINED, Found
 
 
 def blocks(replay):
@@ -15,7 +15,7 @@ def blocks(replay):
     paths = {path for path in paths if not any(inside(module, path) for module in again)}
     if not paths:
         return "every block is recomputed already"
-    return _dropped(replay, paths) or "the blocks keep nothing for backward"
+    return _dropped(replay, paths) or _nothing(replay, "blocks")
 
 
 def mlps(replay):
@@ -23,7 +23,11 @@ def mlps(replay):
     paths = {path for model in replay.recording.models for path in model.mlps}
     if not paths:
         return "no MLP here has linear layers of a Llama's names, or our GPT's, and a known activation"
-    return _dropped(replay, paths) or "the MLPs keep nothing for backward"
+    return _dropped(replay, paths) or _nothing(replay, "MLPs")
+
+
+def _nothing(replay, what):
+    return RETAINED if replay.retained else f"the {what} keep nothing for backward"
 
 
 def _dropped(replay, paths):
