@@ -48,47 +48,6 @@ def first(predict):
     verdict("first", predict, check)
 
 
-def _averaged(comm, average, sizes, bucket_bytes):
-    """Return (the gradients that `average` left, the means, collectives, bytes sent, bytes of buffers)."""
-    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
-    for number, parameter in enumerate(parameters):
-        parameter.grad = torch.full_like(parameter, float(number * comm.world_size + comm.rank))
-    middle = (comm.world_size - 1) / 2
-    expected = [torch.full_like(p, number * comm.world_size + middle) for number, p in enumerate(parameters)]
-    run, calls = comm._run, []
-    comm._run = lambda collective, *args: calls.append(collective) or run(collective, *args)
-    with memory.track(parameters, [p.grad for p in parameters]) as t:
-        average(comm, parameters, bucket_bytes)
-    taken = int(t.timeline.totals.max()) - t.start.total
-    found = [None if p.grad is None else p.grad.clone() for p in parameters]
-    return found, expected, len(calls), comm.traffic.total, taken
-
-
-def second(average):
-    """Grade `average(comm, parameters, bucket_bytes)`, which makes each `.grad` its mean over ranks, by few collectives
-    and in small buffers."""
-    sizes = [64 * (1 + number % 3) for number in range(30)]
-    nbytes, bucket_bytes = 4 * sum(sizes), 4096
-
-    def check(average):
-        for world_size in (2, 4):
-            most, sent = -(-nbytes // bucket_bytes) + 1, 2 * (world_size - 1) * nbytes // world_size
-            for rank, result in enumerate(launch(_averaged, world_size, average, sizes, bucket_bytes, device="cpu")):
-                found, expected, calls, traffic, taken = result
-                for number, (mine, mean) in enumerate(zip(found, expected, strict=True)):
-                    if mine is None or mine.shape != mean.shape or not torch.allclose(mine, mean):
-                        return f"gradient {number} on rank {rank} of {world_size} is not the mean over ranks"
-                if calls > most:
-                    return f"the means are right, by {calls} collectives; {most} buckets hold all {nbytes:,} bytes"
-                if taken > 2 * bucket_bytes + 1024:
-                    return f"the means are right, but {taken:,} bytes were taken: two buckets are {2 * bucket_bytes:,}"
-                if not 0.99 * sent <= traffic <= 1.01 * sent:
-                    return f"the means are right, but a rank sent {traffic:,} bytes; 2(N-1)/N of all is {sent:,}"
-        return None
-
-    verdict("second", average, check)
-
-
 def _batch(rank):
     """Return (tokens, targets) of a rank: a row for each of its LENGTHS, padded with targets of −100."""
     rows = torch.randint(0, 64, (2, len(LENGTHS[rank]), 16), generator=torch.Generator().manual_seed(rank))
@@ -109,7 +68,7 @@ def _unequal(comm, backward):
     return [parameter.grad for parameter in model.parameters()], comm.traffic.total
 
 
-def third(backward):
+def second(backward):
     """Grade `backward(comm, model, tokens, targets)`, which leaves in every `.grad` the gradient of the mean loss over
     the targets of all ranks. Ranks have different numbers of them; besides gradients a number or two is sent."""
 
@@ -128,4 +87,4 @@ def third(backward):
                 return f"the gradient is right, but a rank sent {traffic:,} bytes; 2(N-1)/N of gradients is {sent:,}"
         return None
 
-    verdict("third", backward, check)
+    verdict("second", backward, check)

@@ -3,7 +3,7 @@
 import torch
 
 from .. import memory
-from ..comm import FakeCommunicator, launch
+from ..comm import launch
 from ..zero import Zero3
 from . import verdict
 
@@ -14,43 +14,6 @@ DECAY, STEPS = 0.9, 3
 def _layers(number):
     torch.manual_seed(0)
     return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(number)))
-
-
-def _stack(layers, world_size, ahead):
-    """Return (peak bytes of parameters, bytes sent of parameters and gradients) of a stack's third step."""
-    model, x = _layers(layers), torch.ones(2, WIDTH)
-    engine = Zero3(model, FakeCommunicator(0, world_size), look_ahead=ahead)
-    sent = []
-    for _ in range(3):
-        before = engine.comm.traffic
-        with memory.track(model, engine.optimizer) as t:
-            engine.backward(engine(x).sum())
-            engine.step()
-        sent.append(engine.comm.traffic - before)
-    checks = 3 * (world_size - 1) * 24  # that all ranks do the same, before forward, backward and step
-    most = int(t.timeline.nbytes[:, t.timeline.categories.index("parameters")].max())
-    return most, sent[-1]["all_gather"] - checks + sent[-1]["reduce_scatter"]
-
-
-def first(predict):
-    """Grade `predict(layers, nbytes, world_size, ahead)`, which returns (the most bytes of parameters at a moment,
-    bytes that a rank sends of parameters and gradients) in a step of stage 3, of layers of `nbytes` each, with
-    `look_ahead` of `ahead`, a layer being a unit."""
-
-    def check(predict):
-        for layers, world_size, ahead in ((4, 4, 0), (8, 4, 2), (8, 2, 1), (3, 4, 9)):
-            most, sent = _stack(layers, world_size, ahead)
-            asked = f"{layers} layers of {NBYTES:,} bytes, {world_size} ranks, {ahead} ahead"
-            said = predict(layers, NBYTES, world_size, ahead)
-            if not isinstance(said, (tuple, list)) or len(said) != 2:
-                return f"expected a pair, the most bytes and the bytes sent; you say {said!r}"
-            if not 0 <= most - said[0] <= 4:  # one NaN, which released parameters show
-                return f"{asked}: you say {said[0]:,} at most, a rank has {most:,} bytes of parameters"
-            if said[1] != sent:
-                return f"{asked}: the bytes held are right; you say {said[1]:,} are sent, a rank sends {sent:,}"
-        return None
-
-    verdict("first", predict, check)
 
 
 def _near(found, right):
@@ -81,7 +44,7 @@ def _sharded(comm, sharded_linear):
     return (y.detach() if isinstance(y, torch.Tensor) else y), x.grad, shard.grad, kept, comm.traffic.total
 
 
-def second(sharded_linear):
+def first(sharded_linear):
     """Grade `sharded_linear(comm, shard, x, out)`, which returns x Wᵀ. `shard` is this rank's 1/N of W, flat, of shape
     (out, features). W is whole in forward and in backward, and not between; `shard.grad` is a mean over ranks."""
 
@@ -107,7 +70,7 @@ def second(sharded_linear):
                     return f"the numbers are right, but a rank sent {traffic:,} bytes; three times (N-1)/N is {sent:,}"
         return None
 
-    verdict("second", sharded_linear, check)
+    verdict("first", sharded_linear, check)
 
 
 def _averaged(comm, average):
@@ -138,7 +101,7 @@ def _whole(engine):
         return [engine.parameters.whole[bucket].clone() for bucket in engine.buckets]
 
 
-def third(average):
+def second(average):
     """Grade `average(engine, decay)`, which returns a function `update()`. Called after each step, that returns [this
     rank's shard of the running average of the weights] in the order of `engine.buckets`; Ψ/N bytes, nothing sent."""
 
@@ -157,4 +120,4 @@ def third(average):
                         f"is {share:,}")
         return None
 
-    verdict("third", average, check)
+    verdict("second", average, check)

@@ -6,12 +6,6 @@ import torch
 from refimpl.exercises import zero_3 as page
 
 
-def predict(layers, nbytes, world_size, ahead):
-    gathered = 2 * layers - 1  # the last one stays for backward
-    most = layers * nbytes // world_size + min(layers, 1 + ahead) * nbytes
-    return most, (gathered + layers) * (world_size - 1) * nbytes // world_size
-
-
 class Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, comm, shard, x, out):
@@ -103,30 +97,26 @@ def not_averaged(engine, decay):
 
 
 @pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, predict), (page.second, Sharded.apply), (page.third, average)])
+    (page.first, Sharded.apply), (page.second, average)])
 def test_right_answers(said, exercise, answer):
     assert "right, on parity and on bytes" in said(exercise, answer)
 
 
 @pytest.mark.parametrize(("exercise", "answer", "complaint"), [
-    (page.first, lambda layers, nbytes, n, ahead: layers * nbytes, "expected a pair"),
-    (page.first, lambda layers, nbytes, n, ahead: (layers * nbytes // n, 0), "a rank has 32,772 bytes of parameters"),
-    (page.first, lambda layers, nbytes, n, ahead: (predict(layers, nbytes, n, ahead)[0], 3 * layers * nbytes),
-     "the bytes held are right; you say 196,608 are sent, a rank sends 135,168"),
-    (page.second, lambda comm, shard, x, out: comm.all_gather(shard).view(out, -1), "the output is not"),
-    (page.second, lambda comm, shard, x, out: x @ comm.all_gather(shard).view(out, -1).T,
+    (page.first, lambda comm, shard, x, out: comm.all_gather(shard).view(out, -1), "the output is not"),
+    (page.first, lambda comm, shard, x, out: x @ comm.all_gather(shard).view(out, -1).T,
      "the shard has no gradient, or another one"),
-    (page.second, Summed.apply, "the shard has no gradient, or another one"),
-    (page.second, Reduced.apply, "a rank sent"), (page.second, Kept.apply, "bytes stay from forward to backward"),
-    (page.third, of_whole_weights, "bytes were sent for it"),
-    (page.third, of_shards_anew, "the average is right, but it took"),
-    (page.third, not_averaged, "is not that of the average after 3 steps"),
-    (page.third, lambda engine, decay: list, "expected a list of 8 shards"),
+    (page.first, Summed.apply, "the shard has no gradient, or another one"),
+    (page.first, Reduced.apply, "a rank sent"), (page.first, Kept.apply, "bytes stay from forward to backward"),
+    (page.second, of_whole_weights, "bytes were sent for it"),
+    (page.second, of_shards_anew, "the average is right, but it took"),
+    (page.second, not_averaged, "is not that of the average after 3 steps"),
+    (page.second, lambda engine, decay: list, "expected a list of 8 shards"),
 ])
 def test_wrong_answers(said, exercise, answer, complaint):
     assert complaint in said(exercise, answer)
 
 
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
+@pytest.mark.parametrize("exercise", [page.first, page.second])
 def test_blank_answers(said, exercise):
     assert "not answered yet" in said(exercise, lambda *args: None)
