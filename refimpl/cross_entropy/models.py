@@ -33,7 +33,8 @@ def without_logits(model, **options):
 
     `options`: of `chunked_linear_cross_entropy`, such as `chunk_size` and `z_loss`. The model's parameters, their names
     and its state_dict stay the same, tied weights too. `num_items_in_batch`, which transformers' Trainer passes,
-    divides the sum of the losses, as in theirs.
+    divides the sum of the losses, as in theirs. Its `compute_metrics` is not called where there are no logits: remove()
+    first. Its `label_smoothing_factor` keeps the labels from the model, whose logits then stay: give `label_smoothing`.
 
     A softcap or a factor on the logits (Gemma 2, Cohere, Granite, Falcon-H1) is taken from the model's configuration,
     and checked in the first call. The model may be peft's if its head is not adapted.
@@ -91,31 +92,46 @@ class Change(NamedTuple):
         return cls(factor, getattr(config, SOFTCAP, None))
 
     def of(self, x):
-        """Return x, changed, in fp32."""
-        x = x.float() * self.factor
+        """Return x, changed, in fp32 or, of fp64, in that."""
+        x = _wide(x) * self.factor
         return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 
     def error(self, hidden, found):
-        """Return how far `found` is from hidden, changed: the largest error, in units of its dtype's rounding."""
-        hidden, found = (x.detach().reshape(-1, x.shape[-1])[:SAMPLE] for x in (hidden, found))
-        rounding = max(torch.finfo(x.dtype).eps for x in (hidden, found))
-        return ((self.of(hidden) - found.float()).abs() / (rounding * found.float().abs() + 1e-30)).max().item()
+        """Return how far `found` is from hidden, changed: the largest error, in units of its dtype's rounding. Of a
+        number below the dtype's smallest normal one, that the model divided by its softcap, that is the rounding."""
+        kinds = [torch.finfo(x.dtype) for x in (hidden, found)]
+        rounding, smallest = max(kind.eps for kind in kinds), max(kind.smallest_normal for kind in kinds)
+        found = _wide(found)
+        near_0 = smallest * max(1.0, self.softcap or 1.0)
+        return ((self.of(hidden) - found).abs() / (rounding * found.abs().clamp(min=near_0))).max().item()
 
 
 def changed(model, hidden, found):
     """Return the Change that makes `found` of hidden: what the configuration says, a part of that, or none.
-    RuntimeError if it is another one."""
+    RuntimeError if it is another one.
+
+    In 16 bits a softcap may move small numbers by less than their rounding. So what the configuration says is believed
+    wherever it fits, also if less of it fits better, unless nothing has moved.
+    """
     said = Change.said(model.config)
     if memory.is_dry(hidden) or not hidden.numel():
         return said if found is not hidden else Change()
     parts = dict.fromkeys([said, Change(said.factor), Change(1.0, said.softcap), Change()])
     if found.shape == hidden.shape:
-        error, change = min(((change.error(hidden, found), change) for change in parts), key=lambda pair: pair[0])
-        if error <= 8:
-            return change
+        hidden, found = (x.detach().reshape(-1, x.shape[-1])[:SAMPLE] for x in (hidden, found))
+        if hidden.any() and torch.equal(_wide(hidden), _wide(found)):
+            return Change()
+        fits = next((change for change in parts if change.error(hidden, found) <= 8), None)
+        if fits is not None:
+            return fits
     raise RuntimeError(f"{type(model).__name__} changes its logits between head and loss, and not as its config says "
                        f"({said}): expected a factor ({', '.join(FACTORS)}), a softcap ({SOFTCAP}) or neither. Call "
                        "chunked_linear_cross_entropy in its forward")
+
+
+def _wide(x):
+    """Return x in fp32, or as it is if that is fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _OfGPT:

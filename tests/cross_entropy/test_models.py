@@ -161,6 +161,28 @@ def test_a_change_between_head_and_loss_is_taken_along(name, monkeypatch):
     assert (model(**batch).loss - expected.loss).abs() > 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.02, 1.0, 300.0])
+def test_a_softcap_is_found_in_every_dtype(dtype, scale):
+    """In fp64, of which fp32 keeps half; and where it moves numbers by less than they are rounded."""
+    model = causal("gemma2", **GROUPED)()
+    for cap in (15.0, 50.0):
+        model.config.final_logit_softcapping = cap
+        hidden = (scale * torch.randn(4, 16, 64)).to(dtype)
+        assert models.changed(model, hidden, torch.tanh(hidden / cap) * cap) == models.Change(1.0, cap)
+        assert models.changed(model, hidden, hidden * 1) == models.Change()
+        assert models.changed(model, torch.zeros_like(hidden), torch.zeros_like(hidden)) == models.Change(1.0, cap)
+
+
+def test_a_model_with_a_softcap_in_fp64():
+    model, batch = causal("gemma2", **GROUPED, final_logit_softcapping=3.0)().double(), padded()()
+    expected, gradients = stepped(copy.deepcopy(model), batch)
+    without_logits(model, chunk_size=48)
+    outputs, found = stepped(model, batch)
+    assert (outputs.loss - expected.loss).abs() < 1e-6 * expected.loss  # theirs computes it in fp32
+    assert all((found[k] - g).norm() < 1e-5 * g.norm() + 1e-7 for k, g in gradients.items())
+
+
 def test_another_change_is_named():
     """A penalty on the first features, one written in place, a factor that the configuration does not know."""
     model, batch = built("llama")
