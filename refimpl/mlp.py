@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .feed_forward import activation_of
+
 aten = torch.ops.aten
 
 # name → (the function, into `out`; the gradient by its input, into `grad_input`)
@@ -35,9 +37,6 @@ ACTIVATIONS = {
 }
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 KEEP = ("input", "hidden")
-# The activations of others, by the names of their classes: torch's and transformers'.
-CLASSES = {"SiLU": "silu", "SiLUActivation": "silu", "GELU": "gelu", "GELUActivation": "gelu", "ReLU": "relu",
-           "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))  # of a Llama's layers, and of our GPT's
 
 
@@ -79,7 +78,8 @@ class MemoryEfficientMLP(nn.Module):
     @classmethod
     def of(cls, mlp, *, keep="input", chunk_size=None):
         """Return a MemoryEfficientMLP of the layers of `mlp`, which must be a Llama's (gate_proj, up_proj, down_proj,
-        act_fn) or our GPT's: same Parameters under the same names. TypeError for any other."""
+        act_fn) or our GPT's: same Parameters under the same names. TypeError for any other, and for one whose forward
+        does more with these layers: a factor, a clamp, dropout."""
         names = next((names for names in NAMES if hasattr(mlp, names[1]) and hasattr(mlp, names[2])), NAMES[0])
         linears = {name: getattr(mlp, name) for name in names if getattr(mlp, name, None) is not None}
         others = [name for name, child in mlp.named_children() if name not in linears and name != "act_fn"]
@@ -87,13 +87,7 @@ class MemoryEfficientMLP(nn.Module):
             found = ", ".join(f"{name}: {type(child).__name__}" for name, child in mlp.named_children())
             raise TypeError(f"{type(mlp).__name__} has {found or 'no layers'}: expected nn.Linear layers named "
                             f"{', '.join(NAMES[0])} or {', '.join(NAMES[1])}, and at most an act_fn beside them")
-        act = type(getattr(mlp, "act_fn", nn.SiLU() if "gate" in linears else nn.GELU("tanh")))
-        kind = CLASSES.get(act.__name__)
-        if act is nn.GELU and getattr(getattr(mlp, "act_fn", None), "approximate", "tanh") == "tanh":
-            kind = "gelu_tanh"
-        if kind is None:
-            raise TypeError(f"{type(mlp).__name__} has the activation {act.__name__}: expected one of "
-                            f"{', '.join(CLASSES)}, whose gradient is known here")
+        kind = activation_of(mlp, tuple(linears))
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         kind = kind if len(linears) == 2 else next(gated for gated, plain in GATED.items() if plain == kind)

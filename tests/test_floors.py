@@ -10,7 +10,7 @@ TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_leng
               "cross_entropy", "mlp", "zero", "offload", "parallel", "compression", "allocator"}
 FLOORS = {**dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
-                           "saving"), 2),
+                           "feed_forward", "saving"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
            **dict.fromkeys(("bench", "exercises", "engine", "planner", "estimate", "explain", "cli", "__main__"), 4)}
 GROUND = {"comm": {"ranks", "memory"}, "memory": set(), "ranks": {"memory"}}  # what stands on what on floor 1

@@ -146,8 +146,9 @@ def test_autocast():
 MODELS = {"llama": causal("llama", **GROUPED), "gemma": causal("gemma", **GROUPED),
           "qwen2": causal("qwen2", **GROUPED),
           "gpt": lambda: GPT(GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)),
-          "gpt swiglu": lambda: GPT(GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4,
-                                              mlp_hidden=48, activation="swiglu"))}
+          **{f"gpt {gated}": lambda gated=gated: GPT(GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32,
+                                                               heads=4, mlp_hidden=48, activation=gated))
+             for gated in ("swiglu", "geglu")}}
 
 
 def step(model, batch):
@@ -217,3 +218,27 @@ def test_layers_that_are_something_else_are_named():
     with pytest.raises(TypeError, match="activation Tanh"):
         memory_efficient_mlps(llama)
     assert type(llama.model.layers[0].mlp).__name__ == "LlamaMLP"  # none is replaced if one cannot be
+
+
+MORE = {"falcon_h1": ({"mlp_multipliers": [0.5, 2.0], "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
+                       "mamba_d_state": 16, "mamba_expand": 1}, "act_fn, mul_1, down_proj, mul_2"),
+        "seed_oss": ({}, "down_proj, dropout"), "deepseek_v4": ({}, "gate_proj, clamp, up_proj, clamp_1"),
+        "gemma3n_text": ({"intermediate_size": [128, 128], "vocab_size_per_layer_input": 256, "laurel_rank": 8,
+                          "hidden_size_per_layer_input": 16, "activation_sparsity_pattern": [0.9, 0.0],
+                          "num_kv_shared_layers": 0}, "mean, std")}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_forward_that_does_more_with_these_layers_is_named(name):
+    """They have a Llama's names; computed as a Llama's layers, gradients were wrong and nothing said so."""
+    config, words = MORE[name]
+    model = causal(name, **{**GROUPED, **config})()
+    with pytest.raises(TypeError, match=f"MLP computes .*{words}.*: expected down_proj"):
+        memory_efficient_mlps(model)
+    assert not any(isinstance(module, MemoryEfficientMLP) for module in model.modules())
+
+
+def test_a_factor_of_1_and_a_dropout_of_0_are_nothing():
+    config = {**MORE["falcon_h1"][0], "mlp_multipliers": [1.0, 1.0]}
+    assert memory_efficient_mlps(causal("falcon_h1", **GROUPED, **config)()) == 2
+    assert memory_efficient_mlps(causal("seed_oss", **GROUPED, residual_dropout=0.0)()) == 2
