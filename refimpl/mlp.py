@@ -52,7 +52,8 @@ class MemoryEfficientMLP(nn.Module):
 
     Numbers are those of the plain layers: each token's forward to the bit where the products are, gradients of weights
     up to the order of summation. With chunks the weights' gradients of 16-bit layers are summed in fp32 and rounded
-    once. `mlp_bytes` gives the bytes. Under autocast x and weights are cast to its dtype, for the time of the call.
+    once. `mlp_bytes` gives the bytes. Under autocast x and weights are cast to its dtype, for the time of the call;
+    fp64 is not, as in plain layers.
 
     The linear layers are not called, so hooks on them do not run. Raises ValueError for unknown names and sizes,
     TypeError for dtypes that differ, RuntimeError for `create_graph=True`.
@@ -102,7 +103,7 @@ class MemoryEfficientMLP(nn.Module):
         """Return the layer's output for x (…, d): (…, d)."""
         *gate, up, down = (getattr(self, name) for name in self.names)
         dtype, device = x.dtype, x.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device) and torch.float64 not in (dtype, up.weight.dtype, down.weight.dtype):
             dtype = torch.get_autocast_dtype(device)
         elif up.weight.dtype != dtype or down.weight.dtype != dtype:
             raise TypeError(f"x is of {dtype}, the weights of {up.weight.dtype} and {down.weight.dtype}: expected one "

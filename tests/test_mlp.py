@@ -143,6 +143,13 @@ def test_autocast():
         assert a.dtype == b.dtype == torch.float32 and (a - b).norm() < 2e-2 * b.norm()
 
 
+def test_autocast_leaves_fp64_as_it_is():
+    mlp, x = MemoryEfficientMLP(D, H, "swiglu", dtype=torch.float64), torch.randn(21, D, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = mlp(x), plain(mlp, x)
+    assert ours.dtype == theirs.dtype == torch.float64 and (ours - theirs).abs().max() < 1e-13
+
+
 MODELS = {"llama": causal("llama", **GROUPED), "gemma": causal("gemma", **GROUPED),
           "qwen2": causal("qwen2", **GROUPED),
           "gpt": lambda: GPT(GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)),
