@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -78,6 +78,8 @@ CASES = {"T": st.integers(1, 21), "more": st.integers(-5, 9), "D": st.integers(1
          "names": st.sets(st.sampled_from(["softcap", "alibi", "documents", "prefix"])), "causal": st.booleans(),
          "sinks": st.booleans(), "window": st.none() | st.integers(0, 12), "heads": st.sampled_from([(4, 2), (1, 1)]),
          "dropout_p": st.sampled_from([0.0, 0.3])}
+NOTHING_BUT_A_SINK = {"T": 9, "more": -5, "D": 4, "V": 3, "names": set(), "causal": True, "sinks": True, "window": None,
+                      "heads": (4, 2), "dropout_p": 0.0}  # the first queries see no key
 
 
 def beside_the_reference(attention, dtype, tolerance, kit, T, more, D, V, names, causal, sinks, window, heads,
@@ -97,6 +99,7 @@ def beside_the_reference(attention, dtype, tolerance, kit, T, more, D, V, names,
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(**CASES)
+@example(**NOTHING_BUT_A_SINK)
 def test_in_tiles_it_is_the_reference(kit, **case):
     beside_the_reference(SMALL, torch.float64, 1e-11, kit=kit, **case)
 
@@ -104,6 +107,7 @@ def test_in_tiles_it_is_the_reference(kit, **case):
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(**CASES)
+@example(**NOTHING_BUT_A_SINK)
 def test_in_kernels_it_is_the_reference(kit, **case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configs, "INTERPRETED", Config(16, 16, 4, 1))

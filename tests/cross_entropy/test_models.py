@@ -62,6 +62,30 @@ def test_a_tuple_and_shifted_labels():
     assert logits is None and (loss - expected).abs() < 1e-6
 
 
+def test_another_ignored_id_and_an_evaluation_with_items():
+    model, batch = built("llama")
+    batch["labels"] = batch["labels"].masked_fill(batch["labels"] < 0, 7)
+    copied = copy.deepcopy(model)
+    without_logits(copied, chunk_size=48)
+    for more in ({"ignore_index": 7}, {"ignore_index": 7, "num_items_in_batch": torch.tensor(77)}):
+        with torch.no_grad():
+            expected, found = model(**batch, **more).loss, copied(**batch, **more).loss
+        assert (found - expected).abs() < 1e-6 * expected
+
+
+def test_a_factor_and_a_softcap():
+    """No model of theirs has both; one that did would have the factor first."""
+    model, batch = causal("cohere", **GROUPED, logit_scale=0.5)(), padded()()
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    model.config.final_logit_softcapping = 3.0
+    logits = model(**batch).logits.detach()
+    expected = model.loss_function(3.0 * torch.tanh(logits / 3.0), batch["labels"], 256)
+    without_logits(model, chunk_size=48)
+    inner = model.loss_function
+    model.loss_function = lambda logits, **given: inner(logits=3.0 * torch.tanh(logits / 3.0), **given)
+    assert (model(**batch).loss - expected).abs() < 1e-5 * expected
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_peak_of_a_model_whose_vocabulary_is_large(name):
     """It falls by nearly the difference of the heads' closed forms, and is that of a step without a head."""
