@@ -172,6 +172,10 @@ class _WithoutLogits:
         self.model.loss_function = self.before
 
     def _begin(self, model, args, kwargs):
+        if model is not self.model:
+            raise RuntimeError(f"this {type(model).__name__} is a replica of the one given to without_logits, as "
+                               "torch.nn.DataParallel makes one for each GPU: expected one process for each GPU, by "
+                               "torchrun and DistributedDataParallel, or remove() this")
         given = self.parameters.bind_partial(*args, **kwargs).arguments
         self.active, self.hidden, self.called = given.get("labels") is not None, None, False
 

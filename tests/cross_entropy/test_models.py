@@ -252,6 +252,22 @@ def test_a_peft_model_that_adapts_its_head_is_refused_before_it_runs():
     assert outputs.logits is None and (outputs.loss - expected).abs() < 1e-5 * expected
 
 
+def test_a_replica_is_refused_and_a_copy_is_a_model_of_its_own():
+    """A replica has the head of the first GPU's model, and its threads share what stands between head and loss."""
+    model, batch = built("llama")
+    expected, gradients = stepped(copy.deepcopy(model), batch)
+    handle = without_logits(model, chunk_size=48)
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match="replica .*DataParallel.*torchrun"):
+        replica(**batch)
+    copied = copy.deepcopy(model)
+    handle.remove()
+    outputs, found = stepped(copied, batch)
+    assert outputs.logits is None and (outputs.loss - expected.loss).abs() < 1e-5 * expected.loss
+    assert all((found[k] - g).norm() < 1e-5 * g.norm() + 1e-7 for k, g in gradients.items())
+    assert all(p.grad is None for p in model.parameters()) and model(**batch).logits is not None
+
+
 def test_a_model_with_a_loss_of_its_own_is_named():
     model, batch = built("llama")
     without_logits(model, chunk_size=48)
