@@ -4,6 +4,8 @@ There is one module for each page, with the functions `first`, `second` and `thi
 prints one verdict and returns None.
 """
 
+import torch
+
 
 class _Blank(Exception):
     """Raised when the reader's function still returns None or Ellipsis."""
@@ -29,3 +31,18 @@ def verdict(name, answer, check):
             raise
         complaint = "not answered yet (or is a `return` missing? the function gave None)"
     print(f"{name} exercise: {complaint or 'right, on parity and on bytes'}")
+
+
+def drawn(*shapes, scale=1.0, device="cpu"):
+    """Return random tensors of these shapes, the same in each call; the first is multiplied by `scale`."""
+    torch.manual_seed(0)
+    first, *rest = (torch.randn(shape).to(device) for shape in shapes)
+    return first * scale, *rest
+
+
+def close(said, expected):
+    """Tell whether an answer has the expected shape, and its values but for 1e-4 of the largest finite one."""
+    if said.shape != expected.shape:
+        return False
+    limit = 1e-4 * expected[expected.isfinite()].abs().max().item()
+    return torch.allclose(said.float(), expected, rtol=1e-4, atol=limit)

@@ -6,7 +6,7 @@ import torch
 
 from .. import memory
 from ..attention import reference_attention
-from . import verdict
+from . import close, drawn, verdict
 
 
 def _over(q, k, v, seen_TS):
@@ -15,16 +15,6 @@ def _over(q, k, v, seen_TS):
     lse = scores.logsumexp(dim=-1)
     top = lse.masked_fill(lse == -math.inf, 0)
     return (scores - top.unsqueeze(-1)).exp() @ v, lse
-
-
-def _inputs(T, S, D, scale=1.0):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 1, length, D) for length in (T, S, S))
-    return q * scale, k, v
-
-
-def _close(said, expected):
-    return torch.allclose(said, expected, rtol=1e-4, atol=1e-4 * expected[expected.isfinite()].abs().max().item())
 
 
 def first(merge):
@@ -39,13 +29,13 @@ def first(merge):
         staircase = everything.tril(-2)  # the first rows see no key at all, more of them none in the second half
         for what, scale, seen in (("plain halves", 1, everything), ("large scores", 300, everything),
                                   ("halves that some rows do not see", 1, staircase)):
-            q, k, v = _inputs(256, 256, 64, scale)
+            q, k, v = drawn(*[(1, 1, 256, 64)] * 3, scale=scale)
             halves = [*_over(q, k[:, :, :128], v[:, :, :128], seen[:, :128]),
                       *_over(q, k[:, :, 128:], v[:, :, 128:], seen[:, 128:])]
             with memory.track(*halves) as t:
                 out, lse = merge(*halves)
             for name, said, expected in zip(("out", "logsumexp"), (out, lse), _over(q, k, v, seen), strict=True):
-                if said.shape != expected.shape or not _close(said, expected):
+                if not close(said, expected):
                     return f"{what}: the {name} is not that of all keys" + " (NaN)" * bool(said.isnan().any())
             took, limit = t.peak.total - t.start.total, 3 * out.nbytes + 16 * lse.nbytes
             if took > limit:
@@ -71,12 +61,12 @@ def second(attend):
 
     def check(attend):
         for T, scale, sizes in ((100, 30, (30, 16)), (1024, 1, (128, 128))):  # the first: large scores, a shorter chunk
-            q, k, v = _inputs(T, T, 64, scale)
+            q, k, v = drawn(*[(1, 1, T, 64)] * 3, scale=scale)
             d_out = torch.randn(q.shape)
             found, kept, peak = read(lambda *x, sizes=sizes: attend(*x, *sizes), q, k, v, d_out)
             right, _, dense = read(reference_attention, q, k, v, d_out)
             for name, a, b in zip(("output", "dq", "dk", "dv"), found, right, strict=True):
-                if a.shape != b.shape or not _close(a, b):
+                if not close(a, b):
                     return f"{T:,} tokens: the {name} is not that of attention" + " (NaN)" * bool(a.isnan().any())
         if kept > 4 * q.nbytes:  # torch's checkpoint keeps the state of the random generator, 5 KB for each call
             return f"right, but it keeps {kept:,} bytes for backward: expected the output's {q.nbytes:,}"

@@ -4,17 +4,7 @@ import torch
 
 from .. import memory
 from ..attention import reference_attention
-from . import verdict
-
-
-def _inputs(T, S, D, scale=1.0):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 1, length, D) for length in (T, S, S))
-    return q * scale, k, v
-
-
-def _close(said, expected):
-    return torch.allclose(said, expected, rtol=1e-4, atol=1e-4 * expected[expected.isfinite()].abs().max().item())
+from . import close, drawn, verdict
 
 
 def first(attend):
@@ -26,16 +16,16 @@ def first(attend):
 
     def check(attend):
         for S, scale in ((1000, 1), (4096, 30)):  # the last tile is shorter; e^score alone overflows
-            q, k, v = _inputs(128, S, 16, scale)
+            q, k, v = drawn((1, 1, 128, 16), *[(1, 1, S, 16)] * 2, scale=scale)
             with torch.no_grad(), memory.track(q, k, v) as t:
                 answer = attend(q, k, v, 64)
             if not isinstance(answer, (tuple, list)) or len(answer) != 2:
                 return "expected a pair: the output and the largest weight of each row"
             said, largest = answer
-            if said.shape != q.shape or not _close(said, reference_attention(q, k, v)):
+            if not close(said, reference_attention(q, k, v)):
                 return f"{S:,} keys: the output is not softmax(q kᵀ / √D) v" + " (NaN)" * bool(said.isnan().any())
             weights = (q @ k.mT / 4).softmax(dim=-1).amax(dim=-1)
-            if largest.shape != weights.shape or not _close(largest, weights):
+            if not close(largest, weights):
                 return f"{S:,} keys: the output is right, the largest weights are not: expected e^(m − L) of each row"
             took, limit = t.peak.total - t.start.total, 6 * 4 * 128 * 64 + 8 * q.nbytes
             if took > limit:
@@ -54,7 +44,7 @@ def second(backward):
 
     def check(backward):
         T = 2048
-        q, k, v = (x.requires_grad_() for x in _inputs(T, T, 16))
+        q, k, v = (x.requires_grad_() for x in drawn(*[(1, 1, T, 16)] * 3))
         out, lse = reference_attention(q, k, v, causal=True, return_logsumexp=True)
         d_out = torch.randn(out.shape)
         expected = torch.autograd.grad(out, (q, k, v), d_out)
@@ -62,7 +52,7 @@ def second(backward):
         with memory.track(*given) as t:
             said = backward(*given, 64)
         for name, a, b in zip(("dq", "dk", "dv"), said, expected, strict=True):
-            if a.shape != b.shape or not _close(a, b):
+            if not close(a, b):
                 return f"{name} is not the gradient" + " (NaN)" * bool(a.isnan().any())
         took, limit = t.peak.total - t.start.total, T * T
         return None if took < limit else (f"right, but it took {took:,} bytes: expected less than a quarter of the "

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import memory
 from ..attention import reference_attention
 from ..attention.traffic import counted
-from . import verdict
+from . import close, drawn, verdict
 
 
 @torch.library.custom_op("refimpl_exercises::dense_inside", mutates_args=())
@@ -31,19 +31,6 @@ def _counts():
     return DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _close(said, expected):
-    if said.shape != expected.shape:
-        return False
-    limit = 1e-4 * expected[expected.isfinite()].abs().max().item()
-    return torch.allclose(said.float(), expected, rtol=1e-4, atol=limit)
-
-
-def _inputs(*shape, count=3, scale=1.0):
-    torch.manual_seed(0)
-    first, *rest = (torch.randn(shape).to(DEVICE) for _ in range(count))
-    return first * scale, *rest
-
-
 def first(dq):
     """Grade `dq(q, k, v, d_out, lse, delta)`, which returns the gradient of q, by a Triton kernel.
 
@@ -53,13 +40,13 @@ def first(dq):
 
     def check(dq):
         for B, H, T, D, scale in ((1, 2, 96, 16, 1), (2, 1, 128, 32, 10)):
-            q, k, v, d_out = _inputs(B, H, T, D, count=4, scale=scale)
+            q, k, v, d_out = drawn(*[(B, H, T, D)] * 4, scale=scale, device=DEVICE)
             q.requires_grad_()
             out, lse = reference_attention(q, k, v, return_logsumexp=True)
             expected, = torch.autograd.grad(out, q, d_out)
             given = [x.detach() for x in (q, k, v, d_out, lse, (out * d_out).sum(-1))]
             said, took, traffic = _read(dq, given)
-            if not _close(said, expected):
+            if not close(said, expected):
                 return f"{T} tokens of {D}: not dQ" + " (NaN)" * bool(said.isnan().any())
         if took > q.nbytes:
             return f"right, but it took {took:,} bytes: expected {q.nbytes:,}, the gradient"
@@ -95,13 +82,13 @@ def second(received):
     def check(received):
         taken = []
         for T in (512, 1024):
-            q, k, v = _inputs(1, 1, T, 16)
+            q, k, v = drawn(*[(1, 1, T, 16)] * 3, device=DEVICE)
             lse = reference_attention(q, k, v, causal=True, return_logsumexp=True)[1]
             scores = (q @ k.mT / 4).masked_fill(torch.ones(T, T, device=DEVICE).triu(1).bool(), -math.inf)
             with memory.track(q, k, lse) as t:
                 said = received(q, k, lse)
             took = t.peak.total - t.start.total
-            if not _close(said, scores.softmax(dim=-1).sum(dim=2)):
+            if not close(said, scores.softmax(dim=-1).sum(dim=2)):
                 return f"{T:,} keys: not the column sums of P" + " (NaN)" * bool(said.isnan().any())
             taken.append(took)
         if taken[1] > 2.5 * taken[0]:

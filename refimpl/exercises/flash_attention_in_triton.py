@@ -10,7 +10,7 @@ import triton.language as tl
 from .. import memory
 from ..attention import flash_attention
 from ..attention.traffic import counted
-from . import verdict
+from . import close, drawn, verdict
 
 
 @triton.jit
@@ -61,19 +61,6 @@ def _run(answer, *tensors, names, arguments=()):
     return said, t.peak.total - t.start.total, traffic
 
 
-def _close(said, expected):
-    if said.shape != expected.shape:
-        return False
-    limit = 1e-4 * expected[expected.isfinite()].abs().max().item()
-    return torch.allclose(said.float(), expected, rtol=1e-4, atol=limit)
-
-
-def _inputs(*shape, count=3, scale=1.0):
-    torch.manual_seed(0)
-    first, *rest = (torch.randn(shape).to(DEVICE) for _ in range(count))
-    return first * scale, *rest
-
-
 def first(logsumexp):
     """Grade `logsumexp(x, tile)`, which returns ln Σ exp of each row of x (R, N), fp32, by a Triton kernel.
 
@@ -83,11 +70,11 @@ def first(logsumexp):
 
     def check(logsumexp):
         for what, scale in (("a row of 1,000", 1), ("large scores", 100), ("a row that begins with −∞", 1)):
-            (x,) = _inputs(3, 1000, count=1, scale=scale)
+            (x,) = drawn((3, 1000), scale=scale, device=DEVICE)
             if "begins" in what:
                 x[1, :200] = -math.inf
             said, took, traffic = _run(logsumexp, x, names=["x"], arguments=[128])
-            if not _close(said, x.logsumexp(dim=1)):
+            if not close(said, x.logsumexp(dim=1)):
                 return f"{what}: not its logsumexp" + " (NaN)" * bool(said.isnan().any())
         if took > 4 * len(x):
             return f"right, but it took {took:,} bytes: expected {4 * len(x)}, a number for each row"
@@ -113,11 +100,11 @@ def second(attend):
 
     def check(attend):
         for B, H, T, D, cap, scale in ((1, 2, 64, 16, 5.0, 3), (2, 1, 96, 32, 1.0, 20)):
-            q, k, v = _inputs(B, H, T, D, scale=scale)
+            q, k, v = drawn(*[(B, H, T, D)] * 3, scale=scale, device=DEVICE)
             capped = cap * torch.tanh(q @ k.mT * D**-0.5 / cap)
             said, took, traffic = _run(attend, q, k, v, names="qkv", arguments=[cap])
-            if not _close(said, capped.softmax(dim=-1) @ v):
-                plain = " (it is plain attention)" * _close(said, flash_attention(q, k, v))
+            if not close(said, capped.softmax(dim=-1) @ v):
+                plain = " (it is plain attention)" * close(said, flash_attention(q, k, v))
                 return f"scores up to {scale * 5}, cap {cap:g}: not softmax(cap · tanh(s / cap)) v{plain}" + (
                     " (NaN)" * bool(said.isnan().any()))
         if took > q.nbytes:
