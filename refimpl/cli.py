@@ -4,11 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from .allocator import command as replay
 from .bench import __main__ as bench
 from .estimate import command as estimate
 from .explain import check
 from .explain import command as explain
+from .versions import untested
 
 
 def main(arguments=None):
@@ -44,6 +47,8 @@ def main(arguments=None):
     checks.set_defaults(run=check.run, parser=checks)
     chosen = parser.parse_args(arguments)
     if "run" in chosen:
+        if said := untested(torch.__version__):
+            print(said, file=sys.stderr)
         chosen.run(chosen, chosen.parser)
     else:
         parser.print_help()

@@ -1,4 +1,4 @@
-"""pyproject.toml, constraints.txt, environment.yml and the CPU workflow name the same things."""
+"""pyproject.toml, the constraints, environment.yml, the docs and the workflows name the same things."""
 
 import re
 import tomllib
@@ -11,9 +11,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from refimpl import versions as refimpl_versions
+
 ROOT = Path(__file__).parent.parent
-PINS, GPU_PINS = "constraints.txt", "constraints-gpu.txt"
+PINS, OTHERS = "constraints.txt", ("constraints-2.11.txt", "constraints-2.14.txt")
 FILES = ("pyproject.toml", "constraints.txt", "environment.yml", ".github/workflows/cpu.yml")
+NIGHTLY = (ROOT / ".github/workflows/nightly.yml").read_text()
 
 
 def requirements(lines):
@@ -65,8 +68,6 @@ def problems(pyproject, constraints, environment, workflow):
             found.append(f"Python {minor} is either tested or allowed by environment.yml, not both")
         if minor in tested and not ours.contains(minor):
             found.append(f"Python {minor} is tested, but requires-python is {ours}")
-    for name in {"torch", "torchvision", "triton"} - set(re.search(r"\^\((.+)\)==", workflow)[1].split("|")):
-        found.append(f"{name} stays pinned where the newest torch is tested")
     return found
 
 
@@ -89,7 +90,6 @@ def test_the_files_agree():
         ("environment.yml", "      - -e .", "", "does not install refimpl"),
         ("environment.yml", "<3.14", "<3.13", "Python 3.13 is either"),
         (".github/workflows/cpu.yml", '"3.11", ', "", "Python 3.11 is either"),
-        (".github/workflows/cpu.yml", "|torchvision", "", "torchvision stays pinned"),
     ],
 )
 def test_a_disagreement_is_found(file, old, new, problem):
@@ -104,15 +104,43 @@ def versions(name):
     return {name: exact_version(pin) for name, pin in requirements((ROOT / name).read_text().splitlines()).items()}
 
 
-def test_the_gpu_machines_have_the_same_but_for_torch_torchvision_triton_and_numpy():
-    ours, theirs = versions(PINS), versions(GPU_PINS)
-    assert {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} == {
-        "torch", "torchvision", "triton", "numpy"}
-    for pins in (ours, theirs):  # torchvision 0.26 asks for torch 2.11, 0.28 for 2.13
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_tested_versions_differ_in_torch_and_what_goes_with_it(other):
+    ours, theirs = versions(PINS), versions(other)
+    assert {"torch", "torchvision", "triton"} <= {
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} <= {
+        "torch", "torchvision", "triton", "numpy", "transformers"}
+    for pins in (ours, theirs):  # torchvision 0.26 asks for torch 2.11, 0.28 for 2.13, 0.29 for 2.14
         assert Version(pins["torchvision"]).minor == Version(pins["torch"]).minor + 15
+        assert Version(pins["triton"]) < Version("3.7") or Version(pins["numpy"]) >= Version("2.4")
     oldest = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
     assert all(oldest[name].specifier.contains(theirs[name]) for name in ("torch", "triton", "numpy"))
-    assert theirs["triton"].startswith("3.6.") and Version(theirs["numpy"]) < Version("2.4")
+    assert other == f"constraints-{Version(theirs['torch']).major}.{Version(theirs['torch']).minor}.txt"
+
+
+def test_all_name_the_same_tested_versions():
+    """The package, the files, the docs, `make test-versions` and what runs at night."""
+    tested = [f"{Version(versions(name)['torch']).major}.{Version(versions(name)['torch']).minor}"
+              for name in (OTHERS[0], PINS, OTHERS[1])]
+    assert list(refimpl_versions.TESTED) == tested
+    rows = re.findall(r"^\| \[(\S+)\]\S+ \| (.+) \|$", (ROOT / "docs/versions.md").read_text(), re.MULTILINE)
+    columns = ("torch", "triton", "torchvision", "transformers", "numpy")
+    assert {name: cells.split(" | ")[:5] for name, cells in rows} == {
+        name: [versions(name)[column] for column in columns] for name in (PINS, *OTHERS)}
+    (line,) = re.findall(r"^test-versions: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = [f"make {name}" for name in line.split()]
+    assert commands == ["make test-2.11", "make test", "make test-2.14"]
+    assert set(commands) | {"make test-all"} < set(re.findall(r"command: (make[^,]+)", NIGHTLY))
+    loose = set(re.search(r"\^\((.+)\)==", NIGHTLY)[1].split("|"))
+    assert loose == {"torch", "torchvision", "triton", "transformers"}, "pinned where the newest torch is tested"
+
+
+def test_each_job_has_a_target_below_its_limit():
+    jobs = yaml.safe_load(NIGHTLY)["jobs"]["job"]["strategy"]["matrix"]["include"]
+    assert all(job["target"] < job["limit"] for job in jobs)
+    minutes = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"]["minutes"]
+    everything = next(job for job in jobs if job["command"] == "make test-all")
+    assert everything["target"] == minutes["all"]["target"] <= minutes["all"]["limit"] < everything["limit"]
 
 
 def test_make_and_conda_set_the_same_environment():

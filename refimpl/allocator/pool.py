@@ -40,7 +40,7 @@ class GPUMemoryPool(Places):
         if initial_capacity < 1 or max_capacity is not None and max_capacity < initial_capacity:
             raise ValueError(f"initial_capacity={initial_capacity}, max_capacity={max_capacity}: expected 1 byte or "
                              "more, and a maximum that is no less")
-        self.device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        self.device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
         self.max_capacity, self.segments, self.closed = max_capacity, [], False
         self._live = {}  # address → (where it begins, its size, bytes that were asked for)
         self._typed, self._shapes = {}, {}

@@ -2,9 +2,11 @@
 
     PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:128,expandable_segments:True"   →   Settings.parse(the same)
 
-Constants and rules are those of c10/core/AllocatorConfig and c10/cuda/CUDACachingAllocator, torch 2.11 to 2.13.
+Constants and rules are those of c10/core/AllocatorConfig and c10/cuda/CUDACachingAllocator, torch 2.11 to 2.14.
 """
 
+import re
+import warnings
 from dataclasses import dataclass, replace
 
 MIB = 2**20
@@ -15,7 +17,7 @@ MIN_LARGE = 10 * MIB  # below it a request in the large pool gets a segment of L
 LARGE_SEGMENT = 20 * MIB
 ROUND_LARGE = 2 * MIB
 INTERVALS = 16  # of sizes, from 1 MiB on, each up to twice its lower end
-VERSIONS = ("2.11", "2.12", "2.13")
+VERSIONS = ("2.11", "2.12", "2.13", "2.14")  # of torch, whose rules are known
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Settings:
     - `memory_fraction`: of the device's memory (`torch.cuda.set_per_process_memory_fraction`). None: all of it.
     - `expandable_segments`: one segment for each pool and stream, which grows.
     - `large_segment_size`: of a new segment for less than 10 MiB. A setting since torch 2.13.
-    - `version`: of torch.
+    - `version`: of torch, "2.13" or "2.13.0+cpu". A newer one than is known here is taken for the newest that is known,
+      with a warning.
     """
 
     max_split_size: int | None = None
@@ -44,8 +47,7 @@ class Settings:
     version: str = "2.13"
 
     def __post_init__(self):
-        if self.version not in VERSIONS:
-            raise ValueError(f"version={self.version!r}: expected one of {', '.join(VERSIONS)}")
+        object.__setattr__(self, "version", _known(self.version))
         if self.max_split_size is not None and self.max_split_size < LARGE_SEGMENT:
             raise ValueError(f"max_split_size={self.max_split_size}: expected at least {LARGE_SEGMENT} (20 MiB), or "
                              "None")
@@ -56,7 +58,7 @@ class Settings:
             raise ValueError(f"memory_fraction={self.memory_fraction}: expected a share above 0, up to 1")
         if len(self.divisions) != INTERVALS or any(each & (each - 1) for each in self.divisions):
             raise ValueError(f"divisions={self.divisions}: expected {INTERVALS} powers of two, or 0")
-        if self.large_segment_size != LARGE_SEGMENT and self.version != "2.13":
+        if self.large_segment_size != LARGE_SEGMENT and self.version in ("2.11", "2.12"):
             raise ValueError(f"large_segment_size={self.large_segment_size} in torch {self.version}: it is fixed to "
                              f"{LARGE_SEGMENT} before 2.13")
 
@@ -93,6 +95,19 @@ class Settings:
         if size < self.max_split_size:
             return block < self.max_split_size
         return block < size + self.max_non_split_rounding
+
+
+def _known(version):
+    """Return which of VERSIONS stands for a version of torch. ValueError for one that is older than all, or is none."""
+    found = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
+    minor = f"{found[1]}.{found[2]}" if found else version
+    if minor in VERSIONS:
+        return minor
+    if found is None or (int(found[1]), int(found[2])) < tuple(map(int, VERSIONS[0].split("."))):
+        raise ValueError(f"version={version!r}: expected one of {', '.join(VERSIONS)}, or a newer one")
+    warnings.warn(f"torch {minor} is newer than {VERSIONS[-1]}, the newest whose allocator is known here: the rules of "
+                  f"{VERSIONS[-1]} are used", stacklevel=4)
+    return VERSIONS[-1]
 
 
 def _items(text):

@@ -11,7 +11,7 @@ A snapshot has the segments at its end, and one entry for each event of the reco
     segment_map, segment_unmap                  an expandable segment grows and shrinks
     oom                                         a request that failed
 
-Sizes of alloc and free are those that were asked for. Names are those of torch 2.11 to 2.13.
+Sizes of alloc and free are those that were asked for. Names are those of torch 2.11 to 2.14.
 """
 
 import gzip

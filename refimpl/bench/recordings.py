@@ -137,8 +137,8 @@ def recorded(names, folder=FOLDER):
 def replayed(name, snapshot, total):
     """Return the Comparison of a program's recording on a device of `total` bytes."""
     limited = PROGRAMS[name][0] in (out_of_memory, collected)
-    version = ".".join(torch.__version__.split(".")[:2])
-    settings = Settings.parse(PROGRAMS[name][1], version=version, memory_fraction=LIMIT / total if limited else None)
+    settings = Settings.parse(PROGRAMS[name][1], version=torch.__version__,
+                              memory_fraction=LIMIT / total if limited else None)
     return compare(snapshot, settings, capacity=total)
 
 

@@ -47,7 +47,7 @@ class AdaptiveCheckpoint(Recomputing):
         if budget is not None and (not isinstance(budget, (int, float)) or not 0 < budget < float("inf")):
             raise ValueError(f"budget={budget!r}: expected a positive number of bytes, or None for the device's own")
         self.memory_threshold, self.budget = memory_threshold, budget
-        self.device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        self.device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
         self._used = used or (lambda: bytes_in_use(self.device))
         check_keep(keep)
         self._keep = keep

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from ..versions import misfit
 from . import our_gpt
 from .models import Source, of_gpt, tokens, tokens_of, words
 
@@ -33,7 +34,7 @@ def source(text, options):
     try:
         return _by_transformers(path, config, options)
     except ImportError as error:
-        why = f"transformers cannot be imported ({str(error).splitlines()[0]})"
+        why = f"transformers cannot be imported ({misfit(error) or str(error).splitlines()[0]})"
         if options.builder == "transformers":
             raise ValueError(f"builder='transformers': {why}; install it, or give builder='refimpl'") from error
         return _by_our_gpt(path, config, options, [f"{why}: our GPT stands in"])

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from ..memory.ledger import human
 from ..memory.records import BUILD
+from ..versions import misfit
 from .arithmetic import arithmetic
 from .helps import helps
 from .replay import Replay
@@ -70,10 +71,12 @@ class Explanation:
     def notes(self):
         """Return sentences on what the figures leave out."""
         found = list(self.trace.notes)
+        if cure := misfit(self.run.ending.text):
+            found.append(cure)
         whole = self.trace.peak_moment()
         if whole.phase == BUILD and whole.ledger.total > self.replay.peak:
             found.append(f"building the model took more, {whole.ledger.total:,} bytes, after {whole.operation}")
-        if not self.run.by_class:
+        if not self.run.by_class and not cure:
             found.append("no optimizer of torch.optim made a step here: this is no training, or it steps elsewhere (in "
                          "other processes or threads, or by an optimizer of its own)")
         elif self.run.recording.waiting:

@@ -32,7 +32,8 @@ def dry_run(function, *args, sizes=None, values=None, **kwargs):
     - **Declared sizes.** A shape that depends on values (`nonzero`, a mask as index, `unique`) is refused, unless
     `sizes` has its line: a number of elements (int), a share of them (float), a function of the shape of the tensor
     that is looked through, or a list of these, given in turn, over and over. E.g. tokens are balanced among experts:
-    `sizes={"modeling_mixtral.py:78": experts, "modeling_mixtral.py:84": 1 / experts}`.
+    `sizes={"modeling_mixtral.py:78": experts, "modeling_mixtral.py:84": 1 / experts}`. A function can stand for its
+    lines, which are others in other versions: `{"modeling_mixtral.py:MixtralExperts.forward": [4, *[1 / 4] * 4]}`.
     - **Declared values.** Where a placeholder would be wrong, and where `.tolist()` reads integers, of which there are
     no placeholders: `values={"train.py:31": False, "experts.py:12": [3, 5]}`.
 

@@ -32,7 +32,7 @@ class Environment:
     """
 
     def __init__(self, fn, tensors):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         devices, kinds = [CPU], [CPU]
         if accelerator is not None:
             kinds.append(accelerator.type)

@@ -85,8 +85,18 @@ def test_all_settings_of_one_text():
     ("garbage_collection_threshold:1.0", {}, "a share from 0 to below 1"),
     ("expandable_segments:yes", {}, "expandable_segments:yes is not a value"),
     ("", {"memory_fraction": 0}, "memory_fraction=0"),
-    ("", {"version": "1.13"}, "version='1.13': expected one of 2.11"),
+    ("", {"version": "1.13"}, "version='1.13': expected one of 2.11"), ("", {"version": "new"}, "version='new'"),
     ("large_segment_size_mb:32", {"version": "2.11"}, "it is fixed to 20971520 before 2.13")])
 def test_what_pytorch_would_not_take(text, others, said):
     with pytest.raises(ValueError, match=said):
         Settings.parse(text, **others)
+
+
+@pytest.mark.parametrize(("given", "known"), [("2.14.1+cu130", "2.14"), ("2.13.0", "2.13"), (torch.__version__, None)])
+def test_torch_s_own_version_names_its_rules(given, known):
+    assert Settings(version=given).version == (known or ".".join(torch.__version__.split(".")[:2]))
+
+
+def test_a_newer_torch_has_the_newest_rules_that_are_known_and_says_so():
+    with pytest.warns(UserWarning, match="torch 2.99 is newer than 2.14, the newest whose .*rules of 2.14 are used"):
+        assert Settings(version="2.99.0") == Settings(version="2.14")

@@ -3,6 +3,7 @@ PyTorch is afterwards as it was."""
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import threading
@@ -287,7 +288,8 @@ def complex_views(model, x):
 
 def state_of_torch():
     return [
-        saved_tensors_hooks.__enter__, torch.UntypedStorage.resize_, torch.autograd.Function.apply.__func__,
+        saved_tensors_hooks.__enter__, torch.UntypedStorage.resize_,
+        inspect.getattr_static(torch.autograd.Function, "apply"),
         Variable._execution_engine, torch._C._dynamo.guards._empty_strided_cpu, list(warnings.filters),
         torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python),
         torch.frombuffer, torch.from_dlpack, torch.get_rng_state, torch.autograd.graph.disable_saved_tensors_hooks,

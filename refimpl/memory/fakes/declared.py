@@ -19,7 +19,8 @@ _OF_TORCH = {
 
 
 class Declared:
-    """What the user declares, by line: `{"train.py:31": …}`. A list is given in turn, over and over."""
+    """What the user declares, by line, `{"train.py:31": …}`, or by function, `{"moe.py:Experts.forward": …}`. A list is
+    given in turn, over and over."""
 
     def __init__(self, sizes=None, values=None):
         self._sizes, self._values = _by_line("sizes", sizes or {}), _by_line("values", values or {})
@@ -55,8 +56,10 @@ class Declared:
 
 def _by_line(name, declared):
     for line in declared:
-        if not isinstance(line, str) or not line.rpartition(":")[2].isdigit():
-            raise ValueError(f"{name}={{{line!r}: …}}: expected a line, e.g. 'train.py:31'")
+        at = line.rpartition(":") if isinstance(line, str) else ("", "", "")
+        if not at[0] or not at[2].isdigit() and not at[2].replace(".", "").isidentifier():
+            raise ValueError(f"{name}={{{line!r}: …}}: expected a line, e.g. 'train.py:31', or a function, e.g. "
+                             "'train.py:Experts.forward'")
     return {line: itertools.cycle(what) if isinstance(what, (list, tuple)) else what
             for line, what in declared.items()}
 

@@ -18,19 +18,23 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 @dataclass(frozen=True)
 class Place:
-    """A line of source: its file, its number, and the expression on it that was being computed."""
+    """A line of source: its file, its number, the expression on it that was being computed, and its function."""
 
     path: str
     line: int
     expression: str
+    function: str = ""  # with its class, "Experts.forward"
 
     def __str__(self):
         library = next((path for path in _LIBRARIES if self.path.startswith(path)), None)
         return f"{self.path.removeprefix(library) if library else os.path.basename(self.path)}:{self.line}"
 
     def matches(self, key):
-        """Tell whether `key`, e.g. `"train.py:31"` or `"models/moe.py:31"`, names this line."""
-        return f"{self.path}:{self.line}".endswith(key) and f"/{self.path}:{self.line}".endswith(f"/{key}")
+        """Tell whether `key` names this line, `"train.py:31"` or `"models/moe.py:31"`, or the function that it is in,
+        `"moe.py:forward"` or `"moe.py:Experts.forward"`: other versions of a library have other lines."""
+        path, _, at = key.rpartition(":")
+        here = str(self.line) == at or f".{self.function}".endswith(f".{at}")
+        return here and f"/{self.path}".endswith(f"/{path}")
 
     @property
     def is_of_the_meters(self):
@@ -87,4 +91,5 @@ def _place(frame, line, instruction):
         ends = [number for number, text in enumerate(lines) if text.rstrip().endswith(b":")]  # of an `if`, not its body
         lines = lines[:ends[0] + 1] if ends else lines
         text = b" ".join(lines).decode(errors="replace")
-    return Place(path, line, textwrap.shorten(text, 120, placeholder=" …"))
+    function = frame.f_code.co_qualname.replace(".<locals>", "")
+    return Place(path, line, textwrap.shorten(text, 120, placeholder=" …"), function)

@@ -9,7 +9,9 @@ own;
 """
 
 import functools
+import inspect
 from contextlib import ExitStack, contextmanager
+from types import ClassMethodDescriptorType
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -102,20 +104,17 @@ def _enter_step(optimizer, args, kwargs):
 def _wrap(owner, name, wrapper):
     """Replace `owner.name` by `wrapper(original, …)` until uninstalled; a classmethod stays one."""
     own = owner.__dict__.get(name)  # None where the method is inherited: then taking ours away is enough
-    original = getattr(owner, name)
-    if isinstance(own, classmethod):
-        original = own.__func__
+    original, found = getattr(owner, name), inspect.getattr_static(owner, name)
+    of_class = isinstance(found, (classmethod, ClassMethodDescriptorType))  # Function.apply is the latter since 2.14
 
-        def replacement(*args, **kwargs):
-            return wrapper(original, *args, **kwargs)
+    def replacement(*args, **kwargs):
+        return wrapper(original, *args, **kwargs)
 
-        setattr(owner, name, classmethod(functools.wraps(original)(replacement)))
-    else:
+    def replacement_of_class(cls, *args, **kwargs):
+        return wrapper(found.__get__(None, cls), *args, **kwargs)
 
-        def replacement(*args, **kwargs):
-            return wrapper(original, *args, **kwargs)
-
-        setattr(owner, name, functools.wraps(original)(replacement))
+    wrapped = functools.wraps(original)(replacement_of_class if of_class else replacement)
+    setattr(owner, name, classmethod(wrapped) if of_class else wrapped)
     _installed.callback((lambda: delattr(owner, name)) if own is None else (lambda: setattr(owner, name, own)))
 
 
@@ -132,10 +131,10 @@ def _make(original, *args, **kwargs):
     return tensor
 
 
-def _apply(original, cls, *args, **kwargs):
+def _apply(original, *args, **kwargs):
     tell("enter_packing")
     try:
-        outputs = original(cls, *args, **kwargs)
+        outputs = original(*args, **kwargs)
     finally:
         tell("leave_packing")
     tell("function_returned", outputs)

@@ -2,9 +2,9 @@
 
 A name is an operation of `torch.ops.aten`, `name` or `name.overload`. What is in no table runs as it is called, in the
 types that its arguments have: GELU, dropout, views, `a + b` (where PyTorch's own promotion gives the wider type). The
-tables are those of `torch.autocast`, op by op (PyTorch 2.13, `ATen/autocast_mode.h` and `autocast_mode.cpp`), so that
-the same program has the same types under both; the reasons are ours. In-place operations and those with `out=` are in
-no table: code that writes into a tensor has chosen its type.
+tables are those of `torch.autocast`, op by op (PyTorch 2.11 to 2.14, `ATen/autocast_mode.h` and `autocast_mode.cpp`;
+what a version does not have is passed over), so that the same program has the same types under both; the reasons are
+ours. In-place operations and those with `out=` are in no table: code that writes into a tensor has chosen its type.
 
 The tables differ. CUDA's was made for fp16, whose range ends at 65504: whatever may leave it, exp, powers, sums,
 softmax, norms, runs in fp32. The CPU's was made for bf16, which has fp32's range: softmax, LayerNorm and sum stay as
@@ -57,6 +57,7 @@ CUDA = (
                   "lose what it had; a sum of many numbers soon passes fp16's 65504",
      "softmax.int log_softmax.int sum sum.dim_IntList prod prod.dim_int cumsum cumprod linalg_vector_norm "
      "linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim"),
+    (FP32, "LAPACK and cuSOLVER have no 16-bit routines: eigenvalues", "linalg_matrix_sqrth"),
     (PROMOTE, "takes several tensors and wants one type of them: the widest loses nothing",
      "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"),
     (REFUSE, "its backward divides by p and 1−p, which in 16 bits are 0 too often; the version with logits takes the "
@@ -93,7 +94,7 @@ CPU = (
      "cholesky cholesky_inverse cholesky_solve inverse pinverse geqrf orgqr ormqr qr svd triangular_solve lu_solve "
      "_lu_with_info linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh "
      "linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq "
-     "linalg_matrix_rank linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.atol_rtol_float "
+     "linalg_matrix_sqrth linalg_matrix_rank linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.atol_rtol_float "
      "linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv "
      "linalg_tensorsolve"),
     (FP32, "scales were calibrated on fp32 values", "fake_quantize_per_tensor_affine"),
