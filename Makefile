@@ -2,7 +2,11 @@
 #
 #   make lab        set up .venv, open JupyterLab on learn/: copies of the pages, yours to answer and change
 #                   (LAB_ARGS="--no-browser --port 9999" goes to JupyterLab)
-#   make test       set up .venv, run everything that CI runs: ruff, the tests, every notebook against its outputs
+#   make test       set up .venv, run what CI runs on a push, in twelve minutes: ruff, a draw of the tests, the notebooks
+#                   against their outputs (tests/kits/tiers.py says how it is drawn)
+#   make test-all   every test and every notebook: before a release, and before a change is called done
+#   make test-versions   what a push runs, on each torch that is tested (docs/versions.md), each in a .venv of its own;
+#                   test-2.11, test-2.14: one of them
 #   make notebooks  set up .venv, run every notebook without a browser and write it to build/notebooks/
 #   make gpu        no set-up, no network: with the machine's own python3, torch and GPU, run the benchmarks, the GPU
 #                   tests and the notebooks; writes data/measurements/ and build/gpu/ (OUT=dir packs them there)
@@ -10,6 +14,7 @@
 #
 #   PYTHON=/path/to/python   which Python to use          CONSTRAINTS=file   other versions than those tested
 #   WORKERS=                 the tests one by one, as on a machine with a GPU
+#   VENV=folder              another environment than .venv
 
 PYTHON      ?= python3 python3.13 python3.12 python3.11
 CONSTRAINTS ?= constraints.txt
@@ -17,7 +22,7 @@ CONSTRAINTS ?= constraints.txt
 # Not where there is a GPU: its driver counts the bytes of all processes together.
 WORKERS     ?= $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile --no-loadscope-reorder)
 
-VENV       := .venv
+VENV       ?= .venv
 IN_VENV    := $(VENV)/bin/python
 INSTALLED  := $(VENV)/.installed
 UNFINISHED := $(VENV).unfinished
@@ -36,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Threads that wait give their core away: ranks share cores, and spinning slows all of them.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: help lab test notebooks gpu again
+.PHONY: help lab test test-all test-versions test-2.11 test-2.14 notebooks gpu again
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -44,10 +49,23 @@ lab: $(INSTALLED)
 	$(IN_VENV) tools/learn.py --out learn $(NOTEBOOKS)
 	$(IN_VENV) -m jupyterlab learn $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
+NBVAL  := --nbval --nbval-current-env --nbval-cell-timeout=120
+PYTEST  = $(IN_VENV) -m pytest $(WORKERS) $(NBVAL) tests $(NOTEBOOKS)
+TIMES  := build/times.json
+
 test: $(INSTALLED)
 	$(IN_VENV) -m ruff check
-	$(if $(NOTEBOOKS),,@echo "no notebook is in notebooks/ yet: only the tests are run")
-	$(IN_VENV) -m pytest $(WORKERS) --nbval --nbval-current-env --nbval-cell-timeout=120 tests $(NOTEBOOKS)
+	$(PYTEST) --tier push --times $(TIMES)
+	$(IN_VENV) tools/times.py $(TIMES)
+
+test-all: $(INSTALLED)
+	$(IN_VENV) -m ruff check
+	$(PYTEST) --tier all --times $(TIMES)
+	$(IN_VENV) tools/times.py $(TIMES)
+
+test-versions: test-2.11 test test-2.14
+test-2.11 test-2.14: test-%:
+	$(MAKE) test VENV=.venv-$* CONSTRAINTS=constraints-$*.txt TIMES=build/times-$*.json
 
 notebooks: $(INSTALLED)
 	$(IN_VENV) tools/notebooks.py --out build/notebooks $(NOTEBOOKS)
@@ -56,17 +74,28 @@ gpu:
 	$(FIRST) tools/gpu.py
 
 # The last line of the set-up writes which checkout was installed with which constraints. A set-up that was interrupted,
-# copied from elsewhere or made with other constraints is therefore done again; an interrupted one in an empty .venv,
-# since pip cannot tell a package that it half wrote from a whole one.
+# copied from elsewhere or made with other constraints is therefore done again, and one whose torch was replaced by hand;
+# an interrupted one in an empty .venv, since pip cannot tell a package that it half wrote from a whole one.
+PINNED    = $(if $(CONSTRAINTS),$(patsubst torch==%,%,$(filter torch==%,$(shell cat $(CONSTRAINTS) 2>/dev/null))))
+ITS_TORCH = $(shell $(IN_VENV) -c 'from importlib.metadata import version; print(version("torch").split("+")[0])' 2>/dev/null)
+# pip's own settings say where torch comes from, and so which build it is. uv installs the rest, in a tenth of pip's time.
+PIP = $(IN_VENV) -m pip install --no-compile $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+UV  = $(VENV)/bin/uv pip install --python $(IN_VENV) $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 ifneq ($(shell cat $(INSTALLED) 2>/dev/null),$(CURDIR) $(CONSTRAINTS))
+$(INSTALLED): again
+else ifneq ($(PINNED),$(if $(PINNED),$(ITS_TORCH)))
+$(info $(VENV) has torch $(ITS_TORCH), $(CONSTRAINTS) names $(PINNED): it is set up again. To keep another torch: VENV=folder)
 $(INSTALLED): again
 endif
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(if $(FOUND),,$(error refimpl needs Python 3.11 or newer, but $(FIRST) $(ITS_VERSION); install one, or name one with make PYTHON=/path/to/python))
 	@rm -f $@
 	@{ test ! -e $(UNFINISHED) && $(IN_VENV) -c '$(NEW_ENOUGH)' 2>/dev/null; } || \
-	{ echo "setting up $(VENV) with $(FOUND): a few minutes the first time"; touch $(UNFINISHED); $(FOUND) -m venv --clear $(VENV); }
+	{ echo "setting up $(VENV) with $(FOUND): a minute or more the first time"; touch $(UNFINISHED); $(FOUND) -m venv --clear $(VENV); }
 	@touch $(UNFINISHED)
-	$(IN_VENV) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	@{ $(PIP) torch torchvision uv && { $(UV) -e '.[dev]' || $(PIP) -e '.[dev]'; }; } || \
+	{ echo "the set-up of $(VENV) did not end: see the words above. Without a network pip finds no package: give it one, or a"; \
+	  echo "folder of wheels (PIP_NO_INDEX=1 PIP_FIND_LINKS=folder), and run make again. It begins anew."; exit 1; }
+	@$(IN_VENV) tools/fit.py
 	@echo '$(CURDIR) $(CONSTRAINTS)' >$@
 	@rm $(UNFINISHED)

@@ -4,14 +4,52 @@ import contextlib
 import copy
 import functools
 import itertools
+import json
+import time
+import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parent
+COSTS = ROOT / "tests" / "costs.json"  # what each test function took when all ran: written by tools/times.py
 
 
 def pytest_addoption(parser):
     parser.addoption("--executed", type=Path, metavar="DIR",
                      help="write each notebook that nbval runs to DIR, with the outputs of this run")
+    parser.addoption("--tier", choices=("push", "all"), default="all",
+                     help="push: of the tests and pages a draw that takes minutes (tests/kits/tiers.py)")
+    parser.addoption("--times", type=Path, metavar="FILE", help="write what each test function and page took to FILE")
+
+
+def pytest_configure(config):
+    """Note what each function and page takes, in the process that sees all reports."""
+    if config.getoption("--times") and not among_others(config):
+        config.pluginmanager.register(Times(config))
+
+
+class Times:
+    """Adds up what is reported, and writes it as JSON: the tier, wall-clock seconds, workers, {function: [seconds,
+    cases]}."""
+
+    def __init__(self, config):
+        self.config, self.start, self.functions = config, time.time(), defaultdict(lambda: [0.0, 0])
+
+    def pytest_runtest_logreport(self, report):
+        page, _, _ = report.nodeid.partition("::")
+        name = page if page.endswith(".ipynb") else report.nodeid.partition("[")[0]
+        self.functions[name][0] += report.duration
+        self.functions[name][1] += report.when == "call"
+
+    def pytest_sessionfinish(self):
+        path = self.config.getoption("--times")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        functions = {name: [round(seconds, 3), cases] for name, (seconds, cases) in sorted(self.functions.items())}
+        found = {"tier": self.config.getoption("--tier"), "seconds": round(time.time() - self.start, 1),
+                 "workers": self.config.getoption("numprocesses", None) or 1, "functions": functions}
+        path.write_text(json.dumps(found, indent=0))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,17 +88,33 @@ def pytest_collectstart(collector):
         collector.skip_compare += ("stderr",)
 
 
+@pytest.hookimpl(trylast=True)  # marked by then: tests/conftest.py knows the parts
 def pytest_collection_modifyitems(config, items):
-    """Read what is held against the clock again if it misses: a neighbour's load doubles it. Slow code misses again.
+    """Keep those of the tier. Read what is held against the clock again if it misses: a neighbour's load doubles it.
+    Slow code misses again.
 
     Several workers run it first: among others, it and they would wait for each other's end one by one.
     """
+    if config.getoption("--tier") == "push":
+        keep_those_of_a_push(config, items)
     if among_others(config):
         items.sort(key=lambda item: item.get_closest_marker("alone") is None)
     if config.pluginmanager.hasplugin("rerunfailures") and not config.option.usepdb:
         for item in items:
             if alone := item.get_closest_marker("alone"):
                 item.add_marker(pytest.mark.flaky(reruns=2, **alone.kwargs))
+
+
+def keep_those_of_a_push(config, items):
+    """Deselect what is not drawn. Each worker draws the same."""
+    import tiers
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"]["push"]
+    costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+    kept = tiers.drawn(items, costs, settings, tiers.commits(ROOT))
+    chosen = set(map(id, kept))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+    items[:] = kept
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

@@ -1,10 +1,12 @@
 """What several tests share: a small GPT, and a step to train it."""
 
 import fnmatch
+import functools
 import gc
 import importlib.util
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -30,15 +32,10 @@ if importlib.util.find_spec("hypothesis"):
     settings.register_profile("tests", deadline=None)
     settings.load_profile("tests")
 
-# Parts of the suite, by file, for `pytest -m core` and the like; without -m everything runs.
+# Parts of the suite, by file or function, for `pytest -m core` and the like; without -m everything runs.
+CORE = tomllib.loads((Path(__file__).parent / "core.toml").read_text())
 PARTS = {
-    "core": ("test_floors.py", "test_model.py", "memory/test_ledger.py", "memory/test_tracker.py",
-             "memory/test_trace.py", "comm/test_traffic.py", "comm/test_ring.py", "comm/test_matching.py",
-             "accumulation/test_sums.py", "accumulation/test_batches.py", "mixed_precision/test_masters.py",
-             "mixed_precision/test_plan.py", "checkpointing/test_schedule.py", "checkpointing/test_policies.py",
-             "activations/test_codecs.py", "sequence_length/test_polynomial.py", "sequence_length/test_cache.py",
-             "attention/test_reference.py", "attention/call/test_band.py", "zero/test_closed_forms.py",
-             "zero/test_bucket.py", "zero/test_zero2.py", "zero/test_gathering.py"),
+    "core": (CORE["papers"], CORE["floors"], *sum((*CORE["techniques"].values(), *CORE["ground"].values()), [])),
     "faults": ("*/test_faults.py", "*/test_retries.py", "*/test_durable.py", "*/test_refused.py", "*_refused.py",
                "ranks/test_watch.py", "ranks/test_forking.py", "ranks/test_forkserver.py", "test_gpu_command.py"),
     "peers": ("bench/*", "zero/test_users_models.py", "zero/test_stages.py", "memory/test_programs.py",
@@ -47,14 +44,15 @@ PARTS = {
 
 
 def pytest_collection_modifyitems(items):
-    """Mark each test with the parts that its file belongs to."""
+    """Mark each test with the parts that its file, or its function, belongs to."""
     here = Path(__file__).parent
+    parts = functools.cache(lambda name: [part for part, patterns in PARTS.items()
+                                          if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)])
     for item in items:
         if item.path.is_relative_to(here):
-            path = item.path.relative_to(here).as_posix()
-            for part, patterns in PARTS.items():
-                if any(fnmatch.fnmatch(path, pattern) for pattern in patterns):
-                    item.add_marker(part)
+            file = item.path.relative_to(here).as_posix()
+            for part in {*parts(file), *parts(f"{file}::{getattr(item, 'originalname', '')}")}:
+                item.add_marker(part)
 
 
 def pytest_collection_finish():
@@ -63,6 +61,7 @@ def pytest_collection_finish():
     importlib.import_module("torch._dynamo")  # the first optimizer would
     gc.collect()
     gc.freeze()
+    gc.enable()
     if not torch.cuda.is_available():  # what an import does to a driver, a fork inherits
         from refimpl.ranks import forkserver
 
@@ -75,9 +74,13 @@ def imported_by_ranks():
     names = [name for name in sys.modules if name.split(".")[0] in ("refimpl", "outside", "peft")
              and not name.startswith(("refimpl.bench", "refimpl.exercises", "refimpl.cli"))]
     if "outside.models" in names:
-        names += ["transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
+        names += ["timm", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
+    if "adapters_kit" in sys.modules:
+        names += ["peft"]
     return tuple(names)
 
+
+gc.disable()  # until all is collected: it would look at each of the modules and tests made so far, over and over
 
 SMALL = GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4)
 

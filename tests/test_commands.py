@@ -17,12 +17,13 @@ ROOT = Path(__file__).parent.parent
 MAKE = shutil.which("make")
 
 # A python3 that is too old, and one that stands for a new one: `-m venv` gives a .venv whose pip does what the file
-# `pip` says, so that a set-up takes no time and can be made to fail.
+# `pip` says, and whose torch has the version in the file `torch`: a set-up takes no time and can be made to fail.
 TOO_OLD = '#!/bin/sh\ncase "$2" in *sys.exit*) exit 1;; *) echo "is 3.9.18";; esac\n'
 NEW = """#!/bin/sh
 case "$1 $2" in
   "-m venv") rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
   "-m pip")  echo pip runs; exit $(cat pip);;
+  "-c from"*) cat torch;;
 esac
 """
 
@@ -30,11 +31,13 @@ esac
 @pytest.fixture
 def checkout(tmp_path):
     """A folder with what `make` reads before anything is installed, and a PATH without any real Python."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
+        shutil.copy(path, tmp_path)
     (tmp_path / "bin").mkdir()
     for tool in ("cat", "cp", "id", "mkdir", "rm", "sed", "touch"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    (tmp_path / "torch").write_text(re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)[1])
+    (tmp_path / "pip").write_text("0")
     return tmp_path
 
 
@@ -81,6 +84,62 @@ def test_set_up_runs_once_and_again_only_when_it_must(checkout):
     assert installs() == (True, True)
     stamp.write_text("/another/checkout constraints.txt\n")
     assert installs() == (True, True), "a .venv copied from another checkout was taken as done"
+
+
+def test_a_set_up_without_a_network_says_what_to_do_and_leaves_nothing_that_counts(checkout):
+    (checkout / "pip").write_text("1")
+    done = make(checkout, "test", python=NEW)
+    assert done.returncode != 0
+    assert "Without a network pip finds no package: give it one" in done.stdout
+    assert not (checkout / ".venv" / ".installed").exists() and (checkout / ".venv.unfinished").exists()
+    (checkout / "pip").write_text("0")
+    assert make(checkout, ".venv/.installed", python=NEW).returncode == 0
+    assert not (checkout / ".venv.unfinished").exists()
+
+
+def test_a_venv_whose_torch_was_replaced_is_set_up_again_and_says_so(checkout):
+    assert make(checkout, ".venv/.installed", python=NEW).returncode == 0
+    (checkout / "torch").write_text("2.99.0\n")
+    done = make(checkout, ".venv/.installed", python=NEW)
+    assert ".venv has torch 2.99.0, constraints.txt names 2.1" in done.stdout and "pip runs" in done.stdout
+    (checkout / "torch").write_text("2.99.0\n")
+    assert make(checkout, ".venv/.installed", "CONSTRAINTS=", python=NEW).returncode == 0
+    assert "pip runs" not in make(checkout, ".venv/.installed", "CONSTRAINTS=", python=NEW).stdout
+
+
+def test_each_version_has_a_venv_of_its_own(checkout):
+    done = make(checkout, "-n", "test-versions", python=NEW)
+    for venv, constraints in ((".venv-2.11", "constraints-2.11.txt"), (".venv-2.14", "constraints-2.14.txt")):
+        assert f"make test VENV={venv} CONSTRAINTS={constraints}" in done.stdout
+
+
+@pytest.mark.parametrize(("fits", "aside"), [(True, False), (False, True)])
+def test_a_torchvision_of_another_build_is_put_aside(tmp_path, fits, aside):
+    """With packages that stand for torch and torchvision, and a pip that writes down what it is asked."""
+    for name, text in (("torch", ""), ("torchvision", "" if fits else "raise RuntimeError('no operator nms')")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text(about)
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(f"import sys; open({str(tmp_path / 'asked')!r}, 'a').write("
+                                                  "' '.join(sys.argv[1:]) + '\\n')")
+    done = run_tool("fit.py", PYTHONPATH=str(tmp_path))
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert done.returncode == 0, done.stderr
+    assert ("torchvision 1.0 was not built for torch 1.0: it is left out" in done.stdout) == aside
+    assert ("uninstall --yes torchvision\n" in asked) == ("torchvision==1.0" in asked) == aside
+
+
+def test_ci_without_make_says_so(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for tool in ("bash", "dirname"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    done = subprocess.run([shutil.which("bash"), ROOT / ".ci" / "run"], env={"PATH": str(tmp_path / "bin")},
+                          capture_output=True, text=True)
+    assert done.returncode != 0 and "make is not installed" in done.stderr
 
 
 BESIDE = """

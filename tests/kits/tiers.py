@@ -1,0 +1,138 @@
+"""Which tests and pages a push runs: a draw of fixed size, from what each has cost (tests/costs.json).
+
+`make test-all` runs everything. `make test`, on a push, runs for so many seconds as pyproject.toml gives it
+(`[tool.refimpl.push]`), however many tests there are: a new capability takes its share from the others' by a new draw.
+- Each package of tests has a share of the seconds, as large as its share of all test functions.
+- The tests of the part `core` are always drawn. Of those held against the clock (`alone`), a package has one.
+- Of each other function a first case is drawn, the cheap ones before the dear ones, then a second, and so on. The
+  cases of a matrix come in the order of a covering array: few rows that hold each pair of two arguments' values.
+- Pages run whole. If not all fit, those that the file calls core do, and others by turns, from commit to commit.
+"""
+
+import random
+import subprocess
+from collections import defaultdict
+from itertools import accumulate
+
+from allpairspy import AllPairs
+
+UNKNOWN = 0.05  # seconds of a function that has no cost yet, or a negligible one
+CHEAP = 1.0  # seconds: a function that takes less in all needs no covering array
+
+
+def function_of(item):
+    """The id of an item's test function, for all its cases; of a cell, its page."""
+    return item.nodeid.partition("::")[0] if is_of_a_page(item) else item.nodeid.partition("[")[0]
+
+
+def is_of_a_page(item):
+    return item.path.suffix == ".ipynb"
+
+
+def drawn(items, costs, settings, turn):
+    """The items that a push runs, in their order. `costs`: {function: [seconds, cases]}; `turn`: how many draws of
+    pages there were."""
+    tests, pages = defaultdict(list), defaultdict(list)
+    for item in items:
+        (pages if is_of_a_page(item) else tests)[function_of(item)].append(item)
+    workers = settings["workers"]
+    chosen = {id(item) for item in tests_drawn(tests, costs, settings["tests"] * workers, settings["seed"])}
+    for page in pages_drawn(pages, costs, settings["pages"] * workers, settings["core_pages"], turn):
+        chosen |= {id(item) for item in pages[page]}
+    return [item for item in items if id(item) in chosen]
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+def tests_drawn(functions, costs, seconds, seed):
+    """Items of {function: its cases} that take so many seconds together."""
+    packages = defaultdict(dict)
+    for name, cases in functions.items():
+        packages["/".join(name.split("/")[:2])][name] = cases
+    chosen, rest, left = [], [], seconds
+    for names in packages.values():
+        share = seconds * len(names) / len(functions)
+        for seconds_of, item, always in in_order(names, costs, seed):
+            if always or seconds_of <= share:
+                chosen.append(item)
+                share, left = share - seconds_of, left - seconds_of
+            else:
+                rest.append((seconds_of, item))
+    for seconds_of, item in sorted(rest, key=lambda each: each[0]):  # what some packages leave over
+        if seconds_of <= left:
+            chosen.append(item)
+            left -= seconds_of
+    return chosen
+
+
+def in_order(functions, costs, seed):
+    """List (seconds, item, whether it is drawn in any case) of a package's functions, in the order of their draw."""
+    clock = min((name for name, cases in functions.items() if cases[0].get_closest_marker("alone")),
+                key=lambda name: seconds_of_a_case(name, functions[name], costs), default=None)
+    found = []
+    for name, cases in functions.items():
+        seconds = seconds_of_a_case(name, cases, costs)
+        if cases[0].get_closest_marker("alone"):
+            found += [(seconds, seconds, cases[0], True)] if name == clock else []
+            continue
+        for nth, item in enumerate(covering(cases, f"{seed} {name}", seconds)):
+            core = item.get_closest_marker("core") is not None
+            found.append((-1 if core else seconds * (1 + nth), seconds, item, core))
+    return [each[1:] for each in sorted(found, key=lambda each: each[0])]
+
+
+def seconds_of_a_case(name, cases, costs):
+    """What one case of a function took on average, the last time that all were run."""
+    seconds, measured = costs.get(name, (UNKNOWN, len(cases)))
+    return max(seconds / measured, 0.001)
+
+
+def covering(cases, seed, seconds=CHEAP):
+    """The cases of a function, those first that together hold each pair of two arguments' values; the rest, and all
+    cases of a cheap function, by chance."""
+    chance = random.Random(seed)
+    shuffled = chance.sample(cases, len(cases))
+    columns = columns_of(cases)
+    if len(columns) < 2 or seconds * len(cases) < CHEAP:
+        return shuffled
+    by_row = dict(zip(zip(*columns, strict=True), cases, strict=True))
+    begun = {part for row in by_row for part in accumulate((value,) for value in row)}
+    values = [chance.sample(sorted(set(column)), len(set(column))) for column in columns]
+    rows = AllPairs(values, filter_func=lambda row: tuple(row) in begun)
+    first = [by_row[tuple(row)] for row in rows]
+    taken = set(map(id, first))
+    return first + [item for item in shuffled if id(item) not in taken]
+
+
+def columns_of(cases):
+    """Columns of numbers, one for each argument that is varied on its own: which of its values each case has."""
+    if not hasattr(cases[0], "callspec"):
+        return []
+    names = cases[0].callspec.indices
+    columns = {tuple(case.callspec.indices.get(name, 0) for case in cases) for name in names}
+    return sorted(column for column in columns if len(set(column)) > 1)
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def pages_drawn(pages, costs, seconds, core, turn):
+    """Names of pages that take so many seconds together; if not all do, the core ones, and others from `turn` on."""
+    seconds_of = {page: costs.get(page, (15.0, 1))[0] for page in pages}
+    if sum(seconds_of.values()) <= seconds:
+        return list(pages)
+    chosen = [page for page in pages if page.rpartition("/")[2].startswith(tuple(core))]
+    left = seconds - sum(seconds_of[page] for page in chosen)
+    others = [page for page in pages if page not in chosen]
+    for page in random.Random(turn).sample(others, len(others)):
+        if seconds_of[page] <= left:
+            chosen.append(page)
+            left -= seconds_of[page]
+    return chosen
+
+
+def commits(root):
+    """How many commits there are; 0 where git does not tell."""
+    done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=root, capture_output=True, text=True)
+    return int(done.stdout) if done.returncode == 0 else 0

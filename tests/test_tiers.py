@@ -1,0 +1,174 @@
+"""What a push runs: a draw of fixed size that covers; and the table of what a run took."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiers
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = {"seed": 1, "workers": 2, "tests": 50, "pages": 60, "core_pages": ["00"]}
+
+
+def item(name, case=None, marks=(), **indices):
+    """What a draw asks of a pytest.Item. `indices`: which value each argument has."""
+    path = Path(name.partition("::")[0])
+    more = {"callspec": SimpleNamespace(indices=indices)} if indices else {}
+    return SimpleNamespace(nodeid=name if case is None else f"{name}[{case}]", path=path,
+                           get_closest_marker=lambda mark: mark if mark in marks else None, **more)
+
+
+def matrix(name, *sizes, skip=lambda row: False):
+    rows = [row for row in product(*map(range, sizes)) if not skip(row)]
+    return [item(name, "-".join(map(str, row)), **{f"a{i}": at for i, at in enumerate(row)}) for row in rows]
+
+
+def many(package, count, marks=()):
+    return [item(f"tests/{package}/test_x.py::test_{i}", marks=marks) for i in range(count)]
+
+
+def seconds(kept, costs):
+    return sum(tiers.seconds_of_a_case(tiers.function_of(each), [each], costs) for each in kept)
+
+
+def test_everything_is_run_where_it_fits():
+    items = many("a", 20) + matrix("tests/b/test_m.py::test_m", 3, 4)
+    assert tiers.drawn(items, {}, SETTINGS, 0) == items
+
+
+def test_a_draw_is_as_long_as_it_may_be_however_many_tests_there_are():
+    for count in (200, 2000):
+        items = many("a", count) + many("b", count // 2)
+        costs = {tiers.function_of(each): [0.5 + i % 7, 1] for i, each in enumerate(items)}
+        kept = tiers.drawn(items, costs, SETTINGS, 0)
+        assert 90 <= seconds(kept, costs) <= 100  # 2 workers, 50 s each
+        found = Counter(each.nodeid.split("/")[1] for each in kept)
+        assert found["a"] == pytest.approx(2 * found["b"], rel=0.2)
+
+
+def test_a_new_capability_takes_its_share_from_the_others():
+    old, new = many("a", 300), many("new", 100)
+    costs = {tiers.function_of(each): [1.0, 1] for each in old + new}
+    before, after = tiers.drawn(old, costs, SETTINGS, 0), tiers.drawn(old + new, costs, SETTINGS, 0)
+    assert len(before) == len(after) == 100 and len([each for each in after if each in new]) == 25
+
+
+def test_the_core_is_always_drawn_and_of_those_against_the_clock_one_a_package():
+    core, clock = many("a", 4, ("core",)), many("clock", 5, ("alone",))
+    costs = {tiers.function_of(each): [90.0, 1] for each in core + clock}
+    costs["tests/clock/test_x.py::test_3"] = [80.0, 1]
+    kept = tiers.drawn(core + clock, costs, SETTINGS, 0)
+    assert kept == [*core, clock[3]]
+
+
+def pairs_of(rows):
+    return {(i, j, row[i], row[j]) for row in rows for i, j in combinations(range(len(row)), 2)}
+
+
+@pytest.mark.parametrize("skip", [lambda row: False, lambda row: row[0] == row[1]], ids=["whole", "with holes"])
+def test_the_first_cases_of_a_matrix_hold_each_pair_of_values(skip):
+    cases = matrix("tests/b/test_m.py::test_m", 5, 4, 3, 3, skip=skip)
+    ordered = tiers.covering(cases, "seed")
+    rows = [tuple(each.callspec.indices.values()) for each in ordered]
+    assert sorted(rows) == sorted(tuple(each.callspec.indices.values()) for each in cases)
+    least = next(n for n in range(len(rows)) if pairs_of(rows[:n]) >= pairs_of(rows))
+    assert least <= 30 < len(rows) / 4, "by chance it takes most of them"
+    assert pairs_of(rows[:10]) < pairs_of(rows)
+
+
+def test_another_seed_is_another_draw_and_the_same_seed_the_same():
+    items = matrix("tests/b/test_m.py::test_m", 20, 10) + matrix("tests/b/test_m.py::test_one_argument", 90)
+    costs = {"tests/b/test_m.py::test_m": [400.0, 200], "tests/b/test_m.py::test_one_argument": [90.0, 90]}
+    first, again, other = (tiers.drawn(items, costs, SETTINGS | {"seed": seed}, 0) for seed in (1, 1, 2))
+    assert first == again != other and len(first) == len(other)
+
+
+def test_a_dear_function_has_one_case_before_a_cheap_one_has_many():
+    cheap, dear = matrix("tests/a/test_x.py::test_cheap", 40, 10), matrix("tests/a/test_x.py::test_dear", 5, 5)
+    costs = {"tests/a/test_x.py::test_cheap": [400.0, 400], "tests/a/test_x.py::test_dear": [250.0, 25]}
+    kept = tiers.drawn(cheap + dear, costs, SETTINGS, 0)
+    assert 1 <= len([each for each in kept if each in dear]) < 10
+
+
+def test_pages_run_whole_the_core_ones_always_and_the_others_by_turns():
+    pages = [f"notebooks/{number:02}_x.ipynb" for number in range(30)]
+    items = [item(f"{page}::Cell {i}") for page in pages for i in range(3)]
+    costs = {page: [20.0, 3] for page in pages}
+    seen = Counter()
+    for turn in range(40):
+        kept = Counter(each.nodeid.partition("::")[0] for each in tiers.drawn(items, costs, SETTINGS, turn))
+        assert set(kept.values()) == {3} and len(kept) == 6 and pages[0] in kept  # 120 s of 20 s each
+        seen.update(set(kept))
+    assert set(seen) == set(pages) and seen[pages[0]] == 40
+    assert len(tiers.drawn(items, {page: [4.0, 3] for page in pages}, SETTINGS, 0)) == 90
+
+
+# --- what a run took -------------------------------------------------------------------------------------------------
+
+
+def times(path, *options, **environment):
+    return subprocess.run([sys.executable, ROOT / "tools" / "times.py", path, *options], capture_output=True, text=True,
+                          env=environment)
+
+
+@pytest.fixture
+def run(tmp_path):
+    def write(tier="push", minutes=5.0):
+        path = tmp_path / "times.json"
+        functions = {"tests/a/test_x.py::test_dear": [90.0, 3], "notebooks/00_x.ipynb": [10.0, 4]}
+        path.write_text(json.dumps({"tier": tier, "seconds": 60 * minutes, "workers": 2, "functions": functions}))
+        return path
+    return write
+
+
+def test_the_costliest_are_printed_first(run):
+    done = times(run())
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0].split() == ["90.0", "s", "3", "cases", "tests/a/test_x.py::test_dear"]
+    assert "push: 5.0 minutes with 2 workers, of whose time tests took 90 s and pages 10 s" in done.stdout
+
+
+@pytest.mark.parametrize("tier", ["push", "all"])
+def test_a_run_over_its_limit_fails_in_ci(run, tier):
+    minutes = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"]["minutes"][tier]
+    over = times(run(tier, minutes["limit"] + 1), CI="true")
+    assert over.returncode == 1 and f"are over its limit of {minutes['limit']}" in over.stdout
+    assert times(run(tier, minutes["limit"] + 1)).returncode == 0, "elsewhere it is said"
+    near = times(run(tier, minutes["target"] + 1), CI="true")
+    assert near.returncode == 0 and f"are over its target of {minutes['target']}" in near.stdout
+    assert "over its" not in times(run(tier, minutes["target"] - 1), CI="true").stdout
+
+
+def test_costs_are_recorded_of_a_run_of_everything_alone(run):
+    done = times(run("push"), "--record")
+    assert done.returncode == 2 and "is of the tier push" in done.stderr
+    assert times(ROOT / "no such file").returncode == 2
+
+
+def test_a_push_is_drawn_by_pytest(tmp_path):
+    """By the real hooks: two runs draw the same, which is less than everything, and its times are written."""
+    def collected(*options):
+        done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", *options, "tests/test_floors.py",
+                               "tests/accumulation"], cwd=ROOT, capture_output=True, text=True)
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    everything, push = collected(), collected("--tier", "push")
+    assert push == collected("--tier", "push") and set(push) <= set(everything) and push
+
+
+def test_the_core_has_each_technique_s_paper_and_two_of_its_tests():
+    core = tomllib.loads((ROOT / "tests" / "core.toml").read_text())
+    papers = {path.relative_to(ROOT / "refimpl").parts[0] for path in (ROOT / "refimpl").rglob("paper*.py")}
+    assert papers - {"memory", "comm"} <= set(core["techniques"]) and {"memory", "comm"} <= set(core["ground"])
+    for path in (ROOT / "refimpl").rglob("paper*.py"):
+        folder = ROOT / "tests" / path.relative_to(ROOT / "refimpl").parent
+        assert any(path.stem in test.read_text() for test in folder.glob("test_*.py")), f"{path} has no test"
+    for name in sum((*core["techniques"].values(), *core["ground"].values()), [core["floors"]]):
+        path, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text(), f"core.toml names {name}: there is none"
