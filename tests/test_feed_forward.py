@@ -10,7 +10,6 @@ from refimpl.feed_forward import activation_of
 
 class Layers(nn.Module):
     """Layers of a feed-forward, with a forward that is given: a function of the module and x."""
-
     def __init__(self, compute, act=None):
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
@@ -36,22 +35,20 @@ OTHER = [lambda m, x: m.down(m.gate(x) * m.up(x)), lambda m, x: m.down(F.silu(m.
          lambda m, x: m.down(F.dropout(F.silu(m.gate(x)) * m.up(x), p=0.1)), lambda m, x: x]
 
 
-@pytest.mark.parametrize("case", range(len(PLAIN)))
-def test_the_activation_is_read(case):
-    compute, act, expected = PLAIN[case]
+@pytest.mark.parametrize(("compute", "act", "expected"), PLAIN, ids=range(len(PLAIN)))
+def test_the_activation_is_read(compute, act, expected):
     assert activation_of(Layers(compute, act), ("up", "down")) == expected
 
 
-@pytest.mark.parametrize("case", range(len(GATED)))
-def test_the_activation_of_a_gate_is_read(case):
-    compute, act, expected = GATED[case]
+@pytest.mark.parametrize(("compute", "act", "expected"), GATED, ids=range(len(GATED)))
+def test_the_activation_of_a_gate_is_read(compute, act, expected):
     assert activation_of(Layers(compute, act), ("gate", "up", "down")) == expected
 
 
-@pytest.mark.parametrize("case", range(len(OTHER)))
-def test_what_else_a_forward_does_is_named(case):
+@pytest.mark.parametrize("compute", OTHER, ids=range(len(OTHER)))
+def test_what_else_a_forward_does_is_named(compute):
     with pytest.raises(TypeError, match=r"Layers computes .*: expected down\(act\(gate\(x\)\) \* up\(x\)\)"):
-        activation_of(Layers(OTHER[case]), ("gate", "up", "down"))
+        activation_of(Layers(compute), ("gate", "up", "down"))
 
 
 def test_an_activation_that_is_not_known_and_a_forward_that_cannot_be_read():

@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 from outside.models import GROUPED, causal, text
-from transformers import Trainer, TrainingArguments
 
 from refimpl import memory
 from refimpl.checkpointing import recompute
@@ -18,6 +17,8 @@ WIDE = {**GROUPED, "vocab_size": 2048, "num_hidden_layers": 4}
 
 def trained(folder, before=None, around=None, optimizer=None):
     """(peak above the start, parameters) of two steps of Trainer."""
+    from transformers import Trainer, TrainingArguments
+
     torch.manual_seed(0)
     model = causal("llama", **WIDE)()
     torch.manual_seed(0)

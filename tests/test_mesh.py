@@ -7,13 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_pool import pooled
+from rank_pool import on_ranks
 
 from refimpl.comm import FakeCommunicator
 from refimpl.mesh import AXES, LEVELS, Mesh
 
-KINDS = (*AXES, *LEVELS)
-LARGE = Mesh(dp=8, tp=4, pp=32)
+KINDS, LARGE = (*AXES, *LEVELS), Mesh(dp=8, tp=4, pp=32)
 PICTURE = """\
 Mesh(dp=2, tp=2, pp=2): 8 ranks
             tp 0   tp 1
@@ -62,8 +61,7 @@ def test_1024_ranks():
         for kinds in itertools.combinations(KINDS, count):
             check_groups(LARGE, kinds)
     assert LARGE.groups("tp")[:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]  # neighbours
-    assert LARGE.groups("dp")[0] == (0, 4, 8, 12, 16, 20, 24, 28)
-    assert LARGE.groups("pp")[0] == tuple(range(0, 1024, 32))
+    assert LARGE.groups("dp")[0] == (0, 4, 8, 12, 16, 20, 24, 28) and LARGE.groups("pp")[0] == tuple(range(0, 1024, 32))
     assert LARGE.groups("dp", "tp")[1] == tuple(range(32, 64))
     assert LARGE.coordinates(1023) == {"tp": 3, "cp": 0, "dp": 7, "pp": 31, "replicas": 0, "shards": 7}
 
@@ -101,8 +99,7 @@ def test_another_product_than_the_world_size_is_refused_with_its_sizes(world_siz
     ({"tp": None}, TypeError, r"Mesh\(tp=None\): expected an integer"),
     ({"dp": 8, "shards": 0}, ValueError, r"Mesh\(shards=0\): expected at least 1"),
     ({"dp": 8, "shards": 3}, ValueError, r"Mesh\(dp=8, shards=3\): the shards have to divide dp"),
-    ({"shards": 2}, ValueError, r"Mesh\(dp=1, shards=2\)"),
-])
+    ({"shards": 2}, ValueError, r"Mesh\(dp=1, shards=2\)")])
 def test_sizes_that_are_none_are_refused(sizes, error, match):
     with pytest.raises(error, match=match):
         Mesh(**sizes)
@@ -130,35 +127,30 @@ def test_a_mesh_that_is_not_connected_says_so():
 # --- connected -------------------------------------------------------------------------------------------------------
 
 
-def connected(comm):
-    mesh = Mesh(dp=2, tp=2).connect(comm)
-    sums = {kinds: mesh.get_parallel_group(*kinds).all_reduce(torch.tensor(10 ** comm.rank)).item()
-            for kinds in [("tp",), ("dp",), ("pp",), ("cp",), ("dp", "cp"), ("dp", "tp"), ("shards",), ("replicas",)]}
-    same = mesh.get_parallel_group("dp") is mesh.get_parallel_group("cp", "dp")
+@on_ranks(4)
+def test_each_rank_gets_the_communicators_of_its_groups(comm):
+    mesh, rank = Mesh(dp=2, tp=2).connect(comm), comm.rank
+    tp, dp = (11, 1100)[rank // 2], (101, 1010)[rank % 2]
+    for kinds, total in {("tp",): tp, ("dp",): dp, ("pp",): 10 ** rank, ("cp",): 10 ** rank, ("dp", "cp"): dp,
+                         ("dp", "tp"): 1111, ("shards",): dp, ("replicas",): 10 ** rank}.items():
+        assert mesh.get_parallel_group(*kinds).all_reduce(torch.tensor(10 ** rank)).item() == total
+    assert mesh.get_parallel_group("dp") is mesh.get_parallel_group("cp", "dp")
+    assert mesh.get_parallel_group("tp", "dp") is comm
+    assert mesh.get_parallel_group("tp").ranks == mesh.ranks("tp") == ((0, 1), (2, 3))[rank // 2]
+    assert (mesh.here["tp"], mesh.here["dp"]) == (rank % 2, rank // 2)
     levels = Mesh(dp=4, shards=2).connect(comm)
-    split = [levels.get_parallel_group(level).ranks for level in LEVELS]
-    return (sums, same, mesh.ranks("tp"), mesh.here, split, mesh.get_parallel_group("tp", "dp") is comm,
-            mesh.get_parallel_group("tp").ranks == mesh.ranks("tp"))
+    assert [levels.get_parallel_group(level).ranks for level in LEVELS] == [
+        ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]]
 
 
-def test_each_rank_gets_the_communicators_of_its_groups():
-    for rank, (sums, same, peers, here, split, whole, agree) in enumerate(pooled(connected, 4)):
-        tp, dp = (11, 1100)[rank // 2], (101, 1010)[rank % 2]
-        assert sums == {("tp",): tp, ("dp",): dp, ("pp",): 10 ** rank, ("cp",): 10 ** rank, ("dp", "cp"): dp,
-                        ("dp", "tp"): 1111, ("shards",): dp, ("replicas",): 10 ** rank}
-        assert same and whole and agree and peers == ((0, 1), (2, 3))[rank // 2]
-        assert (here["tp"], here["dp"]) == (rank % 2, rank // 2)
-        assert split == [((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]]
-
-
-def a_mesh_of_a_group(comm):
+@on_ranks(3)
+def test_ranks_are_numbers_in_the_communicator_that_was_connected(comm):
     """Ranks of the world (1, 2): the mesh's are 0 and 1 of that communicator."""
     pair = comm.split([1, 2])
-    return None if pair is None else (m := Mesh(tp=2).connect(pair)).ranks("tp") + m.get_parallel_group("tp").ranks
-
-
-def test_ranks_are_numbers_in_the_communicator_that_was_connected():
-    assert pooled(a_mesh_of_a_group, 3) == [None, (0, 1, 1, 2), (0, 1, 1, 2)]
+    assert (pair is None) == (comm.rank == 0)
+    if pair is not None:
+        mesh = Mesh(tp=2).connect(pair)
+        assert mesh.ranks("tp") == (0, 1) and mesh.get_parallel_group("tp").ranks == (1, 2)
 
 
 def test_a_mesh_of_1024_ranks_is_connected():
@@ -167,9 +159,6 @@ def test_a_mesh_of_1024_ranks_is_connected():
     for kinds in [("tp",), ("dp",), ("pp",), ("dp", "cp"), ("dp", "pp"), ("tp", "pp")]:
         assert mesh.get_parallel_group(*kinds).ranks == mesh.ranks(*kinds) and 517 in mesh.ranks(*kinds)
         assert mesh.ranks(*kinds, rank=0)[0] == 0
-
-
-# --- pictures --------------------------------------------------------------------------------------------------------
 
 
 def test_the_mesh_as_text():

@@ -17,22 +17,21 @@ from refimpl import catalog, memory
 from refimpl.data import TextData
 from refimpl.model import GPT, Attention, GPTConfig, rotate, rotation_table, softmax_attention
 
-GPT2 = GPTConfig(vocab_size=61, context_length=32, layers=2, hidden=48, heads=4)
+SIZES = {"vocab_size": 61, "context_length": 32, "layers": 2, "hidden": 48, "heads": 4}
+GPT2 = GPTConfig(**SIZES)
 LLAMA = replace(GPT2, kv_heads=2, mlp_hidden=88, norm="rmsnorm", activation="swiglu", positions="rotary", bias=False,
                 tied=False)
 NEOX = replace(GPT2, positions="rotary", rotary_fraction=0.5, parallel_residual=True, tied=False)
 FAMILIES = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "neox": NEOX,
+    "gpt2": GPT2, "llama": LLAMA, "neox": NEOX,
     "gpt2 without biases, one key head": replace(GPT2, bias=False, kv_heads=1),
     "rmsnorm with biases, another eps and base": replace(LLAMA, bias=True, norm_eps=0.1, rotary_base=100.0),
     "learned positions, swiglu, untied": replace(GPT2, activation="swiglu", tied=False, norm_eps=0.1),
     "gemma 2: heads wider than hidden, geglu, norms after": replace(
         LLAMA, head_dim=20, activation="geglu", post_norms=True, tied=True),
     "qwen 2: a bias of q, k and v alone": replace(LLAMA, qkv_bias=True),
-    "layernorms after both branches of a parallel residual": replace(NEOX, post_norms=True, head_dim=8),
-}
+    "layernorms after both branches of a parallel residual": replace(NEOX, post_norms=True, head_dim=8)}
+STAGED = {**FAMILIES, "neox, tied": replace(NEOX, tied=True)}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 60], [0, 3, 5, 8, 9, 7, 9, 3]])
 
 
@@ -45,20 +44,15 @@ def lively(config, attention=softmax_attention, dtype=torch.float64):
     return model
 
 
-# --- how many parameters ---------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.fixed_dictionaries({
     "vocab_size": st.integers(1, 50), "context_length": st.integers(1, 20), "layers": st.integers(1, 3),
     "heads_and_groups": st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 3), (6, 1)]),
     "size": st.sampled_from([2, 4, 8]), "head_dim": st.sampled_from([None, 6]),
-    "mlp_hidden": st.sampled_from([None, 1, 13]),
-    "norm": st.sampled_from(["layernorm", "rmsnorm"]),
+    "mlp_hidden": st.sampled_from([None, 1, 13]), "norm": st.sampled_from(["layernorm", "rmsnorm"]),
     "activation": st.sampled_from(["gelu", "swiglu", "geglu"]), "positions": st.sampled_from(["learned", "rotary"]),
-    "qkv_bias": st.booleans(), "post_norms": st.booleans(),
-    "bias": st.booleans(), "tied": st.booleans(), "parallel_residual": st.booleans(),
-}))
+    "qkv_bias": st.booleans(), "post_norms": st.booleans(), "bias": st.booleans(), "tied": st.booleans(),
+    "parallel_residual": st.booleans()}))
 def test_the_closed_form_counts_every_parameter_of_every_family(fields):
     heads, groups = fields.pop("heads_and_groups")
     config = GPTConfig(hidden=heads * fields.pop("size"), heads=heads, kv_heads=groups, **fields)
@@ -86,12 +80,10 @@ def test_a_named_model_can_be_changed():
 
 # --- logits, against torch's own parts -------------------------------------------------------------------------------
 
-
 def reference_logits(model, tokens_BT, offset=0):
     """The same function of the same parameters, written apart: complex rotary, explicit norms, torch's attention."""
     p, c = dict(model.named_parameters()), model.config
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-
     def linear(x, name):
         return torch.einsum("btc,dc->btd", x, p[f"{name}.weight"]) + p.get(f"{name}.bias", 0)
 
@@ -143,8 +135,7 @@ def reference_logits(model, tokens_BT, offset=0):
 def test_logits_are_those_of_the_written_out_model(name, offset):
     model = lively(FAMILIES[name])
     logits_BTV = model(TOKENS, offset=offset)
-    assert logits_BTV.shape == (2, 8, 61)
-    assert logits_BTV.std() > 0.1
+    assert logits_BTV.shape == (2, 8, 61) and logits_BTV.std() > 0.1
     torch.testing.assert_close(logits_BTV, reference_logits(model, TOKENS, offset), rtol=1e-5, atol=1e-5)
 
 
@@ -191,17 +182,14 @@ def test_attention_drops_weights_and_keeps_their_mean():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_low_precision_is_near(name):
-    model = GPT(FAMILIES[name], dtype=torch.float32).eval()
-    low = GPT(FAMILIES[name], dtype=torch.bfloat16).eval()
+    model, low = (GPT(FAMILIES[name], dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16))
     low.load_state_dict(model.state_dict())
-    assert low(TOKENS).dtype == torch.bfloat16
-    assert {p.dtype for p in low.parameters()} == {torch.bfloat16}
+    assert {low(TOKENS).dtype, *(p.dtype for p in low.parameters())} == {torch.bfloat16}
     assert low(TOKENS, TOKENS).dtype == torch.float32
     torch.testing.assert_close(low(TOKENS).float(), model(TOKENS), rtol=0.1, atol=0.03)
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_later_tokens_do_not_change_earlier_logits(name):
@@ -212,34 +200,28 @@ def test_later_tokens_do_not_change_earlier_logits(name):
     assert all((before[:, t] - after[:, t]).abs().max() > 1e-3 for t in (5, 6, 7))
 
 
-class Spy:
+def spying(calls):
     """Softmax attention that keeps what it was called with."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, q, k, v, **options):
-        self.calls.append(((q, k, v), options))
-        return softmax_attention(q, k, v, **options)
+    def attention(*qkv, **options):
+        calls.append((qkv, options))
+        return softmax_attention(*qkv, **options)
+    return attention
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
 def test_a_sequence_with_an_offset_is_the_same_positions_of_the_whole(name):
     """The first block's q, k, v depend on a token and its position alone."""
-    spy = Spy()
-    model = lively(FAMILIES[name], spy)
-    model(TOKENS)
-    model(TOKENS[:, 3:], offset=3)
-    model(TOKENS[:, 3:])
-    (whole, _), (chunk, _), (elsewhere, _) = spy.calls[:: FAMILIES[name].layers]
-    for a, b in zip(whole, chunk, strict=True):
-        torch.testing.assert_close(a[:, :, 3:], b)
+    calls = []
+    model = lively(FAMILIES[name], spying(calls))
+    for tokens, offset in ((TOKENS, 0), (TOKENS[:, 3:], 3), (TOKENS[:, 3:], 0)):
+        model(tokens, offset=offset)
+    (whole, _), (chunk, _), (elsewhere, _) = calls[:: FAMILIES[name].layers]
+    torch.testing.assert_close([x[:, :, 3:] for x in whole], list(chunk))
     assert (whole[1][:, :, 3:] - elsewhere[1]).abs().max() > 0.01
 
 
 def test_under_autocast_rotary_attention_is_given_one_dtype():
     seen = []
-
     def attention(q_BHTD, k_BGSD, v_BGSD):
         seen.append({q_BHTD.dtype, k_BGSD.dtype, v_BGSD.dtype})
         return q_BHTD
@@ -264,16 +246,13 @@ def test_rotation_turns_pairs_and_keeps_their_length():
     assert torch.equal(turned[:, :, 0], x[:, :, 0])
     torch.testing.assert_close(turned[..., :6] ** 2 + turned[..., 6:] ** 2, x[..., :6] ** 2 + x[..., 6:] ** 2)
     partly = rotate(x, *rotation_table(NEOX))
-    assert torch.equal(partly[..., 6:], x[..., 6:])
-    assert not torch.equal(partly[..., :6], x[..., :6])
+    assert torch.equal(partly[..., 6:], x[..., 6:]) and not torch.equal(partly[..., :6], x[..., :6])
 
 
 # --- loss, initialisation, training ----------------------------------------------------------------------------------
 
-
 def test_the_loss_is_the_mean_cross_entropy_of_what_counts():
-    model = lively(GPT2)
-    targets = TOKENS.roll(-1, 1)
+    model, targets = lively(GPT2), TOKENS.roll(-1, 1)
     targets[:, -1] = targets[0, 2] = -100
     log_p = reference_logits(model, TOKENS).log_softmax(-1)
     expected = -sum(log_p[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0) / 13
@@ -305,23 +284,20 @@ def test_initialisation_is_gpt2s(family):
 
 def test_tied_embeddings_are_one_parameter():
     tied, untied = GPT(GPT2), GPT(replace(GPT2, tied=False))
-    assert tied.head.weight is tied.embedding.weight
-    assert untied.head.weight is not untied.embedding.weight
+    assert tied.head.weight is tied.embedding.weight and untied.head.weight is not untied.embedding.weight
 
 
 @pytest.mark.parametrize("family", [GPT2, LLAMA, NEOX])
 def test_every_parameter_learns(family):
     model = lively(family)
     model(TOKENS, TOKENS.roll(-1, 1)).backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert without == []
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 @pytest.mark.parametrize("family", [GPT2, LLAMA])
 def test_the_loss_falls_on_real_text(family):
     model, text = GPT(replace(family, vocab_size=256, context_length=64)), TextData()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for tokens, targets in islice(text.batches(8, 64), 120):
         loss = model(tokens, targets)
         loss.backward()
@@ -335,12 +311,10 @@ def test_the_loss_falls_on_real_text(family):
 
 
 def test_dropout_is_for_training_alone():
-    model = GPT(replace(GPT2, dropout=0.5))
-    plain = GPT(GPT2)
+    model, plain = GPT(replace(GPT2, dropout=0.5)), GPT(GPT2)
     plain.load_state_dict(model.state_dict())
     assert not torch.equal(model(TOKENS), model(TOKENS))
-    model.eval()
-    torch.testing.assert_close(model(TOKENS), plain(TOKENS))
+    torch.testing.assert_close(model.eval()(TOKENS), plain(TOKENS))
 
 
 @pytest.mark.parametrize("family", [GPT2, NEOX])
@@ -349,24 +323,19 @@ def test_dropout_drops_embeddings_attention_and_mlp(family):
     seen = []
     model = lively(replace(family, dropout=0.999, layers=1), lambda q, k, v, dropout_p: v[:, :1].expand_as(q))
     model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    model.train()
-    model(TOKENS)
+    model.train()(TOKENS)
     assert (seen[0] == 0).float().mean() > 0.98
 
 
 # --- attention given from outside ------------------------------------------------------------------------------------
 
-
 def test_attention_is_called_with_heads_groups_and_options():
-    spy = Spy()
-    model = GPT(replace(LLAMA, dropout=0.1), spy)
+    calls = []
+    model = GPT(replace(LLAMA, dropout=0.1), spying(calls))
     model(TOKENS)
-    model.eval()
-    model(TOKENS)
-    for (q, k, v), _ in spy.calls:
-        assert (q.shape, k.shape, v.shape) == ((2, 4, 8, 12), (2, 2, 8, 12), (2, 2, 8, 12))
-    assert [options for _, options in spy.calls] == 2 * [{"causal": True, "dropout_p": 0.1}] + 2 * [
-        {"causal": True, "dropout_p": 0.0}]
+    model.eval()(TOKENS)
+    assert all([x.shape for x in qkv] == [(2, 4, 8, 12), (2, 2, 8, 12), (2, 2, 8, 12)] for qkv, _ in calls)
+    assert [options for _, options in calls] == [{"causal": True, "dropout_p": p} for p in (0.1, 0.1, 0.0, 0.0)]
 
 
 def plain(q, k, v):
@@ -388,7 +357,7 @@ def told_anything(q, k, v, **options):
     return softmax_attention(q, k, v, **options)
 
 
-class AsModule(torch.nn.Module):
+class AsModule(nn.Module):
     def forward(self, q, k, v):
         return plain(q, k, v)
 
@@ -397,15 +366,14 @@ class AsModule(torch.nn.Module):
     AsModule(), F.scaled_dot_product_attention, plain, told_causal_only, told_dropout_only, told_anything,
     functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True),
     functools.partial(softmax_attention, causal=True),
-    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-], ids=["module", "torch's", "plain", "causal", "dropout_p", "kwargs", "partial torch's", "partial ours", "lambda"])
+    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)],
+    ids=["module", "torch's", "plain", "causal", "dropout_p", "kwargs", "partial torch's", "partial ours", "lambda"])
 def test_any_attention_function_will_do(attention):
     torch.testing.assert_close(lively(LLAMA, attention)(TOKENS), lively(LLAMA)(TOKENS))
 
 
 def test_what_a_partial_has_settled_stays():
-    model = lively(GPT2, functools.partial(softmax_attention, causal=False))
-    changed = TOKENS.clone()
+    model, changed = lively(GPT2, functools.partial(softmax_attention, causal=False)), TOKENS.clone()
     changed[:, -1] = 20
     assert not torch.allclose(model(TOKENS)[:, 0], model(changed)[:, 0])
 
@@ -413,9 +381,7 @@ def test_what_a_partial_has_settled_stays():
 def test_attention_dropout_of_a_partial_is_off_in_eval():
     attention = functools.partial(F.scaled_dot_product_attention, is_causal=True, dropout_p=0.5)
     model = GPT(replace(GPT2, dropout=0.5), attention)
-    assert not torch.equal(model(TOKENS), model(TOKENS))
-    model.eval()
-    assert torch.equal(model(TOKENS), model(TOKENS))
+    assert not torch.equal(model(TOKENS), model(TOKENS)) and torch.equal(model.eval()(TOKENS), model(TOKENS))
 
 
 def test_dropout_that_the_attention_would_not_do_is_refused():
@@ -424,7 +390,6 @@ def test_dropout_that_the_attention_would_not_do_is_refused():
 
 
 # --- in parts: stages of a pipeline, and some of the heads -----------------------------------------------------------
-
 
 def two_stages(model):
     """Each with a part of the model alone."""
@@ -443,18 +408,13 @@ def through(blocks, x_BTC, rotation):
 def gradients(*models):
     """By parameter's place in the whole model: the sum of all copies' gradients."""
     found = {}
-    for model, first_block in zip(models, (0, 1), strict=False):
+    for first_block, model in enumerate(models):
         for name, p in model.named_parameters():
-            if name.startswith("blocks."):
-                _, number, rest = name.split(".", 2)
-                name = f"blocks.{int(number) + first_block}.{rest}"
+            name = name.replace("blocks.0.", f"blocks.{first_block}.")
             if name == "head.weight" and model.config.tied:
                 name = "embedding.weight"
             found[name] = found[name] + p.grad if name in found else p.grad
     return found
-
-
-STAGED = {**FAMILIES, "neox, tied": replace(NEOX, tied=True)}
 
 
 @pytest.mark.parametrize("name", STAGED)
@@ -465,13 +425,11 @@ def test_two_stages_are_the_model_to_the_bit(name, offset):
     sent = first.embed(TOKENS, offset=offset)
     sent = through(first.blocks, sent, first.rotation(sent, offset=offset))
     received = sent.detach().requires_grad_()
-    x = through(last.blocks, received, last.rotation(received, offset=offset))
-    targets = TOKENS.roll(-1, 1)
-    assert torch.equal(last.predict(x), model(TOKENS, offset=offset))
+    x, targets = through(last.blocks, received, last.rotation(received, offset=offset)), TOKENS.roll(-1, 1)
+    for how in ({}, {"targets_BT": targets, "reduction": "sum"}):
+        assert torch.equal(last.predict(x, **how), model(TOKENS, offset=offset, **how))
     loss, expected = last.predict(x, targets), model(TOKENS, targets, offset=offset)
     assert torch.equal(loss, expected)
-    summed = model(TOKENS, targets, offset=offset, reduction="sum")
-    assert torch.equal(last.predict(x, targets, reduction="sum"), summed)
     loss.backward()
     sent.backward(received.grad)
     expected.backward()
@@ -507,31 +465,20 @@ def test_each_part_refuses_by_name(family):
         (lambda: model.rotation(x, offset=-1), "8 tokens from position -1"),
         (lambda: model.predict(x, TOKENS[:, :7]), r"targets of shape \(2, 7\) for tokens of \(2, 8\)"),
         (lambda: model.predict(x, TOKENS.float()), r"targets of shape \(2, 8\), torch.float32"),
-        (lambda: model.predict(x, with_id(61)), "targets run from 0 to 61"),
-    ):
+        (lambda: model.predict(x, with_id(61)), "targets run from 0 to 61")):
         with pytest.raises(ValueError, match=message):
             part()
 
 
 def heads_of(attention, part, parts):
     """A copy with a part of the heads, as tensor parallelism makes it from outside."""
-    c, mine = attention.config, copy.deepcopy(attention)
-
-    def cut(x, dim):
-        return x.chunk(parts, dim)[part]
-
-    def resized(weight, bias):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
-        linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
-        return linear
-
-    def cut_rows(x):
-        sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
-        return torch.cat([cut(piece, 0) for piece in x.split(sizes)])
-
-    qkv, out = attention.qkv, attention.out
-    mine.qkv = resized(cut_rows(qkv.weight), None if qkv.bias is None else cut_rows(qkv.bias))
-    mine.out = resized(cut(out.weight, 1), out.bias if part == 0 else None)
+    c, mine = attention.config, copy.deepcopy(attention).requires_grad_(False)
+    sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
+    for name, x in mine.qkv.named_parameters():
+        rows = torch.cat([piece.chunk(parts)[part] for piece in x.split(sizes)])
+        setattr(mine.qkv, name, nn.Parameter(rows))
+    mine.out.weight = nn.Parameter(mine.out.weight.chunk(parts, 1)[part])
+    mine.out.bias = mine.out.bias if part == 0 else None
     return mine
 
 
@@ -539,7 +486,6 @@ def heads_of(attention, part, parts):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
 def test_parts_of_the_heads_sum_to_all(name, groups):
     heads = []
-
     def attention(q, k, v):
         heads.append((q.shape[1], k.shape[1], v.shape[1]))
         return softmax_attention(q, k, v, causal=True)
@@ -547,15 +493,14 @@ def test_parts_of_the_heads_sum_to_all(name, groups):
     model = lively(replace(FAMILIES[name], kv_heads=groups), attention)
     whole, x = model.blocks[0].attention, torch.randn(2, 8, 48, dtype=torch.float64, requires_grad=True)
     rotation = model.rotation(x)
+    expected = whole(x, rotation)
     for parts in (2, groups):
-        divided = [heads_of(whole, part, parts) for part in range(parts)]
-        outputs = [part(x, rotation) for part in divided]
+        outputs = [heads_of(whole, part, parts)(x, rotation) for part in range(parts)]
         assert heads[-parts:] == parts * [(4 // parts, groups // parts, groups // parts)]
-        torch.testing.assert_close(sum(outputs), whole(x, rotation))
-        found, = torch.autograd.grad(sum(outputs).square().sum(), x)
-        expected, = torch.autograd.grad(whole(x, rotation).square().sum(), x)
-        torch.testing.assert_close(found, expected)
-        assert not torch.allclose(sum(outputs[1:]), whole(x, rotation))
+        both = sum(outputs), expected
+        torch.testing.assert_close(*both)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x, retain_graph=True) for y in both))
+        assert not torch.allclose(sum(outputs[1:]), expected)
 
 
 def test_rows_cut_without_regard_to_q_k_and_v_are_other_heads():
@@ -574,17 +519,13 @@ def test_rows_cut_without_regard_to_q_k_and_v_are_other_heads():
     (GPT2, 40, "qkv gives 40 features: expected a multiple of 36"),
     (LLAMA, 72, "qkv gives 72 features: expected a multiple of 48, 2 query heads"),
     (replace(LLAMA, kv_heads=1), 36, "qkv gives 36 features: expected a multiple of 72, 4 query heads"),
-    (GPT2, 0, "qkv gives 0 features"),
-])
+    (GPT2, 0, "qkv gives 0 features")])
 def test_features_that_are_no_whole_heads_are_refused(family, features, message):
     attention = Attention(family, softmax_attention)
     attention.qkv = nn.Linear(48, 48)
     attention.qkv.weight, attention.qkv.bias = nn.Parameter(torch.zeros(features, 48)), None
     with pytest.raises(ValueError, match=message):
         attention(torch.zeros(1, 8, 48))
-
-
-# --- dtype and device ------------------------------------------------------------------------------------------------
 
 
 def test_the_default_dtype_and_device_are_left_as_they_were():
@@ -602,47 +543,31 @@ def test_the_default_dtype_and_device_are_left_as_they_were():
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 BAD_CONFIGS = [
-    ({"positions": "rotary", "rotary_fraction": 2.0}, "rotary_fraction=2.0"),
-    ({"heads": 5}, "hidden=48 .*heads=5"),
-    ({"kv_heads": 3}, "heads=4 .*kv_heads=3"),
-    ({"kv_heads": 8}, "heads=4 .*kv_heads=8"),
-    ({"layers": 0}, "layers=0"),
-    ({"vocab_size": -3}, "vocab_size=-3"),
-    ({"hidden": 48.0}, "hidden=48.0"),
-    ({"context_length": 0}, "context_length=0"),
-    ({"mlp_hidden": 0}, "mlp_hidden=0"),
-    ({"norm": "batchnorm"}, "norm='batchnorm'.*'layernorm' or 'rmsnorm'"),
-    ({"activation": "relu"}, "activation='relu'.*'gelu' or 'swiglu' or 'geglu'"),
-    ({"head_dim": 0}, "head_dim=0: expected an integer of at least 1"),
-    ({"head_dim": 12.0}, r"head_dim=12\.0"),
-    ({"positions": "rotary", "head_dim": 7}, "turns 7 of a head's 7"),
-    ({"positions": "alibi"}, "positions='alibi'.*'learned' or 'rotary'"),
-    ({"dropout": 1.0}, r"dropout=1\.0"),
-    ({"dropout": -0.1}, r"dropout=-0\.1"),
+    ({"positions": "rotary", "rotary_fraction": 2.0}, "rotary_fraction=2.0"), ({"heads": 5}, "hidden=48 .*heads=5"),
+    ({"kv_heads": 3}, "heads=4 .*kv_heads=3"), ({"kv_heads": 8}, "heads=4 .*kv_heads=8"), ({"layers": 0}, "layers=0"),
+    ({"vocab_size": -3}, "vocab_size=-3"), ({"hidden": 48.0}, "hidden=48.0"), ({"mlp_hidden": 0}, "mlp_hidden=0"),
+    ({"context_length": 0}, "context_length=0"), ({"norm": "batchnorm"}, "norm='batchnorm'.*'layernorm' or 'rmsnorm'"),
+    ({"activation": "relu"}, "activation='relu'.*'gelu' or 'swiglu' or 'geglu'"), ({"dropout": 1.0}, r"dropout=1\.0"),
+    ({"head_dim": 0}, "head_dim=0: expected an integer of at least 1"), ({"head_dim": 12.0}, r"head_dim=12\.0"),
+    ({"positions": "rotary", "head_dim": 7}, "turns 7 of a head's 7"), ({"dropout": -0.1}, r"dropout=-0\.1"),
+    ({"positions": "alibi"}, "positions='alibi'.*'learned' or 'rotary'"), ({"kv_heads": False}, "kv_heads=False"),
     ({"positions": "rotary", "rotary_fraction": 0.1}, "rotary_fraction=0.1 turns 1 of"),
-    ({"positions": "rotary", "rotary_fraction": 0.0}, "turns 0 "),
-    ({"positions": "rotary", "heads": 16}, "turns 3 of a head's 3"),
-    ({"layers": True}, "layers=True: expected an integer of at least 1"),
-    ({"kv_heads": False}, "kv_heads=False"),
+    ({"positions": "rotary", "rotary_fraction": 0.0}, "turns 0 "), ({"norm_eps": math.nan}, "norm_eps=nan"),
+    ({"positions": "rotary", "heads": 16}, "turns 3 of a head's 3"), ({"norm_eps": math.inf}, "norm_eps=inf"),
+    ({"layers": True}, "layers=True: expected an integer of at least 1"), ({"norm_eps": None}, "norm_eps=None"),
     ({"dropout": "0.1"}, r"dropout='0\.1': expected a number in \[0, 1\)"),
     ({"dropout": math.nan}, r"dropout=nan: expected a number in \[0, 1\)"),
     ({"norm_eps": -1e-5}, r"norm_eps=-1e-05: expected a number in \[0, inf\)"),
-    ({"norm_eps": math.nan}, "norm_eps=nan"),
-    ({"norm_eps": math.inf}, "norm_eps=inf"),
-    ({"norm_eps": None}, "norm_eps=None"),
     ({"rotary_base": 0}, r"rotary_base=0: expected a number in \[1, inf\)"),
-    ({"rotary_base": -10000.0}, r"rotary_base=-10000\.0"),
-    ({"rotary_base": math.nan}, "rotary_base=nan"),
+    ({"rotary_base": -10000.0}, r"rotary_base=-10000\.0"), ({"rotary_base": math.nan}, "rotary_base=nan"),
     ({"rotary_fraction": math.nan}, r"rotary_fraction=nan: expected a number in \[0, inf\)"),
-    ({"rotary_fraction": -1.0}, r"rotary_fraction=-1\.0"),
-    ({"rotary_fraction": "all"}, "rotary_fraction='all'"),
-]
+    ({"rotary_fraction": -1.0}, r"rotary_fraction=-1\.0"), ({"rotary_fraction": "all"}, "rotary_fraction='all'")]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS, ids=[str(changes) for changes, _ in BAD_CONFIGS])
 def test_numbers_that_make_no_model_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        GPTConfig(**{"vocab_size": 61, "context_length": 32, "layers": 2, "hidden": 48, "heads": 4, **changes})
+        GPTConfig(**SIZES | changes)
 
 
 def test_the_limits_themselves_are_taken():
@@ -668,24 +593,17 @@ def with_id(value):
 
 
 BAD_INPUTS = [
-    ((with_id(61),), {}, "tokens run from 0 to 61"),
-    ((with_id(-1),), {}, "tokens run from -1 to 60"),
-    ((TOKENS, with_id(61)), {}, "targets run from 0 to 61"),
-    ((TOKENS, with_id(-5)), {}, "targets run from -5 to 60"),
+    ((with_id(61),), {}, "tokens run from 0 to 61"), ((with_id(-1),), {}, "tokens run from -1 to 60"),
+    ((TOKENS, with_id(61)), {}, "targets run from 0 to 61"), ((TOKENS, with_id(-5)), {}, "targets run from -5 to 60"),
     ((torch.zeros(1, 33, dtype=torch.int64),), {}, "33 tokens from position 0: the context has 32"),
-    ((TOKENS,), {"offset": 25}, "8 tokens from position 25: the context has 32"),
-    ((TOKENS,), {"offset": -1}, "from position -1"),
-    ((TOKENS,), {"offset": 1.0}, r"from position 1\.0"),
-    ((TOKENS[0],), {}, r"tokens of shape \(8,\)"),
-    ((TOKENS[None],), {}, r"tokens of shape \(1, 2, 8\)"),
+    ((TOKENS,), {"offset": 25}, "8 tokens from position 25: the context has 32"), ((TOKENS.bool(),), {}, "torch.bool"),
+    ((TOKENS,), {"offset": -1}, "from position -1"), ((TOKENS,), {"offset": 1.0}, r"from position 1\.0"),
+    ((TOKENS[0],), {}, r"tokens of shape \(8,\)"), ((TOKENS[None],), {}, r"tokens of shape \(1, 2, 8\)"),
     ((TOKENS.float(),), {}, r"tokens of shape \(2, 8\), torch.float32"),
-    ((TOKENS.bool(),), {}, "torch.bool"),
-    ((TOKENS[:0],), {}, r"tokens of shape \(0, 8\)"),
-    ((TOKENS[:, :0],), {}, r"tokens of shape \(2, 0\)"),
+    ((TOKENS[:0],), {}, r"tokens of shape \(0, 8\)"), ((TOKENS[:, :0],), {}, r"tokens of shape \(2, 0\)"),
     ((TOKENS, TOKENS[:, :7]), {}, r"targets of shape \(2, 7\) for tokens of \(2, 8\)"),
     ((TOKENS, TOKENS[:1]), {}, r"targets of shape \(1, 8\) for tokens of \(2, 8\)"),
-    ((TOKENS, TOKENS.double()), {}, r"targets of shape \(2, 8\), torch.float64"),
-]
+    ((TOKENS, TOKENS.double()), {}, r"targets of shape \(2, 8\), torch.float64")]
 
 
 @pytest.mark.parametrize(("arguments", "options", "message"), BAD_INPUTS, ids=[message for *_, message in BAD_INPUTS])
@@ -697,10 +615,8 @@ def test_bad_input_is_refused_with_its_value(arguments, options, message, family
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (([[1, 2]],), r"tokens as a list: expected a tensor \(B, T\), torch\.tensor\(\[\[…\]\]\)"),
-    ((None,), "tokens as a NoneType"),
-    ((TOKENS, TOKENS.tolist()), "targets as a list"),
-    ((TOKENS.numpy(),), "tokens as a ndarray"),
-])
+    ((None,), "tokens as a NoneType"), ((TOKENS, TOKENS.tolist()), "targets as a list"),
+    ((TOKENS.numpy(),), "tokens as a ndarray")])
 def test_tokens_are_tensors(arguments, message):
     with pytest.raises(TypeError, match=message):
         GPT(GPT2)(*arguments)
@@ -710,8 +626,7 @@ def test_the_longest_sequence_and_the_last_position_are_taken():
     for family in (GPT2, LLAMA):
         model = GPT(family)
         assert model(torch.zeros(1, 32, dtype=torch.int64)).shape == (1, 32, 61)
-        assert model(TOKENS, offset=24).shape == (2, 8, 61)
-        assert model(TOKENS[:1, :1]).shape == (1, 1, 61)
+        assert model(TOKENS, offset=24).shape == (2, 8, 61) and model(TOKENS[:1, :1]).shape == (1, 1, 61)
 
 
 @pytest.mark.parametrize(("T", "S", "G", "causal"), [(5, 4, 2, True), (4, 4, 3, False)])
@@ -724,8 +639,7 @@ def test_attention_that_makes_no_sense_is_refused(T, S, G, causal):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_positions_of_each_token_may_be_given(name):
     model = lively(FAMILIES[name])
-    expected = model(TOKENS, offset=3)
-    T = TOKENS.shape[1]
+    expected, T = model(TOKENS, offset=3), TOKENS.shape[1]
     for positions in (torch.arange(3, 3 + T)[None], torch.arange(3, 3 + T).expand(len(TOKENS), T)):
         assert torch.equal(model(TOKENS, positions_BT=positions), expected)
     rows = torch.stack([torch.arange(5 * row, 5 * row + T) for row in range(len(TOKENS))])
@@ -749,12 +663,12 @@ def test_rotary_tables_are_of_the_tokens_that_are_here():
 @pytest.mark.parametrize("family", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_positions_that_do_not_fit_are_named(family):
     model = GPT(family)
-    with pytest.raises(ValueError, match=r"positions_BT of shape \(2, 7\), torch.float32"):
-        model(TOKENS, positions_BT=torch.zeros(2, 7))
-    with pytest.raises(ValueError, match=r"positions_BT of shape \(2, 7\) for tokens of \(2, 8\)"):
-        model(TOKENS, positions_BT=torch.zeros(2, 7, dtype=torch.int64))
-    with pytest.raises(TypeError, match="positions_BT as a list"):
-        model(TOKENS, positions_BT=[0, 1])
+    for positions, error, words in (
+            (torch.zeros(2, 7), ValueError, r"positions_BT of shape \(2, 7\), torch.float32"),
+            (torch.zeros(2, 7).long(), ValueError, r"positions_BT of shape \(2, 7\) for tokens of \(2, 8\)"),
+            ([0, 1], TypeError, "positions_BT as a list")):
+        with pytest.raises(error, match=words):
+            model(TOKENS, positions_BT=positions)
 
 
 def test_a_learned_position_outside_the_context_is_named():

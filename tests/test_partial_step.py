@@ -8,7 +8,6 @@ from refimpl.partial_step import groups_before, partial_step
 
 class CountsInItsGroup(torch.optim.SGD):
     """Halves its learning rate in each step, in the group, as some schedulers inside optimizers do."""
-
     def step(self):
         for group in self.param_groups:
             group["lr"] /= 2

@@ -1,5 +1,6 @@
 """Parts of tensors: any two cuts of one exchange each element once, and what ranks hold is each element once."""
 
+import functools
 import itertools
 import math
 
@@ -9,18 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from refimpl.sharding import (
-    Shard,
-    ShardSpec,
-    check_replicas,
-    check_specs,
-    copy_overlap,
-    names_of,
-    overlaps,
-    room_of,
-    set_spec,
-    spec_of,
-)
+from refimpl import sharding
+from refimpl.sharding import Shard, ShardSpec, check_specs, copy_overlap, set_spec, spec_of
 
 
 def whole(shape):
@@ -58,7 +49,7 @@ def test_any_two_cuts_of_a_tensor_exchange_each_element_once(data, shape):
         flat = torch.full((target.numel,), -1)
         for source in before:
             copy_overlap(flat, target, taken(x, source), source)
-            moved += sum(math.prod(view.size) for view, _ in overlaps(target, source))
+            moved += sum(math.prod(view.size) for view, _ in sharding.overlaps(target, source))
         assert torch.equal(flat, taken(x, target))
     assert moved == x.numel()
 
@@ -96,12 +87,7 @@ def spec(*args, name="x", shape=(6, 4), **kwargs):
     return ShardSpec(name, shape, *args, **kwargs)
 
 
-def left(first=0, end=None, **more):
-    return spec((0, 0), (6, 2), first, end, **more)
-
-
-def right(first=0, end=None, **more):
-    return spec((0, 2), (6, 2), first, end, **more)
+left, right = functools.partial(spec, (0, 0), (6, 2)), functools.partial(spec, (0, 2), (6, 2))
 
 
 def test_the_whole_is_the_default():
@@ -122,8 +108,7 @@ def test_the_whole_is_the_default():
     (lambda: Shard(left(), torch.zeros(11), "frozen", torch.float32), r"x: values has 11 elements: expected 12"),
     (lambda: Shard(left(0, 3), torch.zeros(3), "parameters", torch.float32, nn.Parameter(torch.zeros(6, 2))),
      r"x: own has 12 elements: expected 3, as its spec says"),
-    (lambda: Shard(left(), torch.zeros(12), "frozen", torch.float32, owned=right()), r"x: owned is .*: expected a cut"),
-])
+    (lambda: Shard(left(), torch.zeros(12), "frozen", torch.float32, owned=right()), "x: owned is .*: expected a cut")])
 def test_parts_that_cannot_be(make, said):
     with pytest.raises(ValueError, match=said):
         make()
@@ -133,21 +118,19 @@ def test_a_parameter_keeps_what_was_said_of_it():
     p = nn.Parameter(torch.zeros(6, 2))
     assert spec_of("y", p) == ShardSpec("y", (6, 2))
     set_spec(p, right())
-    assert spec_of("y", p) == right() and names_of("y", p) == ("y",) and room_of(p) == 12
+    assert (spec_of("y", p), sharding.names_of("y", p), sharding.room_of(p)) == (right(), ("y",), 12)
     set_spec(p, right(), ["x", "z"], 18)
-    assert names_of("y", p) == ("x", "z") and room_of(p) == 18
+    assert (sharding.names_of("y", p), sharding.room_of(p)) == (("x", "z"), 18)
 
 
 BOTH = (0, 1)
 
 
 @pytest.mark.parametrize(("specs", "said"), [
-    ([[left()], [right()]], None),
-    ([[spec(replicas=BOTH)], [spec(replicas=BOTH)]], None),
+    ([[left()], [right()]], None), ([[spec(replicas=BOTH)], [spec(replicas=BOTH)]], None),
     ({5: [left(0, 7)], 7: [right(replicas=(7, 9))], 9: [right(replicas=(7, 9))], 6: [left(7)]}, None),
     ([[spec()], [spec(name="y")]], None), ([[ShardSpec("x", ())]], None), ([[ShardSpec("x", (0, 3))], []], None),
-    ([[left(), right()], [spec(name="y")]], None),  # several parts on one rank
-    ([[left(), right(replicas=BOTH)], [right(replicas=BOTH)]], None),
+    ([[left(), right()], [spec(name="y")]], None), ([[left(), right(replicas=BOTH)], [right(replicas=BOTH)]], None),
     ([[left(), left()], [right()]], r"x: elements 0 … 11 of its block .* are on rank 0 and on rank 0"),
     ([[left(), right(replicas=BOTH)] * 2, [right(replicas=BOTH)]], r"x: ranks \[0, 0, 1\] name ranks \[0, 1\]"),
     ([[left()], []], "x: 12 of its 24 elements are on no rank"),
@@ -159,8 +142,7 @@ BOTH = (0, 1)
     ([[spec(replicas=BOTH)], [spec()]], r"x: ranks \[0\] name ranks \[0, 1\] as replicas of elements \[0, 24\]"),
     ([[spec(replicas=BOTH)], [left(replicas=BOTH)]], r"x: ranks \[0\] name ranks \[0, 1\]"),
     ([[spec(replicas=(1,))], []], r"x: ranks \[0\] name ranks \[1\]"),
-    ([[left()], [ShardSpec("x", (6, 5), (0, 2), (6, 3))]], r"x has shape \(6, 4\) on rank 0 and \(6, 5\) on rank 1"),
-])
+    ([[left()], [ShardSpec("x", (6, 5), (0, 2), (6, 3))]], r"x has shape \(6, 4\) on rank 0 and \(6, 5\) on rank 1")])
 def test_what_ranks_hold_is_each_element_once(specs, said):
     if said is None:
         return check_specs(specs)
@@ -170,13 +152,13 @@ def test_what_ranks_hold_is_each_element_once(specs, said):
 
 def test_of_replicas_one_counts():
     pair = left(replicas=BOTH)
-    assert check_replicas([[pair], [pair], [right()]]) == [(0, pair), (2, right())]
+    assert sharding.check_replicas([[pair], [pair], [right()]]) == [(0, pair), (2, right())]
 
 
 def test_offsets_matter():
     """The mutant takes a block for the first one of its shape."""
     x = whole((6, 4))
-    found, at_zero = torch.zeros(12, dtype=torch.int64), torch.zeros(12, dtype=torch.int64)
+    found, at_zero = torch.zeros(2, 12, dtype=torch.int64)
     copy_overlap(found, right(), x.flatten(), spec())
     copy_overlap(at_zero, left(), x.flatten(), spec())
     assert torch.equal(found, taken(x, right())) and not torch.equal(at_zero, found)

@@ -1,9 +1,13 @@
 """Accumulated gradients are the whole batch's, at one micro-batch's activations; versions that are not are seen."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from ragged_kit import Net, gradients, whole
+from ragged_kit import ragged as padded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -13,31 +17,14 @@ from refimpl.accumulation import accumulate, accumulation_bytes, split
 from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=256, context_length=32, layers=2, hidden=32, heads=4)
-ROWS, LENGTH = 12, 16
+ROWS, LENGTH, LARGEST = 12, 16, CONFIG.vocab_size * CONFIG.hidden
+TOKENS = torch.zeros(4, 8, dtype=torch.int64)
+Double = partial(Net, config=CONFIG)  # in fp64
 
 
-class Double(GPT):
-    """In fp64 to the end: our GPT takes the logits of its loss to fp32."""
-
-    def __init__(self):
-        super().__init__(CONFIG, dtype=torch.float64)
-
-    def forward(self, tokens, targets=None):
-        logits = super().forward(tokens)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def ragged(rows=ROWS, length=LENGTH):
+def ragged():
     """(tokens, targets): rows of very different lengths, padded; the fourth has no target at all."""
-    tokens = torch.randint(0, 256, (rows, length))
-    targets = torch.randint(0, 256, (rows, length))
-    for row in range(rows):
-        targets[row, [16, 1, 9, 0, 13, 2][row % 6]:] = -100
-    return tokens, targets
-
-
-def gradients(model):
-    return [parameter.grad for parameter in model.parameters()]
+    return padded(*torch.randint(0, 256, (2, ROWS, LENGTH)), 2 * [16, 1, 9, 0, 13, 2])
 
 
 def distance(ours, theirs):
@@ -47,17 +34,7 @@ def distance(ours, theirs):
     return (apart / norm).item()
 
 
-def whole(model, *batch, loss_fn=None):
-    """(loss, gradients) of the batch in one piece; `.grad` is None again."""
-    loss = loss_fn(model, *batch) if loss_fn else model(*batch)
-    loss.backward()
-    found = gradients(model)
-    model.zero_grad()
-    return loss.detach(), found
-
-
 # --- the same gradient -----------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("micro_batch", [1, 5, 6, 12, 100])
 @pytest.mark.parametrize(("build", "within"), [(Double, 1e-13), (lambda: GPT(CONFIG), 2e-6)])
@@ -78,11 +55,9 @@ def sum_of_squares(model, x, y):
 
 
 @pytest.mark.parametrize(("loss_fn", "options"), [
-    (mean_of_the_classes, {}),
-    (sum_of_squares, {"reduction": "sum"}),
+    (mean_of_the_classes, {}), (sum_of_squares, {"reduction": "sum"}),
     (lambda model, x, y: sum_of_squares(model, x, y) / len(x), {"count": lambda x, y: len(x)}),
-    (lambda model, x, y: mean_of_the_classes(model, x, y).reshape(1), {}),
-])
+    (lambda model, x, y: mean_of_the_classes(model, x, y).reshape(1), {})])
 def test_loss_functions_that_give_means_and_sums(loss_fn, options):
     model, batch = nn.Linear(5, 3).double(), (torch.randn(10, 5).double(), torch.randint(0, 3, (10,)))
     loss, expected = whole(model, *batch, loss_fn=loss_fn)
@@ -93,9 +68,8 @@ def test_loss_functions_that_give_means_and_sums(loss_fn, options):
 def test_parts_of_their_own_lengths_and_batches_in_dicts():
     model, (tokens, targets) = Double(), ragged()
     _, expected = whole(model, tokens, targets)
-    lengths = [16, 16, 2]
-    parts = [(x[:, :n], y[:, :n]) for n, x, y in zip(lengths, tokens[[0, 1, 2, 4, 6, 7, 8, 10, 3, 9, 5, 11]].split(4),
-                                                     targets[[0, 1, 2, 4, 6, 7, 8, 10, 3, 9, 5, 11]].split(4),
+    rows = [0, 1, 2, 4, 6, 7, 8, 10, 3, 9, 5, 11]
+    parts = [(x[:, :n], y[:, :n]) for n, x, y in zip([16, 16, 2], tokens[rows].split(4), targets[rows].split(4),
                                                      strict=True)]
     accumulate(model, micro_batches=iter(parts))
     assert distance(gradients(model), expected) <= 1e-13
@@ -134,27 +108,20 @@ def test_training_is_the_same_with_clipping_a_schedule_and_frozen_parameters():
 
 def test_recomputed_activations_and_tied_weights_in_low_precision():
     """Autograd then writes a gradient more than once in a backward."""
-
-    class Twice(nn.Module):
-        def __init__(self, reentrant):
-            super().__init__()
-            self.linear, self.reentrant = nn.Linear(4, 4).bfloat16(), reentrant
-
-        def forward(self, x):
-            for _ in range(2):
-                x = checkpoint(self.linear, x, use_reentrant=True) if self.reentrant else self.linear(x)
-            return x.float().square().mean()
-
-    x = torch.randn(8, 4).bfloat16().requires_grad_()
+    linear, x = nn.Linear(4, 4).bfloat16(), torch.randn(8, 4).bfloat16().requires_grad_()
     for reentrant in (False, True):
-        model = Twice(reentrant)
-        _, expected = whole(model, x)
-        accumulate(model, x, micro_batch=2)
-        assert distance(gradients(model), expected) <= 0.01
+        def twice(model, x, reentrant=reentrant):
+            for _ in range(2):
+                x = checkpoint(model, x, use_reentrant=True) if reentrant else model(x)
+            return x.float().square().mean()
+        _, expected = whole(linear, x, loss_fn=twice)
+        accumulate(linear, x, micro_batch=2, loss_fn=twice)
+        assert distance(gradients(linear), expected) <= 0.01
+        linear.zero_grad()
 
 
 def test_dropout_is_that_of_a_loop_by_hand_and_new_in_each_micro_batch():
-    model, (tokens, targets) = GPT(CONFIG.__class__(**{**vars(CONFIG), "dropout": 0.3})), ragged()
+    model, (tokens, targets) = GPT(replace(CONFIG, dropout=0.3)), ragged()
     targets = targets.clamp_min(0)
     torch.manual_seed(1)
     accumulate(model, tokens, targets, micro_batch=3)
@@ -175,8 +142,7 @@ def test_dropout_is_that_of_a_loop_by_hand_and_new_in_each_micro_batch():
 def test_a_loss_scaler_sees_every_loss_and_one_step():
     model, batch = GPT(CONFIG), ragged()
     loss, expected = whole(model, *batch)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.optim.SGD(model.parameters(), lr=0.1)
     assert torch.isclose(accumulate(model, *batch, micro_batch=4, scale=scaler.scale), loss)
     assert distance(gradients(model), [1024 * each for each in expected]) <= 2e-6
     scaler.unscale_(optimizer)
@@ -184,6 +150,8 @@ def test_a_loss_scaler_sees_every_loss_and_one_step():
 
 
 def test_batch_norm_in_training_is_the_caveat():
+    def cubes(model, x):
+        return model(x).pow(3).mean()
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), torch.randn(12, 4).double()
     apart = {}
     for training in (True, False):
@@ -195,17 +163,12 @@ def test_batch_norm_in_training_is_the_caveat():
     assert apart[True] > 0.01 and apart[False] <= 1e-13
 
 
-def cubes(model, x):
-    return model(x).pow(3).mean()
-
-
 # --- versions that are wrong -----------------------------------------------------------------------------------------
 
-
-def by_hand(model, *batch, micro_batch, weight=None):
+def by_hand(model, *batch, micro_batch, weight=1):
     """The loop as it is written by hand; without `weight`, every micro-batch's mean loss counts in full."""
     for part in split(batch, micro_batch):
-        (model(*part) * (1 if weight is None else weight)).backward()
+        (model(*part) * weight).backward()
 
 
 def test_without_division_the_gradient_is_four_times_too_large():
@@ -227,8 +190,7 @@ def test_a_mean_of_means_is_not_the_mean_where_rows_are_ragged():
 
 
 def test_clipping_each_micro_batch_is_another_gradient():
-    model, batch = Double(), ragged()
-    whole_norm = 0.5
+    model, batch, whole_norm = Double(), ragged(), 0.5
     model(*batch).backward()
     nn.utils.clip_grad_norm_(model.parameters(), whole_norm)
     expected = gradients(model)
@@ -248,7 +210,6 @@ def test_clipping_each_micro_batch_is_another_gradient():
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
-
 def explained(micro_batches, rows, dtype=torch.float32):
     """The peak of a step, to the byte: the closed form, and what stands beside it at the loss's backward."""
     count, tensors = CONFIG.parameter_count(), len(list(GPT(CONFIG).parameters()))
@@ -264,14 +225,11 @@ def explained(micro_batches, rows, dtype=torch.float32):
 def traced(accumulator, micro_batches, rows=2, dtype=torch.float32):
     """(trace, the allocator's peak) of a step, not the first."""
     model = GPT(CONFIG, dtype=dtype)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 256, (micro_batches * rows, LENGTH))
-
+    optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(0, 256, (micro_batches * rows, LENGTH))
     def step():
         accumulator(model, tokens, tokens, micro_batch=rows)
         optimizer.step()
         optimizer.zero_grad()
-
     step()
     with memory.track(model, optimizer, tokens) as t, memory.measure("cpu") as m:
         step()
@@ -284,16 +242,12 @@ def check_bytes(accumulator, dtype=torch.float32):
     for micro_batches in (2, 4, 1):
         t, allocator = traced(accumulator, micro_batches, dtype=dtype)
         assert t.peak == explained(micro_batches, 2, dtype), micro_batches
-        above_start = t.peak.total - t.start.total
-        assert abs(above_start - allocator) <= (64 if dtype is torch.float32 else 0.02 * allocator)
+        assert abs((t.peak.total - t.start.total) - allocator) <= (64 if dtype is torch.float32 else 0.02 * allocator)
         if micro_batches > 1:
             above_inputs.add(t.peak.total - t.peak["inputs"])
             allocators.add(allocator)
             assert most_gradients(t) <= 4 * CONFIG.parameter_count() + LARGEST * (4 - dtype.itemsize)
     assert len(above_inputs) == len(allocators) == 1
-
-
-LARGEST = CONFIG.vocab_size * CONFIG.hidden
 
 
 def most_gradients(trace):
@@ -352,26 +306,22 @@ def test_a_low_precision_loss_is_summed_in_fp32(dtype):
 
 
 def test_a_dry_run_reads_the_same_bytes():
-    def step(dtype, rows):
-        model = GPT(CONFIG, dtype=dtype)
+    def step(dtype):
         tokens = torch.randint(0, 256, (7, LENGTH))
-        accumulate(model, tokens, tokens, micro_batch=rows)
-
+        accumulate(GPT(CONFIG, dtype=dtype), tokens, tokens, micro_batch=3)
     for dtype in (torch.float32, torch.bfloat16):
         with memory.track() as real:
-            step(dtype, 3)
-        dry = memory.dry_run(step, dtype, 3)
+            step(dtype)
+        dry = memory.dry_run(step, dtype)
         assert dry.peak == real.peak and dry.now == real.now
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
-    ((10, 7, 1), {"activations": 7}),
-    ((10, 7, 2), {"gradients": 40, "activations": 7}),
+    ((10, 7, 1), {"activations": 7}), ((10, 7, 2), {"gradients": 40, "activations": 7}),
     ((10, 7, 99), {"gradients": 40, "activations": 7}),
     ((10, 7, 2, torch.bfloat16), {"gradients": 40, "activations": 7}),
     ((10, 7, 2, torch.bfloat16, None), {"gradients": 20, "activations": 7}),
-    ((10, 7, 2, torch.float64), {"gradients": 80, "activations": 7}),
-])
+    ((10, 7, 2, torch.float64), {"gradients": 80, "activations": 7})])
 def test_the_closed_form(arguments, expected):
     assert accumulation_bytes(*arguments) == expected
 
@@ -379,8 +329,7 @@ def test_the_closed_form(arguments, expected):
 @pytest.mark.parametrize(("types", "message"), [
     ({"gradient": "bf16"}, "gradient='bf16': expected a floating-point type, such as torch.float32$"),
     ({"gradient": None}, "gradient=None: expected a floating-point type"),
-    ({"dtype": torch.int8}, "dtype=torch.int8: expected a floating-point type, such as torch.float32, or None$"),
-])
+    ({"dtype": torch.int8}, "dtype=torch.int8: expected a floating-point type, such as torch.float32, or None$")])
 def test_the_closed_form_takes_types_of_numbers(types, message):
     with pytest.raises(ValueError, match=message):
         accumulation_bytes(1, 1, 2, **types)
@@ -394,20 +343,20 @@ def test_the_closed_form_takes_counts(arguments):
 
 # --- bad input, exceptions -------------------------------------------------------------------------------------------
 
-
-def frozen():
-    return GPT(CONFIG).requires_grad_(False)
-
-
-TOKENS = torch.zeros(4, 8, dtype=torch.int64)
+BAD_OPTIONS = [  # beside TOKENS, TOKENS
+    ({"micro_batch": 0}, ValueError, "micro_batch=0: expected an integer"),
+    ({"micro_batch": -3}, ValueError, "micro_batch=-3"), ({"micro_batch": float("nan")}, ValueError, "micro_batch=nan"),
+    ({"micro_batch": 2.0}, ValueError, "micro_batch=2.0"), ({"micro_batch": True}, ValueError, "micro_batch=True"),
+    ({"count": lambda *_: float("nan")}, ValueError, "count returned nan for micro-batch 0"),
+    ({"count": lambda x, y: x}, ValueError, "expected one number"),
+    ({"reduction": "avg"}, ValueError, "reduction='avg'"),
+    ({"dtype": torch.int32}, ValueError, "dtype=torch.int32"), ({"dtype": "fp32"}, ValueError, "dtype='fp32'"),
+    ({"scale": 8.0}, TypeError, "scale=8.0: expected a function")]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=0), ValueError, "micro_batch=0: expected an integer"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=-3), ValueError, "micro_batch=-3"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=float("nan")), ValueError, "micro_batch=nan"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2.0), ValueError, "micro_batch=2.0"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=True), ValueError, "micro_batch=True"),
+    *((lambda m, options=options: accumulate(m, TOKENS, TOKENS, **{"micro_batch": 2, **options}), error, message)
+      for options, error, message in BAD_OPTIONS),
     (lambda m: accumulate(m, TOKENS, TOKENS), ValueError, "expected either a batch and micro_batch="),
     (lambda m: accumulate(m, micro_batch=2), ValueError, "expected either a batch and micro_batch="),
     (lambda m: accumulate(m, TOKENS, micro_batches=[TOKENS]), ValueError, "or micro_batches="),
@@ -416,17 +365,10 @@ TOKENS = torch.zeros(4, 8, dtype=torch.int64)
     (lambda m: accumulate(m, TOKENS[:0], TOKENS[:0], micro_batch=2), ValueError, "the batch is empty"),
     (lambda m: accumulate(m, TOKENS, TOKENS[:3], micro_batch=2), ValueError, r"\(4, 8\), \(3, 8\)"),
     (lambda m: accumulate(m, TOKENS, TOKENS - 100, micro_batch=2), ValueError, "every target of the batch is ignored"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, count=lambda *_: float("nan")), ValueError,
-     "count returned nan for micro-batch 0"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, count=lambda x, y: x), ValueError, "expected one number"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, reduction="avg"), ValueError, "reduction='avg'"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, dtype=torch.int32), ValueError, "dtype=torch.int32"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, dtype="fp32"), ValueError, "dtype='fp32'"),
-    (lambda m: accumulate(m, TOKENS, TOKENS, micro_batch=2, scale=8.0), TypeError, "scale=8.0: expected a function"),
-    (lambda m: accumulate(frozen(), TOKENS, TOKENS, micro_batch=2), ValueError, "no parameter that requires a"),
+    (lambda m: accumulate(GPT(CONFIG).requires_grad_(False), TOKENS, TOKENS, micro_batch=2), ValueError,
+     "no parameter that requires a"),
     (lambda m: accumulate(nn.ReLU(), TOKENS, TOKENS, micro_batch=2), ValueError, "ReLU has no parameter"),
-    (lambda m: accumulate(m.forward, TOKENS, TOKENS, micro_batch=2), TypeError, "expected a module"),
-])
+    (lambda m: accumulate(m.forward, TOKENS, TOKENS, micro_batch=2), TypeError, "expected a module")])
 def test_bad_input_says_what_and_touches_no_gradient(call, error, message):
     model = GPT(CONFIG)
     model(TOKENS, TOKENS).backward()
@@ -439,8 +381,7 @@ def test_bad_input_says_what_and_touches_no_gradient(call, error, message):
 @pytest.mark.parametrize(("loss_fn", "error", "message"), [
     (lambda m, x, y: m(x), ValueError, r"the loss has shape \(2, 8, 256\)"),
     (lambda m, x, y: {"loss": m(x, y)}, TypeError, "the loss is of type dict"),
-    (lambda m, x, y: m(x, y).detach(), ValueError, "under no_grad"),
-])
+    (lambda m, x, y: m(x, y).detach(), ValueError, "under no_grad")])
 def test_losses_that_are_none(loss_fn, error, message):
     with pytest.raises(error, match=message):
         accumulate(GPT(CONFIG), TOKENS, TOKENS, micro_batch=2, loss_fn=loss_fn)
@@ -451,21 +392,17 @@ def test_losses_that_are_none(loss_fn, error, message):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_after_an_exception_no_gradient_and_no_hook_is_left(dtype, where, error):
     model, calls = GPT(CONFIG, dtype=dtype), []
-
     def third_time(*_):
         calls.append(where)
         if len(calls) == 3:
             raise error("third")
-
-    if where == "backward":
-        model.norm.weight.register_hook(third_time)
-    before = [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in model.parameters()]
-
     def loss_fn(model, x, y):
         if where == "forward":
             third_time()
         return model(x, y)
-
+    if where == "backward":
+        model.norm.weight.register_hook(third_time)
+    before = [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in model.parameters()]
     model(TOKENS, TOKENS).backward()
     calls.clear()
     with pytest.raises(error, match="third"):
@@ -479,20 +416,15 @@ def test_no_sync_is_left_after_an_exception():
     class Wrapped(nn.Linear):
         depth = 0
 
+        @contextmanager
         def no_sync(self):
-            wrapped = self
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
 
-            class Context(nullcontext):
-                def __enter__(self):
-                    wrapped.depth += 1
-
-                def __exit__(self, *exception):
-                    wrapped.depth -= 1
-
-            return Context()
-
-    model, x = Wrapped(2, 1), torch.ones(4, 2)
-    seen = []
+    model, x, seen = Wrapped(2, 1), torch.ones(4, 2), []
     accumulate(model, x, micro_batch=1, loss_fn=lambda m, x: seen.append(m.depth) or m(x).mean())
     assert seen == [1, 1, 1, 0] and model.depth == 0
     with pytest.raises(ZeroDivisionError):
@@ -503,17 +435,14 @@ def test_no_sync_is_left_after_an_exception():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("micro_batch", [2, 4])
 def test_a_hook_that_takes_gradients_away_is_named(dtype, micro_batch):
-    """An optimizer that steps in backward, say: it would step on each micro-batch's share, and `.grad` would be None.
-    """
-    model = nn.Linear(4, 2).to(dtype)
-    hook = model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    x = torch.randn(4, 4, dtype=dtype)
+    """An optimizer that steps in backward, say, would step on each micro-batch's share, and leave `.grad` None."""
+    model, x = nn.Linear(4, 2).to(dtype), torch.randn(4, 4, dtype=dtype)
+    model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with pytest.raises(RuntimeError, match=r"gradient of a parameter of shape \(2, 4\) was taken away during backward.*"
                                            "step after accumulate"):
         accumulate(model, x, micro_batch=micro_batch, loss_fn=lambda model, x: model(x).float().square().mean())
     assert model.weight.grad is None and model.bias.grad is None and len(model.weight._post_accumulate_grad_hooks) == 1
     assert not model.bias._post_accumulate_grad_hooks
-    hook.remove()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -523,10 +452,8 @@ def test_a_hook_of_the_node_that_takes_gradients_away_is_named(dtype, micro_batc
     model, x = nn.Linear(4, 2, bias=False).to(dtype), torch.randn(4, 4, dtype=dtype)
     (node, _), = model.weight.view_as(model.weight).grad_fn.next_functions
     hook = node.register_hook(lambda *_: setattr(model.weight, "grad", None))
-
     def run():
         return accumulate(model, x, micro_batch=micro_batch, loss_fn=lambda model, x: model(x).float().square().mean())
-
     if dtype is torch.bfloat16 and micro_batch == 2:
         run()
         hook.remove()
@@ -541,14 +468,10 @@ def test_a_hook_of_the_node_that_takes_gradients_away_is_named(dtype, micro_batc
 
 
 def test_a_hook_that_changes_gradients_is_left_to_it():
-    def at_most(parameter):
-        parameter.grad = parameter.grad.clamp(max=0.75)
-
     model, x = nn.Linear(4, 1, bias=False), torch.ones(4, 4)
-    hook = model.weight.register_post_accumulate_grad_hook(at_most)
+    model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(max=0.75)))
     accumulate(model, x, micro_batch=2, loss_fn=lambda model, x: model(x).mean())
     assert model.weight.grad.tolist() == [[0.75] * 4]
-    hook.remove()
 
 
 def test_a_scale_that_gives_nothing_is_named():

@@ -21,13 +21,10 @@ def test_parts_are_the_batch_in_order_and_only_the_last_is_smaller(rows, size):
 
 
 @pytest.mark.parametrize(("batch", "error", "message"), [
-    ((torch.ones(2), "text"), TypeError, "holds str"),
-    ((torch.ones(2), [3]), TypeError, "holds int"),
-    ((torch.tensor(1.0),), ValueError, "without dimensions"),
-    ((None,), ValueError, "no tensors"),
+    ((torch.ones(2), "text"), TypeError, "holds str"), ((torch.ones(2), [3]), TypeError, "holds int"),
+    ((torch.tensor(1.0),), ValueError, "without dimensions"), ((None,), ValueError, "no tensors"),
     ((torch.ones(0, 3),), ValueError, r"the batch is empty \(\(0, 3\)\): expected at least one row"),
-    ((torch.ones(2, 3), torch.ones(3, 2)), ValueError, r"\(2, 3\), \(3, 2\)"),
-])
+    ((torch.ones(2, 3), torch.ones(3, 2)), ValueError, r"\(2, 3\), \(3, 2\)")])
 def test_batches_that_cannot_be_cut(batch, error, message):
     with pytest.raises(error, match=message):
         split(batch, 2)
@@ -35,8 +32,7 @@ def test_batches_that_cannot_be_cut(batch, error, message):
 
 def test_what_default_counting_counts():
     targets = torch.tensor([[1, -100, 2], [-100, -100, 3]])
-    assert count_targets(targets, targets).item() == 3
-    assert count_targets(targets, ignore_index=3).item() == 5
+    assert count_targets(targets, targets).item() == 3 and count_targets(targets, ignore_index=3).item() == 5
     assert count_targets(targets, torch.ones(2, 3)) == 6
     for last, what in (({"labels": targets}, "is dict"), (targets > 0, "is a mask"), (None, "is NoneType")):
         with pytest.raises(ValueError, match=f"{what}, not targets: give count="):

@@ -19,13 +19,9 @@ CONFIG = GPTConfig(vocab_size=64, context_length=8, layers=1, hidden=16, heads=2
 ROWS = 12
 
 
-def square(model, x):
-    return model(x).square().mean()
-
-
 def step(rows):
-    model = torch.nn.Linear(16, 16)
-    accumulate(model, torch.ones(ROWS, 16), micro_batch=rows, loss_fn=square)
+    accumulate(torch.nn.Linear(16, 16), torch.ones(ROWS, 16), micro_batch=rows,
+               loss_fn=lambda model, x: model(x).square().mean())
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +51,14 @@ def test_only_divisors_if_parts_have_to_be_equal(peak):
     assert "12 rows = 1 × 8 + 4" in str(find_micro_batch(step, ROWS, peak[8]))
 
 
-def gpt_step(rows, model, optimizer):
-    tokens = torch.zeros(ROWS, 8, dtype=torch.int64)
-    accumulate(model, tokens, tokens, micro_batch=rows)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def test_the_step_is_run_with_fakes_of_what_it_is_given():
+    def gpt_step(rows, model, optimizer):
+        tokens = torch.zeros(ROWS, 8, dtype=torch.int64)
+        accumulate(model, tokens, tokens, micro_batch=rows)
+        optimizer.step()
+        optimizer.zero_grad()
     model = GPT(CONFIG)
-    optimizer = torch.optim.SGD(model.parameters())
-    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer, before = torch.optim.SGD(model.parameters()), [parameter.clone() for parameter in model.parameters()]
     budget = memory.dry_run(gpt_step, 5, model, optimizer).peak.total
     assert find_micro_batch(gpt_step, ROWS, budget, model, optimizer).micro_batch == 5
     assert all(map(torch.equal, before, model.parameters())) and model.head.weight.grad is None
@@ -98,22 +91,14 @@ def test_the_search_finds_what_trying_all_finds(steps, gradients, constant, budg
     """Of a step whose first micro-batch takes `rows` and whose second has gradients under it."""
     batch, activations, peaks = len(steps), [sum(steps[:n]) for n in range(len(steps) + 1)], {}
     sizes = [n for n in range(1, batch + 1) if not equal or batch % n == 0]
-
     def peak(rows):
         second = min(rows, batch - rows)
         return max(constant, activations[rows], activations[second] + gradients if second else 0)
-
     def fits(index):
         peaks[sizes[index]] = peak(sizes[index])
         return peaks[sizes[index]] <= budget
-
     best = max((i for i, rows in enumerate(sizes) if peak(rows) <= budget), default=None)
-    found = find._largest(sizes, fits, peaks)
-    assert found == best
-    assert len(peaks) <= 6 * len(sizes).bit_length() + 2
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
+    assert find._largest(sizes, fits, peaks) == best and len(peaks) <= 6 * len(sizes).bit_length() + 2
 
 
 @pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf"), None, "8 GiB", True])
@@ -150,24 +135,16 @@ def test_a_bar_writes_nothing_or_stays(monkeypatch, capsys, drawn):
 
 
 def test_what_the_step_raises_goes_through():
-    def broken(rows):
-        raise ZeroDivisionError(f"with {rows}")
-
     for probe in (False, True):
         with pytest.raises(ZeroDivisionError):
-            find_micro_batch(broken, 12, 10**9, probe=probe, device="cpu")
-
-
-# --- probing ---------------------------------------------------------------------------------------------------------
+            find_micro_batch(lambda rows: rows / 0, 12, 10**9, probe=probe, device="cpu")
 
 
 @pytest.fixture
 def quick_meter(monkeypatch):
     """A meter that reads nothing: the profiler, which is the CPU's, takes half a second to start."""
-
     class Meter(nullcontext):
         peak, reserved = 1, None
-
     monkeypatch.setattr(memory, "measure", lambda device: Meter())
 
 
@@ -183,8 +160,7 @@ class Device:
         return tensor
 
     def step(self, rows):
-        local = self.make(rows)
-        cycle = {"tensor": self.make(rows)}
+        local, cycle = self.make(rows), {"tensor": self.make(rows)}
         cycle["self"] = cycle
         try:
             self.inner(rows)
@@ -206,10 +182,8 @@ def test_running_out_of_memory_is_survived_and_nothing_of_it_is_left(monkeypatch
         device = Device(5)
         found = find_micro_batch(device.step, 20, 10**9, probe=True, device="cpu")
         assert found.micro_batch == 5 and found.micro_batches == 4
-        assert found.tried == {1: found.tried[1], 2: found.tried[2], 4: found.tried[4], 8: None, 6: None,
-                               5: found.nbytes}
-        assert len(device.errors) == 2 and len(device.alive) == 0
-        assert sys.exc_info() == (None, None, None)
+        assert found.tried == {**{n: found.tried[n] for n in (1, 2, 4)}, 8: None, 6: None, 5: found.nbytes}
+        assert len(device.errors) == 2 and len(device.alive) == 0 and sys.exc_info() == (None, None, None)
     finally:
         gc.enable()
 
@@ -250,8 +224,7 @@ def test_random_numbers_after_it_are_those_without_it(quick_meter):
     (RuntimeError("[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory"), True),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-    (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
-])
+    (ValueError("DefaultCPUAllocator: can't allocate memory"), False)])
 def test_which_errors_say_that_memory_is_out(error, verdict):
     assert find.is_out_of_memory(error) is verdict
 

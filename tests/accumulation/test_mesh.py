@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from ragged_kit import ragged
 from rank_pool import pooled
 from torch import nn
 from torch.nn import functional as F
@@ -28,8 +29,7 @@ class Tokenwise(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.embedding(tokens)
-        logits = self.head(x + self.down(self.up(x).tanh()))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self.head(x + self.down(self.up(x).tanh())).flatten(0, 1), targets.flatten())
 
 
 def model():
@@ -39,10 +39,8 @@ def model():
 
 
 def batch(step):
-    tokens, targets = torch.randint(0, VOCABULARY, (2, ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
-    for row, length in enumerate(LENGTHS):
-        targets[row, length:] = -100
-    return tokens, targets
+    numbers = torch.Generator().manual_seed(step)
+    return ragged(*torch.randint(0, VOCABULARY, (2, ROWS, TOKENS), generator=numbers), LENGTHS)
 
 
 def part(mesh, step):
@@ -68,8 +66,7 @@ def trained(comm, make, kinds=("dp", "cp"), micro_batch=2, shards=None):
     mesh = Mesh(dp=2, cp=2).connect(comm)
     levels = {} if shards is None else {"shards": mesh.get_parallel_group("cp"),
                                         "replicas": mesh.get_parallel_group("dp")}
-    engine = make(model(), mesh.get_parallel_group(*kinds), ADAMW, bucket_bytes=1000, **levels)
-    losses = []
+    engine, losses = make(model(), mesh.get_parallel_group(*kinds), ADAMW, bucket_bytes=1000, **levels), []
     for step in range(3):
         losses.append(accumulate(engine, *part(mesh, step), micro_batch=micro_batch).item())
         engine.step()

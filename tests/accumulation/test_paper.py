@@ -4,6 +4,7 @@ import pytest
 import torch
 from one_screen import check_paper
 from paper_kit import MODELS, built, gradients, same
+from ragged_kit import whole
 
 from refimpl import memory
 from refimpl.accumulation import accumulate, paper
@@ -18,22 +19,17 @@ def test_the_file_is_one_screen():
 def test_loss_and_gradients_are_the_hardened_ones_to_the_bit(name, micro_batch):
     model, *batch = built(name)
     batch[1][2:4] = -100  # a micro-batch of two without any target
-    loss = paper.accumulate(model, *batch, micro_batch)
-    found = gradients(model)
-    assert torch.equal(loss, accumulate(model, *batch, micro_batch=micro_batch))
-    assert same(found, gradients(model))
+    loss, found = paper.accumulate(model, *batch, micro_batch), gradients(model)
+    assert torch.equal(loss, accumulate(model, *batch, micro_batch=micro_batch)) and same(found, gradients(model))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_in_fp64_they_are_those_of_the_whole_batch(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # the loss, and each share of it
     model, *batch = built(name, torch.float64)
-    loss = model(*batch)
-    loss.backward()
-    expected = gradients(model)
+    loss, expected = whole(model, *batch)
     assert (paper.accumulate(model, *batch, 3) - loss).abs() < 1e-12
-    found = gradients(model)
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(found, expected, strict=True))
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(gradients(model), expected, strict=True))
     for tokens, targets in zip(batch[0].split(4), batch[1].split(4), strict=True):
         (model(tokens, targets) / 2).backward()  # the usual 1/k
     assert max((a - b).abs().max() for a, b in zip(gradients(model), expected, strict=True)) > 1e-4
@@ -71,6 +67,5 @@ def test_bytes_of_fp32_sums_are_the_hardened_ones(name):
     def idea(model, *batch):
         with paper.Fp32Sums(model.parameters()):
             paper.accumulate(model, *batch, 2)
-
     hardened = peak(name, lambda *given: accumulate(*given, micro_batch=2), torch.bfloat16)
     assert peak(name, idea, torch.bfloat16).total == hardened.total

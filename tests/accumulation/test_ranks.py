@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ragged_kit import batch, gradients, mine, whole
 from rank_pool import pooled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,16 +16,6 @@ from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=61, context_length=16, layers=1, hidden=16, heads=2)
-LENGTHS = [16, 2, 9, 5, 0, 0, 1, 12, 3]  # targets of each row
-ROWS = {2: [slice(0, 6), slice(6, 9)], 3: [slice(0, 4), slice(4, 6), slice(6, 9)]}  # rank 1 of 3 has no target
-
-
-def batch():
-    torch.manual_seed(1)
-    tokens, targets = torch.randint(0, 61, (2, len(LENGTHS), 16))
-    for row, length in enumerate(LENGTHS):
-        targets[row, length:] = -100
-    return tokens, targets
 
 
 def model(dtype=torch.float64):
@@ -36,39 +27,30 @@ def distance(ours, theirs):
     return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(ours, theirs, strict=True))
 
 
-def gradients(net):
-    return [parameter.grad for parameter in net.parameters()]
-
-
 def with_communicator(comm, micro_batch, dtype=torch.float64, steps=1):
     """(loss, gradients, bytes sent) of accumulate on this rank's rows."""
-    net, rows = model(dtype), ROWS[comm.world_size][comm.rank]
-    tokens, targets = (each[rows] for each in batch())
-    before = comm.traffic
+    net, before = model(dtype), comm.traffic
     for _ in range(steps):
         net.zero_grad()
-        loss = accumulate(net, tokens, targets, micro_batch=micro_batch, comm=comm)
+        loss = accumulate(net, *mine(comm), micro_batch=micro_batch, comm=comm)
     return loss, gradients(net), (comm.traffic - before).total
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_gradient_is_that_of_all_ranks_rows_and_travels_once(world_size):
-    net = model()
-    loss = net(*batch())
-    loss.backward()
-    sent = {}
+    net, sent = model(), {}
+    loss, expected = whole(net, *batch())
     for micro_batch in (1, 2, 100):
         results = pooled(with_communicator, world_size, micro_batch, device="cpu")
         for said, found, _ in results:
-            assert torch.isclose(said, loss.detach()) and distance(found, gradients(net)) <= 2e-6
+            assert torch.isclose(said, loss) and distance(found, expected) <= 2e-6
         sent[micro_batch] = [traffic for _, _, traffic in results]
     assert sent[1] == sent[2] == sent[100] == [
         accumulation_traffic(net.parameters(), world_size, rank) for rank in range(world_size)]
 
 
 def test_the_sums_travel_in_fp32_and_every_step_alike():
-    expected = accumulation_traffic(model(torch.bfloat16).parameters(), 2)
-    count = CONFIG.parameter_count()
+    count, expected = CONFIG.parameter_count(), accumulation_traffic(model(torch.bfloat16).parameters(), 2)
     assert 4 * count <= expected <= 4 * count + 100
     for _, found, sent in pooled(with_communicator, 2, 1, torch.bfloat16, 3, device="cpu"):
         assert sent == 3 * expected and all(each.dtype is torch.bfloat16 for each in found)
@@ -82,7 +64,6 @@ def test_a_reduction_in_every_micro_batch_is_seen():
             for parameter in net.parameters():
                 comm.all_reduce(parameter.grad, out=parameter.grad)
         return comm.traffic.total
-
     once = accumulation_traffic(model().parameters(), 2)
     for micro_batch in (8, 4, 2):
         sent = pooled(mutant, 2, micro_batch, device="cpu")[0]
@@ -92,32 +73,22 @@ def test_a_reduction_in_every_micro_batch_is_seen():
 def with_ddp(comm, micro_batch, honoured=True):
     """(gradients, bytes of the buckets that DDP reduced) of accumulate on a DDP model in fp64."""
     sent = [0]
-
     def count(state, bucket):
         sent[0] += bucket.buffer().nbytes
         done = dist.all_reduce(bucket.buffer(), group=comm._group, async_op=True).get_future()
         return done.then(lambda reduced: reduced.value()[0] / comm.world_size)
-
-    ddp = DistributedDataParallel(model(), process_group=comm._group)
+    ddp, rows = DistributedDataParallel(model(), process_group=comm._group), mine(comm)
     ddp.register_comm_hook(None, count)
     if not honoured:
-        ddp.no_sync = torch.enable_grad  # a context that holds nothing back
-    tokens, targets = (each[ROWS[comm.world_size][comm.rank]] for each in batch())
-    if not honoured:
-        tokens, targets = (each[:4] for each in batch())
-    loss = accumulate(ddp, tokens, targets, micro_batch=micro_batch)
-    return loss, gradients(ddp.module), sent[0]
+        ddp.no_sync, rows = torch.enable_grad, [each[:4] for each in batch()]  # a context that holds nothing back
+    return accumulate(ddp, *rows, micro_batch=micro_batch), gradients(ddp.module), sent[0]
 
 
 def test_ddp_reduces_once_and_its_gradient_is_that_of_all_rows():
-    net = model()
-    loss = net(*batch())
-    loss.backward()
-    nbytes = 8 * CONFIG.parameter_count()
+    (loss, expected), nbytes = whole(model(), *batch()), 8 * CONFIG.parameter_count()
     for world_size, micro_batch in ((2, 2), (3, 1)):
         for said, found, sent in pooled(with_ddp, world_size, micro_batch, device="cpu"):
-            assert torch.isclose(said, loss.detach()) and distance(found, gradients(net)) <= 2e-6
-            assert sent == nbytes
+            assert torch.isclose(said, loss) and distance(found, expected) <= 2e-6 and sent == nbytes
     assert pooled(with_ddp, 2, 1, False, device="cpu")[0][2] == 4 * nbytes, "the mutant, whose no_sync does nothing"
 
 
@@ -125,30 +96,22 @@ def test_parameters_without_gradient_and_those_that_one_rank_uses():
     def on_a_rank(comm):
         torch.manual_seed(0)
         net = nn.ModuleDict({name: nn.Linear(3, 1).bfloat16() for name in ("both", "first", "nobody")})
-
         def loss_fn(net, x):
-            said = net["both"](x) + (net["first"](x) if comm.rank == 0 else 0)
-            return said.float().mean()
-
+            return (net["both"](x) + (net["first"](x) if comm.rank == 0 else 0)).float().mean()
         accumulate(net, torch.ones(4 - comm.rank, 3).bfloat16(), micro_batch=2, loss_fn=loss_fn, comm=comm)
         return {name: layer.bias.grad for name, layer in net.items()}
-
     for found in pooled(on_a_rank, 2, device="cpu"):
         assert found["both"].item() == 1 and found["nobody"] is None
         assert abs(found["first"].item() - 4 / 7) <= 2**-9  # of 7 rows, rank 0 has 4
 
 
 def test_what_cannot_be_summed_over_ranks_says_so():
-    comm, x = FakeCommunicator(0, 2), torch.ones(4, 2)
-    net = nn.Linear(2, 1)
-
+    comm, x, net = FakeCommunicator(0, 2), torch.ones(4, 2), nn.Linear(2, 1)
     def loss_fn(net, x):
         return net(x).float().mean()
-
     net(x).sum().backward()
     with pytest.raises(ValueError, match=r"would be summed over ranks a second time: call optimizer.zero_grad\(\)"):
         accumulate(net, x, micro_batch=2, loss_fn=loss_fn, comm=comm)
-
     class Reduces(nn.Linear):
         no_sync = None
 
@@ -166,7 +129,6 @@ def test_a_model_of_fsdp2_is_refused():
 
     The loop that the message tells of gives the gradient of all ranks' rows.
     """
-
     def on_a_rank(comm):
         net, rows = model(), [slice(0, 4), slice(6, 9)][comm.rank]  # those between have no target
         fully_shard(net, mesh=init_device_mesh("cpu", (comm.world_size,)))
@@ -179,25 +141,19 @@ def test_a_model_of_fsdp2_is_refused():
             net.set_requires_gradient_sync(number == len(parts))
             (net(*part) * count_targets(*part) / n * comm.world_size).backward()
         return [parameter.grad.full_tensor() for parameter in net.parameters()]
-
-    net = model()
-    net(*batch()).backward()
+    _, expected = whole(model(), *batch())
     for found in pooled(on_a_rank, 2, device="cpu"):
-        assert distance(found, gradients(net)) <= 2e-6
+        assert distance(found, expected) <= 2e-6
 
 
 def test_a_rank_in_a_dry_run():
-    def step(comm, rows):
-        net, tokens = GPT(CONFIG, dtype=torch.bfloat16), torch.zeros(8, 16, dtype=torch.int64)
-        accumulate(net, tokens, tokens, micro_batch=rows, comm=comm)
-
-    peaks = {}
-    for comm in (FakeCommunicator(0, 1024), None):
-        dry = memory.dry_run(step, comm, 2)
-        peaks[comm is None] = dry.peak.total
-        if comm is not None:
-            assert comm.traffic["all_reduce"] == accumulation_traffic(model(torch.bfloat16).parameters(), 1024)
-    assert peaks[False] <= peaks[True] + 256, "the reduction is in place"
+    def step(comm):
+        tokens = torch.zeros(8, 16, dtype=torch.int64)
+        accumulate(GPT(CONFIG, dtype=torch.bfloat16), tokens, tokens, micro_batch=2, comm=comm)
+    comm = FakeCommunicator(0, 1024)
+    in_a_rank, alone = (memory.dry_run(step, each).peak.total for each in (comm, None))
+    assert comm.traffic["all_reduce"] == accumulation_traffic(model(torch.bfloat16).parameters(), 1024)
+    assert in_a_rank <= alone + 256, "the reduction is in place"
 
 
 def test_one_rank_sends_nothing():

@@ -7,8 +7,6 @@ import torch
 
 from refimpl.model import GPT, GPTConfig
 
-SMALL = {"vocab_size": 256, "context_length": 128, "layers": 2, "hidden": 64, "heads": 4}
-
 
 class LazyTransfer:
     """A queue like a CUDA stream's: copies are made in order, the latest when somebody waits for them.
@@ -56,20 +54,29 @@ def lazy():
 
 
 @pytest.fixture
-def gpt():
-    """(model, tokens): a small GPT-2 with dropout, and 3 sequences of 67 tokens."""
+def model():
+    """A small GPT-2 with dropout."""
     torch.manual_seed(0)
-    return GPT(GPTConfig(**SMALL, dropout=0.1)), torch.randint(0, 256, (3, 67))
+    return GPT(GPTConfig(vocab_size=256, context_length=128, layers=2, hidden=64, heads=4, dropout=0.1))
 
 
 @pytest.fixture
-def gradients():
-    """`gradients(model, tokens, context)` of one step whose forward runs in the context."""
-    return _gradients
+def tokens():
+    return torch.randint(0, 256, (3, 67))
 
 
-def _gradients(model, tokens, context=None):
-    torch.manual_seed(1)  # the same dropout each time
-    with context or nullcontext():
-        loss = model(tokens, tokens)
-    return torch.autograd.grad(loss, list(model.parameters()))
+@pytest.fixture
+def gradients(model, tokens):
+    """`gradients(context)` of one step whose forward runs in the context."""
+    def of_a_step(context=None):
+        torch.manual_seed(1)  # the same dropout each time
+        with context or nullcontext():
+            loss = model(tokens, tokens)
+        return torch.autograd.grad(loss, list(model.parameters()))
+    return of_a_step
+
+
+@pytest.fixture
+def expected(gradients):
+    """The gradients of a plain step."""
+    return gradients()

@@ -31,19 +31,17 @@ def test_codes_and_values_are_the_hardened_ones_to_the_bit(n, dtype):
     assert sum(each.untyped_storage().nbytes() for each in found) == n + 8 * -(-n // 128)
 
 
-def step(name, around):
-    """Run a forward and a backward: (gradients, bytes after the forward, bytes at the peak)."""
-    model, *batch = built(name)
-    with memory.track(model, *batch) as t:
-        with around(model):
-            loss = model(*batch)
-        after = t.now
-        loss.backward()
-    return gradients(model), after, t.peak.total
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_to_the_bit_and_bytes_to_the_byte(name):
+    def step(name, around):
+        """Run a forward and a backward: (gradients, bytes after the forward, bytes at the peak)."""
+        model, *batch = built(name)
+        with memory.track(model, *batch) as t:
+            with around(model):
+                loss = model(*batch)
+            after = t.now
+            loss.backward()
+        return gradients(model), after, t.peak.total
     idea, kept, peak = step(name, paper.compressed)
     hardened, kept_there, peak_there = step(name, partial(compress_activations, smallest=0))
     assert same(idea, hardened)
@@ -54,14 +52,11 @@ def test_gradients_to_the_bit_and_bytes_to_the_byte(name):
     assert peak_there - peak == 22 * GROUPS - MASKS[name]
     plain, kept_whole, peak_whole = step(name, lambda model: nullcontext())  # saves nothing
     assert kept_whole["activations"] > 3.6 * kept["activations"] and peak_whole > 1.7 * peak
-    apart = [((a - b).norm() / b.norm()).item() for a, b in zip(idea, plain, strict=True)]
-    assert 0 < max(apart) < 0.02
+    assert 0 < max(((a - b).norm() / b.norm()).item() for a, b in zip(idea, plain, strict=True)) < 0.02
 
 
 def test_what_was_changed_in_place_is_encoded_again():
-    model = torch.nn.Linear(64, 64)
-    x = torch.randn(64, 64)
-
+    model, x = torch.nn.Linear(64, 64), torch.randn(64, 64)
     def run(around):
         with around:
             y = model(x)
@@ -70,7 +65,6 @@ def test_what_was_changed_in_place_is_encoded_again():
             second = y.cos()  # saves it again, with other values
         (first + second).sum().backward()
         return gradients(model)
-
     found = run(paper.compressed(model))
     assert same(found, run(compress_activations(model, smallest=0)))
     y = model(x)

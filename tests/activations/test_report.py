@@ -13,13 +13,11 @@ def test_rows_add_up():
     report.add("masks", 80, 10)
     report.add("left: small", 5, 5)
     assert report.before == {"masks": 880, "left: small": 5} and report.before.total == 885
-    assert report.after == {"masks": 110, "left: small": 5}
-    assert report.counts == {"masks": 2, "left: small": 1}
+    assert report.after == {"masks": 110, "left: small": 5} and report.counts == {"masks": 2, "left: small": 1}
     assert str(report).splitlines()[-1].split() == ["total", "885", "115", "-770"]
     report.owned, report.host = 12345, 678
     assert "not touched: 12,345 bytes of parameters, buffers and inputs" in str(report)
-    assert "in host memory: 678 bytes" in str(report)
-    assert Report().before.total == 0 and "total" in str(Report())
+    assert "in host memory: 678 bytes" in str(report) and Report().before.total == 0 and "total" in str(Report())
 
 
 def test_what_somebody_else_holds_was_saved_for_nothing():

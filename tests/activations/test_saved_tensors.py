@@ -5,11 +5,12 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
+from threads_kit import in_a_thread
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -43,15 +44,27 @@ def linear():
     return nn.Linear(16, 16)
 
 
+@pytest.fixture
+def x():
+    return torch.randn(4, 16, requires_grad=True) * 1
+
+
 def no_hooks():
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def check_gradient(loss, leaf, context):
+    """The gradient of what was saved in the context is that without it, to the bit."""
+    expected = torch.autograd.grad(loss(), leaf)[0]
+    with context as entered:
+        kept = loss()
+    assert torch.equal(torch.autograd.grad(kept, leaf)[0], expected)
+    return entered
+
+
 # --- whose it is ----------------------------------------------------------------------------------------------------
 
-
-def test_parameters_their_views_and_their_casts_are_left(linear):
-    x = torch.randn(4, 16, requires_grad=True) * 1
+def test_parameters_their_views_and_their_casts_are_left(linear, x):
     with Copies(linear) as c:
         y = linear(x)  # saves x, and the transposed view of the weight
         z = x.bfloat16() @ linear.weight.to(torch.bfloat16).t()  # and a cast's view
@@ -91,18 +104,13 @@ def test_buffers_and_what_the_model_is_called_with_are_left():
 
 # --- storages -------------------------------------------------------------------------------------------------------
 
-
 def test_a_storage_is_stored_once_whoever_saves_it(linear):
-    def three_times(x):
+    x = torch.randn(16, 16, requires_grad=True)
+    def three_times():
         y = x.sin()
         return y.exp().sum() + (y.t() * y[1:, :4].sum()).sum() + (y * y).sum() + linear(y).sum()
-
-    x = torch.randn(16, 16, requires_grad=True)
-    expected = torch.autograd.grad(three_times(x), x)[0]
-    with Copies(linear) as c:
-        loss = three_times(x)
+    c = check_gradient(three_times, x, Copies(linear))
     assert c.packed.count((16, 16)) == 2, "y once, and its exponential"
-    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
 def test_views_come_back_as_they_were():
@@ -121,20 +129,18 @@ def test_what_one_operation_keeps_whole_no_other_stores(linear):
         y = torch.randn(4, 16, requires_grad=True) * 1
         z = y.sin()  # saved outside the chosen module: left
         after = linear(y)  # and inside it
-    assert after.isfinite().all() and c.packed == [] and c.report.before == {"left: of other modules": y.nbytes}
-    assert z.shape == (4, 16)
+    assert after.isfinite().all() and z.shape == (4, 16)
+    assert c.packed == [] and c.report.before == {"left: of other modules": y.nbytes}
 
 
 def test_the_content_at_the_time_of_saving_is_what_comes_back():
     """Changed in place between two savings: two versions, two copies; PyTorch itself refuses such a backward."""
     x = torch.randn(8, requires_grad=True)
-
     def twice(change):
         y = x * 1
         first = y.sin()
         change(y)
         return first.sum() + y.cos().sum()
-
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         twice(lambda y: y.mul_(2)).backward()
     with Copies(nn.Linear(1, 1)) as c:
@@ -158,21 +164,17 @@ def test_what_is_left_and_then_changed_is_refused_as_without_hooks():
 
 def test_a_storage_freed_and_its_address_used_again_is_not_taken_for_the_old_one():
     x = torch.randn(1024, requires_grad=True)
-    with Copies(nn.Linear(1, 1)):
-        terms = []
-        for k in range(20):  # each factor is freed when its sine is made, and its memory is used again
-            terms.append((x * k).sin().sum())
+    with Copies(nn.Linear(1, 1)):  # each factor is freed when its sine is made, and its memory is used again
+        terms = [(x * k).sin().sum() for k in range(20)]
     sum(terms).backward()
-    expected = sum(k * (x.detach() * k).cos() for k in range(20))
-    assert torch.allclose(x.grad, expected, atol=1e-3)
+    assert torch.allclose(x.grad, sum(k * (x.detach() * k).cos() for k in range(20)), atol=1e-3)
 
 
 def test_tensors_that_are_not_plain_are_kept_as_they_are():
     class Mine(torch.Tensor):
         pass
 
-    x = torch.randn(4, requires_grad=True)
-    sparse = torch.eye(4).to_sparse()
+    x, sparse = torch.randn(4, requires_grad=True), torch.eye(4).to_sparse()
     with Copies(nn.Linear(1, 1)) as c:
         loss = (x * torch.randn(4).as_subclass(Mine)).as_subclass(torch.Tensor).sum()
         loss = loss + torch.sparse.mm(sparse, x[:, None]).sum() + (x * torch.randn(4, dtype=torch.cfloat).imag).sum()
@@ -182,13 +184,10 @@ def test_tensors_that_are_not_plain_are_kept_as_they_are():
 
 def test_complex_numbers_seen_as_real_ones_share_a_storage():
     x = torch.randn(4, 2, requires_grad=True)
-    with Copies(nn.Linear(1, 1)) as c:
+    def loss():
         z = torch.view_as_complex(x * 1)
-        loss = (z * z).abs().sum() + torch.view_as_real(z).sin().sum()
-    found = torch.autograd.grad(loss, x)[0]
-    z = torch.view_as_complex(x * 1)
-    expected = torch.autograd.grad((z * z).abs().sum() + torch.view_as_real(z).sin().sum(), x)[0]
-    assert torch.equal(found, expected) and c.report.counts["copied"] >= 2
+        return (z * z).abs().sum() + torch.view_as_real(z).sin().sum()
+    assert check_gradient(loss, x, Copies(nn.Linear(1, 1))).report.counts["copied"] >= 2
 
 
 def test_a_lazily_negated_view_does_not_negate_for_others():
@@ -203,30 +202,21 @@ def test_a_lazily_negated_view_does_not_negate_for_others():
 
 # --- the context ----------------------------------------------------------------------------------------------------
 
-
-def test_hooks_go_with_the_region_even_after_an_exception(gpt):
-    model, tokens = gpt
+def test_hooks_go_with_the_region_even_after_an_exception(model, tokens):
     hooks = [dict(m._forward_hooks) | dict(m._forward_pre_hooks) for m in model.modules()]
     for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error):
-            with Copies(model, only="blocks.*"):
-                assert not no_hooks()
-                raise error
+        with pytest.raises(error), Copies(model, only="blocks.*"):
+            assert not no_hooks()
+            raise error
         assert no_hooks()
-    with pytest.raises(ValueError, match="tokens run from"):
-        with Copies(model):
-            model(tokens + 1000)
-    assert no_hooks()
-    assert hooks == [dict(m._forward_hooks) | dict(m._forward_pre_hooks) for m in model.modules()]
+    with pytest.raises(ValueError, match="tokens run from"), Copies(model):
+        model(tokens + 1000)
+    assert no_hooks() and hooks == [dict(m._forward_hooks) | dict(m._forward_pre_hooks) for m in model.modules()]
 
 
 def test_an_exception_inside_a_chosen_module_does_not_choose_what_follows():
-    class Refuses(nn.Module):
-        def forward(self, x):
-            raise ValueError("not today")
-
-    model = nn.Sequential(Refuses(), nn.Linear(4, 4))
-    x = torch.randn(4, 4, requires_grad=True) * 1
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(4, 4)), torch.randn(4, 4, requires_grad=True) * 1
+    model[0].forward = Mock(side_effect=ValueError("not today"))
     with Copies(model, only="0") as c:
         with pytest.raises(ValueError):
             model[0](x)
@@ -234,9 +224,8 @@ def test_an_exception_inside_a_chosen_module_does_not_choose_what_follows():
     assert c.packed == []
 
 
-def test_one_region_at_a_time_and_then_again(linear):
+def test_one_region_at_a_time_and_then_again(linear, x):
     context = Copies(linear)
-    x = torch.randn(4, 16, requires_grad=True) * 1
     with context:
         linear(x)
         with pytest.raises(RuntimeError, match="in use already: make another one"):
@@ -253,14 +242,12 @@ def test_a_region_of_many_steps_does_not_grow(linear):
         assert 0 < len(c._left) < 1100 and 0 < len(c._callers) < 1100
 
 
-def test_the_innermost_context_is_asked(linear):
-    x = torch.randn(4, 16, requires_grad=True) * 1
+def test_the_innermost_context_is_asked(linear, x):
     with Copies(linear) as outer:
         with Copies(linear) as inner:
             y = linear(x).sin()
         y.cos()
-    assert inner.packed == [(4, 16), (4, 16)] and outer.packed == [(4, 16)]
-    assert no_hooks()
+    assert inner.packed == [(4, 16), (4, 16)] and outer.packed == [(4, 16)] and no_hooks()
 
 
 def test_only_the_chosen_modules():
@@ -278,15 +265,13 @@ def test_only_the_chosen_modules():
     ({"model": [nn.Linear(1, 1)]}, TypeError, "model is a list: expected the module"),
     ({"smallest": -1}, ValueError, "smallest=-1: expected a number of bytes"),
     ({"smallest": 1.5}, ValueError, "smallest=1.5"),
-    ({"only": "block*"}, ValueError, "only='block.': no module of this Sequential has such a name; there are '0'"),
-])
+    ({"only": "block*"}, ValueError, "only='block.': no module of this Sequential has such a name; there are '0'")])
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         Copies(**{"model": nn.Sequential(nn.Linear(1, 1)), **arguments})
 
 
-def test_techniques_say_what_they_do(linear):
-    x = torch.randn(4, 16, requires_grad=True) * 1
+def test_techniques_say_what_they_do(linear, x):
     with pytest.raises(NotImplementedError, match="SavedStorages defines no store"), SavedStorages(linear, 0, None):
         linear(x)
     with pytest.raises(NotImplementedError, match=r"Stored defines no restore\(\)"):
@@ -296,10 +281,8 @@ def test_techniques_say_what_they_do(linear):
 
 # --- autograd -------------------------------------------------------------------------------------------------------
 
-
-def test_nothing_is_left_when_backward_never_comes(gpt):
+def test_nothing_is_left_when_backward_never_comes(model, tokens):
     """An output that its own node saves (a softmax's) must not hold itself alive, stored or left."""
-    model, tokens = gpt
     gc.collect()
     gc.disable()
     try:
@@ -318,46 +301,29 @@ def test_nothing_is_left_when_backward_never_comes(gpt):
 
 def test_backward_twice_and_backward_of_backward(linear):
     x = torch.randn(4, 16, requires_grad=True)
-
     def loss():
         return (linear(x.sin()).exp().softmax(1) * x).square().sum()
-
     expected = torch.autograd.grad(loss(), x, create_graph=True)[0]
     second = torch.autograd.grad(expected.sum(), x)[0]
     with Copies(linear):
         kept = loss()
     for _ in range(2):
-        found = torch.autograd.grad(kept, x, retain_graph=True)[0]
-        assert torch.equal(found, expected)
+        assert torch.equal(torch.autograd.grad(kept, x, retain_graph=True)[0], expected)
     with Copies(linear):  # what the gradient's own graph saves is packed, too
         found = torch.autograd.grad(kept, x, create_graph=True)[0]
     assert torch.allclose(torch.autograd.grad(found.sum(), x)[0], second, rtol=1e-5, atol=1e-6)
 
 
-def test_backward_in_another_thread(gpt, gradients):
-    model, tokens = gpt
-    expected = gradients(model, tokens)
+def test_backward_in_another_thread(model, tokens, expected):
     torch.manual_seed(1)
     with Copies(model):
         loss = model(tokens, tokens)
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(loss, list(model.parameters()))))
-    thread.start()
-    thread.join()
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, in_a_thread(torch.autograd.grad, loss, list(model.parameters())), expected))
 
 
 def test_hooks_of_another_thread_are_its_own(linear):
-    seen = []
-
-    def work():
-        seen.append(no_hooks())
-
     with Copies(linear):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen == [True]
+        assert in_a_thread(no_hooks)
 
 
 def test_hooks_around_ours_are_there_again_afterwards(linear):
@@ -379,27 +345,19 @@ def test_a_version_that_stores_views_for_themselves_is_seen(monkeypatch, linear)
     x = torch.randn(16, 16, requires_grad=True) * 1
     with Copies(linear) as right:
         (x.sin() + x.cos() + x.t().sin()).sum()
-    monkeypatch.setattr(weakref, "WeakValueDictionary", Forgetful)
+    forgetful = type("Forgetful", (dict,), {"get": lambda self, key: None})
+    monkeypatch.setattr(weakref, "WeakValueDictionary", forgetful)
     with Copies(linear) as wrong:
         (x.sin() + x.cos() + x.t().sin()).sum()
     assert len(right.packed) == 1 and len(wrong.packed) == 3
-
-
-class Forgetful(dict):
-    def get(self, key):
-        return None
 
 
 def test_compression_is_one_of_them(linear):
     assert issubclass(type(compress_activations(linear)), SavedStorages)
 
 
-# --- what the model is and where its copies go ------------------------------------------------------------------------
-
-
-def test_a_copy_of_the_model_made_inside_is_not_in_the_region(gpt):
+def test_a_copy_of_the_model_made_inside_is_not_in_the_region(model, tokens):
     """And does not free what the region still watches: a copied weak reference to a storage would."""
-    model, tokens = gpt
     with Copies(model, only="blocks.*") as c:
         loss = model(tokens, tokens)
         twin, file = copy.deepcopy(model), io.BytesIO()
@@ -414,9 +372,8 @@ def test_a_copy_of_the_model_made_inside_is_not_in_the_region(gpt):
     assert again.before == c.report.before and again.held_elsewhere() == [] and loss.isfinite()
 
 
-def test_a_model_compiled_inside_does_not_compile_our_hooks(linear, monkeypatch):
+def test_a_model_compiled_inside_does_not_compile_our_hooks(linear, x, monkeypatch):
     """The weak references that they make would come out half made, without what frees them."""
-    x = torch.randn(4, 16, requires_grad=True) * 1
     with Copies(linear, only="") as c:
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as Dynamo answers while it traces
         linear(x)
@@ -430,14 +387,9 @@ def test_a_region_that_was_never_entered_has_nothing_to_report(linear):
     assert Copies(linear).report.counts == {}
 
 
-def test_a_hook_that_raises_before_ours_does_not_choose_what_follows(linear):
+def test_a_hook_that_raises_before_ours_does_not_choose_what_follows(linear, x):
     model = nn.Sequential(linear, nn.Linear(16, 16))
-
-    def refuses(module, args):
-        raise ValueError("not today")
-
-    linear.register_forward_pre_hook(refuses)
-    x = torch.randn(4, 16, requires_grad=True) * 1
+    linear.register_forward_pre_hook(Mock(side_effect=ValueError("not today")))
     with Copies(model, only="0") as c:
         with pytest.raises(ValueError, match="not today"):
             linear(x)
@@ -450,40 +402,30 @@ def test_a_shared_module_goes_by_each_of_its_names(linear):
     assert saved_tensors.chosen(model, ["second"]) == saved_tensors.chosen(model, ["*"])[1:] == [linear]
 
 
-# --- what is more than a view of a storage ----------------------------------------------------------------------------
-
-
 def test_a_conjugate_comes_back_as_a_conjugate():
     """It is a view with a bit that says so: z and its conjugate share a storage, a version and a dtype."""
     z = torch.randn(8, dtype=torch.cfloat, requires_grad=True)
-
     def loss():
         w = z * 1
         return (w * w).abs().sum() + (w * w.conj() * w).abs().sum()
-
-    expected = torch.autograd.grad(loss(), z)[0]
-    with Copies(nn.Linear(1, 1)):
-        kept = loss()
-    assert torch.equal(torch.autograd.grad(kept, z)[0], expected)
-
-
-class Saves(torch.autograd.Function):
-    """x, and something else for backward."""
-
-    @staticmethod
-    def forward(ctx, x, other):
-        ctx.save_for_backward(other)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0].dequantize(), None
+    check_gradient(loss, z, Copies(nn.Linear(1, 1)))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch means to drop quantized tensors
 def test_a_quantized_tensor_is_kept_as_it_is():
-    x = torch.randn(64, requires_grad=True)
-    other = torch.quantize_per_tensor(torch.randn(64), 0.1, 0, torch.qint32)
+    class Saves(torch.autograd.Function):
+        """x, and something else for backward."""
+
+        @staticmethod
+        def forward(ctx, x, other):
+            ctx.save_for_backward(other)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0].dequantize(), None
+
+    x, other = torch.randn(64, requires_grad=True), torch.quantize_per_tensor(torch.randn(64), 0.1, 0, torch.qint32)
     with compress_activations(nn.Linear(1, 1), smallest=0) as c:
         y = Saves.apply(x, other)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], other.dequantize()) and c.report.counts == {}
@@ -492,12 +434,7 @@ def test_a_quantized_tensor_is_kept_as_it_is():
 @pytest.mark.filterwarnings("ignore")  # torch calls nested tensors a prototype
 def test_a_nested_tensor_is_kept_as_it_is(linear):
     rows = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
-
     def loss():
         y = linear(rows)
         return torch.nested.to_padded_tensor(y * y, 0).sum()
-
-    expected = torch.autograd.grad(loss(), linear.weight)[0]
-    with compress_activations(linear, smallest=0):
-        kept = loss()
-    assert torch.equal(torch.autograd.grad(kept, linear.weight)[0], expected)
+    check_gradient(loss, linear.weight, compress_activations(linear, smallest=0))

@@ -4,13 +4,12 @@ import random
 from unittest import mock
 
 import pytest
-from allocator_kit import mutants
+from allocator_kit import OTHER_CONSTANTS, OTHER_RULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_screen import check_paper
 
 from refimpl.allocator import CachingAllocator, OutOfMemory, Settings, paper
-from refimpl.allocator import settings as constants
 from refimpl.allocator.device import VirtualDevice
 from refimpl.allocator.settings import MIB
 
@@ -31,68 +30,60 @@ def check(allocator):
         assert block.after is None or not (block.after.free and block.after.mapped) or block.after.waits_for
 
 
-class Lists:
-    """A device for the paper: addresses as a VirtualDevice has them."""
-
-    def __init__(self, capacity):
-        self.device, self.sizes = VirtualDevice(capacity), {}
-
-    def malloc(self, nbytes):
-        address = self.device.malloc(nbytes)
-        if address is not None:
-            self.sizes[address] = nbytes
+def papers(capacity):
+    """The paper's allocator, with addresses as a VirtualDevice has them."""
+    device, sizes = VirtualDevice(capacity), {}
+    def malloc(nbytes):
+        address = device.malloc(nbytes)
+        sizes[address] = nbytes
         return address
-
-    def free(self, address):
-        self.device.free(address, self.sizes.pop(address))
+    return paper.CachingAllocator(malloc, lambda address: device.free(address, sizes.pop(address)))
 
 
-def beside_the_paper(steps=4000, seed=0):
+def allocated(allocator, nbytes, stream):
+    try:
+        return allocator.allocate(nbytes, stream)
+    except MemoryError:
+        return None
+
+
+def beside_the_paper(seed):
     """Whether both give the same addresses, and reserve the same."""
-    lists, dice = Lists(CAPACITY), random.Random(seed)
-    one, other, live = paper.CachingAllocator(lists.malloc, lists.free), CachingAllocator(CAPACITY), []
-    for _ in range(steps):
+    one, other, dice, live = papers(CAPACITY), CachingAllocator(CAPACITY), random.Random(seed), []
+    for _ in range(4000):
+        gone = []
         if live and dice.random() < 0.5:
-            a, b = live.pop(dice.randrange(len(live)))
-            one.release(a), other.free(b)
+            gone = [live.pop(dice.randrange(len(live)))]
         else:
-            nbytes, stream, found = int(2 ** dice.uniform(*dice.choice([(0, 25), (20, 24)]))), dice.randrange(2), []
-            for each in (one, other):
-                try:
-                    found.append(each.allocate(nbytes, stream))
-                except MemoryError:
-                    found.append(None)
-            if None in found:
-                if found != [None, None]:
-                    return False
-                for a, b in live[::2]:
-                    one.release(a), other.free(b)
-                live = live[1::2]
-                continue
-            live.append(found)
-            if found[0].address != found[1].address:
+            nbytes, stream = int(2 ** dice.uniform(*dice.choice([(0, 25), (20, 24)]))), dice.randrange(2)
+            a, b = (allocated(each, nbytes, stream) for each in (one, other))
+            if (a and a.address) != (b and b.address):
                 return False
+            if a is None:
+                gone, live = live[::2], live[1::2]
+            else:
+                live.append((a, b))
+        for a, b in gone:
+            one.release(a), other.free(b)
         if (one.reserved, one.allocated) != (other.reserved, other.allocated):
             return False
     return True
 
 
 def test_the_addresses_of_one_screen():
-    assert all(beside_the_paper(seed=seed) for seed in range(3))
+    assert all(beside_the_paper(seed) for seed in range(3))
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("BLOCK", 1024), ("SMALL", 2 * MIB), ("SMALL_SEGMENT", 4 * MIB), ("MIN_LARGE", 8 * MIB), ("ROUND_LARGE", MIB)])
-def test_another_constant_gives_other_addresses(name, value):
-    with mock.patch.object(constants, name, value):
-        assert not all(beside_the_paper(seed=seed) for seed in range(3))
+@pytest.mark.parametrize("name", OTHER_CONSTANTS)
+def test_another_constant_gives_other_addresses(name):
+    with mock.patch.object(*OTHER_CONSTANTS[name]):
+        assert not all(beside_the_paper(seed) for seed in range(3))
 
 
-@pytest.mark.parametrize("name", mutants())
+@pytest.mark.parametrize("name", OTHER_RULES)
 def test_another_rule_gives_other_addresses(name):
-    owner, method, mutant = mutants()[name]
-    with mock.patch.object(owner, method, mutant):
-        assert not all(beside_the_paper(seed=seed) for seed in range(3))
+    with mock.patch.object(*OTHER_RULES[name]):
+        assert not all(beside_the_paper(seed) for seed in range(3))
 
 
 def test_one_screen_that_is_read_first():
@@ -175,31 +166,30 @@ def test_large_segments_go_back_before_all_others():
     """Two free ones of 40 MiB make room for 70, and small ones stay."""
     for config, left in (("max_split_size_mb:32", 2 * MIB), ("", 0)):
         allocator = CachingAllocator(110 * MIB, config)
-        blocks = [allocator.allocate(nbytes) for nbytes in (40 * MIB, 40 * MIB, 512)]
-        for block in blocks:
+        for block in [allocator.allocate(nbytes) for nbytes in (40 * MIB, 40 * MIB, 512)]:
             allocator.free(block)
-        assert allocator.allocate(70 * MIB).size == 70 * MIB
-        assert allocator.reserved - 70 * MIB == left
+        assert allocator.allocate(70 * MIB).size == 70 * MIB and allocator.reserved - 70 * MIB == left
 
 
-def test_collection_takes_what_has_been_free_for_longer_than_the_average():
-    allocator = CachingAllocator(200 * MIB, Settings.parse("garbage_collection_threshold:0.5", memory_fraction=1.0))
-    old, young = allocator.allocate(30 * MIB), allocator.allocate(40 * MIB)
-    allocator.free(old)
-    for _ in range(10):
-        allocator.free(allocator.allocate(2 * MIB, stream=1))  # of a segment of 20 MiB
-    allocator.free(young)
-    allocator.allocate(60 * MIB)  # 90 MiB are reserved, below 100: no collection
-    assert allocator.reserved == (30 + 40 + 20 + 60) * MIB
-    allocator.allocate(45 * MIB, stream=2)  # 150 are: 50 too many
-    assert allocator.reserved == (60 + 46) * MIB, "first that of 30 MiB, then, as it is not enough, the others, too"
-    allocator = CachingAllocator(200 * MIB, Settings.parse("garbage_collection_threshold:0.7", memory_fraction=1.0))
-    old, young = allocator.allocate(50 * MIB), allocator.allocate(40 * MIB)
+def with_free_blocks(threshold, old, young):
+    """An allocator with two free blocks of so many MiB, between them ten uses of a segment of 20 MiB; and 60 MiB."""
+    settings = Settings.parse(f"garbage_collection_threshold:{threshold}", memory_fraction=1.0)
+    allocator = CachingAllocator(200 * MIB, settings)
+    old, young = allocator.allocate(old * MIB), allocator.allocate(young * MIB)
     allocator.free(old)
     for _ in range(10):
         allocator.free(allocator.allocate(2 * MIB, stream=1))
     allocator.free(young)
     allocator.allocate(60 * MIB)
+    return allocator
+
+
+def test_collection_takes_what_has_been_free_for_longer_than_the_average():
+    allocator = with_free_blocks(0.5, 30, 40)  # 90 MiB were reserved before the last, below 100: no collection
+    assert allocator.reserved == (30 + 40 + 20 + 60) * MIB
+    allocator.allocate(45 * MIB, stream=2)  # 150 are: 50 too many
+    assert allocator.reserved == (60 + 46) * MIB, "first that of 30 MiB, then, as it is not enough, the others, too"
+    allocator = with_free_blocks(0.7, 50, 40)
     allocator.allocate(20 * MIB, stream=2)  # 170 were reserved, 30 too many
     assert allocator.reserved == (40 + 20 + 60 + 20) * MIB, "that of 50 MiB is the oldest, and enough"
 
@@ -210,19 +200,15 @@ def test_an_expandable_segment_grows_into_what_is_free_before_it():
         blocks = [allocator.allocate(30 * MIB) for _ in range(3)]
         for block in blocks[1:]:
             allocator.free(block)
-    last = expandable.allocate(65 * MIB)
-    assert last.address == blocks[1].address and expandable.reserved == 100 * MIB
+    assert expandable.allocate(65 * MIB).address == blocks[1].address and expandable.reserved == 100 * MIB
     assert rigid.allocate(65 * MIB).size == 66 * MIB and rigid.reserved == 96 * MIB, "after both others went back"
-    blocks = [CachingAllocator(100 * MIB, config) for config in ("", "expandable_segments:True")]
-    for allocator, fails in zip(blocks, (True, False), strict=True):
-        held = [allocator.allocate(30 * MIB - 2 * MIB), allocator.allocate(30 * MIB), allocator.allocate(2 * MIB)]
-        allocator.free(held[1])
-        if fails:
-            with pytest.raises(OutOfMemory, match="68157440 bytes for a request of 68157440"):
-                allocator.allocate(65 * MIB)
-        else:
-            with pytest.raises(OutOfMemory):
-                allocator.allocate(75 * MIB)
+    for config, nbytes, said in (("", 65 * MIB, "68157440 bytes for a request of 68157440"),
+                                 ("expandable_segments:True", 75 * MIB, None)):
+        allocator = CachingAllocator(100 * MIB, config)
+        _, middle, _ = [allocator.allocate(mib * MIB) for mib in (30 - 2, 30, 2)]
+        allocator.free(middle)
+        with pytest.raises(OutOfMemory, match=said):
+            allocator.allocate(nbytes)
 
 
 def test_errors():

@@ -19,15 +19,19 @@ def pool_of(nbytes, **options):
     return GPUMemoryPool(nbytes, device="cpu", max_capacity=nbytes, **options)
 
 
+def after_a_hole(pool, shape):
+    """A tensor before which something was freed."""
+    hole, tensor = pool.allocate((64,)), pool.allocate(shape)
+    pool.free(hole)
+    return tensor
+
+
 def model_in(pool):
     """A model and its optimizer whose parameters, gradients and states are in a pool, between holes."""
-    torch.manual_seed(0)
     model, spare = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 8)), []
-
     def placed(tensor):
         spare.append(pool.allocate((100,)))
         return pool.allocate(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-
     for parameter in model.parameters():
         parameter.data = placed(parameter.data)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -45,35 +49,29 @@ def model_in(pool):
 def test_a_training_goes_on_after_a_move():
     pool = pool_of(2**15)
     model, optimizer = model_in(pool)
-    weights = [p.data_ptr() for p in model.parameters()]
-    values = [p.detach().clone() for p in model.parameters()]
+    weights, plain = [p.data_ptr() for p in model.parameters()], copy.deepcopy(model)
     free = pool.capacity - pool.allocated
     assert pool.largest_hole < 0.9 * free
     found = defragment(pool, model, optimizer)
     assert found.after == pool.largest_hole == free > found.before
     assert found.repointed == 16 and found.moved == pool.allocated, "4 parameters with gradient and two states each"
-    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     assert [p.data_ptr() for p in model.parameters()] != weights
-    x = torch.randn(4, 16)
-    plain = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 8))
-    plain.load_state_dict(model.state_dict())
-    other = torch.optim.AdamW(plain.parameters())
+    x, other = torch.randn(4, 16), torch.optim.AdamW(plain.parameters())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each, steps in ((model, optimizer), (plain, other)):
         steps.zero_grad()
         each(x).square().sum().backward()
         steps.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     again = defragment(pool, model, optimizer)
     assert (again.moved, again.repointed) == (0, 0)
 
 
 def test_views_follow_and_stay_views():
     pool = pool_of(8192)
-    gap, x = pool.allocate((64,)), pool.allocate((8, 8)).copy_(torch.arange(64.0).view(8, 8))
+    x = after_a_hole(pool, (8, 8)).copy_(torch.arange(64.0).view(8, 8))
     row, column = x[2], x.t()[3]
-    pool.free(gap)
-    del gap
     with pytest.raises(ValueError, match="2 tensors in segment 0 of the pool have an owner that was not named"):
         defragment(pool, x)
     assert x[2, 3] == 19 and pool.largest_hole < pool.capacity - pool.allocated, "nothing has moved"
@@ -100,9 +98,7 @@ def test_a_request_that_failed_is_served():
 
 def test_what_a_graph_saved_is_refused_here_or_by_autograd():
     pool = pool_of(8192)
-    gap, w = pool.allocate((64,)), torch.nn.Parameter(pool.allocate((64,)).fill_(2))
-    pool.free(gap)
-    del gap
+    w = torch.nn.Parameter(after_a_hole(pool, (64,)).fill_(2))
     y = (w.view(8, 8) * w.view(8, 8)).sum()
     with pytest.raises(ValueError, match="call it when no graph waits for backward"):
         defragment(pool, w)
@@ -118,11 +114,10 @@ def test_segments_are_closed_each():
     pool = GPUMemoryPool(2048, device="cpu")
     tensors = [pool.allocate((128,)).fill_(i) for i in range(12)]
     assert len(pool.segments) > 1
-    kept = [t for i, t in enumerate(tensors) if i % 3 == 2]
-    for i, t in enumerate(tensors):
-        if i % 3 != 2:
-            pool.free(t)
-    del tensors, t
+    kept = tensors[2::3]
+    del tensors[2::3]
+    while tensors:
+        pool.free(tensors.pop())
     defragment(pool, kept)
     assert len(pool._sizes) == len(pool.segments), "one hole in each"
     assert [int(t[0]) for t in kept] == [2, 5, 8, 11]
@@ -132,8 +127,7 @@ def test_segments_are_closed_each():
 @settings(max_examples=60, deadline=None)
 def test_any_pool_keeps_its_contents(requests):
     pool = GPUMemoryPool(2**20, device="cpu")
-    made = [(pool.allocate((n,)).copy_(torch.arange(float(n)) + i), i, drop)
-            for i, (n, drop) in enumerate(requests)]
+    made = [(pool.allocate((n,)).copy_(torch.arange(float(n)) + i), i, drop) for i, (n, drop) in enumerate(requests)]
     kept = [(tensor, i) for tensor, i, drop in made if not drop]
     for tensor, _, drop in made:
         if drop:
@@ -150,18 +144,13 @@ def test_any_pool_keeps_its_contents(requests):
 def test_a_tensor_larger_than_its_move_goes_in_pieces(monkeypatch):
     monkeypatch.setattr(sys.modules[defragment.__module__], "PIECE", 1000)
     pool = pool_of(2**16)
-    gap, x = pool.allocate((100,)), pool.allocate((5000,)).copy_(torch.arange(5000.0))
-    pool.free(gap)
-    del gap
+    x = after_a_hole(pool, (5000,)).copy_(torch.arange(5000.0))
     assert defragment(pool, x).moved == 20480 and torch.equal(x, torch.arange(5000.0))
 
 
 def test_other_owners_are_named():
     with pytest.raises(TypeError, match="a str owns no tensors"):
         defragment(pool_of(1024), "model")
-
-
-# --- on traces -------------------------------------------------------------------------------------------------------
 
 
 def recomputing(layers=24, mib=2**20):
@@ -173,10 +162,8 @@ def recomputing(layers=24, mib=2**20):
         for block in inner:
             maker.free(block)
     for checkpoint in reversed(checkpoints):
-        inner = [maker.alloc(4 * mib) for i in range(3)]
-        for block in inner:
+        for block in [*(maker.alloc(4 * mib) for _ in range(3)), checkpoint]:
             maker.free(block)
-        maker.free(checkpoint)
     return maker.trace()
 
 

@@ -1,5 +1,7 @@
 """The segment map: every block and segment has its bytes and its time, and nothing overlaps."""
 
+import itertools
+
 import pytest
 from allocator_kit import random_trace
 
@@ -11,19 +13,16 @@ from refimpl.allocator.snapshot import SEGMENT_EVENTS
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 def test_boxes_have_the_bytes_of_each_event(settings):
     snapshot = record(random_trace(400, streams=2), settings=settings, capacity=400 * 2**20)
-    drawn, reserved, live, sizes = _Layout(snapshot), 0, 0, {}
+    drawn, reserved, live = _Layout(snapshot), 0, {}
     for i, entry in enumerate(snapshot.entries):
         reserved += entry["size"] * SEGMENT_EVENTS.get(entry["action"], 0)
         if entry["action"] == "alloc":
-            live += entry["size"]
-            sizes[entry["addr"]] = entry["size"]
+            live[entry["addr"]] = entry["size"]
         elif entry["action"] == "free_completed":
-            live -= sizes.pop(entry["addr"])
-        assert within(drawn.segments, i) == reserved
+            del live[entry["addr"]]
         boxes = [box for boxes in drawn.blocks.values() for box in boxes]
-        assert within(boxes, i) == live
-    apart(drawn.segments)
-    apart(boxes)
+        assert within(drawn.segments, i) == reserved and within(boxes, i) == sum(live.values())
+    assert apart(drawn.segments) and apart(boxes)
     assert drawn.failures == [i for i, entry in enumerate(snapshot.entries) if entry["action"] == "oom"] != []
 
 
@@ -33,11 +32,9 @@ def within(boxes, event):
 
 
 def apart(boxes):
-    """No two boxes share an address at one time."""
-    boxes = sorted(boxes)
-    for i, (_, ended, bottom, top) in enumerate(boxes):
-        for begun, _, low, high in boxes[i + 1:]:
-            assert begun >= ended or low >= top or high <= bottom
+    """Whether no two boxes share an address at one time."""
+    return all(begun >= ended or low >= top or high <= bottom
+               for (_, ended, bottom, top), (begun, _, low, high) in itertools.combinations(sorted(boxes), 2))
 
 
 def test_a_map_of_two():

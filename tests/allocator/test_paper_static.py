@@ -23,22 +23,18 @@ def test_one_screen():
 @settings(max_examples=200, deadline=None)
 def test_greedy_is_that_of_plan_static(boxes):
     offsets = paper_static.greedy(boxes)
-    plan = plan_static(Lifetimes(*zip(*boxes, strict=True)) if boxes else Lifetimes([], [], []), alignment=1,
-                       placements=0)
-    assert plan.offsets.tolist() == offsets
-    assert plan.nbytes == paper_static.arena(boxes, offsets)
-    assert plan.lower_bound == paper_static.lower_bound(boxes)
-    assert paper_static.overlaps(boxes, offsets) == []
+    lifetimes = Lifetimes(*zip(*boxes, strict=True)) if boxes else Lifetimes([], [], [])
+    plan = plan_static(lifetimes, alignment=1, placements=0)
+    assert plan.offsets.tolist() == offsets and plan.nbytes == paper_static.arena(boxes, offsets)
+    assert plan.lower_bound == paper_static.lower_bound(boxes) and paper_static.overlaps(boxes, offsets) == []
 
 
 def test_lifetimes_are_those_of_a_trace():
     trace = random_trace(500)
     events = [(block, int(trace.blocks["nbytes"][block]) if action == ALLOC else None)
               for action, block, _, _ in trace.events.tolist()]
-    boxes = paper_static.lifetimes(events)
-    lifetimes = Lifetimes.of(trace)
-    assert boxes == list(zip(lifetimes.begins.tolist(), lifetimes.ends.tolist(), lifetimes.nbytes.tolist(),
-                             strict=True))
+    boxes, lives = paper_static.lifetimes(events), Lifetimes.of(trace)
+    assert boxes == list(zip(lives.begins.tolist(), lives.ends.tolist(), lives.nbytes.tolist(), strict=True))
     assert paper_static.lower_bound(boxes) == trace.peak
 
 

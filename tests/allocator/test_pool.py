@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from counting import Counted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,14 +17,12 @@ STEPS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60), st.integers(1
                  max_size=60)
 
 
-def intervals(pool):
-    """(place, size) of what is live, and of the holes, by place."""
-    live = [(begin, size) for begin, size, _ in pool._live.values()]
-    return sorted(live), sorted(pool._sizes.items())
+def pool_of(nbytes, **options):
+    return GPUMemoryPool(nbytes, device="cpu", **options)
 
 
 def check(pool):
-    live, holes = intervals(pool)
+    live, holes = [(begin, size) for begin, size, _ in pool._live.values()], sorted(pool._sizes.items())
     every = sorted(live + holes)
     assert all(a + size <= b for (a, size), (b, _) in zip(every, every[1:], strict=False)), "no overlap"
     assert sum(size for _, size in every) == pool.capacity, "nothing lost"
@@ -36,7 +35,7 @@ def check(pool):
 @given(steps=STEPS)
 @settings(max_examples=60, deadline=None)
 def test_any_sequence_keeps_the_contents_of_live_tensors(policy, steps):
-    pool, live = GPUMemoryPool(4096, policy=policy, device="cpu"), []
+    pool, live = pool_of(4096, policy=policy), []
     for i, (which, rows, columns, dtype) in enumerate(steps):
         if which < len(live):
             tensor, value = live.pop(which)
@@ -53,7 +52,7 @@ def test_any_sequence_keeps_the_contents_of_live_tensors(policy, steps):
         assert bool((tensor == value).all())
         pool.free(tensor)
     assert pool.allocated == pool.requested == 0
-    assert len(intervals(pool)[1]) == len(pool.segments), "each segment is one hole again"
+    assert len(pool._sizes) == len(pool.segments), "each segment is one hole again"
     pool.close()
 
 
@@ -69,7 +68,7 @@ def holes_of(pool, sizes):
 
 def test_first_fit_takes_the_first_hole_and_best_fit_the_smallest():
     for policy, expected in (("first_fit", 0), ("best_fit", 2)):
-        pool = GPUMemoryPool(2**20, policy=policy, device="cpu")
+        pool = pool_of(2**20, policy=policy)
         places = holes_of(pool, [4096, 1024, 2048, 8192])
         assert pool.allocate(1536, torch.uint8).data_ptr() == places[expected]
 
@@ -92,38 +91,26 @@ def test_the_holes_that_are_found_are_those_of_a_scan(holes, data):
         assert by_size.find(size) == min(fitting, key=lambda hole: hole[::-1], default=None)
 
 
-class Counted(list):
-    """A list that counts how often an element of it is read one by one."""
-
-    reads = 0
-
-    def __getitem__(self, at):
-        Counted.reads += 1
-        return super().__getitem__(at)
-
-
 def test_a_search_among_many_holes_reads_few():
     holes = ByPlace()
     for place in range(0, 10**5, 2):
         holes.add(place, 1 + place % 7)
     holes.add(10**6, 100)
-    holes._tree, Counted.reads = Counted(holes._tree), 0
-    assert holes.find(50) == (10**6, 100)
-    assert Counted.reads <= 2 + math.log2(2 * 10**5 / CHUNK)
+    holes._tree = Counted(holes._tree)
+    assert holes.find(50) == (10**6, 100) and holes._tree.looked <= 2 + math.log2(2 * 10**5 / CHUNK)
 
 
 @POLICIES
 def test_it_grows_by_segments_and_moves_nothing(policy):
-    pool = GPUMemoryPool(1024, policy=policy, device="cpu")
+    pool = pool_of(1024, policy=policy)
     first = pool.allocate(256).fill_(7)
-    address = first.data_ptr()
-    second = pool.allocate(10_000)
+    address, second = first.data_ptr(), pool.allocate(10_000)
     assert first.data_ptr() == address and bool((first == 7).all()) and second.nbytes == 40_000
     assert len(pool.segments) == 2 and pool.capacity == 1024 + 40_448
 
 
 def test_a_pool_takes_as_much_as_it_may():
-    pool = GPUMemoryPool(2048, device="cpu", max_capacity=4096)
+    pool = pool_of(2048, max_capacity=4096)
     tensors = [pool.allocate(128) for _ in range(8)]
     assert pool.capacity == pool.allocated == 4096
     with pytest.raises(PoolExhausted, match="4096 of at most 4096 are in segments, 4096 of these live, and the largest "
@@ -138,7 +125,7 @@ def test_a_pool_takes_as_much_as_it_may():
 
 
 def test_what_is_not_a_live_tensor_of_the_pool():
-    pool, other = GPUMemoryPool(4096, device="cpu"), GPUMemoryPool(4096, device="cpu")
+    pool, other = pool_of(4096), pool_of(4096)
     x = pool.allocate((4, 4))
     for tensor, said in ((x[1:], "is a part of one"), (torch.ones(3), "it is not from this pool"),
                          (other.allocate(4), "it is not from this pool")):
@@ -153,7 +140,7 @@ def test_what_is_not_a_live_tensor_of_the_pool():
 @pytest.mark.parametrize("shape", [0, -1, (3, 0), (3, -2)])
 def test_shapes_without_elements(shape):
     with pytest.raises(ValueError, match="expected at least one element"):
-        GPUMemoryPool(4096, device="cpu").allocate(shape)
+        pool_of(4096).allocate(shape)
 
 
 @pytest.mark.parametrize(("options", "said"), [
@@ -168,23 +155,23 @@ def test_options_that_cannot_be(options, said):
 @pytest.mark.parametrize(("make", "said"), [
     (lambda: GPUMemoryPool("1GiB"), "initial_capacity='1GiB': expected an integer, bytes"),
     (lambda: GPUMemoryPool(4096, max_capacity=1e6), "max_capacity=1000000.0: expected an integer"),
-    (lambda: GPUMemoryPool(4096, device="cpu").allocate(128, 64), "dtype=64: expected one of torch's"),
-    (lambda: GPUMemoryPool(4096, device="cpu").allocate((4,), "float32"), "dtype='float32'")])
+    (lambda: pool_of(4096).allocate(128, 64), "dtype=64: expected one of torch's"),
+    (lambda: pool_of(4096).allocate((4,), "float32"), "dtype='float32'")])
 def test_types_that_cannot_be(make, said):
     with pytest.raises(TypeError, match=said):
         make()
 
 
 def test_a_shape_may_be_a_list():
-    assert GPUMemoryPool(4096, device="cpu").allocate([3, 2]).shape == (3, 2)
+    assert pool_of(4096).allocate([3, 2]).shape == (3, 2)
 
 
 def test_closing():
-    with pytest.raises(ValueError, match="1 tensors of 512 bytes are live"), GPUMemoryPool(4096, device="cpu") as pool:
+    with pytest.raises(ValueError, match="1 tensors of 512 bytes are live"), pool_of(4096) as pool:
         x = pool.allocate(4)
     pool.free(x), pool.close()
     with pytest.raises(ValueError, match="the pool is closed"):
         pool.allocate(4)
-    with pytest.raises(ZeroDivisionError), GPUMemoryPool(4096, device="cpu") as pool:
+    with pytest.raises(ZeroDivisionError), pool_of(4096) as pool:
         pool.allocate(4)
         raise ZeroDivisionError

@@ -4,10 +4,9 @@ import random
 from unittest import mock
 
 import pytest
-from allocator_kit import mutants, random_trace
+from allocator_kit import OTHER_CONSTANTS, OTHER_RULES, random_trace
 
 from refimpl.allocator import CachingAllocator, DamagedTrace, Snapshot, compare, record
-from refimpl.allocator import settings as constants
 from refimpl.allocator.record import RecordingDevice, segments
 from refimpl.allocator.rewind import rewind
 from refimpl.allocator.settings import MIB, Settings
@@ -26,12 +25,10 @@ def recordings():
 @pytest.mark.parametrize("capacity", [None, 700 * MIB])
 def test_every_address_and_every_segment(recordings, text, capacity):
     snapshot = recordings[text, capacity]
-    failed = sum(entry["action"] == "oom" for entry in snapshot.entries)
-    found = compare(snapshot)
+    found, actions = compare(snapshot), [entry["action"] for entry in snapshot.entries]
     assert found.difference is None, repr(found)
-    assert found.addresses == sum(entry["action"] == "alloc" for entry in snapshot.entries)
-    assert found.segments == sum(entry["action"].startswith("segment") for entry in snapshot.entries)
-    assert bool(failed) is (capacity is not None)
+    assert found.addresses == actions.count("alloc") and ("oom" in actions) is (capacity is not None)
+    assert found.segments == sum(action.startswith("segment") for action in actions)
 
 
 @pytest.mark.parametrize("text", SETTINGS)
@@ -44,10 +41,9 @@ def test_a_recording_that_began_late(recordings, text, late):
 
 
 def test_a_recording_that_began_late_has_what_was_live(recordings):
-    whole = recordings["", None]
+    whole, live = recordings["", None], {}
     late = rewind(Snapshot(whole.segments, whole.entries[1000:]), Settings())
     early = rewind(Snapshot(whole.segments, whole.entries), Settings())
-    live = {}
     for entry in whole.entries[:1000]:
         if entry["action"] == "alloc":
             live[entry["addr"]] = entry["size"]
@@ -71,23 +67,20 @@ def test_a_program_that_empties_the_cache():
             device.note("alloc", nbytes, live[-1][0].address)
         if i % 50 == 49:
             allocator.empty_cache()
-    emptied = compare(Snapshot(segments(allocator), device.entries))
-    assert emptied.difference is None and emptied.segments == sum(
-        entry["action"].startswith("segment") for entry in device.entries)
-    assert any(entry["action"] == "segment_free" for entry in device.entries)
+    emptied, actions = compare(Snapshot(segments(allocator), device.entries)), [e["action"] for e in device.entries]
+    assert emptied.difference is None and "segment_free" in actions
+    assert emptied.segments == sum(action.startswith("segment") for action in actions)
 
 
-@pytest.mark.parametrize("rule", mutants())
+@pytest.mark.parametrize("rule", OTHER_RULES)
 def test_another_rule_is_found(recordings, rule):
-    owner, method, mutant = mutants()[rule]
-    with mock.patch.object(owner, method, mutant):
+    with mock.patch.object(*OTHER_RULES[rule]):
         assert any(differs(snapshot) for snapshot in recordings.values())
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("BLOCK", 1024), ("SMALL", 2 * MIB), ("SMALL_SEGMENT", 4 * MIB), ("MIN_LARGE", 8 * MIB), ("ROUND_LARGE", MIB)])
-def test_another_constant_is_found(recordings, name, value):
-    with mock.patch.object(constants, name, value):
+@pytest.mark.parametrize("name", OTHER_CONSTANTS)
+def test_another_constant_is_found(recordings, name):
+    with mock.patch.object(*OTHER_CONSTANTS[name]):
         assert any(differs(snapshot) for snapshot in recordings.values())
 
 

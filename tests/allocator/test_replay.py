@@ -31,8 +31,7 @@ def test_requested_internal_and_external_are_all_that_is_reserved():
 def test_why_a_request_fails():
     found = replay(grows(), capacity=450 * MIB)
     failure = found.failure
-    assert failure.event == 12 and len(found.reserved) == 12
-    assert (failure.nbytes, failure.size) == (116 * MIB, 116 * MIB)
+    assert failure.event == len(found.reserved) == 12 and failure.nbytes == failure.size == 116 * MIB
     assert failure.reserved == 424 * MIB and failure.free == 184 * MIB and failure.largest == 52 * MIB
     assert failure.neighbours == [("kept 3", "outputs", 60 * MIB)]
     for text in ("event 12 asks for 121,634,816 bytes", "the largest hole has 54,525,952", "kept 3"):
@@ -47,8 +46,7 @@ def test_what_would_have_helped_is_tried():
     assert cures["expandable_segments:True"] and cures["max_split_size_mb:32"] and not cures["max_split_size_mb:512"]
     for settings, helps in cures.items():
         if not settings.startswith("garbage"):
-            again = replay(grows(), capacity=450 * MIB, settings=settings, until=13)
-            assert (again.failure is None) is helps
+            assert (replay(grows(), capacity=450 * MIB, settings=settings, until=13).failure is None) is helps
     tight = explain(grows(), capacity=120 * MIB, settings="expandable_segments:True")
     assert tight.failure.cures and "expandable_segments:True" not in tight.failure.cures
 

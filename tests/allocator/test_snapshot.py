@@ -20,7 +20,6 @@ def snapshot():
 
 class Bomb:
     """Runs a command when it is unpickled."""
-
     def __reduce__(self):
         return os.mkdir, ("ran",)
 
@@ -49,8 +48,7 @@ def test_no_code_of_a_file_runs(tmp_path, monkeypatch):
     (lambda s: s["device_traces"][0][5].pop("action"), r"device_traces\[0\]\[5\]\.action is 'missing'"),
     (lambda s: s["device_traces"][0][5].update(action="malloc"), r"\[5\]\.action is 'malloc': expected alloc,"),
     (lambda s: s["device_traces"][0][5].update(addr="0x1"), r"\[5\]\.addr is '0x1': expected int"),
-    (lambda s: s["device_traces"].__setitem__(0, [3]), r"device_traces\[0\]\[0\] is a int: expected a dict"),
-])
+    (lambda s: s["device_traces"].__setitem__(0, [3]), r"device_traces\[0\]\[0\] is a int: expected a dict")])
 def test_a_damaged_field_is_named(snapshot, tmp_path, change, message):
     found = {"segments": copy.deepcopy(snapshot.segments), "device_traces": [copy.deepcopy(snapshot.entries)]}
     change(found)
@@ -69,16 +67,12 @@ def test_a_file_that_was_cut(snapshot, tmp_path):
 
 
 def test_devices(snapshot, tmp_path):
-    second = Snapshot(snapshot.segments, snapshot.entries, device=1)
-    for segment in second.segments:
-        segment["device"] = 1
+    second = Snapshot([{**segment, "device": 1} for segment in snapshot.segments], snapshot.entries, device=1)
     path = second.save(tmp_path / "s.pickle")
     assert Snapshot.load(path).device == 1 and Snapshot.load(path, 1).entries == snapshot.entries
     assert Snapshot.load(path, 0).entries == Snapshot.load(path, 0).segments == []
     with pytest.raises(ValueError, match="device=2: .* has 2 devices"):
         Snapshot.load(path, 2)
-    for segment in second.segments:
-        segment["device"] = 0
 
 
 def test_the_viewer_of_pytorch_opens_it(snapshot, tmp_path):
@@ -88,23 +82,20 @@ def test_the_viewer_of_pytorch_opens_it(snapshot, tmp_path):
     assert "op 3" in _memory_viz.memory(data, format_flamegraph=lambda text: text)
     lines = _memory_viz.segments(data, format_flamegraph=lambda text: text).splitlines()
     assert sum(int(line.split()[-1]) for line in lines) == snapshot.reserved and live
-    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
-        page = plot(data)
+    for page in (_memory_viz.trace_plot(data), _memory_viz.segment_plot(data)):
         assert "add_local_files" in page and len(page) > 10_000
 
 
 def test_a_trace_of_a_snapshot_asks_for_the_same(snapshot):
     trace, again = random_trace(600, streams=2), trace_of(snapshot)
     assert (again.live_bytes == trace.live_bytes).all() and again.names == trace.names
-    assert (again.events["stream"] == trace.events["stream"]).all()
-    assert (again.events["time_ns"] == trace.events["time_ns"]).all()
+    assert all((again.events[field] == trace.events[field]).all() for field in ("stream", "time_ns"))
 
 
 def test_names_are_the_users_lines():
-    frames = [{"filename": "??", "line": 0, "name": "malloc"},
-              {"filename": "/x/site-packages/torch/nn/functional.py", "line": 3, "name": "linear"},
-              {"filename": "/home/me/model.py", "line": 12, "name": "forward"},
-              {"filename": "/home/me/train.py", "line": 5, "name": "<module>"}]
+    frames = [{"filename": file, "line": line, "name": name} for file, line, name in (
+        ("??", 0, "malloc"), ("/x/site-packages/torch/nn/functional.py", 3, "linear"),
+        ("/home/me/model.py", 12, "forward"), ("/home/me/train.py", 5, "<module>"))]
     where = {"addr": 2**40, "size": 100, "stream": 0, "time_us": 7}
     segment = {"address": 2**40, "total_size": 2 * MIB, "stream": 0, "segment_type": "small", "blocks": [
         {"size": 2 * MIB, "requested_size": 0, "state": "inactive"}]}

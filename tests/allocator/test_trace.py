@@ -4,32 +4,25 @@ import numpy as np
 import pytest
 import torch
 from allocator_kit import random_trace
+from static_kit import gpt, llama
 
 from refimpl import memory
 from refimpl.allocator import AllocationTrace, DamagedTrace, replay
 from refimpl.allocator.trace import ALLOC, Maker
-from refimpl.model import GPT, GPTConfig
-
-CONFIG = GPTConfig(vocab_size=300, context_length=64, layers=2, hidden=64, heads=4)
 
 
 def step():
     """A training step of a GPT."""
-    model = GPT(CONFIG)
+    model, loss_of = gpt(vocab_size=300, context_length=64, layers=2, hidden=64, heads=4)
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 300, (2, 64))
-    model(tokens, tokens).backward()
+    loss_of(torch.randint(0, 300, (2, 64))).backward()
     optimizer.step()
 
 
 def outside_step():
     """One of a Llama of transformers."""
-    import outside  # noqa: F401
-    from transformers import LlamaConfig, LlamaForCausalLM
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                                         num_attention_heads=4, num_key_value_heads=2))
-    tokens = torch.randint(0, 300, (2, 64))
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    _, loss_of = llama(300, 64, 2)
+    loss_of(torch.randint(0, 300, (2, 64))).backward()
 
 
 @pytest.mark.parametrize("dry", [False, True])
@@ -74,8 +67,7 @@ def test_files_are_compact_and_whole(tmp_path):
 @pytest.mark.parametrize(("change", "message"), [
     (lambda e: e["block"].__setitem__(3, 0), "event 3 (frees|takes) block 0"),
     (lambda e: e["block"].__setitem__(0, 99), "event 0: block 99 of 3"),
-    (lambda e: e["action"].__setitem__(0, -1), "event 0 frees block 0, which is not live: it was never taken"),
-])
+    (lambda e: e["action"].__setitem__(0, -1), "event 0 frees block 0, which is not live: it was never taken")])
 def test_events_that_make_no_sense_are_named(change, message):
     found = Maker()
     for _ in range(3):

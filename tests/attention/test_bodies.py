@@ -1,23 +1,21 @@
 """What tests/gpu asks of a GPU, here asked of the interpreter at tiny sizes; and that each body can fail."""
 
-import importlib.util
 import inspect
+import runpy
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import attention_bodies as bodies
+import attention_kit as kit
 import in_processes
 import pytest
 import torch
 
-from refimpl.attention import flash_attention, triton_forward
+from refimpl.attention import flash_attention
 
-pytestmark = [
-    pytest.mark.skipif(type(triton_forward.forward_kernel).__name__ != "InterpretedFunction",
-                       reason="needs Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+pytestmark = kit.in_the_interpreter()
 FP16, FP32 = torch.float16, torch.float32
 SMALL, PACKED = (1, 2, 1, 20, 33, 16), {"cu_seqlens": [0, 9, 9, 20], "cu_seqlens_k": [0, 13, 20, 33]}
 TINY = [
@@ -27,17 +25,22 @@ TINY = [
     ("as_exact_as_plain", FP16, {"shape": SMALL, **PACKED, "causal": True, "dropout_p": 0.3, "seed": 8}),
     ("long_as_exact_as_plain", FP16, {"shape": (1, 2, 1, 80, 80, 16), "rows": 30, "causal": True}),
     ("long_as_exact_as_plain", FP16, {"shape": (1, 2, 1, 40, 40, 16), "rows": 30, "causal": False}),
-    ("one_key_each", FP16, {"T": 60, "S": 90, "D": 16}),
+    ("one_key_each", FP16, {"T": 60, "S": 90, "D": 16}), ("equal_weights", FP16, {"T": 20, "n": 6, "D": 16}),
     ("one_key_each", FP32, {"T": 90, "S": 90, "D": 32, "causal": True}),
-    ("equal_weights", FP16, {"T": 20, "n": 6, "D": 16}),
     ("same_bits", FP16, {"shape": SMALL, "repeats": 2, "causal": True}),
     ("every_element_is_written", FP16, {"shape": (2, 4, 2, 33, 20, 19), "window": 30}),
     ("fully_masked_rows", FP16, {}), ("not_finite", FP16, {}), ("beyond_32_bits", FP16, {"rows": 300, "heads": 2}),
     ("on_another_device", FP16, {"other": "cpu"}), ("operators_pass_opcheck", FP16, {}),
     ("compiled_in_one_graph", FP16, {"backend": "aot_eager", "causal": True}),
     ("bytes_are_exact", FP16, {"shape": (1, 4, 2, 70, 90, 16), "dropout_p": 0.1}),
-    ("learns", FP32, {"steps": 2, "length": 20}), ("sanitized", FP16, {"tool": []}),
-]
+    ("learns", FP32, {"steps": 2, "length": 20}), ("sanitized", FP16, {"tool": []})]
+TASKS = """import os, time, pytest
+def fine(): pass
+def skips(): pytest.skip('not here')
+def fails(what): assert what == 1, f'not {what}'
+def dies(): os._exit(3)
+def hangs(): time.sleep(600)
+"""
 
 
 @pytest.mark.parametrize(("body", "dtype", "arguments"), TINY, ids=str)
@@ -50,21 +53,23 @@ def test_a_forward_for_one_chip(monkeypatch):
         assert specialize
         return bodies.by_pointers(*tensors, **options)
 
+    def ask():
+        bodies.beside_the_definition("cpu", FP16, "made", shape=(1, 2, 1, 33, 20, 16), repeats=2, layout="transposed",
+                                     causal=True, specialize=True)
+
     made = SimpleNamespace(suits=lambda *_: True, forward=forward)
     monkeypatch.setitem(sys.modules, "refimpl.attention.hopper.made", made)
-    given = {"shape": (1, 2, 1, 33, 20, 16), "repeats": 2, "layout": "transposed", "causal": True, "specialize": True}
-    bodies.beside_the_definition("cpu", FP16, "made", **given)
+    ask()
     made.forward = lambda *x, **y: (forward(*x, **y)[0] * 1.01, forward(*x, **y)[1])
     with pytest.raises(AssertionError):
-        bodies.beside_the_definition("cpu", FP16, "made", **given)
+        ask()
     made.suits = lambda *_: False
     with pytest.raises(AssertionError):
-        bodies.beside_the_definition("cpu", FP16, "made", **given)
+        ask()
 
 
 def test_the_fast_path_agrees_or_the_body_says_so(monkeypatch):
-    made = SimpleNamespace(suits=lambda *_: True)
-    monkeypatch.setattr(bodies.fast_path, "module_of", lambda kernel: made)
+    monkeypatch.setattr(bodies.fast_path, "module_of", lambda kernel: SimpleNamespace(suits=lambda *_: True))
     monkeypatch.setattr(bodies.fast_path, "disagreement", lambda kind: "is off" if kind.D == 64 else None)
     bodies.the_fast_path_agrees("cpu", FP16, head_dims=(40,))
     with pytest.raises(AssertionError):
@@ -76,11 +81,11 @@ def test_the_fast_path_agrees_or_the_body_says_so(monkeypatch):
 
 def nudged(q, k, v, **options):
     """The mutant: one element of the output is off by a hundredth of the largest."""
-    out = flash_attention(q, k, v, **options)
-    which = out[0] if isinstance(out, tuple) else out
-    off = torch.zeros_like(which)
-    off[0, -1, -1, 3] = 0.01 * which.abs().max()
-    return (which + off, out[1]) if isinstance(out, tuple) else which + off
+    found = flash_attention(q, k, v, **options)
+    out = found[0] if isinstance(found, tuple) else found
+    off = torch.zeros_like(out)
+    off[0, -1, -1, 3] = 0.01 * out.abs().max()
+    return (out + off, found[1]) if isinstance(found, tuple) else out + off
 
 
 @pytest.mark.parametrize(("body", "dtype", "arguments"), [
@@ -93,33 +98,20 @@ def test_a_body_sees_one_wrong_element(body, dtype, arguments, monkeypatch):
 
 def test_what_is_asked_of_a_gpu_fits_the_bodies():
     """Names and arguments, of all tasks; each body is rehearsed above."""
-    path = Path(__file__).parents[1] / "gpu" / "test_attention.py"
-    spec = importlib.util.spec_from_file_location("gpu_test_attention", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    tasks = runpy.run_path(str(Path(__file__).parents[1] / "gpu" / "test_attention.py"))["TASKS"].values()
     rehearsed = {body for body, *_ in TINY} | {"beside_the_definition", "the_fast_path_agrees"}
-    for path, arguments in module.TASKS.values():
+    for path, arguments in tasks:
         name = path.removeprefix("attention_bodies:")
         bound = inspect.signature(getattr(bodies, name)).bind(**arguments).arguments
         assert name in rehearsed and bound["device"] == "cuda"
         taken = inspect.signature(flash_attention).parameters
         assert set(bound.get("options", {})) <= set(taken) and set(bound.get("own", {})) <= {"specialize"}
-    assert {path.removeprefix("attention_bodies:") for path, _ in module.TASKS.values()} == rehearsed
-
-
-# --- in processes ----------------------------------------------------------------------------------------------------
+    assert {path.removeprefix("attention_bodies:") for path, _ in tasks} == rehearsed
 
 
 def test_outcomes_come_back_from_several_processes(monkeypatch, tmp_path):
-    (tmp_path / "tasks_for_workers.py").write_text(
-        "import os, time, pytest\n"
-        "def fine(): pass\n"
-        "def skips(): pytest.skip('not here')\n"
-        "def fails(what): assert what == 1, f'not {what}'\n"
-        "def dies(): os._exit(3)\n"
-        "def hangs(): time.sleep(600)\n")
+    (tmp_path / "tasks_for_workers.py").write_text(TASKS)
     monkeypatch.syspath_prepend(tmp_path)
-
     def run(seconds, **tasks):
         return in_processes.outcomes({name: (f"tasks_for_workers:{function}", arguments)
                                       for name, (function, arguments) in tasks.items()}, 1, seconds)

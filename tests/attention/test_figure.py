@@ -1,7 +1,5 @@
 """Figures show what they are given, and the tiles that are drawn are those that are computed."""
 
-import math
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,9 +35,8 @@ def test_an_online_softmax_shows_its_running_values():
     figure = plot_online(scores, states, 2)
     words = [[text.get_text() for text in axes.texts] for axes in figure.axes]
     assert len(words) == 2 and "1.375" in words[1] and "× 0.25" in words[1] and "1.375" not in words[0]
-    assert [axes.get_title() for axes in figure.axes] == ["after the tile of keys 0 to 1",
-                                                          "after the tile of keys 2 to 2"]
-    assert is_png(figure)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["after the tile of keys 0 to 1", "after the tile of keys 2 to 2"] and is_png(figure)
 
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
@@ -61,8 +58,7 @@ def test_the_tiles_drawn_are_those_computed(options):
 def test_a_panel_for_each_call():
     figure = plot_tiles(CALLS, 96, 16)
     assert [axes.get_title() for axes in figure.axes][:2] == ["all: 36 tiles", "causal: 21 tiles"]
-    assert len(figure.axes) == len(CALLS) and is_png(figure)
-    assert math.isclose(figure.axes[0].get_xlim()[1], 96)
+    assert len(figure.axes) == len(CALLS) and is_png(figure) and figure.axes[0].get_xlim()[1] == pytest.approx(96)
 
 
 def test_a_roof_for_each_computation():

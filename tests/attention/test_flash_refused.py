@@ -1,41 +1,39 @@
 """What the kernels do not take: a clear error before a launch, or another way."""
 
+from functools import partial
 from types import SimpleNamespace
 
+import attention_kit as kit
 import pytest
 import torch
 import triton
 
-from refimpl.attention import flash, flash_attention, reference_attention, triton_forward
+from refimpl.attention import flash, flash_attention, triton_forward
 from refimpl.attention.kernels import operators
 from refimpl.attention.kernels.operators import attention_delta
-from refimpl.attention.triton_forward import forward_kernel
 
-pytestmark = [
-    pytest.mark.skipif(type(forward_kernel).__name__ != "InterpretedFunction", reason="needs Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
+pytestmark = kit.in_the_interpreter()
 
 
-def test_bfloat16_in_the_interpreter_is_refused(kit):
+def test_bfloat16_in_the_interpreter_is_refused():
     q, k, v, _ = kit.inputs(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="interpreter computes it wrongly.*use float32 or float16 here"):
         flash_attention(q, k, v)
 
 
-def test_bfloat16_on_a_gpu_in_the_interpreter_is_refused_too(kit):
+def test_bfloat16_on_a_gpu_in_the_interpreter_is_refused_too():
     """There Triton's interpreter computes on copies in the host's memory."""
     with pytest.raises(ValueError, match="interpreter computes it wrongly"):
         operators.check_interpreter(SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
 
 
-def test_triton_imported_before_the_variable_was_set(kit, monkeypatch):
+def test_triton_imported_before_the_variable_was_set(monkeypatch):
     monkeypatch.setattr(triton_forward, "forward_kernel", triton.JITFunction(kit.plain))
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1 came after Triton was imported.*set it before"):
         flash_attention(*kit.inputs()[:3])
 
 
-def test_strides_that_32_bits_cannot_hold(kit):
+def test_strides_that_32_bits_cannot_hold():
     def wide(stride, heads=1):
         return torch.empty(1, device="meta").as_strided((1, heads, 4, 16), (1, 1, stride, 1))
 
@@ -47,20 +45,18 @@ def test_strides_that_32_bits_cannot_hold(kit):
         flash.check_for_kernels(wide(1, 2**19), wide(1), wide(1))
 
 
-def test_a_gradient_whose_strides_32_bits_cannot_hold_is_laid_out_anew(kit, monkeypatch):
+def test_a_gradient_whose_strides_32_bits_cannot_hold_is_laid_out_anew(monkeypatch):
     seen = []
     monkeypatch.setattr(operators, "MAX_STRIDE", 60)
-    monkeypatch.setattr(operators, "attention_delta", lambda out, d_out, _: seen.append(d_out.stride()) or
-                        attention_delta(out, d_out, None))
+    monkeypatch.setattr(operators, "attention_delta",
+                        lambda out, d_out, _: seen.append(d_out.stride()) or attention_delta(out, d_out, None))
     q, k, v, gradient = kit.inputs(B=1, H=4, G=2, T=7, S=7, D=8)
     far = gradient.repeat(1, 1, 1, 8)[..., :8]
-    found = (kit.gradients(attention, q, k, v, far) for attention in (flash_attention, reference_attention))
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    kit.assert_as_reference(flash_attention, partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5), (q, k, v, far))
     assert far.stride()[2] == 64 and seen == [gradient.stride()]
 
 
-def test_a_forward_mode_derivative_is_refused(kit):
+def test_a_forward_mode_derivative_is_refused():
     q, k, v, _ = kit.inputs(requires_grad=False)
     with pytest.raises(RuntimeError, match="no forward-mode derivative.*use reference_attention"):
         torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (q,))

@@ -38,17 +38,16 @@ def test_over_blocks_with_the_logsumexp_of_all(name):
     """Of strided slices, too: rows of q, and keys."""
     pair, dtype, bound = PAIRS[name]
     q, k, v, d_out, out, lse, (dq, dk, dv) = given(dtype, False)
-    out, lse, total, parts = out.to(dtype), lse.to(torch.promote_types(dtype, torch.float32)), 0, []
-    for keys in (slice(0, 8), slice(8, 24)):
-        found = pair.backward(d_out, q, k[:, :, keys], v[:, :, keys], out, lse, causal=False, scale=0.3)
-        total, parts = total + found[0], [*parts, found[1:]]
-    assert far(total, dq) <= bound
-    for i, whole in enumerate((dk, dv)):
-        assert far(torch.cat([part[i] for part in parts], 2), whole) <= bound
+    out, lse = out.to(dtype), lse.to(torch.promote_types(dtype, torch.float32))
+    options = {"causal": False, "scale": 0.3}
+    (dq_1, *first), (dq_2, *second) = (pair.backward(d_out, q, k[:, :, keys], v[:, :, keys], out, lse, **options)
+                                       for keys in (slice(0, 8), slice(8, 24)))
+    assert far(dq_1 + dq_2, dq) <= bound
+    for whole, *parts in zip((dk, dv), first, second, strict=True):
+        assert far(torch.cat(parts, 2), whole) <= bound
     rows = slice(8, 24)
-    some = pair.backward(*(x[:, :, rows] for x in (d_out, q)), k, v, *(x[:, :, rows] for x in (out, lse)), causal=False,
-                         scale=0.3)
+    some = pair.backward(*(x[:, :, rows] for x in (d_out, q)), k, v, *(x[:, :, rows] for x in (out, lse)), **options)
     assert far(some[0], dq[:, :, rows]) <= bound
-    own = pair.backward(d_out, q, k[:, :, :8], v[:, :, :8], *pair.forward(q, k[:, :, :8], v[:, :, :8], causal=False,
-                                                                          scale=0.3), causal=False, scale=0.3)
+    block = q, k[:, :, :8], v[:, :, :8]
+    own = pair.backward(d_out, *block, *pair.forward(*block, **options), **options)
     assert far(own[1], dk[:, :, :8]) > 1e-2  # with the logsumexp of the block alone

@@ -1,7 +1,6 @@
 """The forward in one screen of Triton, interpreted, beside the hardened kernel with the same tiles: the same bits."""
 
-import attention_kit
-import paper_triton_bodies
+import attention_kit as kit
 import pytest
 import torch
 from interpreting import interpreted
@@ -15,20 +14,18 @@ TILES = [(16, 16), (32, 16), (16, 32)]
 
 
 def inputs(T, D=16):
-    return [x.detach() for x in attention_kit.inputs(2, 3, 3, T, T, D)[:3]]
+    return [x.detach() for x in kit.inputs(2, 3, 3, T, T, D)[:3]]
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_the_same_bits_and_bytes_as_the_hardened_kernel(tile):
-    lengths = (1, 16, 33, 48)
-    given = [inputs(T) for T in lengths]
+    given = [inputs(T) for T in (1, 16, 33, 48)]
     found = interpreted([("paper_triton_bodies:beside_the_hardened", (*x, *tile), {}) for x in given])
     for (q, k, v), (ours, theirs, kept, peak) in zip(given, found, strict=True):
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
         assert kept == peak == q.nbytes + 4 * q[..., 0].numel()  # O and L, and nothing else
         expected = reference_attention(*(x.double() for x in (q, k, v)), causal=True, return_logsumexp=True)
-        for a, b in zip(ours, expected, strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close([x.double() for x in ours], expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("D", [32, 64])
@@ -51,7 +48,7 @@ def test_it_compiles_for_a_gpu():
 
 def test_one_that_holds_the_matrix_fails_here():
     q, k, v = inputs(48)
-    (_, kept, peak), = interpreted([("paper_triton_bodies:read", (paper_triton_bodies.DENSE, q, k, v), {})])
+    (_, kept, peak), = interpreted([("paper_triton_bodies:read_dense", (q, k, v), {})])
     assert kept == q.nbytes + 4 * q[..., 0].numel() < peak
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import attention_kit as kit
 import pytest
 import quick_interpreter
 import torch
@@ -10,12 +11,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from refimpl.attention import flash_attention
-from refimpl.attention.triton_forward import forward_kernel
 
-pytestmark = [
-    pytest.mark.skipif(type(forward_kernel).__name__ != "InterpretedFunction", reason="needs Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
+pytestmark = kit.in_the_interpreter()
 
 
 @pytest.fixture
@@ -25,7 +22,6 @@ def as_triton_has_it(monkeypatch):
         options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=True)
         monkeypatch.setattr(interpreter, "_patch_lang", quick_interpreter.walk)
         monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-
     return undo
 
 
@@ -37,19 +33,17 @@ def walks(monkeypatch):
     return found
 
 
-def test_the_same_bits(kit, as_triton_has_it):
+def test_the_same_bits(as_triton_has_it):
     options = {"causal": True, "window": 20, "dropout_p": 0.3, "seed": 5, "cu_seqlens": [0, 9, 33]}
     given = kit.inputs(1, 2, 1, 33, 33, 16)
     quick = kit.gradients(flash_attention, *given, **options)
     as_triton_has_it()
-    for a, b in zip(quick, kit.gradients(flash_attention, *given, **options), strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(quick, kit.gradients(flash_attention, *given, **options), rtol=0, atol=0)
 
 
-def test_a_launch_walks_once_and_leaves_triton_as_it_was(kit, walks):
+def test_a_launch_walks_once_and_leaves_triton_as_it_was(walks):
     flash_attention(*kit.inputs()[:3])
-    assert len(walks) == 1
-    assert tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.tensor.to)
+    assert len(walks) == 1 and tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.tensor.to)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import attention_kit as kit
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,52 +11,32 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.attention import (
-    Alibi,
-    Documents,
-    PrefixLM,
-    ScoreHook,
-    Softcap,
-    alibi_slopes,
-    flash_attention,
-    flash_attention_bytes,
-    reference_attention,
-    tiled_attention,
-    tiled_attention_bytes,
-)
+from refimpl.attention import flash_attention, flash_attention_bytes, reference_attention
 from refimpl.attention.kernels import configs
 from refimpl.attention.kernels.configs import Config
-from refimpl.attention.scores import hook_of
-from refimpl.attention.triton_forward import forward_kernel
+from refimpl.attention.scores import Alibi, Documents, PrefixLM, ScoreHook, Softcap, alibi_slopes, hook_of
+from refimpl.attention.tiled import tiled_attention, tiled_attention_bytes
 
-INTERPRETED = type(forward_kernel).__name__ == "InterpretedFunction"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+needs_interpreter, pytestmark = kit.in_the_interpreter()
 SMALL = functools.partial(tiled_attention, query_tile=4, key_tile=3)
-
-
-def close(ours, expected, tolerance):
-    for a, b in zip(ours, expected, strict=True):
-        assert a.shape == b.shape and (a - b).abs().max() <= tolerance * max(b.abs().max(), 1e-3), (a - b).abs().max()
+near = functools.partial(kit.assert_close, tolerance=2e-5)
+INTS = torch.zeros(1, 6, dtype=torch.int64)
 
 
 def a_hook(names, B, H, S, causal, seed=0):
     """A list of hooks for keys in `names`; and causal, which a prefix LM must not be."""
     generator = torch.Generator().manual_seed(seed)
-    made = {"softcap": Softcap(1.5), "alibi": Alibi(alibi_slopes(H)),
-            "documents": Documents(torch.randint(0, 3, (B, S), generator=generator)),
+    ids = torch.randint(0, 3, (B, S), generator=generator)
+    made = {"softcap": Softcap(1.5), "alibi": Alibi(alibi_slopes(H)), "documents": Documents(ids),
             "prefix": PrefixLM(torch.randint(0, S + 1, (B,), generator=generator))}
     return {"score": [made[name] for name in made if name in names], "causal": causal and "prefix" not in names}
 
 
-# --- values and gradients --------------------------------------------------------------------------------------------
-
-
-def test_hooks_are_their_definitions(kit):
+def test_hooks_are_their_definitions():
     """Each beside PyTorch's own attention with a bias or a mask of the whole matrix, or a key more."""
     q, k, v, gradient = kit.inputs(2, 4, 4, 6, 6, 8, torch.float64, V=5)
     sdpa, near = F.scaled_dot_product_attention, functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-    away = torch.arange(6)[:, None] - torch.arange(6)
-    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
+    away, slopes = torch.arange(6)[:, None] - torch.arange(6), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
     assert torch.equal(alibi_slopes(4), slopes)  # the paper's, for a power of two, and between two
     assert torch.allclose(alibi_slopes(6), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]))
     bias = -slopes[:, None, None].double() * away.abs()
@@ -82,8 +63,7 @@ NOTHING_BUT_A_SINK = {"T": 9, "more": -5, "D": 4, "V": 3, "names": set(), "causa
                       "heads": (4, 2), "dropout_p": 0.0}  # the first queries see no key
 
 
-def beside_the_reference(attention, dtype, tolerance, kit, T, more, D, V, names, causal, sinks, window, heads,
-                         dropout_p):
+def beside_the_reference(attention, dtype, tolerance, T, more, D, V, names, causal, sinks, window, heads, dropout_p):
     """Output, logsumexp and all gradients, of q, k, v and the sinks."""
     S, found = max(1, T + more), []
     q, k, v, gradient = kit.inputs(2, *heads, T, S, D, dtype, V=V)
@@ -94,94 +74,84 @@ def beside_the_reference(attention, dtype, tolerance, kit, T, more, D, V, names,
         loss = (out * gradient).sum() + lse[lse.isfinite()].sin().sum()
         given = (q, k, v) if sinks is None else (q, k, v, sinks)
         found.append([out, lse.nan_to_num(neginf=-9.0), *torch.autograd.grad(loss, given)])
-    close(*found, tolerance)
+    kit.assert_close(*found, tolerance)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(**CASES)
 @example(**NOTHING_BUT_A_SINK)
-def test_in_tiles_it_is_the_reference(kit, **case):
-    beside_the_reference(SMALL, torch.float64, 1e-11, kit=kit, **case)
+def test_in_tiles_it_is_the_reference(**case):
+    beside_the_reference(SMALL, torch.float64, 1e-11, **case)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@needs_interpreter
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(**CASES)
 @example(**NOTHING_BUT_A_SINK)
-def test_in_kernels_it_is_the_reference(kit, **case):
+def test_in_kernels_it_is_the_reference(**case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configs, "INTERPRETED", Config(16, 16, 4, 1))
-        beside_the_reference(flash_attention, torch.float32, 2e-5, kit=kit, **case)
+        beside_the_reference(flash_attention, torch.float32, 2e-5, **case)
 
 
 def the_case(name, dtype):
     """(shape, V, options) of a model's own attention."""
-    return {
-        "Gemma 2": ((1, 2, 1, 40, 40, 32), 32, {"score": Softcap(50.0), "causal": True, "window": 20}),
-        "ALiBi": ((1, 3, 3, 33, 40, 16), 16, {"score": Alibi(alibi_slopes(3)), "causal": True}),
-        "documents": ((1, 2, 1, 40, 40, 16), 16, {"score": Documents(torch.arange(40)[None] // 9 % 3), "causal": True}),
-        "prefix": ((1, 2, 1, 40, 40, 16), 16, {"score": PrefixLM(torch.tensor([13]))}),
-        "gpt-oss": ((1, 4, 1, 40, 40, 16), 16, {"causal": True, "window": 16, "sinks": torch.linspace(
-            -2, 3, 4, dtype=dtype).requires_grad_()}),
-        "MLA": ((1, 2, 2, 24, 24, 192), 128, {"causal": True}),
-    }[name]
+    sinks, ids = torch.linspace(-2, 3, 4, dtype=dtype).requires_grad_(), torch.arange(40)[None] // 9 % 3
+    return {"Gemma 2": ((1, 2, 1, 40, 40, 32), 32, {"score": Softcap(50.0), "causal": True, "window": 20}),
+            "ALiBi": ((1, 3, 3, 33, 40, 16), 16, {"score": Alibi(alibi_slopes(3)), "causal": True}),
+            "documents": ((1, 2, 1, 40, 40, 16), 16, {"score": Documents(ids), "causal": True}),
+            "prefix": ((1, 2, 1, 40, 40, 16), 16, {"score": PrefixLM(torch.tensor([13]))}),
+            "gpt-oss": ((1, 4, 1, 40, 40, 16), 16, {"causal": True, "window": 16, "sinks": sinks}),
+            "MLA": ((1, 2, 2, 24, 24, 192), 128, {"causal": True})}[name]
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", "ALiBi", "documents", "prefix", "gpt-oss", "MLA"])
-@pytest.mark.parametrize(("attention", "dtype"), [
-    (flash_attention, torch.float16), (flash_attention, torch.float32), (tiled_attention, torch.bfloat16)],
-    ids=["flash, fp16", "flash, fp32", "tiled, bf16"])
-def test_as_exact_as_plain_attention(name, attention, dtype, kit):
+@pytest.mark.parametrize(("attention", "dtype"), [(flash_attention, torch.float16), (flash_attention, torch.float32), (
+    tiled_attention, torch.bfloat16)], ids=["flash, fp16", "flash, fp32", "tiled, bf16"])
+def test_as_exact_as_plain_attention(name, attention, dtype):
     shape, V, options = the_case(name, dtype)
     kit.assert_as_exact_as_plain(attention, reference_attention, *kit.inputs(*shape, dtype, V=V), **options)
 
 
-def test_packed_sequences_have_a_prefix_each(kit):
-    q, k, v, gradient = kit.inputs(1, 2, 1, 23, 23, 16)
-    options = {"cu_seqlens": [0, 9, 9, 23], "score": [Alibi(alibi_slopes(2)), PrefixLM(torch.tensor([4, 0, 6]))],
+def test_packed_sequences_have_a_prefix_each():
+    given, alibi = kit.inputs(1, 2, 1, 23, 23, 16), Alibi(alibi_slopes(2))
+    options = {"cu_seqlens": [0, 9, 9, 23], "score": [alibi, PrefixLM(torch.tensor([4, 0, 6]))],
                "sinks": torch.zeros(2, requires_grad=True)}
-    expected = kit.gradients(reference_attention, q, k, v, gradient, **options)
     for attention in (SMALL, flash_attention):
-        close(kit.gradients(attention, q, k, v, gradient, **options), expected, 2e-5)
-    alone = reference_attention(*(x[:, :, 9:] for x in (q, k, v)), sinks=options["sinks"],
-                                score=[Alibi(alibi_slopes(2)), PrefixLM(torch.tensor([6]))])
-    torch.testing.assert_close(expected[0][:, :, 9:], alone)
+        kit.assert_as_reference(attention, near, given, **options)
+    alone = reference_attention(*(x[:, :, 9:] for x in given[:3]), sinks=options["sinks"],
+                                score=[alibi, PrefixLM(torch.tensor([6]))])
+    torch.testing.assert_close(reference_attention(*given[:3], **options)[:, :, 9:], alone)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_queries_before_the_first_token_are_in_no_document(causal, kit):
-    q, k, v, gradient = kit.inputs(1, 2, 1, 24, 5, 16, torch.float32)
-    options = {"score": Documents(torch.zeros(1, 5, dtype=torch.int64)), "causal": causal}
+def test_queries_before_the_first_token_are_in_no_document(causal):
+    given, score = kit.inputs(1, 2, 1, 24, 5, 16), Documents(torch.zeros(1, 5, dtype=torch.int64))
     for attention in (reference_attention, SMALL, flash_attention):
-        out, dq, *_ = kit.gradients(attention, q, k, v, gradient, **options)
+        out, dq, *_ = kit.gradients(attention, *given, score=score, causal=causal)
         assert (out[:, :, :19] == 0).all() and (dq[:, :, :19] == 0).all() and (out[:, :, 19:] != 0).all(), attention
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@needs_interpreter
 @pytest.mark.parametrize("more", [-1, 0, 1, 2])
-def test_a_prefix_at_the_edge_of_a_tile(more, kit, monkeypatch):
+def test_a_prefix_at_the_edge_of_a_tile(more, monkeypatch):
     """A key that the last query of a tile alone sees may be the first of a tile."""
     monkeypatch.setattr(configs, "INTERPRETED", Config(16, 16, 4, 1))
-    q, k, v, gradient = kit.inputs(1, 2, 1, 33, 33 + more, 16, torch.float32)
-    options = {"score": PrefixLM(torch.tensor([3]))}
-    expected = kit.gradients(reference_attention, q, k, v, gradient, **options)
-    close(kit.gradients(flash_attention, q, k, v, gradient, **options), expected, 2e-5)
+    given = kit.inputs(1, 2, 1, 33, 33 + more, 16)
+    kit.assert_as_reference(flash_attention, near, given, score=PrefixLM(torch.tensor([3])))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@needs_interpreter
 @pytest.mark.parametrize("lengths", [[1, 35], [35, 1]])
-def test_which_tiles_are_seen_is_each_sequence_s_own(lengths, kit, monkeypatch):
+def test_which_tiles_are_seen_is_each_sequence_s_own(lengths, monkeypatch):
     """By the first sequence's prefix, the other one would leave out tiles that it sees."""
     monkeypatch.setattr(configs, "INTERPRETED", Config(16, 16, 4, 1))
-    q, k, v, gradient = kit.inputs(2, 2, 1, 40, 40, 16, torch.float32)
-    options = {"score": PrefixLM(torch.tensor(lengths))}
-    expected = kit.gradients(reference_attention, q, k, v, gradient, **options)
-    close(kit.gradients(flash_attention, q, k, v, gradient, **options), expected, 2e-5)
+    given = kit.inputs(2, 2, 1, 40, 40, 16)
+    kit.assert_as_reference(flash_attention, near, given, score=PrefixLM(torch.tensor(lengths)))
 
 
 class Squared(ScoreHook):
     """A user's own: S² / 4, for the second head."""
-
     def forward(self, scores, b, h, q_idx, k_idx):
         return torch.where(h == 1, scores.square() / 4, scores)
 
@@ -189,45 +159,37 @@ class Squared(ScoreHook):
         return torch.where(h == 1, scores / 2, 1.0)
 
 
-def test_a_hook_of_the_users_own_runs_in_tiles(kit):
-    q, k, v, gradient = kit.inputs(1, 2, 1, 9, 9, 4, torch.float32)
-    expected = kit.gradients(reference_attention, q, k, v, gradient, score=[Squared(), Softcap(2.0)], causal=True)
+def test_a_hook_of_the_users_own_runs_in_tiles():
+    given = kit.inputs(1, 2, 1, 9, 9, 4)
     for attention in (SMALL, flash_attention):
-        close(kit.gradients(attention, q, k, v, gradient, score=[Squared(), Softcap(2.0)], causal=True), expected, 1e-5)
+        kit.assert_as_reference(attention, kit.assert_close, given, score=[Squared(), Softcap(2.0)], causal=True)
     with pytest.raises(ValueError, match="kernel='triton' .*Squared.* of refimpl.attention.scores, a softcap first"):
-        flash_attention(q, k, v, score=Squared(), kernel="triton")
+        flash_attention(*given[:3], score=Squared(), kernel="triton")
 
 
 @pytest.mark.parametrize("hooks", [[Alibi(alibi_slopes(2)), Softcap(1.5)], [Softcap(3.0), Softcap(1.5)]])
-def test_an_order_that_the_kernels_do_not_compute_runs_in_tiles(hooks, kit):
+def test_an_order_that_the_kernels_do_not_compute_runs_in_tiles(hooks):
     """They cap first, and once: for them [Alibi, Softcap] would be [Softcap, Alibi]."""
-    q, k, v, gradient = kit.inputs(1, 2, 1, 9, 9, 4, torch.float32)
-    expected = kit.gradients(reference_attention, q, k, v, gradient, score=hooks, causal=True)
-    other = kit.gradients(reference_attention, q, k, v, gradient, score=hooks[::-1], causal=True)
-    assert (other[0] - expected[0]).abs().max() > 1e-3
-    close(kit.gradients(flash_attention, q, k, v, gradient, score=hooks, causal=True), expected, 1e-5)
+    q, k, v, gradient = kit.inputs(1, 2, 1, 9, 9, 4)
+    ours, other = (reference_attention(q, k, v, score=score, causal=True) for score in (hooks, hooks[::-1]))
+    assert (other - ours).abs().max() > 1e-3
+    kit.assert_as_reference(flash_attention, kit.assert_close, (q, k, v, gradient), score=hooks, causal=True)
     with pytest.raises(ValueError, match="kernel='triton' .* a softcap first"):
         flash_attention(q, k, v, score=hooks, kernel="triton")
 
 
 @pytest.mark.parametrize("name", ["softcap", "alibi", "documents", "prefix", "Squared"])
-def test_compiled_it_is_the_same(name, kit):
+def test_compiled_it_is_the_same(name):
     """In graphs a write to a view is a new tensor: once −∞ − (−∞), NaN in all outputs and gradients."""
-    in_tiles = functools.partial(tiled_attention, query_tile=10, key_tile=5)
-    q, k, v, gradient = kit.inputs(1, 4, 2, 10, 10, 4, torch.float32)
     options = {"score": Squared(), "causal": True} if name == "Squared" else a_hook({name}, 1, 4, 10, causal=True)
-    expected = kit.gradients(in_tiles, q, k, v, gradient, **options)
+    in_tiles = functools.partial(tiled_attention, query_tile=10, key_tile=5, **options)
     torch.compiler.reset()
-    compiled = torch.compile(lambda *x: in_tiles(*x, **options), backend="aot_eager")
-    close(kit.gradients(compiled, q, k, v, gradient), expected, 1e-6)
-
-
-# --- bytes -----------------------------------------------------------------------------------------------------------
+    compiled, given = torch.compile(lambda *x: in_tiles(*x), backend="aot_eager"), kit.inputs(1, 4, 2, 10, 10, 4)
+    kit.assert_close(*(kit.gradients(f, *given) for f in (compiled, in_tiles)), 1e-6)
 
 
 class KeepsTheMask(Documents):
     """The mutant: right values, but the mask of the whole matrix is made, and a tile of it taken at each call."""
-
     def forward(self, scores, b, h, q_idx, k_idx):
         if not hasattr(self, "mask"):
             object.__setattr__(self, "mask", self.ids[:, None, :, None] == self.ids[:, None, None])
@@ -235,8 +197,8 @@ class KeepsTheMask(Documents):
 
 
 @pytest.mark.parametrize("sinks", [None, torch.zeros(2, dtype=torch.float16, requires_grad=True)], ids=["", "sinks"])
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
-def test_in_kernels_hooks_take_no_bytes(sinks, kit, monkeypatch):
+@needs_interpreter
+def test_in_kernels_hooks_take_no_bytes(sinks, monkeypatch):
     monkeypatch.setattr(configs, "INTERPRETED", Config(128, 128, 4, 1))
     shapes = (1, 2, 200, 24), (1, 1, 230, 24), (1, 1, 230, 16)
     score = [Softcap(9.0), Documents(torch.arange(230)[None] // 50)]
@@ -247,7 +209,7 @@ def test_in_kernels_hooks_take_no_bytes(sinks, kit, monkeypatch):
     assert kit.read(flash_attention, shapes, torch.float16, score=mutant)[1] > predicted.peak + 200 * 230
 
 
-def test_in_tiles_hooks_take_three_tiles_and_no_matrix(kit):
+def test_in_tiles_hooks_take_three_tiles_and_no_matrix():
     """A tile is 32 × 32 for each of two heads; the mutant's mask is 256 × 256."""
     shapes, sizes = ((1, 2, 256, 16), (1, 2, 256, 16), (1, 2, 256, 24)), {"query_tile": 32, "key_tile": 32}
     ids, without = torch.arange(256)[None] // 100, tiled_attention_bytes(*shapes[:2], v_dim=24, **sizes)
@@ -259,21 +221,13 @@ def test_in_tiles_hooks_take_three_tiles_and_no_matrix(kit):
     assert kit.read(tiled_attention, shapes, torch.float32, score=KeepsTheMask(ids), **sizes)[1] > limit + 30_000
 
 
-def test_a_dry_run_says_the_same_bytes(kit):
+def test_a_dry_run_says_the_same_bytes():
     def step():
-        q, k, v, gradient = kit.inputs(1, 2, 2, 96, 96, 8, V=12)
-        ids, sinks = torch.zeros(1, 96, dtype=torch.int64), torch.zeros(2, requires_grad=True)
-        with memory.track(q, k, v, gradient, ids, sinks) as t:
-            tiled_attention(q, k, v, score=[Softcap(3.0), Documents(ids)], sinks=sinks, causal=True, query_tile=32,
-                            key_tile=32).backward(gradient)
-        return t.peak.total - t.start.total
+        score, sinks = [Softcap(3.0), Documents(torch.zeros(1, 96, dtype=torch.int64))], torch.zeros(2)
+        return kit.read(tiled_attention, ((1, 2, 96, 8), (1, 2, 96, 8), (1, 2, 96, 12)), torch.float32, score=score,
+                        sinks=sinks.requires_grad_(), causal=True, query_tile=32, key_tile=32)
 
     assert memory.dry_run(step).result == step()
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-INTS = torch.zeros(1, 6, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(("options", "error", "words"), [
@@ -298,7 +252,7 @@ INTS = torch.zeros(1, 6, dtype=torch.int64)
      "max_seqlen_k=3: a sequence has 4 tokens"),
 ], ids=str)
 @pytest.mark.parametrize("stage", [reference_attention, tiled_attention, flash_attention])
-def test_bad_input_is_named(stage, options, error, words, kit):
+def test_bad_input_is_named(stage, options, error, words):
     with pytest.raises(error, match=words):
         stage(*kit.inputs(1, 4, 2, 6, 6, 8)[:3], **options)
 

@@ -1,7 +1,6 @@
 """Bytes between memory and the chip: the closed form against every load and store of the interpreted kernels."""
 
-import os
-
+import attention_kit as kit
 import pytest
 import torch
 import triton
@@ -13,10 +12,7 @@ from refimpl.attention.kernels.configs import Config
 from refimpl.attention.kernels.operators import attention_backward, attention_delta, attention_forward
 from refimpl.attention.traffic import KernelTraffic, counted, moved
 
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
+pytestmark = kit.in_the_interpreter()
 
 
 def read(q, k, v, gradient, causal, window):
@@ -35,7 +31,7 @@ def read(q, k, v, gradient, causal, window):
 @pytest.mark.parametrize(("T", "S"), [(50, 37), (20, 61), (61, 20)])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 9), (False, 21)])
 @pytest.mark.parametrize(("dtype", "tile"), [(torch.float32, (16, 32)), (torch.float16, (32, 16))], ids=str)
-def test_every_byte_is_foretold(T, S, causal, window, dtype, tile, kit, monkeypatch):
+def test_every_byte_is_foretold(T, S, causal, window, dtype, tile, monkeypatch):
     monkeypatch.setattr(configs, "INTERPRETED", Config(*tile, 4, 1))
     q, k, v, gradient = kit.inputs(1, 2, 1, T, S, 19, dtype, requires_grad=False)
     said = flash_attention_traffic(q.shape, k.shape, dtype, causal=causal, window=window,
@@ -49,7 +45,7 @@ def every_key(first, end, T, S, band, BLOCK: tl.constexpr):
     return 0, S
 
 
-def test_a_kernel_that_leaves_no_tile_out_does_not_pass(kit, monkeypatch):
+def test_a_kernel_that_leaves_no_tile_out_does_not_pass(monkeypatch):
     """The mutant visits every tile and masks: right in value, nothing saved."""
     q, k, v, gradient = kit.inputs(1, 1, 1, 256, 256, 16, requires_grad=False)
     said, expected = flash_attention_traffic(q.shape, k.shape, causal=True), flash_attention(q, k, v, causal=True)
@@ -60,7 +56,7 @@ def test_a_kernel_that_leaves_no_tile_out_does_not_pass(kit, monkeypatch):
     assert read(q, k, v, gradient, True, None)[0] == flash_attention_traffic(q.shape, k.shape)["forward"]
 
 
-def test_bytes_by_tensor(kit):
+def test_bytes_by_tensor():
     q, k, v, _ = kit.inputs(1, 4, 2, 128, 64, 16, requires_grad=False)
     with counted(q=q, k=k, v=v) as traffic:
         out = flash_attention(q, k, v)
@@ -72,8 +68,8 @@ def test_bytes_by_tensor(kit):
     assert traffic.loaded == before
 
 
-def test_strided_tensors_are_told_apart(kit):
-    q, k, v, _ = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in kit.inputs(2, 2, 2, 20, 20, 16))
+def test_strided_tensors_are_told_apart():
+    q, k, v, _ = kit.transposed(*kit.inputs(2, 2, 2, 20, 20, 16))
     with counted(q=q, k=k, v=v) as traffic:
         flash_attention(q, k, v)
     assert [traffic.loaded[name] for name in "qkv"] == [q.nbytes, k.nbytes, v.nbytes]
@@ -90,14 +86,13 @@ def test_a_process_that_compiles_has_no_such_meter(monkeypatch):
         pass
 
 
-def test_what_operators_move(kit):
+def test_what_operators_move():
     q, k, v = torch.randn(3, 1, 2, 64, 16)  # of one storage
     N, once = 4 * 2 * 64 * 64, q.nbytes + k.nbytes + v.nbytes
     with moved() as dense:
         reference_attention(q, k, v)
     # Q Kᵀ writes the scores; scale and softmax read and write them; P V reads them
-    assert (dense.loaded, dense.stored) == (once + 3 * N, q.nbytes + 3 * N)
-    assert dense.by_operator["aten.mul"] == (N, N)
+    assert (dense.loaded, dense.stored) == (once + 3 * N, q.nbytes + 3 * N) and dense.by_operator["aten.mul"] == (N, N)
     with moved() as flash:
         flash_attention(q, k, v)
     assert (flash.loaded, flash.stored) == (once, q.nbytes + 4 * 2 * 64)

@@ -76,6 +76,16 @@ def speeds(**more):
     return list(attention_speed.speed_rows("cpu", [SHAPE], 2, dtype=torch.float16, **more))
 
 
+def fine(q, k, v, *, scale, causal, window):
+    return triton_forward.forward(q, k, v, Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0))
+
+
+def has_module(monkeypatch, name, forward):
+    """Let Hopper's forwards have this one, too; without a function it suits nothing."""
+    module = types.SimpleNamespace(suits=lambda *_: forward is not None, forward=forward)
+    monkeypatch.setitem(sys.modules, f"refimpl.attention.hopper.{name}", module)
+
+
 @rehearsed
 def test_a_row_for_each_of_ours_beside_each_backend():
     rows = speeds()
@@ -95,36 +105,28 @@ def test_a_row_for_each_of_ours_beside_each_backend():
     assert absent["verdict"] == "not measured" and absent["note"].startswith("CUDNN_ATTENTION: RuntimeError: ")
     assert __main__.table(rows).count("\n") == len(rows)
 
+
 @rehearsed
 def test_a_kernel_that_is_wrong_raises_or_is_not_there_is_named_and_not_timed(monkeypatch):
-    def forward(q, k, v, *, scale, causal, window):
-        out, lse2 = triton_forward.forward(q, k, v, problem_of(q, k, scale, causal))
+    def wrong(*given, **how):
+        out, lse2 = fine(*given, **how)
         return out.index_fill(2, torch.tensor([5]), 0), lse2
 
     def raising(*_, **__):
         raise ValueError("out of registers\nand more")
 
-    def problem_of(q, k, scale, causal):
-        return Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
-
-    def fine(q, k, v, *, scale, causal, window):
-        return triton_forward.forward(q, k, v, problem_of(q, k, scale, causal))
-
-    modules = {"wrong": forward, "raises": raising, "fine": fine}
-    for name, function in modules.items():
-        module = types.SimpleNamespace(suits=lambda *_: True, forward=function)
-        monkeypatch.setitem(sys.modules, f"refimpl.attention.hopper.{name}", module)
-    suits = types.SimpleNamespace(suits=lambda *_: False)
-    monkeypatch.setitem(sys.modules, "refimpl.attention.hopper.elsewhere", suits)
-    names = (*modules, "elsewhere", "broken")
+    functions = {"wrong": wrong, "raises": raising, "fine": fine, "elsewhere": None}
+    for name, function in functions.items():
+        has_module(monkeypatch, name, function)
+    names = (*functions, "broken")
     monkeypatch.setattr(attention_candidates, "FORWARDS", {name: (name, {}) for name in names})
     monkeypatch.setattr(attention_speed, "OURS", ("triton_forward", *names))
     rows = {row["name"]: row for row in speeds() if row["direction"] == "forward" and row["peer"] == BACKENDS[0]}
     assert rows["fine"]["value"] > 0 and rows["triton_forward"]["value"] > 0
     for name, words in {"wrong": "wrong: its output is off by ", "raises": "raises: ValueError: out of registers;",
-                        "elsewhere": "does not suit",
-                        "broken": "broken: ModuleNotFoundError: "}.items():
+                        "elsewhere": "does not suit", "broken": "broken: ModuleNotFoundError: "}.items():
         assert rows[name]["value"] is None and words in rows[name]["note"], name
+
 
 @rehearsed
 def test_a_module_is_tried_in_a_process_of_its_own(monkeypatch):
@@ -195,13 +197,11 @@ def test_nothing_runs_on_when_nobody_listens_any_more():
 
 @rehearsed
 def test_a_trial_ends_with_the_first_fault(monkeypatch):
-    def forward(q, k, v, *, scale, causal, window):
-        problem = Problem.of(q, k, scale, causal, None, 0.0, None, None, None, 0, 0)
-        out, lse2 = triton_forward.forward(q, k, v, problem)
+    def forward(q, *given, **how):
+        out, lse2 = fine(q, *given, **how)
         return out, lse2 + (0.1 if q.shape[2] == 128 else 0)
 
-    made = types.SimpleNamespace(suits=lambda *_: True, forward=forward)
-    monkeypatch.setitem(sys.modules, "refimpl.attention.hopper.made", made)
+    has_module(monkeypatch, "made", forward)
     monkeypatch.setattr(attention_candidates, "FORWARDS", {"made": ("made", {})})
     shapes = [SHAPE, SHAPE._replace(length=128)]
     assert attention_trials.trial("made", shapes[:1], "cpu", torch.float16) == attention_trials.DONE
@@ -216,29 +216,28 @@ def test_all_kernels_may_fail_and_the_backends_are_read(monkeypatch):
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr(triton_forward, "forward", failing)
-    rows = [row for row in speeds() if row["direction"] == "forward" and row["peer"] == BACKENDS[0]]
-    assert all(row["value"] is None and row["peer_value"] > 0 for row in rows)
-    rows = [row for row in speeds() if row["direction"] == "backward" and row["peer"] == BACKENDS[0]]
-    assert rows[0]["value"] is None and rows[0]["peer_value"] > 0 and "shared memory" in rows[0]["note"]
+    rows = [row for row in speeds() if row["peer"] == BACKENDS[0]]
+    assert all(row["value"] is None and row["peer_value"] > 0 for row in rows if row["direction"] == "forward")
+    backward = next(row for row in rows if row["direction"] == "backward")
+    assert backward["value"] is None and backward["peer_value"] > 0 and "shared memory" in backward["note"]
 
 
 @rehearsed
 def test_a_deterministic_backward_is_asked_for_and_the_modes_are_as_before(monkeypatch):
-    seen, real = [], torch.autograd.grad
+    def modes():
+        return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
 
-    def grad(*given, **options):
-        modes = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-        return seen.append(modes) or real(*given, **options)
+    def grad(*given, real=torch.autograd.grad, **options):
+        return seen.append(modes()) or real(*given, **options)
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    seen, before = [], modes()
     q, k, v, gradient = attention_candidates.tensors(SHAPE, "cpu", torch.float16)
     found = attention_candidates.backward_candidates(*(x.requires_grad_() for x in (q, k, v)), gradient, SHAPE)
     for name in (DETERMINISTIC, "FLASH_ATTENTION"):
         found[name]()
     assert seen == [(True, False), before]
-    assert before == (torch.are_deterministic_algorithms_enabled(),
-                      torch.utils.deterministic.fill_uninitialized_memory)
+    assert before == modes()
 
 
 def test_rates_of_the_device_beside_the_makers():
@@ -299,8 +298,7 @@ def test_the_roofline_draws_what_was_recorded_and_nothing_else():
     rates = [{"name": "matrix rate", "value": 700.0}, {"name": "memory rate", "value": 3.0}]
     shapes = [shape for shape in attention_speed.shapes(head_dims=(64, 128)) if shape.length > 4096]
     rows = [made_up(shape, direction, name, peer) for shape in shapes for direction in ("forward", "backward")
-            for name in OURS for peer in BACKENDS
-            if (name == "triton_backward") == (direction == "backward")]
+            for name in OURS for peer in BACKENDS if (name == "triton_backward") == (direction == "backward")]
     figure = plot_roofline(rates + rows)
     assert [axes.get_title() for axes in figure.axes] == [
         "forward, head_dim 64", "forward, head_dim 128", "backward, head_dim 64", "backward, head_dim 128"]

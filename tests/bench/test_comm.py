@@ -8,8 +8,7 @@ from refimpl.comm import Communicator
 
 
 def test_a_run_reads_latency_and_rates():
-    settings, rows = comm.run("cpu", sizes=(1024, 4096), worlds=(2,), seconds=0.02, launches=3,
-                              least_calls=15)
+    settings, rows = comm.run("cpu", sizes=(1024, 4096), worlds=(2,), seconds=0.02, launches=3, least_calls=15)
     rows = list(rows)
     assert settings["tensors on"] == {"2": "cpu"} and settings["sizes"] == [1024, 4096]
     launch, *rates = rows

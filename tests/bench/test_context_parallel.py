@@ -4,18 +4,13 @@ import pytest
 from rank_pool import pooled
 
 from refimpl.bench import context_parallel
-from refimpl.comm import launch
 
 TINY = {"vocab_size": 61, "context_length": 64, "layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2,
         "positions": "rotary"}
 
 
-def in_the_pool(fn, world, *args, device, timeout):
-    return pooled(fn, world, *args, device=device)
-
-
 def test_a_run_reads_bytes_and_times_of_all_methods(monkeypatch):
-    monkeypatch.setattr(context_parallel, "launch", in_the_pool)
+    monkeypatch.setattr(context_parallel, "launch", lambda *args, device, timeout: pooled(*args, device=device))
     settings, rows = context_parallel.run("cpu", TINY, world=2, rounds=2)
     rows = list(rows)
     assert settings["ranks"] == 2
@@ -33,6 +28,6 @@ def test_losses_that_differ_end_the_reading(monkeypatch):
 
 
 def test_a_version_that_splits_nothing_is_seen():
-    split, whole = (max(rank["peak"] for rank in launch(context_parallel.bytes_of, 2, method, TINY))
+    split, whole = (max(rank["peak"] for rank in pooled(context_parallel.bytes_of, 2, method, TINY))
                     for method in ("ring, zig-zag", context_parallel.WHOLE))
     assert whole > 1.3 * split

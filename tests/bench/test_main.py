@@ -12,9 +12,10 @@ from refimpl.bench import NAMES, __main__, record
 
 
 @pytest.fixture
-def ran(monkeypatch):
-    """Replaces every bench by one that takes no time; the list fills with the devices it was run on."""
+def ran(monkeypatch, tmp_path):
+    """Replaces every bench by one that takes no time, and where records are; fills with the devices it was run on."""
     devices = []
+    monkeypatch.setattr(record, "FOLDER", tmp_path / "measurements")
 
     def run(device):
         devices.append(device)
@@ -28,8 +29,7 @@ def ran(monkeypatch):
     return devices
 
 
-def test_a_bench_prints_medians_and_ratios_and_writes_nothing(ran, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(record, "FOLDER", tmp_path / "measurements")
+def test_a_bench_prints_medians_and_ratios_and_writes_nothing(ran, capsys, tmp_path):
     __main__.main(["meter"])
     title, head, step, peak, net = capsys.readouterr().out.splitlines()
     assert title.startswith("meter on ") and "torch" in title
@@ -40,8 +40,7 @@ def test_a_bench_prints_medians_and_ratios_and_writes_nothing(ran, capsys, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_record_writes_and_out_says_where(ran, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(record, "FOLDER", tmp_path / "measurements")
+def test_record_writes_and_out_says_where(ran, capsys, tmp_path):
     __main__.main(["meter", "--record"])
     (path,) = (tmp_path / "measurements").glob("*/meter.json")
     assert f"written to {path}" in capsys.readouterr().out

@@ -4,7 +4,6 @@ import pytest
 from rank_pool import pooled
 
 from refimpl.bench import pipeline
-from refimpl.comm import launch
 
 TINY = {"vocabulary": 64, "context": 32, "layers": 4, "hidden": 32, "heads": 4}
 
@@ -27,10 +26,7 @@ def test_losses_that_differ_end_the_reading():
         pipeline.check_losses("1f1b", [1.0, 0.9], [1.0, 1.0])
 
 
-def peak(comm, name):
-    return pipeline.bytes_of(comm, "ours", name, TINY)
-
-
 def test_a_version_that_keeps_all_micro_batches_is_seen():
-    few, many = (max(rank["peak"] for rank in launch(peak, 2, name)) for name in ("1f1b", "gpipe"))
+    few, many = (max(rank["peak"] for rank in pooled(pipeline.bytes_of, 2, "ours", name, TINY))
+                 for name in ("1f1b", "gpipe"))
     assert many > 1.3 * few

@@ -79,10 +79,8 @@ def test_a_bar_is_shown_when_it_takes_over_two_seconds(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (({},), "candidates={}: expected at least one"),
-    (({"a": print}, 1), "rounds=1"),
-    (({"a": print}, 5, -1), "warmup=-1"),
-])
+    (({},), "candidates={}: expected at least one"), (({"a": print}, 1), "rounds=1"),
+    (({"a": print}, 5, -1), "warmup=-1")])
 def test_what_cannot_be_compared_is_refused(arguments, message):
     candidates, *numbers = arguments
     with pytest.raises(ValueError, match=message):

@@ -11,6 +11,7 @@ from refimpl.bench.attention_candidates import FORWARDS, OURS
 
 rehearsed = pytest.mark.skipif(type(triton_forward.forward_kernel).__name__ != "InterpretedFunction",
                                reason="needs Triton's interpreter")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 TENSORS = {"triton_backward": ["dq", "dk", "dv"]}
 
 
@@ -24,7 +25,6 @@ def test_each_kernel_has_a_process_and_a_row():
 
 
 @rehearsed
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize("name", [name for name in OURS if name != "gluon_forward"])
 def test_what_a_kernel_is_asked(name, monkeypatch):
     monkeypatch.setattr(smoke, "LENGTH", 150)
@@ -35,7 +35,6 @@ def test_what_a_kernel_is_asked(name, monkeypatch):
 
 
 @rehearsed
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_a_kernel_that_forgets_a_key_is_seen(monkeypatch):
     monkeypatch.setattr(smoke, "LENGTH", 150)
     real = triton_forward.forward

@@ -10,7 +10,6 @@ from refimpl.checkpointing.closed_forms import gpt_costs, gpt_peak_bytes
 from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=64, context_length=128, layers=6, hidden=32, heads=4)
-ALL = [(i,) for i in range(6)]
 
 
 def alive(t):
@@ -25,8 +24,7 @@ def step(budget, threshold=1.0, steps=1):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with memory.track(model, tokens) as t:
-        start = alive(t)
-        assert start == t.now.total
+        assert (start := alive(t)) == t.now.total
         adaptive = AdaptiveCheckpoint(threshold, budget, used=lambda: alive(t) - start)
         with adaptive.apply(model.blocks):
             for _ in range(steps):
@@ -38,9 +36,8 @@ def step(budget, threshold=1.0, steps=1):
 def test_the_peak_follows_the_budget():
     chain, whole = gpt_costs(CONFIG, 2, 128), gpt_peak_bytes(CONFIG, 2, 128)
     outside = max(chain.backward_peaks[-1], chain.backward_peaks[0] - chain.activation_bytes[0])
-    _, kept, expected = step(10 * whole, steps=2)
+    (_, kept, expected), counts = step(10 * whole, steps=2), []
     assert not any(kept)
-    counts = []
     for share in (0.9, 0.7, 0.5, 0.4):
         peak, recomputed, gradients = step(share * whole, steps=2)
         assert peak <= share * whole + outside, share
@@ -52,8 +49,7 @@ def test_the_peak_follows_the_budget():
 
 def test_a_tiny_budget_recomputes_all_that_it_can():
     peak, recomputed, _ = step(1, steps=2)
-    assert all(recomputed)
-    assert peak < 1.3 * gpt_peak_bytes(CONFIG, 2, 128, ALL)
+    assert all(recomputed) and peak < 1.3 * gpt_peak_bytes(CONFIG, 2, 128, [(i,) for i in range(6)])
 
 
 def test_the_threshold_is_a_share_of_the_budget():
@@ -64,17 +60,15 @@ def test_the_threshold_is_a_share_of_the_budget():
 def test_it_does_not_learn_from_its_own_peak():
     """The mutant that articles have: memory in use over the peak so far. In the first step it is always near one."""
     model, tokens = GPT(CONFIG), torch.randint(0, 64, (2, 128))
-    for _ in range(2):
+    def decisions(budget, used):
         with memory.track(model, tokens) as t:
-            adaptive = AdaptiveCheckpoint(0.8, 10**12, used=lambda t=t: t.now.total)
+            adaptive = AdaptiveCheckpoint(0.8, budget, used=lambda: used(t))
             with adaptive.apply(model.blocks):
                 model(tokens, tokens).backward()
-        assert not any(adaptive.recomputed)
-        with memory.track(model, tokens) as t:
-            wrong = AdaptiveCheckpoint(0.8, 1, used=lambda t=t: t.now.total / t.peak.total)
-            with wrong.apply(model.blocks):
-                model(tokens, tokens).backward()
-        assert any(wrong.recomputed), "with a terabyte to spare"
+        return adaptive.recomputed
+    for _ in range(2):
+        assert not any(decisions(10**12, lambda t: t.now.total))
+        assert any(decisions(1, lambda t: t.now.total / t.peak.total)), "with a terabyte to spare"
 
 
 def test_in_place_of_a_function():

@@ -7,17 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from refimpl import memory
-from refimpl.checkpointing import (
-    Recomputing,
-    block_flops,
-    extra_flops,
-    gpt_costs,
-    gpt_peak_bytes,
-    kept_bytes,
-    planned,
-    recompute,
-    selective,
-)
+from refimpl.checkpointing import Recomputing, planned, recompute, selective
+from refimpl.checkpointing.closed_forms import block_flops, extra_flops, gpt_costs, gpt_peak_bytes, kept_bytes
 from refimpl.model import GPT, GPTConfig
 
 GPT2 = {"vocab_size": 256, "context_length": 128, "layers": 4, "hidden": 64, "heads": 4}
@@ -28,8 +19,13 @@ NEOX = GPT2 | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residua
 POLICIES = {
     "none": (None, None), "full": ([(0,), (1,), (2,), (3,)], None), "every second": ([(0,), 1, (2,), 3], None),
     "segments": ([(0, 1), 2, 3], None), "nested": ([((0,), 1), (2,), 3], None),
-    "attention core": (None, "attention core"), "attention": (None, "attention"), "mlp": (None, "mlp"),
-}
+    "attention core": (None, "attention core"), "attention": (None, "attention"), "mlp": (None, "mlp")}
+
+
+def flops_of_a_step(model, tokens):
+    with FlopCounterMode(display=False) as counted:
+        model(tokens, tokens).backward()
+    return counted.get_total_flops()
 
 
 @functools.cache
@@ -37,9 +33,7 @@ def plain(config, dtype, sequence):
     """(a model whose gradients are there, its tokens, the FLOPs of a step)."""
     torch.manual_seed(0)
     model, tokens = GPT(config, dtype=dtype), torch.randint(0, 256, (2, sequence))
-    with FlopCounterMode(display=False) as counted:
-        model(tokens, tokens).backward()
-    return model, tokens, counted.get_total_flops()
+    return model, tokens, flops_of_a_step(model, tokens)
 
 
 class Read:
@@ -52,10 +46,8 @@ class Read:
                 loss = model(tokens, tokens)
                 self.kept = t.now.total - t.start.total - loss.nbytes
                 loss.backward()
-            with FlopCounterMode(display=False) as counted:
-                model(tokens, tokens).backward()
+            self.flops = flops_of_a_step(model, tokens) - flops
         self.peak = t.peak.total - t.start.total
-        self.flops = counted.get_total_flops() - flops
 
 
 @pytest.mark.parametrize(("family", "dropout", "dtype", "sequence"), [
@@ -68,8 +60,7 @@ def test_predicted_and_measured(family, dropout, dtype, sequence, policy):
     config, (plan, part) = GPTConfig(**family | {"dropout": dropout}), POLICIES[policy]
     read, shape = Read(config, dtype, sequence, plan, part), (config, 2, sequence, plan, part)
     assert gpt_peak_bytes(*shape, dtype) == pytest.approx(read.peak, rel=0.01)
-    assert kept_bytes(*shape, dtype) == read.kept
-    assert extra_flops(*shape) == read.flops
+    assert kept_bytes(*shape, dtype) == read.kept and extra_flops(*shape) == read.flops
 
 
 def test_norms_after_each_branch_are_refused():
@@ -79,8 +70,7 @@ def test_norms_after_each_branch_are_refused():
 
 def test_every_policy_saves_and_the_forms_tell_them_apart():
     """The mutant is a policy that recomputes nothing: each closed form must be far from what it reads."""
-    config = GPTConfig(**GPT2)
-    nothing = Read(config, torch.float32, 128, None, None)
+    config, nothing = GPTConfig(**GPT2), Read(GPTConfig(**GPT2), torch.float32, 128, None, None)
     for name, (plan, part) in POLICIES.items():
         if name != "none":
             assert kept_bytes(config, 2, 128, plan, part) < 0.85 * nothing.kept, name
@@ -90,18 +80,13 @@ def test_every_policy_saves_and_the_forms_tell_them_apart():
 
 def test_one_more_forward_where_nothing_stops_early():
     config, tokens = GPTConfig(**GPT2), torch.zeros(2, 32, dtype=torch.int64)
-    model = GPT(config)
-
-    def flops():
-        with FlopCounterMode(display=False) as counted:
-            model(tokens, tokens).backward()
-        return counted.get_total_flops()
-
-    plain, forward = flops(), config.layers * sum(block_flops(config, 2, 32).values())
+    model, each, forward = GPT(config), block_flops(config, 2, 32), sum(block_flops(config, 2, 32).values())
+    plain = flops_of_a_step(model, tokens)
     with recompute(model.blocks, early_stop=False):
-        assert flops() - plain == forward == extra_flops(config, 2, 32, [(i,) for i in range(4)], early_stop=False)
+        more = flops_of_a_step(model, tokens) - plain
+    assert more == 4 * forward == extra_flops(config, 2, 32, [(i,) for i in range(4)], early_stop=False)
     with recompute(model.blocks):
-        assert flops() - plain == forward - 4 * block_flops(config, 2, 32)["down"]
+        assert flops_of_a_step(model, tokens) - plain == 4 * (forward - each["down"])
 
 
 def test_costs_are_a_chain_of_blocks_and_a_head():

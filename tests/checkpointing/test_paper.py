@@ -11,26 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.checkpointing import (
-    checkpoint,
-    costs,
-    optimal_schedule,
-    paper,
-    plan_peak,
-    plan_time,
-    reentrant_checkpoint,
-    run_chain,
-    time_peak_curve,
-)
+from refimpl.checkpointing import checkpoint, paper, reentrant_checkpoint, run_chain
+from refimpl.checkpointing.schedule import costs, optimal_schedule, plan_peak, plan_time, time_peak_curve
 
 X = 4 * 32 * 64 * 4  # bytes of a block's input (B, T, C)
 
 
 def test_the_file_is_one_screen():
     check_paper("checkpointing")
-
-
-# --- the region ------------------------------------------------------------------------------------------------------
 
 
 class Chain(nn.Module):
@@ -69,25 +57,22 @@ def step(name, run):
     return gradients(chain), after, t.peak.total
 
 
-def backward_without_outputs(ctx, *gradients):
-    """The idea's backward, which lets go of the region's output, since it knows its place in the graph."""
-    inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
-    with torch.enable_grad():
-        edge = torch.autograd.graph.get_gradient_edge(ctx.fn(*inputs))
-    torch.autograd.backward([edge], gradients)
-    return None, *(x.grad for x in inputs)
-
-
 PLANS = {"each block": [(0,), (1,), (2,), (3,)], "two and two": [(0, 1), (2, 3)], "one in another": [((0, 1), 2), 3]}
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_gradients_to_the_bit_and_kept_bytes_to_the_byte(name, plan, monkeypatch):
+    def backward_without_outputs(ctx, *gradients):
+        """The idea's backward, which lets go of the region's output, since it knows its place in the graph."""
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            edge = torch.autograd.graph.get_gradient_edge(ctx.fn(*inputs))
+        torch.autograd.backward([edge], gradients)
+        return None, *(x.grad for x in inputs)
     idea, kept, peak = step(name, lambda functions, x: paper.run_chain(functions, plan, x))
     hardened, kept_there, peak_there = step(name, lambda functions, x: run_chain(functions, plan, x))
-    assert same(idea, hardened)
-    assert kept == kept_there
+    assert same(idea, hardened) and kept == kept_there
     # Until the inner backward is through, its call holds the output of the region; with one region in another, those of
     # both, and the gradient that the outer one was given.
     levels = 1 + any(isinstance(each, tuple) for item in plan if isinstance(item, tuple) for each in item)
@@ -97,8 +82,7 @@ def test_gradients_to_the_bit_and_kept_bytes_to_the_byte(name, plan, monkeypatch
     assert same(idea, hardened) and peak - peak_without == levels * X
     monkeypatch.undo()
     everything, kept_by_all, peak_of_all = step(name, lambda functions, x: paper.run_chain(functions, range(4), x))
-    assert same(idea, everything)
-    assert kept_by_all > kept + 30 * X and peak_of_all > peak + 10 * X  # saves nothing
+    assert same(idea, everything) and kept_by_all > kept + 30 * X and peak_of_all > peak + 10 * X  # saves nothing
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -109,7 +93,6 @@ def test_all_bytes_are_those_of_the_reentrant_one(name):
                 x = how(function, x)
             return x
         return run
-
     idea, *nbytes = step(name, each(paper.checkpoint))
     hardened, *nbytes_there = step(name, each(reentrant_checkpoint))
     assert same(idea, hardened) and nbytes == nbytes_there
@@ -125,17 +108,13 @@ def test_in_fp64_several_inputs_get_the_gradients_of_the_plain_call():
     assert same(found[0], found[1]) and same(found[0], found[2])
 
 
-# --- the schedule ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_the_schedule_is_as_fast_as_the_hardened_one_at_each_budget(seed):
     drawn = random.Random(seed)
     n = drawn.randint(1, 6)
     f, a, s = ([drawn.randint(1, top) for _ in range(n)] for top in (9, 9, 30))
     b = [2 * each for each in f]
-    chain = costs(f, s, a)
-    curve = time_peak_curve(f, s, a)
+    chain, curve = costs(f, s, a), time_peak_curve(f, s, a)
     for peak, time in curve:
         found, plan = paper.optimal_schedule(f, b, a, s, peak)
         assert found == time == optimal_schedule(f, s, a, budget=peak).time

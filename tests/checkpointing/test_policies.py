@@ -5,6 +5,8 @@ import gc
 import math
 import pickle
 import weakref
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,16 +14,8 @@ from outside.models import GROUPED, causal, text
 from torch import nn
 
 from refimpl import memory
-from refimpl.checkpointing import (
-    AdaptiveCheckpoint,
-    DynamicCheckpoint,
-    RecomputeError,
-    Recomputing,
-    recompute,
-    return_on_time,
-    selective,
-)
-from refimpl.checkpointing.policies import PARTS, every, spread
+from refimpl.checkpointing import AdaptiveCheckpoint, RecomputeError, return_on_time
+from refimpl.checkpointing.policies import PARTS, DynamicCheckpoint, Recomputing, every, recompute, selective, spread
 from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=64, context_length=64, layers=4, hidden=32, heads=4, dropout=0.1)
@@ -55,12 +49,9 @@ def kept(model, tokens):
 def test_parts_keep_keys_and_gradients_and_less(model, tokens, part):
     keys, expected, before = list(model.state_dict()), gradients(model, tokens), kept(model, tokens)
     with selective(model.blocks, part) as applied:
-        assert len(applied) == 4
-        assert list(model.state_dict()) == keys
-        assert all(map(torch.equal, gradients(model, tokens), expected))
-        assert kept(model, tokens) < before
-    assert kept(model, tokens) == before
-    assert all(map(torch.equal, gradients(model, tokens), expected))
+        assert len(applied) == 4 and list(model.state_dict()) == keys
+        assert all(map(torch.equal, gradients(model, tokens), expected)) and kept(model, tokens) < before
+    assert kept(model, tokens) == before and all(map(torch.equal, gradients(model, tokens), expected))
 
 
 def test_an_attention_that_is_a_module_is_a_core_too(tokens):
@@ -91,8 +82,7 @@ def test_which_blocks(model, arguments, chosen):
 
 
 def test_a_dynamic_choice_is_changed_between_steps(model, tokens):
-    expected, sizes = gradients(model, tokens), []
-    policy = DynamicCheckpoint(model.blocks, end_layer=0)
+    policy, expected, sizes = DynamicCheckpoint(model.blocks, end_layer=0), gradients(model, tokens), []
     for share in (0, 0.25, 0.5, 0.75, 1):
         policy.change(ratio=share)
         assert all(map(torch.equal, gradients(model, tokens), expected))
@@ -123,11 +113,10 @@ def test_spread_is_even():
     assert all(len(spread(n, r)) == round(n * r) for n in range(1, 30) for r in (0, 0.1, 0.33, 0.5, 0.9, 1))
 
 
-@pytest.mark.parametrize(("modules", "kind", "message"), [
-    ([torch.sin], TypeError, "cannot recompute a builtin_function_or_method: expected modules"),
-    ([3], TypeError, "cannot recompute a int")])
-def test_what_is_no_module(model, modules, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("modules", "message"), [
+    ([torch.sin], "cannot recompute a builtin_function_or_method: expected modules"), ([3], "cannot recompute a int")])
+def test_what_is_no_module(model, modules, message):
+    with pytest.raises(TypeError, match=message):
         recompute([*model.blocks, *modules])
     assert not any("forward" in vars(block) for block in model.blocks), "half of a policy stays"
 
@@ -157,17 +146,11 @@ def test_an_exception_takes_the_policy_away(model):
 
 
 def test_a_forward_that_somebody_else_put_there_stays(model):
-    block, calls = model.blocks[0], []
-    ours = block.forward
-
-    def traced(*args):
-        calls.append(1)
-        return ours(*args)
-
-    block.forward = traced
+    block = model.blocks[0]
+    block.forward = traced = Mock(wraps=block.forward)
     with recompute([block]):
         block(torch.randn(1, 4, 32, requires_grad=True)).sum().backward()
-    assert block.forward is traced and calls == [1, 1]
+    assert block.forward is traced and traced.call_count == 2
 
 
 def test_copies_recompute_their_own_blocks(model, tokens):
@@ -196,7 +179,6 @@ def test_a_model_under_a_policy_is_freed_with_its_last_name():
 
 
 def test_options_reach_checkpoint(model, tokens):
-    torch.manual_seed(0)
     expected = gradients(model, tokens)
     with recompute(model.blocks, save=[torch.ops.aten.addmm], early_stop=False):
         more = kept(model, tokens)
@@ -256,19 +238,15 @@ def test_a_return_on_no_time_is_infinite_or_nothing(saved, slower, expected):
 
 
 @pytest.mark.parametrize("regions", ["the whole model", "single Linears"])
-def test_what_saves_nothing(regions):
+def test_what_saves_nothing(regions, tokens):
     """One region holds everything at once in backward; a Linear keeps its input anyway. Blocks are in between."""
-    config = GPTConfig(vocab_size=64, context_length=64, layers=4, hidden=32, heads=4)
-    model, tokens = GPT(config), torch.randint(0, 64, (2, 64))
+    model = GPT(replace(CONFIG, dropout=0.0))
     model(tokens, tokens).backward()
-
     def peak():
         with memory.track(model, tokens) as t:
             model(tokens, tokens).backward()
         return t.peak.total - t.start.total
-
-    linears = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    whole = peak()
+    linears, whole = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)], peak()
     with recompute([model] if regions == "the whole model" else linears):
         assert peak() == pytest.approx(whole, rel=0.01)
     with recompute(model.blocks):
@@ -277,8 +255,7 @@ def test_what_saves_nothing(regions):
 
 @pytest.mark.parametrize("policy", [recompute, lambda layers: AdaptiveCheckpoint(1.0, 1).apply(layers)])
 def test_a_cache_of_transformers_is_refused_before_it_grows_twice(policy):
-    net = causal("llama", **GROUPED)()
-    batch = text(2, 16)()
+    net, batch = causal("llama", **GROUPED)(), text(2, 16)()
     with policy(net.model.layers):
         with pytest.raises(ValueError, match="DynamicCache is a cache.* call the model with use_cache=False"):
             net(**batch)

@@ -59,9 +59,7 @@ def operations(chain, a, d, s, kept, fresh, saved, k):
 
 def random_chain(n, rng):
     """Small integers, so that budgets one byte apart matter; peaks given in half of the chains."""
-    outputs = [rng.randint(1, 6) for _ in range(n)]
-    kept = [rng.randint(0, 10) for _ in range(n)]
-    more = {}
+    outputs, kept, more = [rng.randint(1, 6) for _ in range(n)], [rng.randint(0, 10) for _ in range(n)], {}
     if rng.random() < 0.5:
         more = {"forward_peaks": [a + rng.randint(0, 25) for a in outputs],
                 "saving_peaks": [a + s + rng.randint(0, 5) for a, s in zip(outputs, kept, strict=True)],
@@ -76,8 +74,7 @@ def test_no_schedule_is_faster(n):
     rng = random.Random(n)
     for _ in range(12 if n < 6 else 4):
         chain = random_chain(n, rng)
-        program = Program(chain)
-        steps = program.curve()
+        steps = (program := Program(chain)).curve()
         for budget in {b for peak, _ in steps for b in (peak, peak - 1) if b > 0}:
             expected = cheapest(chain, budget)
             if expected is None:
@@ -111,10 +108,8 @@ def test_a_plan_takes_what_its_schedule_says(seed):
 def test_a_program_that_only_cuts_into_segments_is_worse():
     """The mutant: one level of regions, as √N has it. It must need more bytes or more time somewhere."""
     chain = costs([1] * 9, [10] * 9, [1] * 9)
-    best = dict(Program(chain).curve())
-    least = min(best)
     flat = [[(0, 1, 2), (3, 4, 5), 6, 7, 8], [tuple(range(i, i + 1)) for i in range(8)] + [8]]
-    assert all(plan_peak(chain, plan) > least for plan in flat)
+    assert all(plan_peak(chain, plan) > min(dict(Program(chain).curve())) for plan in flat)
     assert Program(chain).schedule(plan_peak(chain, flat[1])).time <= plan_time(chain, flat[1])
 
 

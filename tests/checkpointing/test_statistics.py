@@ -9,26 +9,15 @@ from torch import nn
 from refimpl.checkpointing import checkpoint, frozen_statistics
 
 
-def after_one_step(how):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-    x = torch.randn(16, 4, requires_grad=True)
-    how(net, x).square().sum().backward()
-    return net, [p.grad for p in net.parameters()]
-
-
-def plain(net, x):
-    return net(x)
-
-
-def frozen(net, x):
-    return checkpoint(net, x, recompute_context=partial(frozen_statistics, net))
-
-
 def test_twice_without_and_once_with():
-    once, expected = after_one_step(plain)
+    def after_one_step(how):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        how(net, torch.randn(16, 4, requires_grad=True)).square().sum().backward()
+        return net, [p.grad for p in net.parameters()]
+    once, expected = after_one_step(lambda net, x: net(x))
     twice, gradients = after_one_step(checkpoint)
-    cured, also = after_one_step(frozen)
+    cured, also = after_one_step(lambda net, x: checkpoint(net, x, recompute_context=partial(frozen_statistics, net)))
     assert all(map(torch.equal, gradients, expected)) and all(map(torch.equal, also, expected))
     assert [n[1].num_batches_tracked.item() for n in (once, twice, cured)] == [1, 2, 1]
     moved = once[1].running_mean  # from 0 by momentum · mean, then by as much of what is left

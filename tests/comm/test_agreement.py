@@ -2,69 +2,50 @@
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
 from zero_kit import ENGINES, SGD, WIDTH, square, three_layers
 
 from refimpl import memory
-from refimpl.comm import CollectiveMismatch, FakeCommunicator, RankError, launch
-from refimpl.comm.agreement import (
-    agreement_traffic,
-    check_model,
-    check_phase,
-    used_on_any_rank,
-)
+from refimpl.comm import CollectiveMismatch, FakeCommunicator
+from refimpl.comm.agreement import agreement_traffic, check_model, check_phase, used_on_any_rank
 from refimpl.sharding import spec_of
 
 
-def outcome(function, *args):
-    """What it returns, or its exception's type, ranks and text."""
-    try:
-        return function(*args)
-    except (RankError, OSError, KeyError) as error:
-        return type(error), getattr(error, "ranks", None), str(error)
-
-
-def phases(comm):
+@on_ranks(3)
+def test_who_is_elsewhere_is_named_on_all_ranks(comm):
     r = comm.rank
-    return [outcome(check_phase, comm, *each) for each in (
-        ("step", 3, 1), ("save" if r == 1 else "load", 3, 1), ("step", 3 + (r == 2), 1), ("step", 3, 1 + (r > 0)))]
-
-
-def test_who_is_elsewhere_is_named_on_all_ranks():
-    for same, phase, step, micro_batch in launch(phases, 3):
-        assert same is None
-        assert phase[:2] == (CollectiveMismatch, (1,))
-        assert "rank 0: load of micro-batch 1 in step 3; rank 1: save of micro-batch 1 in step 3" in phase[2]
-        assert step[:2] == (CollectiveMismatch, (2,)) and "rank 2: step of micro-batch 1 in step 4" in step[2]
-        assert micro_batch[:2] == (CollectiveMismatch, (1, 2)) and "ranks [1, 2] are elsewhere" in micro_batch[2]
+    assert check_phase(comm, "step", 3, 1) is None
+    for phase, ranks, words in (
+            (("save" if r == 1 else "load", 3, 1), (1,),
+             "rank 0: load of micro-batch 1 in step 3; rank 1: save of micro-batch 1 in step 3"),
+            (("step", 3 + (r == 2), 1), (2,), "rank 2: step of micro-batch 1 in step 4"),
+            (("step", 3, 1 + (r > 0)), (1, 2), r"ranks \[1, 2\] are elsewhere")):
+        with pytest.raises(CollectiveMismatch, match=words) as error:
+            check_phase(comm, *phase)
+        assert error.value.ranks == ranks
 
 
 def specs_of(*parameters):
     return [f"{spec_of(name, p)} {p.dtype}" for name, p in parameters]
 
 
-def models(comm):
-    p, r = nn.Parameter, comm.rank
+@on_ranks(2)
+def test_models_that_differ_in_anything_are_found(comm):
+    p = nn.Parameter
     pairs = [("a", p(torch.zeros(2, 3))), ("b", p(torch.zeros(4)))]
-    others = {"same": pairs, "name": [("a", pairs[0][1]), ("c", pairs[1][1])], "shape": [("a", p(torch.zeros(3, 2))),
-              pairs[1]], "dtype": [(name, p(x.detach().half())) for name, x in pairs], "order": pairs[::-1],
-              "fewer": pairs[:1]}
-    return {what: outcome(check_model, comm, specs_of(*(other if r else pairs))) for what, other in others.items()}
+    assert check_model(comm, specs_of(*pairs)) is None
+    for other in ([pairs[0], ("c", pairs[1][1])], [("a", p(torch.zeros(3, 2))), pairs[1]], pairs[::-1], pairs[:1],
+                  [(name, p(x.detach().half())) for name, x in pairs]):
+        words = rf"\(parameters on each rank: {{0: 2, 1: {len(other)}}}\)"
+        with pytest.raises(CollectiveMismatch, match=words) as error:
+            check_model(comm, specs_of(*(other if comm.rank else pairs)))
+        assert error.value.ranks == (1,)
 
 
-def test_models_that_differ_in_anything_are_found():
-    for told in launch(models, 2):
-        assert told.pop("same") is None
-        for what, (error, ranks, text) in told.items():
-            assert error is CollectiveMismatch and ranks == (1,), what
-            assert f"(parameters on each rank: {{0: 2, 1: {1 if what == 'fewer' else 2}}})" in text
-
-
-def test_a_parameter_that_some_rank_uses_is_known_to_all():
-    def used(comm):
-        return used_on_any_rank(comm, ["a", "b", "c"], {"a", "c"} if comm.rank == 1 else {"c"})
-
-    assert launch(used, 3) == [{"a", "c"}] * 3
+@on_ranks(3)
+def test_a_parameter_that_some_rank_uses_is_known_to_all(comm):
+    assert used_on_any_rank(comm, ["a", "b", "c"], {"a", "c"} if comm.rank == 1 else {"c"}) == {"a", "c"}
 
 
 def test_in_a_dry_run_there_is_nobody_to_disagree():
@@ -75,24 +56,18 @@ def test_in_a_dry_run_there_is_nobody_to_disagree():
         return used_on_any_rank(comm, ["a", "b"], {"a"}), comm.traffic
 
     used, sent = memory.dry_run(dry).result
-    assert used == {"a"}
-    fingerprint = 1023 * 17 * 8  # 16 bytes of a digest and a count, as 64-bit numbers
-    assert sent["all_gather"] == agreement_traffic(1024, 3, 2, checks=1)["all_gather"] + fingerprint
-    assert sent["all_reduce"] == agreement_traffic(1024, 3, 2, checks=1)["all_reduce"]
+    fingerprint = {"all_gather": 1023 * 17 * 8}  # 16 bytes of a digest and a count, as 64-bit numbers
+    assert used == {"a"} and sent - fingerprint == agreement_traffic(1024, 3, 2, checks=1)
 
 
-def counted(comm):
+@on_ranks(3)
+def test_bytes_are_those_of_the_closed_form(comm):
     check_phase(comm, "clip_grad_norm_", 0, 1)
     for _ in range(3):
         check_phase(comm, "backward", 0, 0)
     comm.all_reduce(torch.zeros((), dtype=torch.float64))
     used_on_any_rank(comm, range(7), set(range(7)))
-    return dict(comm.traffic)
-
-
-def test_bytes_are_those_of_the_closed_form():
-    for rank, sent in enumerate(launch(counted, 3)):
-        assert sent == agreement_traffic(3, rank, 7, checks=3, clips=1)
+    assert comm.traffic == agreement_traffic(3, comm.rank, 7, checks=3, clips=1)
 
 
 @pytest.mark.parametrize("make", ENGINES)

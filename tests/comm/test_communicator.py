@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import pooled
+from rank_pool import failure, on_ranks, pooled
 
 from refimpl import memory
-from refimpl.comm import Communicator, RankError, launch, ring_traffic
+from refimpl.comm import Communicator, ring_traffic
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
-          torch.int64]
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64]
 MOVED = [*DTYPES, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn]
 OPS = {"sum": lambda xs: torch.stack(xs).sum(0), "max": lambda xs: torch.stack(xs).amax(0),
        "min": lambda xs: torch.stack(xs).amin(0), "product": lambda xs: torch.stack(xs).prod(0)}
@@ -17,8 +17,7 @@ OPS = {"sum": lambda xs: torch.stack(xs).sum(0), "max": lambda xs: torch.stack(x
 
 def given_to(rank, shape=(12, 3), dtype=torch.float32):
     """Every rank can compute what any rank was given. Small integers, so that no sum depends on its order."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 3, shape, generator=generator).to(dtype)
+    return torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def everyones(comm, **how):
@@ -51,16 +50,12 @@ def check_moves(comm):
     N, r = comm.world_size, comm.rank
     for dtype in MOVED:
         x, xs = given_to(r, dtype=dtype), everyones(comm, dtype=dtype)
-
-        def equal(result, expected):
-            return same(result.view(torch.uint8), expected.view(torch.uint8)) and result.dtype == x.dtype  # noqa: B023
-
-        assert equal(comm.all_gather(x), torch.cat(xs)), dtype
-        assert equal(comm.broadcast(x, N - 1), xs[N - 1]), dtype
-        assert equal(comm.all_to_all(x), torch.cat([other.chunk(N)[r] for other in xs])), dtype
+        moved = [(comm.all_gather(x), torch.cat(xs)), (comm.broadcast(x, N - 1), xs[N - 1]),
+                 (comm.all_to_all(x), torch.cat([other.chunk(N)[r] for other in xs]))]
         if N > 1:
-            came = comm.send_recv(x, (r + 1) % N, torch.empty_like(x), (r - 1) % N)
-            assert equal(came, xs[(r - 1) % N]), dtype
+            moved.append((comm.send_recv(x, (r + 1) % N, torch.empty_like(x), (r - 1) % N), xs[(r - 1) % N]))
+        for result, expected in moved:
+            assert same(result.view(torch.uint8), expected.view(torch.uint8)) and result.dtype == dtype, dtype
     assert same(comm.all_gather(torch.tensor(float(r))), torch.arange(float(N)))
     comm.barrier()
 
@@ -70,8 +65,7 @@ def check_layouts(comm):
     strided = given_to(r, (3, 12)).t()
     assert not strided.is_contiguous()
     xs = [given_to(rank, (3, 12)).t() for rank in range(N)]
-    assert same(comm.all_reduce(strided), OPS["sum"](xs))
-    assert same(comm.all_gather(strided), torch.cat(xs))
+    assert same(comm.all_reduce(strided), OPS["sum"](xs)) and same(comm.all_gather(strided), torch.cat(xs))
     out = torch.empty(3, 12 * N).t()
     assert comm.all_gather(strided, out=out) is out and same(out, torch.cat(xs))
     assert same(comm.all_reduce(torch.empty(0, 4)), torch.empty(0, 4))
@@ -83,10 +77,9 @@ def check_layouts(comm):
 def check_bits(comm):
     """Tensors that hold other numbers than they show, and empty ones with odd strides."""
     N, r = comm.world_size, comm.rank
-    z = torch.tensor([1 + 2j, 3 + 4j])
-    assert comm.all_gather(z.conj()).tolist() == [1 - 2j, 3 - 4j] * N
-    assert comm.broadcast(z.conj(), 0).tolist() == [1 - 2j, 3 - 4j]
-    negative = z.conj().imag[:1]
+    z = torch.tensor([1 + 2j, 3 + 4j]).conj()
+    assert comm.all_gather(z).tolist() == [1 - 2j, 3 - 4j] * N and comm.broadcast(z, 0).tolist() == [1 - 2j, 3 - 4j]
+    negative = z.imag[:1]
     assert negative.is_neg() and negative.is_contiguous()
     assert comm.all_gather(negative).tolist() == [-2] * N
     assert comm.all_reduce(negative, out=negative).tolist() == [-2 * N] and negative.tolist() == [-2 * N]
@@ -98,9 +91,7 @@ def check_bits(comm):
 
 
 def check_out(comm):
-    N, r = comm.world_size, comm.rank
-    xs = everyones(comm)
-    x = given_to(r)
+    N, r, x, xs = comm.world_size, comm.rank, given_to(comm.rank), everyones(comm)
     assert comm.all_reduce(x, out=x) is x and same(x, OPS["sum"](xs))
     full = torch.zeros(12 * N, 3)
     mine = full.chunk(N)[r]
@@ -120,8 +111,7 @@ def check_handles(comm):
                "reduce_scatter": comm.reduce_scatter(x, async_op=True), "all_to_all": comm.all_to_all(x, async_op=True),
                "broadcast": comm.broadcast(x, 0, async_op=True), "bytes": comm.all_gather(x.bool(), async_op=True)}
     results = {name: handle.wait() for name, handle in reversed(handles.items())}
-    assert all(handle.done() for handle in handles.values())
-    assert handles["all_reduce"].wait() is results["all_reduce"]
+    assert all(handle.done() for handle in handles.values()) and handles["all_reduce"].wait() is results["all_reduce"]
     assert same(results["all_reduce"], OPS["sum"](xs)) and same(results["all_gather"], torch.cat(xs))
     assert same(results["reduce_scatter"], OPS["sum"](xs).chunk(N)[r]) and same(results["broadcast"], xs[0])
     assert same(results["bytes"], torch.cat(xs).bool())
@@ -154,38 +144,36 @@ def check_traffic(comm):
 CHECKS = (check_reductions, check_moves, check_layouts, check_bits, check_out, check_handles, check_traffic)
 
 
-def check_everything(comm):
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks("world_size")
+def test_every_collective_is_what_it_says_and_counts_what_it_sends(comm, world_size):
     for check in CHECKS:
         check(comm)
-    return len(CHECKS)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_collective_is_what_it_says_and_counts_what_it_sends(world_size):
-    assert pooled(check_everything, world_size) == [len(CHECKS)] * world_size
-
-
-def test_through_staging_copies_too():
+@on_ranks(2)
+def test_through_staging_copies_too(comm):
     """As if gloo could not read where the tensors are; tests/gpu has GPUs for it."""
     class Staging(Communicator):
         def _staged(self, x):
             return True
 
-    def fn(comm):
-        staging = Staging(comm.rank, comm.world_size, group=comm._group)
-        check_everything(staging)
-        with memory.track() as t:
-            x = torch.ones(1000)
-            staging.all_reduce(x, out=x)
-        with memory.track(x) as gather:
-            staging.all_gather(x)
-        return t.peak["communication"], t.now["communication"], gather.peak.total
+    staging = Staging(comm.rank, comm.world_size, group=comm._group)
+    for check in CHECKS:
+        check(staging)
+    with memory.track() as t:
+        x = torch.ones(1000)
+        staging.all_reduce(x, out=x)
+    with memory.track(x) as gather:
+        staging.all_gather(x)
+    assert (t.peak["communication"], t.now["communication"]) == (4000, 0)
+    assert gather.peak.total == 4000 + 4000 + 8000 + 8000  # x and its copy, the landing and the result
 
-    assert pooled(fn, 2) == [(4000, 0, 4000 + 4000 + 8000 + 8000)] * 2  # x and its copy, the landing and the result
 
-
-def test_in_debug_mode_too():
-    assert pooled(check_everything, 3, debug=True) == [len(CHECKS)] * 3
+@on_ranks(3, debug=True)
+def test_in_debug_mode_too(comm):
+    for check in CHECKS:
+        check(comm)
 
 
 def test_with_nccl_a_group_meets_before_anybody_can_send(monkeypatch):
@@ -201,24 +189,22 @@ def test_with_nccl_a_group_meets_before_anybody_can_send(monkeypatch):
     assert len(met) == 2
 
 
-def drops_a_handle(comm):
+@on_ranks(2)
+def test_what_is_sent_arrives_though_its_handle_is_dropped_and_what_was_waited_for_is_not_held(comm):
     """Rank 0 sends long before rank 1 receives, and holds nothing."""
     with memory.track() as t:
         if comm.rank == 0:
             comm.send(torch.ones(100_000), 1, async_op=True)
         comm.all_reduce(torch.ones(10), async_op=True).wait()
-        alive = t.now.total
+        assert comm.rank or t.now.total == 400_000
     comm.barrier()
-    return alive if comm.rank == 0 else comm.recv(torch.empty(100_000), 0).sum().item()
+    assert comm.rank == 0 or comm.recv(torch.empty(100_000), 0).sum() == 100_000
 
 
-def test_what_is_sent_arrives_though_its_handle_is_dropped_and_what_was_waited_for_is_not_held():
-    assert pooled(drops_a_handle, 2) == [400_000, 100_000]
-
-
-def bytes_that_stay(comm):
-    """Of every collective in turn, how often something is still alive when all that it had is deleted."""
-    other, stayed = 1 - comm.rank, {}
+@on_ranks(2)
+def test_a_tracker_reads_the_same_every_time(comm):
+    """Of every collective in turn nothing is alive when all that it had is deleted."""
+    other = 1 - comm.rank
     calls = [lambda x: comm.all_reduce(x, out=x), comm.all_reduce, comm.all_gather, comm.reduce_scatter,
              comm.all_to_all, lambda x: comm.broadcast(x, 0, out=x), lambda x: comm.send_recv(x, other, x, other),
              lambda x: comm.all_reduce(x, out=x, async_op=True).wait()]
@@ -227,76 +213,44 @@ def bytes_that_stay(comm):
             x = torch.ones(1000)
             y = call(x)
             del x, y
-            if t.now.total:
-                stayed[number % len(calls)] = stayed.get(number % len(calls), 0) + 1
-    return stayed
+            assert t.now.total == 0, number % len(calls)
 
 
-def test_a_tracker_reads_the_same_every_time():
-    assert pooled(bytes_that_stay, 2) == [{}, {}]
-
-
-def everything_that_is_refused(comm):
-    x = torch.zeros(4)
-    refused = {}
-    for name, call in {
-        "op": lambda: comm.all_reduce(x, "mean"),
-        "avg": lambda: comm.all_reduce(x.long(), "avg"),
-        "dtype": lambda: comm.all_reduce(x.short()),
-        "list": lambda: comm.all_reduce([1.0]),
-        "sparse": lambda: comm.all_gather(x.to_sparse()),
-        "src": lambda: comm.broadcast(x, 2),
-        "negative": lambda: comm.broadcast(x, -1),
-        "dst": lambda: comm.send(x, 7),
-        "float": lambda: comm.recv(x, 0.5),
-        "self": lambda: comm.send(x, comm.rank),
-        "indivisible": lambda: comm.reduce_scatter(torch.zeros(3, 2)),
-        "scalar": lambda: comm.all_to_all(torch.tensor(1.0)),
-        "in place": lambda: comm.all_to_all(x, out=x),
-        "out shape": lambda: comm.all_gather(x, out=torch.zeros(5)),
-        "out dtype": lambda: comm.all_reduce(x, out=torch.zeros(4, dtype=torch.float64)),
-        "out": lambda: comm.all_reduce(x, out=[0.0]),
-        "split range": lambda: comm.split([0, 2]),
-        "split twice": lambda: comm.split([0, 0]),
-        "split none": lambda: comm.split([]),
-        "split": lambda: comm.split(0),
-        "op list": lambda: comm.all_reduce(x, ["sum"]),
-        "exchange in place": lambda: comm.send_recv(x, 1 - comm.rank, x, 1 - comm.rank, out=x),
-        "gather overlaps": lambda: comm.all_gather(x[1:3], out=x),
-        "gather other": lambda: comm.all_gather(x.chunk(2)[1 - comm.rank], out=x),
-        "reduce overlaps": lambda: comm.all_reduce(x[:2], out=x[1:3]),
-        "scatter overlaps": lambda: comm.reduce_scatter(x, out=x[1:3]),
-        "all to all overlaps": lambda: comm.all_to_all(x[:2], out=x[1:3]),
-        "expanded": lambda: comm.all_reduce(x, out=torch.zeros(1).expand(4)),
-        "meta": lambda: comm.all_reduce(torch.zeros(4, device="meta")),
-        "nested": lambda: comm.all_gather(torch.nested.nested_tensor([x, x])),
-        "quantized": lambda: comm.all_gather(torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)),
-    }.items():
-        try:
+@on_ranks(2)
+def test_bad_input_is_refused_with_its_name_and_before_anything_is_sent(comm):
+    x, other = torch.zeros(4), 1 - comm.rank
+    for words, call in (
+            ("ValueError: op='mean': expected one of sum, avg, max, min, product", lambda: comm.all_reduce(x, "mean")),
+            ("op=['sum']", lambda: comm.all_reduce(x, ["sum"])), ("int64", lambda: comm.all_reduce(x.long(), "avg")),
+            ("int16", lambda: comm.all_reduce(x.short())), ("torch.sparse_coo", lambda: comm.all_gather(x.to_sparse())),
+            ("TypeError: a collective moves tensors, and this is list", lambda: comm.all_reduce([1.0])),
+            ("meta", lambda: comm.all_reduce(torch.zeros(4, device="meta"))),
+            ("nested", lambda: comm.all_gather(torch.nested.nested_tensor([x, x]))),
+            ("quantized", lambda: comm.all_gather(torch.quantize_per_tensor(x, 0.1, 0, torch.quint8))),
+            ("src=2: expected a rank from 0 to 1", lambda: comm.broadcast(x, 2)),
+            ("src=-1", lambda: comm.broadcast(x, -1)), ("dst=7", lambda: comm.send(x, 7)),
+            ("src=0.5", lambda: comm.recv(x, 0.5)), ("cannot send to itself", lambda: comm.send(x, comm.rank)),
+            ("(3, 2)", lambda: comm.reduce_scatter(torch.zeros(3, 2))),
+            ("()", lambda: comm.all_to_all(torch.tensor(1.0))), ("another out", lambda: comm.all_to_all(x, out=x)),
+            ("out has shape (5,), torch.float32 on cpu: expected shape (8,)",
+             lambda: comm.all_gather(x, out=torch.zeros(5))),
+            ("torch.float64", lambda: comm.all_reduce(x, out=torch.zeros(4, dtype=torch.float64))),
+            ("out=list", lambda: comm.all_reduce(x, out=[0.0])),
+            ("its elements share memory", lambda: comm.all_reduce(x, out=torch.zeros(1).expand(4))),
+            ("send_recv cannot write to the memory", lambda: comm.send_recv(x, other, x, other, out=x)),
+            ("all_gather cannot", lambda: comm.all_gather(x[1:3], out=x)),
+            ("all_gather cannot", lambda: comm.all_gather(x.chunk(2)[other], out=x)),
+            ("all_reduce cannot", lambda: comm.all_reduce(x[:2], out=x[1:3])),
+            ("reduce_scatter cannot", lambda: comm.reduce_scatter(x, out=x[1:3])),
+            ("all_to_all cannot", lambda: comm.all_to_all(x[:2], out=x[1:3])),
+            ("ranks has=2", lambda: comm.split([0, 2])), ("each once", lambda: comm.split([0, 0])),
+            ("at least one rank", lambda: comm.split([])),
+            ("TypeError: split(0): expected a list", lambda: comm.split(0))):
+        with pytest.raises((ValueError, TypeError)) as error:
             call()
-        except (ValueError, TypeError) as error:
-            refused[name] = f"{type(error).__name__}: {error}"
+        assert words in f"{error.typename}: {error.value}"
     assert comm.traffic.total == 0
     comm.barrier()
-    return refused
-
-
-def test_bad_input_is_refused_with_its_name_and_before_anything_is_sent():
-    refused, _ = pooled(everything_that_is_refused, 2)
-    for name, words in {
-        "split": "TypeError: split(0): expected a list", "op list": "op=['sum']", "meta": "meta", "nested": "nested",
-        "exchange in place": "send_recv cannot write to the memory", "gather overlaps": "all_gather cannot",
-        "gather other": "all_gather cannot", "reduce overlaps": "all_reduce cannot", "quantized": "quantized",
-        "scatter overlaps": "reduce_scatter cannot", "all to all overlaps": "all_to_all cannot",
-        "expanded": "its elements share memory",
-        "op": "ValueError: op='mean': expected one of sum, avg, max, min, product", "avg": "int64", "dtype": "int16",
-        "list": "TypeError: a collective moves tensors, and this is list", "sparse": "torch.sparse_coo",
-        "src": "src=2: expected a rank from 0 to 1", "negative": "src=-1", "dst": "dst=7", "float": "src=0.5",
-        "self": "cannot send to itself", "indivisible": "(3, 2)", "scalar": "()", "in place": "another out",
-        "out shape": "out has shape (5,), torch.float32 on cpu: expected shape (8,)", "out dtype": "torch.float64",
-        "out": "out=list", "split range": "ranks has=2", "split twice": "each once", "split none": "at least one rank",
-    }.items():
-        assert words in refused[name], name
 
 
 def step(comm):
@@ -310,12 +264,9 @@ def step(comm):
 
 def test_a_tracker_in_a_rank_sees_communication_and_its_trace_comes_back():
     for trace in pooled(step, 2):
-        assert type(trace) is memory.Trace
-        assert trace.peak["communication"] == 8000 + 2000
-        assert trace.peak.total == 4000 + 8000 + 2000
-        assert trace.now.total == 0
+        assert type(trace) is memory.Trace and trace.now.total == 0
+        assert trace.peak["communication"] == 8000 + 2000 and trace.peak.total == 4000 + 8000 + 2000
 
 
 def test_the_communicator_stays_in_its_rank():
-    with pytest.raises(RankError, match="rank 0 returned an unpicklable value: the result"):
-        launch(lambda comm: comm, 1)
+    failure("rank 0 returned an unpicklable value: the result", lambda comm: comm, 1)

@@ -9,8 +9,7 @@ draw({"first": [[1]]})._repr_png_()  # matplotlib opens its fonts once, and keep
 
 
 @pytest.mark.parametrize(("value", "expected"), [
-    (3, COLOURS[0]), (3000, COLOURS[3]), (1111, COMPLETE), (110, PARTIAL), (1011, PARTIAL),
-])
+    (3, COLOURS[0]), (3000, COLOURS[3]), (1111, COMPLETE), (110, PARTIAL), (1011, PARTIAL)])
 def test_a_colour_says_who_is_in_a_number(value, expected):
     assert colour(value, world_size=4) == expected
 

@@ -24,8 +24,7 @@ class Work:
 def test_waiting_ends_it_once_and_answers_every_time():
     work, out, landing = Work(), torch.zeros(3), torch.ones(3)
     handle = Handle([work], out, landing)
-    assert not handle.done() and out.sum() == 0
-    assert handle.wait() is out and out.tolist() == [1, 1, 1]
+    assert not handle.done() and out.sum() == 0 and handle.wait() is out and out.tolist() == [1, 1, 1]
     landing.fill_(5)
     assert handle.wait() is out and work.waits == 1 and handle.done()
     assert out.tolist() == [1, 1, 1], "the second wait copies nothing"

@@ -1,20 +1,25 @@
 """launch: what comes back, how fast, from where it can be called, and that nothing is left of it."""
 
+import concurrent.futures
 import functools
 import os
+import random
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 
 from refimpl import memory
 from refimpl.comm import launch
 from refimpl.comm.launch import place
+from refimpl.model import GPT, GPTConfig
+from refimpl.ranks import forkserver
 
 SCALE = 10
 
@@ -40,21 +45,17 @@ def test_results_come_in_rank_order_from_processes_of_their_own():
 
 @pytest.mark.alone
 def test_eight_ranks_answer_in_half_a_second():
-    def fn(comm):
-        return comm.all_reduce(torch.tensor(1)).item()
-
     seconds = []
     for _ in range(7):
         start = time.perf_counter()
-        assert launch(fn, 8) == [8] * 8
+        assert launch(lambda comm: comm.all_reduce(torch.tensor(1)).item(), 8) == [8] * 8
         seconds.append(time.perf_counter() - start)
     assert statistics.median(seconds) < 0.5, seconds
 
 
 def test_what_a_test_module_defines_travels_and_its_classes_come_back_as_themselves():
     results = launch(lambda comm: Answer(comm.rank, scaled(comm.rank)), 2)
-    assert results == [Answer(0, 0), Answer(1, 10)]
-    assert all(type(result) is Answer for result in results)
+    assert results == [Answer(0, 0), Answer(1, 10)] and all(type(result) is Answer for result in results)
 
 
 def test_any_callable():
@@ -68,8 +69,7 @@ def test_any_callable():
         def method(self, comm):
             return self.n * comm.rank
 
-    assert launch(Adder(5), 2, 1) == [6, 7]
-    assert launch(Adder(5).method, 2) == [0, 5]
+    assert launch(Adder(5), 2, 1) == [6, 7] and launch(Adder(5).method, 2) == [0, 5]
     assert launch(functools.partial(Adder(1), m=2), 2) == [3, 4]
 
 
@@ -85,15 +85,12 @@ def test_tensors_and_modules_travel_both_ways_and_ranks_change_only_their_copy()
     before = model.weight.detach().clone()
     models = launch(fn, 2, model, x)
     assert torch.equal(model.weight, before) and x.sum() == 12
-    assert [m.weight.unique().item() for m in models] == [0, 1]
-    assert isinstance(models[1].weight, torch.nn.Parameter)
+    assert [m.weight.unique().item() for m in models] == [0, 1] and isinstance(models[1].weight, torch.nn.Parameter)
 
 
 def test_large_results_and_many_ranks():
-    def fn(comm):
-        return torch.full((1_000_000,), float(comm.rank))
-
-    assert [result.sum().item() for result in launch(fn, 3)] == [0, 1e6, 2e6]
+    results = launch(lambda comm: torch.full((1_000_000,), float(comm.rank)), 3)
+    assert [result.sum().item() for result in results] == [0, 1e6, 2e6]
     assert launch(lambda comm: comm.all_reduce(torch.tensor(comm.rank)).item(), 16) == [120] * 16
 
 
@@ -113,38 +110,28 @@ def test_a_rank_has_the_callers_directory_environment_and_path_as_they_are_now(t
 
 def test_cores_are_shared_out_and_draws_differ():
     def fn(comm):
-        import random
-
-        import numpy as np
-
         return torch.get_num_threads(), random.random(), np.random.rand()  # noqa: NPY002
 
     threads, *draws = zip(*launch(fn, 4), strict=True)
-    assert set(threads) == {max(1, len(os.sched_getaffinity(0)) // 4)}
-    assert all(len(set(drawn)) == 4 for drawn in draws)
+    assert set(threads) == {max(1, len(os.sched_getaffinity(0)) // 4)} and all(len(set(drawn)) == 4 for drawn in draws)
 
 
-def test_torch_distributed_is_there_for_what_needs_it():
-    def fn(comm):
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        model(torch.ones(1, 2) * comm.rank).sum().backward()
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        return x.item(), model.module.weight.grad.sum().item()
-
-    assert launch(fn, 2) == [(2, 2), (2, 2)]
+@on_ranks(2, launch=launch)
+def test_torch_distributed_is_there_for_what_needs_it(comm):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2) * comm.rank).sum().backward()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x == 2 and model.module.weight.grad.sum() == 2
 
 
-def test_workers_of_a_data_loader_run_in_a_rank():
-    def fn(comm):
-        return [batch.tolist() for batch in torch.utils.data.DataLoader(range(4), batch_size=2, num_workers=1)]
-
-    assert launch(fn, 2) == [[[0, 1], [2, 3]]] * 2
+@on_ranks(2, launch=launch)
+def test_workers_of_a_data_loader_run_in_a_rank(comm):
+    loader = torch.utils.data.DataLoader(range(4), batch_size=2, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
 def test_a_tracked_step_comes_back_as_a_trace():
-    from refimpl.model import GPT, GPTConfig
-
     def fn(comm):
         model = GPT(GPTConfig(vocab_size=64, context_length=16, layers=1, hidden=16, heads=2))
         tokens = torch.randint(0, 64, (1, 16))
@@ -155,29 +142,20 @@ def test_a_tracked_step_comes_back_as_a_trace():
         return t, sum(4 * p.numel() for p in model.parameters())
 
     for trace, nbytes in launch(fn, 2):
-        assert trace.now["parameters"] == trace.now["gradients"] == nbytes
-        assert trace.now["communication"] == 0
+        assert trace.now["parameters"] == trace.now["gradients"] == nbytes and trace.now["communication"] == 0
         assert "c10d::allreduce_" in {op.name for op in trace.ops}
 
 
 def test_threads_of_the_caller_can_launch_at_once():
-    results = {}
-
     def one(n):
-        results[n] = launch(lambda comm: comm.all_reduce(torch.tensor(n)).item(), 2)
+        return launch(lambda comm: comm.all_reduce(torch.tensor(n)).item(), 2)
 
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {n: [2 * n] * 2 for n in range(4)}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, range(4))) == [[2 * n] * 2 for n in range(4)]
 
 
 def test_a_rank_can_launch_ranks():
     def outer(comm):
-        from refimpl.ranks import forkserver
-
         forkserver.PRELOADED = ("torch",)  # what this rank starts is ready in half the time
         return launch(lambda inner: inner.rank + 10, 2) if comm.rank == 0 else None
 
@@ -227,14 +205,10 @@ def test_where_ranks_are_placed():
 
 
 def test_the_devices_of_ranks_on_the_cpu():
-    assert launch(lambda comm: str(comm.device), 2, device="cpu") == ["cpu", "cpu"]
+    assert launch(lambda comm: str(comm.device), 2, device="cpu") == ["cpu"] * 2
 
 
 def test_the_caller_is_not_the_one_that_is_forked():
     secret = [sys.modules]  # large, and unpicklable: it must not be needed
-
-    def fn(comm):
-        return "pytest" in sys.modules, __name__
-
-    assert launch(fn, 1) == [(False, __name__)]
+    assert launch(lambda comm: ("pytest" in sys.modules, __name__), 1) == [(False, __name__)]
     del secret

@@ -1,27 +1,26 @@
 """Transfers over a link take what the closed form says, on real ranks; what is computed meanwhile is not waited for."""
 
+import functools
 import time
 
 import pytest
 import torch
-from patience import Late, check, patiently, within
-from rank_pool import pooled
+from patience import Late, about, against_the_clock, check, check_all, patiently, within
+from rank_pool import at_once, failure, on_ranks, pooled
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, Link, RankError, compute, launch, ring_all_reduce, ring_traffic
+from refimpl.comm import FakeCommunicator, Link, compute, launch, ring_all_reduce, ring_traffic
 from refimpl.comm.backend.wire import Wire
 from refimpl.comm.link import steps
 
 RATE = 10e6  # bytes/s
-N = 600_000  # floats, 2.4 MB; on two ranks an all_reduce sends as many bytes
-X = torch.ones(N)
+X = torch.ones(600_000)  # 2.4 MB; on two ranks an all_reduce sends as many bytes
 COLLECTIVES = {
     "all_reduce": lambda comm, x, **how: comm.all_reduce(x, **how),
     "reduce_scatter": lambda comm, x, **how: comm.reduce_scatter(x, **how),
     "all_gather": lambda comm, x, **how: comm.all_gather(x.chunk(comm.world_size)[0], **how),
     "all_to_all": lambda comm, x, **how: comm.all_to_all(x, **how),
-    "broadcast": lambda comm, x, **how: comm.broadcast(x, 0, **how),
-}
+    "broadcast": lambda comm, x, **how: comm.broadcast(x, 0, **how)}
 
 
 def seconds_of(comm, function, tries=3):
@@ -56,56 +55,42 @@ def test_a_link_that_cannot_be(arguments, words):
         steps("gather", 2)
 
 
-def blocking(comm, name, link, nbytes):
-    comm.link = link
-    return seconds_of(comm, lambda: COLLECTIVES[name](comm, torch.ones(nbytes // 4)), tries=2)
-
-
-@pytest.mark.alone
 @pytest.mark.parametrize("name", COLLECTIVES)
-@patiently
-def test_a_collective_takes_its_bytes_over_the_rate(name):
-    nbytes = 2_400_000 if name in ("all_reduce", "broadcast") else 4_800_000
-    for readings in pooled(blocking, 2, name, Link(RATE), nbytes):
-        check(readings, 0.24)
+@against_the_clock
+@on_ranks(2, then=check_all)
+def test_a_collective_takes_its_bytes_over_the_rate(comm, name):
+    comm.link, x = Link(RATE), torch.ones(600_000 if name in ("all_reduce", "broadcast") else 1_200_000)
+    return [(seconds_of(comm, lambda: COLLECTIVES[name](comm, x), tries=2), 0.24)]
 
 
-@pytest.mark.alone
-@patiently
-def test_it_takes_its_steps_times_the_latency():
-    for readings in pooled(blocking, 3, "all_reduce", Link(float("inf"), 0.06), 12):
-        check(readings, 4 * 0.06)
+@against_the_clock
+@on_ranks(3, then=check_all)
+def test_it_takes_its_steps_times_the_latency(comm):
+    comm.link = Link(float("inf"), 0.06)
+    return [(seconds_of(comm, lambda: comm.all_reduce(torch.ones(3)), tries=2), 4 * 0.06)]
 
 
 def beside_computation(comm, at_begin):
     """An all_gather of 0.24 s, beside computation of 0.1 and of 0.4 s. The mutant sleeps when it begins."""
-    comm.link = Link(RATE)
-    if at_begin:
-        begin, comm._wire.collective = comm._wire.collective, lambda *how: waited(begin(*how))
-
     def step(seconds):
         handle = comm.all_gather(X, async_op=True)
         compute(seconds)
         handle.wait()
 
+    comm.link = Link(RATE)
+    if at_begin:
+        comm._wire.collective = at_once(comm._wire.collective)
     return seconds_of(comm, lambda: step(0.1)), seconds_of(comm, lambda: step(0.4))
 
 
-def waited(transfer):
-    transfer.wait()
-    return transfer
-
-
-@pytest.mark.alone
-@patiently
+@against_the_clock
 def test_what_is_computed_meanwhile_is_not_waited_for():
     for short, long in pooled(beside_computation, 2, False):
         check(short, max(0.24, 0.1))
         check(long, max(0.24, 0.4))
 
 
-@pytest.mark.alone
-@patiently
+@against_the_clock
 def test_a_link_that_sleeps_at_the_beginning_hides_nothing():
     for short, long in pooled(beside_computation, 2, True):
         for readings, seconds in ((short, 0.1), (long, 0.4)):
@@ -114,7 +99,9 @@ def test_a_link_that_sleeps_at_the_beginning_hides_nothing():
                 check(readings, max(0.24, seconds))
 
 
-def two_at_once(comm):
+@against_the_clock
+@on_ranks(2, then=check_all)
+def test_collectives_queue_in_a_communicator_and_not_beside_it(comm):
     """Seconds until the second of two all_reduces has ended, which is waited for first: of one communicator, of two."""
     comm.link = Link(RATE)
     row, first = comm.split(range(comm.world_size)), []
@@ -125,103 +112,72 @@ def two_at_once(comm):
         first.append(comm.all_reduce(X, async_op=True))
         group.all_reduce(X, async_op=True).wait()
 
-    return [seconds_of(comm, lambda group=group: second_of_two(group)) for group in (comm, row)]
+    return [(seconds_of(comm, lambda: second_of_two(comm)), 0.48), (seconds_of(comm, lambda: second_of_two(row)), 0.24)]
 
 
-@pytest.mark.alone
-@patiently
-def test_collectives_queue_in_a_communicator_and_not_beside_it():
-    for one_queue, two_queues in pooled(two_at_once, 2):
-        check(one_queue, 0.48)
-        check(two_queues, 0.24)
-
-
-def one_comes_late(comm):
-    comm.link = Link(RATE)
-    ends = []
-
-    def step():
-        compute(0.1 * comm.rank)
-        comm.all_reduce(X)
-        ends.append(time.monotonic())
-
-    return seconds_of(comm, step), ends
-
-
-@pytest.mark.alone
-@patiently
+@against_the_clock
 def test_a_collective_begins_with_its_last_rank_and_ends_at_once_on_all():
+    def one_comes_late(comm):
+        comm.link, ends = Link(RATE), []
+
+        def step():
+            compute(0.1 * comm.rank)
+            comm.all_reduce(X)
+            ends.append(time.monotonic())
+
+        return seconds_of(comm, step), ends
+
     (first, first_ends), (second, second_ends) = pooled(one_comes_late, 2)
     check(first, 0.34)
     check(second, 0.34)
-    if min(abs(a - b) for a, b in zip(first_ends, second_ends, strict=True)) > 0.01:
-        raise Late(first_ends, second_ends)
+    about([a - b for a, b in zip(first_ends, second_ends, strict=True)], 0, 0.01)
 
 
-def messages(comm):
+@against_the_clock
+@on_ranks(2, then=check_all)
+def test_a_message_travels_while_its_sender_and_its_receiver_compute(comm):
     """Rank 0 sends two messages of 0.12 s each, rank 1 is there at once, or 0.2 s later."""
     comm.link = Link(RATE)
-    x, other = X[:N // 2], 1 - comm.rank
+    x, other = X[:300_000], 1 - comm.rank
 
     def step(late):
         if comm.rank:
             compute(late)
-            comm.recv(x, 0)
-            comm.recv(x, 0)
-        else:
-            handles = [comm.send(x, 1, async_op=True) for _ in range(2)]
-            compute(0.2)
-            for handle in handles:
-                handle.wait()
+            return [comm.recv(x, 0) for _ in range(2)]
+        handles = [comm.send(x, 1, async_op=True) for _ in range(2)]
+        compute(0.2)
+        return [handle.wait() for handle in handles]
 
-    return (seconds_of(comm, lambda: step(0)), seconds_of(comm, lambda: step(0.2)),
-            seconds_of(comm, lambda: comm.send_recv(X, other, X, other)))
+    return [(seconds_of(comm, lambda: step(0)), 2 * 0.12), (seconds_of(comm, lambda: step(0.2)), 2 * 0.12),
+            (seconds_of(comm, lambda: comm.send_recv(X, other, X, other)), 0.24)]
 
 
-@pytest.mark.alone
-@patiently
-def test_a_message_travels_while_its_sender_and_its_receiver_compute():
-    for at_once, late, both_ways in pooled(messages, 2):
-        check(at_once, 2 * 0.12)
-        check(late, 2 * 0.12)
-        check(both_ways, 0.24)
-
-
-def by_messages(comm):
+@against_the_clock
+@on_ranks(3, then=check_all)
+def test_a_ring_of_messages_takes_as_long_as_the_collective(comm):
     comm.link = Link(RATE, 0.03)
-    return seconds_of(comm, lambda: ring_all_reduce(comm, X)), seconds_of(comm, lambda: comm.all_reduce(X))
+    expected = comm.link.seconds("all_reduce", ring_traffic("all_reduce", X.nbytes, 3), 3)
+    return [(seconds_of(comm, lambda: ring_all_reduce(comm, X)), expected),
+            (seconds_of(comm, lambda: comm.all_reduce(X)), expected)]
 
 
-@pytest.mark.alone
-@patiently
-def test_a_ring_of_messages_takes_as_long_as_the_collective():
-    expected = Link(RATE, 0.03).seconds("all_reduce", ring_traffic("all_reduce", X.nbytes, 3), 3)
-    for by_hand, at_once in pooled(by_messages, 3):
-        check(by_hand, expected)
-        check(at_once, expected)
-
-
-def in_sub_groups(comm):
+@against_the_clock
+@on_ranks(4, then=check_all)
+def test_a_sub_group_inherits_the_link_until_it_is_given_another(comm):
     comm.link = Link(RATE)
     row = comm.split([0, 1] if comm.rank < 2 else [2, 3])
     column = comm.split([0, 2] if comm.rank in (0, 2) else [1, 3])
-    inherited, column.link = row.link, Link(2 * RATE)
-    found = [seconds_of(comm, lambda: row.all_reduce(X)), seconds_of(comm, lambda: column.all_reduce(X))]
+    assert row.link == Link(RATE)
+    column.link = Link(2 * RATE)
+    slow, quick = (seconds_of(comm, lambda group=group: group.all_reduce(X)) for group in (row, column))
     row.link = None
-    return inherited, found, seconds_of(comm, lambda: row.all_reduce(X)), comm.link
+    assert min(seconds_of(comm, lambda: row.all_reduce(X))) < 0.1 and comm.link == Link(RATE)
+    return [(slow, 0.24), (quick, 0.12)]
 
 
-@pytest.mark.alone
 @patiently
-def test_a_sub_group_inherits_the_link_until_it_is_given_another():
-    for inherited, (slow, quick), without, link in pooled(in_sub_groups, 4):
-        assert inherited == link == Link(RATE)
-        check(slow, 0.24)
-        check(quick, 0.12)
-        assert min(without) < 0.1
-
-
-def free_of_charge(comm):
+@on_ranks(2, then=functools.partial(within, most=0.4))
+def test_what_the_link_does_not_charge_for(comm):
     comm.link = Link(RATE, 0.5)
 
     def step():
@@ -230,12 +186,7 @@ def free_of_charge(comm):
         comm.split([0]), comm.split([1])
 
     comm.host()
-    return seconds_of(comm, step, tries=2)
-
-
-@patiently
-def test_what_the_link_does_not_charge_for():
-    within(max(map(min, pooled(free_of_charge, 2))), 0.4)
+    return min(seconds_of(comm, step, tries=2))
 
 
 def everything(comm, link):
@@ -258,37 +209,30 @@ def test_a_link_changes_no_result_no_traffic_and_no_byte(debug):
         assert debug or bytes_without == bytes_over_it  # debug mode's own headers are seen at times
 
 
-def unlike(comm):
+@on_ranks(2, fails=r"(?s)began other collectives.*link of Link\(bytes_per_second=10000000.0, latency=0.0\)",
+          launch=launch, timeout=2)
+def test_ranks_with_unlike_links_are_named(comm):
     if comm.rank:
         comm.link = Link(RATE)
     for _ in range(2):
         comm.all_reduce(X)
 
 
-def test_ranks_with_unlike_links_are_named():
-    with pytest.raises(RankError, match="began other collectives") as error:
-        launch(unlike, 2, timeout=2)
-    assert "link of Link(bytes_per_second=10000000.0, latency=0.0)" in str(error.value)
-
-
-def slowly(comm):
-    comm.link = Link(1e3)
-    comm.all_reduce(torch.ones(500))
-    compute(2)
-
-
-def hang(comm):
-    comm.link = Link(RATE)
-    comm.all_reduce(X)
-    if comm.rank == 0:
-        comm.recv(X, 1)
-    comm.host().barrier()
-
-
 def test_who_sleeps_for_the_link_or_computes_does_not_hang():
+    def slowly(comm):
+        comm.link = Link(1e3)
+        comm.all_reduce(torch.ones(500))
+        compute(2)
+
+    def hang(comm):
+        comm.link = Link(RATE)
+        comm.all_reduce(X)
+        if comm.rank == 0:
+            comm.recv(X, 1)
+        comm.host().barrier()
+
     launch(slowly, 2, timeout=1)
-    with pytest.raises(RankError, match="wait for each other|did not go on"):
-        launch(hang, 2, timeout=1)
+    failure("wait for each other|did not go on", hang, 2, timeout=1)
 
 
 def test_a_fake_communicator_keeps_the_link_and_takes_no_time():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_pool import pooled
+from rank_pool import failure, on_ranks, pooled
 
 from refimpl.comm import CollectiveMismatch, launch
 
@@ -37,35 +37,28 @@ MISMATCHES = {
     different_sizes: ("all_reduce of shape (4,), float32 on cpu, op sum", "all_reduce of shape (5,), float32"),
     different_dtypes: ("all_gather of shape (4,), float32", "all_gather of shape (4,), float64"),
     different_ops: ("reduce_scatter of shape (4,), float32 on cpu, op sum", "op max"),
-    different_roots: ("from rank 0", "from rank 1"),
-    different_collectives: ("ranks 0, 1 and 3: all_reduce", "rank 2: barrier"),
-    different_shapes_of_one_size: ("(4, 1)", "(2, 2)"),
-}
+    different_roots: ("from rank 0", "from rank 1"), different_shapes_of_one_size: ("(4, 1)", "(2, 2)"),
+    different_collectives: ("ranks 0, 1 and 3: all_reduce", "rank 2: barrier")}
 
 
 @pytest.mark.parametrize("fn", MISMATCHES, ids=lambda fn: fn.__name__)
 def test_the_rank_that_differs_is_named_with_what_it_did(fn):
-    with pytest.raises(CollectiveMismatch, match="rank 2 differs in a collective") as caught:
-        launch(fn, 4, debug=True, timeout=10)  # where nothing is compared, a barrier waits for an all_reduce for ever
-    assert (caught.value.rank, caught.value.ranks) == (2, (2,))
-    for words in MISMATCHES[fn]:
-        assert words in str(caught.value)
-    assert fn.__name__ in str(caught.value)  # in the traceback
+    error = failure("rank 2 differs in a collective", fn, 4, error=CollectiveMismatch, debug=True,
+                    timeout=10)  # where nothing is compared, a barrier waits for an all_reduce for ever
+    assert (error.rank, error.ranks) == (2, (2,))
+    assert all(words in str(error) for words in (*MISMATCHES[fn], fn.__name__))  # this one in the traceback
 
 
-def test_of_two_the_second_differs_from_the_first():
-    with pytest.raises(CollectiveMismatch, match="rank 1 differs"):
-        launch(lambda comm: comm.all_reduce(torch.zeros(4 + comm.rank)), 2, debug=True)
+@on_ranks(2, fails="rank 1 differs", error=CollectiveMismatch, launch=launch, debug=True)
+def test_of_two_the_second_differs_from_the_first(comm):
+    comm.all_reduce(torch.zeros(4 + comm.rank))
 
 
-def test_ranks_are_those_of_the_world_in_a_sub_group_too():
-    def fn(comm):
-        odd = comm.split([1, 3, 5])
-        if odd is not None:
-            odd.all_reduce(torch.zeros(1 + (comm.rank == 5)))
-
-    with pytest.raises(CollectiveMismatch, match="rank 5 differs"):
-        launch(fn, 6, debug=True)
+@on_ranks(6, fails="rank 5 differs", error=CollectiveMismatch, launch=launch, debug=True)
+def test_ranks_are_those_of_the_world_in_a_sub_group_too(comm):
+    odd = comm.split([1, 3, 5])
+    if odd is not None:
+        odd.all_reduce(torch.zeros(1 + (comm.rank == 5)))
 
 
 @pytest.mark.parametrize("sent", [3, 5])
@@ -76,11 +69,9 @@ def test_a_send_that_does_not_fit_its_recv(sent):
         elif comm.rank == 1:
             comm.recv(torch.zeros(4), 0)
 
-    with pytest.raises(CollectiveMismatch, match="ranks 0 and 1 do not match") as caught:
-        launch(fn, 3, debug=True)
-    assert caught.value.ranks == (0, 1)
-    assert f"rank 0: send of shape ({sent},), float32 on cpu" in str(caught.value)
-    assert "rank 1: recv of shape (4,), float32 on cpu" in str(caught.value)
+    error = failure("ranks 0 and 1 do not match", fn, 3, error=CollectiveMismatch, debug=True)
+    assert error.ranks == (0, 1) and f"rank 0: send of shape ({sent},), float32 on cpu" in str(error)
+    assert "rank 1: recv of shape (4,), float32 on cpu" in str(error)
 
 
 def test_receives_may_be_waited_for_in_any_order():
@@ -96,16 +87,12 @@ def test_receives_may_be_waited_for_in_any_order():
 
 def test_the_environment_can_ask_for_it(monkeypatch):
     monkeypatch.setenv("REFIMPL_COMM_DEBUG", "1")
-    with pytest.raises(CollectiveMismatch):
-        launch(different_sizes, 4)
+    failure("", different_sizes, 4, error=CollectiveMismatch)
 
 
-def test_a_description_too_long_for_its_header_is_still_compared():
-    def fn(comm, shape):
-        comm.all_reduce(torch.zeros(*shape, 1 + (comm.rank == 1)))
-
-    with pytest.raises(CollectiveMismatch, match="rank 1 differs"):
-        launch(fn, 3, (1,) * 100, debug=True)
+@on_ranks(3, fails="rank 1 differs", error=CollectiveMismatch, launch=launch, debug=True)
+def test_a_description_too_long_for_its_header_is_still_compared(comm):
+    comm.all_reduce(torch.zeros(*(1,) * 100, 1 + (comm.rank == 1)))
 
 
 def test_the_mode_changes_nothing_of_what_matches():
@@ -116,6 +103,6 @@ def test_the_mode_changes_nothing_of_what_matches():
 
 
 def test_without_it_a_rank_that_torch_aborts_is_told_of_the_mode():
-    with pytest.raises(CollectiveMismatch, match="debug=True") as caught:
-        launch(lambda comm: comm.all_gather(torch.zeros(4 + comm.rank)), 2)
-    assert "SIGABRT" in str(caught.value) and "  rank 1:\n    #1 all_gather of (5,) float32" in str(caught.value)
+    told = str(failure("debug=True", lambda comm: comm.all_gather(torch.zeros(4 + comm.rank)), 2,
+                       error=CollectiveMismatch))
+    assert "SIGABRT" in told and "  rank 1:\n    #1 all_gather of (5,) float32" in told

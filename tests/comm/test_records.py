@@ -1,12 +1,13 @@
 """What orders tell when ranks hang, when gloo aborts one, and when one returns too early."""
 
-import threading
+import concurrent.futures
 import time
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import failure, on_ranks
 
 from refimpl.comm import CollectiveMismatch, RankError, launch
 from refimpl.comm.order import PAGE, Order
@@ -83,14 +84,12 @@ def test_a_text_that_is_being_written_is_none_of_the_64():
         assert Order(written).recent == Order(before).recent and len(order.recent) == min(number, 64)
 
 
-def more_groups_than_pages(comm):
-    groups = [comm.split([0, 1]) for _ in range(RECORD // PAGE + 3)]
-    return [group.all_reduce(torch.ones(1)).item() for group in groups], groups[-1].order.count, comm.order.count
-
-
-def test_more_communicators_than_pages_have_orders_nobody_else_reads():
+@on_ranks(2, launch=launch)
+def test_more_communicators_than_pages_have_orders_nobody_else_reads(comm):
     n = RECORD // PAGE + 3
-    assert launch(more_groups_than_pages, 2) == [([2.0] * n, 1, n)] * 2
+    groups = [comm.split([0, 1]) for _ in range(n)]
+    assert [group.all_reduce(torch.ones(1)).item() for group in groups] == [2.0] * n
+    assert (groups[-1].order.count, comm.order.count) == (1, n)
 
 
 # --- of real ranks ---------------------------------------------------------------------------------------------------
@@ -141,12 +140,11 @@ BEGAN = {other_sizes: ("#3 all_gather of blocks.1, (2,) float32", "#3 all_gather
 
 @pytest.mark.parametrize("last", BEGAN, ids=lambda fn: fn.__name__)
 def test_both_orders_are_told_and_the_rank_that_differs(last):
-    with pytest.raises(CollectiveMismatch) as caught:
-        launch(trained, 4, last, timeout=1)
-    told = str(caught.value)
-    assert caught.value.ranks == (2,)
-    assert told.startswith("rank 2 began other collectives than ranks 0, 1 and 3, from #3 on:\n  before that:\n"
-                           "    #1 all_reduce of gradients, (8,) float32, op sum\n    #2 all_gather of blocks.0")
+    error = failure("", trained, 4, last, error=CollectiveMismatch, timeout=1)
+    told = str(error)
+    assert error.ranks == (2,) and told.startswith(
+        "rank 2 began other collectives than ranks 0, 1 and 3, from #3 on:\n  before that:\n"
+        "    #1 all_reduce of gradients, (8,) float32, op sum\n    #2 all_gather of blocks.0")
     ours, theirs = (told.index(line) for line in BEGAN[last])
     assert told.index("ranks 0, 1 and 3:\n") < ours < told.index("  rank 2:\n") < theirs
     ended = {other_sizes: "was killed by SIGABRT", a_handle_that_fails: "raised RuntimeError: Connection closed"}
@@ -154,9 +152,8 @@ def test_both_orders_are_told_and_the_rank_that_differs(last):
 
 
 def test_of_a_sub_group_too():
-    with pytest.raises(CollectiveMismatch, match="in the group of ranks 0 and 2: rank 2 began other") as caught:
-        launch(trained, 3, other_sizes_in_a_group, timeout=2)
-    assert caught.value.ranks == (2,)
+    assert failure("in the group of ranks 0 and 2: rank 2 began other", trained, 3, other_sizes_in_a_group,
+                   error=CollectiveMismatch, timeout=2).ranks == (2,)
 
 
 def test_ranks_that_wait_in_different_groups_are_told_where():
@@ -164,11 +161,10 @@ def test_ranks_that_wait_in_different_groups_are_told_where():
         row = comm.split([0, 1])
         (row if comm.rank == 1 else comm).all_reduce(torch.ones(2), label="x")
 
-    told = ("ranks 0 and 2 waited for others in all_reduce of x, (2,) float32, op sum (#2)\n",
-            "rank 1 waited for others in all_reduce of x, (2,) float32, op sum (#1) of the group of ranks 0 and 1\n")
-    with pytest.raises(CollectiveMismatch, match="rank 1 began other collectives than ranks 0 and 2") as caught:
-        launch(fn, 3, timeout=60)  # at once: all wait, each for one that waits
-    assert all(line in str(caught.value) for line in told)
+    told = str(failure("rank 1 began other collectives than ranks 0 and 2", fn, 3, error=CollectiveMismatch,
+                       timeout=60))  # at once: all wait, each for one that waits
+    waits = " waited for others in all_reduce of x, (2,) float32, op sum "
+    assert f"ranks 0 and 2{waits}(#2)\n" in told and f"rank 1{waits}(#1) of the group of ranks 0 and 1\n" in told
 
 
 def test_a_rank_that_is_killed_or_raises_is_blamed_as_before_though_orders_differ():
@@ -178,9 +174,8 @@ def test_a_rank_that_is_killed_or_raises_is_blamed_as_before_though_orders_diffe
             raise ValueError("mine")
         comm.barrier()
 
-    with pytest.raises(RankError, match="^rank 1 raised ValueError: mine") as caught:
-        launch(fn, 3)
-    assert caught.value.ranks == (1,) and type(caught.value) is RankError
+    error = failure("^rank 1 raised ValueError: mine", fn, 3)
+    assert error.ranks == (1,) and type(error) is RankError
 
 
 def spin(seconds):
@@ -191,15 +186,13 @@ def spin(seconds):
 
 def waiting_in_the_background(comm):
     a, b = comm.split([0, 1]), comm.split([0, 1])
-    if comm.rank == 0:
-        thread = threading.Thread(target=lambda: a.all_reduce(torch.ones(3)))
-        thread.start()
-        spin(3)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        if comm.rank == 0:
+            thread.submit(a.all_reduce, torch.ones(3))
+            spin(3)
         b.all_reduce(torch.ones(3))
-        thread.join()
-    else:
-        b.all_reduce(torch.ones(3))
-        a.all_reduce(torch.ones(3))
+        if comm.rank == 1:
+            a.all_reduce(torch.ones(3))
 
 
 def going_on_after_a_failure(comm):

@@ -33,7 +33,6 @@ def test_every_worker_gets_every_result_and_one_that_raises_is_named(tmp_path):
             total = ring_all_reduce(comm, torch.tensor([comm.rank + offset]))
             pair = comm.split([0, 1])
             return comm.rank, total.item(), pair.all_gather(torch.tensor(comm.rank)).tolist(), comm.traffic.total
-
         world = int(os.environ["WORLD_SIZE"])
         results = launch(fn, world, 10)
         assert results == [(0, 21, [0, 1], 16), (1, 21, [0, 1], 16)], results
@@ -51,7 +50,6 @@ def test_every_worker_gets_every_result_and_one_that_raises_is_named(tmp_path):
             if comm.rank == 1:
                 raise ValueError("on purpose")
             comm.barrier()
-
         launch(broken, world)
         print("not reached")
     """)
@@ -72,7 +70,6 @@ def test_a_collective_that_takes_too_long_tells_what_its_rank_began(tmp_path):
                 time.sleep(60)
                 return
             comm.all_gather(torch.ones(2), label="blocks.0")
-
         launch(fn, 2, timeout=6)
     """)
     assert done.returncode != 0 and "RankError: rank 0 raised RuntimeError: " in done.stderr

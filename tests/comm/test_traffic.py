@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,8 +27,7 @@ def test_what_N_divides_follows_the_formula_exactly(N, n, itemsize):
 def test_over_all_ranks_all_reduce_sends_twice_N_minus_1_tensors_whatever_N_divides(N, n, itemsize):
     B = n * itemsize
     sent = [ring_traffic("all_reduce", B, N, rank=rank, itemsize=itemsize) for rank in range(N)]
-    assert sum(sent) == 2 * (N - 1) * B
-    assert max(sent) - min(sent) <= 2 * itemsize
+    assert sum(sent) == 2 * (N - 1) * B and max(sent) - min(sent) <= 2 * itemsize
 
 
 @given(WORLDS, st.data())
@@ -40,8 +40,6 @@ def test_a_broadcast_reaches_all_but_its_source(N, data):
 
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_chunks_are_those_of_tensor_split(n, parts):
-    import torch
-
     assert chunk_sizes(n, parts) == [len(chunk) for chunk in torch.zeros(n).tensor_split(parts)]
 
 
@@ -56,18 +54,15 @@ def test_an_unknown_collective_is_named():
 
 def test_traffic_is_a_mapping_that_adds_subtracts_and_travels():
     traffic = Traffic(all_reduce=12, send=5, broadcast=0)
-    assert dict(traffic) == {"all_reduce": 12, "send": 5}
-    assert traffic.total == 17
+    assert dict(traffic) == {"all_reduce": 12, "send": 5} and traffic.total == 17
     assert traffic["all_reduce"] == traffic["all reduce"] == 12
     assert [traffic[name] for name in COLLECTIVES if name not in traffic] == [0, 0, 0, 0]
-    assert traffic == {"all_reduce": 12, "send": 5}
-    assert {"all_reduce": 12, "send": 5} == traffic
+    assert traffic == {"all_reduce": 12, "send": 5} and {"all_reduce": 12, "send": 5} == traffic
     assert traffic != {"all_reduce": 12} and traffic != 17
     assert traffic - Traffic(send=5) == Traffic(all_reduce=12)
     assert traffic + {"send": 1} == {"all_reduce": 12, "send": 6}
     assert isinstance(traffic - traffic, Traffic) and (traffic - traffic).total == 0
-    assert pickle.loads(pickle.dumps(traffic)) == traffic
-    assert hash(traffic) == hash(Traffic(send=5, all_reduce=12))
+    assert pickle.loads(pickle.dumps(traffic)) == traffic and hash(traffic) == hash(Traffic(send=5, all_reduce=12))
 
 
 def test_traffic_prints_itself_as_a_table():

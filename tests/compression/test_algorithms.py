@@ -34,9 +34,8 @@ def test_payload_has_the_bytes_of_its_closed_form(algorithm, shape, dtype):
     assert back.shape == x.shape and back.dtype == dtype and back.isfinite().all()
 
 
-@pytest.mark.parametrize("n", [100_000])
-def test_bytes_are_those_of_the_formulas(n):
-    k = n // 100
+def test_bytes_are_those_of_the_formulas():
+    n, k = 100_000, 1000
     expected = {"topk": k * 8, "threshold": k * 8, "random": k * 4, "int8": n + 4 * 391, "sign": n // 8 + 4 * 98}
     for algorithm, nbytes in expected.items():
         assert compressor(algorithm, 0.01).compress(torch.randn(n)).nbytes == nbytes < 4 * n / 3
@@ -57,8 +56,7 @@ class Articles(GradientCompressor):
 def test_the_articles_compressor_sends_120_percent():
     x = torch.randn(10_000)
     values, places = Articles("topk", 0.1).compress(x)
-    sent = values.nbytes + places.nbytes
-    assert sent == 1.2 * x.nbytes and places.dtype is torch.int64
+    assert values.nbytes + places.nbytes == 1.2 * x.nbytes and places.dtype is torch.int64
     ours = compressor("topk", 0.1)
     payload = ours.compress(x)
     assert payload.nbytes == 0.2 * x.nbytes and torch.equal(ours.decompress(payload), values)
@@ -134,8 +132,7 @@ def test_what_is_not_finite_is_seen_and_not_kept(algorithm, bad):
 def test_the_first_gradient_may_be_not_finite(algorithm):
     made = compressor(algorithm)
     made.compress(torch.full((40, 50), float("nan")))
-    x = torch.randn(40, 50)
-    assert made.decompress(made.compress(x)).any()
+    assert made.decompress(made.compress(torch.randn(40, 50))).any()
 
 
 @every
@@ -151,14 +148,14 @@ def test_what_is_left_out_is_added_in_the_next_step(algorithm):
 
 @every
 def test_two_runs_are_the_same(algorithm):
-    def run(global_seed):
+    runs = []
+    for global_seed in (1, 2):
         torch.manual_seed(global_seed)
-        made, found = compressor(algorithm), []
+        made = compressor(algorithm)
         for step in range(3):
-            found.append(made.compress(torch.arange(2000.0).sin().view(40, 50) + step).data)
+            runs.append(made.compress(torch.arange(2000.0).sin().view(40, 50) + step).data)
             made.step()
-        return found
-    assert all(torch.equal(a, b) for a, b in zip(run(1), run(2), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(runs[:3], runs[3:], strict=True))
 
 
 def test_random_draws_other_places_in_each_step_and_for_each_gradient():
@@ -174,8 +171,7 @@ def test_random_draws_other_places_in_each_step_and_for_each_gradient():
 @pytest.mark.parametrize("algorithm", FLAT)
 def test_keys_tell_gradients_apart(algorithm):
     made = compressor(algorithm)
-    made.compress(torch.ones(10), "a")
-    made.compress(torch.ones(20), "b")
+    made.compress(torch.ones(10), "a"), made.compress(torch.ones(20), "b")
     with pytest.raises(ValueError, match="give each gradient a key of its own"):
         made.compress(torch.ones(20), "a")
 
@@ -188,18 +184,16 @@ def test_factors_are_chosen_by_the_ratio():
         assert r == 1 or r * (n + m) <= ratio * n * m
 
 
-@pytest.mark.parametrize("arguments", [{"ratio": 0}, {"ratio": -0.1}, {"ratio": 1.5}, {"ratio": float("nan")},
-                                       {"ratio": True}, {"ratio": "0.1"}])
-def test_ratios_out_of_range(arguments):
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.5, float("nan"), True, "0.1"])
+def test_ratios_out_of_range(ratio):
     with pytest.raises(ValueError, match="ratio=.*above 0 and at most 1"):
-        GradientCompressor("topk", **arguments)
+        GradientCompressor("topk", ratio=ratio)
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
     ({"algorithm": "top-k"}, "algorithm='top-k': expected one of topk, threshold"),
     ({"warmup": -1}, "warmup=-1"), ({"seed": 0.5}, "seed=0.5"), ({"algorithm": "powersgd", "rank": 0}, "rank=0"),
-    ({"rank": 2}, "powersgd alone"),
-])
+    ({"rank": 2}, "powersgd alone")])
 def test_other_bad_arguments(arguments, match):
     with pytest.raises(ValueError, match=match):
         GradientCompressor(**arguments)
@@ -216,10 +210,7 @@ def test_a_ratio_of_one_sends_all_that_it_can(algorithm):
     x = torch.randn(64, 48)
     made = compressor(algorithm, 1.0)
     back = made.decompress(made.compress(x))
-    if algorithm in ("int8", "sign"):
-        assert not torch.equal(back, x)
-    else:
-        torch.testing.assert_close(back, x)
+    assert torch.allclose(back, x, rtol=1.3e-6, atol=1e-5) == (algorithm not in ("int8", "sign"))
 
 
 def test_the_residual_is_in_units_of_the_loss_and_not_of_its_scale():

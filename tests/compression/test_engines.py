@@ -5,9 +5,10 @@ import functools
 import pytest
 import torch
 from compression_kit import FLAT, engine_of, trained
+from rank_pool import on_ranks, pooled
 from zero_kit import BUCKET, ENGINES, FAST, equal, farthest, gpt, gradients_of_step, parameters_of, token_batches
 
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.comm.errors import CollectiveMismatch
 from refimpl.comm.traffic import Traffic
 from refimpl.compression import GradientCompressor
@@ -15,7 +16,7 @@ from refimpl.compression.closed_forms import gradient_traffic, residual_bytes
 from refimpl.mixed_precision import AdaptiveLossScaler
 
 CASES = [(stage, name) for stage in range(4) for name in FLAT] + [(0, "powersgd"), (1, "powersgd")]
-every = pytest.mark.parametrize(("stage", "algorithm"), CASES)
+EVERY_STAGE = pytest.mark.parametrize("stage", range(4))
 
 
 def in_turn(case, *choices):
@@ -24,27 +25,17 @@ def in_turn(case, *choices):
     return choices[(stage + [*FLAT, "powersgd"].index(algorithm)) % 2]
 
 
-def dense_gradients(stage, world_size, rank, nbytes):
-    """What the same reductions send without a hook: all_reduce, or reduce_scatter."""
-    return nbytes * (world_size - 1) // world_size * (1 if stage else 2)
-
-
 @pytest.mark.parametrize(("stage", "algorithm", "world_size", "micro_batches"), [
     *((*case, 2, 1) for case in CASES), *((*case, *in_turn(case, (4, 1), (2, 2))) for case in CASES)])
 def test_bytes_on_the_wire(stage, algorithm, world_size, micro_batches):
-    found = launch(trained, world_size, stage, algorithm, 0.1, 2, micro_batches)
-    for rank, (parameters, sent, expected, without, dense) in enumerate(found):
-        assert equal(parameters, found[0][0])
-        assert_bytes(stage, world_size, rank, sent, expected, without, dense)
-
-
-def assert_bytes(stage, world_size, rank, sent, expected, without, dense):
     """What is sent is what an engine without a hook sends, less the gradients, and the payloads."""
-    rest = Traffic(without) - Traffic({"reduce_scatter" if stage else "all_reduce":
-                                       dense_gradients(stage, world_size, rank, dense)})
-    assert Traffic(sent) == rest + Traffic(expected)
-    payloads, gradients = sum(expected.values()), dense_gradients(stage, world_size, rank, dense)
-    assert payloads < (0.9 if stage == 0 and world_size == 4 else 0.5) * gradients
+    found = pooled(trained, world_size, stage, algorithm, 0.1, 2, micro_batches)
+    for parameters, sent, expected, without, dense in found:
+        assert equal(parameters, found[0][0])
+        gradients = dense * (world_size - 1) // world_size * (1 if stage else 2)
+        rest = Traffic(without) - Traffic({"reduce_scatter" if stage else "all_reduce": gradients})
+        assert Traffic(sent) == rest + Traffic(expected)
+        assert sum(expected.values()) < (0.9 if stage == 0 and world_size == 4 else 0.5) * gradients
 
 
 class Padded(GradientCompressor):
@@ -56,19 +47,18 @@ class Padded(GradientCompressor):
         return handle
 
 
-def padded(comm):
+@on_ranks(2)
+def test_a_hook_that_sends_all_is_seen(comm):
     engine, before = engine_of(comm, 0, hook := Padded("topk", 0.1)), comm.traffic
     gradients_of_step(engine, token_batches(1)[0])
     engine.step()
-    return comm.traffic - before, gradient_traffic(hook, hook.layouts, 2, comm.rank)
+    assert (comm.traffic - before).total > 4 * gradient_traffic(hook, hook.layouts, 2, comm.rank).total
 
 
-def test_a_hook_that_sends_all_is_seen():
-    for sent, expected in launch(padded, 2):
-        assert sent.total > 4 * expected.total
-
-
-def like_no_hook(comm, stage, micro_batches):
+@EVERY_STAGE
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@on_ranks(2)
+def test_a_ratio_of_one_trains_as_without_a_hook(comm, stage, micro_batches):
     """With a ratio of 1 nothing is left out."""
     found = []
     for hook in (GradientCompressor("topk", 1.0), None):
@@ -78,33 +68,25 @@ def like_no_hook(comm, stage, micro_batches):
             engine.clip_grad_norm_(0.5)
             engine.step()
         found.append(parameters_of(engine))
-    return farthest(*found)
+    assert farthest(*found) < 1e-6
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_ratio_of_one_trains_as_without_a_hook(stage, micro_batches):
-    assert max(launch(like_no_hook, 2, stage, micro_batches)) < 1e-6
-
-
-def norms(comm, stage):
+@EVERY_STAGE
+@on_ranks(2)
+def test_clipping_is_of_what_was_sent(comm, stage):
     """The norm that clipping reads is that of what was sent: of the averages, whole or in shards."""
     engine = engine_of(comm, stage, GradientCompressor("topk", 0.1))
     gradients_of_step(engine, token_batches(1)[0])
-    norm = engine.clip_grad_norm_(1e-3).item()
+    assert engine.clip_grad_norm_(1e-3) > 1e-2
     total = sum(x.float().square().sum() for each in engine.gradients() for x in each)
-    total = comm.all_reduce(total).item() if stage else total.item()
-    return norm, total**0.5
+    total = comm.all_reduce(total) if stage else total
+    assert total.item()**0.5 == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_clipping_is_of_what_was_sent(stage):
-    for norm, clipped in launch(norms, 2, stage):
-        assert norm > 1e-2 and clipped == pytest.approx(1e-3, rel=1e-3)
-
-
-def accumulated(comm, stage):
-    """Micro-batches are compressed once, as their sum, where gradients are whole."""
+@pytest.mark.parametrize(("stage", "times"), [(0, 1), (1, 1), (2, 3), (3, 3)])
+@on_ranks(2)
+def test_micro_batches_are_compressed_once_where_gradients_are_whole(comm, stage, times):
+    """As their sum."""
     calls = []
 
     class Counting(GradientCompressor):
@@ -114,30 +96,7 @@ def accumulated(comm, stage):
 
     engine = engine_of(comm, stage, Counting("topk", 0.1))
     gradients_of_step(engine, token_batches(1, 3)[0])
-    return len(calls), len(engine.buckets)
-
-
-@pytest.mark.parametrize(("stage", "times"), [(0, 1), (1, 1), (2, 3), (3, 3)])
-def test_micro_batches_are_compressed_once_where_gradients_are_whole(stage, times):
-    for calls, buckets in launch(accumulated, 2, stage):
-        assert calls == times * buckets
-
-
-def steps_not_made(comm, algorithm, stage, break_it):
-    """One run with a batch whose step is not made, one without it: (parameters, state) of both."""
-    found = []
-    for broken in (True, False):
-        hook = GradientCompressor(algorithm, 0.1)
-        engine = engine_of(comm, stage, hook)
-        for i, tokens in enumerate(token_batches(4)):
-            if i == 2:
-                if broken:
-                    break_it(engine, tokens, comm)
-                continue
-            gradients_of_step(engine, tokens)
-            engine.step()
-        found.append((parameters_of(engine), hook.state_tensors()))
-    return found
+    assert len(calls) == times * len(engine.buckets)
 
 
 def dropped(engine, tokens, comm):
@@ -157,9 +116,21 @@ def overflown(engine, tokens, comm):
 
 @pytest.mark.parametrize(("stage", "algorithm", "break_it"), [
     (*case, in_turn(case, dropped, overflown)) for case in CASES])
-def test_a_step_that_is_not_made_leaves_no_trace(stage, algorithm, break_it):
-    for (parameters, state), (expected, kept) in launch(steps_not_made, 2, algorithm, stage, break_it):
-        assert equal(parameters, expected) and equal(state, kept)
+@on_ranks(2)
+def test_a_step_that_is_not_made_leaves_no_trace(comm, stage, algorithm, break_it):
+    """One run has a batch whose step is not made, one has no such batch."""
+    found = []
+    for broken in (True, False):
+        engine = engine_of(comm, stage, hook := GradientCompressor(algorithm, 0.1))
+        for i, tokens in enumerate(token_batches(4)):
+            if i != 2:
+                gradients_of_step(engine, tokens)
+                engine.step()
+            elif broken:
+                break_it(engine, tokens, comm)
+        found.append((parameters_of(engine), hook.state_tensors()))
+    (parameters, state), (expected, kept) = found
+    assert equal(parameters, expected) and equal(state, kept)
 
 
 def scaled(comm, stage, aware):
@@ -181,28 +152,23 @@ def scaled(comm, stage, aware):
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_residual_follows_the_loss_scale(stage):
-    assert max(launch(scaled, 2, stage, True)) < 1e-7
-    assert min(launch(scaled, 2, stage, False)) > 1e-5  # the mutant: what was kept is in units of the scale before
+    assert max(pooled(scaled, 2, stage, True)) < 1e-7
+    assert min(pooled(scaled, 2, stage, False)) > 1e-5  # the mutant: what was kept is in units of the scale before
 
 
-def warmed_up(comm, stage):
-    hook, found = GradientCompressor("topk", 0.1, warmup=2), []
-    engine, plain = engine_of(comm, stage, hook), engine_of(comm, stage)
-    for tokens in token_batches(3):
+@EVERY_STAGE
+@on_ranks(2)
+def test_warm_up_sends_all(comm, stage):
+    engine, plain = engine_of(comm, stage, GradientCompressor("topk", 0.1, warmup=2)), engine_of(comm, stage)
+    for step, tokens in enumerate(token_batches(3)):
         sent = []
         for each in (engine, plain):
             before = comm.traffic
             gradients_of_step(each, tokens)
             each.step()
             sent.append((comm.traffic - before).total)
-        found.append((sent[0] < sent[1], equal(parameters_of(engine), parameters_of(plain))))
-    return found
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_warm_up_sends_all(stage):
-    for steps in launch(warmed_up, 2, stage):
-        assert steps == [(False, True), (False, True), (True, False)]
+        assert (sent[0] < sent[1]) == (step == 2)
+        assert equal(parameters_of(engine), parameters_of(plain)) == (step < 2)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -211,17 +177,12 @@ def test_powersgd_is_refused_where_gradients_are_not_whole(stage):
         engine_of(FakeCommunicator(0, 2), stage, GradientCompressor("powersgd"))
 
 
-def refused(comm, hooks):
-    try:
-        engine_of(comm, 1, hooks[comm.rank])
-    except CollectiveMismatch as error:
-        return str(error)
-
-
 @pytest.mark.parametrize("other", [None, GradientCompressor("int8"), GradientCompressor("topk", 0.2)])
-def test_ranks_with_other_hooks_are_named(other):
-    for found in launch(refused, 2, [GradientCompressor("topk", 0.1), other]):
-        assert "ranks [1] have another hook than rank 0: rank 0: GradientCompressor(topk, ratio 0.1" in found
+@on_ranks(2)
+def test_ranks_with_other_hooks_are_named(comm, other):
+    words = r"ranks \[1\] have another hook than rank 0: rank 0: GradientCompressor\(topk, ratio 0.1"
+    with pytest.raises(CollectiveMismatch, match=words):
+        engine_of(comm, 1, other if comm.rank else GradientCompressor("topk", 0.1))
 
 
 def test_a_hook_belongs_to_one_engine():
@@ -244,11 +205,10 @@ def test_what_is_kept_takes_the_bytes_of_its_closed_form(stage):
         assert kept == residual_bytes(hook, hook.layouts) and not hook._pending
 
 
-def low(comm, stage, algorithm):
-    engine = ENGINES[stage](gpt(dtype=torch.bfloat16), comm, FAST, bucket_bytes=BUCKET,
-                            hook=(hook := GradientCompressor(algorithm, 0.1)))
-    before = comm.traffic
-    losses = []
+def low(comm, stage):
+    hook = GradientCompressor("topk", 0.1)
+    engine = ENGINES[stage](gpt(dtype=torch.bfloat16), comm, FAST, bucket_bytes=BUCKET, hook=hook)
+    before, losses = comm.traffic, []
     for tokens in token_batches(8):
         rows = tokens[0].chunk(comm.world_size)[comm.rank] * 0 + torch.arange(16)
         loss = engine.forward(rows, rows)
@@ -257,18 +217,18 @@ def low(comm, stage, algorithm):
         losses.append(loss.item())
     sent = (comm.traffic - before)["all_to_all" if stage else "all_gather"]
     wanted = gradient_traffic(hook, hook.layouts, comm.world_size, comm.rank, bool(stage), torch.bfloat16).total
-    residual = hook.kept[0]["residual"].dtype
-    return losses, sent - 8 * wanted, residual, parameters_of(engine)
+    return losses, sent - 8 * wanted, hook.kept[0]["residual"].dtype, parameters_of(engine)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@EVERY_STAGE
 def test_numbers_of_16_bits_travel_in_16_bits_and_the_residual_is_in_32(stage):
-    (losses, off, residual, ours), (_, _, _, others) = launch(low, 2, stage, "topk")
+    (losses, off, residual, ours), (_, _, _, others) = pooled(low, 2, stage)
     assert losses[-1] < 0.8 * losses[0] and residual is torch.float32 and equal(ours, others)
     assert off == 0 if stage else 0 <= off < 8 * 400  # stage 0 gathers the checks besides
 
 
-@every
-def test_one_rank_alone_compresses_too(stage, algorithm):
-    _, sent, expected, _, _ = launch(trained, 1, stage, algorithm)[0]
+@pytest.mark.parametrize(("stage", "algorithm"), CASES)
+@on_ranks(1)
+def test_one_rank_alone_compresses_too(comm, stage, algorithm):
+    _, sent, expected, _, _ = trained(comm, stage, algorithm)
     assert sum(expected.values()) == sum(sent.values()) == 0

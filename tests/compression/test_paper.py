@@ -1,14 +1,14 @@
 """The idea in one screen beside the hook: the same numbers, the same residual, the same traffic."""
 
-import functools
+from unittest import mock
 
 import pytest
 import torch
 from one_screen import check_paper
+from rank_pool import pooled
 from torch import nn
 from zero_kit import SGD, equal
 
-from refimpl.comm import launch
 from refimpl.comm.agreement import agreement_traffic
 from refimpl.compression import GradientCompressor, paper
 from refimpl.zero import DataParallel
@@ -55,14 +55,11 @@ def read(model, comm, backward, step):
 
 
 def by_paper(comm, topk):
-    model, paper.TopK, original = layers(), topk, paper.TopK
-    try:
+    model = layers()
+    with mock.patch.object(paper, "TopK", topk):
         trainer = paper.Trainer(model, comm, SGD, RATIO)
-    finally:
-        paper.TopK = original
-    residual = trainer.topk.residual
-    return *read(model, comm, torch.Tensor.backward, trainer.step), {n: residual[n].view(p.shape)
-                                                                    for n, p in model.named_parameters()}
+    result = read(model, comm, torch.Tensor.backward, trainer.step)
+    return *result, {name: trainer.topk.residual[name].view(p.shape) for name, p in model.named_parameters()}
 
 
 def by_hook(comm):
@@ -74,17 +71,9 @@ def by_hook(comm):
     return *result, residual
 
 
-@functools.cache
-def found(world_size):
-    return launch(by_hook, world_size), launch(by_paper, world_size, paper.TopK)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_same_numbers_residuals_and_traffic(world_size):
-    assert_same(*found(world_size), world_size)
-
-
-def assert_same(hooks, papers, world_size):
+def test_the_same_numbers_residuals_and_traffic(world_size, topk=paper.TopK):
+    hooks, papers = pooled(by_hook, world_size), pooled(by_paper, world_size, topk)
     for rank, (ours, its) in enumerate(zip(hooks, papers, strict=True)):
         assert ours[0] == its[0] and ours[0][0] != ours[0][-1]
         assert equal(ours[1], its[1]) and equal(ours[3], its[3])
@@ -98,7 +87,7 @@ def assert_same(hooks, papers, world_size):
 @pytest.mark.parametrize("mutant", [WithoutMemory, Dense])
 def test_a_version_that_forgets_or_saves_nothing_fails_here(mutant):
     with pytest.raises(AssertionError):
-        assert_same(found(2)[0], launch(by_paper, 2, mutant), 2)
+        test_the_same_numbers_residuals_and_traffic(2, mutant)
 
 
 def test_all_is_sent_in_the_end():
@@ -108,5 +97,4 @@ def test_all_is_sent_in_the_end():
         for step in range(50):
             g = torch.randn(100, generator=torch.Generator().manual_seed(step)).double()
             given, sent = given + g, sent + compressor.decompress(compressor.compress(g))
-        left = compressor.kept[0].get("residual", 0)
-        assert ((sent + left - given).abs().max() < 1e-12) == memory
+        assert ((sent + compressor.kept[0].get("residual", 0) - given).abs().max() < 1e-12) == memory

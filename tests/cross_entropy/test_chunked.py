@@ -4,19 +4,14 @@ import itertools
 
 import pytest
 import torch
-from head_kit import errors, exact, head, plain, read, with_gradients
+from head_kit import EVERYTHING, errors, exact, head, plain, read, split_columns, with_gradients
 from rank_pool import pooled
 
 from refimpl import memory
-from refimpl.cross_entropy import (
-    chunked_cross_entropy_bytes,
-    chunked_linear_cross_entropy,
-    default_chunk_size,
-    multi_token_cross_entropy,
-    split_cross_entropy_traffic,
-)
+from refimpl.cross_entropy.chunked import chunked_linear_cross_entropy, default_chunk_size, multi_token_cross_entropy
+from refimpl.cross_entropy.closed_forms import chunked_cross_entropy_bytes, split_cross_entropy_traffic
 
-EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 4.0}
+V_SPLIT = 101  # no number of ranks divides it
 
 
 @pytest.mark.core
@@ -24,11 +19,10 @@ EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 4.0}
     [{}, EVERYTHING], ["mean", "sum"], [1, 7, 64, None], [False, True])])
 def test_numbers_are_those_of_the_logits(options, reduction, chunk_size, bias):
     hidden, weight, targets, b = head(37, 16, 101, torch.float64, bias=bias)
-    loss = chunked_linear_cross_entropy(hidden, weight, targets, bias=b, reduction=reduction, chunk_size=chunk_size,
-                                        **options)
-    found = with_gradients(loss * 3, hidden, weight, b)  # an upstream gradient that is not 1
-    expected = exact(hidden, weight, targets, b, reduction=reduction, **options)
-    assert max(errors([x / 3 for x in found], expected)) < 1e-13
+    options = options | {"reduction": reduction}
+    loss = chunked_linear_cross_entropy(hidden, weight, targets, bias=b, chunk_size=chunk_size, **options)
+    found, expected = with_gradients(loss * 3, hidden, weight, b), exact(hidden, weight, targets, b, **options)
+    assert max(errors([x / 3 for x in found], expected)) < 1e-13  # an upstream gradient that is not 1
 
 
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["", "everything"])
@@ -53,16 +47,14 @@ def test_gradients_of_small_means_do_not_vanish_in_fp16():
     """1/n of 65,536 rows times a softmax is under fp16's smallest number; the caller's loss scale comes in backward."""
     hidden, weight, targets, _ = head(4096, 8, 64, torch.float16, ignored=0)
     found = with_gradients(chunked_linear_cross_entropy(hidden, weight, targets) * 2.0**14, hidden, weight)
-    expected = exact(hidden, weight, targets)
-    assert max(errors([x / 2.0**14 for x in found], expected)) < 2e-3
+    assert max(errors([x / 2.0**14 for x in found], exact(hidden, weight, targets))) < 2e-3
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_all_targets_ignored_is_zero(reduction):
     hidden, weight, targets, bias = head(10, 4, 7, bias=True, ignored=1)
-    found = with_gradients(chunked_linear_cross_entropy(hidden, weight, targets, bias=bias, reduction=reduction),
-                           hidden, weight, bias)
-    assert all((x == 0).all() for x in found)
+    loss = chunked_linear_cross_entropy(hidden, weight, targets, bias=bias, reduction=reduction)
+    assert all((x == 0).all() for x in with_gradients(loss, hidden, weight, bias))
 
 
 def test_no_tokens_at_all():
@@ -73,10 +65,10 @@ def test_no_tokens_at_all():
 
 def test_shapes_ids_and_another_ignored_id():
     hidden, weight, targets, _ = head(24, 8, 31)
-    expected = with_gradients(plain(hidden, weight, targets.where(targets >= 0, 3), 3), hidden, weight)
-    folded = hidden.view(2, 3, 4, 8)
-    found = with_gradients(chunked_linear_cross_entropy(
-        folded, weight, targets.where(targets >= 0, 3).int().view(2, 3, 4), 3, chunk_size=5), hidden, weight)
+    targets = targets.where(targets >= 0, 3)
+    expected = with_gradients(plain(hidden, weight, targets, 3), hidden, weight)
+    folded = chunked_linear_cross_entropy(hidden.view(2, 3, 4, 8), weight, targets.int().view(2, 3, 4), 3, chunk_size=5)
+    found = with_gradients(folded, hidden, weight)
     assert max(errors(found, [x.double() for x in expected])) < 1e-5
 
 
@@ -102,8 +94,7 @@ def test_autocast_rounds_the_weights_gradient_nowhere():
     found = with_gradients(loss, hidden, weight)
     assert [x.dtype for x in found] == [torch.float32] * 3
     rounded = [x.detach().bfloat16() for x in (hidden, weight)]
-    assert errors(found, exact(*rounded, targets))[2] < 4e-3
-    assert not torch.equal(found[2], found[2].bfloat16().float())
+    assert errors(found, exact(*rounded, targets))[2] < 4e-3 and not torch.equal(found[2], found[2].bfloat16().float())
 
 
 BAD = {
@@ -117,15 +108,13 @@ BAD = {
     "integers": (lambda a: a.update(weight=a["weight"].long(), hidden=a["hidden"].long()), TypeError, "int64"),
     "no reduction": (lambda a: a.update(reduction="none"), ValueError, "'none': expected 'mean' or 'sum'"),
     "no chunk": (lambda a: a.update(chunk_size=0), ValueError, "chunk_size=0"),
-    "smoothing": (lambda a: a.update(label_smoothing=2), ValueError, "label_smoothing=2"),
-}
+    "smoothing": (lambda a: a.update(label_smoothing=2), ValueError, "label_smoothing=2")}
 
 
 @pytest.mark.parametrize("fault", BAD)
 def test_bad_input_is_named(fault):
     change, error, words = BAD[fault]
-    hidden, weight, targets, _ = head(24, 8, 31, needs=False, ignored=0)
-    arguments = {"hidden": hidden, "weight": weight, "targets": targets}
+    arguments = dict(zip(("hidden", "weight", "targets"), head(24, 8, 31, needs=False, ignored=0), strict=False))
     change(arguments)
     with pytest.raises(error, match=words):
         chunked_linear_cross_entropy(**arguments)
@@ -133,20 +122,17 @@ def test_bad_input_is_named(fault):
 
 def test_second_backwards_are_refused():
     hidden, weight, targets, _ = head(24, 8, 31)
-    loss = chunked_linear_cross_entropy(hidden, weight, targets)
+    loss, other = (chunked_linear_cross_entropy(hidden, weight, targets) for _ in range(2))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
     with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(chunked_linear_cross_entropy(hidden, weight, targets), weight, create_graph=True)
+        torch.autograd.grad(other, weight, create_graph=True)
 
 
 def test_default_chunks_are_as_large_as_hidden():
     assert default_chunk_size(8192, 50257, 768) == 256 and default_chunk_size(8192, 128256, 4096) == 512
     assert default_chunk_size(100, 50257, 768) == 100 and default_chunk_size(1 << 20, 1000, 64) == 1 << 17
-
-
-# --- several losses of one head ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -183,36 +169,17 @@ def test_several_losses_refused(hiddens, scales, words):
         multi_token_cross_entropy([hidden] * hiddens, weight, [targets] * 2, scales)
 
 
-# --- a vocabulary split over ranks ------------------------------------------------------------------------------------
-
-V_SPLIT = 101  # no number of ranks divides it
-
-
-def split(comm, options, dtype):
-    hidden, weight, targets, bias = head(37, 16, V_SPLIT, dtype, bias=True)
-    targets = targets.masked_fill(targets == -100, options.get("ignore_index", -100))
-    expected = exact(hidden, weight, targets, bias, **options)
-    first, end = (rank * V_SPLIT // comm.world_size for rank in (comm.rank, comm.rank + 1))
-    mine, b = (x.detach()[first:end].clone().requires_grad_() for x in (weight, bias))
-    losses = []
-
-    def compute():
-        loss = chunked_linear_cross_entropy(hidden, mine, targets, bias=b, chunk_size=16, comm=comm, vocabulary=V_SPLIT,
-                                            **options)
-        losses.append(loss.item())
-        return loss
-
-    comm.reset_traffic()
-    taken = read(compute, hidden, mine, targets, b)
-    expected[2:] = [x[first:end] for x in expected[2:]]
-    found = [torch.tensor(losses[0], dtype=torch.float64), hidden.grad, mine.grad, b.grad]
-    return errors(found, expected), taken, comm.traffic
+def alone(hiddens, weight, targets, **options):
+    """One loss, called as several are."""
+    loss = chunked_linear_cross_entropy(hiddens[0], weight, targets[0], chunk_size=16, **options)
+    return loss, [loss.detach()]
 
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("options", [{}, EVERYTHING, {"ignore_index": 60}], ids=["", "everything", "a word"])
 def test_a_split_vocabulary_is_the_whole_one(n, options):
-    for rank, (wrong, taken, sent) in enumerate(pooled(split, n, options, torch.float64)):
+    found = pooled(split_columns, n, (37, 16, V_SPLIT), torch.float64, 1, options, alone)
+    for rank, (wrong, taken, sent) in enumerate(found):
         v = (rank + 1) * V_SPLIT // n - rank * V_SPLIT // n
         chosen = {name: value for name, value in options.items() if name in ("label_smoothing", "softcap")}
         form = chunked_cross_entropy_bytes(37, v, 16, torch.float64, chunk_size=16, bias=True, split=True, **chosen)

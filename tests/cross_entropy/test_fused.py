@@ -4,18 +4,12 @@ import itertools
 
 import pytest
 import torch
-from head_kit import errors, exact, head, plain, with_gradients
+from head_kit import EVERYTHING, errors, exact, head, plain, with_gradients
 from interpreting import interpreted
 
 from refimpl import memory
 from refimpl.comm.traffic import Traffic, ring_traffic
-from refimpl.cross_entropy import (
-    fused_cross_entropy_bytes,
-    fused_linear_cross_entropy,
-    split_cross_entropy_traffic,
-)
-
-EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 4.0}
+from refimpl.cross_entropy import fused_cross_entropy_bytes, fused_linear_cross_entropy, split_cross_entropy_traffic
 
 
 def test_numbers_are_those_of_the_logits():
@@ -36,34 +30,29 @@ def test_error_is_no_larger_than_the_plain_ones_in_fp16():
         reference = exact(hidden, weight, targets)
         for k, results in enumerate((ours, theirs)):
             assert [x.dtype for x in results] == [torch.float32, torch.float16, torch.float16]
-            sums[k] += torch.stack([(a.double() - b).square().mean() for a, b in zip(results[1:], reference[1:],
-                                                                                       strict=True)])
+            pairs = list(zip(results, reference, strict=True))[1:]
+            sums[k] += torch.stack([(a.double() - b).square().mean() for a, b in pairs])
     assert (sums[0] <= sums[1] * 1.02).all(), sums
 
 
 def test_all_targets_ignored_is_zero_and_frozen_parts_have_no_gradient():
-    ignored, frozen = head(10, 8, 20, ignored=1), head(40, 8, 70)
-    frozen[1].requires_grad_(False)
-    body = head(40, 8, 70)
-    body[0].requires_grad_(False)
+    ignored, frozen, body = head(10, 8, 20, ignored=1), head(40, 8, 70), head(40, 8, 70)
+    frozen[1].requires_grad_(False), body[0].requires_grad_(False)
     zero, first, second = interpreted([("head_bodies:loss_and_gradients", x, {}) for x in (ignored, frozen, body)])
     assert all((x == 0).all() for x in zero)
     expected = exact(*head(40, 8, 70))
-    assert len(first) == len(second) == 2
     assert max(errors(first, expected[:2])) < 2e-6 and max(errors(second, [expected[0], expected[2]])) < 2e-6
 
 
 def test_bytes_are_the_closed_forms():
-    shapes = ((70, 40, 203), (33, 80, 130), (200, 16, 30))
-    cases = [(shape, dtype, bias) for shape in shapes for dtype in (torch.float32, torch.float16)
-             for bias in (False, True)]
+    shapes, dtypes = ((70, 40, 203), (33, 80, 130), (200, 16, 30)), (torch.float32, torch.float16)
+    cases = itertools.product(shapes, dtypes, (False, True))
     cases = [(*case, parts) for case, parts in zip(cases, itertools.cycle((1, 1, 3)), strict=False)]
     found = interpreted([("head_bodies:bytes_read", head(*shape, dtype, bias=bias), {"parts": parts})
                          for shape, dtype, bias, parts in cases])
     for ((N, C, V), dtype, bias, parts), taken in zip(cases, found, strict=True):
         form = fused_cross_entropy_bytes(N, V, C, dtype, bias=bias, parts=parts)
-        assert taken == (form.saved, form.forward, form.peak)
-        assert form.forward < N * V * 4 or V < 64
+        assert taken == (form.saved, form.forward, form.peak) and (form.forward < N * V * 4 or V < 64)
 
 
 def test_several_losses_are_their_weighted_sum_and_have_one_gradient_of_the_weight():
@@ -101,7 +90,6 @@ def test_a_split_vocabulary_is_the_whole_one():
 def test_a_large_head_in_a_dry_run():
     """Llama-3-8B's: kernels that do not run take what they would."""
     N, V, C, dtype = 8192, 128256, 4096, torch.bfloat16
-
     def step():
         hidden, weight = (torch.empty(n, C, dtype=dtype, requires_grad=True) for n in (N, V))
         fused_linear_cross_entropy(hidden, weight, torch.zeros(N, dtype=torch.int64)).backward()

@@ -3,26 +3,34 @@
 import copy
 
 import outside  # noqa: F401 - before transformers
-import peft
 import pytest
 import torch
+from head_kit import peak_of
 from outside.models import GROUPED, SMALL, causal, masked, padded, seq2seq, text
-from transformers import Trainer, TrainingArguments
 
-from refimpl import memory
 from refimpl.cross_entropy import chunked_cross_entropy_bytes, models, plain_cross_entropy_bytes, without_logits
 from refimpl.model import GPT, GPTConfig
 
-BUILD = {"gpt2": causal("gpt2", **{**SMALL, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
-                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+GPT2 = {**SMALL, "n_embd": 64, "n_layer": 2, "n_head": 4}
+BUILD = {"gpt2": causal("gpt2", **GPT2, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
          "llama": causal("llama", **GROUPED), "llama tied": causal("llama", tie_word_embeddings=True, **GROUPED),
          "mistral": causal("mistral", **GROUPED), "qwen2": causal("qwen2", **GROUPED)}
+CHANGED = {"gemma2": {"final_logit_softcapping": 3.0}, "cohere": {"logit_scale": 0.3},
+           "granite": {"logits_scaling": 3.0}}
 
 
 def stepped(model, batch, **more):
     outputs = model(**batch, **more)
     outputs.loss.backward()
     return outputs, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(model, batch, before, loss=1e-5, **more):
+    """Without logits: loss and gradients as `before`, (outputs, gradients) of the model itself."""
+    (outputs, found), (expected, gradients) = stepped(model, batch, **more), before
+    assert outputs.logits is None and (outputs.loss - expected.loss).abs() < loss * expected.loss
+    assert found.keys() == gradients.keys()
+    assert all((found[k] - g).norm() < 1e-5 * g.norm() + 1e-7 for k, g in gradients.items())
 
 
 def built(name):
@@ -35,15 +43,12 @@ def built(name):
 @pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 77}], ids=["mean", "items"])
 def test_loss_and_gradients_are_the_models_own(name, more):
     model, batch = built(name)
-    expected, gradients = stepped(copy.deepcopy(model), batch, **more)
+    before = stepped(copy.deepcopy(model), batch, **more)
     handle = without_logits(model, chunk_size=48)
-    outputs, found = stepped(model, batch, **more)
-    assert outputs.logits is None and (outputs.loss - expected.loss).abs() < 1e-5 * expected.loss
-    assert found.keys() == gradients.keys()
-    assert all((found[k] - g).norm() < 1e-5 * g.norm() + 1e-7 for k, g in gradients.items())
+    assert_same(model, batch, before, **more)
     assert torch.equal(model(input_ids=batch["input_ids"]).logits, model.eval()(input_ids=batch["input_ids"]).logits)
     handle.remove()
-    assert torch.equal(model(**batch).logits, expected.logits)
+    assert torch.equal(model(**batch).logits, before[0].logits)
 
 
 def test_names_and_ties_stay():
@@ -55,8 +60,7 @@ def test_names_and_ties_stay():
 
 def test_a_tuple_and_shifted_labels():
     model, batch = built("llama")
-    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    expected = model(**batch).loss
+    shifted, expected = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:], model(**batch).loss
     without_logits(model)
     loss, logits, *_ = model(**batch, shift_labels=shifted, return_dict=False)
     assert logits is None and (loss - expected).abs() < 1e-6
@@ -89,20 +93,11 @@ def test_a_factor_and_a_softcap():
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_peak_of_a_model_whose_vocabulary_is_large(name):
     """It falls by nearly the difference of the heads' closed forms, and is that of a step without a head."""
-    settings = {**SMALL, "vocab_size": 5000, **({"n_layer": 2, "n_embd": 64, "n_head": 4} if name == "gpt2" else
-                                                {"num_key_value_heads": 2, "head_dim": 16})}
-    model, batch = causal(name, **settings)(), text(8, 64, 5000)()
-
-    def peak():
-        model.zero_grad()
-        with memory.track(model, *batch.values()) as t:
-            model(**batch).loss.backward()
-        return t.peak.total
-
-    logits = peak()
-    handle = without_logits(model, chunk_size=64)
-    without = peak()
-    handle.remove()
+    sizes = GPT2 if name == "gpt2" else {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
+    model, batch = causal(name, **sizes | {"vocab_size": 5000})(), text(8, 64, 5000)()
+    logits = peak_of(model, batch)
+    without_logits(model, chunk_size=64)
+    without = peak_of(model, batch)
     N, V, C = 8 * 64, 5000, 64
     saved = plain_cross_entropy_bytes(N, V, C).peak - chunked_cross_entropy_bytes(N, V, C, chunk_size=64).peak
     assert logits - without > 0.9 * saved > 0.4 * logits
@@ -110,15 +105,17 @@ def test_the_peak_of_a_model_whose_vocabulary_is_large(name):
 
 def test_their_trainer(tmp_path):
     """Two accumulated batches: their Trainer passes num_items_in_batch."""
+    from transformers import Trainer, TrainingArguments
+
     found = []
     for replaced in (False, True):
         model, batch = built("llama")
         if replaced:
             without_logits(model, chunk_size=48)
         rows = [{k: v[i] for k, v in batch.items()} for i in range(8)]
-        arguments = TrainingArguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-                                      max_steps=2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
-                                      seed=0, logging_strategy="no")
+        arguments = TrainingArguments(
+            tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, report_to=[], seed=0,
+            save_strategy="no", logging_strategy="no", use_cpu=True, disable_tqdm=True)
         Trainer(model, arguments, train_dataset=rows).train()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert (found[0] - found[1]).abs().max() < 1e-5
@@ -128,7 +125,6 @@ def test_our_gpt():
     model = GPT(GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=32, heads=4))
     tokens = text()()["input_ids"]
     targets = tokens.masked_fill(tokens < 40, -100)
-
     def step(reduction):
         model.zero_grad()
         loss = model(tokens, targets, reduction=reduction)
@@ -138,8 +134,7 @@ def test_our_gpt():
     for reduction in ("mean", "sum"):
         expected = step(reduction)
         handle = without_logits(model, chunk_size=48)
-        for a, b in zip(step(reduction), expected, strict=True):
-            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+        assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-7 for a, b in zip(step(reduction), expected, strict=True))
         with pytest.raises(ValueError, match="remove"):
             without_logits(model)
         with pytest.raises(ValueError, match="targets run from"):
@@ -149,24 +144,17 @@ def test_our_gpt():
 
 
 def test_what_is_refused():
-    with pytest.raises(TypeError, match="ForMaskedLMLoss"):
-        without_logits(masked("bert")())
-    with pytest.raises(TypeError, match="expected a decoder"):
-        without_logits(seq2seq("t5", vocab_size=256, d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4,
-                               tie_word_embeddings=False)())
-    with pytest.raises(TypeError, match="BartForCausalLM does not call its loss_function"):
-        without_logits(causal("bart", vocab_size=256, d_model=64, decoder_layers=1, decoder_attention_heads=4,
-                              decoder_ffn_dim=64)())
-    with pytest.raises(TypeError, match="nn.Linear"):
-        without_logits(torch.nn.Linear(3, 3))
+    t5 = seq2seq("t5", vocab_size=256, d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4,
+                 tie_word_embeddings=False)
+    bart = causal("bart", vocab_size=256, d_model=64, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=64)
+    for model, words in ((masked("bert")(), "ForMaskedLMLoss"), (t5(), "expected a decoder"), (
+            bart(), "BartForCausalLM does not call its loss_function"), (torch.nn.Linear(3, 3), "nn.Linear")):
+        with pytest.raises(TypeError, match=words):
+            without_logits(model)
     model, _ = built("llama")
     without_logits(model)
     with pytest.raises(ValueError, match="remove"):
         without_logits(model)
-
-
-CHANGED = {"gemma2": {"final_logit_softcapping": 3.0}, "cohere": {"logit_scale": 0.3},
-           "granite": {"logits_scaling": 3.0}}
 
 
 @pytest.mark.parametrize("name", CHANGED)
@@ -200,11 +188,9 @@ def test_a_softcap_is_found_in_every_dtype(dtype, scale):
 
 def test_a_model_with_a_softcap_in_fp64():
     model, batch = causal("gemma2", **GROUPED, final_logit_softcapping=3.0)().double(), padded()()
-    expected, gradients = stepped(copy.deepcopy(model), batch)
+    before = stepped(copy.deepcopy(model), batch)
     without_logits(model, chunk_size=48)
-    outputs, found = stepped(model, batch)
-    assert (outputs.loss - expected.loss).abs() < 1e-6 * expected.loss  # theirs computes it in fp32
-    assert all((found[k] - g).norm() < 1e-5 * g.norm() + 1e-7 for k, g in gradients.items())
+    assert_same(model, batch, before, loss=1e-6)  # theirs computes it in fp32
 
 
 def test_another_change_is_named():
@@ -227,20 +213,23 @@ def test_another_change_is_named():
 
 
 def test_a_peft_model_and_labels_by_position():
+    import peft
+
     model, batch = built("llama")
     expected = model(**batch).loss
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     without_logits(adapted, chunk_size=48)
-    outputs = adapted(**batch)
-    assert outputs.logits is None and (outputs.loss - expected).abs() < 1e-5 * expected
-    outputs = model(batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
-    assert outputs.logits is None and (outputs.loss - expected).abs() < 1e-5 * expected
+    by_position = model(batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
+    for outputs in (adapted(**batch), by_position):
+        assert outputs.logits is None and (outputs.loss - expected).abs() < 1e-5 * expected
 
 
 def test_a_peft_model_that_adapts_its_head_is_refused_before_it_runs():
     """At once, not in its first call; and one with a prompt in front, whose labels grow, has its own loss."""
-    for options in ({"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj"],
-                                                                "modules_to_save": ["lm_head"]}):
+    import peft
+
+    saves = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    for options in ({"target_modules": ["q_proj", "lm_head"]}, saves):
         adapted = peft.get_peft_model(built("llama")[0], peft.LoraConfig(**options))
         with pytest.raises(TypeError, match="as its output embedding: expected an nn.Linear"):
             without_logits(adapted)
@@ -255,16 +244,13 @@ def test_a_peft_model_that_adapts_its_head_is_refused_before_it_runs():
 def test_a_replica_is_refused_and_a_copy_is_a_model_of_its_own():
     """A replica has the head of the first GPU's model, and its threads share what stands between head and loss."""
     model, batch = built("llama")
-    expected, gradients = stepped(copy.deepcopy(model), batch)
+    before = stepped(copy.deepcopy(model), batch)
     handle = without_logits(model, chunk_size=48)
-    replica = model._replicate_for_data_parallel()
     with pytest.raises(RuntimeError, match="replica .*DataParallel.*torchrun"):
-        replica(**batch)
+        model._replicate_for_data_parallel()(**batch)
     copied = copy.deepcopy(model)
     handle.remove()
-    outputs, found = stepped(copied, batch)
-    assert outputs.logits is None and (outputs.loss - expected.loss).abs() < 1e-5 * expected.loss
-    assert all((found[k] - g).norm() < 1e-5 * g.norm() + 1e-7 for k, g in gradients.items())
+    assert_same(copied, batch, before)
     assert all(p.grad is None for p in model.parameters()) and model(**batch).logits is not None
 
 

@@ -10,6 +10,12 @@ from one_screen import check_paper
 from refimpl.cross_entropy import chunked_cross_entropy_bytes, chunked_linear_cross_entropy, paper
 
 pytestmark = pytest.mark.core
+FAULTS = {
+    # Each chunk's gradient and loss divided by the number of its own targets.
+    "own count": ("counts_R = (t_R != IGNORED).float()",
+                  "counts_R = (t_R != IGNORED).float(); counts_R *= n * R / counts_R.sum().clamp(min=1) / 90"),
+    # dW of one chunk in place of the sum.
+    "last chunk": ("dW_VC.addmm_(z_RV.T, h_RC.float())", "dW_VC.copy_(z_RV.T @ h_RC.float())")}
 
 
 def both(chunk_size, dtype=torch.float32, N=90, C=16, V=203):
@@ -42,36 +48,24 @@ def test_bytes_are_the_hardened_ones():
     assert abs(forward - form.forward) < 64 * R < R * V * 4 / 3
 
 
-FAULTS = {
-    # Each chunk's gradient and loss divided by the number of its own targets.
-    "own count": ("counts_R = (t_R != IGNORED).float()",
-                  "counts_R = (t_R != IGNORED).float(); counts_R *= n * R / counts_R.sum().clamp(min=1) / 90"),
-    # dW of one chunk in place of the sum.
-    "last chunk": ("dW_VC.addmm_(z_RV.T, h_RC.float())", "dW_VC.copy_(z_RV.T @ h_RC.float())"),
-}
-
-
-def faulty(*changes):
-    text = inspect.getsource(paper)
-    for before, after in changes:
-        assert before in text
-        text = text.replace(before, after)
-    names = {}
-    exec(compile(text, "a faulty version", "exec"), names)
+def faulty(before, after):
+    text, names = inspect.getsource(paper), {}
+    assert before in text
+    exec(compile(text.replace(before, after), "a faulty version", "exec"), names)
     return names["linear_cross_entropy"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_another_gradient(fault):
     (hidden, weight, targets), right, _ = both(32)
-    wrong = with_gradients(faulty(FAULTS[fault])(hidden, weight, targets, 32), hidden, weight)
+    wrong = with_gradients(faulty(*FAULTS[fault])(hidden, weight, targets, 32), hidden, weight)
     reference = exact(hidden, weight, targets)[2]
     assert (right[2] - reference).norm() < 1e-5 * reference.norm() < 1e-2 * (wrong[2] - reference).norm()
 
 
 def test_keeping_the_logits_shows():
     """The logits kept by a .float() that nobody deletes: in fp32 it is no copy, and a list of them is all logits."""
-    keeping = faulty(("            del z_RV\n", "            ctx.kept = [*getattr(ctx, 'kept', []), z_RV]\n"))
+    keeping = faulty("            del z_RV\n", "            ctx.kept = [*getattr(ctx, 'kept', []), z_RV]\n")
     hidden, weight, targets, _ = head(96, 16, 2003)
     kept, _, _ = read(lambda: keeping(hidden, weight, targets, 32), hidden, weight, targets)
     assert kept >= 96 * 2003 * 4

@@ -1,26 +1,24 @@
 """The loss and gradient of some rows, against autograd in fp64; bad options; ranks with other targets."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from head_kit import exact, head
 from rank_pool import pooled
 
-from refimpl.comm import CollectiveMismatch, FakeCommunicator, RankError
+from refimpl.comm import CollectiveMismatch, FakeCommunicator
 from refimpl.cross_entropy.rows import Columns, Terms, row_losses
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss", "softcap"), [*itertools.product([0, 0.1, 1], [0, 0.01], [None, 3.0])])
 def test_loss_and_gradient_are_autograds(smoothing, z_loss, softcap):
-    z_RV, eye, targets, _ = head(11, 50, 50, torch.float64)
-    eye = torch.eye(50, dtype=torch.float64)
-    options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
-    expected = exact(z_RV * 4, eye, targets, reduction="sum", **options)
-    z_RV = z_RV.detach() * 4
+    z_RV, _, targets, _ = head(11, 50, 50, torch.float64, needs=False)
+    z_RV, options = z_RV * 4, {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
+    expected = exact(z_RV, torch.eye(50, dtype=torch.float64), targets, reduction="sum", **options)
     loss_R = row_losses(z_RV, targets, Terms(-100, **options), Columns(0, 50, 50), z_RV.new_ones(()), True)
-    assert (loss_R.sum() - expected[0]).abs() < 1e-12 * expected[0].abs()
-    assert (z_RV - expected[1]).abs().max() < 1e-13
+    assert (loss_R.sum() - expected[0]).abs() < 1e-12 * expected[0].abs() and (z_RV - expected[1]).abs().max() < 1e-13
     assert (loss_R[targets == -100] == 0).all() and (z_RV[targets == -100] == 0).all()
 
 
@@ -38,9 +36,8 @@ def test_an_ignored_row_of_nan_counts_for_nothing():
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"label_smoothing": -0.1}, "from 0 to 1"), ({"label_smoothing": 1.1}, "from 0 to 1"),
-    ({"z_loss": -1.0}, "at least 0"), ({"z_loss": float("nan")}, "at least 0"),
-    ({"z_loss": float("inf")}, "finite"), ({"softcap": float("inf")}, "finite"),
-    ({"softcap": 0.0}, "above 0"), ({"softcap": -30.0}, "above 0")])
+    ({"z_loss": -1.0}, "at least 0"), ({"z_loss": math.nan}, "at least 0"), ({"z_loss": math.inf}, "finite"),
+    ({"softcap": math.inf}, "finite"), ({"softcap": 0.0}, "above 0"), ({"softcap": -30.0}, "above 0")])
 def test_options_out_of_range(options, words):
     with pytest.raises(ValueError, match=words):
         Terms(**options).check()
@@ -60,12 +57,9 @@ def test_columns_of_a_rank():
 
 
 def other_targets(comm):
-    targets = torch.tensor([1, 2, 5])
-    if comm.rank == 1:
-        targets[2] = -100
-    columns = Columns.of(comm, 4, 8)
+    targets = torch.tensor([1, 2, -100 if comm.rank == 1 else 5])
     try:
-        row_losses(torch.zeros(3, 4), targets, Terms(), columns, torch.ones(()), True)
+        row_losses(torch.zeros(3, 4), targets, Terms(), Columns.of(comm, 4, 8), torch.ones(()), True)
     except CollectiveMismatch as error:
         return str(error)
     return ""
@@ -73,6 +67,5 @@ def other_targets(comm):
 
 @pytest.mark.faults
 def test_ranks_with_other_targets_are_named():
-    said = pooled(other_targets, 2)
-    assert any("other targets than the rest of its group: 1 rows of 3 differ, the first is row 2" in each
-               for each in said), RankError
+    words = "other targets than the rest of its group: 1 rows of 3 differ, the first is row 2"
+    assert any(words in said for said in pooled(other_targets, 2))

@@ -61,6 +61,6 @@ def test_the_error_is_within_its_bound_and_that_of_a_larger_skip_is_not():
 
 def test_the_weights_kernel_alone_decides_the_same():
     given = sharp()
-    (_, dw, _), (_, alone, _) = interpreted([("head_bodies:skipping", (*given, SKIP), {}),
-                                     ("head_bodies:skipping", (*given, SKIP, False), {})])
+    (_, dw, _), (_, alone, _) = interpreted([("head_bodies:skipping", (*given, SKIP, with_dh), {})
+                                             for with_dh in (True, False)])
     assert torch.equal(dw, alone)

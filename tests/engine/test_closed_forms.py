@@ -48,7 +48,6 @@ def test_traffic_and_bytes_of_each_axis(name, recompute):
 
 
 def test_a_group_over_two_nodes_is_as_fast_as_the_link_between_them():
-    mesh = Mesh(tp=8, pp=2, dp=2)
-    sent = {"tp": 800, "pp": 100, "dp": 200}
+    mesh, sent = Mesh(tp=8, pp=2, dp=2), {"tp": 800, "pp": 100, "dp": 200}
     assert wire_seconds(sent, mesh, 3, 8, 100, 10) == {"tp": 8.0, "pp": 10.0, "dp": 20.0}
     assert wire_seconds(sent, mesh, 3, 4, 100, 10)["tp"] == 80.0

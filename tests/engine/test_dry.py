@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from together_kit import ADAMW, MAX_NORM, ROWS, T, batches, built, engine_of, run_on
+from together_kit import ADAMW, MAX_NORM, ROWS, T, batches_of, built, engine_of, run_on
 
 from refimpl import memory
 from refimpl.comm import launch
@@ -22,7 +22,7 @@ def second_step(comm, name, axes, options):
     """(traffic by axis, peak) of a rank's second step."""
     engine = engine_of(comm, name, axes, **options)
     given = [[x if needed else None for x, needed in zip(pair, engine.needs, strict=True)]
-             for pair in batches(2, engine.mesh.here["dp"], engine.mesh.dp)]
+             for pair in batches_of(engine, 2)]
     run_on(engine, given[:1])
     before = sent(engine.mesh)
     with memory.track(engine.model, engine.optimizer) as t:

@@ -24,14 +24,9 @@ def test_zero_2_and_3_in_a_pipeline_with_the_bytes_that_they_would_send(zero, un
     model = built("gpt")
     with pytest.raises(ValueError, match=f"zero={zero} in a pipeline of 8 micro-batches") as refused:
         together(model, mesh_of(tp=2, pp=2, dp=4), zero=zero, micro_batches=8)
-    P, would, instead = numbers(str(refused.value))
+    P, would, instead = (int(each.replace(",", "")) for each in re.findall(r"\d[\d,]{3,}", str(refused.value)))
     assert would == units * 3 * P // 4 and instead == 2 * 3 * P // 4
     assert not any(hasattr(p, "shard_spec") for p in model.parameters())  # it is whole
-
-
-def numbers(text):
-    """The numbers of bytes in a text."""
-    return [int(each.replace(",", "")) for each in re.findall(r"\d[\d,]{3,}", text)]
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -60,34 +55,25 @@ def test_bad_input_is_refused_by_name(given, error, words):
         given()
 
 
-def along_the_wrong_axis(comm):
-    engine = engine_of(comm, "gpt", {"tp": 2, "dp": 2})
-    (tokens, targets), = batches(1, comm.rank % 2, 2)  # dp is the slower axis
-    engine.train_step(tokens, targets)
-
-
 def test_a_batch_cut_along_the_wrong_axis_is_named_with_coordinates():
+    def along_the_wrong_axis(comm):
+        given, = batches(1, comm.rank % 2, 2)  # dp is the slower axis
+        engine_of(comm, "gpt", {"tp": 2, "dp": 2}).train_step(*given)
     with pytest.raises(RankError, match=r"rank 1 \(dp 0, tp 1\) have other tokens than rank 0 \(dp 0, tp 0\)"):
         launch(along_the_wrong_axis, 4)
 
 
-def twice(comm):
-    engine = engine_of(comm, "gpt", {})
-    (tokens, targets), = batches(1)
-    engine.train_step(tokens, targets)
-    engine.train_step(tokens, targets)
-
-
 def test_two_train_steps_without_a_step_are_refused():
+    engine, (given,) = engine_of(FakeCommunicator(0, 1), "gpt", {}), batches(1)
+    engine.train_step(*given)
     with pytest.raises(RuntimeError, match="train_step after train_step"):
-        twice(FakeCommunicator(0, 1))
+        engine.train_step(*given)
 
 
 def test_a_step_that_is_dropped_leaves_nothing():
-    engine = engine_of(FakeCommunicator(0, 1), "gpt", {})
-    (tokens, targets), = batches(1)
-    first = engine.train_step(tokens, targets)
+    engine, (given,) = engine_of(FakeCommunicator(0, 1), "gpt", {}), batches(1)
+    first = engine.train_step(*given)
     engine.zero_grad()
-    assert torch.equal(first, engine.train_step(tokens, targets)) and engine.steps == 0
+    assert torch.equal(first, engine.train_step(*given)) and engine.steps == 0
     engine.step()
     assert engine.steps == 1

@@ -1,7 +1,7 @@
 """Training in three dimensions on 8 ranks is training in one process: losses and norms."""
 
 import pytest
-from together_kit import alone, trained, uneven
+from together_kit import FP64, alone, even, trained, uneven
 
 from refimpl.comm import launch
 from refimpl.mesh import Mesh
@@ -13,15 +13,17 @@ def far(found, expected):
                zip(ours, theirs, strict=True))
 
 
-def check(name, axes, steps, cut=None, **options):
-    expected, _ = alone(name, steps, cut)
+def check(name, axes, steps, cut=even, within=1e-4, **options):
+    expected = alone(name, steps, cut)
     for found in launch(trained, Mesh(**axes).world_size, name, axes, steps, options, cut):
-        assert far(found, expected) <= 1e-4
+        assert far(found, expected) <= within
     assert expected[-1][0] < expected[0][0]
 
 
 def test_tensor_pipeline_and_data_parallel_for_20_steps():
-    check("gpt", {"tp": 2, "pp": 2, "dp": 2}, 20, micro_batches=2, recompute=True)
+    """In fp64: in fp32 rounding alone makes 2e-4 of 20 steps on some processors. The loss and the norm by which
+    gradients are clipped stay fp32 numbers."""
+    check("gpt" + FP64, {"tp": 2, "pp": 2, "dp": 2}, 20, within=1e-5, micro_batches=2, recompute=True)
 
 
 @pytest.mark.parametrize("name", ["llama"])
@@ -30,15 +32,13 @@ def test_a_llama_of_hugging_face(name):
 
 
 @pytest.mark.parametrize(("name", "axes", "options"), [
-    ("gpt", {"cp": 2, "tp": 2, "dp": 2}, {"zero": 2}),
+    ("gpt", {"cp": 2, "tp": 2, "dp": 2}, {"zero": 2}), ("llama", {"cp": 2, "tp": 2}, {"zero": 3}),
     ("grouped gpt", {"pp": 2, "cp": 2}, {"micro_batches": 4, "schedule": "zb-h1"}),
     ("tied llama", {"pp": 2, "cp": 2}, {"micro_batches": 2, "recompute": True}),
-    ("llama", {"cp": 2, "tp": 2}, {"zero": 3}),
     ("grouped gpt", {"tp": 2, "pp": 2}, {"micro_batches": 2, "sequence": True, "recompute": True}),
     ("llama", {"tp": 2, "pp": 2}, {"micro_batches": 4, "sequence": True, "schedule": "interleaved"}),
     ("gpt", {"dp": 2, "pp": 2}, {"zero": 0, "micro_batches": 4, "schedule": "dualpipe-v"}),
-    ("gpt", {"dp": 4, "shards": 2}, {"zero": 2}),
-])
+    ("gpt", {"dp": 4, "shards": 2}, {"zero": 2})])
 def test_other_meshes_and_options(name, axes, options):
     check(name, axes, 5, **options)
 
@@ -62,9 +62,8 @@ def own_targets_alone(engine):
 
 
 @pytest.mark.parametrize(("mutant", "cut"), [
-    (norm_of_this_rank, None), (tie_without_its_sum, None), (own_targets_alone, uneven)])
+    (norm_of_this_rank, even), (tie_without_its_sum, even), (own_targets_alone, uneven)])
 def test_what_would_be_wrong_is_far_away(mutant, cut):
-    expected, _ = alone("gpt", 3, cut)
-    axes = {"pp": 2, "dp": 2}
-    found = launch(trained, 4, "gpt", axes, 3, {"micro_batches": 2}, cut, mutant)
+    expected = alone("gpt", 3, cut)
+    found = launch(trained, 4, "gpt", {"pp": 2, "dp": 2}, 3, {"micro_batches": 2}, cut, mutant)
     assert max(far(each, expected) for each in found) > 1e-3

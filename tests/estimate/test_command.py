@@ -3,16 +3,10 @@
 import json
 
 import pytest
-from estimate_kit import write
 
 from refimpl import cli
 from refimpl.estimate import estimate
 from refimpl.estimate.report import LIBRARIES, verdict
-
-
-@pytest.fixture(scope="module")
-def names(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("models"))
 
 
 def test_text_and_json_say_what_the_estimate_says(names, capsys):
@@ -44,8 +38,7 @@ def test_the_verdict(names):
     (["gpt2", "--precision", "fp8"], "invalid choice: 'fp8'"), (["gtp2"], "unknown model 'gtp2'; close names: gpt2"),
     (["gpt2", "--gpu", "h300"], "unknown hardware 'h300'"), (["none.json"], "no file none.json: expected a name of"),
     (["none.py:build"], "no file none.py: expected file.py:function"), (["build.py"], "no file build.py"),
-    ([__file__], "expected the function, too"), ([__file__ + ":write", "--attention", "sdpa"], "set it there"),
-])
+    ([__file__], "expected the function, too"), ([__file__ + ":write", "--attention", "sdpa"], "set it there")])
 def test_what_cannot_be_ends_with_status_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["estimate", *arguments])

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from estimate_kit import as_read, write
+from estimate_kit import as_read
 
 from refimpl import memory
 from refimpl.comm import launch
@@ -14,23 +14,16 @@ PLAIN = [
     ("gpt", {"precision": "autocast", "recompute": True}),
     ("gemma", {"precision": "bf16", "optimizer": "adamw-fused"}),
     ("gpt", {"precision": "bf16-master", "optimizer": "momentum"}), ("regression", {"batch": 64, "optimizer": "sgd"}),
-    ("gpt2", {"attention": "eager", "recompute": True, "optimizer": "adam"}), ("llama", {"precision": "bf16"}),
-]
+    ("gpt2", {"attention": "eager", "recompute": True, "optimizer": "adam"}), ("llama", {"precision": "bf16"})]
 STATE = 5056  # bytes of the CPU generator's state
 ON_RANKS = [(name, {"zero": zero, "gpus": 2, "batch": 2, "precision": "bf16" if name == "llama" else "fp32"})
             for name in ("gpt", "gpt2", "llama") for zero in range(4)]
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
 def ranks(names):
-    """What two real ranks read: {case: [of each rank]}."""
-    answers = launch(as_read, 2, [(names[name], options) for name, options in ON_RANKS])
-    return dict(zip(range(len(ON_RANKS)), zip(*answers, strict=True), strict=True))
+    """What two real ranks read: of each case (of each rank)."""
+    return list(zip(*launch(as_read, 2, [(names[name], options) for name, options in ON_RANKS]), strict=True))
 
 
 def said(found):
@@ -50,8 +43,7 @@ def test_states_of_random_numbers_are_what_a_recomputed_dropout_keeps_beside(nam
     options = {"precision": "bf16", "recompute": True}
     found, (_, phases, _) = estimate(names["gemma"], **options), as_read(None, [(names["gemma"], options)])[0]
     beside = phases["backward"].total - found.phases["backward"].total
-    assert 0 < beside <= (2 + 1) * STATE and beside % STATE == 0
-    assert any("5,056" in each for each in found.bounded)
+    assert 0 < beside <= (2 + 1) * STATE and beside % STATE == 0 and any("5,056" in each for each in found.bounded)
 
 
 @pytest.mark.parametrize("case", range(len(ON_RANKS)), ids=[f"{name}, zero {o['zero']}" for name, o in ON_RANKS])
@@ -73,12 +65,10 @@ def test_a_first_step_would_not_do(names, monkeypatch):
     """The mutant: the first step is tracked, in whose backward there are no optimizer states."""
     found = estimate(names["gpt"])
     whole, calls = step._Loop.step, []
-
     def second(self, args, kwargs):
         calls.append(self)
         if len(calls) > 1:
             whole(self, args, kwargs)
-
     monkeypatch.setattr(step._Loop, "step", second)
     first = memory.dry_run(lambda: step.train(None, names["gpt"], Options())).result.trace
     assert first.peak_moment("backward").ledger["optimizer state"] == 0 < found.phases["backward"]["optimizer state"]
@@ -88,8 +78,7 @@ def test_llama_3_8b_in_seconds():
     """Processor time of a machine that does other things, too: a bound against what looks at every event again."""
     began = time.process_time()
     found = estimate("llama3-8b", sequence=512, precision="bf16", zero=3, gpus=64, gpu="h100-sxm")
-    assert time.process_time() - began < 60
-    assert found.parameters == 8_030_261_248 and found.fits
+    assert time.process_time() - began < 60 and found.parameters == 8_030_261_248 and found.fits
     shard = 4 + 8  # bytes of fp32 masters and two moments
     assert found.peak["optimizer state"] == pytest.approx(shard * found.parameters / 64, rel=0.001)
 
@@ -116,8 +105,7 @@ def test_what_no_gpu_holds_is_reserved_in_full():
     ("refuses", r"build\.py:\d+: `raise ValueError\(.three heads.\)` raises ValueError in a dry run: three heads"),
     ("frozen", r"build\.py:frozen: none of its 321 parameters needs a gradient: nothing would be trained"),
     ("of_a_width", r"build\.py:of_a_width needs width: expected a function of batch and sequence, or of nothing"),
-    ("absent", r"build\.py has no function 'absent'; it has gpt, gemma, regression, frozen"),
-])
+    ("absent", r"build\.py has no function 'absent'; it has gpt, gemma, regression, frozen")])
 def test_a_model_that_cannot_be_built_or_run_is_refused_with_its_line(names, name, message):
     with pytest.raises(ValueError, match=message):
         estimate(names[name])

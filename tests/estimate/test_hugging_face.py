@@ -31,18 +31,15 @@ PUBLISHED = {  # sizes of the published config.json
                     "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
                     "intermediate_size": 4096, "tie_word_embeddings": False},
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12,
-             "n_head": 12},
-}
+             "n_head": 12}}
 
 
 @pytest.fixture
 def written(tmp_path):
     """A function that writes a config.json and returns its path."""
-
     def write(config):
         (tmp_path / "config.json").write_text(json.dumps(config))
         return str(tmp_path / "config.json")
-
     return write
 
 
@@ -51,8 +48,7 @@ def test_the_catalog_s_count_is_that_of_transformers_model(written, name):
     with torch.device("meta"):
         source = find(written(PUBLISHED[name]), Options(sequence=8))
         model, _, batch = source.build()
-    assert source.built_by.startswith("transformers ") and source.assumed == []
-    assert set(batch) == {"input_ids", "labels"}
+    assert source.built_by.startswith("transformers ") and not source.assumed and set(batch) == {"input_ids", "labels"}
     assert sum(p.numel() for p in model.parameters()) == catalog.published_parameters(name)
 
 
@@ -84,8 +80,7 @@ def test_keys_that_are_unknown_are_named_with_what_was_assumed(written, builder)
     found = find(written(CONFIGS["llama"] | {"mixture": 3, "torch_dtype": "bfloat16"}), Options(builder=builder))
     said = [each for each in found.assumed if "unknown" in each]
     assert len(said) == 1 and said[0].startswith("mixture=3 is unknown") and "assumed to change nothing" in said[0]
-    default = any("rope_theta is not given: assumed 10000.0" in each for each in found.assumed)
-    assert default == (builder == "refimpl")
+    assert any("rope_theta is not given: assumed 10000.0" in each for each in found.assumed) == (builder == "refimpl")
 
 
 @pytest.mark.parametrize(("config", "options", "message"), [
@@ -106,11 +101,10 @@ def test_a_config_of_no_model_is_refused(written, config, options, message):
         find(written(config), Options(**options))
 
 
-def test_what_is_no_file_no_json_or_no_attention_of_the_model(tmp_path):
+def test_what_is_no_file_no_json_or_no_attention_of_the_model(written, tmp_path):
     gemma = PUBLISHED["gemma2-9b"] | {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32}
-    (tmp_path / "gemma.json").write_text(json.dumps(gemma))
     with pytest.raises(ValueError, match="attention='sdpa': transformers has none of this model .*; give another, or"):
-        estimate(str(tmp_path / "gemma.json"), sequence=8, attention="sdpa")
+        estimate(written(gemma), sequence=8, attention="sdpa")
     with pytest.raises(FileNotFoundError, match=r"no file .*absent\.json: expected a name of the catalog"):
         estimate(str(tmp_path / "absent.json"))
     (tmp_path / "config.json").write_text("{")

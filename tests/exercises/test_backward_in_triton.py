@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from exercises_kit import graded
 
 from refimpl import memory
 from refimpl.attention import reference_attention
@@ -97,13 +98,8 @@ def received_by_a_kernel(q, k, lse):
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, dq), (page.second, received), (page.second, received_by_a_kernel)])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+RIGHT = [(page.first, dq), (page.second, received), (page.second, received_by_a_kernel)]
+WRONG = [
     (page.first, functools.partial(dq, with_delta=False), "96 tokens of 16: not dQ"),
     (page.first, functools.partial(dq, scale=1.0), "96 tokens of 16: not dQ"),
     (page.first, lambda *given: dq(*given) * 2, "96 tokens of 16: not dQ"),
@@ -116,15 +112,8 @@ def test_right_answers(said, exercise, answer):
     (page.second, functools.partial(received, scaled=False), "512 keys: not the column sums of P"),
     (page.second, lambda q, k, lse: lse, "512 keys: not the column sums of P"),
     (page.second, received_from_p, "twice the keys, twice the bytes"),
-    (page.second, functools.partial(received, tile=256), "right, but it took"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.second, functools.partial(received, tile=256), "right, but it took")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
 
 
 # --- what the page shows ---------------------------------------------------------------------------------------------

@@ -1,29 +1,24 @@
 """Right answers pass, wrong and unanswered ones do not, on real ranks."""
 
-import pytest
+from functools import partial
+
+from exercises_kit import graded
 
 from refimpl.exercises import data_parallel as page
 
 
-def predict(parameters, world_size, micro_batches, no_sync):
-    times = 1 if no_sync else micro_batches
-    return 16 * parameters, times * 2 * (world_size - 1) * 4 * parameters // world_size
+def predict(parameters, world_size, micro_batches, no_sync, *, always_no_sync=False, divided_states=False):
+    times = 1 if no_sync or always_no_sync else micro_batches
+    states = 16 * parameters // (world_size if divided_states else 1)
+    return states, times * 2 * (world_size - 1) * 4 * parameters // world_size
 
 
-def sent_with_no_sync(parameters, world_size, micro_batches, no_sync):
-    return predict(parameters, world_size, micro_batches, True)
-
-
-def divided_states(parameters, world_size, micro_batches, no_sync):
-    states, sent = predict(parameters, world_size, micro_batches, no_sync)
-    return states // world_size, sent
-
-
-def uneven_backward(comm, model, tokens, targets):
+def uneven_backward(comm, model, tokens, targets, *, gather=False):
     count = comm.all_reduce((targets != -100).sum())
     (model(tokens, targets, reduction="sum") / count).backward()
     for parameter in model.parameters():
-        comm.all_reduce(parameter.grad, out=parameter.grad)
+        own = parameter.grad
+        parameter.grad = comm.all_gather(own[None]).sum(0) if gather else comm.all_reduce(own, out=own)
     return True
 
 
@@ -34,32 +29,11 @@ def mean_of_means(comm, model, tokens, targets):
     return True
 
 
-def every_gradient_gathered(comm, model, tokens, targets):
-    count = comm.all_reduce((targets != -100).sum())
-    (model(tokens, targets, reduction="sum") / count).backward()
-    for parameter in model.parameters():
-        parameter.grad = comm.all_gather(parameter.grad[None]).sum(0)
-    return True
-
-
-@pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, predict), (page.second, uneven_backward),
-])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
-    (page.first, divided_states, "a rank holds 1,048,5"),
-    (page.first, sent_with_no_sync, "3 micro-batches: you say 393,216, a rank sends 1,179,6"),
+RIGHT = [(page.first, predict), (page.second, uneven_backward)]
+WRONG = [
+    (page.first, partial(predict, divided_states=True), "a rank holds 1,048,5"),
+    (page.first, partial(predict, always_no_sync=True), "3 micro-batches: you say 393,216, a rank sends 1,179,6"),
     (page.second, mean_of_means, "the gradient of all targets is another one"),
-    (page.second, every_gradient_gathered, "the gradient is right, but a rank sent"),
-    (page.second, lambda *_: True, "a parameter has no gradient"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.second, partial(uneven_backward, gather=True), "the gradient is right, but a rank sent"),
+    (page.second, lambda *_: True, "a parameter has no gradient")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

@@ -1,7 +1,9 @@
 """Right answers pass, wrong and unanswered ones do not."""
 
-import pytest
+from functools import partial
+
 import torch
+from exercises_kit import graded
 
 from refimpl import memory
 from refimpl.accumulation import accumulate
@@ -26,16 +28,12 @@ def losses_kept(model, tokens, targets, micro_batch):
     return True
 
 
-def predict(config, effective_batch, micro_batch, sequence):
-    gradients = 4 * config.parameter_count() if micro_batch < effective_batch else 0
+def predict(config, effective_batch, micro_batch, sequence, always=False):
+    gradients = 4 * config.parameter_count() if always or micro_batch < effective_batch else 0
     return gradients + memory.activation_bytes(config, micro_batch, sequence)
 
 
-def gradients_always(config, effective_batch, micro_batch, sequence):
-    return 4 * config.parameter_count() + memory.activation_bytes(config, micro_batch, sequence)
-
-
-def sum_in_fp32(model, tokens, targets, micro_batch, leave=True):
+def sum_in_fp32(model, tokens, targets, micro_batch, remove=True):
     sums = {}
 
     def add(parameter):
@@ -45,7 +43,7 @@ def sum_in_fp32(model, tokens, targets, micro_batch, leave=True):
     hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in model.parameters()]
     for x, y in parts(tokens, targets, micro_batch):
         (model(x, y) * micro_batch / len(tokens)).backward()
-    for hook in hooks if leave else ():
+    for hook in hooks if remove else ():
         hook.remove()
     while sums:
         parameter, total = sums.popitem()
@@ -73,48 +71,31 @@ def by_accumulate(model, tokens, targets, micro_batch):
     return accumulate(model, tokens, targets, micro_batch=micro_batch)
 
 
-def in_grad_of_fp32(model, tokens, targets, micro_batch):
+def in_grad_of_fp32(model, tokens, targets, micro_batch, leave=False):
     """autograd sums in fp32 itself."""
-    left_in_fp32(model, tokens, targets, micro_batch)
     for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    for x, y in parts(tokens, targets, micro_batch):
+        (model(x, y) * micro_batch / len(tokens)).backward()
+    for parameter in () if leave else model.parameters():
         total, parameter.grad = parameter.grad, None
         parameter.grad_dtype = torch.bfloat16
         parameter.grad = total.bfloat16()
     return True
 
 
-def left_in_fp32(model, tokens, targets, micro_batch):
-    for parameter in model.parameters():
-        parameter.grad_dtype = torch.float32
-    for x, y in parts(tokens, targets, micro_batch):
-        (model(x, y) * micro_batch / len(tokens)).backward()
-    return True
-
-
-@pytest.mark.parametrize(("exercise", "answer"), [
+RIGHT = [
     (page.first, step), (page.second, predict), (page.third, sum_in_fp32), (page.third, by_accumulate),
-    (page.third, in_grad_of_fp32),
-])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+    (page.third, in_grad_of_fp32)]
+WRONG = [
     (page.first, mean_of_means, "the gradient of the whole batch is another one"),
     (page.first, losses_kept, "6 more rows raise the peak by"),
     (page.first, lambda *_: True, "a parameter has no gradient"),
-    (page.second, gradients_always, "8 rows by 8, 1 layer: you say"),
+    (page.second, partial(predict, always=True), "8 rows by 8, 1 layer: you say"),
     (page.third, mean_of_means, "summed in fp32 the gradient is within"),
     (page.third, sum_after_each_backward, "bytes in a backward; fp32 sums and the"),
-    (page.third, left_in_fp32, "`.grad` is left in torch.float32, not in bf16"),
+    (page.third, partial(in_grad_of_fp32, leave=True), "`.grad` is left in torch.float32, not in bf16"),
     (page.second, lambda *_: (1, 2), "expected the sum of both in bytes"),
-    (page.third, lambda *arguments: sum_in_fp32(*arguments, leave=False), "hooks of yours are left"),
-    (page.third, lambda *_: True, "a parameter has no gradient"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.third, partial(sum_in_fp32, remove=False), "hooks of yours are left"),
+    (page.third, lambda *_: True, "a parameter has no gradient")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

@@ -2,8 +2,8 @@
 
 import math
 
-import pytest
 import torch
+from exercises_kit import graded
 from torch.nn import functional as F
 
 from refimpl.exercises import long_sequences as page
@@ -46,24 +46,13 @@ def whole_loss(model, tokens, targets, chunk_size):
     return model(tokens, targets)
 
 
-@pytest.mark.parametrize(("exercise", "answer"), [(page.first, solve), (page.second, attend), (page.third, loss)])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+RIGHT = [(page.first, solve), (page.second, attend), (page.third, loss)]
+WRONG = [
     (page.first, lambda a, b, c, budget: solve(a, b, c, budget) + 1, "you say 2; 1 takes"),
     (page.first, lambda a, b, c, budget: budget // (a + b), "within"),
     (page.second, lambda q, k, v, first: F.scaled_dot_product_attention(q, k, v, is_causal=True), "other keys"),
     (page.second, whole_attention, "right, but"),
     (page.third, mean_of_means, "the mean loss is"),
     (page.third, whole_loss, "right, but it took"),
-    (page.third, lambda model, tokens, targets, chunk_size: model(tokens, targets), "your loss has a graph"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.third, lambda model, tokens, targets, chunk_size: model(tokens, targets), "your loss has a graph")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

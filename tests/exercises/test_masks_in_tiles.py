@@ -2,7 +2,7 @@
 
 import functools
 
-import pytest
+from exercises_kit import graded
 
 from refimpl.exercises import masks_in_tiles as page
 
@@ -22,24 +22,13 @@ def tiles_of(ends, size, *, anew=True, whole=False):
     return sum(n * n if whole else n * (n + 1) // 2 for n in counts)
 
 
-@pytest.mark.parametrize(("exercise", "answer"), [(page.first, band), (page.second, tiles_of)])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+RIGHT = [(page.first, band), (page.second, tiles_of)]
+WRONG = [
     (page.first, functools.partial(band, shift=False), "4, 9 keys, left=None, right=0"),
     (page.first, functools.partial(band, clipped=False), "8, 8 keys, left=1, right=2"),
     (page.first, functools.partial(band, empty=False), "9, 4 keys, left=None, right=0"),
     (page.first, lambda a, b, T, S, left, right: (0, S), "expected (0, 1)"),
     (page.second, functools.partial(tiles_of, anew=False), "ends [300, 424, 1024], tiles of 128: 36, expected 22"),
     (page.second, functools.partial(tiles_of, whole=True), "ends [1024], tiles of 128: 64, expected 36"),
-    (page.second, lambda ends, size: sum(-(-end // size) for end in ends), "ends [1024], tiles of 128: 8, expected 36"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.second, lambda ends, size: sum(-(-end // size) for end in ends), "ends [1024], tiles of 128: 8, expected 36")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

@@ -1,6 +1,8 @@
 """Right answers pass, wrong and unanswered ones do not."""
 
-import pytest
+from functools import partial
+
+from exercises_kit import graded
 
 from refimpl.exercises import reserved_is_not_allocated as page
 
@@ -23,30 +25,10 @@ def predict(sizes, rest=MIB, most=10 * MIB):
     return reserved
 
 
-def never_split(sizes):
-    return predict(sizes, rest=10**12)
-
-
-def sum_of_sizes(sizes):
-    return sum(sizes)
-
-
-def another_constant(sizes):
-    return predict(sizes, most=12 * MIB)
-
-
-def release(blocks, i, sides=(1, 1)):
-    first = i - 1 if sides[0] and i and blocks[i - 1][1] else i
-    last = i + 1 if sides[1] and i + 1 < len(blocks) and blocks[i + 1][1] else i
+def release(blocks, i, *, before=True, after=True):
+    first = i - 1 if before and i and blocks[i - 1][1] else i
+    last = i + 1 if after and i + 1 < len(blocks) and blocks[i + 1][1] else i
     return [*blocks[:first], (sum(size for size, _ in blocks[first:last + 1]), True), *blocks[last + 1:]]
-
-
-def after_alone(blocks, i):
-    return release(blocks, i, (0, 1))
-
-
-def before_alone(blocks, i):
-    return release(blocks, i, (1, 0))
 
 
 def lost(snapshot):
@@ -65,26 +47,17 @@ def all_of_it(snapshot):
                                   for block in segment["blocks"])
 
 
-@pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, predict), (page.second, release), (page.third, lost)])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
-    (page.first, sum_of_sizes, "[1]: you say 1, 2,097,152 bytes are reserved"),
-    (page.first, never_split, "you say 83886080, 20,971,520 bytes are reserved"),
-    (page.first, another_constant, "bytes are reserved"),
-    (page.second, after_alone, "is freed: you say [(2097152, True), (6291456, True)], expected [(8388608, True)]"),
-    (page.second, before_alone, "you say [(6291456, True), (2097152, True)], expected [(8388608, True)]"),
+RIGHT = [(page.first, predict), (page.second, release), (page.third, lost)]
+WRONG = [
+    (page.first, sum, "[1]: you say 1, 2,097,152 bytes are reserved"),
+    (page.first, partial(predict, rest=10**12), "you say 83886080, 20,971,520 bytes are reserved"),
+    (page.first, partial(predict, most=12 * MIB), "bytes are reserved"),
+    (page.second, partial(release, before=False),
+     "is freed: you say [(2097152, True), (6291456, True)], expected [(8388608, True)]"),
+    (page.second, partial(release, after=False),
+     "you say [(6291456, True), (2097152, True)], expected [(8388608, True)]"),
     (page.second, lambda blocks, i: [(size, free or j == i) for j, (size, free) in enumerate(blocks)], "expected"),
     (page.third, all_of_it, "bytes in free blocks, there are"),
     (page.third, lambda snapshot: (0, lost(snapshot)[1]), "settings default: you say 0 bytes lost within live blocks"),
-    (page.third, lambda snapshot: 5, "expected a pair")])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer) and "right, on" not in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.third, lambda snapshot: 5, "expected a pair")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

@@ -1,23 +1,18 @@
 """Right answers pass, wrong and unanswered ones do not, on real ranks."""
 
-import pytest
+from functools import partial
+
 import torch
+from exercises_kit import graded
 from torch.nn.functional import linear
 
 from refimpl.exercises import sequence_parallel as page
 
 
-def predict(tokens, hidden, world_size, by_tokens):
+def predict(tokens, hidden, world_size, by_tokens, *, all_in_parts=False, gathered_once=False):
     x, N = 4 * tokens * hidden, world_size
-    return x * (10 / N if by_tokens else 2 + 8 / N), (5 if by_tokens else 4) * (N - 1) / N * x
-
-
-def all_in_parts(tokens, hidden, world_size, by_tokens):
-    return predict(tokens, hidden, world_size, True)[0], predict(tokens, hidden, world_size, by_tokens)[1]
-
-
-def gathered_once(tokens, hidden, world_size, by_tokens):
-    return predict(tokens, hidden, world_size, by_tokens)[0], predict(tokens, hidden, world_size, False)[1]
+    sent = (5 if by_tokens and not gathered_once else 4) * (N - 1) / N * x
+    return x * (10 / N if by_tokens or all_in_parts else 2 + 8 / N), sent
 
 
 class Column(torch.autograd.Function):
@@ -47,14 +42,6 @@ def column(comm, x, a, tokens, gather="again"):
     return Column.apply(x, a, comm, tokens, gather)
 
 
-def own_tokens_alone(comm, x, a, tokens):
-    return column(comm, x, a, tokens, "own")
-
-
-def by_all_reduce(comm, x, a, tokens):
-    return column(comm, x, a, tokens, "reduced")
-
-
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm, tokens):
@@ -67,26 +54,19 @@ class Gather(torch.autograd.Function):
         return ctx.comm.reduce_scatter(torch.cat([dx, dx.new_zeros(missing, dx.shape[1])])), None, None
 
 
-def gathered_x_kept(comm, x, a, tokens):
-    return linear(Gather.apply(x, comm, tokens), a)
-
-
-def with_padding(comm, x, a, tokens):
-    return linear(Gather.apply(x, comm, None), a)
+def gathered_x_kept(comm, x, a, tokens, padding=False):
+    return linear(Gather.apply(x, comm, None if padding else tokens), a)
 
 
 def unknown_to_autograd(comm, x, a, tokens):
     return linear(comm.all_gather(x.detach())[:tokens], a)
 
 
-def weight_alone(comm, x, a, tokens):
-    return linear(x, a)
-
-
-def own_mask(comm, x, p, seed=None):
+def own_mask(comm, x, p, seed=None, in_fp32=False):
     begin = int(torch.randint(2**62, ())) if seed is None else seed
     random = torch.Generator().manual_seed(begin + comm.rank)
-    return x * (torch.rand(x.shape, generator=random) >= p) / (1 - p)
+    mask = torch.rand(x.shape, generator=random) >= p
+    return x * (mask / (1 - p)) if in_fp32 else x * mask / (1 - p)
 
 
 def same_everywhere(comm, x, p):
@@ -112,57 +92,37 @@ def counted(comm, x, p):
     return own_mask(comm, x, p, seed=1000 * count)
 
 
-def noise_in_fp32(comm, x, p):
-    begin = int(torch.randint(2**62, ()))
-    random = torch.Generator().manual_seed(begin + comm.rank)
-    return x * ((torch.rand(x.shape, generator=random) >= p) / (1 - p))
-
-
 def by_a_message(comm, x, p):
-    begin = comm.broadcast(torch.randint(2**62, (1,)), 0)
-    return own_mask(comm, x, p, seed=int(begin))
-
-
-def unscaled(comm, x, p):
-    return own_mask(comm, x, p) * (1 - p)
+    return own_mask(comm, x, p, seed=int(comm.broadcast(torch.randint(2**62, (1,)), 0)))
 
 
 def another_mask_behind(comm, x, p):
-    y = own_mask(comm, x, p)
-    other = own_mask(comm, torch.ones_like(x), p)
+    y, other = own_mask(comm, x, p), own_mask(comm, torch.ones_like(x), p)
     y.register_hook(lambda gradient: gradient * (other != 0))
     return y
 
 
-@pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, predict), (page.second, column), (page.third, own_mask),
-])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
-    (page.first, all_in_parts, "2 ranks, tensor parallel: you say 2,621,440, a rank keeps 3,14"),
-    (page.first, gathered_once, "2 ranks, sequence parallel: you say 1,048,576, a rank sends 1,31"),
-    (page.second, with_padding, "7 tokens: the output is (8, 32), expected (7, 32)"),
-    (page.second, weight_alone, "the output is (4, 32), expected (7, 32)"),
+RIGHT = [(page.first, predict), (page.second, column), (page.third, own_mask)]
+WRONG = [
+    (page.first, partial(predict, all_in_parts=True),
+     "2 ranks, tensor parallel: you say 2,621,440, a rank keeps 3,14"),
+    (page.first, partial(predict, gathered_once=True),
+     "2 ranks, sequence parallel: you say 1,048,576, a rank sends 1,31"),
+    (page.second, partial(gathered_x_kept, padding=True), "7 tokens: the output is (8, 32), expected (7, 32)"),
+    (page.second, lambda comm, x, a, tokens: linear(x, a), "the output is (4, 32), expected (7, 32)"),
     (page.second, unknown_to_autograd, "the output is right, but x gets no gradient"),
-    (page.second, own_tokens_alone, "the output is right, but not the gradient of a"),
+    (page.second, partial(column, gather="own"), "the output is right, but not the gradient of a"),
     (page.second, gathered_x_kept, "bytes more than x and a wait for backward"),
-    (page.second, by_all_reduce, "the gradients are right, but the rank sent 4,096 bytes; 3,072 are enough"),
+    (page.second, partial(column, gather="reduced"),
+     "the gradients are right, but the rank sent 4,096 bytes; 3,072 are enough"),
     (page.third, same_everywhere, "rank 1 of 2 dropped the same places as another rank"),
     (page.third, the_same_each_time, "two dropouts, one after the other, dropped the same places"),
     (page.third, stream_of_its_own, "afterwards the common stream is not the same as on rank 0"),
     (page.third, counted, "from the same state of the common stream, other places"),
-    (page.third, noise_in_fp32, "the masks are right, but 16,384 bytes wait for backward; a byte an element is 4,096"),
+    (page.third, partial(own_mask, in_fp32=True),
+     "the masks are right, but 16,384 bytes wait for backward; a byte an element is 4,096"),
     (page.third, by_a_message, "the masks are right, but 24 bytes were sent"),
-    (page.third, unscaled, "of ones, p=0.5: expected 2.00 at 50% of the places"),
-    (page.third, another_mask_behind, "the gradient does not have the mask of forward"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.third, lambda comm, x, p: own_mask(comm, x, p) * (1 - p),
+     "of ones, p=0.5: expected 2.00 at 50% of the places"),
+    (page.third, another_mask_behind, "the gradient does not have the mask of forward")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

@@ -1,7 +1,9 @@
 """Right answers pass, wrong and unanswered ones do not."""
 
-import pytest
+from functools import partial
+
 import torch
+from exercises_kit import graded
 
 from refimpl.activations import compress_activations
 from refimpl.activations.codecs import encode_bits, encode_groups
@@ -15,17 +17,8 @@ def bits():
     return pack, lambda packed: packed if isinstance(packed, torch.Tensor) else packed.decode()
 
 
-def groups(x, group):
-    code = encode_groups(x, group)
-    return (code.codes, code.ranges), lambda codes, ranges: code.decode()
-
-
-def two_bytes(x, group):
-    return (x.half(),), lambda x: x.float()
-
-
-def one_range(x, group):
-    code = encode_groups(x, len(x))
+def groups(x, group, all_in_one=False):
+    code = encode_groups(x, len(x) if all_in_one else group)
     return (code.codes, code.ranges), lambda codes, ranges: code.decode()
 
 
@@ -49,14 +42,11 @@ def norms_alone(model, tokens):
             lambda block, args, x, i=i: norms.__setitem__((0, i), x.detach().norm().item())))
         handles.append(block.mlp.register_forward_hook(
             lambda mlp, args, x, i=i: norms.__setitem__((1, i), args[0].detach().norm().item())))
-    order = []
-    for i in range(len(model.blocks)):
-        order += [(1, i), (0, i)]
     with compress_activations(model, smallest=0):
         loss = model(tokens, tokens)
     for handle in handles:
         handle.remove()
-    return loss, [norms[key] for key in order]
+    return loss, [norms[which, i] for i in range(len(model.blocks)) for which in (1, 0)]
 
 
 def uncompressed(model, tokens):
@@ -65,26 +55,14 @@ def uncompressed(model, tokens):
     return model(tokens, tokens), norms
 
 
-@pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, bits), (page.second, groups), (page.third, norms_alone)])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+RIGHT = [(page.first, bits), (page.second, groups), (page.third, norms_alone)]
+WRONG = [
     (page.first, lambda: (lambda t: t, lambda t: t), "keeps 4,096 bytes: expected 512"),
     (page.first, lambda: (len, lambda n: torch.ones(n, dtype=torch.bool)), "gives another gradient"),
-    (page.second, two_bytes, "take 2,048 bytes: expected 1,152"),
-    (page.second, one_range, "is off by"),
+    (page.second, lambda x, group: ((x.half(),), lambda x: x.float()), "take 2,048 bytes: expected 1,152"),
+    (page.second, partial(groups, all_in_one=True), "is off by"),
     (page.second, without_a_range, "is off by"),
     (page.third, page.saves_nothing, "expected below 0.3"),
     (page.third, uncompressed, "expected below 0.3"),
-    (page.third, lambda model, tokens: (model(tokens, tokens), [1.0] * 6), "not those of saves_nothing"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.third, lambda model, tokens: (model(tokens, tokens), [1.0] * 6), "not those of saves_nothing")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

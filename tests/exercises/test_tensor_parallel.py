@@ -1,9 +1,9 @@
 """Right answers pass, wrong and unanswered ones do not, on real ranks."""
 
-import functools
+from functools import partial
 
-import pytest
 import torch
+from exercises_kit import graded
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,24 +12,14 @@ from refimpl.parallel import ColumnParallelLinear, RowParallelLinear
 from refimpl.parallel.conjugate import enter, leave
 
 
-def predict(hidden, mlp_hidden, heads, kv_heads, tokens, world_size):
+def predict(hidden, mlp_hidden, heads, kv_heads, tokens, world_size, *, norms_cut=False, collectives=4):
     cut = 2 * hidden**2 + 2 * hidden * hidden * kv_heads // heads + 3 * hidden * mlp_hidden
-    sent = 4 * 2 * (world_size - 1) * 4 * tokens * hidden // world_size
-    return 4 * (cut // world_size + 2 * hidden), sent
-
-
-def norms_cut(*args):
-    held, sent = predict(*args)
-    return held - 8 * args[0] + 8 * args[0] // args[-1], sent
+    norms = 2 * hidden // (world_size if norms_cut else 1)
+    return 4 * (cut // world_size + norms), collectives * 2 * (world_size - 1) * 4 * tokens * hidden // world_size
 
 
 def as_many_key_heads(hidden, mlp_hidden, heads, kv_heads, tokens, world_size):
     return predict(hidden, mlp_hidden, heads, heads, tokens, world_size)
-
-
-def forward_alone(*args):
-    held, sent = predict(*args)
-    return held, sent // 2
 
 
 class Columns(nn.Module):
@@ -51,8 +41,8 @@ class Rows(nn.Module):
     def __init__(self, linear, comm, bias_once=True):
         super().__init__()
         part = linear.weight.chunk(comm.world_size, dim=1)[comm.rank]
-        self.weight, self.bias, self.comm = nn.Parameter(part.detach().clone()), linear.bias, comm
-        self.bias_once = bias_once
+        self.weight, self.bias = nn.Parameter(part.detach().clone()), linear.bias
+        self.comm, self.bias_once = comm, bias_once
 
     def forward(self, y):
         if self.bias_once:
@@ -60,10 +50,11 @@ class Rows(nn.Module):
         return leave(F.linear(y, self.weight, self.bias), self.comm)
 
 
-def split_attention(attention, comm, enter=enter, bias_once=True):
+def split_attention(attention, comm, enter=enter, bias_once=True, in_one_piece=False):
     qkv = attention.qkv
-    order = torch.arange(192).view(3, comm.world_size, -1).transpose(0, 1).flatten()  # the q, k and v of one rank
-    qkv.weight.data, qkv.bias.data = qkv.weight.data[order], qkv.bias.data[order]
+    if not in_one_piece:
+        order = torch.arange(192).view(3, comm.world_size, -1).transpose(0, 1).flatten()  # the q, k and v of one rank
+        qkv.weight.data, qkv.bias.data = qkv.weight.data[order], qkv.bias.data[order]
     attention.qkv, attention.out = Columns(qkv, comm, enter), Rows(attention.out, comm, bias_once)
     return attention
 
@@ -90,41 +81,18 @@ def by_the_hardened_layers(attention, comm):
     return attention
 
 
-def qkv_in_one_piece(attention, comm):
-    attention.qkv, attention.out = Columns(attention.qkv, comm), Rows(attention.out, comm)
+def frozen(attention, comm):
+    """A weight gets no gradient."""
+    split_attention(attention, comm).out.weight.requires_grad_(False)
     return attention
 
 
-def not_split(attention, comm):
-    return attention
-
-
-def without_f(attention, comm):
-    return split_attention(attention, comm, enter=lambda x, comm: x)
-
-
-def bias_on_each_rank(attention, comm):
-    return split_attention(attention, comm, bias_once=False)
-
-
-class Frozen(nn.Module):
-    """A weight that gets no gradient."""
+class Doubled(nn.Module):
+    """Forward twice, the first time in vain."""
 
     def __init__(self, attention, comm):
         super().__init__()
         self.attention = split_attention(attention, comm)
-        self.attention.out.weight.requires_grad_(False)
-
-    def forward(self, x):
-        return self.attention(x)
-
-
-class Doubled(Frozen):
-    """Forward twice, the first time in vain."""
-
-    def __init__(self, attention, comm):
-        super().__init__(attention, comm)
-        self.attention.out.weight.requires_grad_(True)
 
     def forward(self, x):
         with torch.no_grad():
@@ -162,51 +130,37 @@ def by_gathering(comm, logits, targets):
     return F.cross_entropy(Gather.apply(logits), targets)
 
 
-def not_differentiated(comm, logits, targets):
-    return cross_entropy(comm, logits, targets, lambda x, comm: comm.all_reduce(x))
-
-
-def of_own_columns(comm, logits, targets):
-    return F.cross_entropy(logits, targets % logits.shape[1])
-
-
 def in_place_of_nothing(comm, logits, targets):
     kept = [logits.detach().clone() for _ in range(6)]
     return cross_entropy(comm, logits, targets) + 0 * kept[0][0, 0]
 
 
-@pytest.mark.parametrize(("exercise", "answer"), [
+RIGHT = [
     (page.first, predict), (page.second, split_attention), (page.second, by_the_hardened_layers),
-    (page.third, cross_entropy),
-])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
-    (page.first, norms_cut, "4 key heads, 8 tokens, 2 ranks: you say"),
+    (page.third, cross_entropy)]
+WRONG = [
+    (page.first, partial(predict, norms_cut=True), "4 key heads, 8 tokens, 2 ranks: you say"),
     (page.first, as_many_key_heads, "8 heads, 4 key heads, 16 tokens, 4 ranks: you say"),
-    (page.first, forward_alone, "the weights are right; you say"),
+    (page.first, partial(predict, collectives=2), "the weights are right; you say"),
     (page.first, lambda *args: 5, "expected a pair"),
-    (page.second, qkv_in_one_piece, "rank 0 of 2: the output is not that of the whole attention"),
-    (page.second, bias_on_each_rank, "rank 0 of 2: the output is not that of the whole attention"),
-    (page.second, without_f, "rank 0 of 2: the output is right, but x has another gradient"),
-    (page.second, Frozen, "rank 0 of 2: after one step the output is another one"),
-    (page.second, not_split, "the numbers are right, but rank 0 of 2 has 66,560 bytes of weights"),
+    (page.second, partial(split_attention, in_one_piece=True),
+     "rank 0 of 2: the output is not that of the whole attention"),
+    (page.second, partial(split_attention, bias_once=False),
+     "rank 0 of 2: the output is not that of the whole attention"),
+    (page.second, partial(split_attention, enter=lambda x, comm: x),
+     "rank 0 of 2: the output is right, but x has another gradient"),
+    (page.second, frozen, "rank 0 of 2: after one step the output is another one"),
+    (page.second, lambda attention, comm: attention,
+     "the numbers are right, but rank 0 of 2 has 66,560 bytes of weights"),
     (page.second, Hoarding, "the numbers are right, but rank 0 of 2 keeps"),
     (page.second, Three, "the numbers are right, but rank 0 of 2 sent"),
     (page.second, Doubled, "the numbers are right, but rank 0 of 2 sent"),
     (page.second, lambda attention, comm: 5, "expected a module"),
-    (page.third, of_own_columns, "rank 0 of 2: the loss of all logits is"),
-    (page.third, functools.partial(cross_entropy, largest=False), "rank 0 of 2: the loss of all logits is"),
-    (page.third, not_differentiated, "rank 0 of 2: the loss is right, but these logits have no gradient"),
+    (page.third, lambda comm, logits, targets: F.cross_entropy(logits, targets % logits.shape[1]),
+     "rank 0 of 2: the loss of all logits is"),
+    (page.third, partial(cross_entropy, largest=False), "rank 0 of 2: the loss of all logits is"),
+    (page.third, partial(cross_entropy, reduce=lambda x, comm: comm.all_reduce(x)),
+     "rank 0 of 2: the loss is right, but these logits have no gradient"),
     (page.third, by_gathering, "the numbers are right, but rank 0 of 2 sent"),
-    (page.third, in_place_of_nothing, "the numbers are right, but rank 0 of 2 took"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.third, in_place_of_nothing, "the numbers are right, but rank 0 of 2 took")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

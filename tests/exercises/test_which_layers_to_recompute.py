@@ -2,7 +2,7 @@
 
 import math
 
-import pytest
+from exercises_kit import graded
 
 from refimpl.checkpointing import gpt_costs, optimal_schedule
 from refimpl.exercises import which_layers_to_recompute as page
@@ -18,24 +18,12 @@ def fit(config, batch, sequence, budget):
     return optimal_schedule(**vars(chain), budget=budget / 1.01).plan[:-1]
 
 
-@pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, lambda layers, k: range(k)), (page.second, segments), (page.third, fit)])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+RIGHT = [(page.first, lambda layers, k: range(k)), (page.second, segments), (page.third, fit)]
+WRONG = [
     (page.first, lambda layers, k: range(layers - k, layers), "other 2 layers at"),
     (page.first, lambda layers, k: range(layers), "expected 2 different layers"),
     (page.second, lambda n, s, a: math.isqrt(n), "the least is"),
     (page.second, lambda n, s, a: n + 1, "expected an integer from 1 to"),
     (page.third, lambda config, *rest: list(range(config.layers)), "your plan peaks at"),
-    (page.third, lambda config, *rest: [(i,) for i in range(config.layers)], "are enough"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.third, lambda config, *rest: [(i,) for i in range(config.layers)], "are enough")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

@@ -1,9 +1,9 @@
 """Right answers pass, wrong and unanswered ones do not, on real ranks."""
 
-import functools
+from functools import partial
 
-import pytest
 import torch
+from exercises_kit import graded
 
 from refimpl.exercises import zero_1_and_2 as page
 
@@ -22,16 +22,25 @@ def gradients_whole(parameters, world_size, stage, dtype):
     return predict(parameters, world_size, min(stage, 1), dtype)
 
 
-def sharded(comm, flat):
+def reduce_scattered(comm, gradient):
+    return comm.reduce_scatter(gradient, "avg")
+
+
+def all_reduced(comm, gradient):
+    return comm.all_reduce(gradient, "avg").chunk(comm.world_size)[comm.rank].clone()
+
+
+def sharded(comm, flat, *, reduced=reduce_scattered, gather=True):
     mine = flat.chunk(comm.world_size)[comm.rank]
     own = torch.nn.Parameter(mine)
     optimizer = torch.optim.AdamW([own], lr=1e-3)
 
     def step(gradient):
-        own.grad = comm.reduce_scatter(gradient, "avg")
+        own.grad = reduced(comm, gradient)
         optimizer.step()
         own.grad = None
-        comm.all_gather(mine, out=flat)
+        if gather:
+            comm.all_gather(mine, out=flat)
         return True
 
     return step
@@ -49,38 +58,11 @@ def not_sharded(comm, flat):
     return step
 
 
-def not_gathered(comm, flat):
-    step = sharded(comm, flat)
-
-    def without(gradient):
-        before = flat.clone()
-        step(gradient)
-        mine = flat.chunk(comm.world_size)[comm.rank].clone()
-        flat.copy_(before)
-        flat.chunk(comm.world_size)[comm.rank].copy_(mine)
-
-    return without
-
-
-def gradient_reduced_everywhere(comm, flat):
-    mine = flat.chunk(comm.world_size)[comm.rank]
-    own = torch.nn.Parameter(mine)
-    optimizer = torch.optim.AdamW([own], lr=1e-3)
-
-    def step(gradient):
-        own.grad = comm.all_reduce(gradient, "avg").chunk(comm.world_size)[comm.rank].clone()
-        optimizer.step()
-        own.grad = None
-        comm.all_gather(mine, out=flat)
-
-    return step
-
-
-def in_shards(comm, model, loss, free=True, remove=True):
+def in_shards(comm, model, loss, *, reduced=reduce_scattered, free=True, remove=True):
     shards = {}
 
     def scatter(parameter):
-        shards[parameter] = comm.reduce_scatter(parameter.grad.flatten(), "avg")
+        shards[parameter] = reduced(comm, parameter.grad.flatten())
         if free:
             parameter.grad = None
 
@@ -100,47 +82,17 @@ def after_backward(comm, model, loss):
     return shards
 
 
-def by_all_reduce(comm, model, loss):
-    shards = {}
-
-    def scatter(parameter):
-        whole = comm.all_reduce(parameter.grad.flatten(), "avg")
-        shards[parameter], parameter.grad = whole.chunk(comm.world_size)[comm.rank].clone(), None
-
-    hooks = [p.register_post_accumulate_grad_hook(scatter) for p in model.parameters()]
-    loss.backward()
-    for hook in hooks:
-        hook.remove()
-    return [shards[p] for p in model.parameters()]
-
-
-def summed(comm, model, loss):
-    return [comm.world_size * shard for shard in in_shards(comm, model, loss)]
-
-
-@pytest.mark.parametrize(("exercise", "answer"), [
-    (page.first, predict), (page.second, sharded), (page.third, in_shards),
-])
-def test_right_answers(said, exercise, answer):
-    assert "right, on parity and on bytes" in said(exercise, answer)
-
-
-@pytest.mark.parametrize(("exercise", "answer", "complaint"), [
+RIGHT = [(page.first, predict), (page.second, sharded), (page.third, in_shards)]
+WRONG = [
     (page.first, without_masters, "in bf16, 8 ranks, stage 1: you say"),
     (page.first, gradients_whole, "in fp32, 4 ranks, stage 2: you say"),
     (page.second, not_sharded, "bytes stay on rank 0 of 2; two moments of a shard are 16,384"),
-    (page.second, not_gathered, "rank 0 of 2 has other parameters than AdamW after 3 steps"),
-    (page.second, gradient_reduced_everywhere, "the parameters are right, but a rank sent"),
+    (page.second, partial(sharded, gather=False), "rank 0 of 2 has other parameters than AdamW after 3 steps"),
+    (page.second, partial(sharded, reduced=all_reduced), "the parameters are right, but a rank sent"),
     (page.third, after_backward, "the shards are right, but gradients took"),
-    (page.third, by_all_reduce, "the shards are right, but a rank sent"),
-    (page.third, summed, "shard 0 on rank 0 of 2 is not chunk 0 of the mean gradient"),
-    (page.third, functools.partial(in_shards, free=False), "8 gradients and hooks on 0 parameters are left"),
-    (page.third, functools.partial(in_shards, remove=False), "0 gradients and hooks on 8 parameters are left"),
-])
-def test_wrong_answers(said, exercise, answer, complaint):
-    assert complaint in said(exercise, answer)
-
-
-@pytest.mark.parametrize("exercise", [page.first, page.second, page.third])
-def test_blank_answers(said, exercise):
-    assert "not answered yet" in said(exercise, lambda *args: None)
+    (page.third, partial(in_shards, reduced=all_reduced), "the shards are right, but a rank sent"),
+    (page.third, lambda comm, *given: [comm.world_size * shard for shard in in_shards(comm, *given)],
+     "shard 0 on rank 0 of 2 is not chunk 0 of the mean gradient"),
+    (page.third, partial(in_shards, free=False), "8 gradients and hooks on 0 parameters are left"),
+    (page.third, partial(in_shards, remove=False), "0 gradients and hooks on 8 parameters are left")]
+test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)

@@ -23,10 +23,8 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.setattr(sys, "argv", ["refimpl"])
-
     def check(text=None, *options):
         path = tmp_path / "memory.toml"
         if text is not None:
@@ -37,7 +35,6 @@ def check(tmp_path, monkeypatch, capsys):
         except SystemExit as error:
             status = error.code
         return status, capsys.readouterr(), path
-
     return check
 
 

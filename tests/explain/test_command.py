@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import argparse, atexit, torch
 from torch.utils.data import DataLoader, TensorDataset
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
@@ -28,7 +27,6 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
     print("not reached")
-
 if __name__ == "__main__":
     main()
 """

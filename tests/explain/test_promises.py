@@ -1,40 +1,26 @@
 """Five programs as people write them: each promised saving is switched on and measured, within 5 % or a bound."""
 
-import sys
 import textwrap
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
-from explain_kit import Program, held
+from explain_kit import Program, held, helps_of
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.explain import Script, kinds, run
 from refimpl.explain.arithmetic import arithmetic
-from refimpl.explain.helps import helps
 from refimpl.explain.replay import Replay
 from refimpl.zero import Zero1, Zero2, Zero3
 
+program = cache(Program)
 PROMISES = {"loop": ("recompute", "logits", "attention", "bf16"), "trainer": ("mlp", "recompute"),
             "accelerated": ("attention", "masks"), "vision": ("recompute", "bf16"), "lora": ("mlp", "logits")}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def main_stays():
-    main = sys.modules["__main__"]
-    yield
-    sys.modules["__main__"] = main
-
-
-@pytest.fixture(scope="module")
-def program():
-    found = {}
-    return lambda name: found.setdefault(name, None) or found.update({name: Program(name)}) or found[name]
-
-
 @pytest.mark.parametrize("name", PROMISES)
-def test_promises_are_kept(program, name):
+def test_promises_are_kept(name):
     here = program(name)
     for technique in PROMISES[name]:
         promised, saved = here.promised(technique), here.saved(technique)
@@ -42,16 +28,15 @@ def test_promises_are_kept(program, name):
         assert not held(promised, 0), "a technique that saves nothing"
 
 
-def test_micro_batches_and_a_bound(program):
+def test_micro_batches_and_a_bound():
     here = program("loop")
     assert held(here.promised("accumulate"), here.saved("accumulate", "--micro-batches", "2"))
-    saved = here.saved("int8")
-    assert here.helps["int8"].bound and 0.5 * here.promised("int8") < saved <= here.promised("int8")
+    assert here.helps["int8"].bound and 0.5 * here.promised("int8") < here.saved("int8") <= here.promised("int8")
 
 
 @pytest.mark.parametrize(("technique", "switch"), [
     ("data", ("--rows", "1")), ("context", ("--tokens", "16")), ("chunks", ("--tokens", "16"))])
-def test_an_eighth_of_the_batch_stays_within_its_bound(program, technique, switch):
+def test_an_eighth_of_the_batch_stays_within_its_bound(technique, switch):
     here = program("loop")
     promised, saved = here.promised(technique), here.saved(technique, *switch)
     assert here.helps[technique].bound and 0.95 * promised < saved <= promised, "logits and temporaries are cut, too"
@@ -69,33 +54,32 @@ def test_bounds_of_states_count_the_temporaries_of_the_update(tmp_path):
             optimizer.zero_grad()
         """))
     replay = Replay(run(Script(path)).recording)
-    promised = {each.name: each.saves for each in helps(replay)}
     for name, engine in (("zero1", Zero1), ("zero2", Zero2), ("zero3", Zero3)):
+        promised = helps_of(replay)[name].saves
         model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
         engine = engine(model, FakeCommunicator(0, 8), partial(torch.optim.AdamW, foreach=True))
         with memory.track(engine, engine.optimizer) as t:
             for _ in range(2):
                 engine.backward(engine(torch.randn(8, 256)).sum())
                 engine.step()
-        assert 0.5 * promised[name] < replay.peak - t.peak_moment().ledger.total <= promised[name], name
+        assert 0.5 * promised < replay.peak - t.peak_moment().ledger.total <= promised, name
 
 
-def test_what_the_arithmetic_leaves_out_sums_to_the_peak_and_is_what_shapes_say(program):
+def test_what_the_arithmetic_leaves_out_sums_to_the_peak_and_is_what_shapes_say():
     L, B, H, T, V = 2, 8, 4, 128, 2048
-    found = arithmetic(program("loop").replay)
+    found, lora = arithmetic(program("loop").replay), arithmetic(program("lora").replay)
+    for each in (found, lora):
+        assert each.expected + sum(dict(each.rest).values()) == each.peak
     rest = dict(found.rest)
     assert found.terms == "16 bytes × 675,328 parameters" and found.expected == 16 * 675328
-    assert found.expected + sum(rest.values()) == found.peak
     assert rest[kinds.SCORES] == L * 3 * B * H * T * T * 4, "softmax, dropout's noise and their product"
     assert rest[kinds.LOG_PROBABILITIES] == B * T * V * 4 and rest[kinds.LOSS] == 2 * B * T * V * 4
     assert rest["gradients that are not there at the peak"] == -4 * 675328
-    lora = arithmetic(program("lora").replay)
     assert lora.terms == "16 bytes × 12,288 trained parameters + 4 bytes × 1,278,912 frozen ones"
     assert lora.expected == 16 * 12288 + 4 * 1278912, "no gradients of what is frozen"
-    assert lora.expected + sum(dict(lora.rest).values()) == lora.peak
 
 
-def test_a_model_that_recomputes_and_whose_hidden_layer_is_as_wide_as_its_vocabulary(program):
+def test_a_model_that_recomputes_and_whose_hidden_layer_is_as_wide_as_its_vocabulary():
     here = program("recomputed")
     assert here.helps["recompute"].why == "every block is recomputed already"
     assert here.helps["attention"].bound and here.saved("attention") <= here.promised("attention")
@@ -104,18 +88,18 @@ def test_a_model_that_recomputes_and_whose_hidden_layer_is_as_wide_as_its_vocabu
 
 
 @pytest.mark.parametrize("name", ["recomputed", "loop", "vision", "lora"])
-def test_what_mixed_precision_saves_is_bounded(program, name):
+def test_what_mixed_precision_saves_is_bounded(name):
     here = program(name)
     assert here.helps["autocast"].bound and 0 < here.saved("autocast") <= here.promised("autocast")
 
 
-def test_a_model_of_images_has_no_sequences(program):
+def test_a_model_of_images_has_no_sequences():
     helps = program("convolutions").helps
     assert [helps[name].why for name in ("chunks", "context")] == ["no model here reads sequences"] * 2
     assert helps["zero1"].why == "there is nothing of optimizer state" and helps["zero3"].saves
 
 
-def test_gradients_that_are_zeroed_in_place_are_found(program):
+def test_gradients_that_are_zeroed_in_place_are_found():
     assert program("vision").replay.categories.count("gradients") > 0
     assert "drop" not in program("loop").helps["none"].why and "already" in program("loop").helps["none"].why
     assert "already" not in program("vision").helps["none"].why

@@ -5,10 +5,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from explain_kit import helps_of
 
 import refimpl
 from refimpl.explain import Explanation, Script, run
-from refimpl.explain.helps import helps
 from refimpl.explain.replay import Replay
 from refimpl.explain.steps import PATIENCE
 
@@ -25,15 +25,17 @@ def step(optimizer=optimizer):
 
 
 @pytest.fixture
-def ran(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-
+def ran(tmp_path):
     def ran(text, *arguments, steps=2, **options):
         path = tmp_path / "train.py"
         path.write_text(MODEL + textwrap.dedent(text))
         return run(Script(path, arguments), steps, **options)
-
     return ran
+
+
+@pytest.fixture
+def helped(ran):
+    return lambda text, **options: helps_of(Replay(ran(text, **options).recording))
 
 
 def test_it_is_main_with_its_own_arguments_and_ends_with_finally(ran, capsys):
@@ -109,10 +111,8 @@ def test_two_optimizers_have_to_make_their_steps_and_forked_ones_do_not_count(ra
 def test_one_that_catches_the_end_is_ended_all_the_same(ran, monkeypatch):
     class Ended(BaseException):
         pass
-
     def end(status):
         raise Ended
-
     monkeypatch.setattr("os._exit", end)
     monkeypatch.setattr("atexit._run_exitfuncs", lambda: None)
     reports = []
@@ -122,19 +122,17 @@ def test_one_that_catches_the_end_is_ended_all_the_same(ran, monkeypatch):
             except BaseException as error:
                 if type(error).__name__ == "Ended": break
         """, report=reports.append)
-    assert reports[0].caught == PATIENCE and reports[0].status == 0
-    assert "caught the end" in reports[0].words
+    assert reports[0].caught == PATIENCE and reports[0].status == 0 and "caught the end" in reports[0].words
     assert reports[0].recording.steps[-1] == len(reports[0].recording.trace.ops), "what follows is no part of it"
 
 
-def test_gradients_kept_and_losses_kept_are_named(ran):
-    made = ran("""
+def test_gradients_kept_and_losses_kept_are_named(helped):
+    found = helped("""
         kept = []
         for _ in range(4):
             kept.append(model(torch.randn(4096, 16)).sum())
             step()
         """, steps=3)
-    found = {each.name: each for each in helps(Replay(made.recording))}
     assert found["no_grad"].saves >= 2 * 4096 * 64 * 4, "two graphs without a backward"
 
 
@@ -148,47 +146,41 @@ def test_optimizer_state_that_is_not_as_much_for_each_parameter_is_no_rounded_sh
         while True: step(optimizer)
         """)
     found = Explanation(made).arithmetic
-    assert found.terms == terms
-    assert [(name, nbytes) for name, nbytes in found.rest if "state" in name] == [
+    assert found.terms == terms and [(name, nbytes) for name, nbytes in found.rest if "state" in name] == [
         ("optimizer state beyond that: counters", counters)]
 
 
-def test_graphs_that_outlive_their_backward_had_one(ran):
-    made = ran("""
+def test_graphs_that_outlive_their_backward_had_one(helped):
+    found = helped("""
         while True:
             model(torch.randn(4096, 16)).square().mean().backward(retain_graph=True)
             optimizer.step()
         """)
-    found = {each.name: each for each in helps(Replay(made.recording))}
     assert found["no_grad"].saves == 0 and found["no_grad"].why == "every forward here has its backward"
     for name in ("bf16", "int8", "masks", "host"):
         assert found[name].saves == 0 and "retain_graph=True" in found[name].why
 
 
-def test_no_rows_are_taken_where_the_sequence_comes_first(ran):
+def test_no_rows_are_taken_where_the_sequence_comes_first(helped):
     """Cut in its first dimension, a batch of an LSTM loses its past. The same net with batch_first has rows."""
-    said = {}
-    for first in (True, False):
-        made = ran(f"""
-            net = torch.nn.LSTM(16, 16, batch_first={first})
-            optimizer = torch.optim.SGD(net.parameters())
-            for _ in range(4):
-                net(torch.randn(32, 4, 16))[0].sum().backward()
-                optimizer.step()
-            """)
-        said[first] = {each.name: each for each in helps(Replay(made.recording))}
+    said = {first: helped(f"""
+        net = torch.nn.LSTM(16, 16, batch_first={first})
+        optimizer = torch.optim.SGD(net.parameters())
+        for _ in range(4):
+            net(torch.randn(32, 4, 16))[0].sum().backward()
+            optimizer.step()
+        """) for first in (True, False)}
     assert said[True]["rows"].saves > said[True]["accumulate"].saves > 0
     for name in ("rows", "accumulate"):
         assert said[False][name].saves == 0 and "the sequence first (batch_first=False)" in said[False][name].why
 
 
-def test_one_row_is_not_given_to_several_ranks(ran):
-    made = ran("""
+def test_one_row_is_not_given_to_several_ranks(helped):
+    found = helped("""
         for _ in range(3):
             model(torch.randn(1, 16)).sum().backward()
             optimizer.step()
-        """)
-    found = {each.name: each for each in helps(Replay(made.recording))}["data"]
+        """)["data"]
     assert found.saves == 0 and found.why == "the batch has one row"
 
 
@@ -228,7 +220,6 @@ def test_gradients_that_are_dropped_between_forward_and_backward_are_there_in_fo
             optimizer.step()
         """
     replay = Replay(ran(program).recording)
-    found = {each.name: each for each in helps(replay)}["none"]
-    saved = replay.peak - Replay(ran(program, switch="none").recording).peak
+    found, saved = helps_of(replay)["none"], replay.peak - Replay(ran(program, switch="none").recording).peak
     assert saved == found.saves == (4 * (2 * 16 * 64 + 64 + 16) if late else 0)
     assert found.bound if late else "already" in found.why

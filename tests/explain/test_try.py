@@ -1,7 +1,7 @@
 """`--try`: a technique is switched on from outside, and what it saved is held against what was promised without it."""
 
+import copy
 import re
-import sys
 
 import pytest
 
@@ -27,30 +27,28 @@ SAID = re.compile(r"was ([\d,]+) bytes without it and is ([\d,]+): (-?[\d,]+) by
 @pytest.fixture(scope="module")
 def before(tmp_path_factory):
     """What the JSON of the script as it is has: a process of its own runs it, once for all tests."""
-    return {"path": tmp_path_factory.mktemp("try") / "train.py"}
+    path = tmp_path_factory.mktemp("try") / "train.py"
+    path.write_text(SCRIPT)
+    return {"path": str(path)}
 
 
 @pytest.fixture
 def tried(before, monkeypatch, capsys):
     """A function that runs `explain --try name` and returns (saved, promised, what is said of the promise)."""
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    before["path"].write_text(SCRIPT)
     whole = command._without
-
     def tried(name, change=lambda found: None):
         def without(arguments):
-            found = before.setdefault("found", None) or before.update(found=whole(arguments)) or before["found"]
-            found = found | {"helps": [dict(each) for each in found["helps"]]}
+            if "found" not in before:
+                before["found"] = whole(arguments)
+            found = copy.deepcopy(before["found"])
             change({each["name"]: each for each in found["helps"]})
             return found
-
         monkeypatch.setattr(command, "_without", without)
-        cli.main(["explain", "--try", name, str(before["path"])])
+        cli.main(["explain", "--try", name, before["path"]])
         was, now, saved, _, promised, verdict = SAID.search(capsys.readouterr().out).groups()
         was, now, saved, promised = (int(n.replace(",", "")) for n in (was, now, saved, promised))
         assert was - now == saved and was == before["found"]["peak of the last step"]
         return saved, promised, verdict
-
     return tried
 
 
@@ -81,8 +79,6 @@ def test_a_technique_that_does_nothing_is_called_so(tried, monkeypatch):
 
 
 def test_what_cannot_be_switched_on_says_why(before, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    before["path"].write_text(SCRIPT)
     monkeypatch.setattr(command, "_without", lambda arguments: {})
-    cli.main(["explain", "--try", "attention", str(before["path"])])
+    cli.main(["explain", "--try", "attention", before["path"]])
     assert "not switched on (attention in tiles): GPT takes no other attention from outside" in capsys.readouterr().out

@@ -12,14 +12,7 @@ from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=4096, context_length=512, layers=4, hidden=512, heads=8)
 LENGTH = 512
-
-
-@pytest.fixture(autouse=True)
-def clean(cuda):
-    """Each test begins without what an earlier one left in the allocator."""
-    gc.collect()
-    release_workspaces()
-    torch.cuda.empty_cache()
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def tokens_of(rows):

@@ -1,5 +1,7 @@
 """Compression and offload on a CUDA device: bytes on it, gradients, and copies beside the computation."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from refimpl.model import GPT, GPTConfig
 CONFIG = GPTConfig(vocab_size=256, context_length=256, layers=4, hidden=256, heads=4)
 DROPOUT = GPTConfig(**{**vars(CONFIG), "dropout": 0.1})
 METHODS = ["lossless", "bf16", "int8"]
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def model_and_tokens(config=CONFIG, dtype=torch.float32, **options):
@@ -29,13 +32,6 @@ def gradients(model, tokens, context):
     with context:
         loss = model(tokens, tokens)
     return torch.autograd.grad(loss, list(model.parameters()))
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def kept(model, tokens, context):
@@ -140,7 +136,7 @@ def test_the_peak_falls():
     assert peaks[1] < 0.5 * peaks[0]
 
 
-def test_copies_run_beside_the_computation():
+def test_copies_run_beside_the_computation(seconds):
     """A forward that computes for long and saves little for that: with offload it takes hardly longer, although the
     copies by themselves take a good part of it."""
     x = torch.randn(4096, 4096, device="cuda", requires_grad=True)
@@ -157,23 +153,18 @@ def test_copies_run_beside_the_computation():
                         z = z @ weight  # about 3 ms each in fp32
         return y.sum()
 
-    def seconds(context, backward=False):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
+    def run(context, backward=False):
         with context:
             loss = forward()
         if backward:
             loss.backward()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1000
+        return loss
 
     model = nn.Linear(1, 1)
     for context in (torch.enable_grad(), offload_activations(model)):
-        seconds(context, backward=True)
-    plain = min(seconds(torch.enable_grad()) for _ in range(5))
-    offloaded = min(seconds(offload_activations(model)) for _ in range(5))
+        run(context, backward=True)
+    plain = min(seconds(partial(run, torch.enable_grad())) for _ in range(5))
+    offloaded = min(seconds(partial(run, offload_activations(model))) for _ in range(5))
     assert offloaded < 1.25 * plain
 
 

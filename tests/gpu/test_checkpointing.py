@@ -40,18 +40,14 @@ def gradients(model, tokens, **autocast):
 
 @pytest.mark.parametrize("autocast", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float16}])
 @pytest.mark.parametrize("attention", ["dense", "fused"])
-def test_gradients_are_bit_equal_with_dropout(autocast, attention):
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        torch.manual_seed(0)
-        options = {} if attention == "dense" else {"attention": F.scaled_dot_product_attention}
-        model, (_, tokens) = GPT(DROPOUT, device="cuda", **options), model_and_tokens()
-        expected = gradients(model, tokens, **autocast)
-        for policy in (recompute, partial(selective, part="mlp"), partial(recompute, save=[torch.ops.aten.addmm])):
-            with policy(model.blocks):
-                assert all(map(torch.equal, gradients(model, tokens, **autocast), expected))
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_gradients_are_bit_equal_with_dropout(deterministic, autocast, attention):
+    torch.manual_seed(0)
+    options = {} if attention == "dense" else {"attention": F.scaled_dot_product_attention}
+    model, (_, tokens) = GPT(DROPOUT, device="cuda", **options), model_and_tokens()
+    expected = gradients(model, tokens, **autocast)
+    for policy in (recompute, partial(selective, part="mlp"), partial(recompute, save=[torch.ops.aten.addmm])):
+        with policy(model.blocks):
+            assert all(map(torch.equal, gradients(model, tokens, **autocast), expected))
 
 
 def test_the_generator_goes_on_as_if_nothing_was_drawn_twice():

@@ -1,14 +1,11 @@
 """A head's loss on a CUDA device: numbers beside fp64, bytes beside the allocator's, kernels beside chunks."""
 
-import gc
-
 import pytest
 import torch
 from head_bodies import split
 from head_kit import exact, head, plain, with_gradients
 
 from refimpl import memory
-from refimpl.bench.meter import release_workspaces
 from refimpl.comm import launch
 from refimpl.comm.traffic import ring_traffic
 from refimpl.cross_entropy import (
@@ -22,14 +19,7 @@ from refimpl.mlp import MemoryEfficientMLP, mlp_bytes
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 8.0}
 LOSSES = {"chunked": chunked_linear_cross_entropy, "fused": fused_linear_cross_entropy}
-
-
-@pytest.fixture(autouse=True)
-def clean(cuda):
-    """Each test begins without what an earlier one left in the allocator."""
-    gc.collect()
-    release_workspaces()
-    torch.cuda.empty_cache()
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def on_gpu(*shape, dtype=torch.float32, **how):
@@ -48,10 +38,8 @@ def relative(found, expected):
 def test_errors_are_no_larger_than_the_plain_ones(name, dtype, options, shape):
     hidden, weight, targets, bias = on_gpu(*shape, dtype=dtype, bias=True)
     reference = exact(hidden, weight, targets, bias, **options)
-    ours = relative(with_gradients(LOSSES[name](hidden, weight, targets, bias=bias, **options), hidden, weight, bias),
-                    reference)
-    theirs = relative(with_gradients(plain(hidden, weight, targets, bias=bias, **options), hidden, weight, bias),
-                      reference)
+    ours, theirs = (relative(with_gradients(loss(hidden, weight, targets, bias=bias, **options), hidden, weight, bias),
+                             reference) for loss in (LOSSES[name], plain))
     assert all(a <= 1.1 * b + 1e-6 for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
 
 

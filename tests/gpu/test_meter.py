@@ -22,13 +22,7 @@ CONFIGS = {
     "neox": SHAPE | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "tied": False},
 }
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def clean(cuda):
-    """Each test begins with what a fresh process has: no cached segments, no cuBLAS workspaces."""
-    release_workspaces()
-    torch.cuda.empty_cache()
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

@@ -112,17 +112,7 @@ def test_memory_that_was_given_back_is_not_overwritten_while_it_is_copied():
     store.close()
 
 
-def seconds(function):
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000
-
-
-def test_copies_run_beside_the_computation_and_beside_each_other(cuda):
+def test_copies_run_beside_the_computation_and_beside_each_other(cuda, seconds):
     link, x = Streams(cuda), torch.randn(4096, 4096, device="cuda")
     there, back = (torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
     host, other = host_bytes(256 * MIB, cuda), host_bytes(256 * MIB, cuda)

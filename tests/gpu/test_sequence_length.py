@@ -1,26 +1,16 @@
 """Long sequences on a CUDA device: what is predicted beside its allocator, and chunks beside the whole."""
 
-import gc
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.bench.meter import release_workspaces
 from refimpl.model import GPT, GPTConfig, softmax_attention
 from refimpl.sequence_length import ChunkedSequenceProcessor, chunked_step_bytes, longest_sequence, training_step_bytes
 
 CONFIG = GPTConfig(vocab_size=4096, context_length=2048, layers=4, hidden=512, heads=8)
 ATTENTIONS = {"dense": softmax_attention, "flash": F.scaled_dot_product_attention}
-
-
-@pytest.fixture(autouse=True)
-def clean(cuda):
-    """Each test begins without what an earlier one left in the allocator."""
-    gc.collect()
-    release_workspaces()
-    torch.cuda.empty_cache()
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def step_of(call, optimizer, tokens):
@@ -110,8 +100,7 @@ def test_dropout_masks_come_again():
     loss = process(tokens, tokens)
     loss.backward()
     gradient = [parameter.grad for parameter in model.parameters()]
-    step = 1e-3
-    slope = 0.0
+    step, slope = 1e-3, 0.0
     with torch.no_grad():
         for sign in (1, -1):
             for parameter, each in zip(model.parameters(), gradient, strict=True):

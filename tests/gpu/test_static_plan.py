@@ -8,6 +8,7 @@ from refimpl.allocator.static import record_step
 from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=300, context_length=64, layers=3, hidden=128, heads=4)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def trainer(capturable=False):
@@ -23,13 +24,6 @@ def trainer(capturable=False):
         return loss.detach()
 
     return model, step
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -15,18 +15,11 @@ import pytest
 import torch
 
 from refimpl import memory
-from refimpl.attention import (
-    flash_attention,
-    flash_attention_bytes,
-    reference_attention,
-    triton_forward,
-)
+from refimpl.attention import flash_attention, flash_attention_bytes, reference_attention, triton_forward
 from refimpl.attention.hopper import fast_path
 from refimpl.attention.kernels.operators import attention_backward, attention_delta, attention_forward
 from refimpl.attention.kernels.tile import Problem
 from refimpl.model import GPT, GPTConfig
-
-# --- exactness -------------------------------------------------------------------------------------------------------
 
 
 def as_exact_as_plain(device, dtype, shape, layout="contiguous", **options):
@@ -37,23 +30,19 @@ def as_exact_as_plain(device, dtype, shape, layout="contiguous", **options):
 
 def laid_out(tensors, layout):
     """q, k, v and the gradient with the same values, otherwise in memory."""
-    change = {
-        "contiguous": lambda x: x,
-        "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # as a model has them
-        "columns apart": lambda x: x.mT.contiguous().mT,
-        "shifted": lambda x: torch.cat([x[..., :1], x], dim=3)[..., 1:],  # rows that begin anywhere
-        "every other": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
-    }[layout]
+    change = {"contiguous": lambda x: x, "transposed": lambda x: kit.transposed(x)[0],
+              "columns apart": lambda x: x.mT.contiguous().mT,
+              "every other": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+              "shifted": lambda x: torch.cat([x[..., :1], x], dim=3)[..., 1:]}[layout]  # rows that begin anywhere
     *qkv, gradient = (change(x.detach()) for x in tensors)
     return *(x.requires_grad_() for x in qkv), gradient
 
 
 def long_as_exact_as_plain(device, dtype, shape, rows, **options):
     """The same for sequences whose whole matrix is too large: both sides in chunks of so many queries."""
-    q, k, v, gradient = kit.inputs(*shape, dtype, device=device)
-    in_chunks = {f: functools.partial(chunked, f, rows) for f in (reference_attention, kit.plain)}
-    kit.assert_as_exact_as_plain(flash_attention, in_chunks[reference_attention], q, k, v, gradient,
-                                 plain=in_chunks[kit.plain], **options)
+    exact, plain = (functools.partial(chunked, f, rows) for f in (reference_attention, kit.plain))
+    given = kit.inputs(*shape, dtype, device=device)
+    kit.assert_as_exact_as_plain(flash_attention, exact, *given, plain=plain, **options)
 
 
 def chunked(attention, rows, q, k, v, *, causal):
@@ -67,8 +56,7 @@ def one_key_each(device, dtype, T, S, D, causal=False):
     """Every query sees one key alone, by so much that all other weights are 0: the output is that row of v, bit by bit,
     and the gradient of q and k is 0. A fault in a matrix product's operands shows, however small."""
     generator = torch.Generator().manual_seed(1)
-    code = torch.randint(0, 2, (S, D), generator=generator)
-    bits = (S - 1).bit_length()
+    code, bits = torch.randint(0, 2, (S, D), generator=generator), (S - 1).bit_length()
     code[:, :bits] = torch.arange(S)[:, None] >> torch.arange(bits) & 1  # no two keys are the same
     code = 2 * code - 1
     last = torch.arange(T) + S - T if causal else torch.full((T,), S - 1)
@@ -87,8 +75,7 @@ def one_key_each(device, dtype, T, S, D, causal=False):
 
 def equal_weights(device, dtype, T, n, D):
     """2ⁿ keys of equal weight and v of small integers: sums and quotients without any rounding but the last."""
-    generator = torch.Generator().manual_seed(2)
-    q = torch.zeros(1, 2, T, D, dtype=dtype, device=device)
+    generator, q = torch.Generator().manual_seed(2), torch.zeros(1, 2, T, D, dtype=dtype, device=device)
     k, v = (torch.randint(-9, 10, (1, 2, 2**n, D), generator=generator).to(device, dtype) for _ in range(2))
     out, lse = flash_attention(q, k, v, return_logsumexp=True)
     expected = v.float().sum(2, keepdim=True) / 2**n
@@ -96,17 +83,13 @@ def equal_weights(device, dtype, T, n, D):
     assert torch.allclose(lse, torch.full_like(lse, n * math.log(2)), rtol=1e-6)
 
 
-# --- the same bits, whatever was there before -----------------------------------------------------------------------
-
-
 def same_bits(device, dtype, shape, repeats, **options):
     """Forward and backward, over and over."""
-    q, k, v, gradient = kit.inputs(*shape, dtype, device=device)
-    first = kit.gradients(flash_attention, q, k, v, gradient, **options)
-    differ = torch.zeros((), dtype=torch.int64, device=device)  # looked at once, at the end
+    given, differ = kit.inputs(*shape, dtype, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    first = kit.gradients(flash_attention, *given, **options)
     for _ in range(repeats):
-        for a, b in zip(kit.gradients(flash_attention, q, k, v, gradient, **options), first, strict=True):
-            differ += (a != b).any()
+        for a, b in zip(kit.gradients(flash_attention, *given, **options), first, strict=True):
+            differ += (a != b).any()  # looked at once, at the end
     assert differ == 0 and all(x.isfinite().all() for x in first)
 
 
@@ -114,76 +97,55 @@ def every_element_is_written(device, dtype, shape, **options):
     """Memory that is handed out full of NaN gives the same."""
     inputs = kit.inputs(*shape, dtype, device=device)
     expected = kit.gradients(flash_attention, *inputs, **options)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with kit.memory_full_of_nan(warn_only=True):
         assert torch.empty(2, device=device).isnan().all()
         found = kit.gradients(flash_attention, *inputs, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(found, expected, strict=True))
-
-
-# --- rows that see nothing, NaN and infinity -------------------------------------------------------------------------
 
 
 def fully_masked_rows(device, dtype):
     """Zeros and −∞, and no gradient whatever comes back to them."""
-    q, k, v, gradient = kit.inputs(2, 4, 2, 90, 40, 64, dtype, device=device)
-    gradient[:, :, :50] = math.nan
-    out, lse = flash_attention(q, k, v, causal=True, return_logsumexp=True)
-    assert (out[:, :, :50] == 0).all() and (lse[:, :, :50] == -math.inf).all() and lse[:, :, 50:].isfinite().all()
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), gradient)
-    assert (dq[:, :, :50] == 0).all() and all(x.isfinite().all() for x in (dq, dk, dv))
+    kit.assert_rows_that_see_nothing(flash_attention, *kit.inputs(2, 4, 2, 90, 40, 64, dtype, device=device))
 
 
 def not_finite(device, dtype):
     """NaN and infinity go where softmax takes them, forward and backward, and to no row that does not see them."""
+    both = flash_attention, reference_attention
     for which, value in itertools.product((0, 1, 2), (math.nan, math.inf, -math.inf)):
-        _not_finite(device, dtype, which, value)
-
-
-def _not_finite(device, dtype, which, value):
-    given = kit.inputs(1, 2, 1, 48, 48, 64, dtype, requires_grad=False, device=device)
-    given[which][0, :, 40, 1] = value
-    ours, reference = (kit.gradients(f, *(x.requires_grad_() for x in given[:3]), given[3])
-                       for f in (flash_attention, reference_attention))
-    for a, b in zip(ours, reference, strict=True):
-        assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isposinf(), b.isposinf())
-    ours, reference = (f(*given[:3], causal=True) for f in (flash_attention, reference_attention))
-    assert torch.equal(ours[:, :, 40:].isnan(), reference[:, :, 40:].isnan())
-    assert which == 2 or ours[:, :, :40].isfinite().all()  # of v, 0 · ∞ may reach rows of the same tile
-
-
-# --- large tensors, several devices ----------------------------------------------------------------------------------
+        given = kit.inputs(1, 2, 1, 48, 48, 64, dtype, requires_grad=False, device=device)
+        given[which][0, :, 40, 1] = value
+        q, k, v = (x.requires_grad_() for x in given[:3])
+        for a, b in zip(*(kit.gradients(f, q, k, v, given[3]) for f in both), strict=True):
+            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isposinf(), b.isposinf())
+        ours, reference = (f(q, k, v, causal=True) for f in both)
+        assert torch.equal(ours[:, :, 40:].isnan(), reference[:, :, 40:].isnan())
+        assert which == 2 or ours[:, :, :40].isfinite().all()  # of v, 0 · ∞ may reach rows of the same tile
 
 
 def beyond_32_bits(device, dtype, rows, heads):
     """q (and out), then k and v, of more elements than 32 bits count: the last rows are those of the reference."""
-    for which in ("q", "k"):
-        _beyond_32_bits(device, dtype, rows, heads, which)
+    for T, S in ((rows, 32), (32, rows)):
+        _beyond_32_bits(device, dtype, T, S, heads)
 
 
-def _beyond_32_bits(device, dtype, rows, heads, which):
-    (T, S), D = (rows, 32) if which == "q" else (32, rows), 64
-    needed = 6 * rows * heads * D * dtype.itemsize
+def _beyond_32_bits(device, dtype, T, S, heads, D=64):
+    needed = 6 * max(T, S) * heads * D * dtype.itemsize
     if torch.device(device).type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.5 * needed:
         pytest.skip(f"needs {1.5 * needed:,} bytes of free memory")
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, gradient = (torch.randn(1, heads, length, D, generator=generator, device=device, dtype=dtype)
                          for length in (T, S, S, T))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, dq, dk, dv = kit.gradients(flash_attention, q, k, v, gradient, window=None if which == "q" else 64)
-    if which == "q":  # the last head's last queries; dk and dv are sums over all of them
-        tail = [x[:, -1:, -64:].detach() for x in (q, gradient)]
-        keys = [x[:, -1:].detach() for x in (k, v)]
+    out, dq, dk, dv = kit.gradients(flash_attention, q, k, v, gradient, window=None if T > S else 64)
+    if T > S:  # the last head's last queries; dk and dv are sums over all of them
+        tail, keys = [x[:, -1:, -64:].detach() for x in (q, gradient)], [x[:, -1:].detach() for x in (k, v)]
         expected = kit.gradients(reference_attention, *(x.requires_grad_() for x in (tail[0], *keys)), tail[1])
-        found = (out[:, -1:, -64:], dq[:, -1:, -64:])
+        found = out[:, -1:, -64:], dq[:, -1:, -64:]
     else:  # with a window the last 32 queries see the last keys alone
         own = [x[:, -1:, -256:].detach().requires_grad_() for x in (q, k, v)]
         expected = kit.gradients(reference_attention, *own, gradient[:, -1:], window=64)
-        found = (out[:, -1:], dq[:, -1:], dk[:, -1:, -256:], dv[:, -1:, -256:])
-    for a, b in zip(found, expected, strict=False):
-        assert torch.allclose(a.float(), b.float(), rtol=0, atol=0.02 * b.float().abs().max().item())
+        found = out[:, -1:], dq[:, -1:], dk[:, -1:, -256:], dv[:, -1:, -256:]
+    kit.assert_close(*([x.float() for x in each] for each in (found, expected[:len(found)])), 0.02)
 
 
 def on_another_device(device, dtype, other):
@@ -196,30 +158,28 @@ def on_another_device(device, dtype, other):
         assert b.device == torch.device(other) and torch.equal(a.cpu(), b.cpu())
 
 
-# --- what PyTorch sees -----------------------------------------------------------------------------------------------
-
-
 def compiled_in_one_graph(device, dtype, backend, **options):
     """torch.compile gives what the call itself gives."""
     inputs = kit.inputs(1, 2, 1, 80, 80, 64, dtype, device=device)
-
     def call(q, k, v):
         return flash_attention(2 * q, k, v, **options) + 1
 
-    expected = kit.gradients(call, *inputs)
-    found = kit.gradients(torch.compile(call, fullgraph=True, backend=backend), *inputs)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.allclose(a.float(), b.float(), rtol=0, atol=0.01 * b.float().abs().max().item())
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    kit.assert_close(*([x.float() for x in kit.gradients(f, *inputs)] for f in (compiled, call)), 0.01)
 
 
 def operators_pass_opcheck(device, dtype):
     """PyTorch's own checks of the three operators."""
-    q, k, v, d_out = kit.inputs(1, 2, 1, 40, 40, 32, dtype, device=device)
-    options = (0.25, True, None, 0.0, None, None, None, 0, 0)
+    opcheck(*kit.inputs(1, 2, 1, 40, 40, 32, dtype, device=device), 0.25, True, None, 0.0, None, None, None, 0, 0)
+
+
+def opcheck(q, k, v, d_out, *options):
+    """The same, of the operators' own options."""
     torch.library.opcheck(attention_forward, (q, k, v, *options))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse2 = attention_forward(q, k, v, *options)
-    torch.library.opcheck(attention_delta, (out, d_out, None))
+    for gradient_of_lse in (None, lse2):
+        torch.library.opcheck(attention_delta, (out, d_out, gradient_of_lse))
     torch.library.opcheck(attention_backward, (d_out, q, k, v, lse2, attention_delta(out, d_out, None), *options))
 
 
@@ -241,25 +201,21 @@ def bytes_are_exact(device, dtype, shape, **options):
 
 def learns(device, dtype, steps, length):
     """A GPT learns with the kernels as with the definition: the same losses, step by step."""
-    losses = {}
     config = GPTConfig(vocab_size=64, context_length=length, layers=2, hidden=64, heads=4, kv_heads=2)
-    for attention in (flash_attention, reference_attention):
+    def losses(attention):
         torch.manual_seed(0)
-        model = GPT(config, attention, dtype=dtype).to(device)
-        tokens = torch.randint(0, 64, (2, length)).to(device)
-        optimizer, losses[attention] = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        model, found = GPT(config, attention, dtype=dtype).to(device), []
+        tokens, optimizer = torch.randint(0, 64, (2, length)).to(device), torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(steps):
-            loss = model(tokens, tokens)
-            loss.backward()
+            found.append(model(tokens, tokens))
+            found[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses[attention].append(loss.item())
-    ours, expected = (torch.tensor(losses[f]) for f in (flash_attention, reference_attention))
+        return torch.stack(found).detach()
+
+    ours, expected = losses(flash_attention), losses(reference_attention)
     assert torch.allclose(ours, expected, rtol=1e-3 if dtype == torch.float32 else 0.02), (ours, expected)
     assert ours[-1] < ours[0]
-
-
-# --- forwards for one chip -------------------------------------------------------------------------------------------
 
 
 def for_hopper(device):
@@ -295,11 +251,8 @@ def beside_the_definition(device, dtype, module, shape, repeats, layout="contigu
     exact, lse = reference_attention(*(x.double() for x in (q, k, v)), return_logsumexp=True, **options)
     theirs = kit.plain(q, k, v, **options)
     pointers, _ = by_pointers(q, k, v, **scaled)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what is handed out is full of NaN
-    try:
+    with kit.memory_full_of_nan(warn_only=True):
         out, lse2 = module.forward(q, k, v, **scaled, **own)
-    finally:
-        torch.use_deterministic_algorithms(False)
     errors = [(x.double() - exact).abs().max().item() for x in (out, theirs, pointers)]
     largest, eps = exact.abs().max().item(), torch.finfo(dtype).eps
     assert errors[0] <= max(2 * errors[1], eps * largest), (errors, largest)
@@ -309,8 +262,6 @@ def beside_the_definition(device, dtype, module, shape, repeats, layout="contigu
     for _ in range(repeats):
         assert all(map(torch.equal, module.forward(q, k, v, **scaled, **own), (out, lse2)))
 
-
-# --- under a tool ----------------------------------------------------------------------------------------------------
 
 SANITIZED = """
 import torch, attention_bodies as bodies

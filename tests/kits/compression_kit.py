@@ -23,9 +23,8 @@ def trained(comm, stage, algorithm, ratio=0.1, steps=3, micro_batches=1, **how):
         found.append((parameters_of(engine), dict(comm.traffic - before)))
     reductions = steps * (micro_batches if stage >= 2 else 1)
     expected = gradient_traffic(compressor, compressor.layouts, comm.world_size, comm.rank, shards=stage > 0)
-    dense = sum(layout.numel * 4 for layout in compressor.layouts)
-    return found[0][0], found[0][1], {name: n * reductions for name, n in expected.items()}, found[1][1], (
-        dense * reductions)
+    dense = sum(layout.numel * 4 for layout in compressor.layouts) * reductions
+    return *found[0], {name: n * reductions for name, n in expected.items()}, found[1][1], dense
 
 
 def gradient_on(rank, step, numel):

@@ -24,6 +24,11 @@ def given(G=H, dtype=torch.float64, length=T, batch=B):
             for heads in (H, G, G, H)]
 
 
+def own(comm, order, tensors):
+    """Return a rank's parts of tensors of the whole sequence."""
+    return [shard(x, comm.rank, comm.world_size, order, 2) for x in tensors]
+
+
 @functools.cache
 def expected(G=H, causal=True, length=T, batch=B, **options):
     """Return output and gradients of attention of the whole sequence, in fp64."""
@@ -43,9 +48,8 @@ def attend(comm, way, *qkv, **options):
 
 def numbers(comm, way, G=H, causal=True, dtype=torch.float64, length=T, batch=B, **options):
     """Return the largest distances of (out, dq, dk, dv) of this rank from the whole, relative to their size."""
-    torch.set_num_threads(1)
     order = WAYS.get(way, way)[1]
-    *inputs, d_out = (shard(x, comm.rank, comm.world_size, order, 2) for x in given(G, dtype, length, batch))
+    *inputs, d_out = own(comm, order, given(G, dtype, length, batch))
     inputs = [x.requires_grad_() for x in inputs]
     inner = {"attention": INNER[options.pop("inner")]} if "inner" in options else {}
     out = attend(comm, way, *inputs, causal=causal, **options, **inner)
@@ -53,8 +57,9 @@ def numbers(comm, way, G=H, causal=True, dtype=torch.float64, length=T, batch=B,
     assert out.dtype == dtype and all(x.grad.dtype == dtype and x.grad.shape == x.shape for x in inputs)
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     whole = expected(G, causal, length, batch, **frozen)
-    return [((x.double() - shard(y, comm.rank, comm.world_size, order, 2)).abs().max() / y.abs().max()).item()
-            for x, y in zip([out.detach(), *(x.grad for x in inputs)], whole, strict=True)]
+    found = [out.detach(), *(x.grad for x in inputs)]
+    return [((x.double() - mine).abs().max() / y.abs().max()).item()
+            for x, mine, y in zip(found, own(comm, order, whole), whole, strict=True)]
 
 
 def farthest(N, way, *args, **options):

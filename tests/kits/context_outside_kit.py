@@ -2,14 +2,14 @@
 
 import torch
 from outside.models import GROUPED, SMALL, causal, masked
+from tensor_outside_kit import TINY_OPT
 
 from refimpl.attention import reference_attention
 from refimpl.parallel import SequenceParallelAttention, context_parallel
 
 GEMMA = {**GROUPED, "sliding_window": 4}
 MODELS = {"bert": masked("bert"), "modernbert": masked("modernbert", local_attention=4, global_attn_every_n_layers=2),
-          "opt": causal("opt", vocab_size=61, hidden_size=32, num_hidden_layers=2, ffn_dim=64, num_attention_heads=4,
-                        word_embed_proj_dim=32, max_position_embeddings=32), "gpt_neox": causal("gpt_neox", **SMALL),
+          "opt": TINY_OPT, "gpt_neox": causal("gpt_neox", **SMALL),
           "gemma3": causal("gemma3_text", **GEMMA, layer_types=["sliding_attention", "full_attention"]),
           "qwen3": causal("qwen3", **GROUPED)}
 

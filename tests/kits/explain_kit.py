@@ -11,13 +11,18 @@ from refimpl.explain.replay import Replay
 PROGRAMS = Path(__file__).parents[1] / "explain" / "programs"
 
 
+def helps_of(replay):
+    """{name: Help}."""
+    return {each.name: each for each in helps(replay)}
+
+
 class Program:
     """One of the programs, run for two steps; `promised(name)` and `saved(name)`: bytes of a technique."""
 
     def __init__(self, name):
         self.path = PROGRAMS / f"{name}.py"
         self.replay = self.run()
-        self.helps = {each.name: each for each in helps(self.replay)}
+        self.helps = helps_of(self.replay)
 
     def run(self, *arguments, switch=None):
         made = run(Script(self.path, arguments), 2, switch)

@@ -2,9 +2,10 @@
 
 import contextlib
 import gc
+from unittest import mock
 
 import torch
-from head_kit import errors, exact, head, read, with_gradients
+from head_kit import read, split_columns, with_gradients
 from triton.runtime.interpreter import GridExecutor
 
 from refimpl.comm import launch
@@ -34,54 +35,27 @@ def bytes_read(hidden, weight, targets, bias=None, parts=1):
                     *hiddens, weight, targets, bias)
 
 
-@contextlib.contextmanager
 def collected():
-    """The interpreter holds a launch's tensors in a cycle, which is collected here after each."""
+    """The interpreter holds a launch's tensors in a cycle, which is collected in this context after each."""
     call = GridExecutor.__call__
-
     def run(self, *args, **kwargs):
         call(self, *args, **kwargs)
         gc.collect()
 
-    GridExecutor.__call__ = run
-    try:
-        yield
-    finally:
-        GridExecutor.__call__ = call
+    return mock.patch.object(GridExecutor, "__call__", run)
 
 
-def on_ranks(world_size, cases, device="cpu"):
+def on_ranks(world_size, cases):
     """What `split` returns on each rank"""
-    return launch(split, world_size, cases, device=device)
+    return launch(split, world_size, cases)
 
 
 def split(comm, cases):
     """For each of the cases, ((N, C, V), dtype, parts, options): errors of the loss and of the gradients of hidden,
     weight and bias, of split columns beside fp64; bytes as `read`; traffic."""
     torch.use_deterministic_algorithms(comm.device.type == "cpu")
-    return [_split(comm, *case) for case in cases]
-
-
-def _split(comm, shape, dtype, parts, options):
-    hidden, weight, targets, bias = (x.detach().to(comm.device) for x in head(*shape, dtype, bias=True))
-    targets = targets.masked_fill(targets == -100, options.get("ignore_index", -100))
-    first, end = (rank * len(weight) // comm.world_size for rank in (comm.rank, comm.rank + 1))
-    hiddens = [hidden.clone().requires_grad_() for _ in range(parts)]
-    mine, b = (x[first:end].clone().requires_grad_() for x in (weight, bias))
-    losses = []
-
-    def compute():
-        total, each = fused_multi_token_cross_entropy(hiddens, mine, [targets] * parts, bias=b, comm=comm,
-                                                      vocabulary=len(weight), **options)
-        losses.append(each[-1].item())
-        return total
-
-    comm.reset_traffic()
     with collected() if comm.device.type == "cpu" else contextlib.nullcontext():
-        taken = read(compute, *hiddens, mine, targets, b)
-    expected = exact(hidden, weight, targets, bias, **{k: v for k, v in options.items() if k != "skip"})
-    expected[2:] = [x[first:end] * parts for x in expected[2:]]
-    return errors([torch.tensor(losses[0]), hiddens[-1].grad, mine.grad, b.grad], expected), taken, comm.traffic
+        return [split_columns(comm, *case, fused_multi_token_cross_entropy) for case in cases]
 
 
 def rows(hidden, weight, targets, config=INTERPRETED):

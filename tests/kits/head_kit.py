@@ -5,6 +5,8 @@ from torch.nn import functional as F
 
 from refimpl import memory
 
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 4.0}
+
 
 def head(N, C, V, dtype=torch.float32, *, bias=False, ignored=0.2, seed=0, needs=True, scale=0.5):
     """(hidden (N, C), weight (V, C), targets (N,), bias (V,) or None)"""
@@ -46,8 +48,8 @@ def errors(found, expected):
             for a, b in zip(found, expected, strict=True)]
 
 
-def read(compute, *given):
-    """(bytes kept after forward, peak of forward, peak of all) above `given`, of `compute().backward()`."""
+def read(compute, *given, upstream=None):
+    """(bytes kept after forward, peak of forward, peak of all) above `given`, of `compute().backward(upstream)`."""
     given = [x for x in given if x is not None]
     for x in given:
         x.grad = None
@@ -55,5 +57,35 @@ def read(compute, *given):
         start = t.now.total
         loss = compute()
         kept, forward = t.now.total - start, t.peak.total - start
-        loss.backward()
+        loss.backward(upstream)
     return kept, forward, t.peak.total - start
+
+
+def peak_of(model, batch):
+    """The peak of a step of a model of transformers."""
+    model.zero_grad()
+    with memory.track(model, *batch.values()) as t:
+        model(**batch).loss.backward()
+    return t.peak.total
+
+
+def split_columns(comm, shape, dtype, parts, options, several):
+    """Of `parts` losses of one head, (N, C, V), by `several`, a multi-token loss of columns on ranks, beside fp64:
+    (errors of the last loss and of the gradients of hidden, weight and bias, bytes as `read`, traffic)."""
+    hidden, weight, targets, bias = (x.detach().to(comm.device) for x in head(*shape, dtype, bias=True))
+    targets = targets.masked_fill(targets == -100, options.get("ignore_index", -100))
+    first, end = (rank * len(weight) // comm.world_size for rank in (comm.rank, comm.rank + 1))
+    hiddens = [hidden.clone().requires_grad_() for _ in range(parts)]
+    mine, b = (x[first:end].clone().requires_grad_() for x in (weight, bias))
+    losses = []
+    def compute():
+        total, each = several(hiddens, mine, [targets] * parts, bias=b, comm=comm, vocabulary=len(weight), **options)
+        losses.append(each[-1].item())
+        return total
+
+    comm.reset_traffic()
+    taken = read(compute, *hiddens, mine, targets, b)
+    expected = exact(hidden, weight, targets, bias, **{k: v for k, v in options.items() if k != "skip"})
+    expected[2:] = [x[first:end] * parts for x in expected[2:]]
+    found = [torch.tensor(losses[0], dtype=torch.float64), hiddens[-1].grad, mine.grad, b.grad]
+    return errors(found, expected), taken, comm.traffic

@@ -34,7 +34,6 @@ def outcomes(tasks, processes, seconds):
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.kill()
-        for worker in workers:
             worker.join()
     return found
 

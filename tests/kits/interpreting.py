@@ -24,7 +24,6 @@ def interpreted(calls):
 
 def answers(calls):
     import torch
-
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -37,6 +36,5 @@ def answers(calls):
 
 if __name__ == "__main__":
     import quick_interpreter
-
     quick_interpreter.quicken()
     sys.stdout.buffer.write(pickle.dumps(answers(pickle.loads(sys.stdin.buffer.read()))))

@@ -104,14 +104,13 @@ def step_of(engine, step, max_norm=0.05):
     return norm.item()
 
 
-def train_alone(steps, dtype=torch.float64, model=None, optimizer=None, first=0):
-    """(norms, model, optimizer) of one process with the whole batch."""
-    model = whole(dtype) if model is None else model
-    optimizer = ADAMW(model.parameters()) if optimizer is None else optimizer
-    norms = []
-    for step in range(first, first + steps):
-        model(rows(step, dtype)).square().mean().backward()
+def train_alone(steps):
+    """(norms, model) of one process with the whole batch."""
+    model, norms = whole(), []
+    optimizer = ADAMW(model.parameters())
+    for step in range(steps):
+        model(rows(step)).square().mean().backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
         optimizer.step()
         optimizer.zero_grad()
-    return norms, model, optimizer
+    return norms, model

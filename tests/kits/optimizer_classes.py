@@ -5,12 +5,9 @@ import inspect
 import logging
 
 import outside  # noqa: F401 - before timm
-import timm.optim
 import torch
-import transformers.optimization
 
 OTHERS = ("kron",)  # it compiles itself, for seconds
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def _classes(module):
@@ -20,19 +17,21 @@ def _classes(module):
 
 def optimizers():
     """{name: what makes one from param groups}."""
+    import timm.optim
+    import transformers.optimization
+
     logging.getLogger("timm").setLevel(logging.ERROR)
-    found = {f"torch {name}": functools.partial(each, **_known(each)) for name, each in _classes(torch.optim).items()}
+    found = {f"torch {name}": functools.partial(each, **_known(each, momentum=0.9))
+             for name, each in _classes(torch.optim).items()}
     found |= {f"transformers {name}": each for name, each in _classes(transformers.optimization).items()}
     for name in timm.optim.list_optimizers():
         info = timm.optim.get_optimizer_info(name)
         if not name.startswith(("bnb", "fused", *OTHERS)):  # those need a GPU
-            known = {key: value for key, value in (("lr", 0.01), ("weight_decay", 0.05)) if key in
-                     inspect.signature(info.opt_class).parameters}
-            known |= {"momentum": 0.9} if info.has_momentum else {}
+            known = _known(info.opt_class) | ({"momentum": 0.9} if info.has_momentum else {})
             found[f"timm {name}"] = functools.partial(timm.optim.get_optimizer_class(name), **known)
     return found
 
 
-def _known(each):
-    given = {"lr": 0.01, "weight_decay": 0.05, "momentum": 0.9}
+def _known(each, **more):
+    given = {"lr": 0.01, "weight_decay": 0.05, **more}
     return {key: value for key, value in given.items() if key in inspect.signature(each).parameters}

@@ -20,11 +20,9 @@ WARMUP = 2  # steps before the one that is read: state made in the first, and ca
 
 @dataclass(frozen=True)
 class Read:
-    """The step after the warm-up: bytes above its start, what it returned, and how long it took.
-
-    `peak`, `net`: of what the step itself allocated, as in `memory.Reading`: releases of older storages are not
-    counted. `seconds`: under the tracker; of `read_alone`, those of the step before, under no instrument at all.
-    """
+    """The step after the warm-up: bytes above its start, what it returned, and how long it took. `peak`, `net`: of what
+    the step itself allocated, as in `memory.Reading`: releases of older storages are not counted. `seconds`: under the
+    tracker; of `read_alone`, those of the step before, under no instrument at all."""
 
     peak: int
     net: int
@@ -35,31 +33,15 @@ class Read:
 
 def read_alone(build):
     """Read the step of a new build with the allocator's log."""
-    with _steady():
-        program = build()
-        for _ in range(WARMUP):
-            gc.collect()
-            began = time.perf_counter()
-            program.step()
-            seconds = time.perf_counter() - began
-        gc.collect()
-        with memory.measure("cpu") as m:
-            results = program.step()
+    with warmed_up(build) as (program, seconds), memory.measure("cpu") as m:
+        results = program.step()
     return Read(m.peak, m.net, seconds, results, m)
 
 
 def read_tracked(build):
     """Read the same step of another build with the tracker."""
-    with _steady():
-        program = build()
-        for _ in range(WARMUP):
-            gc.collect()
-            program.step()
-        gc.collect()
-        with memory.track(*program.objects) as t:
-            began = time.perf_counter()
-            results = program.step()
-            seconds = time.perf_counter() - began
+    with warmed_up(build) as (program, _), memory.track(*program.objects) as t:
+        results, seconds = _timed(program.step)
     return Read(*born_inside(t), seconds, results, t)
 
 
@@ -73,19 +55,37 @@ def born_inside(trace):
     return peak, held
 
 
-@contextmanager
-def _steady():
-    """Let a step take the same bytes each time: on one thread, since kernels' workspaces and the order of sums depend
-    on their number, and with nothing but `gc.collect()` to find cycles of Python objects in what is made inside.
+def second_step(build):
+    """The trace of a program's second step: the first makes its states."""
+    program = build()
+    program.step()
+    with memory.track(*program.objects) as t:
+        program.step()
+    return t
 
-    Such cycles hold tensors until the collector comes by, and that is the sooner the more objects an instrument makes.
-    """
+
+def _timed(step):
+    began = time.perf_counter()
+    return step(), time.perf_counter() - began
+
+
+@contextmanager
+def warmed_up(build):
+    """A program after its warm-up, and the seconds of the last step. A step takes the same bytes each time: on one
+    thread, since kernels' workspaces and the order of sums depend on their number, and with nothing but `gc.collect()`
+    to find cycles of Python objects in what is made inside: such cycles hold tensors until the collector comes by, and
+    that is the sooner the more objects an instrument makes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.freeze()
     gc.disable()
     try:
-        yield
+        program = build()
+        for _ in range(WARMUP):
+            gc.collect()
+            seconds = _timed(program.step)[1]
+        gc.collect()
+        yield program, seconds
     finally:
         gc.enable()
         gc.unfreeze()

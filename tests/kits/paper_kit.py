@@ -12,7 +12,6 @@ TINY = {"vocab_size": 256, "context_length": 64, "layers": 2, "hidden": 64, "hea
 
 class Llama(nn.Module):
     """transformers' LLaMA as our GPT is called: `model(tokens, targets)` is the mean loss of the targets."""
-
     def __init__(self):
         super().__init__()
         self.inner = causal("llama", **GROUPED)()

@@ -25,7 +25,6 @@ partitioned = functools.partial(PartitionedInputs, smallest=0)
 
 class Sliced(PartitionedInputs):
     """The mutant: right in every result, and its part is a view, so that the whole stays."""
-
     def _cut(self, flat):
         length = -(-flat.numel() // self.comm.world_size)
         assert length * self.comm.world_size == flat.numel()
@@ -44,13 +43,14 @@ def built(name, precision="fp32"):
     return model, list(model.blocks), tokens
 
 
-def step(comm, name, precision, keep):
-    """(bytes kept above the start, traffic of the forward, of the backward, gradients)."""
+def step(comm, name, precision, keep, plan=None):
+    """(bytes kept above the start, traffic of the forward, of the backward, gradients); as planned, or all recomputed.
+    """
     model, blocks, tokens = built(name, precision)
     comm.reset_traffic()
     with memory.track(model, tokens) as t:
         torch.manual_seed(7)
-        with recompute(blocks, keep=keep), REGIONS[precision]():
+        with planned(model, plan, keep=keep) if plan else recompute(blocks, keep=keep), REGIONS[precision]():
             loss = model(tokens, tokens)
         kept, forward = t.now.total - t.start.total, comm.traffic
         loss.backward()
@@ -66,20 +66,10 @@ def held(comm, name, precision="fp32", make=partitioned, **options):
             "forward": forward.total, "backward": backward, "none": none.total, "left": len(keep._parts)}
 
 
-def planned_gradients(comm, plan, keep):
-    model, _, tokens = built("gpt")
-    with planned(model, plan, keep=keep), memory.track(model, tokens) as t:
-        torch.manual_seed(7)
-        loss = model(tokens, tokens)
-        kept = t.now.total - t.start.total
-        loss.backward()
-    return kept, [p.grad for p in model.parameters()]
-
-
 def nested(comm, plan):
     """(bytes saved, equal gradients)."""
-    whole, expected = planned_gradients(comm, plan, None)
-    kept, found = planned_gradients(comm, plan, partitioned(comm))
+    whole, *_, expected = step(comm, "gpt", "fp32", None, plan)
+    kept, *_, found = step(comm, "gpt", "fp32", partitioned(comm), plan)
     return whole - kept, all(map(torch.equal, found, expected))
 
 
@@ -87,16 +77,12 @@ def inside_another(comm, outer):
     """Whether gradients are equal where another recomputation, without parts, is around one with them."""
     w = torch.randn(8, 8, requires_grad=True)
     around = {"ours": checkpoint, "torch's": functools.partial(torch_checkpoint, use_reentrant=False)}[outer]
-
     def gradients(keep):
         def inner(x, w):
             return (x @ w).tanh().sin()
-
         def body(x, w):
             return checkpoint(inner, checkpoint(inner, x, w, keep=keep), w, keep=keep).cos()
-
         return torch.autograd.grad(around(body, w.sin(), w).sum(), w)[0]
-
     return torch.equal(gradients(partitioned(comm)), gradients(None))
 
 
@@ -116,21 +102,18 @@ def unequal(comm, change, check=True):
 def interrupted(comm, when):
     """(parts that are left, equal gradients afterwards) of a function that fails once, in its first or second run."""
     keep, w, runs = partitioned(comm), torch.randn(8, 8, requires_grad=True), []
-
     def fn(x):
         runs.append(1)
         y = (x @ w).tanh()
         if len(runs) == when:
             raise ZeroDivisionError("once")
         return (y @ w).sin()
-
     def attempt():
         loss = checkpoint(fn, w.cos(), keep=keep).sum()
         try:
             return torch.autograd.grad(loss, w)[0]
         except ZeroDivisionError:
             return torch.autograd.grad(loss, w)[0]  # the graph is there still
-
     found = None
     with contextlib.suppress(ZeroDivisionError):
         found = attempt()

@@ -1,6 +1,10 @@
 """Times on a machine that others use, too."""
 
+import contextlib
 import functools
+import time
+
+import pytest
 
 
 class Late(AssertionError):
@@ -21,10 +25,29 @@ def patiently(test, tries=4):
     return repeated
 
 
+def against_the_clock(test):
+    """Mark a test that is held against the clock: it runs alone, and once more where it was Late."""
+    return pytest.mark.alone(patiently(test))
+
+
 def within(seconds, most):
     """Late if something took as long as that."""
     if seconds >= most:
         raise Late(f"{seconds:.1f} s, expected less than {most} s")
+
+
+@contextlib.contextmanager
+def in_time(most):
+    """Late if what is done here takes as long as that."""
+    start = time.monotonic()
+    yield
+    within(time.monotonic() - start, most)
+
+
+def about(readings, expected, off):
+    """Late if no reading is as near as that."""
+    if min(abs(reading - expected) for reading in readings) > off:
+        raise Late(readings, expected)
 
 
 def check(readings, expected):
@@ -32,3 +55,8 @@ def check(readings, expected):
     assert min(readings) >= 0.997 * expected, (readings, expected)
     if min(readings) > 1.05 * expected:
         raise Late(readings, expected)
+
+
+def check_all(pairs):
+    for readings, expected in pairs:
+        check(readings, expected)

@@ -11,6 +11,12 @@ from refimpl.parallel.pipeline.executor import PipelineParallelStage
 WIDTH, ROWS = 16, 18
 
 
+def mlp():
+    """Return a stage of which each tensor that it keeps is known."""
+    up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    return nn.Sequential(nn.LayerNorm(WIDTH), up, nn.GELU(), down).double()
+
+
 def sequential(stages, dtype=torch.float64):
     """Return a plain model, one module for each stage."""
     torch.manual_seed(0)
@@ -25,7 +31,6 @@ def batch(dtype=torch.float64, rows=ROWS):
 
 def distances(comm, name, m, dtype=torch.float64, steps=2):
     """Train a few steps; return the largest differences of losses and of gradients from the unsplit model."""
-    torch.set_num_threads(1)
     schedule = schedule_of(name, comm.world_size, m)
     model = sequential(schedule.stages, dtype)
     whole = copy.deepcopy(model)

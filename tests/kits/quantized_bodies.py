@@ -3,7 +3,8 @@
 import contextlib
 
 import torch
-from zero_kit import ADAMW, BUCKET, ENGINES, gpt, train_gpt
+from zero_kit import BUCKET, gpt, train_gpt
+from zero_steps import gpt_engine
 
 from refimpl.comm.traffic import Traffic
 from refimpl.zero.quantized import QuantizedReduce
@@ -27,25 +28,22 @@ def refused(codec, dtype):
             return str(error)
 
 
-def engine_of(comm, stage, weights=None, gradients=None, ranks_per_machine=None, optimizer=ADAMW, dtype=None,
-              **options):
+def engine_of(comm, stage, weights=None, gradients=None, ranks_per_machine=None, **options):
     if stage == 3:
         options["quantized_weights"] = weights
     hook = None if gradients is None else QuantizedReduce(gradients, ranks_per_machine)
-    model = gpt(dtype=dtype, device=comm.device)
-    return ENGINES[stage](model, comm, optimizer, bucket_bytes=BUCKET, hook=hook, **options)
+    return gpt_engine(stage, comm, hook=hook, **options)
 
 
 def bytes_of_steps(comm, cases):
     """For each (stage, codecs and options, micro-batches): what the second step sends, and its closed form."""
     found = []
     for stage, codecs, micro_batches in cases:
-        engine = engine_of(comm, stage, **codecs)
-        train_gpt(engine, 1, micro_batches)
+        engine = engine_of(comm, stage, **codecs, steps=1, micro_batches=micro_batches)
         before = comm.traffic
         train_gpt(engine, 1, micro_batches)
         sent = comm.traffic - before
-        found.append((dict(sent), dict(quantized_traffic(
-            gpt(device="meta"), comm.world_size, stage, rank=comm.rank, micro_batches=micro_batches,
-            bucket_bytes=BUCKET, **codecs)), Traffic(sent).total))
+        said = quantized_traffic(gpt(device="meta"), comm.world_size, stage, rank=comm.rank,
+                                 micro_batches=micro_batches, bucket_bytes=BUCKET, **codecs)
+        found.append((dict(sent), dict(said), Traffic(sent).total))
     return found

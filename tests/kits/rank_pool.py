@@ -1,4 +1,5 @@
-"""Ranks that live as long as the tests: `pooled` is `launch` without its cost, for functions that no fault ends.
+"""Ranks for tests: a test that runs on each rank, and launches that have to fail; ranks that live as long as the tests:
+`pooled` is `launch` without its cost, for functions that no fault ends.
 
 A launch forks and connects its ranks, and frees them: 40 ms of CPU each. Here the ranks of each world size are started
 once by a `launch` in a thread, and run one function after the other. A function that fails ends them, with the
@@ -7,21 +8,30 @@ take over from the caller (environment, directory) use `launch` itself.
 """
 
 import atexit
+import contextlib
+import functools
 import gc
+import inspect
 import os
 import pickle
 import signal
 import tempfile
 import threading
+import time
 from multiprocessing import connection
 
+import psutil
+import pytest
 import torch
 import torch.distributed as dist
+from patience import within
 
 from refimpl import comm
 from refimpl.comm import Communicator, RankError
+from refimpl.ranks import forkserver
 from refimpl.ranks.pickling import pack, pack_result
 
+forkserver.PRELOADED += ("_pytest.assertion.rewrite",)  # what an assert needs: else 0.2 s of a core in each rank
 LARGEST = 4  # ranks; larger worlds are launched
 SECONDS = 60  # for one function
 NAME = "rank pool"  # of the threads
@@ -65,12 +75,9 @@ class Pool:
                 self._thread = threading.Thread(target=self._launch, args=(world_size, listener.address), daemon=True,
                                                 name=NAME)
                 self._thread.start()
-                met = {}
-                for _ in range(world_size):
-                    end = listener.accept()
-                    met[end.recv()] = end
-        self._ends = [end for _, end in sorted(met.items())]
-        self.pids = {pid for _, pid in met}
+                ends = [listener.accept() for _ in range(world_size)]
+        met = {end.recv(): end for end in ends}
+        self._ends, self.pids = [met[key] for key in sorted(met)], {pid for _, pid in met}
 
     def _launch(self, world_size, address):
         try:
@@ -113,8 +120,7 @@ class Pool:
 
 def serve(world, address):
     """In a rank: one function after the other, each with a new Communicator, until the connection is closed."""
-    N, rank, step = world.world_size, world.rank, 0
-    threads, seed = torch.get_num_threads(), torch.initial_seed()
+    N, rank, step, seed = world.world_size, world.rank, 0, torch.initial_seed()
     store = dist.distributed_c10d._get_default_store()
     for stream in (1, 2):  # what they print nobody asks for
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -127,7 +133,7 @@ def serve(world, address):
                 return
             step += 1
             gc.collect()
-            torch.set_num_threads(threads)
+            torch.set_num_threads(1)  # as conftest.py does
             torch.manual_seed(seed)
             connect_again(dist.PrefixStore(str(step), store), rank, N)
             fn, args = pickle.loads(task)
@@ -141,3 +147,75 @@ def connect_again(store, rank, world_size):
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def on_ranks(world_size, fails=None, error=RankError, then=None, launch=pooled, **how):
+    """Decorate a test: it runs on each rank, with its Communicator as its first argument. `world_size` may be the name
+    of an argument, which says how many ranks there are; `fails` are the words of the error in which it ends; `then` is
+    called here with what each rank returns."""
+    def decorate(test):
+        @functools.wraps(test)
+        def run(**given):
+            with pytest.raises(error, match=fails) if fails else contextlib.nullcontext():
+                for returned in launch(functools.partial(test, **given), given.get(world_size, world_size), **how):
+                    if then is not None:
+                        then(returned)
+
+        run.__signature__ = inspect.Signature([*inspect.signature(test).parameters.values()][1:])
+        return run
+
+    return decorate
+
+
+def failure(match, fn, world_size, *args, error=RankError, launch=comm.launch, **how):
+    """Return the error of a launch, which has to fail with these words."""
+    with pytest.raises(error, match=match) as caught:
+        launch(fn, world_size, *args, **how)
+    return caught.value
+
+
+def gone(pids, seconds=60):
+    """Whether all of these processes end in time. Whoever adopts one may not ask how it ended: until then it is a
+    zombie."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def killing(comm):
+    """Return a hook that ends rank 1, as if it had crashed."""
+    def kill(*_):
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill
+
+
+def begins():
+    """Say on a rank that from now on another may be killed."""
+    print("begins", time.time(), flush=True)
+
+
+def killed_and_named(capfd, fn, *args):
+    """Hold that of 4 ranks rank 1, which is killed, is named within five seconds of what the last rank `begins`."""
+    failure("rank 1 .*SIGKILL", fn, 4, *args)
+    ended = time.time()
+    within(ended - max(float(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if "begins" in line), 5)
+
+
+def at_once(collective):
+    """Return a mutant of a collective, one that is waited for where it begins."""
+    def begin(*args, **how):
+        handle = collective(*args, **how)
+        handle.wait()
+        return handle
+
+    return begin
+
+
+def alike(comm, x):
+    """Whether two ranks have the same tensor."""
+    return torch.equal(*comm.all_gather(x[None]))

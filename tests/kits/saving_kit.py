@@ -1,19 +1,17 @@
-"""What the tests of saving share: ranks that hold parts of a small model by hand, without any engine, and damage."""
+"""What the tests of saving share: ranks that hold parts of a small model by hand, and engines of ZeRO."""
 
 import contextlib
 import functools
-import json
-import re
-import shutil
 import zlib
 
-import pytest
 import torch
 from torch import nn
+from zero_kit import ENGINES, WIDTH, rows_of
+from zero_steps import update
 
 from refimpl import saving
 from refimpl.comm import FakeCommunicator
-from refimpl.saving import SavedStateError, TrainingState, manifest
+from refimpl.saving import TrainingState
 from refimpl.sharding import Shard, ShardSpec, set_spec
 
 OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
@@ -26,7 +24,6 @@ MIXED = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 class Small(nn.Module):
     """Weights to cut, a norm, a tied weight, one that is not trained, one in bf16, of 0 dimensions and of 0 elements,
     and buffers that are saved and not."""
-
     def __init__(self, few=False):
         super().__init__()
         self.up, self.tied = nn.Linear(5, 6), nn.Linear(5, 6, bias=False)
@@ -54,29 +51,22 @@ class Holder:
     """One rank of stages × data-parallel × tensor-parallel ranks. Tensors that `dims` names are cut along that dim over
     the tensor-parallel ranks, what is trained or frozen is cut flat over the data-parallel ones."""
 
-    def __init__(self, comm, dims=None, tp=1, stages=1, optimizer="adamw", seed=0, dtype=torch.bfloat16, away=False,
-                 build=Small):
+    def __init__(self, comm, dims=None, tp=1, stages=1, optimizer="adamw", seed=0, away=False, build=Small):
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self.comm, self.dims, self.tp, self.model = comm, dims or {}, tp, build()
-        if hasattr(self.model, "low"):
-            self.model.low.data = self.model.low.data.to(dtype)
         self.dp = comm.world_size // (tp * stages)
         self.stage, self.d, self.t = comm.rank // (self.dp * tp), comm.rank // tp % self.dp, comm.rank % tp
-        self.unused = {"idle"}
-        self.step, self.now, self.loads, self.asleep = 0, [], [], {}
-        named = [(name, x) for each in (self.model.named_parameters(), self.model.named_buffers()) for name, x in each]
-        self.shards = []
-        for number, (name, x) in enumerate(named):
-            if name == "low" or number * stages // len(named) == self.stage:  # `low` is on all stages
-                self.shards.append(self.shard(name, x, group=number // 3))
+        self.step, self.now, self.loads, self.asleep, self.away = 0, [], [], {}, away
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        self.shards = [self.shard(name, x, group=number // 3) for number, (name, x) in enumerate(named)
+                       if name == "low" or number * stages // len(named) == self.stage]  # `low` is on all stages
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.names = [[name for name in trained if ("weight" in name) == weights] for weights in (True, False)]
         own = {shard.spec.name: shard.own for shard in self.shards if shard.own is not None}
         groups = [{"params": [own[name] for name in names if name in own], **more} for names, more in
                   zip(self.names, ({"weight_decay": 0.2}, {"lr": 0.03, "weight_decay": 0.0}), strict=True)]
         self.optimizer = OPTIMIZERS.get(optimizer, optimizer)(groups)
-        self.away = away
         for group in {shard.group for shard in self.shards} if away else ():
             self.put(group)
 
@@ -90,13 +80,11 @@ class Holder:
             spec = ShardSpec(name, x.shape, [low if d == dim else 0 for d in range(x.dim())],
                              [high - low if d == dim else size for d, size in enumerate(x.shape)])
         if spec.lengths != spec.shape:
-            local = part(x, spec).view(spec.lengths)
-            x.data = local
+            x.data = part(x, spec).view(spec.lengths)
             set_spec(x, spec)
         first = self.comm.rank == min(spec.replicas or (self.comm.rank,))
         if kind == "buffers":
-            values = x.detach()
-            return Shard(spec, values, kind, x.dtype, None, spec if first and self.d == 0 else None, group)
+            return Shard(spec, x.detach(), kind, x.dtype, None, spec if first and self.d == 0 else None, group)
         spec = spec.cut(self.d * spec.numel // self.dp, (self.d + 1) * spec.numel // self.dp)
         values = x.detach().reshape(-1)[spec.first : spec.end].clone()
         values = values.float() if x.dtype == torch.bfloat16 else values
@@ -119,7 +107,7 @@ class Holder:
         """Steps with gradients that depend on the place of an element alone, so on no cut."""
         for _ in range(steps):
             for shard in self.shards:
-                if shard.own is not None and shard.spec.name not in self.unused:
+                if shard.own is not None and shard.spec.name != "idle":
                     seed = zlib.crc32(f"{shard.spec.name} {self.step}".encode())
                     whole = torch.randn(shard.spec.shape, generator=torch.Generator().manual_seed(seed))
                     shard.own.grad = part(whole, shard.spec)
@@ -131,14 +119,9 @@ class Holder:
             self.step += 1
         return self
 
-    # --- a store that keeps only one group at a time -----------------------------------------------------------------
-
-    def tensors(self, group):
-        return [x for shard in self.shards if shard.group == group and shard.kind != "buffers" for x in
-                [shard.values, *(x for x in self.optimizer.state.get(shard.own, {}).values() if x.dim())]]
-
     @contextlib.contextmanager
     def loaded(self, group):
+        """As of a store that keeps only one group at a time."""
         self.now.append(group)
         self.loads.append(group)
         assert len(self.now) == 1, f"groups {self.now} are loaded at a time"
@@ -154,12 +137,11 @@ class Holder:
 
     def put(self, group):
         """Take a group's contents away."""
-        tensors = self.tensors(group)
+        tensors = [x for shard in self.shards if shard.group == group and shard.kind != "buffers" for x in
+                   [shard.values, *(x for x in self.optimizer.state.get(shard.own, {}).values() if x.dim())]]
         self.asleep[group] = [(x, x.clone()) for x in tensors]
         for x in tensors:
             x.untyped_storage().resize_(0)
-
-    # --- as users call it --------------------------------------------------------------------------------------------
 
     def save(self, directory):
         saving.save(self.state, directory)
@@ -167,6 +149,9 @@ class Holder:
     def load(self, directory):
         self.step = saving.load(self.state, directory)
         return self
+
+    def save_weights(self, path, *dtype):
+        saving.save_weights(self.state, path, *dtype)
 
     def state_dict(self):
         return saving.state_dict(self.state)
@@ -179,6 +164,14 @@ class Holder:
 def alone(**how):
     """A holder of everything."""
     return Holder(FakeCommunicator(0, 1), **how)
+
+
+def whole_state(model, optimizer):
+    """Of one rank, which has all parameters of a model."""
+    shards = [Shard(ShardSpec(name, p.shape), p.detach().view(-1), "parameters", p.dtype, p, ShardSpec(name, p.shape))
+              for name, p in model.named_parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    return TrainingState(FakeCommunicator(0, 1), shards, optimizer, [names], model)
 
 
 def differing(a, b):
@@ -194,54 +187,66 @@ def differing(a, b):
     return found
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------
+# --- engines of ZeRO -------------------------------------------------------------------------------------------------
 
 
-def only(directory, pattern):
-    """The one file of this name in the folder of the saved state."""
-    path, = directory.glob(f"step-*/{pattern}")
-    return path
+class Odd(nn.Module):
+    """Tied weights, a frozen layer, buffers that are saved and not, a parameter of no dimensions, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.two.weight = self.one.weight
+        self.three.requires_grad_(False)
+        self.scale, self.dropout = nn.Parameter(torch.tensor(1.5)), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.randn(3))
+        self.register_buffer("cache", torch.randn(2), persistent=False)
+
+    def forward(self, x):
+        self.seen += 1
+        return self.three(self.two(self.dropout(self.one(x)).tanh()).tanh()) * self.scale
 
 
-def edited(change):
-    def edit(directory):
-        path = directory / "manifest.json"
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content))
-    return edit
+def build(seed=0, dtype=None):
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    return Odd().to(dtype)
 
 
-def rehash(content):
-    content.pop("sha256")
-    content["sha256"] = manifest._digest(content)
+def two_groups(named):
+    """Biases are not decayed, and learn faster."""
+    return [{"params": [p for _, p in named if p.dim() == 2], "weight_decay": 0.2},
+            {"params": [p for _, p in named if p.dim() < 2], "lr": 0.03, "weight_decay": 0.0}]
 
 
-def rewritten(change):
-    """The manifest changed, and its hash with it."""
-    return edited(lambda content: (change(content), rehash(content)))
+def make(comm, stage=2, optimizer="adamw", seed=0, dtype=None, **options):
+    return ENGINES[stage](build(seed, dtype), comm, OPTIMIZERS[optimizer], groups=two_groups,
+                          **{"bucket_bytes": 500, **options})
 
 
-def refused(comm, folder, copies):
-    """What each rank says to a damaged saved state, and whether it holds what it held before."""
-    said = {}
-    for how in ({}, {"dims": BY_COLUMNS, "tp": comm.world_size}):
-        holder = Holder(comm, seed=7, **how).train(1)
-        before = holder.state_dict()
-        for name in copies:
-            with pytest.raises(SavedStateError) as error:
-                holder.load(folder / name)
-            said[name] = str(error.value), differing(holder.state_dict(), before)
-    return said
+def train(engine, steps):
+    """Train on, with the batches of the steps that come next."""
+    for step in range(engine._steps, engine._steps + steps):
+        x = rows_of(engine.comm, step, rows=12).to(next(engine.model.parameters()).dtype)
+        update(engine, engine.forward(x).square().mean())
+        engine.param_groups[0]["lr"] *= 0.9
+    return engine
 
 
-def check_damage(damages, whole, folder, launch):
-    """All ranks name what is damaged, {name: (function of a copy's directory, what is said)}, and stay as they were."""
-    for name, (damage, _) in damages.items():
-        shutil.copytree(whole, folder / name)
-        damage(folder / name)
-    first, second = launch(refused, 2, folder, list(damages))
-    for name, (_, expected) in damages.items():
-        assert re.search(expected, first[name][0]), (name, first[name])
-        assert first[name] == (second[name][0], []), name
-        assert str(folder / name) in first[name][0], name
+class Plain(nn.Module):
+    """Nothing but a linear layer, so that a saved fp32 state fits a bf16 model: no buffers to be rounded."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.layer = nn.Linear(*shape, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def plain(comm, stage, dtype=None, shape=(8, 8), seed=0, optimizer=torch.optim.Adam, make=ENGINES.__getitem__):
+    torch.manual_seed(seed)
+    engine = make(stage)(Plain(*shape).to(dtype), comm, optimizer, bucket_bytes=500)
+    update(engine, engine.forward(torch.ones(2, shape[0]).to(dtype)).square().mean())
+    return engine

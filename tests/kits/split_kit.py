@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from outside.models import GROUPED
 from paper_kit import TINY, built
+from tensor_kit import with_exact_norms
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,10 +17,10 @@ from refimpl.parallel.plan import Column, Row
 
 B, T, ITEM = 2, 32, 8  # sequences, tokens in each, bytes of an element
 WIDTH, HEAD = GROUPED["hidden_size"], GROUPED["head_dim"]
-CONFIGS = {"gpt": GPTConfig(**TINY),
-           "llama": GPTConfig(**TINY, kv_heads=GROUPED["num_key_value_heads"], norm="rmsnorm", norm_eps=1e-6,
-                              mlp_hidden=GROUPED["intermediate_size"], activation="swiglu", positions="rotary",
-                              bias=False, tied=False)}
+X = T * B * WIDTH * ITEM  # bytes
+CONFIGS = {"gpt": GPTConfig(**TINY), "llama": GPTConfig(
+    **TINY, kv_heads=GROUPED["num_key_value_heads"], norm="rmsnorm", norm_eps=1e-6, activation="swiglu", bias=False,
+    mlp_hidden=GROUPED["intermediate_size"], positions="rotary", tied=False)}
 WORLDS = {"gpt": (1, 2, 4), "llama": (1, 2)}  # which divide the key heads
 
 # Half a layer, x + second(between(first(norm(x)))): `firsts` are side by side, in matrices of `sizes` features.
@@ -48,12 +49,9 @@ def tables():
 
 def llama():
     """The same of transformers' LLaMA. Its norms compute in fp32, whatever it is built in: they become torch's."""
-    model = built("llama", torch.float64)[0].inner.model
-    block = model.layers[0]
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        norm = nn.RMSNorm(WIDTH, eps=1e-6, dtype=torch.float64)
+    block = with_exact_norms(built("llama", torch.float64)[0].inner.model).layers[0]
+    for norm in (block.input_layernorm, block.post_attention_layernorm):
         nn.init.normal_(norm.weight, mean=1.0, std=0.1)
-        setattr(block, name, norm)
     positions = tables()
     at, mlp, rows = block.self_attn, block.mlp, GROUPED["num_key_value_heads"] * HEAD
     halves = [Half(block.input_layernorm, [at.q_proj, at.k_proj, at.v_proj], at.o_proj,
@@ -95,8 +93,7 @@ def stacked(linears):
 
 def given():
     """Return x (T, B, C) and the gradient of the output."""
-    generator = torch.Generator().manual_seed(3)
-    return (torch.randn(T, B, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return torch.randn(2, T, B, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def expected(name):
@@ -107,11 +104,17 @@ def expected(name):
     out.backward(d_out)
     found = {"output": out.detach(), "x": x.grad}
     for i, half in enumerate(halves):
-        found |= {f"{i} norm {key}": p.grad for key, p in half.norm.named_parameters()}
-        found[f"{i} a"] = torch.cat([linear.weight.grad for linear in half.firsts])
-        found[f"{i} b"] = half.second.weight.grad
-        if half.second.bias is not None:
-            found |= {f"{i} a_bias": half.firsts[0].bias.grad, f"{i} b_bias": half.second.bias.grad}
+        weights, biases = ([getattr(linear, name) for linear in half.firsts] for name in ("weight", "bias"))
+        found |= gradients_of(i, half.norm, weights, biases, half.second)
+    return found
+
+
+def gradients_of(i, norm, weights, biases, second):
+    """Return {what: gradient} of half `i`, as `expected` names it."""
+    found = {f"{i} norm {key}": p.grad for key, p in norm.named_parameters()}
+    found |= {f"{i} a": torch.cat([weight.grad for weight in weights]), f"{i} b": second.weight.grad}
+    if second.bias is not None:
+        found |= {f"{i} a_bias": torch.cat([bias.grad for bias in biases]), f"{i} b_bias": second.bias.grad}
     return found
 
 
@@ -132,8 +135,7 @@ def together(name, ranks, sequence):
 
 
 def alike(parts):
-    for part in parts:
-        assert torch.equal(part, parts[0])
+    assert all(torch.equal(part, parts[0]) for part in parts)
     return parts[0]
 
 
@@ -169,15 +171,11 @@ class Hardened(nn.Module):
         return self.whole(x)
 
     def gradients(self):
-        """{what: gradient of this rank's part}, as `expected` names it."""
+        """{what: gradient of this rank's part}."""
         found = {}
         for i, (norm, firsts, second) in enumerate(self.halves):
-            found |= {f"{i} norm {key}": p.grad for key, p in norm.named_parameters()}
-            found[f"{i} a"] = torch.cat([weight.grad for first in firsts for weight in first.weights])
-            found[f"{i} b"] = second.weight.grad
-            if second.bias is not None:
-                found |= {f"{i} a_bias": torch.cat([bias.grad for bias in firsts[0].biases]),
-                          f"{i} b_bias": second.bias.grad}
+            weights = [weight for first in firsts for weight in first.weights]
+            found |= gradients_of(i, norm, weights, firsts[0].biases, second)
         return found
 
 

@@ -4,10 +4,10 @@ A mesh is the number of its tensor-parallel ranks, of 4 ranks in all; `ALONE` is
 """
 
 import torch
+from saving_kit import differing
 from tensor_kit import tokens_of, whole
 from torch import nn
 from zero_kit import ADAMW, ENGINES
-from zero_saving_kit import differing
 
 from refimpl.comm import FakeCommunicator
 from refimpl.mesh import Mesh

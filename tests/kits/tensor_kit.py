@@ -11,9 +11,9 @@ from refimpl.parallel import sequence_parallel, tensor_parallel
 
 V, ROWS, T = 61, 3, 7  # a vocabulary and a number of tokens that no number of ranks divides
 SIZES = {"vocab_size": V, "context_length": 16, "layers": 2, "hidden": 32, "heads": 4}
-GPTS = {"gpt": GPTConfig(**SIZES),
-        "grouped gpt": GPTConfig(**SIZES, kv_heads=2, head_dim=12, positions="rotary", norm="rmsnorm", bias=False,
-                                 activation="geglu", mlp_hidden=54, post_norms=True, qkv_bias=True, tied=False),
+GPTS = {"gpt": GPTConfig(**SIZES), "grouped gpt": GPTConfig(
+            **SIZES, kv_heads=2, head_dim=12, positions="rotary", norm="rmsnorm", bias=False, activation="geglu",
+            mlp_hidden=54, post_norms=True, qkv_bias=True, tied=False),
         "parallel gpt": GPTConfig(**SIZES, parallel_residual=True, positions="rotary", tied=False)}
 OTHERS = {"gpt2": causal("gpt2", vocab_size=V, n_embd=32, n_head=4, n_layer=2, n_positions=16, resid_pdrop=0.0,
                          embd_pdrop=0.0, attn_pdrop=0.0),
@@ -45,22 +45,22 @@ def with_exact_norms(model):
     """Replace RMS norms of transformers, which compute in fp32 whatever they are built in, by torch's."""
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
-            norm = nn.RMSNorm(module.weight.shape, eps=1e-6, dtype=module.weight.dtype)
-            model.set_submodule(name, norm)
+            model.set_submodule(name, nn.RMSNorm(module.weight.shape, eps=1e-6, dtype=module.weight.dtype))
     return model
 
 
 def tokens_of(model, rows=ROWS, length=T, seed=0):
-    V = model.config.vocab_size
-    return torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def run(model, tokens):
-    """Return (logits, the loss of a next token)."""
-    if isinstance(model, GPT):
-        return model(tokens), model(tokens, tokens.roll(-1, 1))
-    out = model(input_ids=tokens, labels=tokens)
-    return out.logits, out.loss
+def twins(name, dtype=torch.float64):
+    """Return a model that is to be split, one like it, and tokens."""
+    model = whole(name, dtype)
+    return model, copy.deepcopy(model), tokens_of(model)
+
+
+def logits_of(model, tokens):
+    return model(tokens) if isinstance(model, GPT) else model(input_ids=tokens).logits
 
 
 def loss_of(model, tokens):
@@ -74,21 +74,25 @@ def block_of(value, spec):
     return value
 
 
+def farthest(parameters, reference):
+    """Return the largest difference of gradients of a split model from those of the unsplit one."""
+    wanted = {key: p.grad for key, p in reference.named_parameters()}
+    return max((p.grad - block_of(wanted[p.shard_spec.name], p.shard_spec)).abs().max().item() for p in parameters)
+
+
 def distances(comm, name, split, dtype):
     """Return the largest differences of logits, loss and gradients from the unsplit model, relative to their size."""
-    model = whole(name, dtype)
-    reference, tokens = copy.deepcopy(model), tokens_of(model)
+    model, reference, tokens = twins(name, dtype)
     SPLITS[split](model, comm)
     found = {}
     for each in (reference, model):
-        logits, loss = run(each, tokens)
+        logits, loss = logits_of(each, tokens), loss_of(each, tokens)
         (loss + logits.square().mean()).backward()
         found.setdefault("logits", []).append(logits.detach()), found.setdefault("loss", []).append(loss.detach())
     theirs = {key: p.grad for key, p in reference.named_parameters()}
     for key, p in model.named_parameters():
-        found[key] = [block_of(theirs[p.shard_spec.name], p.shard_spec), p.grad]
         scale = theirs[p.shard_spec.name].abs().max()
-        found[key] = [each / scale for each in found[key]]
+        found[key] = [block_of(theirs[p.shard_spec.name], p.shard_spec) / scale, p.grad / scale]
     return {key: ((a - b).abs().max() / max(1, a.abs().max())).item() for key, (a, b) in found.items()}
 
 

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from outside.models import GROUPED, SMALL, causal, masked, timm
+from outside.models import GROUPED, SMALL, causal, classifier, masked
 from tensor_kit import block_of
 
 from refimpl.parallel import tensor_parallel
@@ -13,18 +13,16 @@ BERT, OPT = "bert.encoder.layer.*.", "model.decoder.layers.*."
 PLANS = {
     "vit": {"blocks.*.attn.qkv": Column((32,) * 3, (4,) * 3), "blocks.*.attn.proj": Row(4),
             "blocks.*.mlp.fc1": "column", "blocks.*.mlp.fc2": "row"},
-    "bert": {**{f"{BERT}attention.self.{name}": "column" for name in ("query", "key", "value")},
-             f"{BERT}attention.output.dense": "row", f"{BERT}intermediate.dense": "column",
-             f"{BERT}output.dense": "row"},
+    "bert": {**{f"{BERT}attention.self.{name}": "column" for name in ("query", "key", "value")}, f"{BERT}output.dense":
+             "row", f"{BERT}attention.output.dense": "row", f"{BERT}intermediate.dense": "column"},
     "opt": {**{f"{OPT}self_attn.{name}_proj": "column" for name in "qkv"}, f"{OPT}self_attn.out_proj": "row",
             f"{OPT}fc1": "column", f"{OPT}fc2": "row", "model.decoder.embed_tokens": "vocabulary", "lm_head": "head"},
     "gpt_neox": None, "phi": None, "starcoder2": None}
+TINY_OPT = causal("opt", vocab_size=61, hidden_size=32, num_hidden_layers=2, ffn_dim=64, num_attention_heads=4,
+                  word_embed_proj_dim=32, max_position_embeddings=32)
 MODELS = {"bert": masked("bert"), "gpt_neox": causal("gpt_neox", **SMALL), "phi": causal("phi", **SMALL),
-          "starcoder2": causal("starcoder2", **GROUPED),
-          "opt": causal("opt", vocab_size=61, hidden_size=32, num_hidden_layers=2, ffn_dim=64, num_attention_heads=4,
-                        word_embed_proj_dim=32, max_position_embeddings=32),
-          "vit": lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2,
-                                           num_heads=4, num_classes=10)}
+          "starcoder2": causal("starcoder2", **GROUPED), "opt": TINY_OPT,
+          "vit": classifier("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4)}
 
 
 def score(model, name):

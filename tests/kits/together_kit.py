@@ -2,6 +2,7 @@
 
 import functools
 
+import saving_kit
 import torch
 from outside.models import GROUPED, causal
 
@@ -21,15 +22,25 @@ OTHERS = {"llama": causal("llama", **GROUPED | {"num_hidden_layers": 4, "hidden_
                                                      "intermediate_size": 64, "tie_word_embeddings": True})}
 
 
+FP64 = " in fp64"  # where rounding would grow: AdamW's first steps are as large for a small gradient as for a large one
+
+
 def built(name, seed=0):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
+    if name.endswith(FP64):
+        return built(name.removesuffix(FP64), seed).double()
     return GPT(GPTS[name]) if name in GPTS else OTHERS[name]()
 
 
 def batches(steps, rank=0, ranks=1):
     every = TextData().batches(ROWS // ranks, T, rank=rank, world_size=ranks)
     return [next(every) for _ in range(steps)]
+
+
+def batches_of(engine, steps):
+    """What this rank of a mesh is given."""
+    return batches(steps, engine.mesh.here["dp"], engine.mesh.dp)
 
 
 def uneven(given, rank=0, ranks=1):
@@ -42,12 +53,16 @@ def uneven(given, rank=0, ranks=1):
     return found
 
 
-def alone(name, steps, cut=None):
-    """(losses, norms, model) of one process."""
+def even(given, rank=0, ranks=1):
+    return given
+
+
+def alone(name, steps, cut=even):
+    """[(loss, norm)] of one process."""
     model, found = built(name), []
     optimizer = ADAMW(model.parameters())
-    for tokens, targets in cut(batches(steps)) if cut else batches(steps):
-        if name in GPTS:
+    for tokens, targets in cut(batches(steps)):
+        if isinstance(model, GPT):
             loss = model(tokens, targets)
         else:
             loss = torch.nn.functional.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
@@ -55,17 +70,16 @@ def alone(name, steps, cut=None):
         found.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()))
         optimizer.step()
         optimizer.zero_grad()
-    return found, model
+    return found
 
 
 def engine_of(comm, name, axes, seed=0, **options):
-    mesh = Mesh(**axes).connect(comm)
-    return together(built(name, seed), mesh, ADAMW, **options)
+    return together(built(name, seed), Mesh(**axes).connect(comm), ADAMW, **options)
 
 
 def run(engine, steps, first=0):
     """[(loss, norm)] of these steps."""
-    return run_on(engine, batches(first + steps, engine.mesh.here["dp"], engine.mesh.dp)[first:])
+    return run_on(engine, batches_of(engine, first + steps)[first:])
 
 
 def run_on(engine, given):
@@ -78,30 +92,17 @@ def run_on(engine, given):
     return found
 
 
-def trained(comm, name, axes, steps, options, cut=None, mutant=None):
+def trained(comm, name, axes, steps, options, cut=even, mutant=None):
     engine = engine_of(comm, name, axes, **options)
     if mutant is not None:
         mutant(engine)
-    at = engine.mesh.here["dp"], engine.mesh.dp
-    given = batches(steps, *at)
-    return run_on(engine, cut(given, *at) if cut else given)
+    return run_on(engine, cut(batches_of(engine, steps), engine.mesh.here["dp"], engine.mesh.dp))
 
 
 def differing(mine, saved):
-    """What is not bit-equal in two state_dicts."""
-    found = []
-    for kind in ("model", "optimizer"):
-        found += [key for key in {**mine[kind], **saved[kind]} if key not in mine[kind] or key not in saved[kind]]
-    found += [key for key, x in mine["model"].items() if not torch.equal(x, saved["model"].get(key, x + 1))]
-    for key, states in mine["optimizer"].items():
-        found += [f"{key} {kind}" for kind, x in states.items()
-                  if not torch.equal(torch.as_tensor(x), torch.as_tensor(saved["optimizer"][key][kind]))]
-    return found + ["step"] * (mine["step"] != saved["step"]) + ["groups"] * (groups_of(mine) != groups_of(saved))
-
-
-def groups_of(sd):
-    """The param groups; the order of names in one says nothing."""
-    return [{**group, "params": sorted(group["params"])} for group in sd["param_groups"]]
+    """What is not bit-equal in two state_dicts, if there are two; the order of names in a param group says nothing."""
+    return saving_kit.differing(*(sd and {**sd, "param_groups": [
+        {**group, "params": sorted(group["params"])} for group in sd["param_groups"]]} for sd in (mine, saved)))
 
 
 def exchanged(comm, name, meshes, folder, trained_steps=2):
@@ -117,6 +118,6 @@ def exchanged(comm, name, meshes, folder, trained_steps=2):
     for axes, options in others:
         engine = engine_of(comm, name, axes, seed=7, **options)
         engine.load(folder / "state")
-        unequal.append(differing(mine, saved) if (mine := engine.engine.state_dict()) else [])
+        unequal.append(differing(engine.engine.state_dict(), saved))
         losses.append(run(engine, 2, trained_steps))
     return unequal, losses, saved

@@ -4,13 +4,12 @@ import functools
 import gc
 
 import torch
-from zero_kit import ADAMW, BUCKET, ENGINES, equal, farthest, gpt, parameters_of, token_batches
+from zero_kit import BUCKET, equal, farthest, gpt, gradients_of_step, parameters_of, train_gpt
+from zero_steps import STATES, gpt_engine
 
 from refimpl import memory
 from refimpl.zero.closed_forms import model_state_bytes, step_traffic
 from refimpl.zero.update import ShardedUpdate
-
-STATES = ("parameters", "gradients", "optimizer state")
 
 
 def readings(comm, stage):
@@ -22,13 +21,9 @@ def readings(comm, stage):
     gpt(device=comm.device)(*[torch.zeros(1, 4, dtype=torch.int64, device=comm.device)] * 2).backward()  # workspaces
     gc.collect()
     with memory.measure(comm.device) as m:
-        engine = ENGINES[stage](gpt(device=comm.device), comm, ADAMW, bucket_bytes=BUCKET)
-        for step, (tokens,) in enumerate(token_batches(3)):
-            before, mine = comm.traffic, tokens.chunk(comm.world_size)[comm.rank].to(comm.device)
-            engine.backward(engine.forward(mine, mine))
-            if step < 2:
-                engine.step()
-        del mine, tokens
+        engine = gpt_engine(stage, comm, steps=2)
+        before = comm.traffic
+        gradients_of_step(engine)
         gc.collect()
     with memory.track(engine.model, engine.optimizer) as t:
         now = t.now if comm.device.type == "cpu" else t.on(comm.device).now
@@ -75,15 +70,10 @@ def updated_on_the_host(comm, stage):
     found = {}
     for host in (False, True):
         update = functools.partial(ShardedUpdate, device="cpu") if host else None
-        engine = ENGINES[stage](gpt(device=comm.device), comm, ADAMW, bucket_bytes=BUCKET, update=update)
-        for (tokens,) in token_batches(3):
-            mine = tokens.chunk(comm.world_size)[comm.rank].to(comm.device)
-            engine.backward(engine.forward(mine, mine))
-            engine.clip_grad_norm_(0.1)
-            engine.step()
-        held = {"device": 0, "host": 0}
-        for x in (*engine.update.masters.values(), *(x for state in engine.optimizer.state.values()
-                                                     for x in state.values() if x.dim())):
+        engine = gpt_engine(stage, comm, update=update)
+        train_gpt(engine, 3, max_norm=0.1)
+        held, states = {"device": 0, "host": 0}, engine.optimizer.state.values()
+        for x in (*engine.update.masters.values(), *(x for state in states for x in state.values() if x.dim())):
             held["host" if x.is_cpu else "device"] += x.nbytes
         found[host] = held, {name: p.cpu() for name, p in parameters_of(engine).items()}
     return found

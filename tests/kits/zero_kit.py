@@ -7,8 +7,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from refimpl import memory
-from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
 from refimpl.zero import DataParallel, Zero1, Zero2, Zero3
 
@@ -18,10 +16,15 @@ FAST = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
+def copied(model):
+    """{name: copy of the parameter}."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 def parameters_of(engine):
     """{name: copy of the whole parameter}."""
     with engine.gathered() if engine.stage == 3 else contextlib.nullcontext():
-        return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        return copied(engine.model)
 
 
 def farthest(a, b):
@@ -52,32 +55,26 @@ def token_batches(steps, micro_batches=1):
     return torch.randint(0, 64, (steps, micro_batches, ROWS, 16), generator=torch.Generator().manual_seed(1))
 
 
-def train_gpt(engine, steps=10, micro_batches=1):
-    """Train, with `no_sync` around all micro-batches but the last."""
+def own_rows(comm, rows):
+    """This rank's part of a batch."""
+    return rows.chunk(comm.world_size)[comm.rank]
+
+
+def train_gpt(engine, steps=10, micro_batches=1, max_norm=None):
+    """Train, with `no_sync` around all micro-batches but the last, and clip if asked to."""
     for tokens in token_batches(steps, micro_batches):
         gradients_of_step(engine, tokens)
+        if max_norm is not None:
+            engine.clip_grad_norm_(max_norm)
         engine.step()
 
 
-def traced_gpt(engine, steps, micro_batches=1):
-    """Train as `train_gpt`; (ledger before the update, traffic, trace) of the last step."""
-    *first, last = token_batches(steps, micro_batches)
-    for tokens in first:
-        gradients_of_step(engine, tokens)
-        engine.step()
-    before = engine.comm.traffic
-    with memory.track(engine.model, engine.optimizer) as t:
-        gradients_of_step(engine, last)
-        now = t.now
-        engine.step()
-    return now, engine.comm.traffic - before, t
-
-
-def gradients_of_step(engine, tokens):
-    """Forward and backward of each micro-batch."""
+def gradients_of_step(engine, tokens=None):
+    """Forward and backward of each micro-batch; of the first batch if none is given."""
+    tokens = token_batches(1)[0] if tokens is None else tokens
     comm, micro_batches = engine.comm, len(tokens)
     for i, rows in enumerate(tokens):
-        mine = rows.chunk(comm.world_size)[comm.rank].to(comm.device)
+        mine = own_rows(comm, rows).to(comm.device)
         with engine.no_sync() if i < micro_batches - 1 else contextlib.nullcontext():
             engine.backward(engine.forward(mine, mine) / micro_batches)
 
@@ -139,6 +136,18 @@ class Recomputed(nn.Module):
         return x
 
 
+class Layers(nn.ModuleList):
+    """A stack."""
+
+    def __init__(self, count, width=WIDTH):
+        super().__init__(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x).tanh()
+        return x
+
+
 def three_layers(seed=0):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -148,8 +157,8 @@ def three_layers(seed=0):
 
 MODELS = {
     "unused": functools.partial(Unused, True), "unused on a rank": functools.partial(Unused, False),
-    "frozen": Frozen, "twice": Twice, "recomputed": functools.partial(Recomputed, False),
-    "recomputed, reentrant": functools.partial(Recomputed, True),
+    "frozen": Frozen, "twice": Twice, "layers": functools.partial(Layers, 4),
+    "recomputed": functools.partial(Recomputed, False), "recomputed, reentrant": functools.partial(Recomputed, True),
     "one small tensor": lambda: nn.Linear(1, 1, bias=False)}
 
 
@@ -168,19 +177,12 @@ def batch(step, width=WIDTH, rows=4):
 
 def rows_of(comm, step, **sizes):
     """This rank's part of a batch."""
-    return batch(step, **sizes).chunk(comm.world_size)[comm.rank]
+    return own_rows(comm, batch(step, **sizes))
 
 
 def square(engine, x):
     """A loss."""
-    return engine.forward(x).square().mean()
-
-
-def states_of(make, dtype=None, reduce_dtype=None, **options):
-    """Ledger of a rank of 4 after the second step's backward, of the GPT."""
-    engine = make(gpt(dtype=dtype), FakeCommunicator(0, 4), ADAMW, bucket_bytes=BUCKET, reduce_dtype=reduce_dtype,
-                  **options)
-    return traced_gpt(engine, 2)[0]
+    return engine(x).square().mean()
 
 
 # --- a store ---------------------------------------------------------------------------------------------------------

@@ -17,26 +17,16 @@ from refimpl.model import GPT, GPTConfig, softmax_attention
 GPT2 = {"vocab_size": 256, "context_length": 4096, "layers": 2, "hidden": 64, "heads": 4}
 LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
                 "bias": False, "tied": False}
+# What changes what is kept, besides norm, parallel residual and dtype, which each run all through.
+CHOICES = {name: st.sampled_from(values) for name, values in {
+    "layers": [1, 2, 3], "heads_and_groups": [(1, 1), (4, 4), (4, 2), (4, 1), (8, 2)], "head_dim": [None, 24],
+    "activation": ["gelu", "swiglu", "geglu"], "positions": ["learned", "rotary"], "rotary_fraction": [0.25, 1.0],
+    "mlp_hidden": [None, 176], "dropout": [0.0, 0.1], "post_norms": [False, True], "qkv_bias": [False, True],
+    "bias": [False, True], "tied": [False, True]}.items()}
 
 
-CHOICES = {  # that change what is kept, besides norm, parallel residual and dtype, which each run all through
-    "layers": st.integers(1, 3),
-    "heads_and_groups": st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (8, 2)]),
-    "head_dim": st.sampled_from([None, 24]),
-    "activation": st.sampled_from(["gelu", "swiglu", "geglu"]),
-    "post_norms": st.booleans(),
-    "qkv_bias": st.booleans(),
-    "positions": st.sampled_from(["learned", "rotary"]),
-    "rotary_fraction": st.sampled_from([0.25, 1.0]),
-    "mlp_hidden": st.sampled_from([None, 176]),
-    "bias": st.booleans(),
-    "tied": st.booleans(),
-    "dropout": st.sampled_from([0.0, 0.1]),
-}
-
-
-def kept_after_forward(config, tokens, targets, dtype):
-    model = GPT(config, dtype=dtype)
+def kept_after_forward(config, tokens, targets, dtype=torch.float32, attention=softmax_attention):
+    model = GPT(config, attention, dtype=dtype)
     with memory.track(model, tokens, targets) as t:
         loss = model(tokens, targets)
     assert loss.isfinite()
@@ -62,33 +52,26 @@ def test_int32_targets_are_copied_for_the_loss():
     """Two cases that the closed form leaves out and its docstring names: this, and one token alone."""
     config, tokens = GPTConfig(**GPT2), torch.zeros(3, 32, dtype=torch.int64)
     expected = activation_bytes(config, 3, 32)
-    assert kept_after_forward(config, tokens.int(), tokens, torch.float32) == expected
-    assert kept_after_forward(config, tokens, tokens.int(), torch.float32) == expected + 8 * 32 * 3
-    one = tokens[:1, :1]
-    more = kept_after_forward(config, one, one, torch.float32) - activation_bytes(config, 1, 1)
+    assert kept_after_forward(config, tokens.int(), tokens) == expected
+    assert kept_after_forward(config, tokens, tokens.int()) == expected + 8 * 32 * 3
+    more = kept_after_forward(config, tokens[:1, :1], tokens[:1, :1]) - activation_bytes(config, 1, 1)
     assert 0 < more <= config.layers * 2 * 4 * config.hidden
 
 
 def test_a_block_that_recomputes_its_attention_is_noticed():
     """The mutant: attention that keeps no scores. The closed form of the dense one must not fit it."""
-
     def frugal(q, k, v):
         return checkpoint(partial(softmax_attention, causal=True), q, k, v, use_reentrant=False)
-
     config, tokens = GPTConfig(**GPT2), torch.zeros(2, 128, dtype=torch.int64)
-    model = GPT(config, frugal)
-    with memory.track(model, tokens) as t:
-        loss = model(tokens, tokens)
-    assert loss.isfinite()
     scores = config.layers * 4 * config.heads * 2 * 128 * 128
-    assert t.now["activations"] < activation_bytes(config, 2, 128) - 0.9 * scores
+    kept = kept_after_forward(config, tokens, tokens, attention=frugal)
+    assert kept < activation_bytes(config, 2, 128) - 0.9 * scores
 
 
 def test_korthikantis_terms_sum_to_their_formula():
     config = GPTConfig(hidden=256, heads=8)
     assert sum(korthikanti_terms(config, 3, 128).values()) == korthikanti_bytes(config, 3, 128)
-    sbh = 2048 * 4 * 6144  # their 22B model, micro-batch 4
-    published = sbh * (34 + 5 * 64 * 2048 / 6144)
+    published = 2048 * 4 * 6144 * (34 + 5 * 64 * 2048 / 6144)  # their 22B model, micro-batch 4
     assert korthikanti_bytes(GPTConfig.named("korthikanti-22b"), 4, 2048) == pytest.approx(published, rel=1e-12)
 
 
@@ -123,11 +106,9 @@ def test_each_term_of_a_llama_block_on_cuda():
     # Both norms of a parallel residual read the same x, and the kernel keeps x itself.
     parallel = block_terms(replace(config, parallel_residual=True), b, s, torch.bfloat16, torch.device("cuda"))
     assert parallel == expected | {"norm inputs": 2 * sbh}
-    whole = activation_terms(config, b, s, torch.bfloat16, "cuda")
-    assert whole == {
-        "blocks": 2 * sum(expected.values()), "rotation": 2 * 2 * s * 16,
-        "embedding dropout mask": sbh, "last norm": 2 * sbh + 4 * s * b, "head input": 2 * sbh,
-        "log-probabilities": 4 * s * b * 256, "loss weight": 4}
+    assert activation_terms(config, b, s, torch.bfloat16, "cuda") == {
+        "blocks": 2 * sum(expected.values()), "rotation": 2 * 2 * s * 16, "embedding dropout mask": sbh,
+        "last norm": 2 * sbh + 4 * s * b, "head input": 2 * sbh, "log-probabilities": 4 * s * b * 256, "loss weight": 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -1,10 +1,10 @@
 """The allocator's readings."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from threads_kit import in_a_thread
 from torch._C._profiler import _EventType
 
 from refimpl import memory
@@ -13,13 +13,10 @@ from refimpl.memory.allocator import _all_threads_flag, _of_this_region
 
 def test_peak_and_net_are_what_was_allocated():
     with memory.measure("cpu") as m:
-        a = torch.empty(1000)
-        b = torch.empty(500)
-        del a
-        c = torch.empty(250)
-    assert (m.peak, m.net) == (6000, 3000)
-    assert m.events and sum(nbytes for _, nbytes in m.events) == 3000
-    assert b.numel() + c.numel() == 750
+        held = [torch.empty(1000), torch.empty(500)]
+        held[0] = None
+        held.append(torch.empty(250))
+    assert (m.peak, m.net) == (6000, 3000) and m.events and sum(nbytes for _, nbytes in m.events) == 3000
 
 
 def test_what_a_kernel_takes_inside_one_operation_is_seen():
@@ -34,8 +31,7 @@ def test_the_release_of_older_memory_is_the_one_thing_the_cpus_log_leaves_out():
     with memory.track(held) as t, memory.measure("cpu") as m:
         held.clear()
         new = torch.empty(10)
-    assert (m.peak, m.net) == (40, 40)
-    assert t.now.total - t.start.total == 40 - 4000 and new.numel() == 10
+    assert (m.peak, m.net) == (40, 40) and t.now.total - t.start.total == 40 - 4000 and new.numel() == 10
 
 
 def test_a_later_region_does_not_count_what_an_earlier_one_gave_out():
@@ -47,26 +43,20 @@ def test_a_later_region_does_not_count_what_an_earlier_one_gave_out():
             held.clear()
             del freed
         assert (m.peak, m.net) == (4 * size + 28, 4 * size)
-        held.append(kept)
-        del kept
+        held, kept = [kept], None
 
 
 def test_what_other_threads_take_and_free_is_counted():
     held = []
     for function in (lambda: held.append(torch.empty(1000)), held.clear):
         with memory.measure("cpu") as m:
-            thread = threading.Thread(target=function)
-            thread.start()
-            thread.join()
-            freed = torch.empty(7)
-            del freed
+            in_a_thread(function)
+            torch.empty(7)
         assert (m.peak, m.net) == ((4028, 4000) if held else (0, -4000))
         assert sum(nbytes for _, nbytes in m.events) == m.net
     with memory.measure("cpu") as m:
         held.append(torch.empty(1000))
-        thread = threading.Thread(target=held.clear)
-        thread.start()
-        thread.join()
+        in_a_thread(held.clear)
     assert (m.peak, m.net) == (4000, 0)
 
 

@@ -10,21 +10,20 @@ from refimpl.memory.trace import Op, StorageRecord, Trace
 NAME = "gradient of blocks.1.mlp.up.weight"
 
 
-def test_counters_are_the_timeline(trained, tmp_path):
-    model, optimizer, step = trained
-    with memory.track(model, optimizer) as t:
-        step()
-    path = t.export_chrome(tmp_path / "step.json")
+def exported(path):
+    """The events of a file, and those of its counters, spans, beginnings and ends."""
     events = json.loads(path.read_text())["traceEvents"]
-    counters = [event for event in events if event["ph"] == "C"]
-    assert [memory.Ledger(event["args"]) for event in counters] == [moment.ledger for moment in t.timeline]
+    return events, *([event for event in events if event["ph"] == letter] for letter in "CXbe")
+
+
+def test_counters_are_the_timeline(trace, tmp_path):
+    _, counters, spans, begun, freed = exported(trace.export_chrome(tmp_path / "step.json"))
+    assert [memory.Ledger(event["args"]) for event in counters] == [moment.ledger for moment in trace.timeline]
     times = [event["ts"] for event in counters]
     assert times == sorted(times) and times[0] == 0
-    spans = [event for event in events if event["ph"] == "X"]
     assert [span["name"] for span in spans] == ["forward", "backward", "step"]
     assert all(span["dur"] >= 0 for span in spans)
-    begun = {event["id"]: event for event in events if event["ph"] == "b"}
-    freed = {event["id"]: event for event in events if event["ph"] == "e"}
+    begun, freed = ({event["id"]: event for event in found} for found in (begun, freed))
     assert len(begun) == len(freed) == 300 and all(begun[i]["ts"] <= freed[i]["ts"] for i in begun)
     (gradient,) = [event["args"] for event in begun.values() if event["name"].startswith(NAME)]
     assert gradient["bytes"] == 4 * 32 * 128 and gradient["module"] == "blocks.1.mlp.up"
@@ -34,8 +33,7 @@ def test_counters_are_the_timeline(trained, tmp_path):
 def test_ranks_are_told_apart(tmp_path):
     with memory.track() as t:
         pass
-    path = memory.export_chrome(t, tmp_path / "rank3.json", name="rank 3", pid=3)
-    events = json.loads(path.read_text())["traceEvents"]
+    events, *_ = exported(memory.export_chrome(t, tmp_path / "rank3.json", name="rank 3", pid=3))
     assert {event["pid"] for event in events} == {3}
     assert events[0] == {"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3 on cpu"}}
 
@@ -53,28 +51,24 @@ def by_hand():
 def test_times_are_microseconds_since_the_start_and_bytes_those_of_the_device(tmp_path, device, bytes_after):
     path = memory.export_chrome(by_hand().on(device), str(tmp_path / "hand.json"), name="m")
     assert path == tmp_path / "hand.json"
-    written = json.loads(path.read_text())
-    process, *events = written["traceEvents"]
+    (process, *events), counters, spans, begun, freed = exported(path)
     assert process == {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"m on {device}"}}
-    counters, spans = [e for e in events if e["ph"] == "C"], [e for e in events if e["ph"] == "X"]
     assert [counter["ts"] for counter in counters] == [0, 1000, 2500, 6000.5, 6000.5]
     assert [sum(counter["args"].values()) for counter in counters] == bytes_after
     assert {(counter["name"], counter["pid"]) for counter in counters} == {("m", 0)}
     # A span lasts to the first operation of the next one: what it ended with is its own.
     assert spans == [
-        {"name": "build", "ph": "X", "ts": 0, "dur": 2500, "pid": 0, "tid": 0},
-        {"name": "forward", "ph": "X", "ts": 2500, "dur": 3500.5, "pid": 0, "tid": 0},
-        {"name": "backward", "ph": "X", "ts": 6000.5, "dur": 0, "pid": 0, "tid": 0}]
-    begun, freed = [e for e in events if e["ph"] == "b"], [e for e in events if e["ph"] == "e"]
+        {"name": name, "ph": "X", "ts": begin, "dur": lasts, "pid": 0, "tid": 0} for name, begin, lasts in (
+            ("build", 0, 2500), ("forward", 2500, 3500.5), ("backward", 6000.5, 0))]
     assert [(e["name"], e["ts"], e["args"]["bytes"]) for e in begun] == [
         ("a", 1000, 8) if device == "cpu" else ("b", 2500, 16)]
     assert [(e["name"], e["ts"], e["id"]) for e in freed] == [(begun[0]["name"], 6000.5, begun[0]["id"])]
     assert len(events) == len(counters) + len(spans) + 2
-    assert "displayTimeUnit" not in written  # Perfetto 20 takes it for the unit of "ts", and shows 1 s as 1000
+    assert "displayTimeUnit" not in path.read_text()  # Perfetto 20 takes it for that of "ts", and shows 1 s as 1000
 
 
 def test_without_a_device_named_it_is_the_accelerator(tmp_path):
-    process, *_ = json.loads(by_hand().export_chrome(tmp_path / "hand.json").read_text())["traceEvents"]
+    (process, *_), *_ = exported(by_hand().export_chrome(tmp_path / "hand.json"))
     assert process["args"]["name"] == "memory on cuda:0"
 
 

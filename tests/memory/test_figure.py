@@ -7,17 +7,8 @@ import torch
 from matplotlib.colors import to_hex, to_rgb
 
 from refimpl import memory
-from refimpl.memory import Trace
 from refimpl.memory.figure import COLOURS, _readable_on, colour, phases
-from refimpl.memory.trace import Op, StorageRecord
-
-
-@pytest.fixture
-def trace(trained):
-    model, optimizer, step = trained
-    with memory.track(model, optimizer) as t:
-        step()
-    return t
+from refimpl.memory.trace import Op, StorageRecord, Trace
 
 
 @pytest.fixture
@@ -30,32 +21,33 @@ def by_hand():
     return Trace(ops, records, [(-1, 0, 2048), (1, 1, 4096), (3, 1, -4096)], first_call=0)
 
 
-def bar_bytes(axes):
-    """{colour: width} of the bars."""
-    return {to_hex(bar.get_facecolor()).upper(): bar.get_width() for bar in axes.patches}
+def widths(axes):
+    return [bar.get_width() for bar in axes.patches]
+
+
+def said(texts):
+    return [text.get_text() for text in texts]
 
 
 def test_bars_are_the_ledgers_and_the_peak_is_marked(trace):
     predicted = memory.Ledger(parameters=trace.peak["parameters"], activations=3 * 2**10)
     figure = trace.plot(predicted=predicted)
     bars, line = figure.axes
-    widths = sorted(bar.get_width() for bar in bars.patches)
-    scale = trace.peak.total / max(trace.peak.total, 1)
-    divisor = trace.peak["parameters"] / bar_bytes(bars)[COLOURS["parameters"]] * scale
-    assert widths == sorted(v / divisor for v in [*trace.peak.values(), *predicted.values()])
+    by_colour = {to_hex(bar.get_facecolor()).upper(): bar.get_width() for bar in bars.patches}
+    divisor = trace.peak["parameters"] / by_colour[COLOURS["parameters"]]
+    assert sorted(widths(bars)) == sorted(v / divisor for v in [*trace.peak.values(), *predicted.values()])
     for row in (0, 1):  # end to end, in the order of the categories
         parts = [bar for bar in bars.patches if round(bar.get_y() + 0.35) == row]
         ends = [0, *itertools.accumulate(bar.get_width() for bar in parts)]
         assert [bar.get_x() for bar in parts] == pytest.approx(ends[:-1]) and len(parts) >= 2
         shown = [to_hex(bar.get_facecolor()).upper() for bar in parts]
         assert shown == sorted(shown, key=list(COLOURS.values()).index)
-    assert [label.get_text() for label in bars.get_yticklabels()] == ["predicted", "measured"]
-    peak = trace.peak_moment()
-    assert line.lines[-1].get_xdata()[0] == peak.index
-    assert line.lines[-1].get_ydata()[0] == pytest.approx(peak.ledger.total / divisor)
+    assert said(bars.get_yticklabels()) == ["predicted", "measured"]
+    peak, mark = trace.peak_moment(), line.lines[-1]
+    assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (peak.index, pytest.approx(peak.ledger.total / divisor))
     assert memory.human(peak.ledger.total) in line.texts[-1].get_text()
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["parameters", "optimizer state", "gradients", "inputs", "activations", "temporaries"]
+    assert said(figure.legends[0].get_texts()) == [
+        "parameters", "optimizer state", "gradients", "inputs", "activations", "temporaries"]
 
 
 def test_several_runs_stand_side_by_side_on_one_scale(trace):
@@ -68,11 +60,12 @@ def test_several_runs_stand_side_by_side_on_one_scale(trace):
     assert [axes.get_ylabel() for axes in figure.axes[2:]] == ["KiB", ""]
     assert [axes.lines[-1].get_ydata()[0] for axes in figure.axes[2:]] == [trace.peak.total / 1024, 400 / 1024]
     # Measured stands beside measured, as thick, whether a prediction is above it or not.
-    assert [label.get_text() for label in figure.axes[1].get_yticklabels()] == ["measured"]
+    assert said(figure.axes[1].get_yticklabels()) == ["measured"]
     assert figure.axes[1].get_yticks().tolist() == [1] and figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
     assert figure.axes[1].patches[0].get_y() == figure.axes[0].patches[-1].get_y()
-    assert [axes.get_title(loc="left") for axes in memory.plot(small, small).axes[:2]] == ["run 0", "run 1"]
-    assert [axes.get_title(loc="left") for axes in memory.plot(small, b=small).axes[:2]] == ["measured", "b"]
+    for figure, titles in ((memory.plot(small, small), ["run 0", "run 1"]),
+                           (memory.plot(small, b=small), ["measured", "b"])):
+        assert [axes.get_title(loc="left") for axes in figure.axes[:2]] == titles
 
 
 def test_bytes_are_written_where_there_is_room(trace):
@@ -93,11 +86,9 @@ def test_bytes_are_written_where_there_is_room(trace):
 
 def test_letters_can_be_read_on_every_colour():
     """Contrast after WCAG 2.1: the better of black and white, or at least 3 : 1."""
-
     def luminance(colour):
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
     for background in [*COLOURS.values(), colour("of its own")]:
         high, low = sorted((luminance(background), luminance(_readable_on(background))), reverse=True)
         assert (high + 0.05) / (low + 0.05) >= 3, background
@@ -106,25 +97,20 @@ def test_letters_can_be_read_on_every_colour():
 
 def test_a_prediction_may_be_a_dict_or_a_trace(trace):
     given = {"parameters": 3 * 2**20, "optimizer_state": 2**20}
-    widths = [bar.get_width() for bar in trace.plot(predicted=given).axes[0].patches][:2]
-    assert widths == [3, 1]
     for predicted in (given, memory.Ledger(given), {"measured": given}):
-        assert [bar.get_width() for bar in trace.plot(predicted=predicted).axes[0].patches][:2] == widths
+        assert widths(trace.plot(predicted=predicted).axes[0])[:2] == [3, 1]
     for predicted in (trace, {"measured": trace}):
-        figure = trace.plot(predicted=predicted)
-        bars = [bar.get_width() for bar in figure.axes[0].patches]
+        bars = widths(trace.plot(predicted=predicted).axes[0])
         assert bars[: len(bars) // 2] == bars[len(bars) // 2 :]
     for nothing in (None, {}, memory.Ledger(), {"measured": {}}):
         bars = trace.plot(predicted=nothing).axes[0]
         assert len(bars.get_yticklabels()) == 1 and bars.get_ylim() == (0.5, -0.5)  # and no room left for a second
-    both = memory.plot(a=trace, b=trace, predicted=given)
-    assert [len(axes.get_yticklabels()) for axes in both.axes[:2]] == [2, 2]
+    assert [len(axes.get_yticklabels()) for axes in memory.plot(a=trace, b=trace, predicted=given).axes[:2]] == [2, 2]
 
 
 def test_it_shows_itself_as_a_picture(trace):
     figure = trace.plot()
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    assert repr(figure) == "<memory figure: measured>"
+    assert figure._repr_png_().startswith(b"\x89PNG") and repr(figure) == "<memory figure: measured>"
 
 
 def test_phases_are_runs_of_rows(trace):
@@ -157,28 +143,24 @@ def test_an_empty_trace_can_be_drawn():
 
 
 def test_the_timeline_is_the_numbers_in_their_colours(by_hand):
-    """Heights, the peak's mark and its words, the phases' names and borders, of a trace written by hand."""
     line = by_hand.plot().axes[1]
     areas = {to_hex(area.get_facecolor()[0]).upper(): area.get_datalim(line.transData) for area in line.collections}
     assert {name: (areas[COLOURS[name]].y0, areas[COLOURS[name]].y1) for name in ("parameters", "activations")} == {
         "parameters": (0, 2), "activations": (2, 6)}
     assert len(areas) == 2 and line.get_ylabel() == "KiB"
-    outline = line.collections[1].get_paths()[0].vertices
-    high = [x for x, y in outline if y == 6]
+    high = [x for x, y in line.collections[1].get_paths()[0].vertices if y == 6]
     assert (min(high), max(high)) == (2, 4)  # from the operation that took it to the one that gave it back
     assert (line.get_xlim(), line.get_ylim()) == ((0, 5), (0, 1.25 * 6))
     mark = line.lines[-1]
     assert (mark.get_xdata().tolist(), mark.get_ydata().tolist()) == ([2], [6])
-    assert [text.get_text() for text in line.texts] == ["forward", "step", "6.0 KiB\nmm, net"]
+    assert said(line.texts) == ["forward", "step", "6.0 KiB\nmm, net"]
     assert [text.get_position()[0] for text in line.texts[:2]] == [1, 4.5]
-    assert [border.get_xdata()[0] for border in line.lines[:-1]] == [0, 3, 4]
-    assert line.texts[-1].get_ha() == "left"
+    assert [border.get_xdata()[0] for border in line.lines[:-1]] == [0, 3, 4] and line.texts[-1].get_ha() == "left"
 
 
 def test_the_peaks_words_stay_inside_the_axes(by_hand):
     ops = [by_hand.ops[2]._replace(phase="forward", module="")] * 4
-    late = Trace(ops, by_hand.records[:1], [(3, 0, 2048)], first_call=0)
-    text = late.plot().axes[1].texts[-1]
+    text = Trace(ops, by_hand.records[:1], [(3, 0, 2048)], first_call=0).plot().axes[1].texts[-1]
     assert (text.get_ha(), text.get_text()) == ("right", "2.0 KiB\nmm")
 
 
@@ -186,8 +168,7 @@ def test_the_peaks_words_stay_inside_the_axes(by_hand):
     (100, "bytes", 100), (1023, "bytes", 1023), (1024, "KiB", 1), (3 * 2**20, "MiB", 3), (5 * 2**30, "GiB", 5),
     (7 * 2**40, "TiB", 7)])
 def test_the_unit_is_the_largest_that_fits(nbytes, unit, width):
-    record = StorageRecord("cpu", "(start)", "forward", "", -1, nbytes)
-    figure = Trace([], [record], [(-1, 0, nbytes)]).plot()
+    figure = Trace([], [StorageRecord("cpu", "(start)", "forward", "", -1, nbytes)], [(-1, 0, nbytes)]).plot()
     assert figure.axes[1].get_ylabel() == unit and figure.axes[0].patches[0].get_width() == width
 
 
@@ -195,7 +176,7 @@ def test_phases_that_are_short_have_no_name():
     ops = [Op("a", "forward", "", 0)] * 60 + [Op("b", "backward", "", 0)] * 2 + [Op("c", "step", "", 0)] * 60
     trace = Trace(ops, first_call=0)
     assert phases(trace.timeline) == [("forward", 0, 60), ("backward", 61, 62), ("step", 63, 123)]
-    assert [text.get_text() for text in trace.plot().axes[1].texts[:-1]] == ["forward", "step"]
+    assert said(trace.plot().axes[1].texts[:-1]) == ["forward", "step"]
 
 
 def test_borders_of_phases_do_not_hatch_the_picture():

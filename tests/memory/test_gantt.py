@@ -16,8 +16,7 @@ SPANS = [
     Span("gather", "all_gather", "blocks.1", START + 10 * MS, START + 60 * MS, 100, waited=20 * MS),
     Span("gather", "all_gather", "blocks.2", START + 20 * MS, START + 50 * MS, 100),
     Span("compute", "backward", "blocks.0", START + 60 * MS, START + 100 * MS),
-    Span("other", "all_reduce", "", START, START + 500 * MS),
-]
+    Span("other", "all_reduce", "", START, START + 500 * MS)]
 
 
 def bars(axes):
@@ -49,9 +48,8 @@ def test_by_default_all_lanes_and_no_word_of_waiting_where_nobody_did():
 
 
 def test_names_stand_where_there_is_room_and_on_the_longer_part():
-    long = Span("gather", "all_gather", "blocks.1", START, START + 100 * MS, waited=90 * MS)
-    short = Span("compute", "forward", "blocks.0", START, START + 2 * MS)
-    (name,) = gantt([long, short]).axes[0].texts
+    (name,) = gantt([Span("gather", "all_gather", "blocks.1", START, START + 100 * MS, waited=90 * MS),
+                     Span("compute", "forward", "blocks.0", START, START + 2 * MS)]).axes[0].texts
     assert name.get_text() == "blocks.1" and name.get_position()[0] == pytest.approx(55) and name.get_color() == "white"
 
 
@@ -86,6 +84,5 @@ def test_bytes_are_on_the_same_axis_of_time():
     top = max(vertices[:, 1].max() for vertices in areas.values())
     assert top == pytest.approx(t.timeline.totals.max() / 2**10) and held.get_ylabel() == "KiB"
     at = {round(float(x), 3) for vertices in areas.values() for x, _ in vertices}
-    assert 7.0 in at
-    assert "parameters" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert 7.0 in at and "parameters" in [text.get_text() for text in figure.legends[0].get_texts()]
     assert y.shape == (256, 64)

@@ -9,8 +9,7 @@ from refimpl.memory import CATEGORIES, Ledger, beside, human, mark, track
 
 def test_total_and_lookup():
     ledger = Ledger({"parameters": 8, "optimizer_state": 16}, activations=0)
-    assert ledger.total == 24 == sum(ledger.values())
-    assert ledger["optimizer state"] == ledger["optimizer_state"] == 16
+    assert ledger.total == 24 == sum(ledger.values()) and ledger["optimizer state"] == ledger["optimizer_state"] == 16
     assert ledger["activations"] == 0 and "activations" not in ledger
     assert ledger == {"parameters": 8, "optimizer state": 16} == ledger
     assert ledger == {"parameters": 8, "optimizer_state": 16, "inputs": 0}
@@ -27,21 +26,17 @@ def test_an_unknown_category_is_an_error_that_names_it():
     ("params", "parameters"), ("parameter", "parameters"), ("paramters", "parameters"), ("Parameters", "parameters"),
     ("grads", "gradients"), ("gradient", "gradients"), ("act", "activations"), ("activaitons", "activations"),
     ("optimizer", "optimizer state"), ("optimizer_states", "optimizer state"), ("temporary", "temporaries"),
-    ("input", "inputs"), ("buffer", "buffers"), ("comm", "communication"),
-])
+    ("input", "inputs"), ("buffer", "buffers"), ("comm", "communication")])
 def test_a_category_that_is_nearly_a_known_one_is_refused(name, meant):
-    with pytest.raises(ValueError, match=f"category '{name}': is it '{meant}'"):
-        Ledger({name: 3})
-    with pytest.raises(ValueError, match=f"category '{name}': is it '{meant}'"):
-        mark(torch.zeros(1), name)
-    ledger = Ledger(parameters=1)
-    assert name not in ledger and ledger != {name: 3}
+    for refused in (lambda: Ledger({name: 3}), lambda: mark(torch.zeros(1), name)):
+        with pytest.raises(ValueError, match=f"category '{name}': is it '{meant}'"):
+            refused()
+    assert name not in Ledger(parameters=1) and Ledger(parameters=1) != {name: 3}
 
 
 @pytest.mark.parametrize("name", [
     "kernel workspace", "parameter shard", "gradient buckets", "norm inputs", "head input", "paged out", "in", "s", "",
-    "values", "positions", "optimizer averages", "copies of parameters", "comm buffers",
-])
+    "values", "positions", "optimizer averages", "copies of parameters", "comm buffers"])
 def test_any_other_category_is_taken_as_it_is(name):
     assert list(Ledger({name: 3, "parameters": 1})) == ["parameters", name]
 
@@ -55,10 +50,8 @@ def test_bytes_are_whole_numbers(count):
 
 def test_ledgers_add_and_subtract():
     peak, start = Ledger(parameters=10, activations=5), Ledger(parameters=10, inputs=2)
-    assert peak - start == {"activations": 5, "inputs": -2}
-    assert (peak - start).total == peak.total - start.total
-    assert peak + start == {"parameters": 20, "activations": 5, "inputs": 2}
-    assert peak != start and peak != 15
+    assert peak - start == {"activations": 5, "inputs": -2} and (peak - start).total == peak.total - start.total
+    assert peak + start == {"parameters": 20, "activations": 5, "inputs": 2} and peak != start and peak != 15
 
 
 def test_dicts_take_part_on_either_side():
@@ -77,8 +70,7 @@ def test_rows_keep_one_order_through_arithmetic():
     """Not that of a set, which changes from one process to the next."""
     marked = [f"of its own {i}" for i in range(20)]
     first, second = Ledger(dict.fromkeys(marked[:12], 2)), Ledger(dict.fromkeys(marked[8:], 1))
-    assert list(first + second) == list(first - second) == marked
-    assert list(second - first) == marked[8:] + marked[:8]
+    assert list(first + second) == list(first - second) == marked and list(second - first) == marked[8:] + marked[:8]
     assert hash(first + second) == hash(second + first) and first + second == second + first
 
 
@@ -92,10 +84,9 @@ def test_categories_have_one_order_and_marked_ones_come_last():
 
 
 def test_text_table_has_bytes_and_a_readable_size():
-    lines = str(Ledger(parameters=2 * 2**30, activations=1536)).splitlines()
-    assert lines[1].split() == ["parameters", "2,147,483,648", "2.0", "GiB"]
-    assert lines[2].split() == ["activations", "1,536", "1.5", "KiB"]
-    assert lines[-1].split()[:2] == ["total", "2,147,485,184"]
+    _, first, second, *_, last = str(Ledger(parameters=2 * 2**30, activations=1536)).splitlines()
+    assert first.split() == ["parameters", "2,147,483,648", "2.0", "GiB"]
+    assert second.split() == ["activations", "1,536", "1.5", "KiB"] and last.split()[:2] == ["total", "2,147,485,184"]
 
 
 def test_two_ledgers_side_by_side_show_the_difference():
@@ -108,15 +99,13 @@ def test_two_ledgers_side_by_side_show_the_difference():
     with track() as t:
         torch.zeros(25)
     assert beside(measured=t).rows() == [("temporaries", (100,)), ("total", (100,))]
-    three = beside(a=Ledger(inputs=1), b=Ledger(inputs=2), c=Ledger(inputs=3))
-    assert three.headers() == ["a", "b", "c"]
+    assert beside(a=Ledger(inputs=1), b=Ledger(inputs=2), c=Ledger(inputs=3)).headers() == ["a", "b", "c"]
     with pytest.raises(ValueError, match="at least one ledger"):
         beside()
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [
     (0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (112 * 2**30, "112.0 GiB"), (-2048, "-2.0 KiB"),
-    (5 * 2**40, "5.0 TiB"), (2**55, "32,768.0 TiB"),
-])
+    (5 * 2**40, "5.0 TiB"), (2**55, "32,768.0 TiB")])
 def test_human(nbytes, text):
     assert human(nbytes) == text

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from outside_programs import PROGRAMS
-from outside_reading import read_alone, read_tracked
+from outside_reading import read_alone, read_tracked, warmed_up
 
 from refimpl import memory
 from refimpl.memory.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
@@ -24,23 +24,7 @@ def storages_of(tensors):
 
 
 def parameters_of(objects):
-    return {id(p): p for thing in objects if isinstance(thing, torch.nn.Module) for p in thing.parameters()}.values()
-
-
-def states(objects):
-    """(bytes of parameters, of optimizer state) as the models and optimizers themselves hold them."""
-    optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
-    state = tensors_in([list(optimizer.state.values()) for optimizer in optimizers])
-    return storages_of(parameters_of(objects)), storages_of(state)
-
-
-def watch_gradients(objects):
-    """A dict that fills with the bytes of each gradient that autograd writes."""
-    found = {}
-    for parameter in parameters_of(objects):
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: found.update({id(p): p.grad.nbytes}))
-    return found
+    return {p for thing in objects if isinstance(thing, torch.nn.Module) for p in thing.parameters()}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -55,31 +39,30 @@ def test_the_peak_is_the_allocators_and_the_rest_has_a_name(name):
         both = with_workspaces(PROGRAMS[name])
         assert both.peak[WORKSPACE] > 0 and not both.notes
         assert abs(both.peak.total - both.start.total - alone.peak) <= WITHIN * alone.peak
-        biggest = max((r for r in both.records if r.mark == WORKSPACE), key=lambda r: r.nbytes).op
-        assert biggest in note
+        assert max((r for r in both.records if r.mark == WORKSPACE), key=lambda r: r.nbytes).op in note
 
 
 def with_workspaces(build):
-    program = build()
-    for _ in range(2):
-        program.step()
-    with memory.track(*program.objects) as t, memory.measure("cpu") as m:
+    with warmed_up(build) as (program, _), memory.track(*program.objects) as t, memory.measure("cpu") as m:
         program.step()
     return memory.with_workspaces(t, m)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parameters_gradients_and_state_to_the_byte(name):
-    program = PROGRAMS[name]()
+    program, written = PROGRAMS[name](), {}  # bytes of each gradient that autograd writes
     program.step()
-    found = {} if name in GRADIENTS_GO else watch_gradients(program.objects)
+    for parameter in parameters_of(program.objects):
+        if parameter.requires_grad and name not in GRADIENTS_GO:
+            parameter.register_post_accumulate_grad_hook(lambda p: written.update({id(p): p.grad.nbytes}))
     with memory.track(*program.objects) as t:
         program.step()
-    parameters, state = states(program.objects)
-    assert (t.now[PARAMETERS], t.now[OPTIMIZER_STATE]) == (parameters, state)
-    gradients = t.timeline.nbytes[:, t.timeline.categories.index(GRADIENTS)].max()
+    optimizers = [thing for thing in program.objects if isinstance(thing, torch.optim.Optimizer)]
+    assert t.now[PARAMETERS] == storages_of(parameters_of(program.objects))
+    assert t.now[OPTIMIZER_STATE] == storages_of(tensors_in([list(each.state.values()) for each in optimizers]))
     if name not in GRADIENTS_GO:
-        assert gradients == sum(found.values()) + OTHER_GRADIENTS.get(name, 0)
+        gradients = t.timeline.nbytes[:, t.timeline.categories.index(GRADIENTS)].max()
+        assert gradients == sum(written.values()) + OTHER_GRADIENTS.get(name, 0)
     assert t.now[GRADIENTS] == storages_of(p.grad for p in parameters_of(program.objects) if p.grad is not None)
 
 

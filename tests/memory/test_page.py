@@ -6,10 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from refimpl import memory
 from refimpl.memory.page import COLUMNS, TENSORS, moments
-from refimpl.memory.records import Line, Op, StorageRecord
-from refimpl.memory.trace import Trace
+from refimpl.memory.trace import Line, Op, StorageRecord, Trace
 
 
 def shown(path):
@@ -17,15 +15,12 @@ def shown(path):
     return text, json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)[1])
 
 
-def test_every_byte_of_every_moment_is_the_traces(trained, tmp_path):
-    model, optimizer, step = trained
-    with memory.track(model, optimizer) as t:
-        step()
-    text, data = shown(t.to_html(tmp_path / "t.html", title="A <step>"))
-    assert "<title>A &lt;step&gt;</title>" in text and f"{t.peak.total:,} bytes" in data["summary"] in data["alt"]
+def test_every_byte_of_every_moment_is_the_traces(trace, tmp_path):
+    text, data = shown(trace.to_html(tmp_path / "t.html", title="A <step>"))
+    assert "<title>A &lt;step&gt;</title>" in text and f"{trace.peak.total:,} bytes" in data["summary"] in data["alt"]
     assert not re.search(r"https?:|src=|<link|@import|fetch\(", text)  # offline
-    timeline, names = t.timeline, [category["name"] for category in data["categories"]]
-    assert len(data["columns"]) == len(timeline) and data["columns"][data["peak"]][0] == t.peak_moment().index
+    timeline, names = trace.timeline, [category["name"] for category in data["categories"]]
+    assert len(data["columns"]) == len(timeline) and data["columns"][data["peak"]][0] == trace.peak_moment().index
     drawn = np.zeros((len(names), len(timeline)), dtype=np.int64)
     for _, category, *_, sizes in data["tensors"]:
         steps = [*zip(sizes[::2], sizes[1::2], strict=True), (len(timeline), 0)]
@@ -39,7 +34,7 @@ def test_every_byte_of_every_moment_is_the_traces(trained, tmp_path):
     assert [data["strings"][i] for i in (module, phase)] == ["blocks.1.mlp.up", "backward"]
     assert "loss = model(tokens, tokens)" in data["strings"][line] and "refimpl/model.py" in data["strings"][source]
     tables = {title: rows for title, rows, _ in data["tables"]}
-    assert tables["By line"] == [list(row) for row in t.top(40, by="line")]
+    assert tables["By line"] == [list(row) for row in trace.top(40, by="line")]
 
 
 def test_a_long_trace_makes_no_long_page_and_keeps_its_peak(tmp_path):
@@ -54,8 +49,7 @@ def test_a_long_trace_makes_no_long_page_and_keeps_its_peak(tmp_path):
     assert path.stat().st_size < 2**20 and len(data["columns"]) == COLUMNS and len(data["tensors"]) <= TENSORS
     column, total = data["peak"], sum(row[data["peak"]] for row in data["nbytes"])
     assert data["columns"][column][0] == trace.peak_moment().index and total == trace.peak.total
-    at_peak = sum(dict(zip(s[6][::2], s[6][1::2], strict=True)).get(column, 0) for s in data["tensors"])
-    assert 0 < at_peak <= total
+    assert 0 < sum(dict(zip(s[6][::2], s[6][1::2], strict=True)).get(column, 0) for s in data["tensors"]) <= total
 
 
 @pytest.mark.parametrize("N", [1, COLUMNS, COLUMNS + 1, 10 * COLUMNS])
@@ -66,8 +60,7 @@ def test_moments_are_in_order_and_hold_the_highest(N):
 
 
 def test_text_of_a_program_cannot_end_the_page(tmp_path):
-    line = Line("a.py", 1, "x = '</script><b>'")
-    records = [StorageRecord("cpu", "<b>", "forward", "<i>", 0, 8, line=line)]
+    records = [StorageRecord("cpu", "<b>", "forward", "<i>", 0, 8, line=Line("a.py", 1, "x = '</script><b>'"))]
     trace = Trace([Op("<b>", "forward", "<i>", 1)], records, [(0, 0, 8)], notes=["</script>"])
     text, data = shown(trace.to_html(tmp_path / "t.html"))
     assert text.count("</script>") == 2 and data["notes"] == ["</script>"]

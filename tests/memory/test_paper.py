@@ -34,12 +34,10 @@ def read(build, rows, warm, instrument):
     torch.manual_seed(0)
     model, loss_of = BUILDS[build]()
     optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(0, 256, rows)
-
     def step():
         loss_of(tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-
     if warm:
         step()
     with instrument(model, optimizer, tokens) as t:
@@ -64,31 +62,27 @@ def assert_same_peak(ours, theirs):
 def test_the_same_peak(build, rows, warm):
     ours, theirs = read(build, rows, warm, paper.Tracker), tracked(build, rows, warm)
     assert_same_peak(ours, theirs)
-    assert ours.peak()[paper.PARAMETERS] > 0
-    assert (ours.peak()[paper.GRADIENTS] > 0) == (rows == (1, 4))
+    assert ours.peak()[paper.PARAMETERS] > 0 and (ours.peak()[paper.GRADIENTS] > 0) == (rows == (1, 4))
     alone = read(build, rows, warm, lambda *_: memory.measure("cpu"))
     assert abs(sum(ours.peak().values()) - theirs.start.total - alone.peak) <= WITHIN * alone.peak
 
 
-class NeverFrees(paper.Tracker):
-    """The mutant: no storage dies."""
+# Mutants.
 
+
+class NeverFrees(paper.Tracker):
     def died(self, address, number, nbytes):
         del self.alive[address]
 
 
-class CountsTensors(paper.Tracker):
-    """The mutant: a view counts as much as the storage that it shares."""
-
+class CountsTensors(paper.Tracker):  # a view as much as the storage that it shares
     def see(self, x, category=None):
         if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in self.alive:
             self.events.append((len(self.events), x.nbytes))
         super().see(x, category)
 
 
-class Late(paper.Tracker):
-    """The mutant: what exists before the step is not seen."""
-
+class Late(paper.Tracker):  # what exists before the step is not seen
     def __init__(self, model, optimizer, *existing):
         super().__init__(model, optimizer)
         self.events.clear()

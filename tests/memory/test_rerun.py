@@ -10,8 +10,7 @@ from refimpl.memory.rerun import Environment, has_drawn, random_state
 
 
 def test_numbers_come_again_and_afterwards_go_on_as_before():
-    there = Environment(torch.rand, [])
-    first = torch.rand(3)
+    there, first = Environment(torch.rand, []), torch.rand(3)
     there.drop_unused()
     state = torch.get_rng_state()
     with there.restored():
@@ -30,8 +29,7 @@ def test_a_state_that_did_not_change_is_let_go():
 
 
 def test_the_generator_is_put_back_after_an_exception():
-    there = Environment(torch.rand, [])
-    state = torch.get_rng_state()
+    there, state = Environment(torch.rand, []), torch.get_rng_state()
     with pytest.raises(ZeroDivisionError), there.restored():
         torch.rand(1)
         raise ZeroDivisionError
@@ -60,11 +58,9 @@ def test_a_draw_is_noticed():
 def test_a_registered_context_is_what_it_was(monkeypatch):
     monkeypatch.setattr(rerun, "_registered", [])
     now = ["first"]
-
     @rerun.register
     def capture():
         then = now[-1]
-
         @contextmanager
         def context():
             now.append(then)
@@ -72,9 +68,7 @@ def test_a_registered_context_is_what_it_was(monkeypatch):
                 yield
             finally:
                 now.pop()
-
         return context
-
     assert rerun._registered == [capture]
     there = Environment(torch.sin, [])
     now[0] = "second"

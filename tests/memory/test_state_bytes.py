@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from training_step import OPTIMIZERS
 
 from refimpl import memory
 from refimpl.memory import bytes_per_parameter, model_state_bytes
@@ -10,23 +11,12 @@ from refimpl.model import GPT
 
 from ..conftest import SMALL
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-
 
 def train_step(optimizer, precision, forget_master=False):
-    """One step of the recipe, written out; the tracker, with every gradient still there.
-
-    `forget_master` is the recipe that saves what it should not: it has no master weights.
-    """
-    low = precision != "fp32"
-    model = GPT(SMALL, dtype=torch.bfloat16 if low else torch.float32)
-    tokens = torch.randint(0, 256, (2, 16))
-    weights = list(model.parameters())
+    """One step of the recipe, written out; the tracker, with every gradient still there. `forget_master`: a recipe that
+    saves what it should not, as it has no master weights."""
+    model = GPT(SMALL, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
+    tokens, weights = torch.randint(0, 256, (2, 16)), list(model.parameters())
     with memory.track(model, tokens) as t:
         masters = weights
         if PRECISIONS[precision].master and not forget_master:
@@ -63,13 +53,9 @@ def test_a_recipe_without_its_master_weights_is_noticed(precision):
 
 def test_bytes_per_parameter():
     assert set(STATES) == set(OPTIMIZERS)
-    table = {p: [bytes_per_parameter(o, p) for o in STATES] for p in PRECISIONS}
-    assert table == {
-        "fp32": [8, 12, 16, 16],
-        "bf16": [4, 6, 8, 8],
-        "bf16 + fp32 master": [8, 12, 16, 16],
-        "bf16 + fp32 master and gradients": [10, 14, 18, 18],
-    }
+    assert {p: [bytes_per_parameter(o, p) for o in STATES] for p in PRECISIONS} == {
+        "fp32": [8, 12, 16, 16], "bf16": [4, 6, 8, 8], "bf16 + fp32 master": [8, 12, 16, 16],
+        "bf16 + fp32 master and gradients": [10, 14, 18, 18]}
 
 
 def test_bad_recipes_are_named():
@@ -82,5 +68,4 @@ def test_bad_recipes_are_named():
             model_state_bytes(wrong)
         with pytest.raises(ValueError, match=f"tensors={wrong!r}: expected a count, 0 or more"):
             model_state_bytes(1, tensors=wrong)
-    assert model_state_bytes(7e9).total == 112 * 10**9
-    assert model_state_bytes(0) == {}
+    assert model_state_bytes(7e9).total == 112 * 10**9 and model_state_bytes(0) == {}

@@ -1,5 +1,7 @@
 """The closed form of a training step is the dry run's peak to the byte, wherever one of its moments is highest."""
 
+import functools
+
 import pytest
 import torch
 from training_step import train
@@ -27,27 +29,19 @@ CASES = {  # changes, batch, sequence, dtype, optimizer, the highest moment
                        torch.float32, "adamw", "softmax"),
     "gemma, MLP": (LLAMA | {"head_dim": 40, "activation": "geglu", "qkv_bias": True, "vocab_size": 10, "hidden": 256,
                             "mlp_hidden": 704}, 4, 64, torch.float32, "sgd", "MLP"),
-    "llama, MLP": (LLAMA | {"vocab_size": 10, "hidden": 256, "mlp_hidden": 704}, 4, 128, torch.float32, "sgd", "MLP"),
-}
+    "llama, MLP": (LLAMA | {"vocab_size": 10, "hidden": 256, "mlp_hidden": 704}, 4, 128, torch.float32, "sgd", "MLP")}
 
 
-@pytest.fixture(scope="module")
-def measured():
-    """A function: (arguments of the closed form, the peak by a dry run) of a case."""
-    made = {}
-
-    def read(case):
-        if case not in made:
-            changes, *rest, highest = CASES[case]
-            arguments = GPTConfig(**changes), *rest
-            made[case] = arguments, highest, memory.dry_run(train, *arguments).peak
-        return made[case]
-
-    return read
+@functools.cache
+def measured(case):
+    """(Arguments of the closed form, its highest moment, the peak by a dry run) of a case."""
+    changes, *rest, highest = CASES[case]
+    arguments = GPTConfig(**changes), *rest
+    return arguments, highest, memory.dry_run(train, *arguments).peak
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_predicted_and_measured(measured, case):
+def test_predicted_and_measured(case):
     """Category by category. (No graph keeps the last block's output: to the tracker it may be a temporary.)"""
     arguments, highest, peak = measured(case)
     predicted = training_step_bytes(*arguments)
@@ -59,7 +53,7 @@ def test_predicted_and_measured(measured, case):
 
 
 @pytest.mark.parametrize("forgotten", ["loss", "MLP", "softmax", "embedding"])
-def test_a_moment_that_is_forgotten_is_seen(monkeypatch, measured, forgotten):
+def test_a_moment_that_is_forgotten_is_seen(monkeypatch, forgotten):
     """Each is the highest somewhere in these cases."""
     whole = step_bytes.training_step_moments
     monkeypatch.setattr(step_bytes, "training_step_moments", lambda *args: {
@@ -78,8 +72,7 @@ def test_in_a_step_of_few_tokens_it_is_the_least(optimizer):
 
 
 def test_on_cuda_norms_keep_less():
-    config = GPTConfig(**LLAMA)
-    cpu, cuda = (training_step_bytes(config, 2, 64, device=device) for device in ("cpu", "cuda"))
+    cpu, cuda = (training_step_bytes(GPTConfig(**LLAMA), 2, 64, device=device) for device in ("cpu", "cuda"))
     assert cuda["activations"] < cpu["activations"] and cuda["parameters"] == cpu["parameters"]
 
 
@@ -91,8 +84,7 @@ def test_on_cuda_norms_keep_less():
     ({}, {"sequence": 1.5}, "sequence=1.5: expected an integer of at least 1"),
     ({}, {"device": "mps"}, "device='mps': what its kernels keep is not known"),
     ({}, {"optimizer": "lion"}, "optimizer='lion': expected one of sgd"),
-    ({}, {"dtype": torch.float64}, "dtype=torch.float64: expected one of torch.float32, torch.bfloat16"),
-])
+    ({}, {"dtype": torch.float64}, "dtype=torch.float64: expected one of torch.float32, torch.bfloat16")])
 def test_what_it_does_not_cover_is_refused(changes, arguments, message):
     with pytest.raises(ValueError, match=message):
         training_step_bytes(GPTConfig(**GPT2 | changes), **{"batch": 2, "sequence": 64} | arguments)

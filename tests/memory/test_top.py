@@ -5,15 +5,16 @@ from collections import Counter
 
 import pytest
 import torch
+from counting import Counted
 from outside_programs import PROGRAMS
+from outside_reading import second_step
+from rank_pool import pooled
 from zero_kit import ADAMW, BUCKET, ENGINES, gpt, token_batches, train_gpt
 
 from refimpl import memory
-from refimpl.comm import launch
 from refimpl.memory.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
-from refimpl.memory.records import Op, StorageRecord
 from refimpl.memory.top import BY, NO_MODULE
-from refimpl.memory.trace import Trace
+from refimpl.memory.trace import Op, StorageRecord, Trace
 from refimpl.memory.tracking.owners import Owners
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -24,20 +25,16 @@ STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 def sums(trace, phase=None):
     """{bytes} of all that `top` lists, over every `by`: one number, the peak's."""
     found = {sum(n for _, n in trace.top(ALL, by, phase)) for by in BY}
-    by_category = trace.peak_moment(phase).ledger
-    found.add(sum(sum(n for _, n in trace.top(ALL, "line", phase, name)) for name in by_category))
+    found.add(sum(n for name in trace.peak_moment(phase).ledger for _, n in trace.top(ALL, "line", phase, name)))
     return found | {sum(storage.nbytes for storage in trace.held(phase))}
 
 
 def own_bytes(model):
     """{module: bytes of its own parameters}, a shared one with the first that has it."""
-    named, seen = {}, set()
-    for path, module in model.named_modules():
-        mine = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
-        seen |= set(map(id, mine))
-        if mine:
-            named[path or type(module).__name__] = sum(p.nbytes for p in mine)
-    return named
+    found = Counter()
+    for name, parameter in model.named_parameters():
+        found[name.rpartition(".")[0]] += parameter.nbytes
+    return found
 
 
 def test_parameters_gradients_and_state_belong_to_their_modules(trained):
@@ -45,11 +42,10 @@ def test_parameters_gradients_and_state_belong_to_their_modules(trained):
     step()
     with memory.track(model, optimizer) as t:
         step()
-    own, step_numbers = own_bytes(model), {path: 4 * len(list(module._parameters.values())) for path, module in
-                                           model.named_modules()}
-    assert dict(t.top(ALL, phase="step", category="parameters")) == own
-    assert dict(t.top(ALL, phase="step", category="gradients")) == own
-    state = dict(t.top(ALL, phase="step", category="optimizer_state"))
+    own = own_bytes(model)
+    step_numbers = {path: 4 * len(list(module._parameters.values())) for path, module in model.named_modules()}
+    parameters, gradients, state = (dict(t.top(ALL, phase="step", category=each)) for each in STATES)
+    assert parameters == gradients == own
     assert state.keys() == own.keys() and all(0 <= state[m] - 2 * own[m] <= step_numbers[m] for m in own)
     names = {storage.tensor: storage for storage in t.held("step")}
     gradient = names["gradient of blocks.1.mlp.up.weight"]
@@ -63,25 +59,18 @@ def test_parameters_gradients_and_state_belong_to_their_modules(trained):
 @pytest.mark.parametrize("name", ["gpt2", "gpt2, autocast", "llama, recomputed", "llama, recomputed, reentrant",
                                   "timm: vit", "LoRA on gpt2", "Accelerate, llama"])
 def test_models_of_others_to_the_byte(name):
-    program = PROGRAMS[name]()
-    program.step()
-    with memory.track(*program.objects) as t:
-        program.step()
+    t = second_step(PROGRAMS[name])
     for phase in (None, "step"):
         assert sums(t, phase) == {t.peak_moment(phase).ledger.total}
         for category in STATES:  # every byte of a state has its module, and its tensor a name
             assert NO_MODULE not in dict(t.top(ALL, phase=phase, category=category)), category
             assert all("." in storage.tensor for storage in t.held(phase, category))
-    nowhere = dict(t.top(ALL)).get(NO_MODULE, 0)
-    assert nowhere < 0.12 * t.peak.total  # inputs, and the loss outside of the model
+    assert dict(t.top(ALL)).get(NO_MODULE, 0) < 0.12 * t.peak.total  # inputs, and the loss outside of the model
 
 
 def test_a_tracker_without_owners_has_the_states_of_gpt2_nowhere(monkeypatch):
     monkeypatch.setattr(Owners, "of", lambda owners, tensor: None)
-    program = PROGRAMS["gpt2"]()
-    program.step()
-    with memory.track(*program.objects) as t:
-        program.step()
+    t = second_step(PROGRAMS["gpt2"])
     assert dict(t.top(ALL, phase="step"))[NO_MODULE] > 0.4 * t.peak_moment("step").ledger.total
 
 
@@ -91,15 +80,14 @@ def on_ranks(comm):
         engine = make(gpt(), comm, ADAMW, bucket_bytes=BUCKET)
         train_gpt(engine, steps=1)
         with memory.track(engine) if isinstance(engine, torch.nn.Module) else memory.track() as t:
-            loss = engine.forward(*[token_batches(1)[0][0].chunk(comm.world_size)[comm.rank]] * 2)
-            engine.backward(loss)
+            engine.backward(engine.forward(*[token_batches(1)[0][0].chunk(comm.world_size)[comm.rank]] * 2))
             engine.step()
         found[make.__name__] = t.peak.total, sums(t)
     return found
 
 
 def test_zero_on_two_ranks_to_the_byte():
-    for found in launch(on_ranks, 2):
+    for found in pooled(on_ranks, 2):
         assert all(totals == {peak} and peak > 0 for peak, totals in found.values()), found
 
 
@@ -115,36 +103,19 @@ def test_a_bucket_belongs_to_what_its_parameters_share():
         trace.held()[0].tensor == "2 tensors, gradient of h.3.mlp.weight first")
 
 
-class Counted(list):
-    """A list that counts how often an item was looked at."""
-
-    looked = 0
-
-    def __getitem__(self, index):
-        self.looked += 1
-        return super().__getitem__(index)
-
-    def __iter__(self):
-        for item in super().__iter__():
-            self.looked += 1
-            yield item
-
-
 def test_top_looks_at_a_trace_a_few_times_whatever_its_length():
     """It looked at every record for every event: 42 s for a step of a model of 70 billion parameters."""
     N = 2_000
-    trace = Trace([Op("x", "forward", f"h.{i % 80}", i) for i in range(N)])
-    trace.records = Counted(StorageRecord("cpu", "x", "forward", f"h.{i % 80}", i, 8) for i in range(N))
-    trace.events = Counted((i, i, 8) for i in range(N))
-    assert trace.top(1) == [("h.0", 8 * N // 80)]
-    assert trace.records.looked + trace.events.looked < 20 * N
+    trace = long_trace(N, frees=False)
+    trace.records, trace.events = Counted(trace.records), Counted(trace.events)
+    assert trace.top(1) == [("h.0", 8 * N // 80)] and trace.records.looked + trace.events.looked < 20 * N
 
 
-def long_trace(N):
+def long_trace(N, frees=True):
     """A trace of N operations, each of which makes a storage and frees the one of ten before."""
     trace = Trace([Op("x", "forward", f"h.{i % 80}", i) for i in range(N)])
     trace.records = [StorageRecord("cpu", "x", "forward", f"h.{i % 80}", i, 8) for i in range(N)]
-    trace.events = [event for i in range(N) for event in ((i, i, 8), *([(i, i - 10, -8)] if i >= 10 else []))]
+    trace.events = [event for i in range(N) for event in ((i, i, 8), *([(i, i - 10, -8)] if frees and i >= 10 else []))]
     return trace
 
 

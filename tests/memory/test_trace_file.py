@@ -10,12 +10,9 @@ from refimpl.memory.records import StorageRecord
 
 
 @pytest.fixture
-def saved(trained, tmp_path):
-    model, optimizer, step = trained
-    with memory.track(model, optimizer) as t:
-        step()
-    t.notes.append("a note with é and \n a break")
-    return t, t.save(tmp_path / "step.jsonl")
+def saved(trace, tmp_path):
+    trace.notes.append("a note with é and \n a break")
+    return trace, trace.save(tmp_path / "step.jsonl")
 
 
 def test_nothing_is_lost(saved):
@@ -42,8 +39,7 @@ def changed(path, line, change):
 @pytest.mark.parametrize(("damage", "complaint"), [
     (lambda path: path.write_bytes(b"\x80\x04\x95"), "is no trace that save wrote"),
     (lambda path: path.write_text("{}\n"), "line 1: .* does not begin with the format"),
-    (lambda path: path.write_text("hello\n"), "line 1: "),
-    (lambda path: path.write_text(""), "line 1: "),
+    (lambda path: path.write_text("hello\n"), "line 1: "), (lambda path: path.write_text(""), "line 1: "),
     (lambda path: path.write_text(path.read_text()[:-40]), "it was cut or added to"),
     (lambda path: path.write_text(path.read_text() + "[]\n"), "it was cut or added to"),
     (lambda path: changed(path, 0, lambda head: head.update(version=2)), "version 2 of the format; this refimpl"),
@@ -51,8 +47,7 @@ def changed(path, line, change):
     (lambda path: changed(path, 0, lambda head: head.update(ops="4")), "ops='4'"),
     (lambda path: changed(path, 3, lambda op: op.__setitem__(3, "now")), "line 4: .*time of an operation"),
     (lambda path: changed(path, -2, lambda event: event.__setitem__(1, 10**6)), "number 1000000 of"),
-    (lambda path: changed(path, -2, lambda event: event.__setitem__(2, 0.5)), "0.5 bytes"),
-])
+    (lambda path: changed(path, -2, lambda event: event.__setitem__(2, 0.5)), "0.5 bytes")])
 def test_what_is_no_such_file_is_refused(saved, damage, complaint):
     _, path = saved
     damage(path)

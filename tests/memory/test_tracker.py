@@ -22,7 +22,6 @@ class NeverFrees(Tracker):
 
 class CountsViews(Tracker):
     """Counts tensors where it should count storages."""
-
     def _see(self, items, op=None):
         if op and op.name in ("view", "t", "transpose"):
             self.records.append(replace(self.records[-1], nbytes=items[0].nbytes))
@@ -34,8 +33,7 @@ class BlindToSaved(Tracker):
     def saved(self, tensor):
         pass
 
-    def offered(self, tensor):
-        pass
+    offered = saved
 
 
 class CallsEverythingAliveAnActivation(Tracker):
@@ -45,23 +43,27 @@ class CallsEverythingAliveAnActivation(Tracker):
         return super()._where()
 
 
-def check_agreement(tracker_type, model, optimizer, tokens):
-    """A step under the allocator's log alone and the same under the tracker alone: peaks within 0.5 %, net equal.
+def before(*objects):
+    """What is there when a tracker of these begins."""
+    with memory.track(*objects) as t:
+        pass
+    assert t.start == t.now
+    return t.now
 
-    Both begin with the same model and the same state of the optimizer.
-    """
+
+def check_agreement(tracker_type, model, optimizer, tokens):
+    """A step under the allocator's log alone and the same under the tracker alone, from the same state of model and
+    optimizer: peaks within 0.5 %, net equal."""
     def step(model, optimizer):
         model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-
     twins = copy.deepcopy((model, optimizer))
     with memory.measure("cpu") as m:
         step(*twins)
     with tracker_type(model, optimizer, tokens) as t:
         step(model, optimizer)
-    assert abs(t.peak.total - t.start.total - m.peak) <= 0.005 * m.peak
-    assert t.now.total - t.start.total == m.net
+    assert abs(t.peak.total - t.start.total - m.peak) <= 0.005 * m.peak and t.now.total - t.start.total == m.net
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,11 +71,9 @@ def check_agreement(tracker_type, model, optimizer, tokens):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_peak_and_net_are_the_allocators(dtype, dropout, family):
     llama = {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "bias": False}
-    config = GPTConfig(vocab_size=256, context_length=128, layers=3, hidden=96, heads=4, dropout=dropout,
-                       tied=family == "gpt2", **(llama if family == "llama" else {}))
-    model = GPT(config, dtype=dtype)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 256, (2, 128))
+    model = GPT(GPTConfig(vocab_size=256, context_length=128, layers=3, hidden=96, heads=4, dropout=dropout,
+                          tied=family == "gpt2", **(llama if family == "llama" else {})), dtype=dtype)
+    optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(0, 256, (2, 128))
     for _ in range(2):  # the first step creates the optimizer's state, the second finds it there
         check_agreement(Tracker, model, optimizer, tokens)
 
@@ -85,40 +85,40 @@ def test_a_broken_tracker_does_not_agree_with_the_allocator(broken, trained):
         check_agreement(broken, model, optimizer, torch.randint(0, 256, (2, 64)))
 
 
+def backward(model):
+    """Of a batch of 2×16 tokens."""
+    tokens = torch.randint(0, 256, (2, 16))
+    model(tokens, tokens).backward()
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_zeroed_stay_and_set_to_none_go(trained, set_to_none):
     model, optimizer, _ = trained
-    tokens = torch.randint(0, 256, (2, 16))
     with memory.track(model, optimizer) as t:
-        model(tokens, tokens).backward()
+        backward(model)
         held = t.now["gradients"]
         optimizer.zero_grad(set_to_none=set_to_none)
-    assert held == 4 * model.config.parameter_count()
-    assert t.now["gradients"] == (0 if set_to_none else held)
+    assert held == 4 * model.config.parameter_count() and t.now["gradients"] == (0 if set_to_none else held)
 
 
 def test_gradients_that_are_views_of_one_flat_buffer_count_once(trained):
     model, _, _ = trained
-    tokens = torch.randint(0, 256, (2, 16))
     count = model.config.parameter_count()
     with memory.track(model) as t:
         flat, offset = torch.zeros(count + 100), 0
         for p in model.parameters():
             p.grad = flat[offset : offset + p.numel()].view_as(p)
             offset += p.numel()
-        model(tokens, tokens).backward()
+        backward(model)
     assert t.now["gradients"] == 4 * (count + 100)
 
 
 def test_older_gradients_and_optimizer_state_have_their_categories(trained):
     model, optimizer, step = trained
     step()
-    tokens = torch.randint(0, 256, (2, 16))
-    model(tokens, tokens).backward()
-    with memory.track(model, optimizer) as t:
-        pass
+    backward(model)
     count, tensors = model.config.parameter_count(), len(list(model.parameters()))
-    assert t.start == memory.model_state_bytes(count, "adamw", tensors=tensors)
+    assert before(model, optimizer) == memory.model_state_bytes(count, "adamw", tensors=tensors)
 
 
 def test_optimizer_state_that_is_created_in_the_step_has_its_category(trained):
@@ -126,21 +126,18 @@ def test_optimizer_state_that_is_created_in_the_step_has_its_category(trained):
     with memory.track() as t:  # nothing named: model and optimizer are found
         step()
     count, tensors = model.config.parameter_count(), len(list(model.parameters()))
-    assert t.now["optimizer state"] == 8 * count + 4 * tensors
-    assert t.now["parameters"] == 4 * count
+    assert t.now["optimizer state"] == 8 * count + 4 * tensors and t.now["parameters"] == 4 * count
 
 
 def test_momentum_and_lbfgs_states_are_found():
     for make, states in ((lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1), (torch.optim.LBFGS, 3)):
         model = torch.nn.Linear(50, 50, bias=False)
         optimizer = make(model.parameters())
-
         def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
             loss = model(torch.ones(3, 50)).square().sum()
             loss.backward()
             return loss
-
         with memory.track() as t:
             optimizer.step(closure)
         assert t.now["optimizer state"] >= states * 10_000
@@ -155,8 +152,7 @@ def test_several_backwards_keep_activations_until_the_last():
         first = t.now
         loss.backward()
         del y
-        second = t.now
-    assert first["activations"] == 4000 and second["activations"] == 0
+        assert first["activations"] == 4000 and t.now["activations"] == 0
 
 
 def test_activations_are_what_autograd_saved_not_what_is_alive():
@@ -169,7 +165,6 @@ def test_activations_are_what_autograd_saved_not_what_is_alive():
             before = t.now
             logits.sum().backward()
         return before, t.now
-
     before, after = step(Tracker)
     assert before["activations"] == 4 * 32 * 64  # ReLU's output; hidden and logits are only held by the user
     assert before["temporaries"] == 4 * 32 * (64 + 10)
@@ -187,14 +182,9 @@ def test_sparse_gradients_count_their_parts():
 
 def test_master_weights_are_optimizer_state_and_bare_tensors_parameters():
     model = torch.nn.Linear(10, 10, bias=False, dtype=torch.bfloat16)
-    master = model.weight.detach().float().requires_grad_()
-    optimizer = torch.optim.SGD([master], lr=0.1)
-    with memory.track(model, optimizer) as t:
-        pass
-    assert t.now == {"parameters": 200, "optimizer state": 400}
-    with memory.track(optimizer) as t:
-        pass
-    assert t.now == {"parameters": 400}
+    optimizer = torch.optim.SGD([model.weight.detach().float().requires_grad_()], lr=0.1)
+    assert before(model, optimizer) == {"parameters": 200, "optimizer state": 400}
+    assert before(optimizer) == {"parameters": 400}
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -216,14 +206,13 @@ class FreesGradients(torch.optim.SGD):
 
 def test_gradients_assigned_by_hand_are_gradients():
     model = torch.nn.Linear(50, 50, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with memory.track(model) as t:
         model.weight.grad = torch.ones(50, 50)
     assert t.now["gradients"] == 10_000
     model.weight.grad = None
     with memory.track(model) as t:
         model.weight.grad = torch.ones(50, 50)
-        optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.weight.grad = None
     assert t.peak["gradients"] == 10_000 and t.now["gradients"] == 0
     x = torch.ones(1000, requires_grad=True)
@@ -270,8 +259,7 @@ def test_what_one_model_makes_is_no_input_of_the_next():
 
 
 def test_what_one_backward_made_and_another_freed_is_no_activation():
-    held = []
-    x = torch.ones(1000, requires_grad=True)
+    held, x = [], torch.ones(1000, requires_grad=True)
     with memory.track(x) as t:
         for act in (lambda grad: held.append(grad * 1), lambda grad: held.clear()):
             y = x * 2
@@ -320,8 +308,7 @@ def test_sharded_parameters_are_read_as_the_allocator_reads_them():
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters())
-        count = sum(p.numel() for p in model.parameters())
+        optimizer, count = torch.optim.AdamW(model.parameters()), sum(p.numel() for p in model.parameters())
         with memory.track(model, optimizer) as t, memory.measure("cpu") as m:
             for _ in range(2):
                 model(torch.randn(4, 32)).sum().backward()
@@ -341,10 +328,7 @@ def test_bad_objects_and_second_use_are_refused():
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     with pytest.raises(TypeError, match="not a model's parameters: the model"), memory.track(model.parameters()):
         pass
-    batch = torch.zeros(25)
-    with memory.track({"batch": batch}) as t:
-        pass
-    assert t.now == {"inputs": 100}
+    assert before({"batch": torch.zeros(25)}) == {"inputs": 100}
     with memory.track() as t:
         torch.zeros(1)
     with pytest.raises(RuntimeError, match="again for a new one"), t:

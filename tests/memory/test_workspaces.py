@@ -1,6 +1,7 @@
 """What kernels take inside operations, found by laying the two instruments over each other."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,9 +41,8 @@ def test_the_kernel_that_took_it_is_named():
 def test_with_them_a_training_step_reads_what_the_allocator_reads(dtype, dropout):
     """At this size a bf16 matrix product on a CPU may need a workspace of 2 % of the peak: nothing else is missing."""
     config = GPTConfig(vocab_size=256, context_length=128, layers=4, hidden=256, heads=4, dropout=dropout)
-    model = GPT(config, dtype=dtype)
+    model, tokens = GPT(config, dtype=dtype), torch.randint(0, 256, (4, 128))
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 256, (4, 128))
     for _ in range(2):
         with memory.track(model, optimizer, tokens) as t, memory.measure("cpu") as m:
             model(tokens, tokens).backward()
@@ -69,8 +69,8 @@ def two_readings():
 def test_two_regions_are_told_apart_from_one():
     (first, of_first), (second, of_second) = two_readings(), two_readings()
     for t, m in ((first, of_first), (second, of_second)):
-        assert memory.with_workspaces(t, m).peak.total == m.peak
-        assert memory.with_workspaces(pickle.loads(pickle.dumps(t)), m).peak.total == m.peak
+        for each in (t, pickle.loads(pickle.dumps(t))):
+            assert memory.with_workspaces(each, m).peak.total == m.peak
     for t, m in ((first, of_second), (second, of_first)):
         with pytest.raises(ValueError, match=r"of two regions: 1\d\d\.\d KiB of what the trace saw is not"):
             memory.with_workspaces(t, m)
@@ -106,11 +106,9 @@ def test_memory_that_no_allocator_gave_is_no_other_region():
     assert memory.with_workspaces(t, m).peak["temporaries"] == t.peak["temporaries"]
 
 
-class Log:
+def log_of(*events):
     """A measurement whose log is written by hand."""
-
-    def __init__(self, *events):
-        self.events = list(events)
+    return SimpleNamespace(events=list(events))
 
 
 def test_what_lies_between_two_operations_belongs_to_the_later_one():
@@ -118,7 +116,7 @@ def test_what_lies_between_two_operations_belongs_to_the_later_one():
     ops = [Op("a", "forward", "", 10), Op("b", "backward", "m", 20), Op("c", "step", "", 30)]
     records = [StorageRecord("cpu", "a", "forward", "", 0, 100), StorageRecord("cpu", "b", "backward", "m", 1, 50)]
     trace = Trace(ops, records, [(0, 0, 100), (1, 1, 50)], first_call=0, began_ns=1)
-    log = Log((2, 100), (3, 30), (9, -30), (11, 7), (12, 50), (19, -7), (20, 64), (29, -64))
+    log = log_of((2, 100), (3, 30), (9, -30), (11, 7), (12, 50), (19, -7), (20, 64), (29, -64))
     both = memory.with_workspaces(trace, log)
     assert [(r.op, r.phase, r.module, r.nbytes) for r in both.records if r.mark == WORKSPACE] == [
         ("a", "forward", "", 30), ("b", "backward", "m", 7), ("c", "step", "", 64)]
@@ -128,24 +126,20 @@ def test_what_lies_between_two_operations_belongs_to_the_later_one():
     # What was there before is no measure for what may be missing.
     trace = Trace(ops, [*records, StorageRecord("cpu", "(start)", "forward", "", -1, 10_000)],
                   [(-1, 2, 10_000), *trace.events], began_ns=1)
-    with pytest.raises(ValueError, match="50 B of what the trace saw"):  # b ended when the log had nothing of it
-        memory.with_workspaces(trace, Log((2, 100), (21, -1)))
-    with pytest.raises(ValueError, match="100 B of what the trace saw"):
-        memory.with_workspaces(trace, Log((12, 50)))
-    with pytest.raises(ValueError, match="150 B of what the trace saw"):
-        memory.with_workspaces(trace, Log())
-    with pytest.raises(ValueError, match="0 B of what the trace saw .* 2 B of the log"):
-        memory.with_workspaces(trace, Log((0, 2), (2, 100), (12, 50)))
-    with pytest.raises(ValueError, match="2 B of the log"):
-        memory.with_workspaces(trace, Log((2, 100), (12, 50), (30, 2)))
-    assert memory.with_workspaces(trace, Log((0, 1), (2, 100), (12, 50))).peak.total == 10_150  # within a hundredth
+    for said, *events in (("50 B of what the trace saw", (2, 100), (21, -1)),  # b ended when the log had nothing of it
+                          ("100 B of what the trace saw", (12, 50)), ("150 B of what the trace saw",),
+                          ("0 B of what the trace saw .* 2 B of the log", (0, 2), (2, 100), (12, 50)),
+                          ("2 B of the log", (2, 100), (12, 50), (30, 2))):
+        with pytest.raises(ValueError, match=said):
+            memory.with_workspaces(trace, log_of(*events))
+    assert memory.with_workspaces(trace, log_of((0, 1), (2, 100), (12, 50))).peak.total == 10_150  # within a hundredth
 
 
 def test_what_lies_on_a_gpu_is_not_asked_of_the_cpus_log():
     ops = [Op("a", "forward", "", 10)]
     records = [StorageRecord("cuda:0", "a", "forward", "", 0, 100), StorageRecord("cpu", "a", "forward", "", 0, 8)]
     trace = Trace(ops, records, [(0, 0, 100), (0, 1, 8)])
-    both = memory.with_workspaces(trace, Log((2, 8), (3, 4), (4, -4)))
+    both = memory.with_workspaces(trace, log_of((2, 8), (3, 4), (4, -4)))
     assert trace.device == "cuda:0" and both.device == "cpu" and both.peak == {"temporaries": 8, WORKSPACE: 4}
 
 

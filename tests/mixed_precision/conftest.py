@@ -8,14 +8,12 @@ from refimpl.model import GPT, GPTConfig
 
 SHAPE = {"vocab_size": 256, "context_length": 64, "layers": 2, "hidden": 32, "heads": 4}
 CONFIGS = {
-    "gpt2": SHAPE,
-    "gpt2 with dropout": SHAPE | {"dropout": 0.1},
+    "gpt2": SHAPE, "gpt2 with dropout": SHAPE | {"dropout": 0.1},
     "gpt2 untied, no bias": SHAPE | {"tied": False, "bias": False},
     "llama": SHAPE | {"kv_heads": 2, "mlp_hidden": 88, "norm": "rmsnorm", "activation": "swiglu",
                       "positions": "rotary", "bias": False, "tied": False},
     "neox": SHAPE | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "tied": False},
-    "one key head, learned positions": SHAPE | {"kv_heads": 1, "activation": "swiglu"},
-}
+    "one key head, learned positions": SHAPE | {"kv_heads": 1, "activation": "swiglu"}}
 
 
 class Dtypes(TorchDispatchMode):
@@ -67,7 +65,12 @@ def gpt(request):
 
 
 @pytest.fixture
-def small():
-    """(model, tokens) of one variant."""
+def model():
+    """One variant."""
     torch.manual_seed(1)
-    return GPT(GPTConfig(**SHAPE)), torch.randint(0, 256, (2, 32))
+    return GPT(GPTConfig(**SHAPE))
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 256, (2, 32))

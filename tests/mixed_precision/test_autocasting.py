@@ -1,10 +1,10 @@
 """autocast beside torch.autocast: the same dtypes out of every operation, the same gradients; and regions end."""
 
-import threading
 import weakref
 
 import pytest
 import torch
+from threads_kit import in_a_thread
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -16,8 +16,6 @@ from refimpl.mixed_precision.internals import recompute
 from refimpl.mixed_precision.internals.regions import KEY, current, state
 from refimpl.model import GPT, GPTConfig
 
-LOW = [torch.bfloat16, torch.float16]
-
 
 @pytest.fixture(autouse=True)
 def nothing_stays():
@@ -25,8 +23,7 @@ def nothing_stays():
     checkpoint = torch.utils.checkpoint
     before = checkpoint.CheckpointFunction.forward, checkpoint._CheckpointFrame.__init__
     yield
-    assert not state().stack and recompute._open == 0
-    assert torch._C._dispatch_tls_is_dispatch_key_excluded(KEY)
+    assert not state().stack and recompute._open == 0 and torch._C._dispatch_tls_is_dispatch_key_excluded(KEY)
     assert not torch._C._dispatch_tls_is_dispatch_key_included(KEY)
     assert (checkpoint.CheckpointFunction.forward, checkpoint._CheckpointFrame.__init__) == before
 
@@ -38,8 +35,7 @@ def product(dtype=torch.float32):
 
 # --- the same as torch.autocast --------------------------------------------------------------------------------------
 
-
-def recorded(region, model, tokens, dtypes, attention=None):
+def recorded(region, model, tokens, dtypes):
     torch.manual_seed(2)
     model.zero_grad()
     with dtypes() as record:
@@ -49,7 +45,7 @@ def recorded(region, model, tokens, dtypes, attention=None):
     return record, loss, [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_operation_of_our_gpt_has_the_dtype_that_torch_gives_it(gpt, dtypes, dtype):
     theirs, loss, gradients = recorded(torch.autocast("cpu", dtype), *gpt, dtypes)
     ours, our_loss, our_gradients = recorded(autocast(dtype), *gpt, dtypes)
@@ -75,51 +71,51 @@ def test_dtypes_with_another_attention_and_without_targets(dtypes, attention):
     assert records[1][1] is torch.bfloat16 and records[2][1] is torch.float32
 
 
-def test_a_region_that_casts_nothing_is_seen(small, dtypes):
+def test_a_region_that_casts_nothing_is_seen(model, tokens, dtypes):
     """The mutant of the test above: it computes the same loss within rounding, in fp32."""
-    theirs, *_ = recorded(torch.autocast("cpu"), *small, dtypes)
-    ours, *_ = recorded(autocast(enabled=False), *small, dtypes)
+    theirs, *_ = recorded(torch.autocast("cpu"), model, tokens, dtypes)
+    ours, *_ = recorded(autocast(enabled=False), model, tokens, dtypes)
     assert ours.forward != theirs.forward and ours.saved != theirs.saved
 
 
-def test_backward_inside_the_region_is_as_torch_s(small, dtypes):
-    model, tokens = small
+def test_backward_inside_the_region_is_as_torch_s(model, tokens, dtypes):
     records = []
     for region in (torch.autocast("cpu"), autocast()):
-        model.zero_grad()
         with dtypes() as record, region:
             model(tokens, tokens).backward()
+        model.zero_grad()
         records.append(record.everything())
     assert records[0] == records[1]
 
 
+def outcome(region, module, given):
+    """What a module returns in a region, or what is said of it: not every processor has an LSTM in bf16."""
+    try:
+        with region:
+            return tensors_in(module(*given))
+    except RuntimeError as error:
+        return str(error)
+
+
 def test_layers_beyond_our_gpt():
     """Convolutions, recurrent layers, torch's own transformer: the same dtypes and results."""
-    torch.manual_seed(0)
-    cases = [
+    for module, *given in (
         (nn.Conv2d(2, 3, 3, padding=1), torch.randn(1, 2, 5, 5)),
         (nn.Conv1d(2, 3, 3, padding="same"), torch.randn(1, 2, 5)),
         (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), torch.randn(2, 3, 16)),
-        (nn.MultiheadAttention(16, 2), (torch.randn(3, 2, 16),) * 3),
-        (nn.GRUCell(4, 4), (torch.randn(2, 4), torch.randn(2, 4))),
-        (nn.LSTM(4, 4), torch.randn(3, 2, 4)),
-        (nn.BatchNorm1d(4), torch.randn(2, 4)),
-        (nn.GroupNorm(2, 4), torch.randn(2, 4)),
-        (nn.Bilinear(4, 4, 3), (torch.randn(2, 4), torch.randn(2, 4))),
-        (nn.EmbeddingBag(9, 4), torch.randint(0, 9, (2, 3))),
-    ]
-    for module, given in cases:
-        given = given if isinstance(given, tuple) else (given,)
-        with torch.autocast("cpu"):
-            theirs = module(*given)
-        with autocast():
-            ours = module(*given)
-        for one, other in zip(tensors_in(ours), tensors_in(theirs), strict=True):
+        (nn.MultiheadAttention(16, 2), *[torch.randn(3, 2, 16)] * 3), (nn.LSTM(4, 4), torch.randn(3, 2, 4)),
+        (nn.GRUCell(4, 4), torch.randn(2, 4), torch.randn(2, 4)), (nn.BatchNorm1d(4), torch.randn(2, 4)),
+        (nn.GroupNorm(2, 4), torch.randn(2, 4)), (nn.EmbeddingBag(9, 4), torch.randint(0, 9, (2, 3))),
+        (nn.Bilinear(4, 4, 3), torch.randn(2, 4), torch.randn(2, 4))):
+        theirs, ours = (outcome(region, module, given) for region in (torch.autocast("cpu"), autocast()))
+        if isinstance(theirs, str):
+            assert isinstance(module, nn.LSTM) and ours == theirs
+            continue
+        for one, other in zip(ours, theirs, strict=True):
             assert one.dtype is other.dtype and torch.equal(one, other), module
 
 
 # --- what is cast, and what is not -----------------------------------------------------------------------------------
-
 
 def test_keywords_lists_and_functions_of_either_spelling():
     x, w, b = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
@@ -136,8 +132,7 @@ def test_keywords_lists_and_functions_of_either_spelling():
 
 def test_float64_and_integers_are_left_alone():
     with autocast():
-        assert product(torch.float64).dtype is torch.float64
-        assert product(torch.int64).dtype is torch.int64
+        assert product(torch.float64).dtype is torch.float64 and product(torch.int64).dtype is torch.int64
         assert F.linear(torch.ones(2, 3).double(), torch.ones(4, 3).double()).dtype is torch.float64
         with pytest.raises(RuntimeError, match="dtype"):  # as under torch.autocast: only the fp32 one was cast
             torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2)
@@ -155,21 +150,16 @@ def test_in_place_operations_and_out_write_into_what_they_are_given():
 
 # --- casts of weights ------------------------------------------------------------------------------------------------
 
-
-def casts_of(weight, region, times=3):
-    """How many casts of `weight` are made in `times` uses in `region`, as the tracker sees them."""
-    x = torch.randn(1, weight.shape[1])
-    with memory.track(weight, x) as t, region:
-        for _ in range(times):
-            F.linear(x, weight)
-    nbytes = weight.numel() * 2
-    return sum(record.op == "_to_copy" and record.nbytes == nbytes for record in t.records)
-
-
 def test_a_weight_is_cast_once_in_a_region():
+    def casts_of(weight, region):
+        """How many casts of `weight` are made in three uses in `region`, as the tracker sees them."""
+        x = torch.randn(1, weight.shape[1])
+        with memory.track(weight, x) as t, region:
+            for _ in range(3):
+                F.linear(x, weight)
+        return sum(record.op == "_to_copy" and record.nbytes == weight.numel() * 2 for record in t.records)
     weight = nn.Parameter(torch.randn(8, 16))
-    assert casts_of(weight, autocast()) == 1
-    assert casts_of(weight, autocast(cache=False)) == 3
+    assert casts_of(weight, autocast()) == 1 and casts_of(weight, autocast(cache=False)) == 3
     assert casts_of(weight.detach(), autocast()) == 3  # no weight of anybody's: nothing says that it stays
 
 
@@ -177,8 +167,7 @@ def test_casts_are_dropped_when_the_region_ends():
     weight, x = nn.Parameter(torch.randn(8, 16)), torch.randn(1, 16)
     with memory.track(weight, x) as t:
         with autocast():
-            y = F.linear(x, weight)
-            del y
+            F.linear(x, weight)
             assert t.now.total - t.start.total == weight.numel() * 2
         assert t.now.total == t.start.total
 
@@ -224,7 +213,6 @@ def test_regions_inside_share_the_casts_of_the_same_dtype_only():
 
 # --- regions ---------------------------------------------------------------------------------------------------------
 
-
 def test_nesting_disabling_and_the_way_back():
     assert product().dtype is torch.float32
     with autocast():
@@ -265,13 +253,11 @@ def test_as_a_decorator_of_functions_recursion_and_generators():
     def deep(n):
         """Documented."""
         return product().dtype if n == 0 else deep(n - 1)
-
     @autocast()
     def generator():
         while True:
             received = yield product().dtype
             assert received in (None, "sent")
-
     assert deep(3) is torch.bfloat16 and deep.__doc__ == "Documented."
     running = generator()
     assert next(running) is torch.bfloat16
@@ -288,7 +274,6 @@ def test_generators_that_end_in_another_order_than_they_began():
     def holding(dtype):
         with autocast(dtype):
             yield
-
     first, second = holding(torch.bfloat16), holding(torch.float16)
     next(first)
     next(second)
@@ -301,55 +286,34 @@ def test_generators_that_end_in_another_order_than_they_began():
 
 def test_a_region_is_its_thread_s():
     found = {}
-
     def work(name):
         found[name] = product().dtype
         with autocast(torch.float16):
             found[name + ", own region"] = product().dtype
-
     with autocast():
         for name, target in (("plain", work), ("kept", keep_precision(work))):
-            thread = threading.Thread(target=target, args=(name,))
-            thread.start()
-            thread.join()
+            in_a_thread(target, name)
         assert product().dtype is torch.bfloat16
     assert found == {"plain": torch.float32, "plain, own region": torch.float16, "kept": torch.bfloat16,
                      "kept, own region": torch.float16}
 
 
 def test_a_region_cannot_be_left_in_another_thread():
-    region, errors = autocast(), []
-
-    def leave():
-        try:
-            region.__exit__(None, None, None)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    with region:
-        thread = threading.Thread(target=leave)
-        thread.start()
-        thread.join()
-    assert len(errors) == 1 and "was not entered in the thread that leaves it" in errors[0]
+    with autocast() as region, pytest.raises(RuntimeError, match="was not entered in the thread that leaves it"):
+        in_a_thread(region.__exit__, None, None, None)
 
 
-def test_a_dry_run_reads_what_the_real_run_reads(small):
-    model, tokens = small
-
+def test_a_dry_run_reads_what_the_real_run_reads(model, tokens):
     def step(model, tokens):
         with autocast():
             loss = model(tokens, tokens)
         loss.backward()
-
     step(model, tokens)
     model.zero_grad()
     dry = memory.dry_run(step, model, tokens)
     with memory.track(model, tokens) as real:
         step(model, tokens)
     assert dry.peak == real.peak and dry.now == real.now
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_asked_for():
@@ -402,17 +366,13 @@ def test_a_cast_does_not_hold_the_storage_that_it_was_made_from_nor_its_weight_p
 
 def test_function_transforms_have_torch_s_results():
     """torch.func's tensors have no storage to compare: they are cast at each use."""
-    torch.manual_seed(0)
     layer, x = nn.Linear(4, 4), torch.randn(3, 4)
     weights = {name: p.detach() for name, p in layer.named_parameters()}
     stacked = {name: torch.stack([p, 2 * p]).requires_grad_() for name, p in weights.items()}
-
     def call(weights, x):
         return torch.func.functional_call(layer, weights, (x,)).float()
-
     def loss(weights, x):
         return call(weights, x).square().sum()
-
     def everything():
         layer(x)  # and a cast is there already
         return [*torch.func.grad(loss)(weights, x).values(),
@@ -420,7 +380,6 @@ def test_function_transforms_have_torch_s_results():
                 torch.vmap(call, (0, None))(stacked, x),
                 *torch.func.jvp(lambda w: call(w, x), (weights,), (weights,)),
                 torch.func.hessian(lambda w: loss({**weights, "weight": w}, x))(weights["weight"])]
-
     with autocast():
         ours = everything()
     with torch.autocast("cpu", torch.bfloat16):
@@ -435,21 +394,16 @@ def test_under_torch_compile():
     Traced, `__enter__` would change nothing that lasts, and the body would run in fp32 without a word.
     """
     weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
-
     def region_inside(x):
         with autocast():
             return x @ weight
-
     torch.compiler.reset()
     inside = torch.compile(region_inside, backend="eager")
-    assert [inside(x).dtype for _ in range(3)] == [torch.bfloat16] * 3
-    assert (x @ weight).dtype is torch.float32
+    assert [inside(x).dtype for _ in range(3)] == [torch.bfloat16] * 3 and (x @ weight).dtype is torch.float32
     made_before = autocast()
-
     def region_of_the_outside(x):
         with made_before:
             return x @ weight
-
     assert torch.compile(region_of_the_outside, backend="eager")(x).dtype is torch.bfloat16
     assert (x @ weight).dtype is torch.float32
     outside = torch.compile(lambda x: x @ weight, backend="eager")
@@ -463,14 +417,12 @@ def test_a_weight_that_two_types_are_asked_of_is_cast_to_each():
     weight, x = nn.Parameter(torch.ones(4, 4, dtype=torch.float16)), torch.ones(4, 4)
     with autocast(device_type="cpu"):
         for _ in range(2):
-            assert (x @ weight).dtype is torch.bfloat16
-            assert torch.prod(weight).dtype is torch.float32
+            assert (x @ weight).dtype is torch.bfloat16 and torch.prod(weight).dtype is torch.float32
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_torch_export_refuses_a_region_inside_and_its_program_runs_in_one():
     linear, x = nn.Linear(4, 4), torch.randn(3, 4)
-
     class Inside(nn.Linear):
         def forward(self, x):
             with autocast(device_type="cpu"):

@@ -29,8 +29,7 @@ def test_narrow_takes_the_gradient_along():
 
 def test_sync_takes_what_differs_by_more_than_rounding():
     master = torch.tensor([1.001, 1.001, 1.001, 0.0, 2.0])
-    weight = torch.tensor([1.0, 3.0, math.nan, -0.0, 2.0]).bfloat16()
-    masters.sync(master, weight)
+    masters.sync(master, torch.tensor([1.0, 3.0, math.nan, -0.0, 2.0]).bfloat16())
     assert master.tolist()[:2] == [pytest.approx(1.001), 3.0] and master.tolist()[3:] == [0, 2]
     assert math.isnan(master[2])
 
@@ -48,8 +47,7 @@ def test_gradients_are_widened_and_fp32_ones_are_lent():
     with memory.track(low, high) as t:
         masters.give_gradients([low, high], of, 2.0**-30)  # below everything that fp16 holds
     assert of[low].grad.tolist() == [2.0**-29] * 2 and of[high].grad is not None
-    assert of[high].grad.data_ptr() == high.grad.data_ptr()
-    assert t.now.total - t.start.total == 4 * 2
+    assert of[high].grad.data_ptr() == high.grad.data_ptr() and t.now.total - t.start.total == 4 * 2
 
 
 def test_parameters_that_cannot_be_kept_low():

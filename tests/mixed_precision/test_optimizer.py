@@ -2,6 +2,8 @@
 
 import copy
 import math
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from refimpl import memory
 from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, step_bytes
 from refimpl.mixed_precision.masters import buckets
 
-RECIPES = {"16 bytes": (False, "bf16 + fp32 master", 16), "18 bytes": (True, "bf16 + fp32 master and gradients", 18)}
+SGD = partial(torch.optim.SGD, lr=1.0)
 LOW = [torch.bfloat16, torch.float16]
 
 
@@ -19,26 +21,50 @@ def wrapped(model, dtype=torch.bfloat16, inner=None, **options):
     return MixedPrecisionOptimizer((inner or torch.optim.AdamW)(model.parameters(), lr=1e-3), dtype, **options)
 
 
-def step(model, optimizer, tokens):
-    model(tokens, tokens).backward()
-    optimizer.step()
+def ones(n, count=1, inner=SGD, **options):
+    """(`count` parameters of `n` ones, the optimizer that wraps `inner` of them). Gradients are ones, too."""
+    parameters = [nn.Parameter(torch.ones(n)) for _ in range(count)]
+    optimizer = MixedPrecisionOptimizer(inner(parameters), **options)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    return parameters, optimizer
 
 
-def masters(optimizer):
-    return [optimizer.state[p]["master"] for group in optimizer.param_groups for p in group["params"]]
+def step(model, optimizer, tokens, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(tokens, tokens).backward()
+        optimizer.step()
+
+
+def closure_of(optimizer, loss_of):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+    return closure
 
 
 def weights(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def masters(optimizer):
+    return [optimizer.state[p]["master"] for p in weights(optimizer)]
+
+
+def same(some, others):
+    return all(torch.equal(*pair) for pair in zip(some, others, strict=True))
+
+
 def agree(optimizer):
     """Whether every weight is its master, rounded."""
-    return all(torch.equal(m.to(p.dtype), p) for m, p in zip(masters(optimizer), weights(optimizer), strict=True))
+    return same([m.to(p.dtype) for m, p in zip(masters(optimizer), weights(optimizer), strict=True)],
+                weights(optimizer))
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
-
 
 def check_bytes(model, tokens, make, precision):
     """Two steps of what `make` wraps: the tracker and the allocator read the closed form of `precision`."""
@@ -46,9 +72,7 @@ def check_bytes(model, tokens, make, precision):
     expected = memory.model_state_bytes(count, "adamw", precision, tensors)
     with memory.track() as t:
         optimizer = make(model)
-        for _ in range(2):
-            optimizer.zero_grad()
-            step(model, optimizer, tokens)
+        step(model, optimizer, tokens, 2)
     assert {name: t.now[name] for name in expected} == dict(expected)
     states = sum(t.now[name] for name in ("parameters", "gradients", "optimizer state"))
     assert states == expected.total == t.now.total - t.now["inputs"] - t.now["buffers"]
@@ -56,32 +80,26 @@ def check_bytes(model, tokens, make, precision):
     with memory.measure("cpu") as m:
         step(model, optimizer, tokens)
     assert m.net == expected["gradients"]  # the gradients are new, everything else was there
-    return expected
+    return expected.total, count, tensors
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("fp32_gradients", "precision", "each"), [
+    (False, "bf16 + fp32 master", 16), (True, "bf16 + fp32 master and gradients", 18)])
 @pytest.mark.parametrize("dtype", LOW)
-def test_sixteen_and_eighteen_bytes_a_parameter(gpt, recipe, dtype):
-    fp32_gradients, precision, each = RECIPES[recipe]
-    expected = check_bytes(*gpt, lambda model: wrapped(model, dtype, fp32_gradients=fp32_gradients), precision)
-    count, tensors = gpt[0].config.parameter_count(), len(list(gpt[0].parameters()))
-    assert expected.total == each * count + 4 * tensors
+def test_sixteen_and_eighteen_bytes_a_parameter(gpt, fp32_gradients, precision, each, dtype):
+    total, count, tensors = check_bytes(*gpt, partial(wrapped, dtype=dtype, fp32_gradients=fp32_gradients), precision)
+    assert total == each * count + 4 * tensors
 
 
-class NoMaster(torch.optim.AdamW):
+def no_master(inner):
     """The mutant that saves too much: 16-bit weights, and everything else as low."""
-
-    def __init__(self, model):
-        super().__init__(model.bfloat16().parameters(), lr=1e-3)
+    for p in inner.param_groups[0]["params"]:
+        p.data = p.data.bfloat16()
+    return inner
 
 
 class TwoMasters(MixedPrecisionOptimizer):
     """The mutant that saves too little: a second fp32 copy."""
-
-    def __init__(self, model):
-        super().__init__(torch.optim.AdamW(model.parameters(), lr=1e-3))
-        for p in weights(self):
-            self.inner.state[self._masters[p]]["again"] = self._masters[p].detach().clone()
 
     def step(self, closure=None):
         for p in weights(self):  # AdamW fills an empty state only
@@ -94,24 +112,20 @@ class TwoMasters(MixedPrecisionOptimizer):
 class KeepsWideGradients(MixedPrecisionOptimizer):
     """The mutant that forgets to let the fp32 gradients of its masters go."""
 
-    def __init__(self, model):
-        super().__init__(torch.optim.AdamW(model.parameters(), lr=1e-3))
-
     def step(self, closure=None):
         super().step(closure)
         for p in weights(self):
             self._masters[p].grad = p.grad.float()
 
 
-@pytest.mark.parametrize("mutant", [NoMaster, TwoMasters, KeepsWideGradients])
-def test_the_byte_test_sees_other_numbers_of_copies(small, mutant):
+@pytest.mark.parametrize("mutant", [no_master, TwoMasters, KeepsWideGradients])
+def test_the_byte_test_sees_other_numbers_of_copies(model, tokens, mutant):
     with pytest.raises(AssertionError):
-        check_bytes(*small, mutant, RECIPES["16 bytes"][1])
+        check_bytes(model, tokens, lambda it: mutant(torch.optim.AdamW(it.parameters(), lr=1e-3)), "bf16 + fp32 master")
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**12, 2**25, None])
-def test_a_step_takes_one_bucket_of_fp32_gradients(small, bucket_bytes):
-    model, tokens = small
+def test_a_step_takes_one_bucket_of_fp32_gradients(model, tokens, bucket_bytes):
     optimizer = wrapped(model, inner=torch.optim.SGD, bucket_bytes=bucket_bytes)
     model(tokens, tokens).backward()
     with memory.track(model, optimizer) as t:
@@ -121,8 +135,7 @@ def test_a_step_takes_one_bucket_of_fp32_gradients(small, bucket_bytes):
     assert (t.peak.total - t.start.total == 4 * sum(sizes)) == (bucket_bytes != 2**12)
 
 
-def test_fp32_gradients_are_lent_and_not_copied(small):
-    model, tokens = small
+def test_fp32_gradients_are_lent_and_not_copied(model, tokens):
     optimizer = wrapped(model, inner=torch.optim.SGD, fp32_gradients=True)
     model(tokens, tokens).backward()
     assert all(p.grad.dtype is torch.float32 and p.dtype is torch.bfloat16 for p in model.parameters())
@@ -139,7 +152,6 @@ def test_buckets():
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
-
 
 def by_hand(model, tokens, steps, dtype):
     """Low weights, fp32 masters under AdamW, written out: what the optimizer has to give."""
@@ -164,14 +176,10 @@ def test_steps_are_those_of_masters_kept_by_hand(gpt, bucket_bytes, dtype):
     model, tokens = gpt
     if model.config.dropout:
         model.eval()
-    other = copy.deepcopy(model)
-    optimizer = wrapped(model, dtype, bucket_bytes=bucket_bytes)
-    for _ in range(3):
-        optimizer.zero_grad()
-        step(model, optimizer, tokens)
+    other, optimizer = copy.deepcopy(model), wrapped(model, dtype, bucket_bytes=bucket_bytes)
+    step(model, optimizer, tokens, 3)
     expected, kept = by_hand(other, tokens, 3, dtype)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(masters(optimizer), kept, strict=True))
+    assert same(model.parameters(), expected) and same(masters(optimizer), kept)
 
 
 def test_small_updates_are_not_lost():
@@ -198,10 +206,8 @@ def test_fp32_gradients_add_up_what_16_bits_would_lose():
     assert sums == {True: 1000.0, False: 256.0}  # 256 + 1 = 256 in bf16
 
 
-def test_clipping_on_the_way_to_fp32_is_torch_s(small):
-    model, tokens = small
-    other = copy.deepcopy(model)
-    ours = wrapped(model, max_grad_norm=0.1, inner=torch.optim.SGD)
+def test_clipping_on_the_way_to_fp32_is_torch_s(model, tokens):
+    other, ours = copy.deepcopy(model), wrapped(model, max_grad_norm=0.1, inner=torch.optim.SGD)
     theirs = wrapped(other, inner=torch.optim.SGD, fp32_gradients=True)
     for each in (model, other):
         each(tokens, tokens).backward()
@@ -209,13 +215,11 @@ def test_clipping_on_the_way_to_fp32_is_torch_s(small):
     ours.step()
     theirs.step()
     assert norm > 0.1 and ours.grad_norm.item() == pytest.approx(norm.item(), rel=1e-2)
-    for one, other in zip(masters(ours), masters(theirs), strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(masters(ours), masters(theirs), strict=True))
 
 
 def test_factors_of_gradients_multiply():
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0))
+    (weight,), optimizer = ones(2)
     for _ in range(2):  # each for one step
         weight.grad = torch.ones(2).bfloat16()
         optimizer.multiply_gradients(0.5)
@@ -225,8 +229,7 @@ def test_factors_of_gradients_multiply():
 
 
 def test_a_norm_below_the_limit_is_left_as_it_is():
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), max_grad_norm=10.0)
+    (weight,), optimizer = ones(2, max_grad_norm=10.0)
     weight.grad = torch.tensor([0.75, 1.0]).bfloat16()
     optimizer.step()
     assert optimizer.grad_norm.item() == 1.25 and masters(optimizer)[0].tolist() == [0.25, 0.0]
@@ -236,8 +239,7 @@ def test_a_norm_below_the_limit_is_left_as_it_is():
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_with_a_loss_scaler_clipping_sees_unscaled_gradients(fp32_gradients, unscale_first):
     """3 and 4 have norm 5; a gradient of 2⁻³⁰, times 2¹⁶, is one that fp16 holds, and without it would be 0."""
-    tiny = 2.0**-30
-    weight = nn.Parameter(torch.zeros(3))
+    tiny, weight = 2.0**-30, nn.Parameter(torch.zeros(3))
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), torch.float16, fp32_gradients=fp32_gradients,
                                         max_grad_norm=None if unscale_first else 1.0)
     scaler = AdaptiveLossScaler(2.0**12)
@@ -256,9 +258,7 @@ def test_with_a_loss_scaler_clipping_sees_unscaled_gradients(fp32_gradients, uns
 
 
 def test_an_overflow_skips_the_step():
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), torch.float16)
-    scaler = AdaptiveLossScaler(8.0)
+    ((weight,), optimizer), scaler = ones(2, dtype=torch.float16), AdaptiveLossScaler(8.0)
     for unscale_first, value in ((True, math.inf), (False, math.nan), (False, 1.0)):
         weight.grad = (scaler.get_scale() * torch.tensor([value, 1.0])).half()
         if unscale_first:
@@ -272,48 +272,37 @@ def test_an_overflow_skips_the_step():
 
 # --- master and weight -----------------------------------------------------------------------------------------------
 
-
-def test_master_and_weight_never_drift_apart(small):
-    model, tokens = small
+def test_master_and_weight_never_drift_apart(model, tokens):
     optimizer = wrapped(model)
     assert agree(optimizer)
     for _ in range(5):
-        optimizer.zero_grad()
         step(model, optimizer, tokens)
         assert agree(optimizer)
 
 
-def test_loading_the_model_s_own_weights_changes_no_master(small):
-    model, tokens = small
+def test_loading_the_model_s_own_weights_changes_no_master(model, tokens):
     optimizer = wrapped(model)
     step(model, optimizer, tokens)
     before = [m.clone() for m in masters(optimizer)]
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     optimizer.sync_masters()
-    assert all(torch.equal(*pair) for pair in zip(before, masters(optimizer), strict=True))
+    assert same(before, masters(optimizer))
 
 
-@pytest.mark.parametrize("write", ["load_state_dict", "copy_", "data, then sync_masters", "another tensor"])
+WRITES = {
+    "load_state_dict": lambda weight, new, _: nn.ParameterDict({"weight": weight}).load_state_dict({"weight": new}),
+    "copy_": lambda weight, new, _: torch.no_grad()(weight.copy_)(new),
+    "data, then sync_masters": lambda weight, new, optimizer: (weight.data.copy_(new), optimizer.sync_masters()),
+    "another tensor": lambda weight, new, _: setattr(weight, "data", new)}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_weights_that_somebody_writes_win_element_by_element(write):
-    weight = nn.Parameter(torch.tensor([1.0, 1.0]))
-    model = nn.ParameterDict({"weight": weight})
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1e-3))
-    weight.grad = torch.ones(2).bfloat16()
+    (weight,), optimizer = ones(2, inner=partial(torch.optim.SGD, lr=1e-3))
     optimizer.step()  # the masters are 0.999, which rounds to 1
-    new = torch.tensor([1.0, 5.0]).bfloat16()
-    if write == "load_state_dict":
-        model.load_state_dict({"weight": new})
-    elif write == "copy_":
-        with torch.no_grad():
-            weight.copy_(new)
-    elif write == "another tensor":
-        weight.data = new
-    else:
-        weight.data.copy_(new)
-        optimizer.sync_masters()
+    write(weight, torch.tensor([1.0, 5.0]).bfloat16(), optimizer)
     optimizer.step()
-    assert torch.allclose(masters(optimizer)[0].detach(), torch.tensor([0.998, 4.999]), atol=1e-6)
-    assert agree(optimizer)
+    assert torch.allclose(masters(optimizer)[0].detach(), torch.tensor([0.998, 4.999]), atol=1e-6) and agree(optimizer)
 
 
 def test_a_model_that_is_converted_or_moved_afterwards_is_refused():
@@ -324,25 +313,19 @@ def test_a_model_that_is_converted_or_moved_afterwards_is_refused():
     weight.grad = torch.ones(2).half()
     with pytest.raises(ValueError, match=r"a weight of shape \(2,\) is torch.float16, and was made torch.bfloat16"):
         optimizer.step()
-    moved = nn.Parameter(torch.ones(2))
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([moved], lr=1.0))
+    (moved,), optimizer = ones(2)
     optimizer._masters[moved] = torch.ones(2, device="meta")
-    moved.grad = torch.ones(2).bfloat16()
     with pytest.raises(ValueError, match="is on cpu, its master on meta: move the model before"):
         optimizer.step()
 
 
 # --- as any optimizer ------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float16, "fp32_gradients": True, "max_grad_norm": 0.1}])
-def test_save_and_resume_is_bit_equal(small, tmp_path, options):
-    model, tokens = small
-    fresh = copy.deepcopy(model)
-    optimizer = wrapped(model, **options)
+def test_save_and_resume_is_bit_equal(model, tokens, tmp_path, options):
+    fresh, optimizer = copy.deepcopy(model), wrapped(model, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for _ in range(3):
-        optimizer.zero_grad()
         step(model, optimizer, tokens)
         schedule.step()
     torch.save([each.state_dict() for each in (model, optimizer, schedule)], tmp_path / "saved")
@@ -352,34 +335,28 @@ def test_save_and_resume_is_bit_equal(small, tmp_path, options):
         each.load_state_dict(state)
     for _ in range(3):
         for m, o, s in ((model, optimizer, schedule), (fresh, again, schedule_again)):
-            o.zero_grad()
             step(m, o, tokens)
             s.step()
-        assert all(torch.equal(*pair) for pair in zip(model.parameters(), fresh.parameters(), strict=True))
-        assert all(torch.equal(*pair) for pair in zip(masters(optimizer), masters(again), strict=True))
+        assert same(model.parameters(), fresh.parameters()) and same(masters(optimizer), masters(again))
         assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-def test_states_that_cannot_be_loaded(small):
-    model, tokens = small
-    plain = torch.optim.AdamW(copy.deepcopy(model).parameters())
-    optimizer = wrapped(model)
+def test_states_that_cannot_be_loaded(model, tokens):
+    plain, optimizer = torch.optim.AdamW(copy.deepcopy(model).parameters()), wrapped(model)
     step(model, optimizer, tokens)
     before = [m.clone() for m in masters(optimizer)]
     with pytest.raises(ValueError, match=r"no master weight in the state of parameters \[0\]"):
         optimizer.load_state_dict({"state": {0: {"step": 1}}, "param_groups": plain.state_dict()["param_groups"]})
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
-    assert all(torch.equal(*pair) for pair in zip(before, masters(optimizer), strict=True))
+    assert same(before, masters(optimizer))
 
 
-def test_a_state_from_before_goes_to_the_masters(small):
+def test_a_state_from_before_goes_to_the_masters(model, tokens):
     """An optimizer that has stepped in fp32 is wrapped later: its moments go on."""
-    model, tokens = small
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step(model, inner, tokens)
-    moments = [inner.state[p]["exp_avg"] for p in model.parameters()]
-    optimizer = MixedPrecisionOptimizer(inner)
+    moments, optimizer = [inner.state[p]["exp_avg"] for p in model.parameters()], MixedPrecisionOptimizer(inner)
     assert all(optimizer.state[p]["exp_avg"] is m for p, m in zip(model.parameters(), moments, strict=True))
     assert all(p.grad.dtype is torch.bfloat16 for p in model.parameters())
     step(model, optimizer, tokens)
@@ -404,13 +381,11 @@ def test_groups_schedulers_and_add_param_group():
     assert len(optimizer.param_groups) == len(inner.param_groups) == 3
 
 
-def test_tied_weights_stay_tied(small):
-    model, tokens = small
+def test_tied_weights_stay_tied(model, tokens):
     assert model.head.weight is model.embedding.weight
     optimizer = wrapped(model)
     step(model, optimizer, tokens)
-    assert model.head.weight is model.embedding.weight
-    assert model.embedding.weight.dtype is torch.bfloat16
+    assert model.head.weight is model.embedding.weight and model.embedding.weight.dtype is torch.bfloat16
     assert len(masters(optimizer)) == len(list(model.parameters()))
     one = nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match="parameters 0 and 1 are two tensors in one memory"):
@@ -432,7 +407,7 @@ def test_frozen_parameters_cost_their_weight_only():
     again = MixedPrecisionOptimizer(torch.optim.AdamW([nn.Parameter(torch.ones(8), requires_grad=False),
                                                        nn.Parameter(torch.ones(8))]))
     again.load_state_dict(optimizer.state_dict())
-    assert all(torch.equal(*pair) for pair in zip(masters(optimizer), masters(again), strict=True))
+    assert same(masters(optimizer), masters(again))
 
 
 def test_parameters_that_the_optimizer_does_not_hold_stay():
@@ -445,23 +420,17 @@ def test_parameters_that_the_optimizer_does_not_hold_stay():
     assert agree(optimizer)
 
 
-def test_closures(small):
+def test_closures():
     """Adam calls it once, LBFGS often; the result is that of fp32, within the rounding of the weights."""
     target = torch.tensor([1.0, -2.0, 3.0])
     for inner, steps in ((lambda p: torch.optim.Adam(p, lr=0.1), 200), (lambda p: torch.optim.LBFGS(p), 2)):
         weight = nn.Parameter(torch.zeros(3))
-        optimizer = MixedPrecisionOptimizer(inner([weight]), fp32_gradients=False)
-        calls = []
-
-        def closure(weight=weight, optimizer=optimizer, calls=calls):
-            optimizer.zero_grad()
-            loss = (weight.float() - target).square().sum()
-            loss.backward()
-            calls.append(loss.item())
-            return loss
-
-        first = optimizer.step(closure)
-        assert first.item() == 14.0
+        optimizer, calls = MixedPrecisionOptimizer(inner([weight]), fp32_gradients=False), []
+        def loss(weight=weight, calls=calls):
+            calls.append((weight.float() - target).square().sum())
+            return calls[-1]
+        closure = closure_of(optimizer, loss)
+        assert optimizer.step(closure).item() == 14.0
         for _ in range(steps):
             optimizer.step(closure)
         assert calls[-1] < 1e-3 and agree(optimizer)
@@ -469,46 +438,33 @@ def test_closures(small):
         assert all(m.grad is None for m in masters(optimizer))
 
 
-class CountsInItsGroup(torch.optim.SGD):
-    """Some optimizers count steps for a group, not for a parameter."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        return super().step(closure)
-
-
 @pytest.mark.parametrize(("bucket_bytes", "buckets_of_a_step"), [(16, 3), (None, 1)])
 def test_hooks_of_the_inner_optimizer_run_for_each_bucket_and_ours_once(bucket_bytes, buckets_of_a_step):
-    parameters, inside, outside = [nn.Parameter(torch.ones(4)) for _ in range(3)], [], []
-    inner = torch.optim.SGD(parameters, lr=0.1)
-    optimizer = MixedPrecisionOptimizer(inner, bucket_bytes=bucket_bytes)
-    inner.register_step_post_hook(lambda *_: inside.append(1))
+    inside, outside, (_, optimizer) = [], [], ones(4, 3, bucket_bytes=bucket_bytes)
+    optimizer.inner.register_step_post_hook(lambda *_: inside.append(1))
     optimizer.register_step_post_hook(lambda *_: outside.append(1))
-    sum(p.sum() for p in parameters).backward()
     optimizer.step()
     assert (len(inside), len(outside)) == (buckets_of_a_step, 1)
 
 
 def test_buckets_count_as_one_step():
-    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
-    optimizer = MixedPrecisionOptimizer(CountsInItsGroup(parameters, lr=0.1), bucket_bytes=16)
-    for p in parameters:
-        p.grad = torch.ones(4).bfloat16()
+    class CountsInItsGroup(torch.optim.SGD):
+        """Some optimizers count steps for a group, not for a parameter."""
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    _, optimizer = ones(4, 3, partial(CountsInItsGroup, lr=0.1), bucket_bytes=16)
     optimizer.step()
     assert optimizer.param_groups[0]["count"] == 1
     assert all(m[0].item() == pytest.approx(0.9) for m in masters(optimizer))
 
 
 def test_an_exception_in_a_step_leaves_groups_and_gradients_as_they_were():
-    class Breaks(torch.optim.SGD):
-        def step(self, closure=None):
-            raise ZeroDivisionError
-
-    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
-    optimizer = MixedPrecisionOptimizer(Breaks(parameters, lr=0.1), bucket_bytes=16)
-    for p in parameters:
-        p.grad = torch.ones(4).bfloat16()
+    _, optimizer = ones(4, 3, bucket_bytes=16)
+    optimizer.inner.step = Mock(side_effect=ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert len(optimizer.inner.param_groups[0]["params"]) == 3 and all(m.grad is None for m in masters(optimizer))
@@ -524,8 +480,7 @@ def test_sparse_gradients():
     assert optimizer.grad_norm.item() == pytest.approx((2 * 4 + 2) ** 0.5) and agree(optimizer)
 
 
-def test_copies_are_independent_and_dry_runs_read_the_same(small):
-    model, tokens = small
+def test_copies_are_independent_and_dry_runs_read_the_same(model, tokens):
     optimizer = wrapped(model, fp32_gradients=True)
     step(model, optimizer, tokens)
     optimizer.zero_grad()
@@ -535,7 +490,7 @@ def test_copies_are_independent_and_dry_runs_read_the_same(small):
         step(model, optimizer, tokens)
     assert dry.peak == real.peak and dry.now == real.now
     step(other_model, other, tokens)
-    assert all(torch.equal(*pair) for pair in zip(masters(optimizer), masters(other), strict=True))
+    assert same(masters(optimizer), masters(other))
     assert {id(m) for m in masters(optimizer)}.isdisjoint(map(id, masters(other)))
 
 
@@ -569,22 +524,13 @@ def test_lbfgs_works_on_the_masters():
     """It has its own name for the list of parameters. On 16-bit weights, updates of 10⁻³ near 100 would be lost."""
     weight = nn.Parameter(torch.full((3,), 100.0))
     optimizer = MixedPrecisionOptimizer(torch.optim.LBFGS([weight], lr=1e-3, max_iter=1))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (weight.float() - 101).square().sum()
-        loss.backward()
-        return loss
-
     by_hand = torch.full((3,), 100.0, requires_grad=True)
     other = torch.optim.LBFGS([by_hand], lr=1e-3, max_iter=1)
-
     def closure_by_hand():
         by_hand.grad = 2 * (by_hand.detach().bfloat16().float() - 101).bfloat16().float()
         return (by_hand.detach().bfloat16().float() - 101).square().sum()
-
     for step in range(5):
-        optimizer.step(closure)
+        optimizer.step(closure_of(optimizer, lambda: (weight.float() - 101).square().sum()))
         other.step(closure_by_hand)
         assert torch.equal(masters(optimizer)[0], by_hand)
         if step == 2:  # saved and resumed on the way
@@ -599,21 +545,13 @@ def test_a_frozen_weight_that_learns_later_is_one_of_lbfgs_s_too():
     weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
     optimizer = MixedPrecisionOptimizer(torch.optim.LBFGS(weights, lr=0.1, max_iter=1))
     weights[1].requires_grad_(True)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = sum(weight.float().square().sum() for weight in weights)
-        loss.backward()
-        return loss
-
     for _ in range(2):
-        optimizer.step(closure)
+        optimizer.step(closure_of(optimizer, lambda: sum(weight.float().square().sum() for weight in weights)))
     assert masters(optimizer)[1][0] < 0.99 and agree(optimizer)
 
 
 def test_a_copy_knows_of_weights_that_were_written_to_and_of_widened_gradients():
-    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(weights, lr=1.0))
+    weights, optimizer = ones(2, 2)
     with torch.no_grad():
         weights[0].fill_(4.0)
     optimizer.widen_gradients()

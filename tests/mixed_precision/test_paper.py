@@ -20,9 +20,6 @@ def test_the_file_is_one_screen():
     check_paper("mixed_precision")
 
 
-# --- autocast --------------------------------------------------------------------------------------------------------
-
-
 def step(name, around, dtype=None):
     """Run a forward and a backward: (loss and gradients, bytes after the forward, bytes at the peak)."""
     model, *batch = built(name, dtype)
@@ -53,14 +50,12 @@ def test_a_cast_under_no_grad_takes_no_gradient_from_a_later_use():
     assert model.weight.grad is not None
 
 
-def spelled(function):
-    """The name of a function in the tables of `internals/lists`."""
-    name = function.__name__
-    return {"__matmul__": "matmul", "cross_entropy": "cross_entropy_loss"}.get(name, name)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_tables_are_a_part_of_the_hardened_ones(device):
+    def spelled(function):
+        """The name of a function in the tables of `internals/lists`."""
+        name = function.__name__
+        return {"__matmul__": "matmul", "cross_entropy": "cross_entropy_loss"}.get(name, name)
     wanted = POLICIES[device] | {"cross_entropy_loss": FP32}  # a composite on CUDA: its log_softmax and nll_loss are
     policies = {}
     for name, policy in wanted.items():
@@ -70,47 +65,30 @@ def test_the_tables_are_a_part_of_the_hardened_ones(device):
     assert all(policies[spelled(f)] <= {FP32, FP32_RESULT} for f in paper.FP32[device])
 
 
-# --- masters and the scaler ------------------------------------------------------------------------------------------
-
-
-def trained(name, dtype, make, steps=3):
-    """Run steps of AdamW: (weights and masters, bytes at the peak of all steps but the first)."""
-    model, *batch = built(name)
-    masters, one_step = make(model)
-    one_step(model, batch)
-    with memory.track(model, *masters(), *batch) as t:
-        for _ in range(steps - 1):
-            one_step(model, batch)
-    assert all(p.dtype is dtype for p in model.parameters())
-    return [*model.parameters(), *masters()], t.peak.total
-
-
-def idea_of_masters(model, dtype):
-    optimizer = paper.Masters(model, ADAMW, dtype)
-
-    def one_step(model, batch):
-        model(*batch).backward()
-        optimizer.step()
-
-    return lambda: optimizer.masters, one_step
-
-
-def hardened_masters(model, dtype):
-    optimizer = MixedPrecisionOptimizer(ADAMW(model.parameters()), dtype)
-
-    def one_step(model, batch):
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return lambda: [optimizer.state[p]["master"] for p in model.parameters()], one_step
+def masters_of(optimizer):
+    if isinstance(optimizer, paper.Masters):
+        return optimizer.masters
+    return [optimizer.state[p]["master"] for p in optimizer.param_groups[0]["params"]]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_masters_to_the_bit_and_bytes_to_the_byte(name):
-    dtype = torch.bfloat16
-    idea, peak = trained(name, dtype, partial(idea_of_masters, dtype=dtype))
-    hardened, peak_there = trained(name, dtype, partial(hardened_masters, dtype=dtype))
+    def trained(name, make, steps=3):
+        """Run steps of AdamW: (weights and masters, bytes at the peak of all steps but the first)."""
+        model, *batch = built(name)
+        optimizer = make(model)
+        def one_step():
+            model(*batch).backward()
+            optimizer.step()
+            model.zero_grad()
+        one_step()
+        with memory.track(model, *masters_of(optimizer), *batch) as t:
+            for _ in range(steps - 1):
+                one_step()
+        assert all(p.dtype is torch.bfloat16 for p in model.parameters())
+        return [*model.parameters(), *masters_of(optimizer)], t.peak.total
+    idea, peak = trained(name, lambda model: paper.Masters(model, ADAMW, torch.bfloat16))
+    hardened, peak_there = trained(name, lambda model: MixedPrecisionOptimizer(ADAMW(model.parameters())))
     assert same(idea, hardened) and peak == peak_there
 
 
@@ -129,12 +107,10 @@ def test_masters_keep_the_updates_that_bf16_rounds_away():
 @pytest.mark.parametrize("name", MODELS)
 def test_scaled_steps_are_the_hardened_ones_to_the_bit(name):
     """Scales from one that overflows to one that has grown again."""
-    model, *batch = built(name)
-    other, *_ = built(name)
+    (model, *batch), (other, *_) = built(name), built(name)
     masters, scaler = paper.Masters(model, ADAMW, torch.float16), paper.LossScaler(2.0**20, interval=2)
     optimizer = MixedPrecisionOptimizer(ADAMW(other.parameters()), torch.float16)
-    hardened = AdaptiveLossScaler(2.0**20, growth_interval=2)
-    scales = []
+    hardened, scales = AdaptiveLossScaler(2.0**20, growth_interval=2), []
     for _ in range(14):
         (model(*batch).float() * scaler.scale).backward()
         scaler.step(masters)
@@ -142,9 +118,7 @@ def test_scaled_steps_are_the_hardened_ones_to_the_bit(name):
         hardened.step(optimizer)
         hardened.update()
         optimizer.zero_grad()
-        assert scaler.scale == hardened.get_scale()
-        assert same(model.parameters(), other.parameters())
-        assert same(masters.masters, [optimizer.state[p]["master"] for p in other.parameters()])
+        assert scaler.scale == hardened.get_scale() and same(model.parameters(), other.parameters())
+        assert same(masters.masters, masters_of(optimizer))
         scales.append(scaler.scale)
-    moves = {b / a for a, b in zip(scales, scales[1:], strict=False)}
-    assert moves == {0.5, 1.0, 2.0}
+    assert {b / a for a, b in zip(scales, scales[1:], strict=False)} == {0.5, 1.0, 2.0}

@@ -7,17 +7,24 @@ from collections import namedtuple
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operations_kit import Operations
+from rank_pool import pooled
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer
 
 
-def problem(dtype=torch.float32, numbers=(3.0, 4.0)):
+def problem(dtype=torch.float32):
     """(parameter, optimizer): SGD of rate 1."""
-    weight = torch.nn.Parameter(torch.tensor(numbers, dtype=dtype))
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=dtype))
     return weight, torch.optim.SGD([weight], lr=1.0)
+
+
+def step(scaler, *optimizers):
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
 
 
 def train(scaler, optimizer, weight, overflow):
@@ -26,23 +33,17 @@ def train(scaler, optimizer, weight, overflow):
     scaler.scale(weight.sum()).backward()
     if overflow:
         weight.grad[0] = math.inf
-    scaler.step(optimizer)
-    scaler.update()
-
-
-# --- the scale -------------------------------------------------------------------------------------------------------
+    step(scaler, optimizer)
 
 
 @pytest.mark.parametrize("settings", [{}, {"growth_factor": 1.7, "backoff_factor": 0.37, "growth_interval": 5,
                                            "init_scale": 1000.0}])
 def test_the_scale_of_10000_steps_is_that_of_torch(settings):
     """Overflows where fp16 would have them, past a limit that moves, and at random, so rarely that the scale grows."""
-    draw = random.Random(0)
-    weight, optimizer = problem()
+    draw, (weight, optimizer) = random.Random(0), problem()
     ours = AdaptiveLossScaler(**settings, min_scale=1e-30, max_scale=1e30)
     theirs = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**16, "growth_interval": 2000, **settings})
-    rarely = 0.01 / ours.growth_interval ** 0.5
-    skipped = grown = 0
+    rarely, skipped, grown = 0.01 / ours.growth_interval**0.5, 0, 0
     for step in range(10_000):
         overflow = ours.get_scale() > 2.0 ** (14 + 6 * math.sin(step / 500)) or draw.random() < rarely
         before = ours.get_scale()
@@ -53,23 +54,20 @@ def test_the_scale_of_10000_steps_is_that_of_torch(settings):
     assert ours.skipped_steps == skipped > 10 and grown >= (100 if settings else 2)
 
 
-def scale_by_deepspeed(overflows, scale, interval, hysteresis):
-    """What DeepSpeed's DynamicLossScaler (consecutive_hysteresis=False) makes of overflows, from its description."""
-    left, last = hysteresis, -1
-    for step, overflow in enumerate(overflows):
-        if overflow:
-            scale, left, last = (max(scale / 2, 1), left, step) if left == 1 else (scale, left - 1, step)
-        elif (step - last) % interval == 0:
-            scale, left = scale * 2, hysteresis
-        yield scale
-
-
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 def test_hysteresis_is_deepspeed_s(hysteresis):
+    def scale_by_deepspeed(overflows, scale, interval, hysteresis):
+        """What DeepSpeed's DynamicLossScaler (consecutive_hysteresis=False) makes of overflows, by its description."""
+        left, last = hysteresis, -1
+        for step, overflow in enumerate(overflows):
+            if overflow:
+                scale, left, last = (max(scale / 2, 1), left, step) if left == 1 else (scale, left - 1, step)
+            elif (step - last) % interval == 0:
+                scale, left = scale * 2, hysteresis
+            yield scale
     draw, scaler = random.Random(hysteresis), AdaptiveLossScaler(2.0**20, growth_interval=10, hysteresis=hysteresis)
     scaler.max_scale, (weight, optimizer) = 2.0**100, problem()
-    overflows = [draw.random() < 0.02 * (1 + hysteresis) for _ in range(1000)]
-    backed_off = 0
+    overflows, backed_off = [draw.random() < 0.02 * (1 + hysteresis) for _ in range(1000)], 0
     for overflow, expected in zip(overflows, scale_by_deepspeed(overflows, 2.0**20, 10, hysteresis), strict=True):
         before = scaler.get_scale()
         train(scaler, optimizer, weight, overflow)
@@ -79,9 +77,8 @@ def test_hysteresis_is_deepspeed_s(hysteresis):
 
 
 def test_limits():
-    weight, optimizer = problem()
+    (weight, optimizer), scales = problem(), []
     scaler = AdaptiveLossScaler(4.0, growth_interval=1, max_scale=8.0)
-    scales = []
     for overflow in (False, False, True, True, True):
         train(scaler, optimizer, weight, overflow)
         scales.append(scaler.get_scale())
@@ -92,25 +89,19 @@ def test_limits():
     assert scaler.get_scale() == 2.0
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_overflow_skips_the_step_and_nothing_else():
     for bad in (math.inf, -math.inf, math.nan):
-        weight, optimizer = problem()
-        scaler = AdaptiveLossScaler(8.0)
+        (weight, optimizer), scaler = problem(), AdaptiveLossScaler(8.0)
         scaler.scale(weight.sum()).backward()
         weight.grad[1] = bad
-        assert scaler.step(optimizer) is None
-        assert weight.tolist() == [3.0, 4.0] and scaler.skipped_steps == 1
+        assert scaler.step(optimizer) is None and weight.tolist() == [3.0, 4.0] and scaler.skipped_steps == 1
         scaler.update()
         train(scaler, optimizer, weight, False)
         assert weight.tolist() == [2.0, 3.0] and scaler.get_scale() == 4.0
 
 
 def test_gradients_are_divided_once_and_can_be_clipped():
-    weight, optimizer = problem()
-    scaler = AdaptiveLossScaler()
+    (weight, optimizer), scaler = problem(), AdaptiveLossScaler()
     scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
     assert weight.grad.tolist() == [3 * 2.0**16, 4 * 2.0**16]
     scaler.unscale_(optimizer)
@@ -126,56 +117,40 @@ def test_gradients_are_divided_once_and_can_be_clipped():
 
 
 def test_several_optimizers_skip_for_themselves_and_back_off_together():
-    (one, first), (two, second) = problem(), problem()
-    scaler = AdaptiveLossScaler(8.0)
+    (one, first), (two, second), scaler = problem(), problem(), AdaptiveLossScaler(8.0)
     scaler.scale([one.sum(), two.sum()])[0].backward()
     scaler.scale(two.sum()).backward()
     two.grad[0] = math.nan
-    scaler.step(first)
-    scaler.step(second)
-    scaler.update()
+    step(scaler, first, second)
     assert one.tolist() == [2.0, 3.0] and two.tolist() == [3.0, 4.0] and scaler.get_scale() == 4.0
-
-
-class Synchronisations(TorchDispatchMode):
-    """Counts what makes the CPU wait for a device: reading a number, and finding where something is not zero."""
-
-    names = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
-
-    def __enter__(self):
-        self.count = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in self.names
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, MixedPrecisionOptimizer])
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_a_step_asks_the_device_once(wrap, unscale_first, overflow):
+    def waits(operations):
+        """How often the CPU waits for a device: to read a number, or to find where something is not zero."""
+        return sum(op.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+                   for op in operations.ran)
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
-    scaler = AdaptiveLossScaler(8.0)
+    optimizer, scaler = wrap(torch.optim.SGD(model.parameters(), lr=0.1)), AdaptiveLossScaler(8.0)
     scaler.scale(model(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum()).backward()
     if overflow:
         model[3].weight.grad[0, 0] = math.inf
-    with Synchronisations() as waits:
+    with Operations() as operations:
         if unscale_first:
             scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    assert waits.count == 1 and scaler.skipped_steps == overflow
-    with Synchronisations() as waits:  # the counter does count
+        step(scaler, optimizer)
+    assert waits(operations) == 1 and scaler.skipped_steps == overflow
+    with Operations() as operations:  # the counter does count
         [p.grad.sum().item() for p in model.parameters()]
-    assert waits.count == 40
+    assert waits(operations) == 40
 
 
 def test_sparse_gradients():
     table = torch.nn.Embedding(5, 2, sparse=True)
-    optimizer = torch.optim.SparseAdam(table.parameters())
-    scaler = AdaptiveLossScaler(8.0)
+    optimizer, scaler = torch.optim.SparseAdam(table.parameters()), AdaptiveLossScaler(8.0)
     before = table.weight.detach().clone()
     for bad in (False, True):
         optimizer.zero_grad()
@@ -186,8 +161,7 @@ def test_sparse_gradients():
         assert table.weight.grad.is_sparse
         if not bad:
             assert table.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 1, 0]
-        scaler.step(optimizer)
-        scaler.update()
+        step(scaler, optimizer)
     assert scaler.skipped_steps == 1 and not torch.equal(table.weight, before)
 
 
@@ -210,77 +184,55 @@ def test_a_low_precision_loss_is_scaled_in_fp32():
 
 
 def test_a_step_of_a_dry_run_goes_well():
-    def step(weight):
+    def train_once(weight):
         optimizer, scaler = torch.optim.SGD([weight]), AdaptiveLossScaler()
         scaler.scale(weight.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step(scaler, optimizer)
         return scaler.get_scale()
-
-    assert memory.dry_run(step, torch.nn.Parameter(torch.ones(3))).result == 2.0**16
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
+    assert memory.dry_run(train_once, torch.nn.Parameter(torch.ones(3))).result == 2.0**16
 
 
-def in_a_rank(comm, bad_rank):
-    weight, optimizer = problem()
-    scaler = AdaptiveLossScaler(8.0, comm=comm)
+def in_a_rank(comm, bad_rank, alone=False):
+    (weight, optimizer), scaler = problem(), AdaptiveLossScaler(8.0, comm=None if alone else comm)
     for overflow in (True, False):
         train(scaler, optimizer, weight, overflow and comm.rank == bad_rank)
     return weight.tolist(), scaler.get_scale(), scaler.skipped_steps, dict(comm.traffic)
 
 
 def test_an_overflow_on_one_rank_is_one_on_all():
-    for weights, scale, skipped, traffic in launch(in_a_rank, 3, 1, device="cpu"):
+    for weights, scale, skipped, traffic in pooled(in_a_rank, 3, 1, device="cpu"):
         assert (weights, scale, skipped) == ([2.0, 3.0], 4.0, 1)
         assert list(traffic) == ["all_reduce"] and traffic["all_reduce"] <= 2 * 2 * 4  # one number a step
-    alone = launch(in_a_rank_without_comm, 2, 1, device="cpu")
-    assert alone[0] != alone[1]  # the mutant: ranks that decide for themselves drift apart
-
-
-def in_a_rank_without_comm(comm, bad_rank):
-    weight, optimizer = problem()
-    scaler = AdaptiveLossScaler(8.0)
-    train(scaler, optimizer, weight, comm.rank == bad_rank)
-    return weight.tolist()
-
-
-def without_gradients(comm, some):
-    weight, optimizer = problem()
-    scaler = AdaptiveLossScaler(8.0, comm=comm)
-    if comm.rank in some:
-        scaler.scale(weight.sum()).backward()
-    try:
-        scaler.step(optimizer)
-    except ValueError as error:
-        return str(error)
-    return weight.tolist()
+    (one, *_), (other, *_) = pooled(in_a_rank, 2, 1, True, device="cpu")
+    assert one != other  # the mutant: ranks that decide for themselves drift apart
 
 
 def test_a_rank_without_gradients_steps_with_the_others():
-    assert launch(without_gradients, 2, [0], device="cpu") == [[2.0, 3.0], [3.0, 4.0]]
-    for message in launch(without_gradients, 2, [], device="cpu"):
+    def without_gradients(comm, some):
+        (weight, optimizer), scaler = problem(), AdaptiveLossScaler(8.0, comm=comm)
+        if comm.rank in some:
+            scaler.scale(weight.sum()).backward()
+        try:
+            scaler.step(optimizer)
+        except ValueError as error:
+            return str(error)
+        return weight.tolist()
+    assert pooled(without_gradients, 2, [0], device="cpu") == [[2.0, 3.0], [3.0, 4.0]]
+    for message in pooled(without_gradients, 2, [], device="cpu"):
         assert message.startswith("no rank has a gradient: call scaler.scale(loss).backward()")
 
 
 def test_with_a_fake_communicator():
-    comm = FakeCommunicator(0, 1024)
-    weights, scale, skipped, traffic = in_a_rank(comm, 0)
+    weights, scale, skipped, traffic = in_a_rank(FakeCommunicator(0, 1024), 0)
     assert (weights, scale, skipped) == ([2.0, 3.0], 4.0, 1) and list(traffic) == ["all_reduce"]
 
 
-# --- save and resume, bad input --------------------------------------------------------------------------------------
-
-
 def test_save_and_resume():
-    weight, optimizer = problem()
+    (weight, optimizer), second = problem(), AdaptiveLossScaler()
     first = AdaptiveLossScaler(2.0**10, growth_interval=4, hysteresis=2)
     for overflow in (False, True, False, False, False):
         train(first, optimizer, weight, overflow)
-    saved = copy.deepcopy(first.state_dict())
-    second = AdaptiveLossScaler()
-    second.load_state_dict(saved)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     for overflow in (False, True, True, False, False, False, False, False):
         for scaler in (first, second):
             train(scaler, optimizer, weight, overflow)
@@ -300,31 +252,19 @@ def test_a_state_that_is_none():
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"init_scale": 0}, "init_scale=0: expected a finite number above 0"),
-    ({"init_scale": -1.0}, "init_scale=-1.0: expected a finite number above 0"),
-    ({"init_scale": math.nan}, "init_scale=nan: expected a finite number above 0"),
-    ({"init_scale": math.inf}, "init_scale=inf: expected a finite number above 0"),
-    ({"init_scale": "2"}, "init_scale='2': expected a finite number above 0"),
+    *(({name: value}, f"{name}={value!r}: expected {expected}") for name, values, expected in (
+        ("init_scale", (0, -1.0, math.nan, math.inf, "2"), "a finite number above 0"),
+        ("growth_factor", ("2", True), "a number"), ("backoff_factor", (None,), "a number"),
+        ("min_scale", ("1",), "a number"), ("max_scale", (None,), "a number"),
+        ("growth_factor", (1.0,), "more than 1, or the scale would never grow"),
+        ("growth_factor", (0.5, math.nan), "more than 1"), ("backoff_factor", (1.0, 0.0), "between 0 and 1"),
+        ("growth_interval", (0, 2.5), "a number of steps"), ("hysteresis", (0,), "a number of steps"),
+        ("max_scale", (math.nan,), "0 < min_scale")) for value in values),
     ({"init_scale": 2.0**25}, "init_scale=33554432.0: expected from min_scale=1.0 to max_scale=16777216.0"),
-    ({"growth_factor": 1.0}, "growth_factor=1.0: expected more than 1, or the scale would never grow"),
-    ({"growth_factor": 0.5}, "growth_factor=0.5: expected more than 1"),
-    ({"growth_factor": "2"}, "growth_factor='2': expected a number"),
-    ({"growth_factor": True}, "growth_factor=True: expected a number"),
-    ({"backoff_factor": None}, "backoff_factor=None: expected a number"),
-    ({"min_scale": "1"}, "min_scale='1': expected a number"),
-    ({"max_scale": None}, "max_scale=None: expected a number"),
-    ({"growth_factor": math.nan}, "growth_factor=nan: expected more than 1"),
-    ({"backoff_factor": 1.0}, "backoff_factor=1.0: expected between 0 and 1"),
-    ({"backoff_factor": 0.0}, "backoff_factor=0.0: expected between 0 and 1"),
-    ({"growth_interval": 0}, "growth_interval=0: expected a number of steps"),
-    ({"growth_interval": 2.5}, "growth_interval=2.5: expected a number of steps"),
-    ({"hysteresis": 0}, "hysteresis=0: expected a number of steps"),
     ({"min_scale": 0.0}, "min_scale=0.0, max_scale=16777216.0: expected 0 < min_scale"),
     ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale=8.0, max_scale=4.0: expected 0 < min_scale"),
-    ({"max_scale": math.nan}, "max_scale=nan: expected 0 < min_scale"),
     ({"max_scale": 1e300}, r"max_scale=1e\+300: expected 0 < min_scale <= max_scale, both finite, also in fp32"),
-    ({"init_scale": 1e-60, "min_scale": 1e-70}, "min_scale=1e-70.*also in fp32"),
-])
+    ({"init_scale": 1e-60, "min_scale": 1e-70}, "min_scale=1e-70.*also in fp32")])
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveLossScaler(**settings)
@@ -347,8 +287,7 @@ def test_a_comm_that_is_none():
 
 
 def test_calls_that_make_no_sense():
-    weight, optimizer = problem()
-    scaler = AdaptiveLossScaler()
+    (weight, optimizer), scaler = problem(), AdaptiveLossScaler()
     with pytest.raises(ValueError, match="the optimizer's parameters have no gradients: call scaler.scale"):
         scaler.step(optimizer)
     with pytest.raises(ValueError, match="have no gradients"):
@@ -371,21 +310,18 @@ def test_calls_that_make_no_sense():
 @pytest.mark.parametrize(("name", "value"), [("good_steps", -1), ("good_steps", "a"), ("tolerated", 0),
                                              ("skipped_steps", None)])
 def test_counts_of_a_state_that_are_none(name, value):
-    scaler = AdaptiveLossScaler()
-    good = scaler.state_dict()
+    good = (scaler := AdaptiveLossScaler()).state_dict()
     with pytest.raises(ValueError, match=f"{name}=.*: expected an integer of at least"):
         scaler.load_state_dict({**good, name: value})
     assert scaler.state_dict() == good
 
 
 def test_it_still_grows_after_the_interval_was_made_less():
-    weight, optimizer = problem()
-    scaler = AdaptiveLossScaler(4.0, growth_interval=10)
+    (weight, optimizer), scaler = problem(), AdaptiveLossScaler(4.0, growth_interval=10)
     for interval, scale in ((10, 4.0), (10, 4.0), (2, 8.0)):
         scaler.growth_interval = interval
         weight.grad = scaler.get_scale() * torch.ones_like(weight)
-        scaler.step(optimizer)
-        scaler.update()
+        step(scaler, optimizer)
         assert scaler.get_scale() == scale
 
 
@@ -394,12 +330,10 @@ def test_complex_gradients(bad):
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), AdaptiveLossScaler(4.0)
     scaler.scale((weight * weight.conj()).real.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    step(scaler, optimizer)
     assert torch.equal(weight, torch.full((2,), -1.0 + 0j)) and scaler.get_scale() == 4.0
     weight.grad[1] = bad
-    scaler.step(optimizer)
-    scaler.update()
+    step(scaler, optimizer)
     assert torch.equal(weight, torch.full((2,), -1.0 + 0j)) and scaler.get_scale() == 2.0
 
 
@@ -410,9 +344,7 @@ def test_losses_in_a_named_tuple():
 
 
 def test_backing_off_ends_at_the_floor_also_between_powers_of_two():
-    weight, optimizer = problem()
-    scaler = AdaptiveLossScaler(4.0, min_scale=3.0)
+    (weight, optimizer), scaler = problem(), AdaptiveLossScaler(4.0, min_scale=3.0)
     weight.grad = scaler.get_scale() * torch.full_like(weight, math.inf)
-    scaler.step(optimizer)
-    scaler.update()
+    step(scaler, optimizer)
     assert scaler.get_scale() == 3.0

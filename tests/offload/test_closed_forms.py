@@ -11,15 +11,8 @@ from zero_kit import ENGINES, gradients_of_step, token_batches
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
-from refimpl.offload import CPUAdam, HostStore
-from refimpl.offload.closed_forms import (
-    cpu_adam_bytes,
-    cpu_adam_traffic,
-    host_store_bytes,
-    host_store_traffic,
-    link_seconds,
-    pipelined,
-)
+from refimpl.offload import CPUAdam, HostStore, closed_forms
+from refimpl.offload.closed_forms import cpu_adam_bytes, cpu_adam_traffic, host_store_bytes, host_store_traffic
 from refimpl.zero.closed_forms import gathers
 
 SMALL = 1000  # elements of a tile
@@ -65,8 +58,7 @@ def test_bytes_of_a_host_store(make, dtype, micro_batches, clips):
     found, moved = traced(engine, store, micro_batches, clips)
     if make.stage == 1:  # the whole buffer is there in place of gradients
         assert found["device"]["gradients"] == sum(bucket.nbytes for bucket in engine.buckets)
-    assert found == host_store_bytes(engine.buckets, make.stage, rank=1)
-    assert store.host_bytes == found["host"]
+    assert found == host_store_bytes(engine.buckets, make.stage, rank=1) and store.host_bytes == found["host"]
     gathered = gathers(engine.model, engine.buckets) if make.stage == 3 else ()
     assert moved == host_store_traffic(engine.buckets, make.stage, rank=1, micro_batches=micro_batches, clips=clips,
                                        gathers=gathered)
@@ -79,12 +71,12 @@ def test_an_unknown_stage_is_named(form):
 
 
 def test_seconds_of_a_link():
-    assert link_seconds({"to host": 32e9, "to device": 8e9}, 16e9) == {"to host": 2.0, "to device": 0.5}
+    assert closed_forms.link_seconds({"to host": 32e9, "to device": 8e9}, 16e9) == {"to host": 2.0, "to device": 0.5}
 
 
 @given(st.integers(1, 20), st.floats(0.01, 10), st.floats(0.01, 10), st.integers(2, 3))
 def test_equal_tiles_take_k_times_the_longer_and_once_the_shorter(count, compute, copy, buffers):
-    seconds, waited = pipelined([compute] * count, [copy] * count, buffers)
+    seconds, waited = closed_forms.pipelined([compute] * count, [copy] * count, buffers)
     assert seconds == pytest.approx(count * max(compute, copy) + min(compute, copy))
     assert waited == pytest.approx(seconds - count * compute)
 
@@ -92,11 +84,11 @@ def test_equal_tiles_take_k_times_the_longer_and_once_the_shorter(count, compute
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=12))
 def test_no_order_of_tiles_beats_the_sums(tiles):
     computes, copies = zip(*tiles, strict=True)
-    seconds, waited = pipelined(computes, copies)
+    seconds, waited = closed_forms.pipelined(computes, copies)
     assert max(sum(computes), sum(copies)) - 1e-9 <= seconds <= sum(computes) + sum(copies) + 1e-9
     assert waited == pytest.approx(seconds - sum(computes))
 
 
 def test_tiles_that_wait_for_one_buffer_hide_nothing():
-    slow = functools.partial(pipelined, [1.0] * 5, [1.0] * 5)
+    slow = functools.partial(closed_forms.pipelined, [1.0] * 5, [1.0] * 5)
     assert slow(buffers=1)[0] == 10.0 and slow(buffers=2)[0] == 6.0

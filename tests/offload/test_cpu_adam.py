@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
-from offload_kit import ADAMW, LOW, STAGES, engine_of
+from offload_kit import ADAMW, LOW, STAGES, alone, engine_of, train_gpt
 from torch import nn
-from zero_kit import Elsewhere, farthest, gradients_of_step, parameters_of, token_batches, train_gpt
+from zero_kit import Elsewhere, farthest, gradients_of_step, parameters_of, token_batches
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -19,27 +20,25 @@ SMALL = functools.partial(CPUAdam, sub_group_size=1000)
 FOREACH = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, foreach=True)
 
 
-def trained(comm, make, dtype, ratio, kernel):
-    """How far CPUAdam's weights are from the device's after 20 steps; half of them under another update and store."""
-    update, optimizer = functools.partial(SMALL, ratio=ratio, kernel=kernel), FOREACH if dtype != LOW else ADAMW
-    engines = {"device": engine_of(comm, make, dtype, optimizer=optimizer),
-               "host": engine_of(comm, make, dtype, optimizer=optimizer, update=update())}
-    for engine in engines.values():
-        train_gpt(engine, 10)
-    saved = engines["host"].state_dict()
-    for name, options in {"back": {}, "both": {"update": update(), "store": HostStore()}}.items():
-        engines[name] = engine_of(comm, make, dtype, optimizer=optimizer, **options)
-        engines[name].load_state_dict(saved)
-    for engine in engines.values():
-        train_gpt(engine, 10)
-    expected = parameters_of(engines["device"])
-    return {name: farthest(parameters_of(engine), expected) for name, engine in engines.items()}
-
-
 @pytest.mark.parametrize(("make", "dtype", "world_size"), [  # each stage and each number of ranks in each dtype
     (Zero1, torch.float32, 1), (Zero1, LOW, 2), (Zero2, torch.float32, 2), (Zero2, LOW, 4), (Zero3, torch.float32, 4),
     (Zero3, LOW, 1), (Zero3, LOW, 2)])
 def test_training_ends_where_the_devices_does(make, dtype, world_size):
+    def trained(comm, make, dtype, ratio, kernel):
+        """How far CPUAdam's weights are from the device's after 20 steps, 10 of them under another update and store."""
+        update, optimizer = functools.partial(SMALL, ratio=ratio, kernel=kernel), FOREACH if dtype != LOW else ADAMW
+        engines = {"device": engine_of(comm, make, dtype, optimizer=optimizer),
+                   "host": engine_of(comm, make, dtype, optimizer=optimizer, update=update())}
+        for engine in engines.values():
+            train_gpt(engine, 10)
+        saved = engines["host"].state_dict()
+        for name, options in {"back": {}, "both": {"update": update(), "store": HostStore()}}.items():
+            engines[name] = engine_of(comm, make, dtype, optimizer=optimizer, **options)
+            engines[name].load_state_dict(saved)
+        for engine in engines.values():
+            train_gpt(engine, 10)
+        expected = parameters_of(engines["device"])
+        return {name: farthest(parameters_of(engine), expected) for name, engine in engines.items()}
     ratio, kernel = {1: (1.0, "torch"), 2: (0.4, "c++"), 4: (1.0, "c++")}[world_size]
     for far in launch(trained, world_size, make, dtype, ratio, kernel):
         assert max(far.values()) <= 1e-6, far
@@ -65,7 +64,7 @@ def test_no_state_and_no_gradient_of_a_bucket_stays_on_the_device(update, make, 
 
 
 def test_clipping_and_reductions_of_several_micro_batches():
-    engines = [engine_of(FakeCommunicator(0, 1), Zero2, LOW, update=update) for update in (None, SMALL())]
+    engines = [alone(Zero2, LOW, update=update) for update in (None, SMALL())]
     for tokens in token_batches(3, 3):
         norms = []
         for engine in engines:
@@ -77,8 +76,7 @@ def test_clipping_and_reductions_of_several_micro_batches():
 
 
 def test_zero_1_reduces_again_after_gradients_were_reduced():
-    engines = [engine_of(FakeCommunicator(0, 1), Zero1, LOW, update=update)
-               for update in (None, SMALL(), SMALL(ratio=0.5))]
+    engines = [alone(Zero1, LOW, update=update) for update in (None, SMALL(), SMALL(ratio=0.5))]
     for engine in engines:
         for tokens in token_batches(3, 2):
             for micro_batch in tokens:
@@ -88,25 +86,22 @@ def test_zero_1_reduces_again_after_gradients_were_reduced():
         assert farthest(parameters_of(engines[0]), parameters_of(engine)) == 0
 
 
-class Some(nn.Module):
-    """Layers of which one is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.idle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.last(self.first(x)).square().mean()
-
-
-def two_groups(named):
-    decayed = [p for _, p in named if p.dim() == 2]
-    return [{"params": decayed, "lr": 1e-2}, {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0}]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, LOW, torch.float16])
 @pytest.mark.parametrize("make", STAGES)
 def test_groups_that_differ_and_parameters_that_nobody_used(make, dtype):
+    class Some(nn.Module):
+        """Layers of which one is never used."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.idle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x)).square().mean()
+
+    def two_groups(named):
+        decayed = [p for _, p in named if p.dim() == 2]
+        return [{"params": decayed, "lr": 1e-2}, {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0}]
     found, x = [], torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     for update in (None, SMALL(), SMALL(ratio=0.3), SMALL(kernel="torch")):
         torch.manual_seed(0)
@@ -124,28 +119,22 @@ def test_groups_that_differ_and_parameters_that_nobody_used(make, dtype):
         assert farthest(found[0], other) <= (1e-6 if dtype == torch.float32 else 0)
 
 
-def stepped_again(comm, make, dtype):
-    expected, engine = (engine_of(comm, make, dtype, update=SMALL(ratio=0.5)) for _ in range(2))
-    for each in (expected, engine):
-        gradients_of_step(each, token_batches(1)[0])
-    expected.step()
-    errors = iter([None, ZeroDivisionError])
-
-    def raise_in_turn(*_):
-        if error := next(errors):
-            raise error
-
-    hook = engine.optimizer.register_step_pre_hook(raise_in_turn)
-    with contextlib.suppress(ZeroDivisionError):
-        engine.step()
-    hook.remove()
-    engine.step()
-    return farthest(parameters_of(expected), parameters_of(engine)) == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("make", STAGES)
 def test_a_step_that_raised_can_be_tried_again(make, dtype):
+    def stepped_again(comm, make, dtype):
+        expected, engine = (engine_of(comm, make, dtype, update=SMALL(ratio=0.5)) for _ in range(2))
+        for each in (expected, engine):
+            gradients_of_step(each)
+        expected.step()
+        updated = itertools.count(1)
+        def in_the_second(*_):
+            if next(updated) == 2:
+                raise ZeroDivisionError
+        with contextlib.suppress(ZeroDivisionError), engine.optimizer.register_step_pre_hook(in_the_second):
+            engine.step()
+        engine.step()
+        return farthest(parameters_of(expected), parameters_of(engine)) == 0
     assert all(launch(stepped_again, 2, make, dtype))
 
 
@@ -158,8 +147,7 @@ class BelowHost(Elsewhere):
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("make", STAGES)
 def test_a_store_below_host_memory_takes_the_states(make, dtype):
-    plain = engine_of(FakeCommunicator(0, 1), make, dtype)
-    engine = engine_of(FakeCommunicator(0, 1), make, dtype, update=SMALL(), store=(store := BelowHost()))
+    plain, engine = alone(make, dtype), alone(make, dtype, update=SMALL(), store=(store := BelowHost()))
     for each in (plain, engine):
         train_gpt(each, 3, 2)
     parts = engine.update.masters.values()
@@ -170,9 +158,9 @@ def test_a_store_below_host_memory_takes_the_states(make, dtype):
 
 @pytest.mark.parametrize("make", STAGES)
 def test_states_rest_on_a_disk_and_are_updated_in_host_memory(make, tmp_path):
-    plain = engine_of(FakeCommunicator(0, 1), make, LOW, update=SMALL())
+    plain = alone(make, LOW, update=SMALL())
     with DiskStore(tmp_path, buffer_bytes=4096, buffer_count=4) as store:
-        engine = engine_of(FakeCommunicator(0, 1), make, LOW, update=SMALL(), store=store)
+        engine = alone(make, LOW, update=SMALL(), store=store)
         for each in (plain, engine):
             train_gpt(each, 3, 2)
         parts = engine.update.masters.values()
@@ -183,32 +171,26 @@ def test_states_rest_on_a_disk_and_are_updated_in_host_memory(make, tmp_path):
 @pytest.mark.parametrize("ratio", [0, 0.3, 0.5, 1])
 @pytest.mark.parametrize("make", STAGES)
 def test_a_share_of_the_elements_is_on_the_host_and_no_more(make, ratio):
-    engine = engine_of(FakeCommunicator(0, 1), make, LOW, update=SMALL(ratio=ratio))
-    for part in engine.update.masters.values():
+    for part in alone(make, LOW, update=SMALL(ratio=ratio)).update.masters.values():
         on_host, on_device = part.master.numel(), part.device_master.numel()
         assert ratio * (on_host + on_device) - 64 < on_host <= ratio * (on_host + on_device)
 
 
 def test_moments_have_the_names_of_torchs_adam():
-    engine = engine_of(FakeCommunicator(0, 1), Zero2, LOW, update=SMALL())
-    gradients_of_step(engine, token_batches(1)[0])
-    engine.step()
-    states = list(engine.optimizer.state.values())
-    assert all(state["exp_avg_sq"].min() >= 0 for state in states)
-    assert min(state["exp_avg"].min() for state in states) < 0
+    engine = alone(Zero2, LOW, update=SMALL())
+    train_gpt(engine, 1)
+    states = engine.optimizer.state.values()
+    assert all(each["exp_avg_sq"].min() >= 0 for each in states) and min(each["exp_avg"].min() for each in states) < 0
 
 
 def test_weights_that_somebody_wrote_are_the_masters():
-    engine = engine_of(FakeCommunicator(0, 1), Zero3, LOW, update=SMALL(ratio=0.5))
+    engine = alone(Zero3, LOW, update=SMALL(ratio=0.5))
     with engine.gathered(write=True):
         for p in engine.model.parameters():
             p.data.fill_(0.25)
     for part in engine.update.masters.values():
         assert set(torch.cat([part.master, part.device_master]).tolist()) <= {0.0, 0.25}  # 0 in padding
     assert any(part.n for part in engine.update.masters.values())
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -228,22 +210,22 @@ def test_bad_options_are_refused(options, words):
     (functools.partial(torch.optim.Adam, weight_decay=0.1), ValueError, "weight_decay=0.1 of Adam")])
 def test_another_optimizer_is_refused(optimizer, error, words):
     with pytest.raises(error, match=words):
-        engine_of(FakeCommunicator(0, 1), Zero1, optimizer=optimizer, update=CPUAdam())
+        alone(Zero1, optimizer=optimizer, update=CPUAdam())
 
 
 def test_options_that_are_changed_later_are_refused_in_the_step():
-    engine = engine_of(FakeCommunicator(0, 1), Zero1, update=CPUAdam())
+    engine = alone(Zero1, update=CPUAdam())
     engine.param_groups[0]["maximize"] = True
-    gradients_of_step(engine, token_batches(1)[0])
+    gradients_of_step(engine)
     with pytest.raises(ValueError, match="maximize=True"):
         engine.step()
 
 
 def test_double_precision_and_data_parallel_are_refused():
     with pytest.raises(TypeError, match="torch.float64: CPUAdam has fp32 masters"):
-        engine_of(FakeCommunicator(0, 1), Zero1, torch.float64, update=CPUAdam())
+        alone(Zero1, torch.float64, update=CPUAdam())
     with pytest.raises(TypeError, match="DataParallel has no shards to update"):
-        engine_of(FakeCommunicator(0, 1), DataParallel, update=CPUAdam())
+        alone(DataParallel, update=CPUAdam())
 
 
 def test_it_says_which_kernel_it_took():

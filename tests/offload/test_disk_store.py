@@ -1,24 +1,25 @@
 """DiskStore: bytes come back, host memory does not grow with the model, what is refused, what is left."""
 
 import ctypes
-import functools
 import gc
 import os
 import threading
 import time
+from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
-from zero_kit import ADAMW, BUCKET, equal, gpt, parameters_of, train_gpt
+from offload_kit import STAGES, alone, check_one_engine, continued
+from zero_kit import equal, parameters_of, train_gpt
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, Link, launch
+from refimpl.comm import Link, launch
 from refimpl.offload import DiskStore
 from refimpl.offload.disk.file import aligned
 from refimpl.offload.disk_store import buffers_bytes, file_bytes
 from refimpl.offload.errors import DamagedBlock, StoreError
-from refimpl.zero import Zero1, Zero2, Zero3
+from refimpl.zero import Zero1
 
 SMALL = {"buffer_bytes": 4096, "buffer_count": 2}
 
@@ -66,8 +67,7 @@ def test_bytes_of_the_file_and_on_the_way_are_the_closed_forms(store):
         store.get(key)
         store.put(key, tensors, changed=False)  # the file has it: nothing is written
         store.get(key)
-    assert store.file_bytes == file_bytes(sizes) == store.traffic.written
-    assert store.traffic.read == 2 * file_bytes(sizes)
+    assert store.file_bytes == store.traffic.written == file_bytes(sizes) == store.traffic.read / 2
 
 
 def test_a_place_in_the_file_is_used_again(store):
@@ -82,8 +82,7 @@ def test_a_place_in_the_file_is_used_again(store):
 
 
 def test_what_was_dropped_is_not_loaded(store):
-    tensors = tensors_of()
-    store.put(0, tensors)
+    store.put(0, tensors := tensors_of())
     store.prefetch(0)
     store.drop(0)
     store.get(0)
@@ -104,9 +103,8 @@ class Keeping(DiskStore):
 @pytest.mark.parametrize("buckets", [4, 64])
 def test_host_memory_is_that_of_the_buffers_whatever_is_stored(make, buckets, tmp_path):
     """By the tracker exactly, and by the process's resident set within 6 MB of it."""
-    size, options = 2**20, {"buffer_bytes": 2**18, "buffer_count": 4}
-    with make(tmp_path, **options) as store:
-        warm = [torch.zeros(2**18)]
+    size, warm = 2**20, [torch.zeros(2**18)]
+    with make(tmp_path, buffer_bytes=2**18, buffer_count=4) as store:
         store.put("warm", warm)
         store.get("warm")
         gc.collect()
@@ -129,33 +127,17 @@ def test_the_trackers_bytes_of_the_buffers_are_the_closed_form(tmp_path):
         assert t.now.total == buffers_bytes(16384, 6)
 
 
-# --- under an engine -------------------------------------------------------------------------------------------------
-
-
-def trained(comm, folder, dtype, steps):
-    """Parameters by stage: on the device, under the store, and continued from its state under none and another."""
-    found = {}
-    for make in (Zero1, Zero2, Zero3):
-        build = functools.partial(make, comm=comm, optimizer=ADAMW, bucket_bytes=BUCKET)
-        expected = build(gpt(dtype=dtype))
-        train_gpt(expected, steps)
-        with DiskStore(folder, **SMALL) as store, DiskStore(folder, buffer_bytes=2**16) as other:
-            engine = build(gpt(dtype=dtype), store=store)
-            train_gpt(engine, steps)
-            found[make.__name__] = [equal(parameters_of(expected), parameters_of(engine))]
-            engine.save(folder / make.__name__)
-            train_gpt(expected, 2)
-            for again in (build(gpt(dtype=dtype)), build(gpt(dtype=dtype), store=other)):
-                again.load(folder / make.__name__)
-                train_gpt(again, 2)
-                found[make.__name__].append(equal(parameters_of(expected), parameters_of(again)))
-    return found
-
-
 @pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float32), (4, torch.bfloat16)])
 def test_training_is_bit_equal_to_the_devices_also_after_save_and_load(world, dtype, tmp_path):
-    for answer in launch(trained, world, tmp_path, dtype, 6):
-        assert answer == {make.__name__: [True] * 3 for make in (Zero1, Zero2, Zero3)}
+    """Under the store, and continued from its state under none and another."""
+    def on_a_rank(comm):
+        found = []
+        for make in STAGES:
+            with DiskStore(tmp_path, **SMALL) as store, DiskStore(tmp_path, buffer_bytes=2**16) as other:
+                found += continued(comm, make, dtype, 6, store, (None, other), tmp_path / make.__name__)
+        return found
+    for answer in launch(on_a_rank, world):
+        assert answer == [True] * 4 * len(STAGES)
 
 
 class WritingNothingBack(DiskStore):
@@ -167,31 +149,23 @@ class WritingNothingBack(DiskStore):
 
 @pytest.mark.parametrize("make", [DiskStore, WritingNothingBack])
 def test_a_store_that_forgets_to_write_back_trains_another_model(make, tmp_path):
-    comm = FakeCommunicator(0, 1)
-    expected = Zero1(gpt(), comm, ADAMW, bucket_bytes=BUCKET)
+    expected = alone(Zero1)
     with make(tmp_path, **SMALL) as store:
-        engine = Zero1(gpt(), comm, ADAMW, bucket_bytes=BUCKET, store=store)
+        engine = alone(Zero1, store=store)
         for each in (expected, engine):
             train_gpt(each, 4)
         assert equal(parameters_of(expected), parameters_of(engine)) == (make is DiskStore)
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_flipped_bit_is_found(store, monkeypatch):
-    tensors = tensors_of()
-    store.put("bucket", tensors)
+def test_a_flipped_bit_is_found(store):
+    store.put("bucket", tensors := tensors_of())
     store.flush()
     real = os.preadv
-
     def flip(fd, buffers, offset):
         count = real(fd, buffers, offset)
         buffers[0][100] ^= 4
         return count
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "preadv", flip)
+    with patch.object(os, "preadv", flip):
         with pytest.raises(DamagedBlock, match="bytes .* of bucket were not read as they were written"):
             store.get("bucket")
     assert held(tensors) == [0, 0, 0, 0]
@@ -199,38 +173,25 @@ def test_a_flipped_bit_is_found(store, monkeypatch):
     assert sum(held(tensors)) > 0
 
 
-def test_a_full_disk_costs_no_state_and_the_put_can_be_made_again(store, monkeypatch):
+def test_a_full_disk_costs_no_state_and_the_put_can_be_made_again(store):
     tensors = tensors_of()
-    kept = [x.clone() for x in tensors]
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(StoreError, match="disk is full"):
-            store.put(0, tensors)
+    kept, full = [x.clone() for x in tensors], OSError(28, "No space left on device")
+    with patch.object(os, "posix_fallocate", side_effect=full), pytest.raises(StoreError, match="disk is full"):
+        store.put(0, tensors)
     assert all(map(torch.equal, tensors, kept))
     store.put(0, tensors)
     store.get(0)
     assert all(map(torch.equal, tensors, kept))
 
 
-def test_a_write_that_failed_behind_the_callers_back_is_said_by_whatever_comes_next(store, monkeypatch):
-    def broken(*_):
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwritev", broken)
+def test_a_write_that_failed_behind_the_callers_back_is_said_by_whatever_comes_next(store):
+    with patch.object(os, "pwritev", side_effect=OSError(5, "Input/output error")):
         store.put(0, tensors_of(10))
         with pytest.raises(StoreError, match="cannot write 4,096 bytes at 0 .* the device failed"):
             store.flush()
     for call in (store.get, store.prefetch, store.drop, lambda key: store.put(key, [])):
         with pytest.raises(StoreError, match="the device failed"):
             call(1)
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "told"), [
@@ -247,10 +208,9 @@ def test_sizes_that_do_not_go_together(tmp_path, options, told):
 def test_a_capacity_that_is_too_small_says_the_least_that_would_do(tmp_path):
     with DiskStore(tmp_path, capacity_bytes=8192, **SMALL) as store:
         store.put(0, [torch.zeros(1024)])
-        x = torch.ones(2048)
         with pytest.raises(StoreError, match="1 has 8,192 bytes, and 4,096 of .*8,192 are taken: pass at least 12,288"):
-            store.put(1, [x])
-        assert x.sum() == 2048
+            store.put(1, x := [torch.ones(2048)])
+        assert x[0].sum() == 2048
 
 
 def test_a_store_is_closed_once_and_not_used_afterwards(tmp_path):
@@ -262,12 +222,7 @@ def test_a_store_is_closed_once_and_not_used_afterwards(tmp_path):
 
 
 def test_a_store_serves_one_engine(store):
-    engine = Zero1(gpt(), FakeCommunicator(0, 2), ADAMW, store=store)
-    with pytest.raises(RuntimeError, match="used by two engines"):
-        Zero1(gpt(), FakeCommunicator(0, 2), ADAMW, store=store)
-    del engine
-    gc.collect()
-    Zero1(gpt(), FakeCommunicator(0, 2), ADAMW, store=store)
+    check_one_engine(store)
 
 
 def test_a_key_put_twice_is_refused(store):
@@ -276,27 +231,18 @@ def test_a_key_put_twice_is_refused(store):
         store.put(0, [torch.zeros(3)])
 
 
-# --- time, and what is left ------------------------------------------------------------------------------------------
-
-
 def test_a_link_sets_the_pace(tmp_path):
     link = Link(bytes_per_second=4e6, latency=1e-3)
     with DiskStore(tmp_path, buffer_bytes=65536, buffer_count=4, link=link) as store:
-        begun = memory_clock()
+        begun = time.monotonic()
         store.put(0, [torch.zeros(100_000)])
         store.get(0)
-        seconds = memory_clock() - begun
         blocks = -(-400_000 // 65536)
-        assert seconds >= 2 * (aligned(400_000) / 4e6 + blocks * 1e-3)
-
-
-def memory_clock():
-    return time.monotonic()
+        assert time.monotonic() - begun >= 2 * (aligned(400_000) / 4e6 + blocks * 1e-3)
 
 
 def test_a_store_that_nobody_closed_leaves_no_thread(tmp_path):
-    before = threading.active_count()
-    store = DiskStore(tmp_path, **SMALL)
+    before, store = threading.active_count(), DiskStore(tmp_path, **SMALL)
     store.put(0, [torch.zeros(3)])
     assert threading.active_count() == before + 3
     store.flush()
@@ -308,10 +254,6 @@ def test_a_store_that_nobody_closed_leaves_no_thread(tmp_path):
 
 
 def test_in_a_dry_run_no_byte_is_moved(tmp_path):
-    def run():
-        engine = Zero1(gpt(), FakeCommunicator(0, 1), ADAMW, bucket_bytes=BUCKET, store=store)
-        train_gpt(engine, 2)
-
     with DiskStore(tmp_path, **SMALL) as store:
-        t = memory.dry_run(run)
+        t = memory.dry_run(lambda: train_gpt(alone(Zero1, store=store), 2))
         assert t.now["optimizer state"] < 1000 and store.traffic.written > 0

@@ -22,12 +22,6 @@ def numbers(n, dtype=torch.float32):
     return [p, m, torch.rand(n, generator=generator) * 0.01, g.to(dtype)]
 
 
-def fused(p, m, v, g, hyper):
-    torch._fused_adamw_([p], [g.float()], [m], [v], [], [torch.tensor(float(hyper.step))], lr=hyper.lr,
-                        beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps, weight_decay=hyper.weight_decay,
-                        amsgrad=False, maximize=False)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", kernels.CODES)
 @pytest.mark.parametrize("hyper", HYPERS)
@@ -36,7 +30,10 @@ def test_multiples_of_64_ki_are_bit_equal_to_torchs_fused_kernel(kind, hyper, dt
     for n in (TILE, 5 * TILE):
         ours, expected, low = numbers(n, dtype), numbers(n, dtype), torch.zeros(n, dtype=dtype)
         KINDS[kind](threads).update(*ours, low, hyper)
-        fused(*expected, hyper)
+        p, m, v, g = expected
+        torch._fused_adamw_([p], [g.float()], [m], [v], [], [torch.tensor(float(hyper.step))], lr=hyper.lr,
+                            beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps, weight_decay=hyper.weight_decay,
+                            amsgrad=False, maximize=False)
         assert all(map(torch.equal, ours, expected)) and torch.equal(low, expected[0].to(dtype))
 
 

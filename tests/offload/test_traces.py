@@ -4,67 +4,43 @@ import functools
 
 import pytest
 import torch
-from zero_kit import ADAMW, BUCKET, gpt, train_gpt
+from offload_kit import STAGES, alone, engine_of, train_gpt
 
 from refimpl.comm import FakeCommunicator
 from refimpl.offload import DiskStore, TieredStore
 from refimpl.offload.errors import StoreError
 from refimpl.offload.tiers.simulate import simulate
-from refimpl.offload.traces import (
-    disk_store_bytes,
-    disk_store_traffic,
-    engine_trace,
-    least_device_bytes,
-    stored_bytes,
-)
+from refimpl.offload.traces import disk_store_bytes, disk_store_traffic, engine_trace, least_device_bytes, stored_bytes
 from refimpl.zero import Zero1, Zero2, Zero3
-
-STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
-
-
-def engine_of(stage, world, dtype, store, **options):
-    return STAGES[stage](gpt(dtype=dtype), FakeCommunicator(0, world), ADAMW, bucket_bytes=BUCKET, store=store,
-                         **options)
-
-
-def gathered(engine):
-    """The buckets that a micro-batch gathers, as they were."""
-    found, launch = [], engine.parameters.gathering._launch
-
-    def noting(bucket):
-        found.append(bucket)
-        launch(bucket)
-
-    engine.parameters.gathering._launch = noting
-    return found
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("stage", STAGES)
-def test_bytes_of_the_file_and_of_a_step_are_0_off(stage, world, dtype, micro_batches, tmp_path):
+@pytest.mark.parametrize("make", STAGES)
+def test_bytes_of_the_file_and_of_a_step_are_0_off(make, world, dtype, micro_batches, tmp_path):
     with DiskStore(tmp_path, buffer_bytes=8192) as store:
-        engine = engine_of(stage, world, dtype, store)
+        engine = engine_of(FakeCommunicator(0, world), make, dtype, store=store)
         train_gpt(engine, 2, micro_batches)
-        assert store.file_bytes == disk_store_bytes(engine.buckets, stage)
-        before, found = (store.traffic.read, store.traffic.written), gathered(engine) if stage == 3 else ()
+        assert store.file_bytes == disk_store_bytes(engine.buckets, make.stage)
+        before, found = (store.traffic.read, store.traffic.written), []  # the buckets that a micro-batch gathers
+        if make is Zero3:
+            launch = engine.parameters.gathering._launch
+            engine.parameters.gathering._launch = lambda bucket: found.append(bucket) or launch(bucket)
         train_gpt(engine, 1, micro_batches)
-        options = {"micro_batches": micro_batches}
-        if stage == 3:
-            assert len(found) % micro_batches == 0
-            options["gathers"] = found[: len(found) // micro_batches]
-        expected = disk_store_traffic(engine.buckets, stage, **options)
+        assert len(found) % micro_batches == 0
+        options = {"gathers": found[: len(found) // micro_batches]} if make is Zero3 else {}
+        expected = disk_store_traffic(engine.buckets, make.stage, micro_batches=micro_batches, **options)
         assert (store.traffic.read - before[0], store.traffic.written - before[1]) == tuple(expected.values())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_trace_is_the_one_that_a_store_records(stage):
+@pytest.mark.parametrize("make", [Zero1, Zero2])
+def test_the_trace_is_the_one_that_a_store_records(make):
     with TieredStore(host=10**7, device=300_000) as store:
-        engine = engine_of(stage, 1, torch.float32, store)
+        engine = alone(make, store=store)
         train_gpt(engine, 6)
         found = [event[:3] for event in store.trace()]
-        expected = [event[:3] for event in engine_trace(engine.buckets, stage)]
+        expected = [event[:3] for event in engine_trace(engine.buckets, make.stage)]
         begin = found.index(expected[0]) if expected[0] in found else -1
         assert sorted(map(tuple, found), key=str) == sorted(map(tuple, expected), key=str) and begin >= 0
 
@@ -72,24 +48,23 @@ def test_the_trace_is_the_one_that_a_store_records(stage):
 def test_tiers_are_planned_from_the_closed_form_before_there_is_an_engine():
     """What a simulated step moves is what a real one does, within a twentieth."""
     with TieredStore(host=10**7, device=300_000) as store:
-        engine = engine_of(2, 1, torch.float32, store)
+        engine = alone(Zero2, store=store)
         train_gpt(engine, 12)
         moved = sum(store.counts.moved.values())
-        trace = engine_trace(engine.buckets, 2)
-        expected = sum(simulate(trace, {}, 300_000, 10**7, steps=12, first=0).moved.values())
-        assert moved == pytest.approx(expected, rel=0.1)
+        planned = simulate(engine_trace(engine.buckets, 2), {}, 300_000, 10**7, steps=12, first=0)
+        assert moved == pytest.approx(sum(planned.moved.values()), rel=0.1)
         assert sum(stored_bytes(engine.buckets, 2).values()) > 300_000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_least_device_is_enough_and_a_byte_less_is_not(stage, world, dtype, tmp_path):
-    make = functools.partial(engine_of, stage, world, dtype)
-    least = least_device_bytes(make(None).buckets, stage)
+@pytest.mark.parametrize("make", STAGES)
+def test_the_least_device_is_enough_and_a_byte_less_is_not(make, world, dtype, tmp_path):
+    make_one = functools.partial(engine_of, FakeCommunicator(0, world), make, dtype)
+    least = least_device_bytes(make_one().buckets, make.stage)
     with TieredStore(tmp_path, device=least, buffer_bytes=8192) as store:
-        train_gpt(make(store), 3, 2)
+        train_gpt(make_one(store=store), 3, 2)
         assert store.plan.tiers["device"].peak == least
     with TieredStore(tmp_path, device=least - 1, buffer_bytes=8192) as store:
         with pytest.raises(StoreError, match=f"device={least - 1:,} bytes.*at least {least:,}.*least_device_bytes"):
-            train_gpt(make(store), 2)
+            train_gpt(make_one(store=store), 2)

@@ -10,13 +10,11 @@ from refimpl.parallel import sequence_parallel, tensor_parallel
 
 
 def test_a_model_with_adapters_is_split_by_a_plan():
-    for far, apart in pooled(adapted, 2, 0.0):
-        assert far <= 1e-12 and apart == 0
+    assert all(far <= 1e-12 and apart == 0 for far, apart in pooled(adapted, 2, 0.0))
 
 
 def test_dropout_before_an_adapter_agrees_on_all_ranks():
-    for _, apart in pooled(adapted, 2, 0.3):
-        assert apart <= 1e-15
+    assert all(apart <= 1e-15 for _, apart in pooled(adapted, 2, 0.3))
 
 
 def test_adapters_that_are_not_in_the_plan_are_refused():

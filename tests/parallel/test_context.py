@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from rank_pool import pooled
-from tensor_kit import GPTS, block_of, bodies, tokens_of, whole
+from tensor_kit import GPTS, block_of, bodies, logits_of, tokens_of, whole
 from torch.nn import functional as F
 
 from refimpl import memory
@@ -31,10 +31,6 @@ def split(comm, method, **options):
     return SequenceParallelAttention(comm, kind, order=order, **options)
 
 
-def logits_of(model, tokens):
-    return model(tokens) if isinstance(model, GPT) else model(input_ids=tokens).logits
-
-
 def gradients(model, tokens, targets):
     """Return {name: gradient} of the sum of all losses, and the logits."""
     logits = logits_of(model, tokens)
@@ -44,11 +40,10 @@ def gradients(model, tokens, targets):
 
 def distances(comm, name, method, dtype):
     """Return the largest differences of logits and summed gradients from the model on one device."""
-    model = whole(name, dtype)
-    reference, tokens = copy.deepcopy(model), tokens_of(model, ROWS, T)
+    model, attention = whole(name, dtype), split(comm, method)
+    tokens = tokens_of(model, ROWS, T)
     targets = tokens.roll(-1, 1)
-    expected, logits = gradients(reference, tokens, targets)
-    attention = split(comm, method)
+    expected, logits = gradients(copy.deepcopy(model), tokens, targets)
     context_parallel(model, attention)
     found, mine = gradients(model, attention.shard(tokens), attention.shard(targets))
     far = [(attention.gather(mine) - logits).abs().max() / logits.abs().max()]
@@ -72,10 +67,9 @@ def test_on_four_ranks(name, method):
 
 def restarted(comm, name):
     """The mutant whose positions restart on each rank."""
-    model = whole(name)
+    model, attention = whole(name), split(comm, "ring, plain")
     tokens = tokens_of(model, ROWS, T)
     expected = logits_of(model, tokens).detach()
-    attention = split(comm, "ring, plain")
     attention.positions = lambda length, device=None: torch.arange(length)
     context_parallel(model, attention)
     return (attention.gather(logits_of(model, attention.shard(tokens))) - expected).abs().max().item()
@@ -90,17 +84,14 @@ def test_positions_that_restart_on_each_rank_are_seen(name):
 # --- bytes and traffic -----------------------------------------------------------------------------------------------
 
 SIZES = {"vocab_size": 61, "context_length": 64, "layers": 2, "hidden": 32, "heads": 4}
-CONFIGS = {"gpt": GPTConfig(**SIZES),
-           "llama": GPTConfig(**SIZES, kv_heads=2, positions="rotary", norm="rmsnorm", activation="swiglu", bias=False,
-                              mlp_hidden=54, tied=False)}
+CONFIGS = {"gpt": GPTConfig(**SIZES), "llama": GPTConfig(**SIZES, kv_heads=2, positions="rotary", norm="rmsnorm",
+                                                        activation="swiglu", bias=False, mlp_hidden=54, tied=False)}
 
 
 def read(comm, name, method, dtype, kept=False):
     """Return (activations after a forward, what it sent, what backward sent)."""
-    torch.set_num_threads(1)
     attention = split(comm, method, **({"attention": tiled_attention} if METHODS[method][0] != "ring" else {}))
-    model = GPT(CONFIGS[name], dtype=dtype)
-    context_parallel(model, attention)
+    model = context_parallel(GPT(CONFIGS[name], dtype=dtype), attention)
     if kept:
         for block in model.blocks:
             block.attention.set_attention(functools.partial(everything_kept, comm))
@@ -121,22 +112,17 @@ def everything_kept(comm, q, k, v, *, causal=False):
     return tiled_attention(q, k, v)
 
 
-CASES = pytest.mark.parametrize(("name", "method", "N", "dtype"), [
+@pytest.mark.parametrize(("name", "method", "N", "dtype"), [
     (name, method, N, dtype) for name in CONFIGS for method in METHODS for N in (1, 2, 4)
     for dtype in (torch.float32, torch.bfloat16) if N > 1 or method != "ulysses"])
-
-
-@CASES
 def test_activations_and_traffic_of_the_closed_forms(name, method, N, dtype):
     c, kind = CONFIGS[name], METHODS[method][0]
-    expected = context_activation_bytes(c, ROWS, 64 // N, N, kind, dtype)
     once = attention_traffic(kind, ROWS, 64 // N, c.heads, c.kv_heads, c.head_dim, N, dtype)
     forward, backward = ({key: c.layers * n for key, n in dict(each).items()} for each in once)
     if N > 1:
         forward["all_gather"] = forward.get("all_gather", 0) + (N - 1) * CHECK
-    for kept, sent, sent_back in pooled(read, N, name, method, dtype):
-        assert kept == expected
-        assert (sent, sent_back) == (forward, backward)
+    for read_here in pooled(read, N, name, method, dtype):
+        assert read_here == (context_activation_bytes(c, ROWS, 64 // N, N, kind, dtype), forward, backward)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -170,9 +156,8 @@ def batch(model, step):
 
 @functools.cache
 def alone(name):
-    model = whole(name)
+    model, losses = whole(name), []
     optimizer = ADAMW(model.parameters())
-    losses = []
     for step in range(STEPS):
         losses.append(accumulate(model, *batch(model, step), micro_batch=4).item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
@@ -183,14 +168,11 @@ def alone(name):
 
 def trained(comm, sizes, method, stage, recomputed, name="gpt", parallel=context_parallel):
     """Return (losses, largest distance of a parameter from one process) of cp × dp or cp × tp."""
-    mesh = Mesh(**sizes).connect(comm)
-    model = whole(name)
-    cp, data = mesh.get_parallel_group("cp"), mesh.get_parallel_group("dp", "cp")
-    attention = split(cp, method)
+    mesh, model, losses = Mesh(**sizes).connect(comm), whole(name), []
+    attention, data = split(mesh.get_parallel_group("cp"), method), mesh.get_parallel_group("dp", "cp")
     if mesh.tp > 1:
         tensor_parallel(model, mesh.get_parallel_group("tp"))
     parallel(model, attention)
-    losses = []
     with recompute(bodies(model)) if recomputed else contextlib.nullcontext():
         engine = stage(model, data, ADAMW, world=comm)
         for step in range(STEPS):
@@ -217,8 +199,7 @@ def test_steps_on_dp_by_cp_are_those_of_one_process(method, stage, recomputed):
         assert losses == pytest.approx(alone("gpt")[0], rel=1e-6) and far <= 1e-9
 
 
-@pytest.mark.parametrize(("method", "stage"), [
-    *((method, Zero3) for method in METHODS), ("ring, zig-zag", DataParallel)])
+@pytest.mark.parametrize(("method", "stage"), [*((each, Zero3) for each in METHODS), ("ring, zig-zag", DataParallel)])
 def test_steps_on_tp_by_cp_are_those_of_one_process(method, stage):
     for losses, far in pooled(trained, 4, {"tp": 2, "cp": 2}, method, stage, True):
         assert losses == pytest.approx(alone("gpt")[0], rel=1e-6) and far <= 1e-9
@@ -227,8 +208,6 @@ def test_steps_on_tp_by_cp_are_those_of_one_process(method, stage):
 def test_engines_on_four_ranks_of_one_sequence():
     for losses, far in pooled(trained, 4, {"cp": 4}, "ring, zig-zag", Zero3, True, "grouped gpt"):
         assert losses == pytest.approx(alone("grouped gpt")[0], rel=1e-6) and far <= 1e-9
-
-
 
 
 def unmarked(model, attention):

@@ -1,57 +1,55 @@
 """What goes wrong with a split sequence: a rank that dies in the ring, other lengths, models that cannot be split."""
 
 import functools
-import os
-import signal
-import time
 
 import pytest
 import torch
 from outside.models import causal, seq2seq
-from patience import patiently, within
-from rank_pool import pooled
+from patience import patiently
+from rank_pool import begins, killed_and_named, killing, on_ranks
 from tensor_kit import tokens_of, whole
 from torch import nn
 
 from refimpl.attention import reference_attention
-from refimpl.comm import FakeCommunicator, RankError
-from refimpl.comm import launch as launched
+from refimpl.comm import FakeCommunicator, launch
 from refimpl.model import GPT, GPTConfig
-from refimpl.parallel import AttentionPair, SequenceParallelAttention, context_parallel, dense_pair
+from refimpl.parallel import SequenceParallelAttention, context_parallel, dense_pair
 
 SIZES = {"vocab_size": 61, "context_length": 16, "layers": 1, "hidden": 32, "heads": 4}
+METHODS = ("ring", "gathered", "ulysses")
 
 
 def dies(comm, method, when):
-    calls = []
+    calls, kill = [], killing(comm)
 
-    def die(*args, **how):
+    def die():
         calls.append(1)
-        if comm.rank == 1 and len(calls) == 2:  # in a ring, with the others' keys on their way
-            os.kill(os.getpid(), signal.SIGKILL)
+        if len(calls) == 2:  # in a ring, with the others' keys on their way
+            kill()
 
-    def forward(*args, **how):
-        die() if when == "forward" else None
-        return dense_pair.forward(*args, **how)
+    def block(*args, **how):
+        die()
+        return getattr(dense_pair, when)(*args, **how)
 
-    def backward(*args, **how):
-        die() if when == "backward" else None
-        return dense_pair.backward(*args, **how)
-
-    model = whole("gpt")
-    attention = SequenceParallelAttention(comm, method, attention=AttentionPair(forward, backward) if (
-        method == "ring") else None)
-    context_parallel(model, attention)
+    pair = dense_pair._replace(**{when: block}) if method == "ring" else None
+    attention = SequenceParallelAttention(comm, method, attention=pair)
+    model = context_parallel(whole("gpt"), attention)
     if method != "ring":
-        block = model.blocks[1]
-        (block.mlp.register_forward_pre_hook if when == "forward" else block.mlp.register_full_backward_hook)(
+        mlp = model.blocks[1].mlp
+        (mlp.register_forward_pre_hook if when == "forward" else mlp.register_full_backward_hook)(
             lambda *_: [die(), die()] and None)
     tokens = attention.shard(tokens_of(model, 2, 16))
-    print("begins", time.time(), flush=True)
+    begins()
     model(tokens, tokens).backward()
 
 
-def other_shapes(comm, method, rows, length, dtype):
+@pytest.mark.faults
+@pytest.mark.parametrize(("rows", "length", "dtype"), [(2, 8, torch.float32), (1, 4, torch.float32),
+                                                       (2, 4, torch.float64)])
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(4, fails="began other collectives than rank", launch=launch)
+def test_a_rank_with_other_shapes_is_named_without_a_model_too(comm, method, rows, length, dtype):
+    """A model checks lengths before its first layer."""
     q, k, v = (torch.randn(rows, 4, length, 8, dtype=dtype) for _ in range(3)) if comm.rank == 2 else (
         torch.randn(2, 4, 4, 8) for _ in range(3))
     comm.barrier()
@@ -59,40 +57,19 @@ def other_shapes(comm, method, rows, length, dtype):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("rows", "length", "dtype"), [(2, 8, torch.float32), (1, 4, torch.float32),
-                                                       (2, 4, torch.float64)])
-@pytest.mark.parametrize("method", ["ring", "gathered", "ulysses"])
-def test_a_rank_with_other_shapes_is_named_without_a_model_too(method, rows, length, dtype):
-    """A model checks lengths before its first layer."""
-    with pytest.raises(RankError, match="began other collectives than rank"):
-        launched(other_shapes, 4, method, rows, length, dtype)
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("method", ["ring", "gathered", "ulysses"])
+@pytest.mark.parametrize("method", METHODS)
 @patiently
 def test_a_rank_that_dies_is_named_within_five_seconds(method, when, capfd):
-    with pytest.raises(RankError, match="rank 1 .*SIGKILL"):
-        launched(dies, 4, method, when)
-    ended = time.time()
-    begun = max(float(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if "begins" in line)
-    within(ended - begun, 5)
-
-
-def other_lengths(comm, name):
-    model = whole(name)
-    attention = SequenceParallelAttention(comm)
-    context_parallel(model, attention)
-    tokens = tokens_of(model, 2, 4 if comm.rank == 2 else 2)
-    model(tokens) if name == "gpt" else model(input_ids=tokens)
+    killed_and_named(capfd, dies, method, when)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_ranks_with_other_lengths_are_named(name):
-    words = r"ranks \[2\] have other numbers of rows or tokens than rank 0: .* 2: \(2, 4\)"
-    with pytest.raises(RankError, match=words):
-        pooled(other_lengths, 4, name)
+@on_ranks(4, fails=r"ranks \[2\] have other numbers of rows or tokens than rank 0: .* 2: \(2, 4\)")
+def test_ranks_with_other_lengths_are_named(comm, name):
+    model = context_parallel(whole(name), SequenceParallelAttention(comm))
+    tokens = tokens_of(model, 2, 4 if comm.rank == 2 else 2)
+    model(tokens) if name == "gpt" else model(input_ids=tokens)
 
 
 def split(method="ring", N=2, **options):
@@ -200,7 +177,7 @@ def test_a_gpt_gets_no_other_positions(given):
 @pytest.mark.parametrize(("q", "k", "v"), [
     ((1, 4, 4, 8), (1, 4, 8, 8), (1, 4, 8, 8)), ((1, 4, 4, 8), (1, 4, 4, 8), (1, 4, 4, 6)),
     ((1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)), ((1, 4, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8)), ((4, 4, 8),) * 3])
-@pytest.mark.parametrize("method", ["ring", "gathered", "ulysses"])
+@pytest.mark.parametrize("method", METHODS)
 def test_shapes_that_do_not_belong_together(method, q, k, v):
     with pytest.raises(ValueError, match=r"expected \(B, H, T, D\) and twice \(B, G, T, D\)"):
         split(method, 1)(torch.zeros(q), torch.zeros(k), torch.zeros(v))
@@ -214,18 +191,15 @@ def with_a_window():
     return model, tokens_of(model, 1, 8)
 
 
-def windowed(comm, method):
+@pytest.mark.parametrize("method", ["gathered", "ulysses"])
+@on_ranks(2)
+def test_a_window_of_mistral_gathered_and_by_ulysses(comm, method):
     model, tokens = with_a_window()
     attention = SequenceParallelAttention(comm, method, attention=reference_attention)
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
         found = attention.gather(context_parallel(model, attention)(input_ids=attention.shard(tokens)).logits)
-    return (found - expected).abs().max().item()
-
-
-@pytest.mark.parametrize("method", ["gathered", "ulysses"])
-def test_a_window_of_mistral_gathered_and_by_ulysses(method):
-    assert max(pooled(windowed, 2, method)) <= 1e-12
+    assert (found - expected).abs().max() <= 1e-12
 
 
 def test_a_window_of_mistral_is_refused_by_a_ring():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_pool import pooled
+from rank_pool import on_ranks
 from torch import nn
 
 from refimpl import memory
@@ -15,7 +15,10 @@ WORLDS = (1, 2, 4)
 ALONE = FakeCommunicator(0, 1)
 
 
-def embedded(comm, dtype, padding_idx):
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("dtype", "padding_idx"), [(torch.float64, None), (torch.bfloat16, V - 1), (torch.float32, 3)])
+@on_ranks("world_size")
+def test_embeddings_and_gradients_are_those_of_the_whole(comm, world_size, dtype, padding_idx):
     torch.manual_seed(0)
     whole = nn.Embedding(V, C, dtype=dtype, padding_idx=padding_idx)
     with torch.no_grad():
@@ -30,20 +33,14 @@ def embedded(comm, dtype, padding_idx):
         found = split(tokens)
     kept, sent = t.now.total - t.start.total, comm.traffic
     found.backward(upstream)
-    assert comm.traffic == sent
+    assert comm.traffic == sent and kept == found.nbytes
+    assert sent == vocabulary_traffic(35, C, comm.rank, world_size, dtype=dtype) - vocabulary_traffic(
+        35, 0, comm.rank, world_size, dtype=dtype)
     first, end = part(V, comm)
     spec = split.weight.shard_spec
     assert (spec.name, spec.shape, spec.offsets, spec.lengths) == ("wte.weight", (V, C), (first, 0), (end - first, C))
     assert split.weight.untyped_storage().nbytes() == (end - first) * C * dtype.itemsize
-    return (torch.equal(found, expected), torch.equal(split.weight.grad, whole.weight.grad[first:end]),
-            kept == found.nbytes, sent == vocabulary_traffic(35, C, comm.rank, comm.world_size, dtype=dtype) -
-            vocabulary_traffic(35, 0, comm.rank, comm.world_size, dtype=dtype))
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize(("dtype", "padding_idx"), [(torch.float64, None), (torch.bfloat16, V - 1), (torch.float32, 3)])
-def test_embeddings_and_gradients_are_those_of_the_whole(world_size, dtype, padding_idx):
-    assert pooled(embedded, world_size, dtype, padding_idx) == [(True,) * 4] * world_size
+    assert torch.equal(found, expected) and torch.equal(split.weight.grad, whole.weight.grad[first:end])
 
 
 def test_a_head_may_share_the_rows():

@@ -13,31 +13,17 @@ from unittest import mock
 import pytest
 import torch
 from one_screen import check_paper
-from split_kit import (
-    BLOCKS,
-    CONFIGS,
-    ITEM,
-    WIDTH,
-    WORLDS,
-    B,
-    T,
-    by_hardened,
-    by_paper,
-    expected,
-    given,
-    tables,
-    together,
-)
+from rank_pool import pooled
+from split_kit import BLOCKS, CONFIGS, ITEM, WORLDS, B, T, X, by_hardened, by_paper, expected, given, tables, together
 from torch.nn.functional import linear
 
 from refimpl import memory
-from refimpl.comm import launch, ring_traffic
+from refimpl.comm import ring_traffic
 from refimpl.memory import block_terms, korthikanti_bytes, korthikanti_terms
 from refimpl.model import GPTConfig
 from refimpl.parallel import paper
 from refimpl.parallel.closed_forms import same_batch_traffic
 
-X = T * B * WIDTH * ITEM  # bytes
 ON_ALL_RANKS = {"norm inputs", "norm statistics", "RMSNorm x/σ", "qkv input", "MLP input", "attention dropout mask",
                 "MLP dropout mask"}  # what tensor parallelism does not cut, and sequence parallelism does
 ONE_MASK = {"causal mask"}  # of T × T, for all heads of a rank: nothing cuts it
@@ -105,12 +91,8 @@ MUTANTS = {name: functools.partial(by_paper, split=split) for name, split in SPL
 
 def readings(comm, version, name, sequence):
     """One forward and backward: the numbers, what was sent, and what is kept between the two, messages too."""
-    torch.set_num_threads(1)
     layer, gradients = (HELD | MUTANTS)[version](name, comm, sequence)
-    mine = slice(None)
-    if sequence:
-        mine = slice(comm.rank * T // comm.world_size, (comm.rank + 1) * T // comm.world_size)
-    x, d_out = (whole[mine].clone() for whole in given())
+    x, d_out = (whole.chunk(comm.world_size if sequence else 1)[comm.rank * sequence].clone() for whole in given())
     start = comm.traffic
     out = layer(x.requires_grad_())
     middle = comm.traffic
@@ -128,7 +110,7 @@ def readings(comm, version, name, sequence):
 
 @functools.cache
 def found(version, name, N, sequence):
-    return launch(readings, N, version, name, sequence)
+    return pooled(readings, N, version, name, sequence)
 
 
 CASES = pytest.mark.parametrize(("version", "name", "N", "sequence"), [
@@ -138,10 +120,6 @@ CASES = pytest.mark.parametrize(("version", "name", "N", "sequence"), [
 
 @CASES
 def test_the_numbers_of_the_unsplit_block(version, name, N, sequence):
-    assert_numbers(version, name, N, sequence)
-
-
-def assert_numbers(version, name, N, sequence):
     whole = expected(name)
     split = together(name, [rank["numbers"] for rank in found(version, name, N, sequence)], sequence)
     assert split.keys() == whole.keys()
@@ -159,26 +137,16 @@ def saved_terms(name, N, sequence):
 
 @CASES
 def test_the_saved_bytes_of_the_closed_form(version, name, N, sequence):
+    saved = sum(saved_terms(name, N, sequence).values())
     if (version, name) == ("hardened", "llama"):  # transformers' own attention and MLP, which save more than ours
         whole = found(version, name, 1, sequence)[0]["saved"]
         kept = sum(nbytes for term, nbytes in saved_terms(name, 1, sequence).items() if term in ON_ALL_RANKS)
-        for rank in found(version, name, N, sequence):
-            assert rank["saved"] == kept + (whole - kept) // N
-    else:
-        assert_saved(version, name, N, sequence)
-
-
-def assert_saved(version, name, N, sequence):
-    for rank in found(version, name, N, sequence):
-        assert rank["saved"] == sum(saved_terms(name, N, sequence).values())
+        saved = kept + (whole - kept) // N
+    assert all(rank["saved"] == saved for rank in found(version, name, N, sequence))
 
 
 @CASES
 def test_a_rank_has_its_part_of_the_weights(version, name, N, sequence):
-    assert_parameters(version, name, N, sequence)
-
-
-def assert_parameters(version, name, N, sequence):
     whole = {key: value.numel() for key, value in expected(name).items() if key not in ("output", "x")}
     cut = sum(count for key, count in whole.items() if key.endswith((" a", " a_bias", " b")))
     for rank in found(version, name, N, sequence):
@@ -189,13 +157,12 @@ def assert_parameters(version, name, N, sequence):
 def test_the_traffic_of_the_closed_form(version, name, N, sequence):
     replicated = [ITEM * value.numel() for key, value in expected(name).items() if "norm" in key or "b_bias" in key]
     for r, rank in enumerate(found(version, name, N, sequence)):
+        once = X * (N - 1) // N
+        forward = backward = {"all_reduce": 4 * once}
         if sequence:
-            once = X * (N - 1) // N
-            forward = {"reduce_scatter": 2 * once, "all_gather": 2 * once}
             small = sum(ring_traffic("all_reduce", nbytes, N, r, ITEM) for nbytes in replicated)
+            forward = {"reduce_scatter": 2 * once, "all_gather": 2 * once}
             backward = {"reduce_scatter": 2 * once, "all_gather": 4 * once, "all_reduce": small}
-        else:
-            forward = backward = {"all_reduce": 4 * X * (N - 1) // N}
         if version == "hardened":  # which checks that ranks have the same input
             forward = {**forward, "all_gather": same_batch_traffic(N).total}
         assert rank["sent"] == tuple({key: n for key, n in each.items() if n} for each in (forward, backward))
@@ -204,7 +171,7 @@ def test_the_traffic_of_the_closed_form(version, name, N, sequence):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_without_the_sum_in_backward_gradients_are_wrong(name):
     with pytest.raises(AssertionError):
-        assert_numbers("without sum", name, 2, False)
+        test_the_numbers_of_the_unsplit_block("without sum", name, 2, False)
     ours, mutant = (found(version, name, 2, False)[0] for version in ("paper", "without sum"))
     assert torch.equal(ours["numbers"]["output"], mutant["numbers"]["output"])  # forward shows nothing
 
@@ -215,16 +182,16 @@ def test_a_version_that_splits_nothing_has_the_same_numbers_and_fails_here(name)
     for rank in found("whole", name, 2, False):
         assert all(torch.allclose(rank["numbers"][key], value, rtol=0, atol=1e-12) for key, value in whole.items())
         assert rank["saved"] == sum(block_terms(CONFIGS[name], B, T, torch.float64).values())
-    for held in (assert_saved, assert_parameters):
+    for fails in (test_the_saved_bytes_of_the_closed_form, test_a_rank_has_its_part_of_the_weights):
         with pytest.raises(AssertionError):
-            held("whole", name, 2, False)
+            fails("whole", name, 2, False)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_gathered_input_that_is_kept_has_the_same_numbers_and_fails_here(name):
-    assert_numbers("keeping", name, 2, True)
+    test_the_numbers_of_the_unsplit_block("keeping", name, 2, True)
     with pytest.raises(AssertionError):
-        assert_saved("keeping", name, 2, True)
+        test_the_saved_bytes_of_the_closed_form("keeping", name, 2, True)
     for rank in found("keeping", name, 2, True):  # two X that are whole, in place of this rank's tokens
         assert rank["saved"] == sum(saved_terms(name, 2, True).values()) + 2 * (X - X // 2)
 
@@ -233,7 +200,7 @@ def test_a_gathered_input_that_is_kept_has_the_same_numbers_and_fails_here(name)
 @pytest.mark.parametrize("mutant", ["unknown", "unsummed"])
 def test_gradients_that_miss_other_ranks_tokens_are_wrong(mutant, name):
     with pytest.raises(AssertionError):
-        assert_numbers(mutant, name, 2, True)
+        test_the_numbers_of_the_unsplit_block(mutant, name, 2, True)
 
 
 @pytest.mark.parametrize("N", [1, 2, 4, 8])

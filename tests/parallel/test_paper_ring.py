@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 from one_screen import check_paper
+from rank_pool import pooled
 
 from refimpl import memory
-from refimpl.comm import launch
 from refimpl.model import softmax_attention
 from refimpl.parallel import paper_ring
 
@@ -19,12 +19,10 @@ CASES = pytest.mark.parametrize(("N", "zigzag"), [(N, zigzag) for N in (1, 2, 4)
 
 def given():
     """Return q, k, v and the gradient of the output, of the whole sequence."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(B, H, T, D, generator=generator, dtype=torch.float64) for _ in range(4)]
+    return torch.randn(4, B, H, T, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def own(x, comm, zigzag):
-    """Return a rank's tokens."""
     if not zigzag:
         return x.chunk(comm.world_size, 2)[comm.rank]
     chunks = x.chunk(2 * comm.world_size, 2)
@@ -50,8 +48,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        whole = ctx.comm.all_reduce(dx)
-        return whole.chunk(ctx.comm.world_size, 2)[ctx.comm.rank], None
+        return ctx.comm.all_reduce(dx).chunk(ctx.comm.world_size, 2)[ctx.comm.rank], None
 
 
 def everything_kept(q, k, v, comm, zigzag):
@@ -76,10 +73,9 @@ VERSIONS = {"paper": paper_ring.ring_attention, "kept": everything_kept, "averag
 
 def readings(comm, version, zigzag):
     """One forward and backward: distances from the whole, what was sent, what is kept between the two."""
-    torch.set_num_threads(1)
     attention = VERSIONS[version]
-    q, k, v, d_out = (own(x, comm, zigzag) for x in given())
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    *qkv, d_out = (own(x, comm, zigzag) for x in given())
+    inputs = [x.clone().requires_grad_() for x in qkv]
     start = comm.traffic
     out = attention(*inputs, comm, zigzag)
     middle = comm.traffic
@@ -90,35 +86,24 @@ def readings(comm, version, zigzag):
     del out
     with memory.track(*inputs) as t:
         out = attention(*inputs, comm, zigzag)
-    before = sum(x.nbytes for x in inputs)
-    assert out.shape == q.shape
-    return {"far": far, "sent": sent, "kept": t.now.total - before}
+    assert out.shape == inputs[0].shape
+    return {"far": max(far), "sent": sent, "kept": t.now.total - t.start.total}
 
 
 @functools.cache
 def found(N, version, zigzag):
-    return launch(readings, N, version, zigzag)
-
-
-def assert_numbers(N, version, zigzag):
-    for rank in found(N, version, zigzag):
-        assert max(rank["far"]) <= 1e-12
-
-
-def assert_kept(N, version, zigzag):
-    rows = B * H * T // N
-    for rank in found(N, version, zigzag):
-        assert rank["kept"] == (D + 1) * rows * ITEM  # O and L; q, k and v were there before
+    return pooled(readings, N, version, zigzag)
 
 
 @CASES
-def test_numbers_of_the_whole_sequence(N, zigzag):
-    assert_numbers(N, "paper", zigzag)
+def test_numbers_of_the_whole_sequence(N, zigzag, version="paper"):
+    assert all(rank["far"] <= 1e-12 for rank in found(N, version, zigzag))
 
 
 @CASES
-def test_kept_bytes_of_the_closed_form(N, zigzag):
-    assert_kept(N, "paper", zigzag)
+def test_kept_bytes_of_the_closed_form(N, zigzag, version="paper"):
+    for rank in found(N, version, zigzag):
+        assert rank["kept"] == (D + 1) * B * H * T // N * ITEM  # O and L; q, k and v were there before
 
 
 @CASES
@@ -132,21 +117,20 @@ def test_traffic_of_the_closed_form(N, zigzag):
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_local_softmaxes_that_are_averaged_fail_here(zigzag):
     with pytest.raises(AssertionError):
-        assert_numbers(2, "averaged", zigzag)
+        test_numbers_of_the_whole_sequence(2, zigzag, "averaged")
 
 
 def test_keys_that_are_gathered_and_kept_have_the_same_numbers_and_fail_here():
-    assert_numbers(4, "kept", False)
+    test_numbers_of_the_whole_sequence(4, False, "kept")
     with pytest.raises(AssertionError):
-        assert_kept(4, "kept", False)
+        test_kept_bytes_of_the_closed_form(4, False, "kept")
 
 
 def work(N, zigzag):
     """Return [[pairs of queries and keys in each step] of each rank]."""
     t = T // N
-    lengths = [[[len(range(t)[x]) for x in paper_ring.seen(r, (r - step) % N, t, zigzag)[:2]] for step in range(N)]
-               for r in range(N)]
-    return [[rows * keys for rows, keys in rank] for rank in lengths]
+    return [[math.prod(len(range(t)[x]) for x in paper_ring.seen(r, (r - step) % N, t, zigzag)[:2])
+             for step in range(N)] for r in range(N)]
 
 
 @pytest.mark.parametrize("N", [2, 4, 8])

@@ -2,23 +2,10 @@
 
 import functools
 
+import partitioned_bodies as bodies
 import pytest
 import torch
-from partitioned_bodies import (
-    CONFIG,
-    REGIONS,
-    SHAPE,
-    Sliced,
-    built,
-    held,
-    inside_another,
-    interrupted,
-    nested,
-    partitioned,
-    split_step,
-    step,
-    unequal,
-)
+from partitioned_bodies import CONFIG, REGIONS, SHAPE, built, held, partitioned
 from rank_pool import pooled
 from tensor_kit import ROWS, T
 from torch import nn
@@ -26,14 +13,8 @@ from torch import nn
 from refimpl import memory
 from refimpl.checkpointing import AdaptiveCheckpoint, checkpoint, checkpoint_sequential, recompute
 from refimpl.comm import FakeCommunicator
-from refimpl.parallel.partitioned import (
-    SMALLEST,
-    PartitionedInputs,
-    bit_sum,
-    part_elements,
-    partitioned_bytes,
-    partitioned_traffic,
-)
+from refimpl.parallel import partitioned as module
+from refimpl.parallel.partitioned import PartitionedInputs, bit_sum, partitioned_bytes, partitioned_traffic
 
 WIDTHS = {"gpt": (CONFIG.layers, CONFIG.hidden), "llama": (2, 64)}  # blocks, hidden
 
@@ -68,8 +49,7 @@ def test_gradients_are_bit_equal_and_bytes_and_traffic_are_0_off(name, precision
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_mutant_that_keeps_the_whole_saves_nothing(ranks):
-    make = functools.partial(Sliced, smallest=0)
-    for found in pooled(held, ranks, "gpt", "fp32", make):
+    for found in pooled(held, ranks, "gpt", "fp32", functools.partial(bodies.Sliced, smallest=0)):
         assert found["equal"] and found["backward"]["all_gather"] == expected("gpt", ranks)[1]
         assert found["saved"] == -8 * CONFIG.layers, "its checksums come on top"
 
@@ -81,7 +61,7 @@ def test_without_the_check_no_checksum_is_kept():
 
 def test_small_inputs_stay_whole():
     for found in pooled(functools.partial(held, make=PartitionedInputs), 2, "gpt"):
-        assert found["saved"] == 0 and found["backward"].total == 0 and SHAPE[0] * SHAPE[1] * 32 * 4 < SMALLEST
+        assert found["saved"] == 0 and found["backward"].total == 0 and SHAPE[0] * SHAPE[1] * 32 * 4 < module.SMALLEST
 
 
 @pytest.mark.parametrize(("plan", "regions"), [([(0, 1), 2], 1), ([((0, 1), 2)], 1), ([((0,), (1,)), (2,)], 2)])
@@ -89,18 +69,18 @@ def test_regions_within_regions(plan, regions):
     """In the forward only the outermost regions keep a part; the tensors that the others would keep do not exist."""
     _, elements, _ = inputs("gpt")
     inner = sum(isinstance(stage, tuple) for item in plan if isinstance(item, tuple) for stage in item)
-    for saved, equal in pooled(nested, 2, plan):
+    for saved, equal in pooled(bodies.nested, 2, plan):
         assert equal and saved == regions * (elements * 4 - partitioned_bytes(elements, 2)) - 8 * (inner > 1)
 
 
 @pytest.mark.parametrize("outer", ["ours", "torch's"])
 def test_inside_a_recomputation_without_parts(outer):
-    assert pooled(inside_another, 2, outer) == [True, True]
+    assert pooled(bodies.inside_another, 2, outer) == [True, True]
 
 
 @pytest.mark.parametrize("when", [1, 2])
 def test_an_exception_leaves_nothing(when):
-    assert pooled(interrupted, 2, when) == [(0, True)] * 2
+    assert pooled(bodies.interrupted, 2, when) == [(0, True)] * 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -109,44 +89,27 @@ def test_of_models_that_tensor_parallelism_has_split(name, hidden, ranks):
     elements, blocks = ROWS * T * hidden, 2
     saved = blocks * (elements * 8 - partitioned_bytes(elements, ranks, torch.float64))
     sent = blocks * partitioned_traffic(elements, ranks, torch.float64)
-    assert pooled(split_step, ranks, name) == [(saved, sent, True)] * ranks and saved > 0
+    assert pooled(bodies.split_step, ranks, name) == [(saved, sent, True)] * ranks and saved > 0
 
 
 def test_where_ranks_have_their_own_tokens_already_it_is_refused():
-    for said in pooled(split_step, 2, "gpt", True):
+    for said in pooled(bodies.split_step, 2, "gpt", True):
         assert "not what this rank computed with" in said and "sequence_parallel" in said
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------
 
-
-def other_values(x):
-    x.neg_()
-
-
-def first_bit(x):
-    x[0, 0] = 1e-45
+CHANGES = {"other_values": torch.Tensor.neg_, "first_bit": lambda x: x[0, 0].fill_(1e-45),
+           "last_bit": lambda x: x[-1, -1].add_(2**-13), "sequences_swapped": lambda x: x.copy_(x.flip(0)),
+           "swapped_within_the_parts": lambda x: x.copy_(x[[1, 0, 3, 2]])}
 
 
-def last_bit(x):
-    x[-1, -1] += 2**-13
-
-
-def sequences_swapped(x):
-    x.copy_(x.flip(0))
-
-
-def swapped_within_the_parts(x):
-    x.copy_(x[[1, 0, 3, 2]])
-
-
-@pytest.mark.parametrize("change", [other_values, first_bit, last_bit, sequences_swapped, swapped_within_the_parts])
+@pytest.mark.parametrize("change", CHANGES)
 def test_ranks_with_other_inputs_are_an_error(change):
-    said = [each for each in pooled(unequal, 2, change) if each]
+    said = [each for each in pooled(bodies.unequal, 2, CHANGES[change]) if each]
     assert said, "the mutant: check=False"
-    assert all("of 2: the input of a recomputed region, float32 [4, 256], is not what this rank" in each
-               for each in said)
-    assert pooled(unequal, 2, change, False) == ["", ""]
+    words = "of 2: the input of a recomputed region, float32 [4, 256], is not what this rank"
+    assert all(words in each for each in said) and pooled(bodies.unequal, 2, CHANGES[change], False) == ["", ""]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -159,8 +122,7 @@ def test_a_checksum_is_of_the_bits_and_of_their_places(dtype, elements):
     other[elements // 2] *= 2
     assert not torch.equal(bit_sum(one), bit_sum(other))
     if elements == 5000:
-        moved = one.roll(512 // dtype.itemsize)
-        assert not torch.equal(bit_sum(one), bit_sum(moved))
+        assert not torch.equal(bit_sum(one), bit_sum(one.roll(512 // dtype.itemsize)))
 
 
 # --- one rank of many, without the others -----------------------------------------------------------------------------
@@ -186,7 +148,8 @@ def part_of(keep, tensor):
 def test_the_part_is_this_ranks_padded_with_zeros(elements, ranks):
     x = made(elements)
     parts = [part_of(partitioned(FakeCommunicator(rank, ranks)), x) for rank in range(ranks)]
-    assert all(len(part) == part_elements(elements, ranks) == part.untyped_storage().nbytes() // 4 for part in parts)
+    sizes = {size for part in parts for size in (len(part), part.untyped_storage().nbytes() // 4)}
+    assert sizes == {module.part_elements(elements, ranks)}
     whole = torch.cat(parts)
     assert torch.equal(whole[:elements], x) and not whole[elements:].any()
 
@@ -249,8 +212,8 @@ def test_without_grad_mode_nothing_is_cut(keep, monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_rank_without_the_others_and_a_dry_run_read_the_same(precision):
     comm = FakeCommunicator(3, 4)
-    kept, _, sent, _ = step(comm, "gpt", precision, partitioned(comm))
-    whole, _, _, _ = step(comm, "gpt", precision, None)
+    kept, _, sent, _ = bodies.step(comm, "gpt", precision, partitioned(comm))
+    whole, _, _, _ = bodies.step(comm, "gpt", precision, None)
     assert (whole - kept, sent.total) == expected("gpt", 4, precision)
 
     def dry(keep, backward):

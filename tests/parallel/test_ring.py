@@ -1,25 +1,28 @@
 """Attention of a split sequence is that of the whole: ring, gathered and Ulysses, on 1, 2 and 4 ranks."""
 
+import functools
+
 import pytest
 import torch
-from context_kit import HEADS, WAYS, H, T, attend, expected, farthest, given
-from rank_pool import pooled
+from context_kit import HEADS, WAYS, H, T, attend, expected, farthest, given, own
+from rank_pool import on_ranks, pooled
 
 from refimpl import memory
 from refimpl.attention import reference_attention
-from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.comm import CollectiveMismatch, FakeCommunicator
 from refimpl.model import softmax_attention
 from refimpl.parallel import AttentionPair, dense_pair, gathered_attention, paper_ring, ring, ring_attention
 from refimpl.parallel.order import by_rank, in_order, positions, shard, spans
 from refimpl.parallel.ulysses import repeats
 
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
-EVERY = [(way, N, heads, causal) for way in WAYS for N in (1, 2, 4) for heads in HEADS for causal in (True, False)]
+WITHOUT_RING = pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
+ORDERS = pytest.mark.parametrize("order", ["plain", "zig-zag"])
 
 
-@pytest.mark.parametrize(("way", "N", "heads", "causal"), EVERY)
+@pytest.mark.parametrize(("way", "N", "heads", "causal"), [
+    (way, N, heads, causal) for way in WAYS for N in (1, 2, 4) for heads in HEADS for causal in (True, False)])
 def test_numbers_of_the_whole_sequence(way, N, heads, causal):
-    for dtype, bound in BOUNDS.items():
+    for dtype, bound in {torch.float64: 1e-12, torch.float32: 1e-5}.items():
         assert farthest(N, way, HEADS[heads], causal, dtype) <= bound
 
 
@@ -32,7 +35,7 @@ def test_in_16_bits_no_farther_than_twice_the_whole(way):
 def rounded_once(comm, order, wide=True):
     """Return the share of a bf16 output that is the exact one, rounded. `wide`: False for the mutant that rounds the
     sum over blocks each time."""
-    *qkv, _ = (shard(x, comm.rank, comm.world_size, order, 2) for x in given(2, torch.bfloat16))
+    *qkv, _ = own(comm, order, given(2, torch.bfloat16))
     exact = reference_attention(*(x.double() for x in given(2, torch.bfloat16)[:3]), causal=True).bfloat16()
     if not wide:
         merge, ring._merge = ring._merge, lambda out, lse, *block: (merge(out, lse, *block), out.copy_(out.bfloat16()))
@@ -40,87 +43,75 @@ def rounded_once(comm, order, wide=True):
         found = ring_attention(*qkv, comm, causal=True, order=order)
     finally:
         ring._merge = merge if not wide else ring._merge
-    return (found == shard(exact, comm.rank, comm.world_size, order, 2)).double().mean().item()
+    return (found == own(comm, order, [exact])[0]).double().mean().item()
 
 
-@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+@ORDERS
 def test_a_ring_sums_blocks_in_fp32(order):
     assert min(pooled(rounded_once, 4, order)) > 0.98
     assert min(pooled(rounded_once, 4, order, False)) < 0.9, "the mutant"
 
 
-def peaks(comm, order):
-    """Return the peak of a ring's forward above its start."""
+@ORDERS
+@pytest.mark.parametrize("N", [2, 4])
+@on_ranks("N")
+def test_the_peak_of_forward_does_not_grow_with_the_ring(comm, N, order):
+    """Keys and values that are here, and that arrive; the output and a block's, with logsumexp; a block's scores."""
     qkv = [torch.randn(1, 4, 64, 16) for _ in range(3)]
     with memory.track(*qkv) as t:
         ring_attention(*qkv, comm, causal=True, order=order)
-    return t.peak.total - t.start.total
+    assert t.peak.total - t.start.total == 4 * (2 * 2 * 4 * 64 * 16 + 2 * (4 * 64 * 16 + 4 * 64) + 4 * 64 * 64)
 
 
-@pytest.mark.parametrize("order", ["plain", "zig-zag"])
-@pytest.mark.parametrize("N", [2, 4])
-def test_the_peak_of_forward_does_not_grow_with_the_ring(N, order):
-    """Keys and values that are here, and that arrive; the output and a block's, with logsumexp; a block's scores."""
-    assert set(pooled(peaks, N, order)) == {4 * (2 * 2 * 4 * 64 * 16 + 2 * (4 * 64 * 16 + 4 * 64) + 4 * 64 * 64)}
-
-
-@pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
+@WITHOUT_RING
 @pytest.mark.parametrize("inner", ["tiled", "flash"])
 def test_any_attention_gathered_or_by_ulysses(way, inner):
     assert farthest(4, way, 2, True, inner=inner) <= 1e-12
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
-def test_the_attention_of_pytorch(way, causal):
-    assert max(pooled(beside_pytorch, 2, way, causal)) <= 1e-12
-
-
-def beside_pytorch(comm, way, causal):
-    """Return the distance from dense attention: PyTorch's own mask is aligned top-left, and by another option."""
-    q, k, v, _ = (shard(x, comm.rank, 2, WAYS[way][1], 2) for x in given(2))
-    out = attend(comm, way, q, k, v, causal=causal, attention=torch.nn.functional.scaled_dot_product_attention)
-    return (out - attend(comm, way, q, k, v, causal=causal)).abs().max().item()
+@WITHOUT_RING
+@on_ranks(2)
+def test_the_attention_of_pytorch(comm, way, causal):
+    """As dense attention: PyTorch's own mask is aligned top-left, and by another option."""
+    *qkv, _ = own(comm, WAYS[way][1], given(2))
+    out = attend(comm, way, *qkv, causal=causal, attention=torch.nn.functional.scaled_dot_product_attention)
+    assert (out - attend(comm, way, *qkv, causal=causal)).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("window", [0, 3, 9])
-@pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
+@WITHOUT_RING
 def test_windows(way, window):
     assert farthest(4, way, 2, True, window=window, inner="reference") <= 1e-12
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("ends", [(0, 16), (0, 3, 4, 11, 16), (0, 8, 16), (0, 1, 2, 16)])
-@pytest.mark.parametrize("way", ["ulysses", "gathered, plain", "gathered, zig-zag"])
+@WITHOUT_RING
 def test_packed_sequences(way, ends, causal):
     assert farthest(4, way, 2, causal, batch=1, cu_seqlens=list(ends), inner="reference") <= 1e-12
 
 
-def by_paper(comm, zigzag):
-    order = "zig-zag" if zigzag else "plain"
-    *inputs, d_out = (shard(x, comm.rank, comm.world_size, order, 2) for x in given())
-    found = []
-    for version in (paper_ring.ring_attention, ring_attention):
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("N", [1, 2, 4])
+@on_ranks("N")
+def test_the_one_screen_is_held_equal(comm, N, zigzag):
+    order, found = "zig-zag" if zigzag else "plain", []
+    *inputs, d_out = own(comm, order, given())
+    for version, options in ((paper_ring.ring_attention, {"zigzag": zigzag}),
+                             (ring_attention, {"causal": True, "order": order})):
         leaves, start = [x.clone().requires_grad_() for x in inputs], comm.traffic
-        options = {"zigzag": zigzag} if version is paper_ring.ring_attention else {"causal": True, "order": order}
         out = version(*leaves, comm, **options)
         out.backward(d_out)
         found.append(([out.detach(), *(x.grad for x in leaves)], comm.traffic - start))
     (ours, sent), (theirs, sent_by_theirs) = found
-    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)), sent == sent_by_theirs
-
-
-@pytest.mark.parametrize("zigzag", [False, True])
-@pytest.mark.parametrize("N", [1, 2, 4])
-def test_the_one_screen_is_held_equal(N, zigzag):
-    for far, same_traffic in pooled(by_paper, N, zigzag):
-        assert far <= 1e-12 and same_traffic
+    assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) <= 1e-12 and sent == sent_by_theirs
 
 
 def under_autocast(comm, order):
     """Return the distances of a ring's fp32 output and gradients from the whole; those of gathered keys from an
     attention without ranks, for one rank; both under autocast to bf16."""
-    *inputs, d_out = (shard(x, comm.rank, comm.world_size, order, 2) for x in given(2, torch.float32))
+    *inputs, d_out = own(comm, order, given(2, torch.float32))
     found = []
     for function in (ring_attention, gathered_attention, lambda *qkv, **how: softmax_attention(*qkv[:3], causal=True)):
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -128,54 +119,48 @@ def under_autocast(comm, order):
             out = function(*leaves, comm, causal=True, order=order)
         out.backward(d_out.to(out.dtype))
         found.append([out.detach(), *(x.grad for x in leaves)])
-    whole = [shard(x, comm.rank, comm.world_size, order, 2) for x in expected(2)]
-    far = max((x.double() - y).abs().max().item() for x, y in zip(found[0], whole, strict=True))
+    far = max((x.double() - y).abs().max().item() for x, y in zip(found[0], own(comm, order, expected(2)), strict=True))
     return far, max((x - y).abs().max().item() for x, y in zip(found[1], found[2], strict=True))
 
 
-@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+@ORDERS
 def test_under_autocast_a_ring_stays_in_fp32_and_gathered_keys_are_computed_twice_alike(order):
     assert max(far for far, _ in pooled(under_autocast, 2, order)) <= 1e-5
     assert pooled(under_autocast, 1, "plain")[0][1] == 0
 
 
-# --- broken on purpose -----------------------------------------------------------------------------------------------
-
-
-def averaged(q, k, v, comm, order="plain", **options):
+def averaged(*given, **how):
     """The mutant that averages local softmaxes: each block weighs as much."""
-    def forward(*given, **how):
-        out, lse = dense_pair.forward(*given, **how)
-        return out, torch.zeros_like(lse)
-
-    return ring_attention(q, k, v, comm, order=order, attention=AttentionPair(forward, dense_pair.backward), **options)
+    out, lse = dense_pair.forward(*given, **how)
+    return out, torch.zeros_like(lse)
 
 
-def own_logsumexp(q, k, v, comm, order="plain", **options):
+def own_logsumexp(d_out, q, k, v, out, lse, **how):
     """The mutant whose backward computes a block's logsumexp again, as autograd of the block alone would."""
-    def backward(d_out, q, k, v, out, lse, **how):
-        return dense_pair.backward(d_out, q, k, v, *dense_pair.forward(q, k, v, **how), **how)
-
-    return ring_attention(q, k, v, comm, order=order, attention=AttentionPair(dense_pair.forward, backward), **options)
+    return dense_pair.backward(d_out, q, k, v, *dense_pair.forward(q, k, v, **how), **how)
 
 
-@pytest.mark.parametrize("mutant", [averaged, own_logsumexp])
+FORGETFUL = {"averaged": AttentionPair(averaged, dense_pair.backward),
+             "own_logsumexp": AttentionPair(dense_pair.forward, own_logsumexp)}
+
+
+@pytest.mark.parametrize("mutant", FORGETFUL)
 @pytest.mark.parametrize("causal", [True, False])
 def test_versions_that_forget_the_other_blocks_are_seen(mutant, causal):
-    assert farthest(1, (mutant, "plain"), H, causal) <= 1e-12 or mutant is averaged
-    assert farthest(2, (mutant, "plain"), H, causal) > 1e-2
+    way = functools.partial(ring_attention, attention=FORGETFUL[mutant]), "plain"
+    assert farthest(1, way, H, causal) <= 1e-12 or mutant == "averaged"
+    assert farthest(2, way, H, causal) > 1e-2
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+@ORDERS
 @pytest.mark.parametrize("N", [1, 2, 3, 4])
 def test_orders_are_permutations_that_go_back(N, order):
     whole = torch.arange(24)[None]
     parts = [shard(whole, r, N, order) for r in range(N)]
-    for r, part in enumerate(parts):
-        assert torch.equal(part[0], positions(r, N, 24 // N, order))
+    assert all(torch.equal(part[0], positions(r, N, 24 // N, order)) for r, part in enumerate(parts))
     joined = torch.cat(parts, 1)
     assert torch.equal(in_order(joined, N, order, 1), whole) and torch.equal(by_rank(whole, N, order, 1), joined)
 
@@ -229,14 +214,6 @@ def test_an_unknown_order_and_a_sequence_that_cannot_be_cut():
     assert shard(x, 0, 4, "zig-zag", pad=-100).tolist() == [[0, 1, -100, -100]]
 
 
-def other_lengths(comm):
-    q, k, v, _ = given()
-    T_here = T - 2 * comm.rank
-    ring_attention(*(x[:, :, :T_here] for x in (q, k, v)), comm)
-
-
-def test_ranks_with_other_lengths_are_named_in_debug_mode():
-    with pytest.raises(RankError) as error:
-        launch(other_lengths, 2, debug=True)
-    assert "CollectiveMismatch" in str(error.value) and "(2, 2, 4, 16, 8)" in str(error.value)
-    assert "(2, 2, 4, 14, 8)" in str(error.value)
+@on_ranks(2, fails=r"(?s)(?=.*\(2, 2, 4, 16, 8\)).*\(2, 2, 4, 14, 8\)", error=CollectiveMismatch, debug=True)
+def test_ranks_with_other_lengths_are_named_in_debug_mode(comm):
+    ring_attention(*(x[:, :, :T - 2 * comm.rank] for x in given()[:3]), comm)

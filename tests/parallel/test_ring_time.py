@@ -4,8 +4,8 @@ import time
 
 import pytest
 import torch
-from patience import Late, patiently
-from rank_pool import pooled
+from patience import about, against_the_clock
+from rank_pool import at_once, on_ranks, pooled
 
 from refimpl.comm import Link, compute
 from refimpl.comm.timeline import timeline
@@ -36,9 +36,7 @@ def timed(seconds):
 
 def seconds_of(comm, order, tries=3):
     """Return [(seconds until the last rank is through, seconds that this rank computed)] of forwards."""
-    torch.set_num_threads(1)
-    x = torch.randn(B, H, TOKENS, D)
-    found = []
+    x, found = torch.randn(B, H, TOKENS, D), []
     for _ in range(tries):
         comm.barrier()
         begin = time.monotonic()
@@ -49,19 +47,15 @@ def seconds_of(comm, order, tries=3):
     return found
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("order", ["plain", "zig-zag"])
-@patiently
+@against_the_clock
 def test_the_idle_share_of_each_order(order):
     ranks = pooled(seconds_of, N, order)
-    shares = []
-    for tries in zip(*ranks, strict=True):
-        wall = max(seconds for seconds, _ in tries)
-        shares.append(1 - sum(busy for _, busy in tries) / (N * wall))
+    shares = [1 - sum(busy for _, busy in tries) / (N * max(seconds for seconds, _ in tries))
+              for tries in zip(*ranks, strict=True)]
     expected = idle_share(N, order)
     assert expected == pytest.approx((N - 1) / (2 * N - 1) if order == "plain" else 0)
-    if min(abs(share - expected) for share in shares) > 0.05:
-        raise Late(shares, expected)
+    about(shares, expected, 0.05)
     for r, tries in enumerate(ranks):
         assert min(busy for _, busy in tries) == pytest.approx(STEP * sum(work(N, order, 1)[r]), rel=0.05, abs=0.002)
 
@@ -82,10 +76,8 @@ LINK_STEP = 0.1  # seconds that a block computes
 
 def over_a_link(comm, share, tries=3):
     """Return [(seconds on the link, waited for, hidden)] of forwards in which a hop takes `share` of a block's time."""
-    torch.set_num_threads(1)
-    x = torch.randn(B, H, TOKENS, D)
+    x, found = torch.randn(B, H, TOKENS, D), []
     comm.link = Link(bytes_per_second=2 * x.nbytes / (share * LINK_STEP))
-    found = []
     for _ in range(tries):
         comm.barrier()
         with timeline() as line:
@@ -94,36 +86,21 @@ def over_a_link(comm, share, tries=3):
     return found
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("share", [0.6, 1.5])
-@patiently
+@against_the_clock
 def test_the_part_of_the_link_behind_computation(share):
-    """A hop begins with a block's computation. So of each of N − 1 hops, min(hop, block) is hidden."""
+    """A hop begins with a block's computation, and its span lasts until it is waited for. So of each of N − 1 hops,
+    min(hop, block) is hidden."""
     hop = share * LINK_STEP
     expected = (N - 1) * hop, (N - 1) * max(0, hop - LINK_STEP), (N - 1) * min(hop, LINK_STEP)
     for tries in pooled(over_a_link, N, share):
-        # a hop's span lasts until it is waited for
-        hidden = [each[2] for each in tries]
-        if min(abs(each - expected[2]) for each in hidden) > 0.1 * expected[2]:
-            raise Late(tries, expected)
-        if min(abs(each[1] - expected[1]) for each in tries) > 0.1 * (N - 1) * hop:
-            raise Late(tries, expected)
-
-
-def blocking(comm):
-    """The mutant that waits for a hop before it computes."""
-    wait = comm.send_recv
-
-    def at_once(*args, async_op, **how):
-        handle = wait(*args, async_op=True, **how)
-        handle.wait()
-        return handle
-
-    comm.send_recv = at_once
-    return over_a_link(comm, 0.6)
+        about([hidden for _, _, hidden in tries], expected[2], 0.1 * expected[2])
+        about([waited for _, waited, _ in tries], expected[1], 0.1 * (N - 1) * hop)
 
 
 @pytest.mark.alone
-def test_one_that_waits_first_hides_nothing():
-    for tries in pooled(blocking, N):
-        assert max(hidden for _, _, hidden in tries) < 0.3 * (N - 1) * 0.6 * LINK_STEP
+@on_ranks(N)
+def test_one_that_waits_first_hides_nothing(comm):
+    """The mutant that waits for a hop before it computes."""
+    comm.send_recv = at_once(comm.send_recv)
+    assert max(hidden for _, _, hidden in over_a_link(comm, 0.6)) < 0.3 * (N - 1) * 0.6 * LINK_STEP

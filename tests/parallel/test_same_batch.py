@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rank_pool import pooled
+from rank_pool import on_ranks, pooled
 from tensor_kit import SPLITS, bodies, loss_of, tokens_of, whole
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -18,7 +18,6 @@ from refimpl.parallel import same_batch, tensor_parallel
 from refimpl.parallel.closed_forms import same_batch_traffic
 from refimpl.parallel.same_batch import SameBatch, checksum
 
-BOTH = pytest.mark.parametrize("split", SPLITS)
 PLAN = {"up": "column", "down": "row"}
 
 
@@ -38,26 +37,9 @@ def shuffled(model, rank, what):
     """A rank's arguments: rank 1 has other ones."""
     tokens = tokens_of(model, 3, 7)
     targets = tokens.roll(-1, 1)
-    if what == "order" and rank:
-        return tokens.flip(0), targets.flip(0)
-    if what == "tokens" and rank:
-        return tokens_of(model, 3, 7, seed=1), targets
-    if what == "targets" and rank:
-        return tokens, targets.roll(1, 0)
-    if what == "shapes" and rank:
-        return tokens[:, :5], targets[:, :5]
-    return (tokens, None if what == "missing" and rank else targets)
-
-
-def told(comm, name, split, what):
-    """What a model said, and the bytes of sums that it had sent by then; then what it says to the same batch."""
-    model = SPLITS[split](whole(name), comm)
-    tokens, targets = shuffled(model, comm.rank, what)
-    given = (tokens, targets) if name == "gpt" else ()
-    batch = {} if given else {"input_ids": tokens, "labels": targets}
-    before = comm.traffic["all_reduce"]
-    error = said(model, *given, **batch)
-    return error, comm.traffic["all_reduce"] - before, said(loss_of, model, tokens_of(model, 3, 7))
+    return {"order": (tokens.flip(0), targets.flip(0)), "tokens": (tokens_of(model, 3, 7, seed=1), targets),
+            "targets": (tokens, targets.roll(1, 0)), "shapes": (tokens[:, :5], targets[:, :5]),
+            "missing": (tokens, None)}[what] if rank else (tokens, targets)
 
 
 @pytest.mark.parametrize(("what", "texts"), [
@@ -66,14 +48,17 @@ def told(comm, name, split, what):
     ("shapes", ["{0} is int64 (3, 7) on rank 0, int64 (3, 5) on rank 1", "{1} is int64 (3, 7) on rank 0"]),
     ("missing", ["{1} is int64 (3, 7) on rank 0, not given on rank 1"])])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-@BOTH
-def test_other_batches_are_an_error_by_name_on_all_ranks(name, split, what, texts):
+@pytest.mark.parametrize("split", SPLITS)
+@on_ranks(2)
+def test_other_batches_are_an_error_by_name_on_all_ranks(comm, name, split, what, texts):
     names = ("tokens_BT", "targets_BT") if name == "gpt" else ("input_ids", "labels")
-    for (ranks, text), sent, again in pooled(told, 2, name, split, what):
-        assert ranks == (1,) and "ranks [1] of tensor-parallel group [0, 1] have another batch than rank 0" in text
-        assert all(each.format(*names) in text for each in texts) and "seed the sampler by the data-parallel" in text
-        assert sent == 0 and again is None
-        assert text.count(";") == len(texts) - 1  # no more than what differs
+    model = SPLITS[split](whole(name), comm)
+    before, given = comm.traffic["all_reduce"], shuffled(model, comm.rank, what)
+    ranks, text = said(model, *given) if name == "gpt" else said(model, **dict(zip(names, given, strict=True)))
+    assert ranks == (1,) and "ranks [1] of tensor-parallel group [0, 1] have another batch than rank 0" in text
+    assert all(each.format(*names) in text for each in texts) and "seed the sampler by the data-parallel" in text
+    assert text.count(";") == len(texts) - 1  # no more than what differs
+    assert comm.traffic["all_reduce"] == before and said(loss_of, model, tokens_of(model, 3, 7)) is None
 
 
 class MLP(nn.Module):
@@ -92,43 +77,33 @@ def split_mlp(comm):
     return tensor_parallel(MLP(), comm, PLAN)
 
 
-def in_containers(comm):
+@on_ranks(2)
+def test_masks_floats_numbers_and_what_is_in_containers(comm):
     model, r = split_mlp(comm), float(comm.rank)
     x, mask = torch.ones(2, 3, 6), torch.ones(2, 3, dtype=torch.bool)
     other = mask.clone()
     other[1, 2] = comm.rank == 0
     own = torch.full((2, 2), r)
-    return {"same": said(model, {"x": x, "of": (mask,)}), "nested": said(model, {"x": x, "of": (other,)}),
-            "mask": said(model, x, mask=other), "float": said(model, x + 1e-6 * r), "number": said(model, x, scale=r),
-            "more": said(model, x, own), "cache": said(model, x, past_key_values=((own, own),)),
-            "bf16": said(model.bfloat16(), (x * (1 + r)).bfloat16()[:, ::2])}
+    assert said(model, {"x": x, "of": (mask,)}) is None and said(model, x, past_key_values=((own, own),)) is None
+    for (ranks, text), expected in (
+            (said(model, {"x": x, "of": (other,)}), "x.of.0 has"), (said(model, x, mask=other), "mask has"),
+            (said(model, x + 1e-6 * r), "x has"), (said(model, x, own), "argument 1 has"),
+            (said(model, x, scale=r), "scale is 0.0 on rank 0, 1.0 on rank 1"),
+            (said(model.bfloat16(), (x * (1 + r)).bfloat16()[:, ::2]), "x has")):
+        assert ranks == (1,) and expected in text
 
 
-def test_masks_floats_numbers_and_what_is_in_containers():
-    for each in pooled(in_containers, 2):
-        assert each.pop("same") is None and each.pop("cache") is None
-        for what, text in {"nested": "x.of.0 has", "mask": "mask has", "float": "x has", "more": "argument 1 has",
-                           "number": "scale is 0.0 on rank 0, 1.0 on rank 1", "bf16": "x has"}.items():
-            assert each[what][0] == (1,) and text in each[what][1], what
-
-
-def on_a_mesh(comm):
+@on_ranks(4)
+def test_other_groups_have_other_batches_and_ranks_are_those_of_the_world(comm):
     mesh = Mesh(dp=2, tp=2).connect(comm)
-    group, dp = mesh.get_parallel_group("tp"), mesh.get_parallel_group("dp")
-    model = split_mlp(group)
+    model, dp = split_mlp(mesh.get_parallel_group("tp")), mesh.get_parallel_group("dp")
     x = torch.full((2, 6), float(dp.rank))
-    return said(model, x), said(model, x + (comm.rank == 3)), comm.rank
-
-
-def test_other_groups_have_other_batches_and_ranks_are_those_of_the_world():
-    found = pooled(on_a_mesh, 4)
-    assert [same for same, _, _ in found] == [None] * 4
-    wrong = {rank: error for _, error, rank in found if error}
-    assert {ranks for ranks, _ in wrong.values()} == {(3,)} and len(wrong) == 2
-    assert all("than rank 2" in text and "other values on ranks [3]" in text for _, text in wrong.values())
-
-
-# --- a version that does not look ------------------------------------------------------------------------------------
+    assert said(model, x) is None
+    error = said(model, x + (comm.rank == 3))
+    if dp.rank:
+        assert error[0] == (3,) and "than rank 2" in error[1] and "other values on ranks [3]" in error[1]
+    else:
+        assert error is None
 
 
 def with_other_seeds(comm, checked):
@@ -159,21 +134,12 @@ def test_without_the_check_ranks_with_other_batches_train_on():
 # --- once in a forward -----------------------------------------------------------------------------------------------
 
 
-class Wrapper(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args):
-        return self.model(*args)
-
-
 def counted(comm, split, how):
     """all_gathers of the check in one forward and backward: their bytes in `comm.host()`, which nothing else uses."""
     torch._dynamo.reset()
     model = SPLITS[split](whole("gpt"), comm)
     tokens = tokens_of(model)
-    call = {"plain": model, "wrapped": Wrapper(model), "compiled": torch.compile(model, backend="eager"),
+    call = {"plain": model, "wrapped": nn.Sequential(model), "compiled": torch.compile(model, backend="eager"),
             "inference": torch.inference_mode()(model)}.get(how, model)
     if how == "whole recomputed":
         call = lambda *args: torch.utils.checkpoint.checkpoint(model, *args, use_reentrant=False)  # noqa: E731
@@ -192,14 +158,11 @@ def counted(comm, split, how):
     ("tensor", how) for how in ("plain", "wrapped", "compiled", "inference", "recomputed", "whole recomputed"))])
 def test_a_forward_is_checked_once_and_sends_the_closed_form(split, how):
     for N in (1, 2):
+        fingerprint = (N - 1) * 17 * 8  # of the model, when it is split
         for sent in pooled(counted, N, split, how):
             extra = sent - same_batch_traffic(N)
             assert how == "recomputed" or extra.total == 0, sent
-            assert how != "recomputed" or set(extra) <= {"all_gather"} and extra["all_gather"] == fingerprint(N), sent
-
-
-def fingerprint(N):
-    return (N - 1) * 17 * 8  # of the model, when it is split
+            assert how != "recomputed" or set(extra) <= {"all_gather"} and extra["all_gather"] == fingerprint, sent
 
 
 def test_a_dry_run_counts_the_same():
@@ -212,9 +175,6 @@ def test_a_dry_run_counts_the_same():
     assert comm.host().traffic == same_batch_traffic(64) and same_batch_traffic(64).total == 63 * 16
 
 
-# --- values on a GPU -------------------------------------------------------------------------------------------------
-
-
 class Event:
     """Stands for a GPU's: `waited` notes that somebody waited."""
 
@@ -224,29 +184,24 @@ class Event:
         Event.waited += 1
 
 
-def late(comm):
+@on_ranks(2)
+def test_values_on_a_gpu_are_compared_before_the_next_forward_and_shapes_at_once(comm):
     model, of = split_mlp(comm), same_batch.Sum.of
     x, y = torch.ones(2, 6), torch.ones(2, 6) * (1 + comm.rank)
     with mock.patch.object(same_batch.Sum, "of", lambda each: of(each)._replace(event=Event())):
-        first, waited = said(model, x), Event.waited
-        other = said(model, y), Event.waited - waited  # runs: nobody has waited for its sum
-        told = said(model, x)
-        shape = said(model, x[: 2 - comm.rank])
-        return first, waited, other, told, shape, said(model, x)
-
-
-def test_values_on_a_gpu_are_compared_before_the_next_forward_and_shapes_at_once():
-    for first, waited, other, told, shape, after in pooled(late, 2):
-        assert first is None and waited == 0 and other == (None, 1)
-        assert told[0] == (1,) and "x has other values on ranks [1] in the forward before this one" in told[1]
-        assert "x is float32 (2, 6) on rank 0, float32 (1, 6) on rank 1" in shape[1] and after is None
+        assert said(model, x) is None and Event.waited == 0
+        assert said(model, y) is None and Event.waited == 1  # runs: nobody has waited for its sum
+        ranks, text = said(model, x)
+        assert ranks == (1,) and "x has other values on ranks [1] in the forward before this one" in text
+        _, text = said(model, x[: 2 - comm.rank])
+        assert "x is float32 (2, 6) on rank 0, float32 (1, 6) on rank 1" in text and said(model, x) is None
 
 
 # --- the checksum ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.uint8, torch.float32, torch.bfloat16,
-                                   torch.float64, torch.complex64])
+@pytest.mark.parametrize("dtype", [
+    torch.int64, torch.int32, torch.bool, torch.uint8, torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 def test_a_checksum_sees_every_element_and_its_place(dtype):
     x = torch.arange(15).view(3, 5).remainder(7 if dtype == torch.bool else 100).to(dtype)
     sums = {checksum(x).item(), checksum(x.flip(0)).item()}
@@ -270,24 +225,18 @@ def test_pieces_of_a_long_tensor_have_their_places(monkeypatch):
     assert checksum(x) != checksum(torch.cat([x[16:32], x[:16], x[32:]]))
 
 
-# --- time ------------------------------------------------------------------------------------------------------------
-
-
-def seconds(comm):
+@pytest.mark.alone
+@on_ranks(2)
+def test_a_check_of_16_000_tokens_takes_less_than_a_millisecond(comm):
     model = whole("gpt")
     check = SameBatch(comm, model)
-    given, found = (tokens_of(model, 8, 1024), tokens_of(model, 8, 1024)), []
+    given, seconds = (tokens_of(model, 8, 1024), tokens_of(model, 8, 1024)), []
     for _ in range(200):
         comm.barrier()
         start = time.perf_counter()
         check(model, given, {})
-        found.append(time.perf_counter() - start)
-    return min(found)  # what it costs where nobody else is computing
-
-
-@pytest.mark.alone
-def test_a_check_of_16_000_tokens_takes_less_than_a_millisecond():
-    assert max(pooled(seconds, 2)) < 1e-3
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1e-3  # what it costs where nobody else is computing
 
 
 def test_a_split_model_is_not_copied_with_its_check():

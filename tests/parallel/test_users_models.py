@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
-from tensor_kit import SPLITS, block_of, bodies, tokens_of, whole
+from rank_pool import alike, on_ranks, pooled
+from tensor_kit import SPLITS, bodies, farthest, tokens_of, twins, whole
 from torch import nn
 from torch.nn.functional import dropout
 
 from refimpl.checkpointing import recompute
-from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
 from refimpl.parallel import tensor_parallel
@@ -43,35 +44,28 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def normalized(*sizes):
-    return nn.utils.parametrizations.weight_norm(nn.Linear(*sizes))
-
-
-@pytest.mark.parametrize(("up", "text"), [(Doubled, "up is of Doubled: expected an nn.Linear"),
-                                          (normalized, "up is of ParametrizedLinear: expected an nn.Linear")])
-def test_a_layer_that_computes_something_else_is_refused(up, text):
-    with pytest.raises(TypeError, match=text):
+@pytest.mark.parametrize(("up", "name"), [(Doubled, "Doubled"), (
+    lambda *sizes: nn.utils.parametrizations.weight_norm(nn.Linear(*sizes)), "ParametrizedLinear")])
+def test_a_layer_that_computes_something_else_is_refused(up, name):
+    with pytest.raises(TypeError, match=f"up is of {name}: expected an nn.Linear"):
         tensor_parallel(MLP(up), FakeCommunicator(0, 2), PLAN)
-
-
-def sharing(what):
-    model = MLP()
-    model.other = model.up if what == "module" else nn.Linear(4, 4)
-    if what != "module":
-        setattr(model.other, what, getattr(model.up, what))
-    return model
 
 
 @pytest.mark.parametrize("plan", [PLAN, {**PLAN, "other": "column"}])
 @pytest.mark.parametrize("what", ["weight", "bias"])
 def test_a_weight_of_two_layers_is_refused(what, plan):
+    model = MLP()
+    model.other = nn.Linear(4, 4)
+    setattr(model.other, what, getattr(model.up, what))
     with pytest.raises(ValueError, match="up and other share a weight"):
-        tensor_parallel(sharing(what), FakeCommunicator(0, 2), plan)
+        tensor_parallel(model, FakeCommunicator(0, 2), plan)
 
 
 def test_a_layer_in_two_places_is_refused():
+    model = MLP()
+    model.other = model.up
     with pytest.raises(ValueError, match="up and other share a weight"):
-        tensor_parallel(sharing("module"), FakeCommunicator(0, 2), PLAN)
+        tensor_parallel(model, FakeCommunicator(0, 2), PLAN)
 
 
 def test_two_styles_of_one_module_are_refused():
@@ -84,10 +78,10 @@ def test_two_styles_of_one_module_are_refused():
     (GPT(GPTConfig(vocab_size=3, context_length=8, layers=1, hidden=8, heads=4, tied=False)), None,
      "embedding.weight: 3 rows cannot be split over 4 ranks")])
 def test_a_refusal_leaves_the_model_whole(model, plan, text):
-    before = {name: (type(module), id(module)) for name, module in model.named_modules()}
+    before = [(name, type(module), id(module)) for name, module in model.named_modules()]
     with pytest.raises(ValueError, match=text):
         tensor_parallel(model, FakeCommunicator(0, 4), plan)
-    assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
+    assert [(name, type(module), id(module)) for name, module in model.named_modules()] == before
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -129,11 +123,13 @@ def of_heads(comm, style, trained_later):
 @pytest.mark.parametrize("trained_later", [False, True])
 @pytest.mark.parametrize("name", ["whole", "replicated_with_grad_allreduce"])
 def test_a_norm_of_each_head_sums_its_gradient(name, trained_later):
-    assert max(launch(of_heads, 2, {"norm": name}, trained_later)) < 1e-12
-    assert min(launch(of_heads, 2, {}, trained_later)) > 1e-3, "the mutant that does not"
+    assert max(pooled(of_heads, 2, {"norm": name}, trained_later)) < 1e-12
+    assert min(pooled(of_heads, 2, {}, trained_later)) > 1e-3, "the mutant that does not"
 
 
-def other_buffers(comm, what):
+@pytest.mark.parametrize("what", ["shape", "dtype", "one more", "meta"])
+@on_ranks(2, fails=r"ranks \[1\] have another model than rank 0")
+def test_other_buffers_on_other_ranks_are_named(comm, what):
     model = MLP()
     model.register_buffer("table", torch.zeros(3 + comm.rank * (what == "shape")))
     if comm.rank:
@@ -143,23 +139,14 @@ def other_buffers(comm, what):
     tensor_parallel(model, comm, PLAN)
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "one more", "meta"])
-def test_other_buffers_on_other_ranks_are_named(what):
-    with pytest.raises(RankError, match=r"ranks \[1\] have another model than rank 0"):
-        launch(other_buffers, 2, what)
-
-
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def buffers(comm):
+@on_ranks(2)
+def test_every_rank_gets_the_buffers_of_rank_0(comm):
     model = MLP()
     model.register_buffer("table", torch.full((3,), comm.rank + 5.0))
-    return tensor_parallel(model, comm, PLAN).table.tolist()
-
-
-def test_every_rank_gets_the_buffers_of_rank_0():
-    assert launch(buffers, 2) == [[5.0] * 3] * 2
+    assert tensor_parallel(model, comm, PLAN).table.tolist() == [5.0] * 3
 
 
 def test_hooks_and_evaluation_are_kept():
@@ -178,25 +165,20 @@ def test_a_key_head_on_several_ranks_names_them_as_ranks_of_the_world():
     config = GPTConfig(vocab_size=8, context_length=8, layers=1, hidden=8, heads=4, kv_heads=1)
     model = tensor_parallel(GPT(config), mesh.get_parallel_group("tp"))
     qkv = model.blocks[0].attention.qkv
-    for held in (qkv.weights, qkv.biases):
-        assert [p.shard_spec.replicas for p in held] == [(), (2, 3), (2, 3)]
+    assert [p.shard_spec.replicas for p in (*qkv.weights, *qkv.biases)] == [(), (2, 3), (2, 3)] * 2
     assert model.blocks[0].norm1.weight.shard_spec.replicas == (2, 3)
 
 
 # --- random numbers, recomputation, weights that are trained later ---------------------------------------------------
 
 
-def masks(comm):
+@on_ranks(2)
+def test_dropout_agrees_before_and_after_the_split_part_of_a_module(comm):
     torch.manual_seed(0)
     model = tensor_parallel(nn.Sequential(MLP()), comm, {f"0.{name}": style for name, style in PLAN.items()})
     model(None)
-    return model[0].masks
-
-
-def test_dropout_agrees_before_and_after_the_split_part_of_a_module():
-    (before, within, after), (others_before, others_within, others_after) = launch(masks, 2)
-    assert torch.equal(before, others_before) and torch.equal(after, others_after)
-    assert not torch.equal(within, others_within)
+    before, within, after = model[0].masks
+    assert alike(comm, before) and alike(comm, after) and not alike(comm, within)
 
 
 class Listed(MLP):
@@ -211,16 +193,13 @@ class Listed(MLP):
         return self.ups[0]
 
 
-def masks_of_listed(comm):
+@on_ranks(2)
+def test_dropout_agrees_where_a_layer_is_in_a_list(comm):
     torch.manual_seed(0)
     model = tensor_parallel(Listed(), comm, {"ups.0": "column", "down": "row"})
     model(None)
-    return model.masks
-
-
-def test_dropout_agrees_where_a_layer_is_in_a_list():
-    (_, within, after), (_, others_within, others_after) = launch(masks_of_listed, 2)
-    assert torch.equal(after, others_after) and not torch.equal(within, others_within)
+    _, within, after = model.masks
+    assert alike(comm, after) and not alike(comm, within)
 
 
 def recomputed(model, how):
@@ -230,32 +209,27 @@ def recomputed(model, how):
     return contextlib.nullcontext()
 
 
-def two_forwards(comm, split, how, shape, evaluation):
-    """Return the largest difference of gradients, if another forward comes before backward."""
-    model = whole("llama").train()
-    reference = copy.deepcopy(model)
+@pytest.mark.parametrize(("shape", "evaluation"), [((4, 4), False), ((1, 5), False), ((4, 4), True)])
+@pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("split", SPLITS)
+@on_ranks(2)
+def test_a_block_is_recomputed_with_the_tokens_of_its_own_forward(comm, split, how, shape, evaluation):
+    """If another forward comes before backward."""
+    model, reference, _ = twins("llama")
     SPLITS[split](model, comm)
-    for each in (reference, model):
+    for each in (reference.train(), model.train()):
         with recomputed(each, how) if each is model else contextlib.nullcontext():
             loss = each(input_ids=tokens_of(each, 2, 8), use_cache=False).logits.square().mean()
             with torch.set_grad_enabled(not evaluation):
                 other = each(input_ids=tokens_of(each, *shape, 1), use_cache=False).logits.square().mean()
             (loss + other).backward()
-    wanted = {key: p.grad for key, p in reference.named_parameters()}
-    return max((p.grad - block_of(wanted[p.shard_spec.name], p.shard_spec)).abs().max().item()
-               for p in model.parameters())
+    assert farthest(model.parameters(), reference) <= 1e-12
 
 
-@pytest.mark.parametrize(("shape", "evaluation"), [((4, 4), False), ((1, 5), False), ((4, 4), True)])
-@pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_block_is_recomputed_with_the_tokens_of_its_own_forward(split, how, shape, evaluation):
-    assert max(launch(two_forwards, 2, split, how, shape, evaluation)) <= 1e-12
-
-
-def trained_later(comm, split):
-    model = whole("gpt")
-    reference, tokens = copy.deepcopy(model), tokens_of(model)
+@on_ranks(2)
+def test_weights_that_are_frozen_at_first(comm, split):
+    model, reference, tokens = twins("gpt")
     for p in model.parameters():
         p.requires_grad_(p.dim() > 1)
     SPLITS[split](model, comm)
@@ -263,79 +237,50 @@ def trained_later(comm, split):
     assert not any(p.requires_grad for p in frozen)
     for each in (reference, model.requires_grad_()):
         each(tokens, tokens).backward()
-    wanted = {key: p.grad for key, p in reference.named_parameters()}
-    return max((p.grad - block_of(wanted[p.shard_spec.name], p.shard_spec)).abs().max().item() for p in frozen)
+    assert farthest(frozen, reference) <= 1e-12
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_weights_that_are_frozen_at_first(split):
-    assert max(launch(trained_later, 2, split)) <= 1e-12
-
-
-def states(comm):
-    model = SPLITS["sequence"](whole("gpt").train(), comm)
-    seen = []
+@on_ranks(2)
+def test_random_numbers_behind_the_last_norm_agree(comm):
+    """A classifier has dropout there."""
+    model, seen = SPLITS["sequence"](whole("gpt").train(), comm), []
     model.head.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state()))
     model(tokens_of(model))
-    return seen[0]
-
-
-def test_random_numbers_behind_the_last_norm_agree():
-    """A classifier has dropout there."""
-    first, other = launch(states, 2)
-    assert torch.equal(first, other)
-
-
-def scored(comm, name, options):
-    model = whole(name)
-    reference, tokens = copy.deepcopy(model), tokens_of(model)
-    tensor_parallel(model, comm, loss_parallel=True)
-    labels = tokens.masked_fill(tokens % 3 == 0, options.get("ignore_index", -100))
-    return [each(input_ids=tokens, labels=labels, **options).loss.item() for each in (reference, model)]
+    assert alike(comm, seen[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"ignore_index": 3}, {"num_items_in_batch": 10}])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_labels_are_scored_with_the_options_of_transformers(name, options):
-    for expected, found in launch(scored, 2, name, options):
-        assert found == pytest.approx(expected, rel=1e-6)
+@on_ranks(2)
+def test_labels_are_scored_with_the_options_of_transformers(comm, name, options):
+    model, reference, tokens = twins(name)
+    tensor_parallel(model, comm, loss_parallel=True)
+    labels = tokens.masked_fill(tokens % 3 == 0, options.get("ignore_index", -100))
+    expected, found = (each(input_ids=tokens, labels=labels, **options).loss.item() for each in (reference, model))
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
-def other_plans(comm):
+@on_ranks(2, fails=r"ranks \[1\] have another model than rank 0")
+def test_other_plans_on_other_ranks_are_named(comm):
     tensor_parallel(MLP(), comm, {"up": "column"} if comm.rank else PLAN)
 
 
-def test_other_plans_on_other_ranks_are_named():
-    with pytest.raises(RankError, match=r"ranks \[1\] have another model than rank 0"):
-        launch(other_plans, 2)
-
-
-def losses_of_tokens(comm):
-    model = whole("gpt")
-    reference, tokens = copy.deepcopy(model), tokens_of(model)
+@on_ranks(2)
+def test_a_gpt_sums_losses_too(comm):
+    model, reference, tokens = twins("gpt")
     tensor_parallel(model, comm)
-    return [each(tokens, tokens, reduction="sum").item() for each in (reference, model)]
+    expected, found = (each(tokens, tokens, reduction="sum").item() for each in (reference, model))
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_gpt_sums_losses_too():
-    for expected, found in launch(losses_of_tokens, 2):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
-def twice(comm, name):
-    """Second derivatives of what goes between ranks have no graph."""
+@pytest.mark.parametrize("name", ["enter", "leave", "enter_sequence", "leave_sequence"])
+@on_ranks(2)
+def test_second_derivatives_are_an_error(comm, name):
+    """Those of what goes between ranks have no graph."""
     x = torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True)
     y = {"enter": lambda: enter(x, comm), "leave": lambda: leave(x * 1, comm),
          "enter_sequence": lambda: enter_sequence(x, comm, torch.Size((1, 4))),
          "leave_sequence": lambda: leave_sequence(x * 1, comm)}[name]()
     first, = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-    try:
+    with pytest.raises(RuntimeError, match="differentiate twice"):
         first.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("name", ["enter", "leave", "enter_sequence", "leave_sequence"])
-def test_second_derivatives_are_an_error(name):
-    for said in launch(twice, 2, name):
-        assert "differentiate twice" in said

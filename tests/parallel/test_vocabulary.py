@@ -4,21 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_pool import pooled
+from rank_pool import on_ranks, pooled
 from torch import nn
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.comm import FakeCommunicator
+from refimpl.parallel import vocabulary
 from refimpl.parallel.embedding import VocabularyParallelEmbedding
-from refimpl.parallel.vocabulary import (
-    chunk_rows,
-    gather_logits,
-    part,
-    vocabulary_loss_bytes,
-    vocabulary_parallel_cross_entropy,
-    vocabulary_traffic,
-)
+from refimpl.parallel.vocabulary import gather_logits, part, vocabulary_parallel_cross_entropy
 
 N, V, C = 96, 101, 8
 WORLDS = (1, 2, 4)
@@ -40,10 +34,9 @@ def test_more_ranks_than_rows():
         part(3, (0, 4))
 
 
-# --- logits ----------------------------------------------------------------------------------------------------------
-
-
-def gathered(comm):
+@pytest.mark.parametrize("world_size", WORLDS)
+@on_ranks("world_size")
+def test_all_logits_on_every_rank(comm, world_size):
     torch.manual_seed(0)
     first, end = part(V, comm)
     whole = torch.randn(2, 3, V)
@@ -51,51 +44,29 @@ def gathered(comm):
     found = gather_logits(mine, comm, V)
     upstream = torch.randn_like(whole)
     found.backward(upstream)
-    return torch.equal(found, whole) and torch.equal(mine.grad, upstream[..., first:end])
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_all_logits_on_every_rank(world_size):
-    assert all(pooled(gathered, world_size))
+    assert torch.equal(found, whole) and torch.equal(mine.grad, upstream[..., first:end])
 
 
 # --- cross-entropy ---------------------------------------------------------------------------------------------------
 
 
-def ordinary(z, t, ignored):
-    return z, t
-
-
-def some_ignored(z, t, ignored):
-    t[::3] = ignored
-    return z, t
-
-
-def all_ignored(z, t, ignored):
-    return z, t.fill_(ignored)
-
-
-def extreme(z, t, ignored):
-    return z * 1e4, t
-
-
-def masked(z, t, ignored):
-    z[:, 40:] = float("-inf")  # on four ranks two have nothing else
-    return z, t % 40
-
-
-def target_masked(z, t, ignored):
-    z[5, t[5]] = float("-inf")
-    return z, t
-
-
-def small_ids(z, t, ignored):
-    return z, t.int()
-
-
-CASES = (ordinary, some_ignored, all_ignored, extreme, masked, target_masked, small_ids)
-OPTIONS = ({}, {"reduction": "sum", "ignore_index": 7}, {"reduction": "none", "label_smoothing": 0.1},
-           {"label_smoothing": 0.3, "overwrite": True}, {"label_smoothing": 1.0}, {"overwrite": True})
+def cases(ignored):
+    """Yield (name, logits, targets)."""
+    for name in ("ordinary", "some ignored", "all ignored", "extreme", "masked", "target masked", "small ids"):
+        torch.manual_seed(1)
+        z, t = torch.randn(N, V, dtype=torch.float64), torch.randint(0, V, (N,))
+        if name == "some ignored":
+            t[::3] = ignored
+        elif name == "all ignored":
+            t.fill_(ignored)
+        elif name == "extreme":
+            z *= 1e4
+        elif name == "masked":
+            z[:, 40:] = float("-inf")  # on four ranks two have nothing else
+            t %= 40
+        elif name == "target masked":
+            z[5, t[5]] = float("-inf")
+        yield name, z, t.int() if name == "small ids" else t
 
 
 def apart(found, expected):
@@ -106,43 +77,33 @@ def apart(found, expected):
     return (found - expected)[finite].abs().max().item() if finite.any() else 0.0
 
 
-def losses(comm, dtype):
-    """The largest distance of losses and gradients in each case."""
-    found, (first, end) = {}, part(V, comm)
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("dtype", "value", "gradient"), [
+    (torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 1e-5, 2**-7),
+    (torch.float16, 1e-5, 2**-9)])
+@on_ranks("world_size")
+def test_losses_and_gradients_are_those_of_the_whole(comm, world_size, dtype, value, gradient):
+    first, end = part(V, comm)
     exact = dtype if dtype.itemsize > 2 else torch.float32
-    for case in CASES:
-        for index, options in enumerate(OPTIONS):
-            torch.manual_seed(1)
-            ignored = options.get("ignore_index", -100)
-            z, t = case(torch.randn(N, V, dtype=torch.float64), torch.randint(0, V, (N,)), ignored)
+    for options in ({}, {"reduction": "sum", "ignore_index": 7}, {"reduction": "none", "label_smoothing": 0.1},
+                    {"label_smoothing": 0.3, "overwrite": True}, {"label_smoothing": 1.0}, {"overwrite": True}):
+        for name, z, t in cases(options.get("ignore_index", -100)):
             z = z.to(dtype)
             mine = z[:, first:end].clone().requires_grad_()
             whole = z.to(exact).requires_grad_()
-            plain = {name: value for name, value in options.items() if name != "overwrite"}
-            expected = F.cross_entropy(whole, t.long(), **plain)
+            expected = F.cross_entropy(whole, t.long(), **{key: options[key] for key in options if key != "overwrite"})
             upstream = torch.randn(expected.shape, dtype=exact)
             expected.backward(upstream)
             loss = vocabulary_parallel_cross_entropy(mine, t, comm, V, chunk_bytes=7 * V * 8, **options)
             loss.backward(upstream)
             assert loss.dtype == exact and mine.grad.dtype == dtype
             scale = max(1, expected.detach().nan_to_num(0, 0, 0).abs().max().item())
-            found[case.__name__, index] = (apart(loss.detach(), expected.detach()) / scale,
-                                           apart(mine.grad, whole.grad[:, first:end].to(dtype)))
-    return found
+            assert apart(loss.detach(), expected.detach()) / scale <= value, (name, options)
+            assert apart(mine.grad, whole.grad[:, first:end].to(dtype)) <= gradient, (name, options)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize(("dtype", "value", "gradient"), [
-    (torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 1e-5, 2**-7),
-    (torch.float16, 1e-5, 2**-9)])
-def test_losses_and_gradients_are_those_of_the_whole(world_size, dtype, value, gradient):
-    for found in pooled(losses, world_size, dtype):
-        wrong = {case: each for case, each in found.items() if not (each[0] <= value and each[1] <= gradient)}
-        assert wrong == {}
-
-
-def empty(comm):
-    """No tokens; and as many rows as ranks."""
+@on_ranks(4)
+def test_no_tokens_and_one_row_on_each_rank(comm):
     (first, end), n = part(V, comm), comm.world_size
     logits = torch.zeros(0, end - first, requires_grad=True)
     targets = torch.zeros(0, dtype=torch.int64)
@@ -152,16 +113,12 @@ def empty(comm):
     rows(targets).sum().backward()
     one = vocabulary_parallel_cross_entropy(torch.full((1, 1), float(comm.rank)), torch.tensor([n - 1]), comm, n)
     expected = F.cross_entropy(torch.arange(float(n))[None], torch.tensor([n - 1]))
-    return loss.item() == 0 and not rows.weight.grad.any() and torch.allclose(one, expected)
+    assert loss.item() == 0 and not rows.weight.grad.any() and torch.allclose(one, expected)
 
 
-def test_no_tokens_and_one_row_on_each_rank():
-    assert all(pooled(empty, 4))
-
-
-def refused(**options):
-    given = {"logits": torch.zeros(4, V), "targets": torch.zeros(4, dtype=torch.int64), "comm": ALONE, "V": V} | options
-    return vocabulary_parallel_cross_entropy(**given)
+def loss_of_four(**options):
+    given = {"logits": torch.zeros(4, V), "targets": torch.zeros(4, dtype=torch.int64), "comm": ALONE, "V": V}
+    return vocabulary_parallel_cross_entropy(**given | options)
 
 
 @pytest.mark.parametrize(("options", "error", "said"), [
@@ -174,19 +131,19 @@ def refused(**options):
     ({"reduction": "max"}, ValueError, "reduction='max'"), ({"label_smoothing": 2}, ValueError, "label_smoothing=2")])
 def test_what_is_refused(options, error, said):
     with pytest.raises(error, match=said):
-        refused(**options)
+        loss_of_four(**options)
 
 
 def test_no_second_derivatives():
     logits = torch.zeros(4, V, requires_grad=True)
     with pytest.raises(RuntimeError, match="create_graph=True for vocabulary_parallel_cross_entropy"):
-        torch.autograd.grad(refused(logits=logits), logits, create_graph=True)
+        torch.autograd.grad(loss_of_four(logits=logits), logits, create_graph=True)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_second_backward(overwrite):
     leaf = torch.randn(4, V, requires_grad=True)
-    loss = refused(logits=leaf * 1, overwrite=overwrite)
+    loss = loss_of_four(logits=leaf * 1, overwrite=overwrite)
     loss.backward(retain_graph=True)
     first = leaf.grad.clone()
     if overwrite:
@@ -201,19 +158,15 @@ def test_overwritten_logits_are_not_taken_for_what_they_were():
     leaf = torch.randn(4, V, requires_grad=True)
     logits = leaf.exp()  # saves its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        refused(logits=logits, overwrite=True).backward()
+        loss_of_four(logits=logits, overwrite=True).backward()
 
 
-def disagreeing(comm):
+@on_ranks(2, fails=r"rank 1 of 2 has other targets .* 1 rows of 4 differ, the first is row 2")
+def test_ranks_with_other_targets_are_named(comm):
     targets = torch.zeros(4, dtype=torch.int64)
     targets[2] = 5 * comm.rank  # each is a row of rank 0, so no count of owners would do
     first, end = part(V, comm)
     vocabulary_parallel_cross_entropy(torch.zeros(4, end - first), targets, comm, V)
-
-
-def test_ranks_with_other_targets_are_named():
-    with pytest.raises(RankError, match=r"rank 1 of 2 has other targets .* 1 rows of 4 differ, the first is row 2"):
-        launch(disagreeing, 2, device="cpu")
 
 
 # --- bytes and traffic -----------------------------------------------------------------------------------------------
@@ -221,8 +174,8 @@ def test_ranks_with_other_targets_are_named():
 
 def gather_all(logits, targets, comm, V, *, label_smoothing, **options):
     """The mutant: every rank has all logits."""
-    return F.cross_entropy(gather_logits(logits, comm, V).float(), targets, reduction="sum",
-                           label_smoothing=label_smoothing)
+    whole = gather_logits(logits, comm, V).float()
+    return F.cross_entropy(whole, targets, reduction="sum", label_smoothing=label_smoothing)
 
 
 def measured(comm, loss_of, dtype, smoothing, overwrite, chunk_bytes):
@@ -231,27 +184,25 @@ def measured(comm, loss_of, dtype, smoothing, overwrite, chunk_bytes):
     logits, targets = torch.randn(N, end - first, dtype=dtype).requires_grad_(), torch.randint(0, V, (N,))
     comm.broadcast(targets, 0, out=targets)
     comm.reset_traffic()
+    how = {"label_smoothing": smoothing, "overwrite": overwrite, "chunk_bytes": chunk_bytes}
     with memory.track(logits, targets) as t:
-        loss = loss_of(logits, targets, comm, V, label_smoothing=smoothing, reduction="sum", overwrite=overwrite,
-                       chunk_bytes=chunk_bytes)
-    expected = vocabulary_loss_bytes(N, end - first, dtype, label_smoothing=smoothing, overwrite=overwrite,
-                                     chunk_bytes=chunk_bytes)
+        loss = loss_of(logits, targets, comm, V, reduction="sum", **how)
+    expected = vocabulary.vocabulary_loss_bytes(N, end - first, dtype, **how)
     saved, peak = t.now.total - t.start.total - w, t.peak.total - t.start.total  # beside the loss itself
     with memory.track(logits, targets, loss) as t:
         loss.backward()
     backward = t.peak.total - logits.nbytes - targets.nbytes - 2 * w  # the loss, and its gradient
-    sent = vocabulary_traffic(N, 0, comm.rank, comm.world_size, dtype=dtype, label_smoothing=smoothing)
+    sent = vocabulary.vocabulary_traffic(N, 0, comm.rank, comm.world_size, dtype=dtype, label_smoothing=smoothing)
     return [saved - expected.saved, peak - expected.forward, backward - expected.backward], comm.traffic == sent
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_and_traffic_are_as_predicted_to_the_byte(world_size):
-    for dtype, smoothing, overwrite, chunk_bytes in (
-            (torch.float32, 0.0, False, 2**26), (torch.float32, 0.1, True, 2**26), (torch.bfloat16, 0.1, False, 2**26),
-            (torch.bfloat16, 0.0, True, 50 * V * 4 // world_size), (torch.float64, 0.0, False, 2**26)):
-        for found in pooled(measured, world_size, vocabulary_parallel_cross_entropy, dtype, smoothing, overwrite,
-                            chunk_bytes):
-            assert found == ([0, 0, 0], True), (dtype, smoothing, overwrite, chunk_bytes)
+    for how in ((torch.float32, 0.0, False, 2**26), (torch.float32, 0.1, True, 2**26),
+                (torch.bfloat16, 0.1, False, 2**26), (torch.bfloat16, 0.0, True, 50 * V * 4 // world_size),
+                (torch.float64, 0.0, False, 2**26)):
+        for found in pooled(measured, world_size, vocabulary_parallel_cross_entropy, *how):
+            assert found == ([0, 0, 0], True), how
 
 
 def test_gathering_all_logits_fails_the_test_of_bytes():
@@ -265,10 +216,10 @@ def test_in_a_dry_run_of_gpt2_on_eight_ranks():
         comm, whole = FakeCommunicator(7, 8), nn.Embedding(50257, C)
         first, end = part(50257, comm)
         embedding = VocabularyParallelEmbedding.of(whole, comm)
-        x = embedding(torch.zeros(16, dtype=torch.int64))
-        logits = F.linear(x, embedding.weight)
-        vocabulary_parallel_cross_entropy(logits, torch.zeros(16, dtype=torch.int64), comm, 50257).backward()
+        tokens = torch.zeros(16, dtype=torch.int64)
+        logits = F.linear(embedding(tokens), embedding.weight)
+        vocabulary_parallel_cross_entropy(logits, tokens, comm, 50257).backward()
         assert embedding.weight.grad.shape == (end - first, C) == (6283, C)
 
     assert memory.dry_run(step).peak.total > 0
-    assert chunk_rows(16, 6283, torch.float32) == 16 and chunk_rows(16, 6283, torch.float32, 1) == 1
+    assert [vocabulary.chunk_rows(16, 6283, torch.float32, *chunk_bytes) for chunk_bytes in ((), (1,))] == [16, 1]

@@ -14,7 +14,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from patience import patiently, within
+from patience import in_time, patiently, within
+from rank_pool import failure, on_ranks
 
 from refimpl.comm import RankError, launch
 
@@ -67,11 +68,10 @@ TOLD = {"raise": "raised ValueError: injected", "exit": "exited with code 3", "k
 
 
 def hundred_faults():
-    kinds = list(itertools.product(TOLD, ("before", "in", "after")))
-    for number in range(100):
-        fault, when = kinds[number % len(kinds)]
+    kinds = itertools.cycle(itertools.product(TOLD, ("before", "in", "after")))
+    for number, kind in zip(range(100), kinds, strict=False):
         world_size = 2 + number * 3 % 7
-        yield fault, when, world_size, number * 5 % world_size
+        yield *kind, world_size, number * 5 % world_size
 
 
 def outcome(fault, when, world_size, culprit):
@@ -81,8 +81,7 @@ def outcome(fault, when, world_size, culprit):
         launch(faulty, world_size, fault, when, culprit, timeout=0.5 if fault == "hang" else 60)
         wrong = "no error"
     except RankError as error:
-        named = error.ranks == (culprit,) and f"rank {culprit} {TOLD[fault]}" in str(error)
-        wrong = "" if named else str(error)
+        wrong = "" if error.ranks == (culprit,) and f"rank {culprit} {TOLD[fault]}" in str(error) else str(error)
     return wrong, time.monotonic() - start
 
 
@@ -110,14 +109,8 @@ def test_an_exception_comes_with_the_traceback_of_its_rank_and_as_the_cause():
             raise KeyError("the missing key")
         comm.barrier()
 
-    def fn(comm):
-        deeper(comm)
-
-    start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 raised KeyError: 'the missing key'") as caught:
-        launch(fn, 3)
-    within(time.monotonic() - start, 5)
-    error = caught.value
+    with in_time(5):
+        error = failure("rank 1 raised KeyError: 'the missing key'", deeper, 3)
     assert (error.rank, error.ranks) == (1, (1,))
     assert "in deeper" in str(error) and 'raise KeyError("the missing key")' in str(error)
     assert "worker.py" not in str(error), "our own frames are of no interest"
@@ -134,9 +127,7 @@ def test_an_exception_that_cannot_be_pickled_is_told_in_words():
     def fn(comm):
         raise Stubborn(threading.Lock())
 
-    with pytest.raises(RankError, match="rank 0 raised .*Stubborn: holds a lock") as caught:
-        launch(fn, 1)
-    assert caught.value.__cause__ is None
+    assert failure("rank 0 raised .*Stubborn: holds a lock", fn, 1).__cause__ is None
 
 
 def test_an_exception_that_cannot_be_made_again_is_told_in_words():
@@ -147,9 +138,7 @@ def test_an_exception_that_cannot_be_made_again_is_told_in_words():
     def fn(comm):
         raise TwoArguments(1, 2)
 
-    with pytest.raises(RankError, match="rank 0 raised .*TwoArguments: 1 and 2") as caught:
-        launch(fn, 1)
-    assert caught.value.__cause__ is None
+    assert failure("rank 0 raised .*TwoArguments: 1 and 2", fn, 1).__cause__ is None
 
 
 def test_all_that_raise_are_named_the_first_first(tmp_path, monkeypatch):
@@ -170,10 +159,8 @@ def test_all_that_raise_are_named_the_first_first(tmp_path, monkeypatch):
             raise ValueError("I am 1")
         comm.barrier()
 
-    with pytest.raises(RankError, match="rank 2 raised .*Told: I am 2") as caught:
-        launch(fn, 3)
-    assert caught.value.rank == 2
-    assert "rank 1, too, raised ValueError: I am 1" in str(caught.value)
+    error = failure("rank 2 raised .*Told: I am 2", fn, 3)
+    assert error.rank == 2 and "rank 1, too, raised ValueError: I am 1" in str(error)
 
 
 def test_whoever_breaks_a_connection_is_named_not_those_who_noticed_and_wrapped_it():
@@ -187,8 +174,7 @@ def test_whoever_breaks_a_connection_is_named_not_those_who_noticed_and_wrapped_
             raise LookupError("the step failed") from error
 
     for _ in range(5):
-        with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
-            launch(fn, 4)
+        failure("rank 2 was killed by SIGKILL", fn, 4)
 
 
 def test_whoever_raised_is_named_not_those_who_were_told_and_raise_too():
@@ -199,9 +185,8 @@ def test_whoever_raised_is_named_not_those_who_were_told_and_raise_too():
         raise RankError("rank 1 raised ValueError: mine", [1])
 
     for _ in range(3):
-        with pytest.raises(RankError, match="^rank 1 raised ValueError: mine") as caught:
-            launch(fn, 3)
-        assert caught.value.ranks == (1,) and isinstance(caught.value.__cause__, ValueError)
+        error = failure("^rank 1 raised ValueError: mine", fn, 3)
+        assert error.ranks == (1,) and isinstance(error.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGINT])
@@ -212,10 +197,8 @@ def test_a_signal_is_named(number):
             os.kill(os.getpid(), number)
         comm.barrier()
 
-    with pytest.raises(RankError, match=f"rank 1 was killed by {number.name}") as caught:
-        launch(fn, 2)
-    if number == signal.SIGSEGV:  # faulthandler told where
-        assert "where it was" in str(caught.value) and "in fn" in str(caught.value)
+    told = str(failure(f"rank 1 was killed by {number.name}", fn, 2))
+    assert number != signal.SIGSEGV or "where it was" in told and "in fn" in told  # faulthandler told where
 
 
 @pytest.mark.parametrize("code, told", [(0, "0"), (4, "4"), (None, "None"), ("no data", "'no data'")])
@@ -225,20 +208,15 @@ def test_sys_exit_is_a_fault_too(code, told):
             sys.exit(code)
         comm.barrier()
 
-    with pytest.raises(RankError, match=f"rank 0 exited with code {told} .sys.exit. before it returned"):
-        launch(fn, 2)
+    failure(f"rank 0 exited with code {told} .sys.exit. before it returned", fn, 2)
 
 
-def test_the_last_words_of_a_rank_that_dies_are_in_the_message():
-    def fn(comm):
-        if comm.rank == 1:
-            print("out of luck", file=sys.stderr)
-            os._exit(1)
-        comm.barrier()
-
-    with pytest.raises(RankError, match="rank 1 exited with code 1 before it returned") as caught:
-        launch(fn, 2)
-    assert "out of luck" in str(caught.value)
+@on_ranks(2, fails="(?s)rank 1 exited with code 1 before it returned.*out of luck", launch=launch)
+def test_the_last_words_of_a_rank_that_dies_are_in_the_message(comm):
+    if comm.rank == 1:
+        print("out of luck", file=sys.stderr)
+        os._exit(1)
+    comm.barrier()
 
 
 def where_it_hangs(comm):
@@ -249,14 +227,11 @@ def where_it_hangs(comm):
 
 @patiently
 def test_a_hang_says_where():
-    start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 did not go on: no rank computed, printed or ended a "
-                                        "collective for 1 s") as caught:
-        launch(where_it_hangs, 4, timeout=1)
-    within(time.monotonic() - start, 5)
-    assert caught.value.ranks == (1,)
-    assert "ranks 0, 2 and 3 waited for others in barrier" in str(caught.value)
-    assert "in where_it_hangs\n    time.sleep(1000)" in str(caught.value)
+    with in_time(5):
+        error = failure("rank 1 did not go on: no rank computed, printed or ended a collective for 1 s",
+                        where_it_hangs, 4, timeout=1)
+    assert error.ranks == (1,) and "ranks 0, 2 and 3 waited for others in barrier" in str(error)
+    assert "in where_it_hangs\n    time.sleep(1000)" in str(error)
 
 
 @patiently
@@ -266,12 +241,9 @@ def test_a_hang_at_the_start_counts_from_the_start(monkeypatch):
             return time.sleep, (1000,)
 
     monkeypatch.setattr("refimpl.ranks.watch.SECONDS_TO_START", 1)
-    with pytest.raises(RankError, match="ranks 0 and 1 did not answer within 1 s"):
-        launch(print, 2, SlowToArrive(), timeout=1000)
-    start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 did not go on"):  # the same limit for both
-        launch(where_it_hangs, 2, timeout=1)
-    within(time.monotonic() - start, 5)
+    failure("ranks 0 and 1 did not answer within 1 s", print, 2, SlowToArrive(), timeout=1000)
+    with in_time(5):
+        failure("rank 1 did not go on", where_it_hangs, 2, timeout=1)  # the same limit for both
 
 
 def test_a_hang_in_c_code_that_holds_the_interpreter():
@@ -280,24 +252,20 @@ def test_a_hang_in_c_code_that_holds_the_interpreter():
             sum(range(10**7)) if computes else ctypes.PyDLL(None).sleep(1000)
         comm.barrier()
 
-    with pytest.raises(RankError, match="rank 1 did not return within 1 s, the limit"):
-        launch(fn, 2, True, timeout=0.5, limit=1)
-    with pytest.raises(RankError, match="rank 1 did not go on.* for 1 s"):
-        launch(fn, 2, False, timeout=1)
+    failure("rank 1 did not return within 1 s, the limit", fn, 2, True, timeout=0.5, limit=1)
+    failure("rank 1 did not go on.* for 1 s", fn, 2, False, timeout=1)
 
 
-def test_when_all_wait_for_each_other_all_are_named():
-    def fn(comm):
-        comm.recv(torch.zeros(1), 1 - comm.rank)
-
-    with pytest.raises(RankError, match="ranks 0 and 1 did not go on.* for 1 s") as caught:
-        launch(fn, 2, timeout=1)
-    assert "waited for others in recv" in str(caught.value) and "debug=True" in str(caught.value)
+@on_ranks(2, fails="(?s)ranks 0 and 1 did not go on.* for 1 s.*waited for others in recv.*debug=True", launch=launch,
+          timeout=1)
+def test_when_all_wait_for_each_other_all_are_named(comm):
+    comm.recv(torch.zeros(1), 1 - comm.rank)
 
 
-def test_those_that_had_returned_are_named():
-    with pytest.raises(RankError, match="rank 1 did not go on.* for 1 s; rank 0 had returned"):
-        launch(lambda comm: comm.recv(torch.ones(1), 0) if comm.rank else None, 2, timeout=1)
+@on_ranks(2, fails="rank 1 did not go on.* for 1 s; rank 0 had returned", launch=launch, timeout=1)
+def test_those_that_had_returned_are_named(comm):
+    if comm.rank:
+        comm.recv(torch.ones(1), 0)
 
 
 def out_of_batches(comm, batches):
@@ -310,15 +278,11 @@ def out_of_batches(comm, batches):
 
 @patiently
 def test_a_rank_that_returns_while_others_wait_for_it_is_named_at_once():
-    start = time.monotonic()
-    told = r"^rank 0 returned after 0 collectives; rank 1 waits for it in barrier \(#1\)"
-    with pytest.raises(RankError, match=told) as caught:
-        launch(lambda comm: comm.barrier() if comm.rank else None, 2)
-    assert caught.value.ranks == (0,)
-    with pytest.raises(RankError) as caught:
-        launch(out_of_batches, 3, (9, 9, 5))
-    within(time.monotonic() - start, 5)
-    assert caught.value.ranks == (2,) and str(caught.value).splitlines() == [
+    with in_time(5):
+        early = failure(r"^rank 0 returned after 0 collectives; rank 1 waits for it in barrier \(#1\)",
+                        lambda comm: comm.barrier() if comm.rank else None, 2)
+        late = failure("", out_of_batches, 3, (9, 9, 5))
+    assert early.ranks == (0,) and late.ranks == (2,) and str(late).splitlines() == [
         "rank 2 returned after 6 collectives; ranks 0 and 1 wait for it in all_reduce of gradients, (3,) float32, op "
         "sum (#7)",
         "every rank calls every collective: let all end together, for example when the first has no batch left"]
@@ -331,10 +295,8 @@ def test_of_a_sub_group_too_and_who_comes_late_is_waited_for():
             time.sleep(slow)
             row.all_reduce(torch.ones(1))
 
-    with pytest.raises(RankError, match="^in the group of ranks 0 and 2: rank 2 returned after 0 collectives; rank 0 "
-                                        "waits for it in all_reduce") as caught:
-        launch(fn, 3, 0)
-    assert caught.value.ranks == (2,)
+    assert failure("^in the group of ranks 0 and 2: rank 2 returned after 0 collectives; rank 0 waits for it in "
+                   "all_reduce", fn, 3, 0).ranks == (2,)
     assert launch(fn, 3, 0.8) == [None] * 3
 
 
@@ -357,17 +319,14 @@ def test_a_rank_that_goes_on_is_not_hung(how):
     assert launch(computes, 2, 3, how, timeout=1) == [how] * 2
 
 
-def test_a_thread_that_looks_around_now_and_then_does_not_compute():
-    def fn(comm):
-        def look():
-            while True:
-                time.sleep(0.02)
+@on_ranks(2, fails="^rank 1 did not go on.*\nrank 0 waited for others in barrier", launch=launch, timeout=1, limit=8)
+def test_a_thread_that_looks_around_now_and_then_does_not_compute(comm):
+    def look():
+        while True:
+            time.sleep(0.02)
 
-        threading.Thread(target=look, daemon=True).start()
-        where_it_hangs(comm)
-
-    with pytest.raises(RankError, match="^rank 1 did not go on.*\nrank 0 waited for others in barrier"):
-        launch(fn, 2, timeout=1, limit=8)
+    threading.Thread(target=look, daemon=True).start()
+    where_it_hangs(comm)
 
 
 @patiently
@@ -379,39 +338,31 @@ def test_collectives_that_end_are_signs_too():
         time.sleep(1000)
 
     start = time.monotonic()
-    with pytest.raises(RankError, match="did not go on"):
-        launch(fn, 2, timeout=1)
+    with in_time(8):
+        failure("did not go on", fn, 2, timeout=1)
     assert 3.5 < time.monotonic() - start
-    within(time.monotonic() - start, 8)
 
 
 @patiently
 def test_a_limit_ends_a_rank_that_computes():
-    start = time.monotonic()
-    with pytest.raises(RankError, match="rank 0 did not return within 1.5 s, the limit") as caught:
-        launch(computes, 2, 1000, "itself", timeout=60, limit=1.5)
-    within(time.monotonic() - start, 5)
-    assert caught.value.ranks == (0,) and "in computes" in str(caught.value)
+    with in_time(5):
+        error = failure("rank 0 did not return within 1.5 s, the limit", computes, 2, 1000, "itself", timeout=60,
+                        limit=1.5)
+    assert error.ranks == (0,) and "in computes" in str(error)
 
 
-def test_a_rank_that_returns_early_breaks_no_connection():
-    def fn(comm):
-        if comm.rank == 0:
-            comm.send(torch.ones(100_000), 1, async_op=True)
-            return None
+@on_ranks(3, launch=launch)
+def test_a_rank_that_returns_early_breaks_no_connection(comm):
+    if comm.rank == 0:
+        comm.send(torch.ones(100_000), 1, async_op=True)
+    else:
         time.sleep(0.3)
-        return comm.recv(torch.empty(100_000), 0).sum().item() if comm.rank == 1 else None
-
-    assert launch(fn, 3) == [None, 100_000, None]
+    assert comm.rank != 1 or comm.recv(torch.empty(100_000), 0).sum() == 100_000
 
 
-def test_a_result_that_cannot_be_pickled_is_named():
-    def fn(comm):
-        return {"model": 3, "loader": [1, threading.Lock()]} if comm.rank == 1 else comm.barrier()
-
-    with pytest.raises(RankError, match="rank 1 returned an unpicklable value") as caught:
-        launch(fn, 1 + 1)
-    assert "the result cannot be pickled: dict: " in str(caught.value) and "lock" in str(caught.value)
+@on_ranks(2, fails="rank 1 returned an unpicklable value: the result cannot be pickled: dict: .*lock", launch=launch)
+def test_a_result_that_cannot_be_pickled_is_named(comm):
+    return {"model": 3, "loader": [1, threading.Lock()]} if comm.rank == 1 else comm.barrier()
 
 
 def test_a_rank_that_cannot_begin():
@@ -419,14 +370,12 @@ def test_a_rank_that_cannot_begin():
         def __reduce__(self):
             return int, ("not a number",)
 
-    with pytest.raises(RankError, match="rank . raised ValueError: invalid literal for int") as caught:
-        launch(print, 2, Unwilling())
-    assert isinstance(caught.value.__cause__, ValueError)
+    error = failure("rank . raised ValueError: invalid literal for int", print, 2, Unwilling())
+    assert isinstance(error.__cause__, ValueError)
 
 
 def test_after_any_fault_the_next_launch_works():
-    with pytest.raises(RankError):
-        launch(lambda comm: 1 / 0, 2)
+    failure("", lambda comm: 1 / 0, 2)
     assert launch(lambda comm: comm.rank, 2) == [0, 1]
 
 
@@ -438,9 +387,7 @@ def test_an_interrupt_leaves_nothing(processes_left):
 
     timer = threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with in_time(5), pytest.raises(KeyboardInterrupt):
         launch(fn, 4)
-    within(time.monotonic() - start, 5)
     assert processes_left() == []
     timer.join()

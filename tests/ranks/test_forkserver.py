@@ -15,7 +15,8 @@ import nbformat
 import psutil
 import pytest
 import torch
-from patience import patiently, within
+from patience import in_time, patiently
+from rank_pool import gone
 
 from refimpl.comm import RankError, launch
 from refimpl.ranks import forkserver
@@ -32,16 +33,6 @@ def script(tmp_path, code):
                             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}, cwd="/")
 
 
-def gone(pids, seconds=60):
-    """Whether all of these processes end in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_script_runs_once_an_interrupt_leaves_nothing_and_its_ranks_die_with_it(tmp_path):
     process = script(tmp_path, """
         import time
@@ -51,7 +42,6 @@ def test_a_script_runs_once_an_interrupt_leaves_nothing_and_its_ranks_die_with_i
         from refimpl.ranks import forkserver
 
         forkserver.PRELOADED = ("torch",)  # no rank makes an optimizer: half the time
-
         print("the script begins")
 
         def fn(comm):
@@ -62,7 +52,6 @@ def test_a_script_runs_once_an_interrupt_leaves_nothing_and_its_ranks_die_with_i
             comm.barrier()
             print("asleep" if comm.rank == 0 else "")
             time.sleep(1000)
-
         print(launch(fn, 2))
         try:
             launch(sleep, 3)
@@ -88,8 +77,7 @@ def test_a_script_runs_once_an_interrupt_leaves_nothing_and_its_ranks_die_with_i
         pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         assert len(pids) == 3  # two ranks and the fork server
         process.kill()
-        assert gone(pids)
-        assert process.stderr.read() == ""
+        assert gone(pids) and process.stderr.read() == ""
 
 
 def test_a_notebook(tmp_path):
@@ -128,12 +116,9 @@ def test_a_notebook(tmp_path):
         [child.name() for child in psutil.Process().children(recursive=True)].__len__()
     """]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(c).strip()) for c in cells])
-    old = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(ROOT)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
         nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    finally:
-        os.environ.pop("PYTHONPATH") if old is None else os.environ.update(PYTHONPATH=old)
     _, answered, broke, interrupted = [cell.outputs for cell in notebook.cells]
     assert answered[0].text == "[rank 0] in the cell 0\n[rank 1] in the cell 1\n"
     assert answered[1].data["text/plain"] == "[6, 6]"
@@ -178,8 +163,7 @@ def test_a_server_that_was_killed_a_moment_ago_is_replaced(another_server):
     os.kill(killed.pid, signal.SIGSTOP)  # it still seems to run, and never answers
     timer = threading.Timer(0.2, killed.kill)
     timer.start()
-    assert launch(lambda comm: comm.rank, 2) == [0, 1]
-    assert forkserver._current._process is not killed
+    assert launch(lambda comm: comm.rank, 2) == [0, 1] and forkserver._current._process is not killed
     timer.join()
 
 
@@ -214,21 +198,14 @@ def test_after_the_fork_server_is_gone_the_next_call_starts_another(another_serv
         comm.barrier()
         time.sleep(30)
 
-    start = time.monotonic()
-    with pytest.raises((RuntimeError, RankError), match="process that forks ranks has ended"):
+    with in_time(5), pytest.raises((RuntimeError, RankError), match="process that forks ranks has ended"):
         launch(fn, 2)
-    within(time.monotonic() - start, 5)
-    assert launch(lambda comm: comm.rank, 2) == [0, 1]
-    assert forkserver._current._process is not first
+    assert launch(lambda comm: comm.rank, 2) == [0, 1] and forkserver._current._process is not first
 
 
 def test_a_server_that_ends_by_an_error_is_quoted(another_server):
     launch(lambda comm: None, 1)
-    channel = forkserver.open_channel("refimpl.comm.launch")
-    with channel:
+    with forkserver.open_channel("refimpl.comm.launch") as channel:
         channel.send(b"?")  # no request is as short
-        deadline = time.monotonic() + 60
-        while forkserver._current._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert forkserver._current._process.poll() == 1
+        assert forkserver._current._process.wait(60) == 1
     assert "struct.error" in forkserver.last_words()

@@ -1,14 +1,16 @@
 """What ranks print: in the caller's stdout and stderr, labelled, in rank order, nothing lost."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 
-import pytest
+import tqdm
+from rank_pool import failure
 
-from refimpl.comm import RankError, launch
+from refimpl.comm import launch
 from refimpl.ranks.output import RankOutput
 
 
@@ -25,17 +27,12 @@ def test_lines_come_in_rank_order_and_labelled(capsys):
 
 
 def test_a_last_line_without_an_end_empty_lines_and_any_letters(capsys):
-    def fn(comm):
-        print("Σ → é\n\nno end", end="")
-
-    launch(fn, 2)
+    launch(lambda comm: print("Σ → é\n\nno end", end=""), 2)
     assert capsys.readouterr().out == "".join(f"[rank {r}] Σ → é\n[rank {r}] \n[rank {r}] no end\n" for r in (0, 1))
 
 
 def test_what_c_code_and_child_processes_write_is_seen(capsys):
     def fn(comm):
-        import ctypes
-
         ctypes.CDLL(None).puts(b"from C")
         os.write(2, b"from the descriptor\n")
         subprocess.run(["echo", "from a child"], check=True)
@@ -54,28 +51,18 @@ def test_nothing_is_lost_when_a_rank_is_killed_or_raises(capsys):
             os.kill(os.getpid(), signal.SIGKILL)
         comm.barrier()
 
-    with pytest.raises(RankError):
-        launch(fn, 3)
+    failure("", fn, 3)
     assert capsys.readouterr().out == "".join(f"[rank {r}] before the end {r}\n" for r in range(3))
 
 
 def test_much_output_does_not_stop_a_rank(capsys):
-    def fn(comm):
-        print("\n".join(f"{comm.rank} {i}" for i in range(50_000)))
-
-    launch(fn, 2)
+    launch(lambda comm: print("\n".join(f"{comm.rank} {i}" for i in range(50_000))), 2)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"[rank {r}] {r} {i}" for r in range(2) for i in range(50_000)]
 
 
 def test_a_progress_bar_leaves_its_last_state(capsys):
-    def fn(comm):
-        from tqdm import tqdm
-
-        for _ in tqdm(range(5)):
-            pass
-
-    launch(fn, 2)
+    launch(lambda comm: list(tqdm.tqdm(range(5))), 2)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all(line.startswith(f"[rank {r}] 100%") and "5/5" in line for r, line in enumerate(lines))
@@ -102,22 +89,17 @@ def test_a_line_in_many_pieces_costs_no_more_than_its_length(capsys):
 def test_the_lowest_rank_that_runs_is_shown_as_it_prints(capsys):
     output = RankOutput(3)
 
-    def shown():
+    def fed(rank, text):
+        output.feed(rank, "stdout", text)
         return capsys.readouterr().out
 
-    output.feed(1, "stdout", b"one\n")
-    assert shown() == ""
-    output.feed(0, "stdout", b"zero\nand")
-    assert shown() == "[rank 0] zero\n"
-    output.finish(0)
-    assert shown() == "[rank 0] and\n[rank 1] one\n"
-    output.feed(1, "stdout", "é\n".encode()[:1])
-    output.feed(1, "stdout", "é\n".encode()[1:])
-    assert shown() == "[rank 1] é\n"
-    output.finish(2)
-    output.feed(0, "stdout", b"late\n")
-    assert shown() == "[rank 0] late\n"
-    output.feed(2, "stdout", b"waits\n")
-    assert shown() == ""
-    output.finish(1)
-    assert shown() == "[rank 2] waits\n"
+    def finished(rank):
+        output.finish(rank)
+        return capsys.readouterr().out
+
+    assert fed(1, b"one\n") == ""
+    assert fed(0, b"zero\nand") == "[rank 0] zero\n"
+    assert finished(0) == "[rank 0] and\n[rank 1] one\n"
+    assert fed(1, "é\n".encode()[:1]) + fed(1, "é\n".encode()[1:]) == "[rank 1] é\n"
+    assert finished(2) == "" and fed(0, b"late\n") == "[rank 0] late\n"
+    assert fed(2, b"waits\n") == "" and finished(1) == "[rank 2] waits\n"

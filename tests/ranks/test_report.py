@@ -41,9 +41,8 @@ def ended(status, value=None, errors=b"", stacks=b""):
     (0, b"result", "exited with code 0 after it had returned, while others ran"),
     (signal.SIGTERM, None, "was killed by SIGTERM (signal 15) before it returned"),
     (signal.SIGSEGV | 0x80, None, "was killed by SIGSEGV (signal 11) before it returned"),  # with a core dump
-    (signal.SIGKILL, None, "was killed by SIGKILL (signal 9) before it returned; the kernel does that too when memory "
-                           "runs out"),
-])
+    (signal.SIGKILL, None,
+     "was killed by SIGKILL (signal 9) before it returned; the kernel does that too when memory runs out")])
 def test_how_a_rank_ended(status, value, what):
     failure = ended(status, value)
     assert (failure.rank, failure.what, failure.when, failure.consequence) == (2, what, 7.0, False)
@@ -66,8 +65,7 @@ def test_blame_goes_to_what_nothing_else_explains_then_to_the_dead_then_to_the_e
     assert str(error) == "rank 2 raised KeyError: a\nmore\nrank 1, too, raised ValueError: b\n\nits lines"
     assert blame([broken, late, early, dead], {3}).rank == 3
     assert blame([broken], set()).rank == 0
-    aborted = Failure(1, "was killed by SIGABRT", when=5, consequence=True)
-    assert blame([broken, aborted], {1}).rank == 1
+    assert blame([broken, Failure(1, "was killed by SIGABRT", when=5, consequence=True)], {1}).rank == 1
 
 
 def test_what_explains_consequences_is_told_first_and_keeps_its_class():

@@ -36,8 +36,7 @@ def test_ranks_go_on_while_one_uses_more_than_a_percent_of_a_core(given):
 
 def test_a_little_adds_up_and_what_is_said_or_written_is_a_sign(given):
     look = Signs(1)
-    assert look.every == 0.25
-    look.look([7, 8], b"a")
+    assert look.every == 0.25 and look.look([7, 8], b"a") == 0
     given.now, given.used = 2.0, {7: 3.05, 8: 5.0}  # 2.5 %, but 5 ticks: more than 2 and 1 %
     assert look.look([7, 8], b"a") == 0
     given.now = 3.0

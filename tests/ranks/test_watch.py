@@ -1,16 +1,17 @@
 """The caller's side when it is the caller that fails: the error is its own, and no process and no file is left."""
 
 import contextlib
-import io
 import os
 import resource
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
+from rank_pool import failure
 
-from refimpl.comm import RankError, launch
+from refimpl.comm import launch
 from refimpl.ranks import watch as watching
 
 
@@ -44,10 +45,7 @@ def test_an_interrupt_at_any_moment_stays_an_interrupt(processes_left, monkeypat
 
 
 def test_a_second_interrupt_does_not_leave_ranks_behind(processes_left, monkeypatch):
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(watching.Ranks, "_end", interrupted)
+    monkeypatch.setattr(watching.Ranks, "_end", mock.Mock(side_effect=KeyboardInterrupt))
     timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -57,15 +55,12 @@ def test_a_second_interrupt_does_not_leave_ranks_behind(processes_left, monkeypa
 
 
 def test_a_caller_who_cannot_print_gets_that_error_and_no_process_is_left(processes_left):
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError("nobody reads")
-
     def fn(comm):
         print("something")
         time.sleep(1000)
 
-    with contextlib.redirect_stdout(Closed()), pytest.raises(BrokenPipeError, match="nobody reads"):
+    closed = mock.Mock(write=mock.Mock(side_effect=BrokenPipeError("nobody reads")))
+    with contextlib.redirect_stdout(closed), pytest.raises(BrokenPipeError, match="nobody reads"):
         launch(fn, 3)
     assert processes_left() == []
 
@@ -75,7 +70,6 @@ def test_a_result_that_can_be_read_nowhere_is_named():
         def __init__(self, first, second):
             super().__init__(first)
 
-    told = "rank 1 returned a value that cannot be unpickled: TypeError.*'second'"
-    with pytest.raises(RankError, match=told) as caught:
-        launch(lambda comm: TwoArguments(1, 2) if comm.rank else None, 2)
-    assert caught.value.ranks == (1,) and isinstance(caught.value.__cause__, TypeError)
+    error = failure("rank 1 returned a value that cannot be unpickled: TypeError.*'second'",
+                    lambda comm: TwoArguments(1, 2) if comm.rank else None, 2)
+    assert error.ranks == (1,) and isinstance(error.__cause__, TypeError)

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 import torch.distributed as dist
+from rank_pool import failure
 
-from refimpl.comm import RankError, launch
+from refimpl.comm import launch
 from refimpl.ranks.worker import LENGTH, Setup, UnpicklableResult, describe, pickled_result, read_payload, report
 
 
@@ -84,8 +85,7 @@ def test_a_function_that_closes_its_output_is_answered_all_the_same(harm):
         return comm.rank
 
     assert launch(fn, 2, False) == [0, 1]
-    with pytest.raises(RankError, match="rank . raised ValueError: the real reason"):
-        launch(fn, 2, True)
+    failure("rank . raised ValueError: the real reason", fn, 2, True)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, BaseException])
@@ -95,16 +95,12 @@ def test_any_exception_is_told(kind):
             raise kind("odd")
         comm.barrier()
 
-    with pytest.raises(RankError, match=f"rank 1 raised {kind.__name__}: odd"):
-        launch(fn, 2)
+    failure(f"rank 1 raised {kind.__name__}: odd", fn, 2)
 
 
 def test_a_rank_that_closes_every_file_is_named_and_one_that_forks_answers_once():
-    def closes(comm):
-        os.closerange(3, 200)
-
-    with pytest.raises(RankError, match="rank 0 (exited|was killed)"):  # gloo's thread may end it first
-        launch(closes, 1)
+    # gloo's thread may end it first
+    failure("rank 0 (exited|was killed)", lambda comm: os.closerange(3, 200), 1)
 
     def forks(comm):
         child = os.fork()

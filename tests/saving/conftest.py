@@ -3,10 +3,8 @@
 import pytest
 import rank_pool
 
-FRESH = ("test_manifest",)
-
 
 @pytest.fixture(autouse=True)
 def ranks_that_live_on(request, monkeypatch):
-    if hasattr(request.module, "launch") and request.path.stem not in FRESH:
+    if hasattr(request.module, "launch") and request.path.stem != "test_manifest":
         monkeypatch.setattr(request.module, "launch", rank_pool.pooled)

@@ -1,13 +1,13 @@
 """Each element in one file: what a manifest or a file lacks, has twice or elsewhere is named by all ranks."""
 
-import os
+from operator import setitem
 
 import pytest
+from refused_kit import check_damage, hashed, only, rewritten
 from safetensors.torch import load_file, save_file
-from saving_kit import BY_ROWS, Holder, check_damage, only, rewritten
+from saving_kit import BY_ROWS, Holder
 
 from refimpl.comm import launch
-from refimpl.saving import durable
 from refimpl.saving.coverage import check_coverage
 
 
@@ -21,8 +21,7 @@ def without(directory, name):
     tensors = load_file(path)
     tensors.pop(name)
     save_file(tensors, path)
-    rewritten(lambda content: content["files"][path.name].update(
-        bytes=path.stat().st_size, sha256=durable.sha256_of(path)))(directory)
+    hashed(path)
 
 
 def linked(directory, what):
@@ -44,14 +43,14 @@ GAPS = {  # hashes are right, so that only what is in them can tell
     "no frozen piece": (rewritten(lambda c: pieces(c, 1).pop("still.weight")), r"still.weight: elements 6 … 11 are"),
     "no piece": (rewritten(lambda c: pieces(c, 0).pop("up.bias")), r"up.bias: elements 0 … \d+ are in no file"),
     "no last piece": (rewritten(lambda c: pieces(c, 1).pop("up.weight")), r"up.weight: elements 15 … 29 are in no "),
-    "a short piece": (rewritten(lambda c: pieces(c, 1)["up.weight"].__setitem__(1, 29)),
+    "a short piece": (rewritten(lambda c: setitem(pieces(c, 1)["up.weight"], 1, 29)),
                       r"up.weight: elements 29 … 29 are in no file"),
     "a piece twice": (rewritten(lambda c: pieces(c, 1).update(scale=[0, 1]) or pieces(c, 0).update(scale=[0, 1])),
                       r"scale: elements 0 … 0 are in rank-00000.safetensors and in rank-00001.safetensors"),
-    "a long piece": (rewritten(lambda c: pieces(c, 1)["up.weight"].__setitem__(1, 31)),
+    "a long piece": (rewritten(lambda c: setitem(pieces(c, 1)["up.weight"], 1, 31)),
                      r"pieces.up.weight is \[15, 31\]: expected a part of its 30 elements"),
-    "a piece that is shifted": (rewritten(lambda c: (pieces(c, 0)["up.weight"].__setitem__(1, 16),
-                                                     pieces(c, 1)["up.weight"].__setitem__(0, 16))),
+    "a piece that is shifted": (rewritten(lambda c: (setitem(pieces(c, 0)["up.weight"], 1, 16),
+                                                     setitem(pieces(c, 1)["up.weight"], 0, 16))),
                                 r"safetensors has parameters/up.weight as F32 \[\d+\]: expected float32 \[\d+\]"),
     "no such parameter": (rewritten(lambda c: pieces(c, 1).update(x=[0, 1])), r"pieces.x is there, and no such param"),
     "no moments": (rewritten(lambda c: c["states"]["up.weight"].pop("exp_avg")),
@@ -76,14 +75,13 @@ GAPS = {  # hashes are right, so that only what is in them can tell
     "a file above": (renamed("rank-00000.safetensors", "../x"), r"files.../x is there: expected rank-00000"),
     "a linked file": (lambda d: linked(d, "file"), r"rank-00000.safetensors is a link to .*, which is not in"),
     "a linked folder": (lambda d: linked(d, "folder"), r"safetensors is a link to .*, which is not in .*: copy it th"),
-    "a folder for a file": (lambda d: (os.remove(only(d, "rank-00001*")), os.mkdir(next(d.glob("step-*")) /
-                                       "rank-00001.safetensors")), r"rank-00001.safetensors is no file"),
-}
+    "a folder for a file": (lambda d: (path := only(d, "rank-00001*")).unlink() or path.mkdir(),
+                            r"rank-00001.safetensors is no file")}
 
 
 def test_a_gap_is_named_by_all_ranks_and_nothing_changes(tmp_path):
     launch(lambda comm: Holder(comm).train(2).save(tmp_path / "whole"), 2)
-    check_damage(GAPS, tmp_path / "whole", tmp_path, launch)
+    check_damage(GAPS, tmp_path / "whole", tmp_path)
 
 
 def manifest_of(spans, shape=(6,)):
@@ -123,26 +121,23 @@ def test_a_parameter_without_elements_is_in_no_file():
     assert "expected a part of its 0 elements" in check_coverage(manifest_of([(0, 1)], (3, 0)))
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
-
 BLOCKS = {  # of up.weight, (6, 5), cut by rows on two ranks
     "no block": (rewritten(lambda c: pieces(c, 1).pop("up.weight")), r"up.weight: 15 of its 30 elements are in"),
-    "a block elsewhere": (rewritten(lambda c: pieces(c, 1)["up.weight"][2].__setitem__(0, 2)),
+    "a block elsewhere": (rewritten(lambda c: setitem(pieces(c, 1)["up.weight"][2], 0, 2)),
                           r"up.weight: its blocks of \(3, 5\) at \(0, 0\), in rank-00000.safetensors, and of \(3, 5\) "
                           r"at \(2, 0\), in rank-00001.safetensors, have elements in common"),
-    "a block outside": (rewritten(lambda c: pieces(c, 1)["up.weight"][2].__setitem__(0, 4)),
+    "a block outside": (rewritten(lambda c: setitem(pieces(c, 1)["up.weight"][2], 0, 4)),
                         r"pieces.up.weight is \[0, 15, \[4, 0\], \[3, 5\]\]: expected a part of its 30 el"),
     "a flat block": (rewritten(lambda c: pieces(c, 1)["up.weight"][3].pop()), r"up.weight is .*: expected a part of"),
-    "a short block": (rewritten(lambda c: pieces(c, 1)["up.weight"].__setitem__(1, 14)),
+    "a short block": (rewritten(lambda c: setitem(pieces(c, 1)["up.weight"], 1, 14)),
                       r"up.weight: elements 14 … 14 of its block of \(3, 5\) at \(3, 0\) are in no file"),
     "a block without lengths": (rewritten(lambda c: pieces(c, 1)["up.weight"].pop()),
                                 r"pieces.up.weight is \[.*: expected \[first, end\], or \[first, end, offsets, l"),
-    "a block of words": (rewritten(lambda c: pieces(c, 1)["up.weight"].__setitem__(2, "ab")), r"up.weight is \[.*:"),
-    "a block shared": (rewritten(lambda c: pieces(c, 1)["up.weight"].__setitem__(slice(2, 4), [[0, 0], [3, 5]])),
-                       r"up.weight: elements 0 … 14 of its block of \(3, 5\) at \(0, 0\) are in rank-00000.safetens"),
-}
+    "a block of words": (rewritten(lambda c: setitem(pieces(c, 1)["up.weight"], 2, "ab")), r"up.weight is \[.*:"),
+    "a block shared": (rewritten(lambda c: setitem(pieces(c, 1)["up.weight"], slice(2, 4), [[0, 0], [3, 5]])),
+                       r"up.weight: elements 0 … 14 of its block of \(3, 5\) at \(0, 0\) are in rank-00000.safetens")}
 
 
 def test_a_block_that_is_missing_or_elsewhere_is_named_by_all_ranks(tmp_path):
     launch(lambda comm: Holder(comm, BY_ROWS, tp=2).train(2).save(tmp_path / "whole"), 2)
-    check_damage(BLOCKS, tmp_path / "whole", tmp_path, launch)
+    check_damage(BLOCKS, tmp_path / "whole", tmp_path)

@@ -21,22 +21,19 @@ class Several(nn.Module):
         self.register_buffer("cache", torch.zeros(2), persistent=False)
 
 
-def state(comm, dtype=None, masters=True, model=None, change=lambda shards: shards, lr=1e-3, names=None):
+def state(comm, dtype=None, masters=True, change=lambda shards: shards, lr=1e-3, names=("a.weight", "a.bias")):
     """Whole tensors on rank 0, replicas of which are on the others."""
-    model = Several().to(dtype) if model is None else model
+    model, shards = Several().to(dtype), []
     replicas = tuple(range(comm.world_size)) if comm.world_size > 1 else ()
-    shards = []
-    for kind, each in (("parameters", model.named_parameters()), ("buffers", model.named_buffers())):
-        for name, x in each:
-            spec, values = ShardSpec(name, x.shape, replicas=replicas), x.detach().reshape(-1)
-            own = nn.Parameter(values.float() if masters else values) if x.requires_grad else None
-            its = "frozen" if own is None and kind == "parameters" else kind
-            shards.append(Shard(spec, values if own is None else own.detach(), its, x.dtype, own,
-                                None if comm.rank else spec))
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        spec, values = ShardSpec(name, x.shape, replicas=replicas), x.detach().reshape(-1)
+        own = nn.Parameter(values.float() if masters else values) if x.requires_grad else None
+        kind = "parameters" if x.requires_grad else "frozen" if isinstance(x, nn.Parameter) else "buffers"
+        shards.append(Shard(spec, values if own is None else own.detach(), kind, x.dtype, own,
+                            None if comm.rank else spec))
     shards = change(shards)
     optimizer = torch.optim.AdamW([shard.own for shard in shards if shard.own is not None], lr=lr)
-    return TrainingState(comm, shards, optimizer, [["a.weight", "a.bias"] if names is None else names], model, 3,
-                         {"stage": 1})
+    return TrainingState(comm, shards, optimizer, [list(names)], model, 3, {"stage": 1})
 
 
 def description(**how):
@@ -99,21 +96,12 @@ def test_a_piece_in_json(spec):
     assert len(piece_of(spec)) == (2 if spec.lengths == spec.shape else 4)
 
 
-# --- ranks that differ -----------------------------------------------------------------------------------------------
-
-
-def each(rank, change):
-    """Shards as `change` makes them of each, on one rank."""
-    return lambda comm: {"change": lambda shards: [change(s) for s in shards] if comm.rank == rank else shards}
-
-
-def changed(name, **fields):
+def changed(rank, name, **fields):
+    """One rank's shard of a tensor with other fields, {field: function of the shard}."""
     def change(shard):
-        if shard.spec.name != name:
-            return shard
-        here = {key: make(shard) for key, make in fields.items()}
+        here = {key: make(shard) for key, make in fields.items()} if shard.spec.name == name else {}
         return Shard(**{**vars(shard), **here})
-    return change
+    return lambda comm: {"change": lambda shards: [change(s) for s in shards] if comm.rank == rank else shards}
 
 
 def without_replicas(shard):
@@ -121,28 +109,27 @@ def without_replicas(shard):
 
 
 DIFFER = {
-    "replicas that nobody names": (each(1, changed("a.bias", spec=without_replicas, owned=without_replicas)),
+    "replicas that nobody names": (changed(1, "a.bias", spec=without_replicas, owned=without_replicas),
                                    r"ValueError: a.bias: elements 0 … 1 are on rank 0 and on rank 1: ranks that hold"),
-    "replicas that one names": (each(1, changed("a.bias", spec=without_replicas)),
+    "replicas that one names": (changed(1, "a.bias", spec=without_replicas),
                                 r"ValueError: a.bias: ranks \[0\] name ranks \[0, 1\] as replicas of elements"),
-    "a tensor that nobody owns": (each(0, changed("mean", owned=lambda s: None)),
+    "a tensor that nobody owns": (changed(0, "mean", owned=lambda s: None),
                                   r"ValueError: mean is in the model, and no rank owns a part of it"),
-    "a trained tensor that nobody owns": (each(0, changed("a.bias", owned=lambda s: None)),
+    "a trained tensor that nobody owns": (changed(0, "a.bias", owned=lambda s: None),
                                           r"ValueError: a.bias is in .*, and no rank owns a part of it: one has to"),
-    "a gap": (each(0, changed("a.weight", owned=lambda s: s.spec.cut(0, 4))),
+    "a gap": (changed(0, "a.weight", owned=lambda s: s.spec.cut(0, 4)),
               r"ValueError: a.weight: elements 4 … 5 are on no rank"),
-    "a piece of rank 0's": (each(1, changed("a.weight", owned=lambda s: s.spec.cut(4, 6))),
+    "a piece of rank 0's": (changed(1, "a.weight", owned=lambda s: s.spec.cut(4, 6)),
                             r"ValueError: a.weight: elements 4 … 5 are on rank 0 and on rank 1"),
-    "another shape": (each(1, changed("a.weight", spec=lambda s: ShardSpec("a.weight", (3, 2)),
-                                      owned=lambda s: ShardSpec("a.weight", (3, 2)))),
+    "another shape": (changed(1, "a.weight", spec=lambda s: ShardSpec("a.weight", (3, 2)),
+                              owned=lambda s: ShardSpec("a.weight", (3, 2))),
                       r"ValueError: a.weight has shape \(2, 3\) on rank 0 and \(3, 2\) on rank 1"),
-    "another dtype": (lambda comm: {"change": lambda shards: [changed("a.bias", owned=lambda s: s.spec.cut(
-        comm.rank, comm.rank + 1), dtype=lambda s: (torch.float32, torch.float16)[comm.rank])(s) for s in shards]},
-        r"RuntimeError: rank 1 has another description of a.bias than ranks before it: \{.*float16"),
+    "another dtype": (lambda comm: changed(comm.rank, "a.bias", owned=lambda s: s.spec.cut(comm.rank, comm.rank + 1),
+                                           dtype=lambda s: (torch.float32, torch.float16)[comm.rank])(comm),
+                      r"RuntimeError: rank 1 has another description of a.bias than ranks before it: \{.*float16"),
     "another lr": (lambda comm: {"lr": 0.1 * (comm.rank + 1)}, r"RuntimeError: rank 1 has param groups .*'lr': 0.2"),
     "a parameter that is nowhere": (lambda comm: {"names": ["a.weight", "a.bias", "c"]},
-                                    r"ValueError: c is in a param group, and no rank owns a part of it"),
-}
+                                    r"ValueError: c is in a param group, and no rank owns a part of it")}
 
 
 @pytest.mark.parametrize("what", DIFFER)
@@ -203,8 +190,7 @@ def with_another_state():
     (lambda: in_rows((0,), (1,), (1,)), ValueError, "two shards of a.weight on rank 0: .* no element in common"),
     (lambda: in_rows((0,), (1, torch.float16)), RuntimeError, "rank 0 has another description of a.weight"),
     (in_two_groups, ValueError, "a.weight is in 2 param groups: expected all parts of it in one"),
-    (with_another_state, RuntimeError, "rank 0 has another optimizer state of a.weight"),
-])
+    (with_another_state, RuntimeError, "rank 0 has another optimizer state of a.weight")])
 def test_parts_that_are_not_together_a_tensor_are_an_error_by_name(make, error, said):
     with pytest.raises(error, match=said):
         describe(make(), saving=True)

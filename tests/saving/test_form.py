@@ -36,9 +36,6 @@ def test_what_a_hyper_parameter_can_be():
     assert not any(map(is_plain, ({}, torch.zeros(1), 2**63, 1j, b"", nested)))
 
 
-# --- a manifest ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """(folder, manifest) of what two ranks have saved."""
@@ -124,32 +121,39 @@ def number(kind):
     return torch.tensor(kind["value"], dtype=getattr(torch, kind["dtype"])) if "dtype" in kind else kind["value"]
 
 
+def loaded(holder, tree, change, load, least, said=""):
+    """Load copies of a tree that are changed at each of its nodes: (path, copy, what is held then) where none was
+    refused. At the `least` so many are, which changes nothing."""
+    other, refused = holder.state_dict(), 0
+    before = exactly(other)
+    for path in nodes(tree):
+        content = changed(tree, path, change)
+        try:
+            load(content)
+        except SavedStateError as error:
+            assert exactly(holder.state_dict()) == before and said in str(error), path
+            refused += 1
+        else:
+            yield path, content, exactly(holder.state_dict())
+            holder.load_state_dict(forget(holder, other))
+    assert refused > least
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_node_of_a_manifest(saved, tmp_path, change):
     folder, manifest = saved
-    holder = alone(seed=7, build=few).train(2)
-    other = holder.state_dict()
-    holder.load(folder)
-    as_saved = holder.state_dict()
-    holder.load_state_dict(other)
-    before, refused = exactly(other), 0
-    for path in nodes(manifest):
-        content = changed(manifest, path, CHANGES[change])
+    holder, as_saved = alone(seed=7, build=few).train(2), alone(build=few).load(folder).state_dict()
+
+    def load(content):
         written(folder, tmp_path / "x", content)
-        try:
-            holder.load(tmp_path / "x")
-        except SavedStateError as error:
-            assert exactly(holder.state_dict()) == before and str(tmp_path / "x") in str(error), path
-            refused += 1
-        else:
-            assert exactly(holder.state_dict()) == exactly(as_it_says(as_saved, content)), path
-            holder.load_state_dict(forget(holder, other))
-    assert refused > 20
+        holder.load(tmp_path / "x")
+
+    for path, content, found in loaded(holder, manifest, CHANGES[change], load, 20, str(tmp_path / "x")):
+        assert found == exactly(as_it_says(as_saved, content)), path
 
 
 def test_a_manifest_that_is_deep(saved, tmp_path):
-    folder, manifest = saved
-    holder = alone(build=few)
+    (folder, manifest), holder = saved, alone(build=few)
     written(folder, tmp_path / "x", manifest)
     for deep in (10, 900, 100_000):
         text = json.dumps({**manifest, "step": "deep"}).replace('"deep"', "[" * deep + "]" * deep)
@@ -162,8 +166,6 @@ def test_a_manifest_that_is_deep(saved, tmp_path):
     with pytest.raises(SavedStateError, match=r"defaults.lr is \[\[.*: expected a number, a string, or a list of them"):
         holder.load(tmp_path / "x")
 
-
-# --- a state_dict ----------------------------------------------------------------------------------------------------
 
 TENSORS = {"sparse": lambda x: x.to_sparse(), "meta": lambda x: x.to("meta"), "wider": lambda x: x.double(),
            "complex": lambda x: x.to(torch.complex64), "whole": lambda x: x.long(), "one": lambda x: torch.ones(1),
@@ -179,21 +181,10 @@ def tensors_to(make):
 @pytest.mark.parametrize("change", {**CHANGES, **TENSORS})
 def test_each_node_of_a_state_dict(change):
     holder, saved = (alone(seed=seed, build=few).train(2) for seed in (7, 0))
-    given, other = saved.state_dict(), holder.state_dict()
-    before, refused = exactly(other), 0
     change = CHANGES[change] if change in CHANGES else tensors_to(TENSORS[change])
-    for path in nodes(given):
-        sd = changed(given, path, change)
-        try:
-            holder.load_state_dict(sd)
-        except SavedStateError:
-            assert exactly(holder.state_dict()) == before, path
-            refused += 1
-        else:
-            told, found = exactly(sd), exactly(holder.state_dict())
-            assert all(found[key] == told[key] for key in found if key != "tied.weight"), path
-            holder.load_state_dict(forget(holder, other))
+    for path, sd, found in loaded(holder, saved.state_dict(), change, holder.load_state_dict, 5):
+        told = exactly(sd)
+        assert all(found[key] == told[key] for key in found if key != "tied.weight"), path
     for junk in JUNK:
         with pytest.raises(SavedStateError, match=r"rank 0's state_dict cannot be loaded: .*: expected"):
             holder.load_state_dict(junk)
-    assert refused > 5

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+from unittest import mock
 
 import pytest
 import torch
-from saving_kit import BY_COLUMNS, BY_ROWS, MIXED, OPTIMIZERS, Holder, alone, differing
+from saving_kit import BY_COLUMNS, BY_ROWS, MIXED, OPTIMIZERS, Holder, alone, differing, whole_state
 from torch import nn
+from zero_steps import above, stack
 
-from refimpl import memory, saving
+from refimpl import saving
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.saving import TrainingState, description, sharded
 from refimpl.saving.durable import safetensors_bytes, widest_first
@@ -33,15 +35,15 @@ def saved(comm, folder, optimizer):
 
 def loaded(comm, folder, optimizer, sources, expected, continued):
     """What is not as it was saved, in what is loaded here: each source by one of the cuts; nor after a step."""
-    wrong = {}
-    for number, cut in enumerate(WORLDS[comm.world_size]):
-        for source in sources[number :: len(WORLDS[comm.world_size])]:
+    wrong, cuts = {}, WORLDS[comm.world_size]
+    for number, cut in enumerate(cuts):
+        for source in sources[number :: len(cuts)]:
             holder = Holder(comm, optimizer=optimizer, seed=7, **CUTS[cut]).train(1).load(folder / source)
             wrong[cut, source] = differing(holder.state_dict(), expected)
             holder.save(folder / "back")
-            again = Holder(comm, optimizer=optimizer, seed=8, **CUTS["flat"]).load(folder / "back").train(1)
-            wrong[cut, source] += differing(again.state_dict(), continued)
-            wrong[cut, source] += differing(holder.train(1).state_dict(), continued)
+            again = Holder(comm, optimizer=optimizer, seed=8, **CUTS["flat"]).load(folder / "back")
+            for each in (again, holder):
+                wrong[cut, source] += differing(each.train(1).state_dict(), continued)
     return {key: found for key, found in wrong.items() if found}
 
 
@@ -61,10 +63,9 @@ def taken(comm, expected):
     """What is not as it was given by a state_dict, on each cut."""
     found = []
     for cut in WORLDS[comm.world_size]:
-        holder = Holder(comm, seed=7, **CUTS[cut]).train(1)
-        holder.load_state_dict(expected if comm.rank == 0 else {})
+        holder = Holder(comm, seed=7, **CUTS[cut]).train(1).load_state_dict({} if comm.rank else expected)
         again = holder.state_dict()
-        found.append(differing(again, expected) if comm.rank == 0 else again)
+        found.append(again if comm.rank else differing(again, expected))
     return found
 
 
@@ -82,11 +83,7 @@ def test_training_goes_on_with_the_same_random_numbers(tmp_path):
         torch.manual_seed(9)
         holder.load(tmp_path)
         return torch.equal(torch.rand(3), expected)
-
     assert launch(both, 2) == [True, True]
-
-
-# --- a group at a time -----------------------------------------------------------------------------------------------
 
 
 def visited(comm, folder):
@@ -126,9 +123,6 @@ def test_a_save_that_loads_all_groups_is_found(tmp_path, monkeypatch):
         alone(away=True).save(tmp_path)
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
-
 def held(comm, cut, writes_all=False):
     """A 24×16 weight as `cut` holds it, and a bias that all hold; after a step."""
     model, shards = nn.Linear(16, 24), []
@@ -149,14 +143,10 @@ def held(comm, cut, writes_all=False):
 
 
 def sizes(comm, folder, writes_all=False):
-    if writes_all:  # and nobody checks
-        description.check_specs, check = lambda specs: None, description.check_specs
-    try:
+    check = (lambda specs: None) if writes_all else description.check_specs
+    with mock.patch.object(description, "check_specs", check):
         for cut in ("whole", "rows", "flat"):
             saving.save(held(comm, cut, writes_all), folder / cut)
-    finally:
-        if writes_all:
-            description.check_specs = check
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -179,39 +169,28 @@ def test_ranks_that_write_their_replicas_too_write_more(tmp_path):
     """The mutant, which the check of owners refuses."""
     with pytest.raises(RuntimeError, match=r"weight: elements 0 … 383 are on rank 0 and on rank 1"):
         launch(lambda comm: saving.save(held(comm, "whole", True), tmp_path), 2)
-    launch(sizes, 2, tmp_path, True)
-    found = {cut: sum(os.path.getsize(path) for path in (tmp_path / cut).glob("step-*/rank*"))
-             for cut in ("whole", "rows", "flat")}
-    launch(sizes, 2, tmp_path)
-    for cut, wrong in found.items():
-        right = sum(os.path.getsize(path) for path in (tmp_path / cut).glob("step-*/rank*"))
-        assert wrong >= right + (24 + (24 * 16 if cut == "whole" else 0)) * 12
-
-
-# --- no copy of everything -------------------------------------------------------------------------------------------
+    found = []
+    for writes_all in (True, False):
+        launch(sizes, 2, tmp_path, writes_all)
+        found.append({cut: sum(os.path.getsize(path) for path in (tmp_path / cut).glob("step-*/rank*"))
+                      for cut in ("whole", "rows", "flat")})
+    wrong, right = found
+    assert all(wrong[cut] >= right[cut] + (24 + (24 * 16 if cut == "whole" else 0)) * 12 for cut in right)
 
 
 def peaks(folder):
     """Bytes above what was there before, in save and in load, of eight 128×128 weights."""
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+    model = stack(8, 128)
     optimizer = torch.optim.Adam(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    shards = [Shard(ShardSpec(name, p.shape), p.detach().view(-1), "parameters", p.dtype, p, ShardSpec(name, p.shape))
-              for name, p in model.named_parameters()]
-    state, found = TrainingState(FakeCommunicator(0, 1), shards, optimizer, [[s.spec.name for s in shards]], model), []
-    for work in (saving.save, saving.load):
-        with memory.track(model, optimizer) as t:
-            before = t.now.total
-            work(state, folder)
-        found.append(t.peak.total - before)
-    return found
+    state = whole_state(model, optimizer)
+    return [above(model, optimizer, work, state, folder) for work in (saving.save, saving.load)]
 
 
 def test_no_copy_of_everything_is_made(tmp_path, monkeypatch):
-    save, load = peaks(tmp_path / "whole")
-    piece = 128 * 128 * 4
+    (save, load), piece = peaks(tmp_path / "whole"), 128 * 128 * 4
     assert save < 20_000 and piece <= load <= 2 * piece + 20_000  # a file's tensor in memory, and the one before
     write, copy, hoard = sharded.write_tensors, sharded._copy, []
     monkeypatch.setattr(sharded, "write_tensors", lambda path, specs, tensors: write(path, specs, [
@@ -222,21 +201,18 @@ def test_no_copy_of_everything_is_made(tmp_path, monkeypatch):
     assert save >= 3 * 8 * piece and load > 8 * piece
 
 
-def without_offsets(comm, folder):
-    """What is not as it was saved if a box is taken for one at the beginning of its tensor."""
-    saved = Holder(comm, BY_COLUMNS, tp=2).train(1)
-    saved.save(folder)
-    boxes, expected = ShardSpec.boxes, saved.state_dict()
-    ShardSpec.boxes = lambda spec: [((0,) * len(at), lengths, place) for at, lengths, place in boxes(spec)]
-    try:
-        holder = Holder(comm, BY_ROWS, tp=2, seed=7).load(folder)
-    finally:
-        ShardSpec.boxes = boxes
-    return differing(holder.state_dict(), expected)
-
-
 def test_a_load_that_ignores_offsets_is_found(tmp_path):
     """The mutant; as it should be is what the first test loads."""
+    def without_offsets(comm, folder):
+        """What is not as it was saved if a box is taken for one at the beginning of its tensor."""
+        saved = Holder(comm, BY_COLUMNS, tp=2).train(1)
+        saved.save(folder)
+        boxes, expected = ShardSpec.boxes, saved.state_dict()
+        with mock.patch.object(ShardSpec, "boxes", lambda spec: [
+                ((0,) * len(at), lengths, place) for at, lengths, place in boxes(spec)]):
+            holder = Holder(comm, BY_ROWS, tp=2, seed=7).load(folder)
+        return differing(holder.state_dict(), expected)
+
     wrong, _ = launch(without_offsets, 2, tmp_path)
     assert {"up.weight", "down.weight", ("up.weight", "exp_avg"), "still.weight"} <= set(wrong)
     assert "norm.weight" not in wrong

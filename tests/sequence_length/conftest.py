@@ -1,7 +1,5 @@
 """Traces of the training step in tests/kits/training_step.py, and the models that it trains."""
 
-import functools
-
 import pytest
 import torch
 from training_step import ATTENTIONS, train
@@ -20,21 +18,13 @@ FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "neox": NEOX}
 def trace():
     """A function: the trace of a training step, by a dry run. Random states of regions are real ones, which fake
     tensors do not draw: then by a run."""
-
     def read(config, batch, sequence, recompute=False, **step):
         if recompute and config.dropout:
             with memory.track() as t:
                 train(config, batch, sequence, recompute_blocks=True, **step)
             return t
         return memory.dry_run(train, config, batch, sequence, recompute_blocks=recompute, **step)
-
     return read
-
-
-@pytest.fixture(scope="session")
-def peak(trace):
-    """A function: its peak in bytes."""
-    return functools.cache(lambda *args, **step: trace(*args, **step).peak.total)
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +36,6 @@ def family():
 @pytest.fixture(scope="session")
 def made():
     """A function: (model, tokens, targets); targets of a whole chunk and of parts of others are ignored."""
-
     def make(config, attention="dense", dtype=torch.float64, batch=2, length=50):
         torch.manual_seed(0)
         model = GPT(config, ATTENTIONS[attention], dtype=dtype)
@@ -56,5 +45,4 @@ def made():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         targets[:, 5:23] = -100
         return model, tokens, targets
-
     return make

@@ -14,8 +14,8 @@ from refimpl.sequence_length.cache import Carried, _Mask
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_bytes_of_keys_and_values(family, name, dtype):
     config = family(name)
-    carried, new = Carried(GPT(config, dtype=dtype), 2, 100), torch.zeros(2, config.kv_heads, 32, config.head_dim,
-                                                                          dtype=dtype)
+    new = torch.zeros(2, config.kv_heads, 32, config.head_dim, dtype=dtype)
+    carried = Carried(GPT(config, dtype=dtype), 2, 100)
     places = [(layer, which) for layer in range(config.layers) for which in (0, 1)]
     assert sum(carried.values(place, new).nbytes for place in places) == carried_bytes(config, 2, 100, dtype)
     assert all(carried.values(place, new) is carried.values(place, new) for place in places)
@@ -29,8 +29,7 @@ def test_bytes_of_keys_and_values(family, name, dtype):
 def test_the_mask_of_a_chunk_is_aligned_bottom_right():
     """torch's own is_causal is not: with it the first query of a chunk would see the first key alone."""
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8)
-    expected = softmax_attention(q, k, v, causal=True)
-    mask = _Mask(4, 7).like(q)
+    expected, mask = softmax_attention(q, k, v, causal=True), _Mask(4, 7).like(q)
     assert mask.isinf().tolist() == [[False] * (5 + row) + [True] * (2 - row) for row in range(3)]
     assert torch.allclose(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), expected, atol=1e-6)
     assert not torch.allclose(F.scaled_dot_product_attention(q, k, v, is_causal=True), expected, atol=1e-2)
@@ -38,7 +37,6 @@ def test_the_mask_of_a_chunk_is_aligned_bottom_right():
 
 class Dense(torch.nn.Module):
     """An attention that is a module, and registered as one."""
-
     def forward(self, q, k, v, *, causal=False):
         return softmax_attention(q, k, v, causal=causal)
 
@@ -54,14 +52,12 @@ def test_attentions_are_as_they_were_also_after_an_exception(family, attention):
     for call in (lambda: process(tokens, tokens), lambda: list(process.logits(tokens))):
         with pytest.raises(ZeroDivisionError):
             call()
-        assert [layer.attention for layer in layers] == before
-        assert [sorted(vars(layer)) for layer in layers] == names
+        assert [layer.attention for layer in layers] == before and [sorted(vars(layer)) for layer in layers] == names
 
 
 def test_between_two_chunks_of_logits_the_model_is_free(family):
     model, tokens = GPT(family("gpt2")), torch.randint(0, 300, (1, 8))
-    expected = model(tokens)
-    parts = ChunkedSequenceProcessor(model, 4).logits(tokens)
+    expected, parts = model(tokens), ChunkedSequenceProcessor(model, 4).logits(tokens)
     first = next(parts)
     assert torch.equal(model(tokens), expected)
     assert torch.allclose(torch.cat((first, next(parts)), 1), expected, atol=1e-6)

@@ -29,17 +29,16 @@ def test_what_cannot_be_fed_in_chunks(family):
 
 def test_tokens_and_targets_are_checked_as_the_model_does(family):
     process = ChunkedSequenceProcessor(GPT(family("gpt2")), 8)
-    tokens = torch.zeros(1, 20, dtype=torch.int64)
+    tokens, long = (torch.zeros(1, length, dtype=torch.int64) for length in (20, 1025))
+    outside = tokens.index_fill(1, torch.tensor([13]), 300)
+    for batch, error, words in (
+            ((long, long), ValueError, "the context has 1024"), (([[1]], tokens), TypeError, "tokens as a list"),
+            ((tokens, tokens[:, 1:]), ValueError, r"targets of shape \(1, 19\) for tokens of \(1, 20\)"),
+            ((tokens, outside), ValueError, "targets run from 0 to 300: the vocabulary is 0…299")):
+        with pytest.raises(error, match=words):
+            process(*batch)
     with pytest.raises(ValueError, match="the context has 1024"):
-        process(*torch.zeros(2, 1, 1025, dtype=torch.int64))
-    with pytest.raises(ValueError, match="the context has 1024"):
-        list(process.logits(torch.zeros(1, 1025, dtype=torch.int64)))
-    with pytest.raises(ValueError, match=r"targets of shape \(1, 19\) for tokens of \(1, 20\)"):
-        process(tokens, tokens[:, 1:])
-    with pytest.raises(TypeError, match="tokens as a list"):
-        process([[1]], tokens)
-    with pytest.raises(ValueError, match="targets run from 0 to 300: the vocabulary is 0…299"):
-        process(tokens, tokens.index_fill(1, torch.tensor([13]), 300))
+        list(process.logits(long))
 
 
 def test_every_target_ignored_is_nan_as_in_the_whole_pass(made, family):

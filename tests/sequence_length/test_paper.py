@@ -1,6 +1,8 @@
 """The idea in one screen: the gradient of the whole sequence, on our GPT and on transformers' LLaMA, and the bytes of
 `ChunkedSequenceProcessor`; one chunk for everything saves nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 from one_screen import check_paper
@@ -8,7 +10,6 @@ from outside.models import GROUPED, causal
 from paper_kit import gpt, gradients, same
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
 
 from refimpl import memory
 from refimpl.sequence_length import ChunkedSequenceProcessor, carried_bytes, paper
@@ -22,7 +23,6 @@ def test_the_file_is_one_screen():
 
 class InChunks(nn.Module):
     """A model, with the loss of one chunk of a sequence."""
-
     def __init__(self, inner, tokens_BT, targets_BT):
         super().__init__()
         self.inner, self.batch, self.count = inner, (tokens_BT, targets_BT), (targets_BT != -100).sum()
@@ -39,14 +39,11 @@ class OurGPT(InChunks):
         part = [each[:, first:last] for each in self.batch]
         layers = [block.attention for block in self.inner.blocks]
         before = [layer.attention for layer in layers]
-
-        def attend(number, attention):
-            def attention_of_chunk(q, k, v, **options):
-                return attention(q, cache.carry(("k", number), k), cache.carry(("v", number), v), **options)
-            return attention_of_chunk
+        def attention_of_chunk(q, k, v, number, **options):
+            return before[number](q, cache.carry(("k", number), k), cache.carry(("v", number), v), **options)
 
         for number, layer in enumerate(layers):
-            layer.attention = attend(number, before[number])
+            layer.attention = partial(attention_of_chunk, number=number)
         try:
             return self.inner(*part, offset=first, reduction="sum") / self.count
         finally:
@@ -59,8 +56,9 @@ class OurGPT(InChunks):
 
 class Outside(InChunks):
     """transformers' LLaMA, with an attention from its registry."""
-
     def __init__(self, *batch):
+        from transformers import AttentionInterface
+
         AttentionInterface.register("in_chunks", self.attend)
         super().__init__(causal("llama", attention="in_chunks", **GROUPED)(), *batch)
         self.cache = None
@@ -110,8 +108,7 @@ def test_loss_and_gradients_are_those_of_the_whole(name, chunk_size, monkeypatch
 @pytest.mark.parametrize("chunk_size", [7, 16])
 def test_loss_and_gradients_are_the_hardened_ones_to_the_bit(chunk_size):
     model = built("gpt")
-    loss = model.step(chunk_size)
-    found = gradients(model)
+    loss, found = model.step(chunk_size), gradients(model)
     hardened = ChunkedSequenceProcessor(model.inner, chunk_size)(*model.batch)
     hardened.backward()
     assert torch.equal(loss, hardened) and same(found, gradients(model))
@@ -140,8 +137,7 @@ def test_bytes_are_the_hardened_ones():
     assert hardened.total - idea.total == 4  # the gradient of its loss, which a caller's backward() hands to it
     carried = carried_bytes(built("gpt").inner.config, 2, LENGTH)
     assert hardened["keys and values"] == 2 * carried  # the idea gives them no name: they are as large, unnamed
-    unnamed = sum(idea[each] - hardened[each] for each in ("activations", "temporaries"))
-    assert unnamed == 2 * carried - 4
+    assert sum(idea[each] - hardened[each] for each in ("activations", "temporaries")) == 2 * carried - 4
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,10 +3,8 @@
 import pytest
 import rank_pool
 
-FRESH = ("test_faults", "test_manifest", "test_retries")
-
 
 @pytest.fixture(autouse=True)
 def ranks_that_live_on(request, monkeypatch):
-    if hasattr(request.module, "launch") and request.path.stem not in FRESH:
+    if hasattr(request.module, "launch") and request.path.stem not in ("test_faults", "test_retries"):
         monkeypatch.setattr(request.module, "launch", rank_pool.pooled)

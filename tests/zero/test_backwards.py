@@ -32,34 +32,34 @@ class Followed:
         return " ".join(self.log)
 
 
-def linear():
-    return nn.Linear(4, 4)
+def linears(count):
+    return [nn.Linear(4, 4) for _ in range(count)]
 
 
 X = torch.ones(2, 4)
 
 
 def test_one_ends_where_the_one_before_it_begins():
-    a, b, c = linear(), linear(), linear()
+    a, b, c = linears(3)
     assert Followed(a=a, b=b, c=c).backward(c(b(a(X))).sum()) == "+c -c +b -b +a -a"
 
 
 def test_a_module_around_others_ends_after_them():
     """Both begin at one tensor, the output of both."""
-    a, b = linear(), linear()
-    around = nn.Sequential(linear(), a, b)
+    around = nn.Sequential(*linears(3))
+    _, a, b = around
     assert Followed(a=a, b=b, around=around).backward(around(X).sum()) == "+b +around -b +a -around -a"
 
 
 def test_one_that_is_called_twice_ends_twice():
-    a, b = linear(), linear()
+    a, b = linears(2)
     assert Followed(a=a, b=b).backward(a(b(a(X))).sum()) == "+a -a +b -b +a -a"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("regions", [1, 2])
 def test_what_is_recomputed_takes_the_place_of_its_first_call(reentrant, regions):
-    a, b, c = linear(), linear(), linear()
+    a, b, c = linears(3)
     followed, x = Followed(a=a, b=b, c=c), X.clone().requires_grad_()
     x = a(x)
     if regions == 1:
@@ -74,8 +74,7 @@ def test_an_input_of_several_modules_is_added_up_as_without():
     """An encoder's output that each decoder layer takes twice: 32 values with sums that depend on their order."""
     def gradient(follows):
         torch.manual_seed(0)
-        layers = [nn.Bilinear(8, 8, 8) for _ in range(4)]
-        memory = torch.randn(32, 8, requires_grad=True)
+        layers, memory = [nn.Bilinear(8, 8, 8) for _ in range(4)], torch.randn(32, 8, requires_grad=True)
         followed = Followed(**{str(i): layer for i, layer in enumerate(layers)}) if follows else None
         x = memory.tanh()
         for layer in layers:
@@ -87,7 +86,7 @@ def test_an_input_of_several_modules_is_added_up_as_without():
 
 
 def test_what_an_evaluation_calls_is_not_taken_for_a_region():
-    a = linear()
+    a, = linears(1)
     followed = Followed(a=a)
     followed.backwards.evaluating = True
     with torch.no_grad():

@@ -15,16 +15,15 @@ def test_what_each_rank_holds_is_the_closed_form_to_the_byte(world_size):
     check_stages(found)
 
 
-def hoarding(comm, stage):
-    """The mutant: something of the step stays."""
-    kept, build = [], torch.nn.Module.__call__
-    torch.nn.Module.__call__ = lambda self, *args, **kwargs: kept.append(build(self, *args, **kwargs)) or kept[-1]
-    try:
-        return readings(comm, stage)
-    finally:
-        torch.nn.Module.__call__ = build
-
-
 def test_what_is_kept_is_seen():
+    def hoarding(comm, stage):
+        """The mutant: something of the step stays."""
+        kept, build = [], torch.nn.Module.__call__
+        torch.nn.Module.__call__ = lambda self, *args, **kwargs: kept.append(build(self, *args, **kwargs)) or kept[-1]
+        try:
+            return readings(comm, stage)
+        finally:
+            torch.nn.Module.__call__ = build
+
     with pytest.raises(AssertionError):
         check_readings(1, launch(hoarding, 1, 1, device="cpu"))

@@ -3,8 +3,8 @@
 import contextlib
 import copy
 import functools
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,27 +13,25 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from zero_kit import CONFIG
 
 from refimpl import memory
 from refimpl.mixed_precision import autocast, autocast_activation_bytes, weight_cast_bytes
-from refimpl.model import GPT, GPTConfig
+from refimpl.model import GPT
 from refimpl.zero.backwards import Backwards
 from refimpl.zero.casts import KEY, Casts, cast_bytes
 from refimpl.zero.units import default_units, parameters_of_units
 
 WIDTH = 24
-CONFIG = GPTConfig(vocab_size=64, context_length=16, layers=3, hidden=32, heads=4)
-REGIONS = {"ours": functools.partial(autocast, torch.bfloat16, "cpu"),
-           "ours, no cache": functools.partial(autocast, torch.bfloat16, "cpu", cache=False),
-           "ours, fp16": functools.partial(autocast, torch.float16, "cpu"),
-           "torch's": functools.partial(torch.autocast, "cpu", torch.bfloat16),
-           "torch's, no cache": functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False),
-           "no region": contextlib.nullcontext}
+OURS, TORCHS = (functools.partial(autocast, torch.bfloat16, "cpu"),
+                functools.partial(torch.autocast, "cpu", torch.bfloat16))
+REGIONS = {"ours": OURS, "ours, no cache": functools.partial(OURS, cache=False),
+           "ours, fp16": functools.partial(autocast, torch.float16, "cpu"), "torch's": TORCHS,
+           "torch's, no cache": functools.partial(TORCHS, cache_enabled=False), "no region": contextlib.nullcontext}
 
 
 class Kept(Casts):
     """The mutant: casts stay."""
-
     def release(self, whole):
         pass
 
@@ -93,9 +91,6 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
 class Stack(nn.Module):
     """Blocks; `order`: in which they are called; `around`: what each call is wrapped in."""
 
@@ -135,17 +130,12 @@ class Adapted(nn.Module):
 
 class Attention(nn.MultiheadAttention):
     """It takes one weight apart: casts of views."""
-
-    def __init__(self):
-        super().__init__(WIDTH, 4, batch_first=True)
-
     def forward(self, x):
         return super().forward(x, x.detach() + 1, x, need_weights=False)[0]
 
 
 class Own(nn.Linear):
     """It casts its weight by itself, and keeps that."""
-
     def forward(self, x):
         self.kept = self.weight.bfloat16()
         return F.linear(x, self.weight) + F.linear(x.bfloat16(), self.kept)
@@ -153,7 +143,6 @@ class Own(nn.Linear):
 
 class Opens(nn.Sequential):
     """It opens a region by itself."""
-
     def forward(self, x):
         with REGIONS["torch's"](), REGIONS["ours"](enabled=False):
             return super().forward(x)
@@ -163,10 +152,14 @@ def linear():
     return nn.Linear(WIDTH, WIDTH)
 
 
+def linears(count, **options):
+    return Stack(*(linear() for _ in range(count)), **options)
+
+
 def tied():
-    first, second = linear(), linear()
-    second.weight = first.weight
-    return Stack(first, linear(), second)
+    model = linears(3)
+    model.blocks[2].weight = model.blocks[0].weight
+    return model
 
 
 def on_host(block, x):
@@ -174,38 +167,32 @@ def on_host(block, x):
         return block(x)
 
 
-def again(block, x, **options):
-    return checkpoint(block, x, **options)
-
-
-RECOMPUTE = [functools.partial(again, use_reentrant=reentrant) for reentrant in (False, True)]
+RECOMPUTE = [functools.partial(checkpoint, use_reentrant=reentrant) for reentrant in (False, True)]
 MODELS = {
-    "linear layers": lambda: Stack(linear(), linear(), linear()),
+    "linear layers": lambda: linears(3), "a weight of two units": tied,
     "blocks": lambda: Stack(*(nn.Sequential(linear(), nn.LayerNorm(WIDTH), nn.GELU(), linear()) for _ in range(3))),
-    "a layer several times": lambda: Stack(linear(), linear(), order=[0, 1, 0, 0, 1]),
-    "a weight of two units": tied,
+    "a layer several times": lambda: linears(2, order=[0, 1, 0, 0, 1]),
     "adapted": lambda: Stack(*(Adapted() for _ in range(3))),
-    "attention": lambda: Stack(Attention(), Attention()),
+    "attention": lambda: Stack(*(Attention(WIDTH, 4, batch_first=True) for _ in range(2))),
     "casts of its own": lambda: Stack(*(Own(WIDTH, WIDTH) for _ in range(3))),
     "regions of its own": lambda: Stack(*(Opens(linear(), linear()) for _ in range(3))),
-    "recomputed": lambda: Stack(linear(), linear(), linear(), around=RECOMPUTE[0]),
-    "recomputed, reentrant": lambda: Stack(linear(), linear(), linear(), around=RECOMPUTE[1]),
-    "a layer several times, recomputed": lambda: Stack(linear(), linear(), order=[0, 1, 0, 0], around=RECOMPUTE[0]),
+    "recomputed": lambda: linears(3, around=RECOMPUTE[0]),
+    "recomputed, reentrant": lambda: linears(3, around=RECOMPUTE[1]),
+    "a layer several times, recomputed": lambda: linears(2, order=[0, 1, 0, 0], around=RECOMPUTE[0]),
     "recomputed inside": lambda: Stack(*(Inside(RECOMPUTE[0]) for _ in range(3))),
     "recomputed inside, reentrant": lambda: Stack(*(Inside(RECOMPUTE[1]) for _ in range(3))),
     "recomputed twice": lambda: Stack(*(Inside(RECOMPUTE[0]) for _ in range(3)), around=RECOMPUTE[0]),
-    "on the host": lambda: Stack(*(Inside(on_host) for _ in range(3)), linear(), around=on_host),
-}
+    "on the host": lambda: Stack(*(Inside(on_host) for _ in range(3)), linear(), around=on_host)}
 
 
 def batch():
     return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def results(model, region, shard=None, steps=2):
-    """Loss and gradients, of two steps; and the bytes of casts at the end of the first forward."""
+def results(model, region, shard=None):
+    """Losses of two steps, and gradients; and the sharded model."""
     sharded, found = shard and shard(model), []
-    for _ in range(steps):
+    for _ in range(2):
         with region():
             loss = model(batch())
         found.append(loss.item())
@@ -245,9 +232,6 @@ def test_a_model_of_transformers(region):
     assert bytes_kept - our_bytes == 2 * sum(p.numel() for p in (*matrices, plain.lm_head.weight))
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
-
 def most_casts(model, casts, region):
     """Bytes of casts: at most in forward, at its end, at most in backward, at the end."""
     sharded, found = Sharded(model, casts), []
@@ -274,11 +258,10 @@ def alive(casts):
 
 @pytest.mark.parametrize("region", ["ours", "torch's"])
 def test_casts_are_those_of_one_unit(region):
-    layers = [[*linear().parameters()]] * 4
-    one, weights = cast_bytes(layers), 4 * 2 * WIDTH * WIDTH
+    one, weights = cast_bytes([[*linear().parameters()]] * 4), 4 * 2 * WIDTH * WIDTH
     assert one == 2 * (WIDTH * WIDTH + WIDTH)
-    assert most_casts(Stack(*(linear() for _ in range(4))), Casts(), REGIONS[region]) == [one, 0, one - 2 * WIDTH, 0]
-    kept = most_casts(Stack(*(linear() for _ in range(4))), Kept(), REGIONS[region])
+    assert most_casts(linears(4), Casts(), REGIONS[region]) == [one, 0, one - 2 * WIDTH, 0]
+    kept = most_casts(linears(4), Kept(), REGIONS[region])
     assert kept == [4 * one, 4 * one, weights, 0], "the mutant"
 
 
@@ -297,46 +280,34 @@ def activations(make_casts, region):
 
 @pytest.mark.parametrize("region", ["ours", "torch's"])
 def test_activations_are_those_without_the_casts(region):
-    predicted = autocast_activation_bytes(CONFIG, 2, 16)
-    casts = weight_cast_bytes(CONFIG, biases=False)
+    predicted, casts = autocast_activation_bytes(CONFIG, 2, 16), weight_cast_bytes(CONFIG, biases=False)
     assert activations(Kept, REGIONS[region]) == predicted, "the mutant"
     assert activations(Casts, REGIONS[region]) == predicted - casts
 
 
 def test_a_dry_run_counts_the_same():
-    for make_casts in (Casts, Kept):
-        assert memory.dry_run(activations, make_casts, REGIONS["ours"]).result == activations(
-            make_casts, REGIONS["ours"])
-
-
-class Allocated(Stack):
-    """Large weights, few rows."""
-
-    def __init__(self):
-        super().__init__(*(nn.Linear(256, 256) for _ in range(8)))
+    for given in ((Casts, REGIONS["ours"]), (Kept, REGIONS["ours"])):
+        assert memory.dry_run(activations, *given).result == activations(*given)
 
 
 def test_the_allocator_sees_it():
-    """It shares no fault with the tracker. A gradient takes 4 bytes an element, and a cast 2."""
+    """It shares no fault with the tracker. Weights are large and rows few; a gradient takes 4 bytes an element, and a
+    cast 2."""
     peaks = []
     for make_casts in (Casts, Kept):
-        model, x = Allocated(), torch.ones(1, 256)
+        model, x = Stack(*(nn.Linear(256, 256) for _ in range(8))), torch.ones(1, 256)
         Sharded(model, make_casts())
         with memory.measure() as m, REGIONS["ours"]():
             loss = model(x)
         peaks.append(m.peak)
         del loss
-    one = 2 * 256 * 256
-    assert 7 * one <= peaks[1] - peaks[0] <= 7.1 * one
-
-
-# --- what is around --------------------------------------------------------------------------------------------------
+    assert 7 <= (peaks[1] - peaks[0]) / (2 * 256 * 256) <= 7.1
 
 
 @pytest.mark.parametrize("region", ["ours", "torch's"])
 def test_a_cast_that_is_read_while_it_is_released_is_nan(region):
     """The cache still has it. As a view of a storage without bytes it would be read at address 0."""
-    model = Stack(linear(), linear())
+    model = linears(2)
     Sharded(model)
     with REGIONS[region]():
         model(batch())
@@ -367,14 +338,13 @@ def test_without_gradients(region, mode):
 
 def test_a_graph_that_is_kept():
     model = MODELS["blocks"]()
-    plain, found = copy.deepcopy(model), []
-    for each in (plain, model):
-        sharded = Sharded(each) if each is model else None
+    plain, found, sharded = copy.deepcopy(model), [], Sharded(model)
+    for each, backward in ((plain, torch.Tensor.backward), (model, sharded.backward)):
         with REGIONS["torch's"]():
             loss = each(batch())
         for _ in range(2):
-            (sharded.backward if sharded else torch.Tensor.backward)(loss, retain_graph=True)
-            assert not sharded or sharded.casts.nbytes() == 0
+            backward(loss, retain_graph=True)
+            assert sharded.casts.nbytes() == 0
         found.append([p.grad for p in each.parameters()])
     assert equal(*found)
 
@@ -384,11 +354,9 @@ def test_hooks_on_saved_tensors_see_what_they_would_see():
     for shard in (None, Sharded):
         torch.manual_seed(0)
         model, shapes = MODELS["blocks"](), []
-
         def pack(x, shapes=shapes):
             shapes.append((tuple(x.shape), x.dtype))
             return x
-
         with saved_tensors_hooks(pack, lambda x: x):
             found, _ = results(model, REGIONS["ours"], shard)
         seen.append((shapes, found[:2]))
@@ -407,16 +375,13 @@ def test_an_exception_leaves_nothing_watched():
 def test_other_threads_are_not_watched():
     casts, weight, found = Casts(), torch.ones(4, 4, requires_grad=True), []
     casts.restore(weight)
-
     def elsewhere():
         with REGIONS["torch's"]():
             found.append((F.linear(torch.ones(1, 4), weight), casts.nbytes()))
-
     with REGIONS["torch's"]():
         casts.begin()
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(elsewhere)
         assert found[0][1] == 0
         y = F.linear(torch.ones(1, 4, requires_grad=True), weight)
         assert casts.nbytes() == 32
@@ -441,13 +406,13 @@ def test_numbers_that_an_operation_casts(number):
 
 def test_two_models_one_inside_the_other():
     """As a student calls a teacher: each has its own casts."""
-    teacher, student = Stack(linear(), linear()), Stack(linear(), linear())
+    teacher, student = linears(2), linears(2)
     expected, _ = results(copy.deepcopy(student), REGIONS["ours"])
     theirs = Sharded(teacher)
 
+    @torch.no_grad()
     def ask(block, args):
-        with torch.no_grad():
-            teacher(args[0].detach())
+        teacher(args[0].detach())
 
     student.blocks[0].register_forward_pre_hook(ask)
     ours, sharded = results(student, REGIONS["ours"], Sharded)
@@ -455,7 +420,7 @@ def test_two_models_one_inside_the_other():
 
 
 def test_compiled_code_is_let_alone():
-    model = Stack(linear(), linear())
+    model = linears(2)
     expected, _ = results(copy.deepcopy(model), REGIONS["torch's"])
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend="eager")

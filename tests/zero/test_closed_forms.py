@@ -2,40 +2,32 @@
 
 import pytest
 import torch
-from zero_kit import ADAMW, BUCKET, ENGINES, gpt, states_of, traced_gpt
+from zero_kit import BUCKET, gpt
+from zero_steps import STATES, gpt_engine, states_of, traced_gpt
 
 from refimpl.comm import launch
 from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
-
-STATES = ("parameters", "gradients", "optimizer state")
-
-
-def readings(comm, micro_batches):
-    found = {}
-    for make in ENGINES:
-        now, sent, _ = traced_gpt(make(gpt(), comm, ADAMW, bucket_bytes=BUCKET), 3, micro_batches)
-        found[make.__name__] = now, dict(sent)
-    return found
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_bytes_and_traffic_are_those_of_the_closed_forms(world_size, micro_batches):
+    def readings(comm):
+        return [traced_gpt(gpt_engine(stage, comm), 3, micro_batches)[:2] for stage in range(4)]
+
     model = gpt()
-    for rank, found in enumerate(launch(readings, world_size, micro_batches)):
-        for stage, make in enumerate(ENGINES):
-            now, sent = found[make.__name__]
+    for rank, found in enumerate(launch(readings, world_size)):
+        for stage, (now, sent) in enumerate(found):
             expected = model_state_bytes(model, world_size, stage, rank=rank, bucket_bytes=BUCKET)
-            assert {name: now[name] for name in STATES} == dict(expected), make
-            assert sent == dict(step_traffic(model, world_size, stage, rank=rank, micro_batches=micro_batches,
-                                             bucket_bytes=BUCKET)), make
+            assert {name: now[name] for name in STATES} == dict(expected), stage
+            assert dict(sent) == dict(step_traffic(model, world_size, stage, rank=rank, micro_batches=micro_batches,
+                                                   bucket_bytes=BUCKET)), stage
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_of_16_bit_parameters(stage, reduce_dtype):
-    low, model = torch.bfloat16, gpt(dtype=torch.bfloat16)
-    now = states_of(ENGINES[stage], low, reduce_dtype)
+    now, model = states_of(stage, torch.bfloat16, reduce_dtype), gpt(dtype=torch.bfloat16)
     expected = model_state_bytes(model, 4, stage, bucket_bytes=BUCKET, reduce_dtype=reduce_dtype)
     assert {name: now[name] for name in STATES} == dict(expected)
     psi = sum(p.numel() for p in model.parameters())
@@ -46,8 +38,7 @@ def test_bytes_of_16_bit_parameters(stage, reduce_dtype):
 
 @pytest.mark.parametrize("threshold", [0, 33, 10_000])
 def test_bytes_and_traffic_of_parameters_that_stay(threshold):
-    model, make = gpt(), ENGINES[3]
-    now = states_of(make, persistence_threshold=threshold)
+    now, model = states_of(3, persistence_threshold=threshold), gpt()
     expected = model_state_bytes(model, 4, 3, persistence_threshold=threshold)
     assert {name: now[name] for name in STATES} == dict(expected)
     sent = [step_traffic(model, 4, 3, persistence_threshold=each).total for each in (0, threshold)]

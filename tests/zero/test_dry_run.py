@@ -6,15 +6,14 @@ import time
 import pytest
 import torch
 from zero_kit import ENGINES
+from zero_steps import STATES, most
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
 from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
 
-N, TOKENS = 1024, 256
-TiB = 2**40
-STATES = ("parameters", "gradients", "optimizer state")
+N, TOKENS, TiB = 1024, 256, 2**40
 
 
 def one_step(name, stage, dtype):
@@ -57,8 +56,7 @@ def test_rank_0_of_1024(name, dtype, stage):
     assert near <= expected.total < 1.001 * near  # padding and step counters
     predicted = step_traffic(engine.model, N, stage)  # of a first step stage 3's gathers are more: no order is known
     assert all(sent[name] == count for name, count in predicted.items() if stage < 3 or name != "all_gather")
-    timeline = t.timeline
-    kept = timeline.nbytes[:, timeline.categories.index("activations")].max()
+    timeline, kept = t.timeline, most(t, "activations")
     assert kept == memory.activation_bytes(engine.model.config, 1, TOKENS, dtype)
     # Above states and activations: a few buckets that fill, travel or are updated; in stage 3 a few units.
     counted = [i for i, name in enumerate(timeline.categories) if name not in ("activations", "inputs", "buffers")]

@@ -7,19 +7,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from zero_kit import (
-    BUCKET,
-    ENGINES,
-    FAST,
-    WIDTH,
-    Recomputed,
-    equal,
-    farthest,
-    gpt,
-    parameters_of,
-    rows_of,
-    token_batches,
-)
+from zero_kit import ENGINES, FAST, equal, farthest, gpt, model_of, parameters_of, rows_of, token_batches, train_gpt
+from zero_steps import gpt_engine, most, stack
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -58,38 +47,20 @@ def last_forward_first(engine, inputs):
             engine.backward(loss)
 
 
-class Layers(nn.ModuleList):
-    """A stack without recomputation."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self:
-            x = layer(x).tanh()
-        return x
-
-
-MODELS = {"layers": Layers, "recomputed": lambda: Recomputed(False), "recomputed, reentrant": lambda: Recomputed(True)}
-
-
-def compared(comm, name):
-    found = {}
-    for make in ENGINES:
-        for order in (one_by_one, all_forwards_first, last_forward_first):
-            torch.set_num_threads(1)
-            torch.manual_seed(0)
-            engine = make(MODELS[name](), comm, FAST, bucket_bytes=500)
-            for step in range(3):
-                order(engine, [rows_of(comm, MICRO_BATCHES * step + i) for i in range(MICRO_BATCHES)])
-                engine.step()
-            assert make is not Zero3 or engine.gathering.live() == 0
-            found[make.__name__, order.__name__] = parameters_of(engine)
-    return found
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["layers", "recomputed", "recomputed, reentrant"])
 def test_all_engines_train_alike_in_any_order(name):
+    def compared(comm, name):
+        found = {}
+        for make in ENGINES:
+            for order in (one_by_one, all_forwards_first, last_forward_first):
+                engine = make(model_of(name), comm, FAST, bucket_bytes=500)
+                for step in range(3):
+                    order(engine, [rows_of(comm, MICRO_BATCHES * step + i) for i in range(MICRO_BATCHES)])
+                    engine.step()
+                assert make is not Zero3 or engine.gathering.live() == 0
+                found[make.__name__, order.__name__] = parameters_of(engine)
+        return found
+
     for found in launch(compared, 2, name):
         for make in ENGINES:
             expected = found["DataParallel", "one_by_one"]
@@ -100,7 +71,6 @@ def test_all_engines_train_alike_in_any_order(name):
 
 class AtTheEnd(Zero3):
     """The mutant: takes calls of other micro-batches for ones that are still to be recomputed in this one."""
-
     def _backward_ended(self, unit):
         if not self._backwards._without_graph[unit]:
             super()._backward_ended(unit)
@@ -114,21 +84,17 @@ def test_with_all_forwards_first_gradients_are_reduced_while_each_backward_runs(
             for layer in self:
                 x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
             return x
-
-    layer = 64 * 64 * 4
-    model = Recomputing(nn.Linear(64, 64, bias=False) for _ in range(8))
-    engine = make(model, FakeCommunicator(0, 4), FAST)
+    layer, engine = 64 * 64 * 4, make(Recomputing(stack(8)), FakeCommunicator(0, 4), FAST)
     losses = [engine.forward(torch.ones(1, 64).requires_grad_()).sum() for _ in range(MICRO_BATCHES)]
-    with memory.track(model, engine.optimizer) as t:
+    with memory.track(engine.model, engine.optimizer) as t:
         engine.backward(losses[0])
-    most = t.timeline.nbytes[:, t.timeline.categories.index("gradients")].max()
-    assert (most <= 8 * layer // 4 + 4 * layer) == (make is Zero3)
+    assert (most(t, "gradients") <= 8 * layer // 4 + 4 * layer) == (make is Zero3)
 
 
 @pytest.mark.parametrize("make", ENGINES)
 def test_several_outputs_each_with_its_gradient(make):
     """As `torch.autograd.backward` takes them."""
-    engine = make(gpt(), FakeCommunicator(0, 1), FAST, bucket_bytes=BUCKET)
+    engine = gpt_engine(make, FakeCommunicator(0, 1))
     one, other = gpt(), token_batches(1)[0, 0, :2]
     outputs = [engine.forward(other[:1]), engine.forward(other[1:])]
     expected = [one(other[:1]), one(other[1:])]
@@ -142,24 +108,19 @@ def test_several_outputs_each_with_its_gradient(make):
 
 @pytest.mark.parametrize("make", [Zero2, Zero3])
 def test_an_output_without_its_gradient_is_named_by_torch_and_leaves_nothing(make):
-    engine = make(gpt(), FakeCommunicator(0, 2), FAST)
+    engine = gpt_engine(make, FakeCommunicator(0, 2))
     with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
         engine.backward(engine.forward(token_batches(1)[0, 0, :2]))
     with pytest.raises(RuntimeError, match="step without gradients"):
         engine.step()
-    x = token_batches(1)[0, 0, :2]
-    engine.backward(engine.forward(x, x))
-    engine.step()
+    train_gpt(engine, 1)
 
 
 @pytest.mark.parametrize("make", ENGINES)
 def test_an_engine_that_is_dropped_frees_all_that_it_held(make):
     def train():
-        comm, model = FakeCommunicator(0, 4), gpt()
-        engine = make(model, comm, FAST, bucket_bytes=BUCKET)
-        engine.backward(engine(token_batches(1)[0, 0]).square().mean())
-        engine.step()
-        return [weakref.ref(x) for x in (comm, engine, engine.reducer, *model.parameters())]
+        engine = gpt_engine(make, FakeCommunicator(0, 4), steps=1)
+        return [weakref.ref(x) for x in (engine.comm, engine, engine.reducer, *engine.model.parameters())]
 
     gone = train()
     gc.collect()

@@ -15,8 +15,10 @@ import time
 import pytest
 import torch
 from patience import patiently, within
+from saving_kit import differing
 from torch import nn
 from zero_kit import ENGINES, FAST, SGD, equal, model_of, parameters_of, rows_of, square, three_layers
+from zero_steps import train
 
 from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.zero import DataParallel, Zero1, Zero2, Zero3
@@ -27,39 +29,27 @@ TOLD = {"raise": "raised ValueError: injected", "_exit": "exited with code 3",
 SECONDS = 10  # until a fault is named, on a busy machine, too
 
 
-def strike(fault):
-    if fault == "raise":
-        raise ValueError("injected")
-    if fault == "_exit":
-        os._exit(3)
-    if fault == "exit":
-        sys.exit(4)
-    os.kill(os.getpid(), signal.SIGKILL)
+def raises():
+    raise ValueError("injected")
+
+
+FAULTS = {"raise": raises, "_exit": lambda: os._exit(3), "exit": lambda: sys.exit(4),
+          "kill": lambda: os.kill(os.getpid(), signal.SIGKILL)}
 
 
 def engine_of(comm, stage, seed=0):
     return ENGINES[stage](three_layers(seed), comm, FAST, bucket_bytes=500)
 
 
-def one_step(engine, step):
-    engine.backward(square(engine, rows_of(engine.comm, step)))
-    engine.step()
-
-
 def arm(engine, phase, fault):
     """From here on this rank comes to grief."""
-    def struck(function):
-        def run(*args, **kwargs):
-            result = function(*args, **kwargs)
-            strike(fault)
-            return result
-        return run
+    def struck(function=lambda *_: None):
+        return lambda *args, **kwargs: (function(*args, **kwargs), FAULTS[fault]())[0]
 
-    middle = engine.model[2]
     if phase == "forward":
-        middle.register_forward_pre_hook(lambda *_: strike(fault))
+        engine.model[2].register_forward_pre_hook(struck())
     elif phase == "backward":
-        middle.weight.register_post_accumulate_grad_hook(lambda _: strike(fault))
+        engine.model[2].weight.register_post_accumulate_grad_hook(struck())
     elif phase == "collective":  # it has begun, and the others wait in it
         name = "reduce_scatter" if engine.stage else "all_reduce"
         setattr(engine.comm, name, struck(getattr(engine.comm, name)))
@@ -70,28 +60,17 @@ def arm(engine, phase, fault):
 
 
 def faulty(comm, folder, stage, phase, fault):
-    engine = engine_of(comm, stage)
-    one_step(engine, 0)
+    engine = train(engine_of(comm, stage), 1)
     engine.save(folder)
     if comm.rank == 1:
         arm(engine, phase, fault)
-    one_step(engine, 1)
-    engine.save(folder)
+    train(engine, 1, 1).save(folder)
 
 
 def unharmed(comm):
     """rank 0's state_dict after each of two steps."""
-    engine, found = engine_of(comm, 0), []
-    for step in range(2):
-        one_step(engine, step)
-        found.append(engine.state_dict())
-    return found
-
-
-def same(a, b):
-    """Two state_dicts, to the bit."""
-    states = [{(name, key): x for name, state in sd["optimizer"].items() for key, x in state.items()} for sd in (a, b)]
-    return a["step"] == b["step"] and equal(a["model"], b["model"]) and equal(*states)
+    engine = engine_of(comm, 0)
+    return [train(engine, 1, step).state_dict() for step in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +91,7 @@ def test_a_fault_is_named_in_time_and_the_saved_state_is_whole(stage, phase, exp
         engine = engine_of(FakeCommunicator(0, 1), 3 - stage, seed=7)
         engine.load(folder)
         found = engine.state_dict()
-        assert same(found, expected[0]) and not same(found, expected[1])
-
-
-# --- no numbers ------------------------------------------------------------------------------------------------------
+        assert not differing(found, expected[0]) and differing(found, expected[1])
 
 
 def poisoned(comm, value, norm_type):
@@ -123,8 +99,7 @@ def poisoned(comm, value, norm_type):
     found = {}
     for make in ENGINES:
         engine = make(model_of("twice"), comm, SGD, bucket_bytes=200)
-        before = parameters_of(engine)
-        x = rows_of(comm, 0)
+        before, x = parameters_of(engine), rows_of(comm, 0)
         engine.backward(square(engine, x * value if comm.rank == 1 else x))
         norm = engine.clip_grad_norm_(1.0, norm_type).item()
         engine.zero_grad()  # as a loss scaler does, on all ranks, from the same norm
@@ -142,13 +117,6 @@ def test_what_is_no_number_on_one_rank_is_seen_on_all(value, norm_type):
     for name, (norm, after, unchanged) in first.items():
         assert not math.isfinite(norm) and not math.isfinite(second[name][0])
         assert math.isfinite(after) and after == second[name][1] and not unchanged
-
-
-# --- ranks that do not do the same -----------------------------------------------------------------------------------
-
-
-def other_models(comm):
-    Zero2(nn.Linear(4, 4 + comm.rank), comm, FAST)
 
 
 def other_counts(comm, make, counts):
@@ -176,7 +144,7 @@ def one_forward_more(comm, make):
 
 def test_ranks_with_other_models_are_named():
     with pytest.raises(RankError, match=r"ranks \[1\] have another model than rank 0"):
-        launch(other_models, 2)
+        launch(lambda comm: Zero2(nn.Linear(4, 4 + comm.rank), comm, FAST), 2)
 
 
 @pytest.mark.parametrize("make", ENGINES)
@@ -199,35 +167,25 @@ def test_in_the_other_stages_a_forward_is_nobody_elses_concern():
         assert launch(one_forward_more, 2, make) == [None, None]
 
 
-# --- more ranks than elements ----------------------------------------------------------------------------------------
-
-
-def crowded(comm, folder):
-    """One parameter of one element on four ranks: trained, saved and loaded by the next stage, trained again."""
-    found = {}
-    for stage, make in enumerate(ENGINES):
-        engine = make(model_of("one small tensor"), comm, FAST)
-        for step in range(2):
-            one_step_of_width(engine, step)
-        engine.save(folder / f"{stage}")
-        other = ENGINES[(stage + 1) % 4](nn.Linear(1, 1, bias=False), comm, FAST)
-        other.load(folder / f"{stage}")
-        for each in (engine, other):
-            one_step_of_width(each, 2)
-        found[make.__name__] = parameters_of(engine), parameters_of(other), engine.state_dict(), other.state_dict()
-        other.load_state_dict(found[make.__name__][2])
-    return found
-
-
-def one_step_of_width(engine, step):
-    engine.backward(square(engine, rows_of(engine.comm, step, width=1)))
-    engine.step()
-
-
 def test_one_element_on_four_ranks(tmp_path):
+    def crowded(comm, folder):
+        """One parameter of one element on four ranks: trained, saved and loaded by the next stage, trained again."""
+        found = {}
+        for stage, make in enumerate(ENGINES):
+            engine = train(make(model_of("one small tensor"), comm, FAST), 2, width=1)
+            engine.save(folder / f"{stage}")
+            other = ENGINES[(stage + 1) % 4](nn.Linear(1, 1, bias=False), comm, FAST)
+            other.load(folder / f"{stage}")
+            for each in (engine, other):
+                train(each, 1, 2, width=1)
+            found[make.__name__] = parameters_of(engine), parameters_of(other), engine.state_dict(), other.state_dict()
+            other.load_state_dict(found[make.__name__][2])
+        return found
+
     first, *others = launch(crowded, 4, tmp_path)
     whole = first["DataParallel"][0]
     assert not equal(whole, {"weight": model_of("one small tensor").weight.detach()})
     for name, (ours, loaded, saved, told) in first.items():
-        assert equal(ours, loaded) and same(saved, told) and all(equal(ours, other[name][0]) for other in others)
+        assert equal(ours, loaded) and differing(saved, told) == []
+        assert all(equal(ours, other[name][0]) for other in others)
         torch.testing.assert_close(ours, whole)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from zero_kit import ENGINES, FAST, SGD, WIDTH, equal, parameters_of, rows_of, square
+from zero_steps import STATES, train, update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -30,32 +31,19 @@ class Adapted(nn.Module):
         return self.base(x).tanh() + self.up(self.down(x)) * self.mask
 
 
-def adapted(seed=0, layers=4):
-    """A frozen layer first, which no gradient reaches; then blocks, and a trained head."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    first.weight.data = first.weight.data.t()  # not contiguous
-    return nn.Sequential(first, nn.ModuleList(Adapted() for _ in range(layers)), nn.Linear(WIDTH, WIDTH))
-
-
 class Model(nn.Module):
+    """A frozen layer first, which no gradient reaches; then blocks, and a trained head."""
+
     def __init__(self, seed=0):
         super().__init__()
-        self.first, self.blocks, self.head = adapted(seed)
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.first.weight.data = self.first.weight.data.t()  # not contiguous
+        self.blocks, self.head = nn.Sequential(*(Adapted() for _ in range(4))), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def train(engine, steps=2):
-    for number in range(steps):
-        engine.backward(square(engine, rows_of(engine.comm, number, rows=12)))
-        engine.step()
-    return engine
+        return self.head(self.blocks(self.first(x)))
 
 
 def whole_frozen(comm, *args, **options):
@@ -66,14 +54,14 @@ def whole_frozen(comm, *args, **options):
 
 def read(comm, stage, **options):
     """(tracked model states, expected, sent in a step, expected)."""
-    engine = train(ENGINES[stage](Model(), comm, FAST, **options))
+    engine = train(ENGINES[stage](Model(), comm, FAST, **options), 2, rows=12)
     expected = model_state_bytes(Model(), comm.world_size, stage, rank=comm.rank, **options)
     before = comm.traffic
     with memory.track(engine.model, engine.optimizer) as t:
-        train(engine, 1)
+        train(engine, 1, rows=12)
         sent_by_step = comm.traffic - before
         engine.backward(square(engine, rows_of(comm, 0, rows=12)))
-        now = {name: t.now[name] for name in ("parameters", "gradients", "optimizer state")}
+        now = {name: t.now[name] for name in STATES}
     sent = step_traffic(Model(), comm.world_size, stage, rank=comm.rank, **options)
     return now, dict(expected), dict(sent_by_step), dict(sent)
 
@@ -94,22 +82,18 @@ def test_before_they_are_whole(stage):
     assert now == expected and sent == expected_sent
 
 
-def trained(comm):
-    return {make.__name__: parameters_of(train(make(Model(), comm, FAST))) for make in ENGINES}
-
-
 def test_every_stage_trains_alike():
+    def trained(comm):
+        return [parameters_of(train(make(Model(), comm, FAST), 2, rows=12)) for make in ENGINES]
+
     for found in launch(trained, 2):
-        for parameters in found.values():  # at stage 3 the first layer's weight is contiguous, and its product rounded
-            torch.testing.assert_close(parameters, found["DataParallel"], rtol=0, atol=1e-6)  # in another way
-
-
-# --- saved and loaded ------------------------------------------------------------------------------------------------
+        for parameters in found:  # at stage 3 the first layer's weight is contiguous, and its product rounded
+            torch.testing.assert_close(parameters, found[0], rtol=0, atol=1e-6)  # in another way
 
 
 def saving(comm, folder, stage):
     """A model whose frozen parameters no other seed gives, and how large its files should be."""
-    engine = train(ENGINES[stage](Model(seed=5), comm, FAST))
+    engine = train(ENGINES[stage](Model(seed=5), comm, FAST), 2, rows=12)
     engine.save(folder / "saved")
     engine.save_weights(folder / "weights", dtype=None)
     return parameters_of(engine), saved_bytes(Model(), comm.world_size, stage), engine.state_dict()
@@ -119,23 +103,20 @@ def loading(comm, folder, stage, sd, **options):
     loaded, given = (ENGINES[stage](Model(seed=1), comm, FAST, **(options if stage == 3 else {})) for _ in range(2))
     loaded.load(folder / "saved")
     given.load_state_dict(sd)
-    return parameters_of(loaded), parameters_of(given), parameters_of(train(loaded, 1)), parameters_of(train(given, 1))
+    return [parameters_of(each) for each in (loaded, given)] + [
+        parameters_of(train(each, 1, rows=12)) for each in (loaded, given)]
 
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_any_stage_on_any_number_of_ranks_loads_them(stage, world, tmp_path):
     expected, sizes, sd = launch(saving, 2, tmp_path, stage)[0]
-    folder, = (path for path in (tmp_path / "saved").iterdir() if path.is_dir())
-    assert {path.name: path.stat().st_size for path in folder.iterdir()} == sizes
+    assert {path.name: path.stat().st_size for path in (tmp_path / "saved").glob("*/*")} == sizes
     assert equal(load_file(tmp_path / "weights"), expected)
     for other, options in ((0, {}), (1, {}), (3, {}), (3, {"persistence_threshold": 20})):
         for loaded, given, *after in launch(functools.partial(loading, **options), world, tmp_path, other, sd):
             assert equal(loaded, expected) and equal(given, expected) and equal(*after)
             assert not equal(after[0], expected)
-
-
-# --- written ---------------------------------------------------------------------------------------------------------
 
 
 def written(comm, stage, dtype, write):
@@ -146,8 +127,7 @@ def written(comm, stage, dtype, write):
         for p in model.parameters():
             p.fill_(0.0625 + comm.rank)
     before = parameters_of(engine)
-    engine.backward(engine(torch.ones(2, WIDTH, dtype=dtype)).square().mean())
-    engine.step()
+    update(engine, square(engine, torch.ones(2, WIDTH, dtype=dtype)))
     return before, parameters_of(engine), {str(p.dtype) for p in model.parameters()}
 
 

@@ -11,31 +11,28 @@ from refimpl.zero.gathering import Gathering
 class Recording(FakeCommunicator):
     """Which gathers were begun, in order."""
 
+    begun = ()
+
     def all_gather(self, x, *, out=None, async_op=False, label=""):
-        self.begun = [*getattr(self, "begun", []), out]
+        self.begun = [*self.begun, out]
         return super().all_gather(x, out=out, async_op=async_op, label=label)
 
 
-@pytest.fixture
-def made():
+def made(look_ahead=10**9, limit=10**9):
     """(gathering, buckets, begun): buckets of 8, 8 and 16 elements; `begun()` gives their numbers since last time."""
-    def make(look_ahead=10**9, limit=10**9):
-        comm = Recording(0, 2)
-        buckets = [Bucket([(f"p{i}", torch.nn.Parameter(torch.zeros(n)))], 2) for i, n in enumerate((8, 8, 16))]
-        full = {bucket: torch.zeros(bucket.numel) for bucket in buckets}
-        shards = {bucket: torch.full((bucket.shard_numel,), float(i)) for i, bucket in enumerate(buckets)}
-        for tensor in full.values():
-            tensor.untyped_storage().resize_(0)
-        gathering = Gathering(comm, shards, full, look_ahead, limit)
+    comm = Recording(0, 2)
+    buckets = [Bucket([(f"p{i}", torch.nn.Parameter(torch.zeros(n)))], 2) for i, n in enumerate((8, 8, 16))]
+    full = {bucket: torch.zeros(bucket.numel) for bucket in buckets}
+    shards = {bucket: torch.full((bucket.shard_numel,), float(i)) for i, bucket in enumerate(buckets)}
+    for tensor in full.values():
+        tensor.untyped_storage().resize_(0)
 
-        def begun():
-            found = [[x is full[b] for b in buckets].index(True) for x in getattr(comm, "begun", [])]
-            comm.begun = []
-            return found
+    def begun():
+        found = [[x is full[b] for b in buckets].index(True) for x in comm.begun]
+        comm.begun = []
+        return found
 
-        return gathering, buckets, begun
-
-    return make
+    return Gathering(comm, shards, full, look_ahead, limit), buckets, begun
 
 
 def forward_and_backward(gathering, buckets):
@@ -51,7 +48,7 @@ def forward_and_backward(gathering, buckets):
     return seen
 
 
-def test_the_first_step_gathers_when_needed_the_second_prefetches(made):
+def test_the_first_step_gathers_when_needed_the_second_prefetches():
     gathering, buckets, begun = made()
     assert forward_and_backward(gathering, buckets) == [
         [True, False, False], [False, True, False], [False, False, True], [False, False, True], [False, True, False],
@@ -64,7 +61,7 @@ def test_the_first_step_gathers_when_needed_the_second_prefetches(made):
 @pytest.mark.parametrize(("options", "ahead"), [
     ({"look_ahead": 0}, [[0], [1], [2], [], [1], [0]]), ({"look_ahead": 1}, [[0, 1], [2], [], [1], [0], []]),
     ({"limit": 16}, [[0, 1], [], [2], [], [1, 0], []])], ids=str)
-def test_no_further_ahead_than_asked(options, ahead, made):
+def test_no_further_ahead_than_asked(options, ahead):
     gathering, buckets, begun = made(**options)
     forward_and_backward(gathering, buckets)
     begun()
@@ -76,7 +73,7 @@ def test_no_further_ahead_than_asked(options, ahead, made):
     assert found == ahead
 
 
-def test_a_step_that_goes_another_way_gathers_nothing_ahead_and_what_came_in_vain_is_freed(made):
+def test_a_step_that_goes_another_way_gathers_nothing_ahead_and_what_came_in_vain_is_freed():
     gathering, buckets, begun = made()
     forward_and_backward(gathering, buckets)
     begun()
@@ -92,9 +89,8 @@ def test_a_step_that_goes_another_way_gathers_nothing_ahead_and_what_came_in_vai
     assert gathering.live() == 0 and all(x.untyped_storage().nbytes() == 0 for x in gathering.whole.values())
 
 
-def test_what_is_on_its_way_does_not_keep_the_next_from_coming(made):
-    gathering, buckets, begun = made(look_ahead=2)
-    found = []
+def test_what_is_on_its_way_does_not_keep_the_next_from_coming():
+    (gathering, buckets, begun), found = made(look_ahead=2), []
     for _ in range(2):
         for i in (2, 0, 1, 2):
             gathering.gather(buckets[i])
@@ -104,7 +100,7 @@ def test_what_is_on_its_way_does_not_keep_the_next_from_coming(made):
     assert found == [[2], [0], [1], [2], [2, 0, 1], [2], [], []]
 
 
-def test_the_buckets_of_one_unit_count_as_one(made):
+def test_the_buckets_of_one_unit_count_as_one():
     gathering, buckets, begun = made(look_ahead=1)
     unit_of = dict(zip(buckets, ("first", "second", "second"), strict=True))
     for ahead in ([[0], [1], [2]], [[0, 1, 2], [], []]):
@@ -115,7 +111,7 @@ def test_the_buckets_of_one_unit_count_as_one(made):
         gathering.end_step()
 
 
-def test_the_last_of_several_users_frees_it(made):
+def test_the_last_of_several_users_frees_it():
     gathering, (bucket, *_), begun = made()
     for _ in range(3):
         gathering.gather(bucket)

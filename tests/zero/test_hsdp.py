@@ -6,57 +6,34 @@ import pytest
 import torch
 from hsdp_kit import STAGES, STEPS, WithoutReplicas, alone, hybrid, levels, step_of
 from torch import nn
-from zero_kit import (
-    ADAMW,
-    BUCKET,
-    ENGINES,
-    FAST,
-    Elsewhere,
-    farthest,
-    gpt,
-    gradients_of_step,
-    model_of,
-    parameters_of,
-    rows_of,
-    square,
-    three_layers,
-    token_batches,
-)
+from zero_kit import BUCKET, Elsewhere, Layers, farthest, gpt, model_of, parameters_of, rows_of, square, three_layers
+from zero_steps import gpt_engine, traced_gpt, tracked, train, update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, RankError, launch
-from refimpl.mesh import Mesh
 from refimpl.mixed_precision import AdaptiveLossScaler
 from refimpl.model import GPT, GPTConfig
-from refimpl.zero import DataParallel, Zero1, Zero2, Zero3
+from refimpl.zero import DataParallel, Zero2
 from refimpl.zero.closed_forms import hybrid_traffic, model_state_bytes
 from refimpl.zero.update import ShardedUpdate
-
-# --- the numbers -----------------------------------------------------------------------------------------------------
-
-
-def trained(comm, stage, dtype, shards):
-    """(norms, parameters): each rank begins with other values, of which rank 0's count."""
-    engine = hybrid(stage, three_layers(comm.rank).to(dtype), comm, FAST, bucket_bytes=300, shards=shards)
-    return [step_of(engine, step) for step in range(STEPS)], parameters_of(engine)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_clipped_steps_are_those_of_one_process(shards, stage, dtype, bound):
+    def trained(comm, stage, dtype, shards):
+        """(norms, parameters): each rank begins with other values, of which rank 0's count."""
+        engine = hybrid(stage, three_layers(comm.rank).to(dtype), comm, shards, bucket_bytes=300)
+        return [step_of(engine, step) for step in range(STEPS)], parameters_of(engine)
     norms, expected = alone(dtype)
     assert min(norms) > 0.05  # so that it clips
     for ours, parameters in launch(trained, 4, stage, dtype, shards):
         assert ours == pytest.approx(norms, rel=1e-6) and farthest(parameters, expected) < bound
 
 
-# --- bytes and traffic -----------------------------------------------------------------------------------------------
-
-
 class WholeBetween(Zero2):
     """Cuts nothing: each rank is a group of its own, and replicas exchange all of the gradients."""
-
     def __init__(self, model, comm, *args, shards=None, replicas=None, **options):
         super().__init__(model, comm, *args, shards=comm.split([comm.rank]), replicas=comm, **options)
 
@@ -64,17 +41,11 @@ class WholeBetween(Zero2):
 def reading(comm, make, micro_batches=1, **options):
     """(ledger before the update, {level: traffic}) of the third step."""
     dp, both = levels(comm)
-    engine = make(gpt(), dp, ADAMW, bucket_bytes=BUCKET, **both, **options)
-    *first, last = token_batches(3, micro_batches)
-    for tokens in first:
-        gradients_of_step(engine, tokens)
-        engine.step()
+    engine = gpt_engine(make, dp, **both, **options)
+    traced_gpt(engine, 2, micro_batches)
     of = {"all": dp, **both}
     before = {level: each.traffic for level, each in of.items()}
-    with memory.track(engine.model, engine.optimizer) as t:
-        gradients_of_step(engine, last)
-        now = t.now
-        engine.step()
+    now, *_ = traced_gpt(engine, 1, micro_batches)
     sent = {level: each.traffic - before[level] for level, each in of.items()}
     sent["all"] -= sent["shards"] + sent["replicas"]  # sub-groups count in the whole
     return now, {level: dict(each) for level, each in sent.items()}
@@ -92,14 +63,14 @@ def is_as_predicted(rank, stage, now, sent, micro_batches=1, **options):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_and_traffic_are_those_of_the_closed_forms(stage, micro_batches):
-    for rank, found in enumerate(launch(reading, 4, ENGINES[stage], micro_batches)):
+    for rank, found in enumerate(launch(reading, 4, stage, micro_batches)):
         assert is_as_predicted(rank, stage, *found, micro_batches) == (True, True)
 
 
 @pytest.mark.parametrize(("stage", "options"), [
     (1, {"reduce_dtype": torch.bfloat16}), (2, {"reduce_dtype": torch.bfloat16}), (3, {"persistence_threshold": 33})])
 def test_bytes_and_traffic_with_options(stage, options):
-    for rank, found in enumerate(launch(functools.partial(reading, **options), 4, ENGINES[stage])):
+    for rank, found in enumerate(launch(functools.partial(reading, **options), 4, stage)):
         assert is_as_predicted(rank, stage, *found, **options) == (True, True)
 
 
@@ -111,8 +82,8 @@ def test_versions_that_forget_replicas_or_save_nothing_are_seen(mutant, verdict)
 
 def test_more_shards_are_fewer_bytes_between_replicas():
     """2(R−1)/R · Ψ/S at stages 1 to 3."""
+    psi = sum(p.nbytes for p in gpt().parameters())
     for stage in STAGES:
-        psi = sum(p.nbytes for p in gpt().parameters())
         few, many = (hybrid_traffic(gpt(), shards, 8 // shards, stage, bucket_bytes=BUCKET)["replicas"].total
                      for shards in (4, 2))
         assert few == pytest.approx(2 * 1 / 2 * psi / 4, rel=0.05)
@@ -120,34 +91,25 @@ def test_more_shards_are_fewer_bytes_between_replicas():
 
 
 def test_bytes_of_a_thousand_ranks_without_them():
-    dp = FakeCommunicator(37, 1024)
-    mesh = Mesh(dp=1024, shards=8).connect(dp)
-    both = {kind: mesh.get_parallel_group(kind) for kind in ("shards", "replicas")}
-    engine = Zero3(gpt(), dp, ADAMW, **both)
-    before = both["replicas"].traffic
-    with memory.track(engine.model, engine.optimizer) as t:
-        tokens = token_batches(1)[0][0]
-        engine.backward(engine.forward(tokens, tokens))
-        engine.step()
+    dp, both = levels(FakeCommunicator(37, 1024), 8)
+    engine, before = gpt_engine(3, dp, **both), both["replicas"].traffic
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    t = tracked(engine, tokens, tokens, steps=1)
     states = model_state_bytes(gpt(), 8, 3, rank=37 % 8)
     assert t.now["optimizer state"] == states["optimizer state"] and t.now["parameters"] == states["parameters"]
     assert both["replicas"].traffic - before == hybrid_traffic(gpt(), 8, 128, 3, rank=37)["replicas"]
 
 
-# --- what is under way at once ---------------------------------------------------------------------------------------
-
-
 def order_of_collectives(comm, stage):
     """[(level, bucket)] of this rank's reductions, as they begin, with "backward" of each layer among them."""
-    dp, both = levels(comm)
-    engine, found = ENGINES[stage](three_layers(), dp, FAST, bucket_bytes=300, **both), []
+    engine, found = hybrid(stage, three_layers(), comm, bucket_bytes=300), []
     for level, kind in (("shards", "reduce_scatter"), ("replicas", "all_reduce")):
-        given = getattr(both[level], kind)
-        setattr(both[level], kind, lambda *args, level=level, given=given, label="", **options: (
+        given = getattr(getattr(engine.levels, level), kind)
+        setattr(getattr(engine.levels, level), kind, lambda *args, level=level, given=given, label="", **options: (
             found.append((level, label)), given(*args, label=label, **options))[1])
     for i in (0, 2, 4):
         engine.model[i].weight.register_hook(lambda gradient, i=i: found.append(("backward", i)))
-    engine.backward(square(engine, rows_of(dp, 0)))
+    engine.backward(square(engine, rows_of(comm, 0)))
     return found
 
 
@@ -162,40 +124,28 @@ def test_replicas_reduce_a_bucket_while_backward_goes_on(stage):
         assert labels["shards"] == labels["replicas"]
 
 
-# --- models that are not a plain stack, and what ranks do not agree on -----------------------------------------------
-
-
-def on_a_model(comm, stage, name, plain):
-    dp, both = levels(comm)
-    model = model_of(name)
-    units = {"units": [model]} if stage == 3 and name == "unused on a rank" else {}  # all ranks run the same units
-    engine = ENGINES[stage](model, dp, FAST, bucket_bytes=200, **units, **({} if plain else both))
-    for step in range(3):
-        engine.backward(square(engine, rows_of(dp, step, width=1 if name.startswith("one") else 10)))
-        engine.step()
-    return parameters_of(engine)
-
-
 @pytest.mark.parametrize("name", ["unused on a rank", "frozen", "twice", "recomputed", "one small tensor"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_models_train_as_with_one_level(stage, name):
-    plain = launch(on_a_model, 4, stage, name, True)[0]
-    for ours in launch(on_a_model, 4, stage, name, False):
+    def on_a_model(comm, stage, name, shards):
+        model = model_of(name)
+        units = {"units": [model]} if stage == 3 and name == "unused on a rank" else {}  # all ranks run the same units
+        engine = hybrid(stage, model, comm, shards, bucket_bytes=200, **units)
+        return parameters_of(train(engine, 3, width=1 if name.startswith("one") else 10))
+    plain = launch(on_a_model, 4, stage, name, None)[0]
+    for ours in launch(on_a_model, 4, stage, name, 2):
         assert farthest(ours, plain) < 1e-6
 
 
 def another_model(comm):
-    dp, both = levels(comm)
-    Zero1(three_layers() if comm.rank < 2 else three_layers()[:3], dp, FAST, **both)
+    hybrid(1, three_layers() if comm.rank < 2 else three_layers()[:3], comm)
 
 
 def another_order(comm):
     """Replica 1 runs its units in another order."""
-    dp, both = levels(comm)
     model = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
     model.forward = lambda x: model[0](model[1](x)) if comm.rank >= 2 else model[1](model[0](x))
-    engine = Zero3(model, dp, FAST, **both)
-    engine.backward(square(engine, rows_of(dp, 0)))
+    train(hybrid(3, model, comm), 1)
 
 
 @pytest.mark.parametrize(("body", "match"), [
@@ -207,14 +157,13 @@ def test_replicas_that_differ_are_named(body, match):
 
 
 def refused(comm, which):
-    mesh = Mesh(dp=4, shards=2).connect(comm)
-    shards, replicas = (mesh.get_parallel_group(kind) for kind in ("shards", "replicas"))
+    shards, replicas = levels(comm)[1].values()
     given = {"one": (shards, None), "number": (2, replicas), "twice": (shards, shards), "whole": (comm, shards),
              "stage 0": (shards, replicas), "crossed": (shards, comm.split([0, 3] if comm.rank in (0, 3) else [1, 2])),
              "some": (shards, replicas if comm.rank else shards)}[which]
     make = DataParallel if which == "stage 0" else Zero2
     try:
-        make(three_layers(), comm, FAST, shards=given[0], replicas=given[1])
+        make(three_layers(), comm, shards=given[0], replicas=given[1])
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -228,22 +177,15 @@ def test_levels_that_are_none_are_refused_on_all_ranks(which, expected):
         assert error and error.startswith(expected)
 
 
-# --- with the engine's other parts -----------------------------------------------------------------------------------
-
-
-class FailsOnce(nn.Module):
+class FailsOnce(Layers):
     """Its first backward raises, on all ranks, between two layers."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers, self.fails = nn.ModuleList(nn.Linear(10, 10) for _ in range(3)), True
+    fails = True
 
     def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).tanh()
-            if layer is self.layers[0]:
-                x.register_hook(self.raising)
-        return x
+        x = self[0](x).tanh()
+        x.register_hook(self.raising)
+        return self[2](self[1](x).tanh()).tanh()
 
     def raising(self, gradient):
         if self.fails:
@@ -251,21 +193,19 @@ class FailsOnce(nn.Module):
             raise ArithmeticError("injected")
 
 
-def with_options(comm, stage, what, plain):
+def with_options(comm, stage, what, shards):
     """Parameters after three steps: of a step tried again, with a store, from the meta device, scaled, in bf16."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dp, both = levels(comm)
-    both = {} if plain else both
     options = {"store": {"store": Elsewhere()}, "host": {"update": functools.partial(ShardedUpdate, device="cpu")}}
     with torch.device("meta" if what == "meta" else "cpu"):
-        model = FailsOnce() if what == "tried again" else three_layers(comm.rank)
+        model = FailsOnce(3) if what == "tried again" else three_layers(comm.rank)
     model = model.bfloat16() if what == "bf16" else model
-    scaler = AdaptiveLossScaler(1024.0, comm=dp)
+    scaler = AdaptiveLossScaler(1024.0, comm=comm)
     torch.manual_seed(comm.rank)
-    engine = ENGINES[stage](model, dp, FAST, bucket_bytes=300, **both, **options.get(what, {}))
+    engine = hybrid(stage, model, comm, shards, bucket_bytes=300, **options.get(what, {}))
     for step in range(3):
-        x = rows_of(dp, step).to(engine.buckets[0].dtype)
+        x = rows_of(comm, step).to(engine.buckets[0].dtype)
         x = x * float("inf") if what == "scaled" and step == 1 and comm.rank == 3 else x
         if what == "tried again" and step == 0:
             with pytest.raises(ArithmeticError):
@@ -275,24 +215,20 @@ def with_options(comm, stage, what, plain):
             scaler.step(engine)
             scaler.update()
         else:
-            engine.backward(square(engine, x))
-            engine.step()
+            update(engine, square(engine, x))
     return parameters_of(engine)
 
 
 @pytest.mark.parametrize(("what", "stage"), [(what, stage) for stage in STAGES for what in (
     "tried again", "store", "host", "scaled", "bf16", *["meta"] * (stage == 3))])
 def test_other_parts_work_as_with_one_level(what, stage):
-    plain = launch(with_options, 4, stage, what, True)[0]
-    for ours in launch(with_options, 4, stage, what, False):
+    plain = launch(with_options, 4, stage, what, None)[0]
+    for ours in launch(with_options, 4, stage, what, 2):
         assert farthest(ours, plain) < (1e-2 if what == "bf16" else 1e-6)
 
 
 def dry(name):
-    dp = FakeCommunicator(37, 1024)
-    mesh = Mesh(dp=1024, shards=8).connect(dp)
-    levels = {kind: mesh.get_parallel_group(kind) for kind in ("shards", "replicas")}
-    engine = Zero3(GPT(GPTConfig.named(name)), dp, ADAMW, **levels)
+    engine = hybrid(3, GPT(GPTConfig.named(name)), FakeCommunicator(37, 1024), 8)
     x = torch.zeros(1, 64, dtype=torch.int64)
     with memory.track(engine.model, engine.optimizer) as t:
         engine.backward(engine.forward(x, x))

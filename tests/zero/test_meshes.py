@@ -5,8 +5,11 @@ import contextlib
 import pytest
 import torch
 from mesh_kit import ADAMW, mesh, rows, split, step_of, train_alone, whole
+from safetensors.torch import load_file
+from saving_kit import part
 from torch import nn
-from zero_kit import ENGINES, parameters_of
+from zero_kit import ENGINES, equal, parameters_of
+from zero_steps import STATES
 
 from refimpl import memory
 from refimpl.comm import RankError, launch
@@ -15,8 +18,7 @@ from refimpl.sharding import ShardSpec, set_spec
 from refimpl.zero import Zero1, Zero3
 from refimpl.zero.closed_forms import model_state_bytes, step_traffic
 
-STEPS, BUCKET = 3, 300
-STAGES = range(4)
+STEPS, BUCKET, STAGES = 3, 300, range(4)
 
 
 def engine_on(comm, stage, tp, bucket_bytes=BUCKET):
@@ -28,19 +30,14 @@ def engine_on(comm, stage, tp, bucket_bytes=BUCKET):
 
 
 def held(engine):
-    """{name: (offsets, tensor)} of the whole local parameters."""
-    return {name: (engine.specs[name].offsets, p) for name, p in parameters_of(engine).items()}
+    """{name: (spec, tensor)} of the whole local parameters."""
+    return {name: (engine.specs[name], p) for name, p in parameters_of(engine).items()}
 
 
 def farthest_from(model, parts):
     """The largest difference of this rank's parameters from those of the whole model."""
-    far = 0.0
-    for name, (offsets, p) in parts.items():
-        there = model.get_parameter(name).detach()
-        for dim, (offset, n) in enumerate(zip(offsets, p.shape, strict=True)):
-            there = there.narrow(dim, offset, n)
-        far = max(far, (there - p).abs().max().item())
-    return far
+    return max((part(model.get_parameter(name), spec) - p.flatten()).abs().max().item()
+               for name, (spec, p) in parts.items())
 
 
 def trained(comm, stage, tp, directory=None):
@@ -53,22 +50,22 @@ def trained(comm, stage, tp, directory=None):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipped_norms_and_parameters_are_those_of_one_process(stage):
-    norms, model, _ = train_alone(STEPS)
+    norms, model = train_alone(STEPS)
     assert all(norm > 0.05 for norm in norms)  # so that it clips
     for ours, parts, _ in launch(trained, 4, stage, 2):
         assert ours == pytest.approx(norms, rel=1e-6)  # an fp32 scalar
         assert farthest_from(model, parts) < 1e-6
 
 
+def go_on(engine):
+    """The norms of two more steps after a load, and the parameters."""
+    return [step_of(engine, step) for step in range(STEPS, STEPS + 2)], held(engine)
+
+
 def loaded(comm, stage, tp, directory, sd=None):
-    """Two more steps after a load."""
     engine = engine_on(comm, stage, tp, bucket_bytes=200)
-    if sd is None:
-        engine.load(directory)
-    else:
-        engine.load_state_dict(sd)
-    norms = [step_of(engine, step) for step in range(STEPS, STEPS + 2)]
-    return norms, held(engine)
+    engine.load(directory) if sd is None else engine.load_state_dict(sd)
+    return go_on(engine)
 
 
 MESHES = [(1, 1), (3, 1), (4, 1), (4, 2), (2, 2), (4, 4)]  # ranks, of which in a tensor-parallel group
@@ -76,44 +73,31 @@ MESHES = [(1, 1), (3, 1), (4, 1), (4, 2), (2, 2), (4, 4)]  # ranks, of which in 
 
 @pytest.mark.parametrize(("stage", "other"), [(1, 3), (3, 1), (0, 2), (2, 0)])
 def test_what_one_mesh_has_saved_is_loaded_on_any_other(stage, other, tmp_path):
-    _, model, optimizer = train_alone(STEPS)
+    norms, model = train_alone(STEPS + 2)
     launch(trained, 4, stage, 2, tmp_path / "mesh")
     launch(trained, 3, stage, 1, tmp_path / "whole")
-    norms, model, _ = train_alone(2, model=model, optimizer=optimizer, first=STEPS)
     for ranks, tp in MESHES:
         for source in ["mesh", "whole"] if tp > 1 else ["mesh"]:
             for ours, parts in launch(loaded, ranks, other, tp, tmp_path / source):
-                assert ours == pytest.approx(norms, rel=1e-6), (ranks, tp, source)
+                assert ours == pytest.approx(norms[STEPS:], rel=1e-6), (ranks, tp, source)
                 assert farthest_from(model, parts) < 1e-6
 
 
-def through_a_dict(comm, stage, other):
-    """The norms of two steps after a load_state_dict of what the mesh has on its rank 0; and its names."""
-    _, _, sd = trained(comm, stage, 2)
-    return loaded(comm, other, 2, None, sd), loaded(comm, other, 1, None, sd), list(sd.get("model", ()))
-
-
 def test_a_state_dict_of_a_mesh_is_that_of_the_whole_model():
-    norms, model, optimizer = train_alone(STEPS)
-    names = list(model.state_dict())
-    norms, model, _ = train_alone(2, model=model, optimizer=optimizer, first=STEPS)
-    for rank, (split_again, put_together, theirs) in enumerate(launch(through_a_dict, 4, 1, 3)):
-        assert set(theirs) == (set() if rank else set(names))
-        for ours, parts in (split_again, put_together):
-            assert ours == pytest.approx(norms, rel=1e-6) and farthest_from(model, parts) < 1e-6
-
-
-def one_file(comm, path):
-    engine = engine_on(comm, 3, 2)
-    engine.save_weights(path, None)
+    def through_a_dict(comm, stage, other):
+        """The norms of two steps after a load_state_dict of what the mesh has on its rank 0; and its names."""
+        _, _, sd = trained(comm, stage, 2)
+        return loaded(comm, other, 2, None, sd), loaded(comm, other, 1, None, sd), list(sd.get("model", ()))
+    norms, model = train_alone(STEPS + 2)
+    for rank, (*found, theirs) in enumerate(launch(through_a_dict, 4, 1, 3)):
+        assert set(theirs) == (set() if rank else set(model.state_dict()))
+        for ours, parts in found:
+            assert ours == pytest.approx(norms[STEPS:], rel=1e-6) and farthest_from(model, parts) < 1e-6
 
 
 def test_the_weights_of_a_mesh_are_one_file_for_the_whole_model(tmp_path):
-    from safetensors.torch import load_file
-
-    launch(one_file, 4, tmp_path / "weights.safetensors")
-    found, expected = load_file(tmp_path / "weights.safetensors"), whole().state_dict()
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    launch(lambda comm: engine_on(comm, 3, 2).save_weights(tmp_path / "weights.safetensors", None), 4)
+    assert equal(load_file(tmp_path / "weights.safetensors"), whole().state_dict())
 
 
 def read(comm, stage, directory):
@@ -121,11 +105,10 @@ def read(comm, stage, directory):
     ranks with the same part in that step and as predicted, and bytes of its file, as written and as its shards say."""
     engine = engine_on(comm, stage, 2)
     step_of(engine, 0)
-    before = engine.comm.traffic
-    x = rows(1).chunk(2)[engine.comm.rank]
+    before, x = engine.comm.traffic, rows(1).chunk(2)[engine.comm.rank]
     with memory.track(engine.model, engine.optimizer) as t:
         engine.backward(engine.forward(x).square().mean())
-        now = {name: t.now[name] for name in ("parameters", "gradients", "optimizer state")}
+        now = {name: t.now[name] for name in STATES}
         engine.step()
     sent = dict(engine.comm.traffic - before)
     options = {"rank": engine.comm.rank, "bucket_bytes": BUCKET}
@@ -147,62 +130,49 @@ def test_bytes_of_states_traffic_and_files_are_those_of_the_part(stage, tmp_path
             assert found == predicted
 
 
-# --- what would go wrong in silence ----------------------------------------------------------------------------------
-
-
-def undeclared(comm, tp, declare):
-    """Replicas that nobody has named: their elements would count twice."""
-    group, dp, peers = mesh(comm, tp)
-    Zero1(split(group, peers=peers, declare=declare), dp, ADAMW, world=comm)
-
-
 def test_replicas_that_are_not_named_are_an_error():
-    launch(undeclared, 4, 2, True)
+    def undeclared(comm, declare):
+        """Replicas that nobody has named: their elements would count twice."""
+        group, dp, peers = mesh(comm, 2)
+        Zero1(split(group, peers=peers, declare=declare), dp, ADAMW, world=comm)
+    launch(undeclared, 4, True)
     with pytest.raises(RankError, match="0.bias: elements 0 … 5 are on rank 0 and on rank 1.*name each other in `rep"):
-        launch(undeclared, 4, 2, False)
-
-
-def named_by_others(comm):
-    """Ranks 2 and 3 name the replicas of ranks 0 and 1, and nobody would count theirs."""
-    group, dp, _ = mesh(comm, 2)
-    Zero1(split(group, peers=[0, 1]), dp, ADAMW, world=comm)
+        launch(undeclared, 4, False)
 
 
 def test_replicas_that_name_other_ranks_are_an_error():
+    def named_by_others(comm):
+        """Ranks 2 and 3 name the replicas of ranks 0 and 1, and nobody would count theirs."""
+        group, dp, _ = mesh(comm, 2)
+        Zero1(split(group, peers=[0, 1]), dp, ADAMW, world=comm)
     with pytest.raises(RankError, match=r"ranks \[0, 1, 2, 3\] name ranks \[0, 1\] as replicas"):
         launch(named_by_others, 4)
 
 
 class Counted(Zero1):
     """The mutant: every rank counts what it holds, replicas too."""
-
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         self.specs = {name: ShardSpec(name, spec.shape, spec.offsets, spec.lengths)
                       for name, spec in self.specs.items()}
         return super().clip_grad_norm_(max_norm, norm_type)
 
 
-class Apart(Zero1):
-    """The mutant: the norm is over the ranks with the same part alone."""
-
+class Apart(Counted):
+    """The mutant: and the norm is over the ranks with the same part alone."""
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         world, self.world = self.world, self.comm
-        self.specs = {name: ShardSpec(name, spec.shape, spec.offsets, spec.lengths)
-                      for name, spec in self.specs.items()}
         norm, self.world = super().clip_grad_norm_(max_norm, norm_type), world
         return norm
 
 
-def first_norm(comm, make):
-    group, dp, peers = mesh(comm, 2)
-    engine = make(split(group, peers=peers), dp, ADAMW, world=comm)
-    norm = step_of(engine, 0)
-    return norm, {name: p for name, (_, p) in held(engine).items() if "norm" in name}
-
-
 @pytest.mark.parametrize("make", [Zero1, Zero3, Counted, Apart])
 def test_replicas_are_counted_once_and_all_ranks_clip_alike(make):
-    (norm, *_), model, _ = train_alone(1)
+    def first_norm(comm, make):
+        group, dp, peers = mesh(comm, 2)
+        engine = make(split(group, peers=peers), dp, ADAMW, world=comm)
+        norm = step_of(engine, 0)
+        return norm, {name: p for name, (_, p) in held(engine).items() if "norm" in name}
+    (norm,), _ = train_alone(1)
     answers = launch(first_norm, 4, make)
     right = all(ours == pytest.approx(norm, rel=1e-6) for ours, _ in answers)
     assert right == (make in (Zero1, Zero3))
@@ -210,12 +180,8 @@ def test_replicas_are_counted_once_and_all_ranks_clip_alike(make):
     assert alike == (make is not Apart)  # whose replicas drift apart
 
 
-# --- a pipeline ------------------------------------------------------------------------------------------------------
-
-
 class Stage(nn.Sequential):
     """One block of the model, named as there."""
-
     def __init__(self, number):
         super().__init__(whole()[number])
         for name, p in self.named_parameters():
@@ -252,12 +218,11 @@ def piped(comm, stage, directory):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_pipeline_trains_clips_and_saves_as_one_process(stage, tmp_path):
-    norms, model, optimizer = train_alone(STEPS)
+    norms, model = train_alone(STEPS + 2)
     for ours in launch(piped, 4, stage, tmp_path):
-        assert ours == pytest.approx(norms, rel=1e-6)
-    norms, model, _ = train_alone(2, model=model, optimizer=optimizer, first=STEPS)
+        assert ours == pytest.approx(norms[:STEPS], rel=1e-6)
     for ours, parts in launch(loaded_whole, 2, tmp_path):
-        assert ours == pytest.approx(norms, rel=1e-6) and farthest_from(model, parts) < 1e-6
+        assert ours == pytest.approx(norms[STEPS:], rel=1e-6) and farthest_from(model, parts) < 1e-6
 
 
 def loaded_whole(comm, directory):
@@ -266,4 +231,4 @@ def loaded_whole(comm, directory):
     del model.seen
     engine = Zero1(model, comm, ADAMW)
     engine.load(directory)
-    return [step_of(engine, step) for step in range(STEPS, STEPS + 2)], held(engine)
+    return go_on(engine)

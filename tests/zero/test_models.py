@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from torch import nn
-from zero_kit import ENGINES, FAST, MODELS, SGD, WIDTH, batch, equal, model_of, parameters_of, rows_of, square
+from zero_kit import ENGINES, FAST, MODELS, SGD, WIDTH, batch, copied, equal, model_of, parameters_of, rows_of, square
+from zero_steps import plainly, train, update
 
 from refimpl.comm import launch
 from refimpl.mixed_precision import AdaptiveLossScaler
@@ -23,22 +24,13 @@ def trained(comm, names, **options):
     for name in names:
         for make in ENGINES[: 3 if name == "unused on a rank" and comm.world_size > 1 else 4]:
             engine = make(model_of(name), comm, FAST, bucket_bytes=500, **options)
-            for step in range(4):
-                engine.backward(square(engine, rows_of(comm, step, width=width_of(name))))
-                engine.step()
-            found[name, make.__name__] = parameters_of(engine)
+            found[name, make.__name__] = parameters_of(train(engine, 4, width=width_of(name)))
     return found
 
 
 def alone(name, world_size):
-    model = model_of(name)
-    optimizer = FAST(model.parameters())
-    for step in range(4):
-        for mine in batch(step, width_of(name)).chunk(world_size):
-            (model(mine).square().mean() / world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    model, parts = model_of(name), [batch(step, width_of(name)).chunk(world_size) for step in range(4)]
+    return plainly(model, FAST, (sum(square(model, mine) for mine in rows) / world_size for rows in parts))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -48,23 +40,19 @@ def test_as_in_one_process(world_size):
             torch.testing.assert_close(ours, alone(name, world_size), rtol=1e-5, atol=2e-6, msg=f"{name} {engine}")
 
 
-# --- clipping, accumulation, precision -------------------------------------------------------------------------------
-
-
-def clipped(comm):
-    found = {}
-    for make in ENGINES:
-        for norm_type in (1, 2, 3, math.inf):
-            engine = make(model_of("twice"), comm, SGD, bucket_bytes=200)
-            engine.backward(square(engine, rows_of(comm, 0, rows=6)) * 100)
-            norm = engine.clip_grad_norm_(0.7, norm_type)
-            engine.step()
-            found[make.__name__, norm_type] = norm.item(), parameters_of(engine)
-    return found
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_norm_of_all_gradients_each_counted_once(world_size):
+    def clipped(comm):
+        found = {}
+        for make in ENGINES:
+            for norm_type in (1, 2, 3, math.inf):
+                engine = make(model_of("twice"), comm, SGD, bucket_bytes=200)
+                engine.backward(square(engine, rows_of(comm, 0, rows=6)) * 100)
+                norm = engine.clip_grad_norm_(0.7, norm_type)
+                engine.step()
+                found[make.__name__, norm_type] = norm.item(), parameters_of(engine)
+        return found
+
     answers = launch(clipped, world_size)
     for norm_type in (1, 2, 3, math.inf):
         model = model_of("twice")
@@ -76,46 +64,42 @@ def test_the_norm_of_all_gradients_each_counted_once(world_size):
             for make in ENGINES:
                 norm, ours = answer[make.__name__, norm_type]
                 assert norm == pytest.approx(expected.item(), rel=1e-5)
-                torch.testing.assert_close(ours, {name: p.detach() for name, p in model.named_parameters()},
-                                           rtol=1e-5, atol=1e-6)
-
-
-def accumulated(comm, ways):
-    """Three micro-batches, with and without no_sync."""
-    found = {}
-    for make in ENGINES:
-        for way in ways:
-            engine = make(model_of("twice"), comm, FAST, bucket_bytes=500)
-            for step in range(3):
-                for i in range(3):
-                    with engine.no_sync() if way == "no_sync" and i < 2 else contextlib.nullcontext():
-                        engine.backward(square(engine, rows_of(comm, 3 * step + i)) / 3)
-                engine.step()
-            found[make.__name__, way] = parameters_of(engine)
-    return found
+                torch.testing.assert_close(ours, copied(model), rtol=1e-5, atol=1e-6)
 
 
 def test_micro_batches_with_and_without_no_sync():
+    def accumulated(comm, ways):
+        """Three micro-batches, with and without no_sync."""
+        found = {}
+        for make in ENGINES:
+            for way in ways:
+                engine = make(model_of("twice"), comm, FAST, bucket_bytes=500)
+                for step in range(3):
+                    for i in range(3):
+                        with engine.no_sync() if way == "no_sync" and i < 2 else contextlib.nullcontext():
+                            engine.backward(square(engine, rows_of(comm, 3 * step + i)) / 3)
+                    engine.step()
+                found[make.__name__, way] = parameters_of(engine)
+        return found
+
     for answer in launch(accumulated, 2, ["no_sync", "each reduced"]):
         expected = answer["DataParallel", "no_sync"]
         for key, ours in answer.items():
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=str(key))
 
 
-def low(comm, dtype, reduce_dtype):
-    found = {}
-    for make in ENGINES:
-        engine = make(model_of("twice").to(dtype), comm, FAST, bucket_bytes=300, reduce_dtype=reduce_dtype)
-        for step in range(4):
-            engine.backward(square(engine, rows_of(comm, step).to(dtype)))
-            engine.step()
-        masters = engine.update.masters.values() if make is not DataParallel else []
-        found[make.__name__] = parameters_of(engine), [m.dtype for m in masters]
-    return found
-
-
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_16_bit_parameters_have_masters_in_shards(reduce_dtype):
+    def low(comm, dtype, reduce_dtype):
+        found = {}
+        for make in ENGINES:
+            engine = make(model_of("twice").to(dtype), comm, FAST, bucket_bytes=300, reduce_dtype=reduce_dtype)
+            for step in range(4):
+                update(engine, square(engine, rows_of(comm, step).to(dtype)))
+            masters = engine.update.masters.values() if make is not DataParallel else []
+            found[make.__name__] = parameters_of(engine), [m.dtype for m in masters]
+        return found
+
     for answer in launch(low, 2, torch.bfloat16, reduce_dtype):
         for name in ("Zero1", "Zero2", "Zero3"):
             ours, masters = answer[name]
@@ -130,9 +114,7 @@ def overflowing(comm):
         engine, scaler = make(model_of("twice"), comm, FAST, bucket_bytes=500), AdaptiveLossScaler(1024.0, comm=comm)
         before, seen = None, []
         for step in range(3):
-            mine = rows_of(comm, step)
-            if step == 1 and comm.rank == 1:
-                mine = mine * math.inf
+            mine = rows_of(comm, step) * (math.inf if step == 1 and comm.rank == 1 else 1)
             engine.zero_grad()
             engine.backward(scaler.scale(square(engine, mine)))
             scaler.step(engine)

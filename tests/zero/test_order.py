@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from zero_kit import SGD, WIDTH, equal, parameters_of, rows_of, square
+from zero_steps import train
 
 from refimpl.comm import CollectiveMismatch, launch
 from refimpl.zero import Zero3
@@ -38,17 +39,12 @@ class Unordered:
         return getattr(self._comm, name)
 
 
-def step(engine, number):
-    engine.backward(square(engine, rows_of(engine.comm, number)))
-    engine.step()
-
-
 def skipping(comm, skipped, evaluates, look_ahead, rows=(WIDTH,) * 5, wrap=lambda comm: comm):
     """A step, and another one in which ranks leave out the blocks `skipped[rank]`, or an evaluation that does: what
     raised, and the parameters before and after."""
     torch.manual_seed(0)
     engine = Zero3(Skipping(rows), wrap(comm), SGD, look_ahead=look_ahead)
-    step(engine, 0)
+    train(engine, 1)
     shards = [shard.clone() for shard in engine.parameters.shards.values()]
     engine.model.skipped = skipped[comm.rank]
     if evaluates:
@@ -56,7 +52,7 @@ def skipping(comm, skipped, evaluates, look_ahead, rows=(WIDTH,) * 5, wrap=lambd
             square(engine, rows_of(comm, 1))
         engine.model.skipped = ()
     try:
-        step(engine, 1)
+        train(engine, 1, 1)
     except CollectiveMismatch as error:
         return (str(error), error.ranks), all(map(torch.equal, shards, engine.parameters.shards.values()))
     return None, parameters_of(engine)

@@ -4,6 +4,7 @@ On our GPT and on a model that others wrote, in fp64, in sizes that need no padd
 """
 
 import functools
+import unittest.mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from one_screen import check_paper
 from outside.models import GROUPED, causal
 from torch import nn
 from torch.nn import functional as F
-from zero_kit import ADAMW, BUCKET, ENGINES, equal, farthest, parameters_of
+from zero_kit import ADAMW, BUCKET, ENGINES, Layers, batch, copied, equal, farthest, own_rows, parameters_of, square
+from zero_steps import STATES, most, plainly
 
 from refimpl import memory
 from refimpl.comm import launch
@@ -21,19 +23,19 @@ from refimpl.zero import paper
 
 STEPS, ITEM = 3, 8  # bytes of an element
 CONFIG = GPTConfig(vocab_size=64, context_length=16, layers=3, hidden=32, heads=4, tied=False)
-STATES = ("parameters", "gradients", "optimizer state")
 
 
 def gpt():
-    """(model, its units, a function of tokens that returns logits)."""
+    """(model, its units, a function of what is called and tokens that returns logits)."""
     model = GPT(CONFIG, dtype=torch.float64)
-    return model, [model.embedding, model.positions, *model.blocks, model.norm, model.head], model
+    units = [model.embedding, model.positions, *model.blocks, model.norm, model.head]
+    return model, units, lambda call, tokens: call(tokens)
 
 
 def llama():
     model = causal("llama", dtype=torch.float64, **GROUPED)()
     units = [model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head]
-    return model, units, lambda tokens: model(input_ids=tokens, use_cache=False).logits
+    return model, units, lambda call, tokens: call(input_ids=tokens, use_cache=False).logits
 
 
 BUILDS = {"gpt": gpt, "llama": llama}
@@ -51,7 +53,6 @@ class Whole(paper.Unit):
 
 class Hoarding(paper.Unit):
     """The mutant of stage 2: whole gradients stay."""
-
     def reduce(self):
         self.hoard = [p.grad for p in self.parameters]
         super().reduce()
@@ -59,7 +60,6 @@ class Hoarding(paper.Unit):
 
 class Unreleased(paper.Unit):
     """The mutant of stage 3: parameters stay whole."""
-
     def release(self):
         pass
 
@@ -72,28 +72,28 @@ class ByPaper:
     is a master copy; what stage 3 updates is the parameters themselves."""
 
     def __init__(self, model, units, comm, stage, unit=paper.Unit):
-        self.model, paper.Unit, original = model, unit, paper.Unit
-        try:
+        with unittest.mock.patch.object(paper, "Unit", unit):
             self.zero = paper.Zero(units, comm, ADAMW, stage)
-        finally:
-            paper.Unit = original
-        self.stage, self.optimizer, self.step = stage, self.zero.optimizer, self.zero.step
+        self.model, self.optimizer, self.step = model, self.zero.optimizer, self.zero.step
         self.backward = torch.Tensor.backward
         for each in self.zero.units:
             memory.mark(each.updated, "parameters")
             memory.mark(each.whole, "parameters")
 
     def parameters(self):
-        for unit in self.zero.units if self.stage == 3 else ():
-            unit.gather()
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return gathered(self.zero, self.model)
+
+
+def gathered(zero, model):
+    """The whole parameters, of which the paper's classes have shards at stage 3."""
+    for unit in zero.units if zero.stage == 3 else ():
+        unit.gather()
+    return copied(model)
 
 
 def engine_of(model, units, comm, stage):
     options = {"units": units, "look_ahead": 0} if stage == 3 else {}
-    engine = ENGINES[stage](model, comm, ADAMW, bucket_bytes=BUCKET, **options)
-    engine.parameters_of = functools.partial(parameters_of, engine)
-    return engine
+    return ENGINES[stage](model, comm, ADAMW, bucket_bytes=BUCKET, **options)
 
 
 def readings(comm, build, stage, make):
@@ -104,13 +104,10 @@ def readings(comm, build, stage, make):
     engine = make(model, units, comm, stage)
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
-        rows = torch.randint(0, 64, (4 * comm.world_size, 16), generator=generator).chunk(comm.world_size)[comm.rank]
+        rows = own_rows(comm, torch.randint(0, 64, (4 * comm.world_size, 16), generator=generator))
         before = comm.traffic
         with memory.track(model, engine.optimizer) as t:
-            if make is engine_of:  # its forward does more than the model's
-                logits = engine(rows) if build == "gpt" else engine(input_ids=rows, use_cache=False).logits
-            else:
-                logits = forward(rows)
+            logits = forward(engine if make is engine_of else model, rows)  # an engine's does more than the model's
             loss = F.cross_entropy(logits.flatten(0, 1), rows.flatten())
             engine.backward(loss)
             torch.zeros(0)  # an operation: what backward freed last is freed before it
@@ -118,16 +115,13 @@ def readings(comm, build, stage, make):
             engine.step()
         losses.append(loss.item())
         sent = dict(comm.traffic - before)
-    timeline = t.timeline
-    most = {name: int(timeline.nbytes[:, timeline.categories.index(name)].max()) for name in STATES}
-    parameters = engine.parameters() if isinstance(engine, ByPaper) else engine.parameters_of()
-    pieces = [p.numel() for group in engine.optimizer.param_groups for p in group["params"]]
-    return {"losses": losses, "parameters": parameters, "now": timeline[row].ledger, "most": most,
-            "peak": timeline.totals.max(), "sent": sent, "updated": len(pieces),
-            "units": [sum(p.numel() for p in unit.parameters()) for unit in units],
-            "gathered once": [sum(p.numel() for p in unit.parameters()) for i, unit in enumerate(units)
-                              if i == len(units) - 1 or isinstance(unit, nn.Embedding)],
-            "tensors": len(list(model.parameters()))}
+    numels = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    return {"losses": losses, "now": t.timeline[row].ledger, "most": {name: int(most(t, name)) for name in STATES},
+            "parameters": engine.parameters() if isinstance(engine, ByPaper) else parameters_of(engine),
+            "sent": sent, "updated": sum(len(group["params"]) for group in engine.optimizer.param_groups),
+            "units": numels, "tensors": len(list(model.parameters())),
+            "gathered once": [numel for numel, unit in zip(numels, units, strict=True)
+                              if unit is units[-1] or isinstance(unit, nn.Embedding)]}
 
 
 def both(comm, build, stage):
@@ -204,48 +198,29 @@ def test_the_same_traffic(build, stage, world_size):
         assert sum(papers["sent"].values()) == (3 if stage == 3 else 2) * ITEM * sum(papers["units"]) * (N - 1) // N
 
 
-class Uneven(nn.Module):
-    """Sizes that no world divides."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-
-def padded(comm):
-    found = []
-    for stage in range(4):
-        torch.manual_seed(0)
-        model = Uneven().double()
-        zero = paper.Zero(list(model.layers), comm, ADAMW, stage)
-        for step in range(3):
-            x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-            model(x.chunk(comm.world_size)[comm.rank]).square().mean().backward()
-            zero.step()
-        for unit in zero.units if stage == 3 else ():
-            unit.gather()
-        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    return found
+def uneven():
+    """(a model in sizes that no world divides, batches)."""
+    torch.manual_seed(0)
+    return Layers(3, 5).double(), [batch(step, 5, 8).double() for step in range(3)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_padding_changes_no_number(world_size):
-    torch.manual_seed(0)
-    model = Uneven().double()
-    optimizer = ADAMW(model.parameters())
-    for step in range(3):
-        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def padded(comm):
+        found = []
+        for stage in range(4):
+            model, batches = uneven()
+            zero = paper.Zero(list(model), comm, ADAMW, stage)
+            for x in batches:
+                square(model, own_rows(comm, x)).backward()
+                zero.step()
+            found.append(gathered(zero, model))
+        return found
+
+    model, batches = uneven()
+    expected = plainly(model, ADAMW, (square(model, x) for x in batches))
     for stages in launch(padded, world_size):
-        for stage in stages:
-            assert farthest(stage, dict(model.named_parameters())) <= 1e-12
+        assert all(farthest(stage, expected) <= 1e-12 for stage in stages)
 
 
 def test_one_screen_that_is_read_first():

@@ -2,16 +2,14 @@
 
 import functools
 import itertools
-import os
 import unittest.mock
 
 import pytest
 import torch
-from torch import nn
-from zero_kit import ENGINES, parameters_of
-from zero_saving_kit import OPTIMIZERS, Plain, build, differing, make, plain, train
+from saving_kit import OPTIMIZERS, Plain, build, differing, make, plain, train
+from zero_kit import ENGINES, equal, parameters_of
+from zero_steps import above, stack, update
 
-from refimpl import memory
 from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.saving import sharded
 from refimpl.zero import DataParallel, SavedStateError, Zero3, persistence
@@ -42,8 +40,8 @@ def loaded(comm, folder, optimizer, expected):
         model = expected[key]["model"]
         wrong[key, stage] += [name for name, p in {**parameters_of(engine), "seen": engine.model.seen}.items()
                               if not torch.equal(p, model[name])]
-        wrong[key, stage] += [] if engine.param_groups[0]["lr"] == 0.9**2 * OPTIMIZERS[optimizer].keywords["lr"] else [
-            "lr"]
+        if engine.param_groups[0]["lr"] != 0.9**2 * OPTIMIZERS[optimizer].keywords["lr"]:
+            wrong[key, stage] += ["lr"]
     return {key: found for key, found in wrong.items() if found}
 
 
@@ -56,29 +54,23 @@ def test_any_stage_and_world_loads_what_any_other_saved(tmp_path, optimizer):
         assert launch(loaded, world_size, tmp_path, optimizer, expected) == [{}] * world_size
 
 
-def continued(comm, folder):
-    """Six steps with a save after three; each stage from there; and a stage that forgets the random numbers."""
-    train(engine := make(comm, 2), 3).save(folder)
-    expected, found = parameters_of(train(engine, 3, first=3)), {}
-    for stage in range(4):
-        engine = make(comm, stage, seed=7)
-        engine.load(folder)
-        found[stage] = parameters_of(train(engine, 3, first=3))
-    engine = make(comm, 2, seed=7)
-    engine.load(folder)
-    torch.manual_seed(8)
-    return expected, found, parameters_of(train(engine, 3, first=3))
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_goes_on_to_the_bit(tmp_path, world_size):
-    for expected, found, forgetful in launch(continued, world_size, tmp_path):
-        for ours in found.values():
-            assert all(torch.equal(ours[name], p) for name, p in expected.items())
+    def continued(comm, folder):
+        """Six steps with a save after three; each stage from there; and a stage that forgets the random numbers."""
+        train(engine := make(comm, 2), 3).save(folder)
+        found = [parameters_of(train(engine, 3))]
+        for stage, forgets in ((0, False), (1, False), (2, False), (3, False), (2, True)):
+            engine = make(comm, stage, seed=7)
+            engine.load(folder)
+            if forgets:
+                torch.manual_seed(8)
+            found.append(parameters_of(train(engine, 3)))
+        return found
+
+    for expected, *found, forgetful in launch(continued, world_size, tmp_path):
+        assert len(found) == 4 and all(equal(ours, expected) for ours in found)
         assert not torch.equal(forgetful["one.weight"], expected["one.weight"])
-
-
-# --- dtypes and sizes ------------------------------------------------------------------------------------------------
 
 
 def low(comm, folder):
@@ -96,8 +88,8 @@ def low(comm, folder):
     engine.load(folder / "low")
     found[0, None] = differing(engine.state_dict(), expected and {**expected, "model": {
         name: x.float() if x.is_floating_point() else x for name, x in expected["model"].items()}})
-    with pytest.raises(SavedStateError, match=r"one.weight: \(10, 10\) bfloat16 with a master in float32, here "
-                                              r"\(10, 10\) bfloat16;"):
+    said = r"one.weight: \(10, 10\) bfloat16 with a master in float32, here \(10, 10\) bfloat16;"
+    with pytest.raises(SavedStateError, match=said):
         make(comm, 0, dtype=low).load(folder / "low")
     return expected and expected["model"]["one.weight"].dtype, found
 
@@ -117,50 +109,36 @@ def test_fp32_goes_into_masters(tmp_path):
     assert torch.equal(other.model.layer.weight, engine.state_dict()["model"]["layer.weight"].bfloat16())
 
 
-def crowded(comm, folder):
-    """One element on four ranks."""
-    engine = plain(comm, 3, shape=(1, 1))
-    engine.save(folder)
-    other = plain(comm, 2, shape=(1, 1), seed=7)
-    other.load(folder)
-    return differing(engine.state_dict(), other.state_dict())
-
-
 def test_more_ranks_than_parameters(tmp_path):
+    def crowded(comm, folder):
+        """One element on four ranks."""
+        engine = plain(comm, 3, shape=(1, 1))
+        engine.save(folder)
+        other = plain(comm, 2, shape=(1, 1), seed=7)
+        other.load(folder)
+        return differing(engine.state_dict(), other.state_dict())
+
     assert launch(crowded, 4, tmp_path)[0] == []
-    assert alone_plain(tmp_path)["optimizer"]["layer.weight"]["step"] == 1
-
-
-def alone_plain(folder, stage=0):
-    engine = plain(FakeCommunicator(0, 1), stage, shape=(1, 1), seed=9)
-    engine.load(folder)
-    return engine.state_dict()
-
-
-# --- bytes -----------------------------------------------------------------------------------------------------------
+    alone = plain(FakeCommunicator(0, 1), 0, shape=(1, 1), seed=9)
+    alone.load(tmp_path)
+    assert alone.state_dict()["optimizer"]["layer.weight"]["step"] == 1
 
 
 class EachWritesAll(DataParallel):
     """The mutant: what all ranks hold, all ranks write."""
-
     def save(self, directory):
         with unittest.mock.patch.object(persistence, "owned", lambda engine, _, piece: spec(engine, piece)):
             super().save(directory)
 
 
 def sizes(comm, folder):
-    found = {}
     for stage in range(4):
         plain(comm, stage, shape=(64, 64)).save(folder / f"{stage}")
         train(make(comm, stage), 1).save(folder / f"{stage} odd")
     said = ".*layer.weight: elements 0 … 4095 are on rank 0 and on rank 1"
     with pytest.raises(RankError if comm.rank else ValueError, match=said):
         plain(comm, 0, shape=(64, 64), make=lambda _: EachWritesAll).save(folder / "mutant")
-    for name in os.listdir(folder):
-        for path, _, files in os.walk(folder / name):
-            found.setdefault(name, {}).update({f: os.path.getsize(os.path.join(path, f)) for f in files})
-        found[name].pop("manifest.json", None)
-    return found
+    return {saved.name: {path.name: path.stat().st_size for path in saved.glob("*/*")} for saved in folder.iterdir()}
 
 
 def test_files_have_the_bytes_of_the_closed_form(tmp_path):
@@ -176,31 +154,18 @@ def test_files_have_the_bytes_of_the_closed_form(tmp_path):
 
 def peaks(folder, stage):
     """Bytes above what was there before, in save and in load."""
-    torch.manual_seed(0)
-    model, found = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8))), []
-    engine = ENGINES[stage](model, FakeCommunicator(0, 1), OPTIMIZERS["adamw"], bucket_bytes=3 * 128 * 128 * 4)
-    engine.backward(engine.forward(torch.ones(1, 128)).sum())
-    engine.step()
-    for work in (engine.save, engine.load):
-        with memory.track(engine.model, engine.optimizer) as t:
-            before = t.now.total
-            work(folder)
-        found.append(t.peak.total - before)
-    return found
+    adamw = OPTIMIZERS["adamw"]
+    engine = ENGINES[stage](stack(8, 128), FakeCommunicator(0, 1), adamw, bucket_bytes=3 * 128 * 128 * 4)
+    update(engine, engine.forward(torch.ones(1, 128)).sum())
+    return [above(engine.model, engine.optimizer, work, folder) for work in (engine.save, engine.load)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_no_copy_of_everything_is_made(tmp_path, monkeypatch, stage):
-    save, load = peaks(tmp_path / "whole", stage)
-    piece = 128 * 128 * 4
+    (save, load), piece = peaks(tmp_path / "whole", stage), 128 * 128 * 4
     assert save < 20_000 and piece <= load <= 2 * piece + 20_000  # a file's tensor in memory, and the one before
     cut, copy, hoard = sharded.elements, sharded._copy, []
-
-    def kept(*args):
-        hoard.append(cut(*args).clone())
-        return hoard[-1]
-
-    monkeypatch.setattr(sharded, "elements", kept)
+    monkeypatch.setattr(sharded, "elements", lambda *args: hoard.append(cut(*args).clone()) or hoard[-1])
     monkeypatch.setattr(sharded, "_copy", lambda stored, name, *args: (
         hoard.append(stored.get_tensor(f"parameters/{name}")), copy(stored, name, *args)))
     save, load = peaks(tmp_path / "copied", stage)

@@ -9,6 +9,7 @@ from patience import patiently, within
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zero_kit import ENGINES, FAST, equal, model_of, parameters_of, rows_of, square, three_layers
+from zero_steps import update
 
 from refimpl.comm import CollectiveMismatch, RankError, launch
 from refimpl.zero import Zero3
@@ -46,10 +47,11 @@ def persevere(engine, x):
             return failed
 
 
-def persevering(comm, reentrant):
-    found = {}
-    for make in ENGINES:
-        for fails in ((), (0,), (1,), (1, 3), (0, 2)):  # calls of the second step
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_or_a_recomputation_that_raised_is_tried_again(reentrant):
+    def persevering(comm, reentrant):
+        found = {}
+        for make, fails in itertools.product(ENGINES, ((), (0,), (1,), (1, 3), (0, 2))):  # calls of the second step
             torch.manual_seed(0)
             engine, count = make(Failing(reentrant), comm, FAST, bucket_bytes=200), 0
             for step in range(3):
@@ -58,11 +60,8 @@ def persevering(comm, reentrant):
                 engine.step()
             found[make.__name__, fails] = count, parameters_of(engine)
             assert make is not Zero3 or engine.gathering.live() == 0
-    return found
+        return found
 
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_or_a_recomputation_that_raised_is_tried_again(reentrant):
     for answer in launch(persevering, 2, reentrant):
         for (name, fails), (count, ours) in answer.items():
             assert count == len(fails) and equal(ours, answer[name, ()][1]), (name, fails)
@@ -85,36 +84,32 @@ class RaisesInBackward(torch.autograd.Function):
         return gradient
 
 
-def retried(comm):
-    found = {}
-    for make in ENGINES:
-        for fails in (True, False):
-            RaisesInBackward.raised = not fails
-            engine, count = make(model_of("twice"), comm, FAST, bucket_bytes=200), 0
-            mine = rows_of(comm, 0).requires_grad_()
-            engine.model.two.register_forward_pre_hook(lambda module, args: RaisesInBackward.apply(*args))
-            count = persevere(engine, mine)
-            engine.step()
-            found[make.__name__, fails] = count, parameters_of(engine)
-    return found
-
-
 def test_a_backward_that_raised_is_tried_again():
-    for answer in launch(retried, 2):
-        for make in ENGINES:
-            (failed, ours), (none, expected) = answer[make.__name__, True], answer[make.__name__, False]
+    def retried(comm):
+        found = []
+        for make, fails in itertools.product(ENGINES, (True, False)):
+            RaisesInBackward.raised = not fails
+            engine = make(model_of("twice"), comm, FAST, bucket_bytes=200)
+            engine.model.two.register_forward_pre_hook(lambda module, args: RaisesInBackward.apply(*args))
+            count = persevere(engine, rows_of(comm, 0).requires_grad_())
+            engine.step()
+            found.append((count, parameters_of(engine)))
+        return found
+
+    for found in launch(retried, 2):
+        for (failed, ours), (none, expected) in zip(found[::2], found[1::2], strict=True):
             assert (failed, none) == (1, 0) and equal(ours, expected)
 
 
 def agreeing(comm, fails):
     """Rank 1's forward raises in the last unit, where no other rank waits for it any more; all try again."""
-    engine = Zero3(three_layers(), comm, FAST)
-    calls = itertools.count()
+    engine, calls, again = Zero3(three_layers(), comm, FAST), itertools.count(), 0
+
     def injected(module, args, output):
         if comm.rank == 1 and fails and next(calls) == 1:
             raise ArithmeticError("injected")
+
     engine.model[4].register_forward_hook(injected)
-    again = 0
     for step in range(3):
         while True:
             try:
@@ -124,8 +119,7 @@ def agreeing(comm, fails):
             if not comm.all_reduce(torch.tensor(failed), "max").item():
                 break
             again += 1
-        engine.backward(loss)
-        engine.step()
+        update(engine, loss)
     return again, parameters_of(engine)
 
 
@@ -134,17 +128,16 @@ def test_a_forward_that_raised_on_one_rank_is_tried_again_on_all():
         assert (failed, none) == (1, 0) and equal(ours, expected)
 
 
-def alone_again(comm):
-    """Rank 1's forward raises where the other rank is still to gather, and rank 1 tries again by itself."""
-    engine = Zero3(three_layers(), comm, FAST)
-    if comm.rank == 1:
-        with pytest.raises(ArithmeticError), engine.model[0].register_forward_hook(lambda *_: 1 / 0):
-            square(engine, rows_of(comm, 0))
-    engine.backward(square(engine, rows_of(comm, 0)))
-
-
 @patiently
 def test_who_tries_again_alone_is_named_and_nobody_hangs():
+    def alone_again(comm):
+        """Rank 1's forward raises where the other rank is still to gather, and rank 1 tries again by itself."""
+        engine = Zero3(three_layers(), comm, FAST)
+        if comm.rank == 1:
+            with pytest.raises(ArithmeticError), engine.model[0].register_forward_hook(lambda *_: 1 / 0):
+                square(engine, rows_of(comm, 0))
+        engine.backward(square(engine, rows_of(comm, 0)))
+
     start = time.monotonic()
     with pytest.raises(CollectiveMismatch, match="^rank 1 began other collectives than rank 0, from #") as caught:
         launch(alone_again, 2)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from zero_kit import ADAMW, BUCKET, ENGINES, equal, farthest, gpt, parameters_of, token_batches, train_gpt
+from zero_kit import ADAMW, ENGINES, equal, farthest, gpt, own_rows, parameters_of, token_batches
+from zero_steps import gpt_engine, plainly, tracked, update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -11,39 +12,16 @@ from refimpl.model import GPTConfig
 from refimpl.zero.closed_forms import model_state_bytes
 
 
-def single(steps=10):
-    model = gpt()
-    optimizer = ADAMW(model.parameters())
-    for tokens in token_batches(steps):
-        model(tokens[0], tokens[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def ddp(comm, steps=10):
-    model = gpt()
-    wrapped, optimizer = DistributedDataParallel(model), ADAMW(model.parameters())
-    for tokens in token_batches(steps):
-        mine = tokens[0].chunk(comm.world_size)[comm.rank]
-        wrapped(mine, mine).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def everything(comm):
-    found = {"DDP": ddp(comm)}
-    for make in ENGINES:
-        engine = make(gpt(), comm, ADAMW, bucket_bytes=BUCKET)
-        train_gpt(engine)
-        found[make.__name__] = parameters_of(engine)
-    return found
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_parameters_after_ten_steps(world_size):
-    alone, answers = single(), launch(everything, world_size)
+    def everything(comm):
+        model = gpt()
+        ddp, mine = DistributedDataParallel(model), (own_rows(comm, tokens) for tokens in token_batches(10)[:, 0])
+        found = {"DDP": plainly(model, ADAMW, (ddp(tokens, tokens) for tokens in mine))}
+        return found | {make.__name__: parameters_of(gpt_engine(make, comm, steps=10)) for make in ENGINES}
+
+    model, answers = gpt(), launch(everything, world_size)
+    alone = plainly(model, ADAMW, (model(tokens, tokens) for tokens in token_batches(10)[:, 0]))
     near = 1e-6 if world_size > 2 else 0  # of two numbers the order of the sum does not matter
     for found in answers:
         for name, ours in found.items():
@@ -52,18 +30,14 @@ def test_parameters_after_ten_steps(world_size):
             assert farthest(ours, alone) <= 1e-4  # another order of sums, which Adam's division makes larger
 
 
-# --- what is under way -----------------------------------------------------------------------------------------------
+X = torch.zeros(1, 1, dtype=torch.int64)
 
 
 def peak_above_states(make, stage, layers, dtype=None, reduce_dtype=None, **options):
     """Bytes at the highest moment of a step, without activations, above the model states; in all a rank of 8."""
     model = gpt(GPTConfig(vocab_size=64, context_length=16, layers=layers, hidden=64, heads=4), dtype)
     engine = make(model, FakeCommunicator(0, 8), ADAMW, bucket_bytes=100_000, reduce_dtype=reduce_dtype, **options)
-    x = torch.zeros(1, 1, dtype=torch.int64)
-    for _ in range(3):
-        with memory.track(model, engine.optimizer) as t:
-            engine.backward(engine.forward(x, x))
-            engine.step()
+    t = tracked(engine, X, X, steps=3)
     counted = [i for i, name in enumerate(t.timeline.categories) if name not in ("activations", "inputs")]
     states = model_state_bytes(model, 8, stage, bucket_bytes=100_000, reduce_dtype=reduce_dtype)
     return t.timeline.nbytes[:, counted].sum(axis=1).max() - states.total
@@ -100,13 +74,10 @@ def unseen(comm, stages, mutated):
         for layers in (4, 10):  # more than are in flight at once
             model = gpt(GPTConfig(vocab_size=64, context_length=16, layers=layers, hidden=64, heads=4))
             engine = make(model, comm, ADAMW, bucket_bytes=100_000)
-            x = torch.zeros(1, 1, dtype=torch.int64)
             for _ in range(2):
-                engine.backward(engine.forward(x, x))
-                engine.step()
+                update(engine, engine.forward(X, X))
             with memory.track(model, engine.optimizer) as t, memory.measure("cpu") as m:
-                engine.backward(engine.forward(x, x))
-                engine.step()
+                update(engine, engine.forward(X, X))
             found.setdefault(stage, []).append(m.peak - (t.peak.total - t.start.total))
     return found
 

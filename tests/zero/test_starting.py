@@ -1,20 +1,23 @@
 """A model on the meta device gets its values unit by unit: at its peak the start takes all shards and one unit."""
 
+import contextlib
 import functools
 import json
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from zero_kit import CONFIG, ENGINES, FAST, equal, gpt, parameters_of, token_batches
+from zero_kit import CONFIG, ENGINES, FAST, copied, equal, gpt, own_rows, parameters_of, token_batches
+from zero_steps import stack, update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.model import GPT, GPTConfig
 from refimpl.rotary import rotation_table
-from refimpl.zero import Zero3
+from refimpl.zero import Zero3, starting
 from refimpl.zero import engine as engines
 from refimpl.zero.closed_forms import start_bytes
 
@@ -47,8 +50,13 @@ class Frozen(nn.Module):
 def peak_of(make, comm, **options):
     with memory.track() as t:
         Zero3(make(), comm, FAST, **options)
-    return max(sum(bytes_at) for bytes_at in t.timeline.nbytes[:, [list(t.timeline.categories).index(c) for c in COUNTED
-                                                                   if c in t.timeline.categories]])
+    counted = [i for i, name in enumerate(t.timeline.categories) if name in COUNTED]
+    return t.timeline.nbytes[:, counted].sum(axis=1).max()
+
+
+def made_on_meta(make):
+    with torch.device("meta"):
+        return make()
 
 
 MODELS = {
@@ -57,24 +65,16 @@ MODELS = {
     "as LLaMA": (functools.partial(on_meta, replace(LARGER, **AS_LLAMA)), {}),
     "as LLaMA, bf16": (functools.partial(on_meta, replace(LARGER, **AS_LLAMA), dtype=torch.bfloat16), {}),
     "GPT, some whole": (functools.partial(on_meta, LARGER), {"persistence_threshold": 100}),
-    "frozen layers": (lambda: _on_meta(Frozen), {}),
-}
-
-
-def _on_meta(make):
-    with torch.device("meta"):
-        return make()
+    "frozen layers": (functools.partial(made_on_meta, Frozen), {})}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_start_takes_all_shards_and_one_unit(name):
     make, options = MODELS[name]
-    expected = start_bytes(make(), 8, **options)
-    model = make()
+    expected, model = start_bytes(make(), 8, **options), make()
     initialize = {"initialize": model.initialize} if isinstance(model, GPT) else {}
     assert peak_of(make, FakeCommunicator(3, 8), **options, **initialize) == expected
-    whole = sum(p.nbytes for p in model.parameters())
-    assert expected < 0.5 * whole
+    assert expected < 0.5 * sum(p.nbytes for p in model.parameters())
 
 
 def test_a_start_that_makes_all_of_it_first_takes_more():
@@ -88,13 +88,11 @@ def test_a_start_that_makes_all_of_it_first_takes_more():
 @pytest.mark.parametrize("hidden", [32, 256])  # a dry run keeps values of up to 64 KB: of all, or of norms alone
 def test_a_dry_run_takes_the_same(hidden, dtype):
     make = functools.partial(on_meta, replace(LARGER, hidden=hidden, vocab_size=512, **AS_LLAMA), dtype=dtype)
-
     def begin():
         model = make()
         Zero3(model, FakeCommunicator(0, 2), FAST, initialize=model.initialize)
 
-    t = memory.dry_run(begin)
-    assert t.peak.total == start_bytes(make(), 2)
+    assert memory.dry_run(begin).peak.total == start_bytes(make(), 2)
 
 
 def test_the_allocator_reads_no_more(monkeypatch):
@@ -106,17 +104,13 @@ def test_the_allocator_reads_no_more(monkeypatch):
     assert 0 <= m.peak - start_bytes(on_meta(LARGER), 8) < 4096
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
 def initialized(comm):
     engine = Zero3(on_meta(), comm, FAST, initialize=on_meta().initialize)
     first = parameters_of(engine)
     for (tokens,) in token_batches(2):
-        mine = tokens.chunk(comm.world_size)[comm.rank]
+        mine = own_rows(comm, tokens)
         loss = engine(mine, mine)
-        engine.backward(loss)
-        engine.step()
+        update(engine, loss)
     return first, loss.item()
 
 
@@ -132,17 +126,14 @@ def test_a_function_initializes_all_ranks_alike_and_they_train():
 def seeded(model):
     """`model.initialize`, for which each module has random numbers of its own, whatever was initialized before."""
     numbers = {module: i for i, module in enumerate(model.modules())}
-
     def initialize(module):
         torch.manual_seed(numbers[module])
         model.initialize(module)
-
     return initialize
 
 
 class WithTables(GPT):
     """A rotary model that has tables of its context, which are saved with no state."""
-
     def initialize(self, module):
         super().initialize(module)
         if module is self:
@@ -157,35 +148,31 @@ def with_tables(model, device):
     return model
 
 
-def started_as_llama(comm):
-    model = with_tables(on_meta(replace(CONFIG, **AS_LLAMA)), "meta")
-    engine = Zero3(model, comm, FAST, initialize=seeded(model))
-    first, buffers = parameters_of(engine), dict(model.named_buffers())
-    tokens = token_batches(1)[0][0].chunk(comm.world_size)[comm.rank]
-    return first, {name: buffer.clone() for name, buffer in buffers.items()}, engine(tokens).isfinite().all().item()
-
-
 def test_a_rotary_model_starts_as_it_is_built():
+    def started_as_llama(comm):
+        model = with_tables(on_meta(replace(CONFIG, **AS_LLAMA)), "meta")
+        engine = Zero3(model, comm, FAST, initialize=seeded(model))
+        first, buffers = parameters_of(engine), dict(model.named_buffers())
+        tokens = own_rows(comm, token_batches(1)[0, 0])
+        return first, {name: buffer.clone() for name, buffer in buffers.items()}, engine(tokens).isfinite().all().item()
+
     built = with_tables(gpt(replace(CONFIG, **AS_LLAMA)), "cpu")
     built.apply(seeded(built))
     assert {name for name, _ in built.named_buffers()} == {"cos", "sin"}
     for parameters, buffers, finite in launch(started_as_llama, 2):
-        assert equal(parameters, {name: p.detach() for name, p in built.named_parameters()}) and finite
+        assert equal(parameters, copied(built)) and finite
         assert equal(buffers, dict(built.named_buffers()))
 
 
 def from_file(comm, path, stage):
     """The saved weights, in a model on the meta device and in one that loads them by torch."""
-    engine = Zero3(_on_meta(Frozen), comm, FAST, initialize=path / "weights.safetensors")
-    indexed = Zero3(_on_meta(Frozen), comm, FAST, initialize=path / "model.safetensors.index.json",
-                    persistence_threshold=5000)
     model = Frozen()
     model.load_state_dict(load_file(path / "weights.safetensors"))
-    other = ENGINES[stage](model, comm, FAST)
-    found = [parameters_of(each) for each in (engine, indexed, other)]
-    buffers = [dict(each.model.named_buffers()) for each in (engine, indexed, other)]
-    x = torch.ones(4, 64)
-    return found, buffers, [each(x).sum().item() for each in (engine, indexed, other)]
+    engines = [Zero3(made_on_meta(Frozen), comm, FAST, initialize=path / "weights.safetensors"),
+               Zero3(made_on_meta(Frozen), comm, FAST, initialize=path / "model.safetensors.index.json",
+                     persistence_threshold=5000), ENGINES[stage](model, comm, FAST)]
+    return ([parameters_of(engine) for engine in engines], [dict(engine.model.named_buffers()) for engine in engines],
+            [engine(torch.ones(4, 64)).sum().item() for engine in engines])
 
 
 def test_a_file_or_several_give_the_same_model(tmp_path):
@@ -200,68 +187,48 @@ def test_a_file_or_several_give_the_same_model(tmp_path):
     index = {name: file for file, part in halves.items() for name in part}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     for parameters, buffers, outputs in launch(from_file, 3, tmp_path, 3):
-        assert equal(parameters[0], parameters[2]) and equal(parameters[1], parameters[2])
-        assert equal(buffers[0], buffers[2]) and equal(buffers[1], buffers[2]) and len(set(outputs)) == 1
+        assert all(equal(each[i], each[2]) for each in (parameters, buffers) for i in (0, 1))
+        assert len(set(outputs)) == 1
 
 
 def test_a_rank_reads_its_rows_alone(tmp_path, monkeypatch):
-    from refimpl.zero import starting
-
     save_file({f"{i}.weight": torch.randn(64, 64) for i in range(4)}, tmp_path / "w")
     read, opened = [], starting.safe_open
 
-    class Counting:
-        def __init__(self, *args, **options):
-            self.file = opened(*args, **options)
+    class Slice:
+        def __init__(self, whole):
+            self.whole, self.get_shape = whole, whole.get_shape
 
-        def __enter__(self):
-            self.stored = self.file.__enter__()
-            return self
+        def __getitem__(self, rows):
+            read.append(self.whole[rows].numel())
+            return self.whole[rows]
 
-        def __exit__(self, *error):
-            return self.file.__exit__(*error)
+    @contextlib.contextmanager
+    def counting(*args, **options):
+        with opened(*args, **options) as file:
+            yield types.SimpleNamespace(keys=file.keys, get_slice=lambda name: Slice(file.get_slice(name)))
 
-        def keys(self):
-            return self.stored.keys()
-
-        def get_slice(self, name):
-            whole = self.stored.get_slice(name)
-
-            class Slice:
-                get_shape = whole.get_shape
-
-                def __getitem__(self, rows):
-                    read.append(whole[rows].numel())
-                    return whole[rows]
-            return Slice()
-
-    monkeypatch.setattr(starting, "safe_open", Counting)
-    model = _on_meta(lambda: nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)]))
-    Zero3(model, FakeCommunicator(1, 8), FAST, initialize=str(tmp_path / "w"))
+    monkeypatch.setattr(starting, "safe_open", counting)
+    Zero3(made_on_meta(lambda: stack(4)), FakeCommunicator(1, 8), FAST, initialize=str(tmp_path / "w"))
     assert sum(read) == 4 * 64 * 64 // 8
 
 
-class Partly(nn.Module):
+def with_values(device):
     """Layers of which some parameters have values already."""
-
-    def __init__(self, on_meta=True):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8, device="meta" if on_meta else None) for _ in range(2))
-        self.blocks[0].bias = nn.Parameter(torch.full((8,), 7.0))
-
-
-def partly_from_file(comm, path):
-    return parameters_of(Zero3(Partly(), comm, FAST, initialize=path)), parameters_of(Zero3(Partly(), comm, FAST))
+    model = nn.Sequential(nn.Linear(8, 8, device=device), nn.Linear(8, 8, device=device))
+    model[0].bias = nn.Parameter(torch.full((8,), 7.0))
+    return model
 
 
 def test_what_has_values_already_keeps_them(tmp_path):
-    state = Partly(on_meta=False).state_dict()
+    def started(comm):
+        return [parameters_of(Zero3(with_values("meta"), comm, FAST, initialize=each))
+                for each in (tmp_path / "file", None)]
+
+    state = with_values("cpu").state_dict()
     save_file(state, tmp_path / "file")
-    for read, made in launch(partly_from_file, 2, tmp_path / "file"):
-        assert equal(read, state) and (made["blocks.0.bias"] == 7).all() and not equal(made, state)
-
-
-# --- refused by name -------------------------------------------------------------------------------------------------
+    for read, made in launch(started, 2):
+        assert equal(read, state) and (made["0.bias"] == 7).all() and not equal(made, state)
 
 
 class Bare(nn.Module):
@@ -297,11 +264,11 @@ def test_what_gets_no_values_is_named(tmp_path):
     def refused(make, initialize, match):
         with pytest.raises(ValueError, match=match):
             Zero3(make(), FakeCommunicator(0, 2), FAST, initialize=initialize)
-
-    meta, layer = functools.partial(_on_meta, Bare), lambda: _on_meta(lambda: nn.Sequential(nn.Linear(4, 4)))
+    meta = functools.partial(made_on_meta, Bare)
+    layer = functools.partial(made_on_meta, lambda: nn.Sequential(nn.Linear(4, 4)))
     refused(meta, None, r"scale has no values after reset_parameters\(\) of its Bare: pass as initialize= a function")
     refused(meta, partly, r"table has no values after reset_parameters\(\) and partly\(\) of its Bare")
-    refused(functools.partial(_on_meta, Greedy), greedily, r"greedily\(\) writes for the model, Greedy, to")
+    refused(functools.partial(made_on_meta, Greedy), greedily, r"greedily\(\) writes for the model, Greedy, to")
     refused(Bare, partly, "no parameter or buffer of the model is on the meta device")
     save_file({"0.weight": torch.ones(4, 4), "step": torch.ones(1)}, tmp_path / "lacks")
     refused(layer, tmp_path / "lacks", "0.bias is not in .*lacks, which has 2 tensors, such as 0.weight")

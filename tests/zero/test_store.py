@@ -2,20 +2,12 @@
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
-from zero_kit import (
-    ADAMW,
-    ENGINES,
-    Elsewhere,
-    equal,
-    gpt,
-    gradients_of_step,
-    parameters_of,
-    token_batches,
-    train_gpt,
-)
+from zero_kit import BUCKET, ENGINES, Elsewhere, equal, gradients_of_step, parameters_of, token_batches, train_gpt
+from zero_steps import gpt_engine
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -24,34 +16,28 @@ from refimpl.zero.closed_forms import model_state_bytes
 from refimpl.zero.store import StoredUpdate
 from refimpl.zero.update import ShardedUpdate
 
-BUCKET = 20_000
 STAGES = (Zero1, Zero2, Zero3)
 
 
 class Forgetful(Elsewhere):
     """The mutant: says that it took the shards, and keeps them here."""
-
     def put(self, key, tensors, changed=True):
         self.asked.append(("put", key))
 
 
-def trained(comm, dtype):
-    found = {}
-    for make in STAGES:
-        for store in (None, Elsewhere()):
-            engine = make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET, store=store)
-            train_gpt(engine, 3)
-            saved = engine.state_dict()
-            again = make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET, store=Elsewhere() if store else None)
-            again.load_state_dict(saved)
-            for each in (engine, again):
-                train_gpt(each, 1)
-            found[make.__name__, store is not None] = parameters_of(engine), parameters_of(again)
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_parameters_wherever_shards_are_stored(dtype):
+    def trained(comm, dtype):
+        found = {}
+        for make, stored in itertools.product(STAGES, (False, True)):
+            engine = gpt_engine(make, comm, dtype, steps=3, store=Elsewhere() if stored else None)
+            again = gpt_engine(make, comm, dtype, store=Elsewhere() if stored else None)
+            again.load_state_dict(engine.state_dict())
+            for each in (engine, again):
+                train_gpt(each, 1)
+            found[make.__name__, stored] = parameters_of(engine), parameters_of(again)
+        return found
+
     for answer in launch(trained, 2, dtype):
         for make in STAGES:
             expected, continued = answer[make.__name__, False]
@@ -61,7 +47,7 @@ def test_the_same_parameters_wherever_shards_are_stored(dtype):
 
 def held(make, store, dtype):
     """(ledger between two steps, peak of a step): bytes here."""
-    engine = make(gpt(dtype=dtype), FakeCommunicator(0, 4), ADAMW, bucket_bytes=BUCKET, store=store)
+    engine = gpt_engine(make, FakeCommunicator(0, 4), dtype, store=store)
     for step in range(3):
         with memory.track(engine.model, engine.optimizer, *engine.parameters.shards.values()) as t:
             x = token_batches(3)[step, 0, :2]
@@ -84,10 +70,9 @@ def test_bytes_of_states_are_not_here_between_steps(make, store, dtype):
 
 
 def test_the_next_bucket_is_prefetched():
-    engine, _, _ = held(Zero2, store := Elsewhere(), torch.float32)
+    engine, *_ = held(Zero2, store := Elsewhere(), torch.float32)
     store.asked.clear()
-    x = token_batches(1)[0, 0, :2]
-    engine.backward(engine.forward(x, x))
+    gradients_of_step(engine)
     last, kinds = len(engine.buckets) - 1, ("states", "gradients")
     assert store.asked == [("put", ("gradients", i)) for i in range(last + 1)]  # as soon as they are reduced
     store.asked.clear()
@@ -102,18 +87,16 @@ def test_the_next_bucket_is_prefetched():
 
 class Noting(Elsewhere):
     """Notes what was put of parameters' shards, and whether it was changed."""
-
     def put(self, key, tensors, changed=True):
         super().put(key, tensors, changed)
         self.asked[-1] = ("put", key, changed)
 
 
 def test_shards_that_were_only_gathered_are_put_as_unchanged_and_the_next_is_prefetched():
-    engine, _, _ = held(Zero3, store := Noting(), torch.float32)
+    engine, *_ = held(Zero3, store := Noting(), torch.float32)
     store.asked.clear()
     engine.gathering.look_ahead = 0
-    x = token_batches(1)[0, 0, :2]
-    engine.backward(engine.forward(x, x))
+    gradients_of_step(engine)
     assert {asked[2] for asked in store.asked if asked[0] == "put" and asked[1][0] == "parameters"} == {False}
     assert any(asked[0] == "prefetch" for asked in store.asked)
     engine.step()
@@ -123,60 +106,52 @@ def test_shards_that_were_only_gathered_are_put_as_unchanged_and_the_next_is_pre
 
 
 def test_an_update_that_raises_leaves_shards_where_they_are_stored():
-    engine, _, _ = held(Zero3, store := Elsewhere(), torch.float32)
-    x = token_batches(1)[0, 0, :2]
-    engine.backward(engine.forward(x, x))
-    hook = engine.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
+    engine, *_ = held(Zero3, store := Elsewhere(), torch.float32)
+    gradients_of_step(engine)
+    with contextlib.suppress(ZeroDivisionError), engine.optimizer.register_step_pre_hook(lambda *_: 1 / 0):
         engine.step()
-    hook.remove()
     assert all(tensor.untyped_storage().nbytes() == 0 for kept in store.tensors.values() for tensor in kept)
     assert len(store.tensors) == 3 * len(engine.buckets)  # states, gradients and parameters
 
 
-def updated_on_the_host(comm, dtype):
-    """Whether each update, with and without a store, ends where the stage's own does, and saves the same."""
-    found = {}
-    for make in STAGES:
-        own = make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET)
-        train_gpt(own, 2, 2)
-        for kind, store in ((ShardedUpdate, None), (ShardedUpdate, Elsewhere()), (StoredUpdate, Elsewhere())):
-            other = make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET, store=store,
-                         update=functools.partial(kind, device="cpu"))
-            train_gpt(other, 2, 2)
-            alike = [equal(parameters_of(own), parameters_of(other))]
-            other.load_state_dict(own.state_dict())
-            alike.append(equal(parameters_of(own), parameters_of(other)))
-            found[make.__name__, kind.__name__, store is None] = all(alike)
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_on_the_host_with_a_store_or_without(dtype):
+    def updated_on_the_host(comm, dtype):
+        """Whether each update, with and without a store, ends where the stage's own does, and saves the same."""
+        found, how = {}, {"steps": 2, "micro_batches": 2}
+        for make in STAGES:
+            own = gpt_engine(make, comm, dtype, **how)
+            for kind, store in ((ShardedUpdate, None), (ShardedUpdate, Elsewhere()), (StoredUpdate, Elsewhere())):
+                other = gpt_engine(make, comm, dtype, store=store, update=functools.partial(kind, device="cpu"), **how)
+                alike = [equal(parameters_of(own), parameters_of(other))]
+                other.load_state_dict(own.state_dict())
+                alike.append(equal(parameters_of(own), parameters_of(other)))
+                found[make.__name__, kind.__name__, store is None] = all(alike)
+        return found
+
     for answer in launch(updated_on_the_host, 2, dtype):
         assert len(answer) == 9 and all(answer.values()), answer
 
 
 def test_an_update_of_shards_is_refused_where_there_are_none():
     with pytest.raises(TypeError, match="DataParallel has no shards to update; use Zero1"):
-        ENGINES[0](gpt(), FakeCommunicator(0, 2), ADAMW, update=ShardedUpdate)
-
-
-def twice_reduced(comm, make):
-    """Steps of two backwards, both of which reduce, a skipped one between them."""
-    found = []
-    for store in (None, Elsewhere()):
-        engine = make(gpt(), comm, ADAMW, bucket_bytes=BUCKET, store=store)
-        for step, micro_batches in enumerate(token_batches(4, 2)):
-            for tokens in micro_batches:
-                gradients_of_step(engine, tokens[None])
-            engine.skip_step() if step == 2 else engine.step()
-        found.append(parameters_of(engine))
-    return equal(*found)
+        gpt_engine(0, FakeCommunicator(0, 2), update=ShardedUpdate)
 
 
 @pytest.mark.parametrize("make", STAGES)
 def test_gradients_of_several_reductions_add_up_wherever_they_are_stored(make):
+    def twice_reduced(comm, make):
+        """Steps of two backwards, both of which reduce, a skipped one between them."""
+        found = []
+        for store in (None, Elsewhere()):
+            engine = gpt_engine(make, comm, store=store)
+            for step, micro_batches in enumerate(token_batches(4, 2)):
+                for tokens in micro_batches:
+                    gradients_of_step(engine, tokens[None])
+                engine.skip_step() if step == 2 else engine.step()
+            found.append(parameters_of(engine))
+        return equal(*found)
+
     assert all(launch(twice_reduced, 2, make))
 
 
@@ -184,21 +159,18 @@ def stepped_again(comm, make, dtype):
     """Whether a step whose optimizer raised in its second bucket ends, tried again, where it would have."""
     found = []
     for store in (None, *([Elsewhere()] if make in STAGES else [])):
-        expected, engine = (make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET, **options)
-                            for options in ({}, {"store": store} if store else {}))
+        expected, engine = (gpt_engine(make, comm, dtype, **how) for how in ({}, {"store": store} if store else {}))
         for each in (expected, engine):
-            gradients_of_step(each, token_batches(1)[0])
+            gradients_of_step(each)
         expected.step()
-        buckets = iter([None, ZeroDivisionError] if make in STAGES else [ZeroDivisionError])
+        updated = itertools.count(1 if make in STAGES else 2)
 
-        def raise_in_turn(*_, buckets=buckets):
-            if error := next(buckets):
-                raise error
+        def in_the_second(*_, updated=updated):
+            if next(updated) == 2:
+                raise ZeroDivisionError
 
-        hook = engine.optimizer.register_step_pre_hook(raise_in_turn)
-        with contextlib.suppress(ZeroDivisionError):
+        with contextlib.suppress(ZeroDivisionError), engine.optimizer.register_step_pre_hook(in_the_second):
             engine.step()
-        hook.remove()
         engine.step()
         found.append(equal(parameters_of(expected), parameters_of(engine)))
     return found

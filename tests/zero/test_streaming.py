@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from zero_kit import ADAMW, BUCKET, Elsewhere, equal, gpt, parameters_of, token_batches
+from zero_kit import Elsewhere, equal, own_rows, parameters_of, token_batches, train_gpt
+from zero_steps import gpt_engine
 
 from refimpl.comm import launch
 from refimpl.mixed_precision import AdaptiveLossScaler
@@ -49,20 +50,20 @@ class Counting(Elsewhere):
         return most
 
 
-def everything(comm, make, dtype, directory, **options):
+def everything(comm, make, dtype, directory, stored=True, **options):
     """{what an engine does: the most buckets that were here meanwhile}, and the parameters in the end."""
-    store, found, scaler = Counting() if options.pop("stored", True) else None, {}, AdaptiveLossScaler(8.0, comm=comm)
+    store, found, scaler = Counting() if stored else None, {}, AdaptiveLossScaler(8.0, comm=comm)
     if make is Zero3:
         options["look_ahead"] = 0  # else the next units' shards come ahead
 
     def note(what):
         found[what] = store.read() if store else 0
 
-    engine = make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET, store=store, **options)
+    engine = gpt_engine(make, comm, dtype, store=store, **options)
     note("made")
     for step in range(2):
         for x in token_batches(4)[step, 0].chunk(2):
-            mine = x.chunk(comm.world_size)[comm.rank]
+            mine = own_rows(comm, x)
             engine.backward(scaler.scale(engine.forward(mine, mine) / 2))
         note("gradients")
         scaler.unscale_(engine)
@@ -85,9 +86,7 @@ def everything(comm, make, dtype, directory, **options):
     note("taken apart")
     engine.load(directory / "saved")
     note("loaded")
-    x = token_batches(4)[3, 0].chunk(comm.world_size)[comm.rank]
-    engine.backward(engine.forward(x, x))
-    engine.step()
+    train_gpt(engine, 1)
     note("updated again")
     return found, len(engine.buckets), parameters_of(engine)
 
@@ -95,8 +94,7 @@ def everything(comm, make, dtype, directory, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", STAGES)
 def test_no_more_than_two_buckets_are_here(make, dtype, tmp_path):
-    with_store = launch(everything, 2, make, dtype, tmp_path)
-    without = launch(functools.partial(everything, stored=False), 2, make, dtype, tmp_path)
+    with_store, without = (launch(everything, 2, make, dtype, tmp_path, stored) for stored in (True, False))
     for (found, buckets, ours), (_, _, expected) in zip(with_store, without, strict=True):
         assert buckets > 3 and equal(ours, expected)
         assert {what: most for what, most in found.items() if most > 2} == {}
@@ -105,7 +103,6 @@ def test_no_more_than_two_buckets_are_here(make, dtype, tmp_path):
 
 class AllAtOnce(StoredUpdate):
     """The mutant: loads all buckets for each."""
-
     def loaded(self, bucket, following=None, only=None):
         for each in self.pieces:
             if each is not bucket:

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 from torch import nn
-from zero_kit import ADAMW, ENGINES, equal, parameters_of
+from zero_kit import ADAMW, ENGINES, equal, parameters_of, square
+from zero_steps import update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -42,7 +43,6 @@ class SlowWire:
         method = getattr(self.comm, name)
         if name not in ("all_reduce", "all_gather", "reduce_scatter"):
             return method
-
         def collective(*args, async_op=False, **options):
             if not async_op:
                 return method(*args, **options)
@@ -51,13 +51,11 @@ class SlowWire:
             if self.blocks:
                 handle.wait()
             return handle
-
         return collective
 
 
 class SlowLayer(nn.Linear):
     """A layer whose forward and backward take `seconds()` longer."""
-
     def forward(self, x):
         time.sleep(self.seconds())
         y = super().forward(x)
@@ -85,34 +83,30 @@ def stepped(comm, make, wire, compute, blocks=False, steps=3, slow=0):
     for step in range(steps):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank + 10 * step))
         with timeline(engine) as line:
-            engine.backward(engine.forward(x).square().mean())
-            engine.step()
+            update(engine, square(engine, x))
     return parameters_of(engine), line
 
 
-def with_random_delays(comm):
-    """The same training without delays, and with others on each rank."""
-    found = {}
-    for make in ENGINES:
-        chance = random.Random(comm.rank)
-        found[make.__name__] = [stepped(comm, make, seconds, seconds)[0] for seconds in (
-            lambda: 0, lambda chance=chance: chance.choice((0, 0.002, 0.01)))]
-    return found
-
-
 def test_delays_change_no_bit():
+    def with_random_delays(comm):
+        """The same training without delays, and with others on each rank."""
+        found = {}
+        for make in ENGINES:
+            chance = random.Random(comm.rank)
+            found[make.__name__] = [stepped(comm, make, seconds, seconds)[0] for seconds in (
+                lambda: 0, lambda chance=chance: chance.choice((0, 0.002, 0.01)))]
+        return found
+
     for answer in launch(with_random_delays, 3):
         for quick, slow in answer.values():
             assert equal(quick, slow)
 
 
-def with_even_delays(comm, blocks):
-    return {make.__name__: stepped(comm, make, lambda: 0.02, lambda: 0.02, blocks, slow=2)[1] for make in ENGINES}
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("blocks", [False, True])
 def test_collectives_go_on_under_computation(blocks):
+    def with_even_delays(comm, blocks):
+        return {make.__name__: stepped(comm, make, lambda: 0.02, lambda: 0.02, blocks, slow=2)[1] for make in ENGINES}
     for answer in launch(with_even_delays, 2, blocks):
         for name, line in answer.items():
             assert len(line.of("forward")) == len(line.of("backward")) == LAYERS
@@ -124,12 +118,10 @@ def test_collectives_go_on_under_computation(blocks):
 
 
 def test_the_collectives_of_a_step_by_bucket():
-    engine = Zero3(model_of(lambda: 0), FakeCommunicator(0, 4), ADAMW)
-    x = torch.ones(2, WIDTH)
+    engine, x = Zero3(model_of(lambda: 0), FakeCommunicator(0, 4), ADAMW), torch.ones(2, WIDTH)
     for _ in range(2):
         with timeline(engine) as line, memory.track(engine.model, engine.optimizer) as t:
-            engine.backward(engine.forward(x).sum())
-            engine.step()
+            update(engine, square(engine, x))
     names = [str(i) for i in range(LAYERS)]
     assert [span.name for span in line.of("forward")] == names
     assert [span.name for span in line.of("backward")] == names[::-1] == [

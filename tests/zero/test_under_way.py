@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from zero_kit import ADAMW
+from zero_kit import ADAMW, ENGINES
+from zero_steps import GradientsKept, ParametersKept, stack, tracked
 
-from refimpl import memory
 from refimpl.bench import zero_models
 from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
-from refimpl.zero import Zero1, Zero2, Zero3
 from refimpl.zero.under_way import MADE, REDUCED, SHARDS, WHOLE, WIRE, under_way_bytes
 
-STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODELS = {
     "GPT": lambda: GPT(GPTConfig(vocab_size=256, context_length=16, layers=4, hidden=64, heads=4)),
@@ -39,11 +37,7 @@ def measured(model, stage, make=None, **options):
     gradient that waits in autograd, of a table that is used twice, as a temporary tensor; others here are smaller."""
     tables = {p.nbytes for p in model.parameters() if len(p) == 256}
     tied = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
-    engine = (make or STAGES[stage])(model, FakeCommunicator(0, 4), ADAMW, **options)
-    for _ in range(3):
-        with memory.track(model, engine.optimizer) as t:
-            engine.backward(engine(X, X))
-            engine.step()
+    t = tracked((make or ENGINES[stage])(model, FakeCommunicator(0, 4), ADAMW, **options), X, X, steps=3)
     of = {name: t.timeline.nbytes[:, i] for i, name in enumerate(t.timeline.categories)}
     waiting = of["temporaries"] // max(tables) * max(tables)
     return (of["parameters"] + of["gradients"] + (waiting if tied else 0)).max()
@@ -59,30 +53,13 @@ def test_the_highest_moment_is_that_of_the_closed_form(name, stage, options):
 
 def test_it_says_what_is_there():
     """Of equal layers of 1 MiB on 4 ranks: the second one's backward, whose gradient is a bucket by itself."""
-    layers, mib = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8))), 2**20
+    layers, mib = stack(8, 512), 2**20
     said = under_way_bytes(layers, 4, 3, in_flight_bytes=mib)
     assert said == {SHARDS: 8 * mib // 4 + 4, WHOLE: 2 * mib, MADE: mib, WIRE: mib, REDUCED: 6 * mib // 4}
     assert sum(under_way_bytes(layers, 4, 3, in_flight_bytes=0).values()) == sum(said.values()) - mib
     assert under_way_bytes(layers, 4, 3, look_ahead=0)[WHOLE] == mib
     with pytest.raises(ValueError, match="stage=0: expected 1, 2 or 3"):
         under_way_bytes(layers, 4, 0)
-
-
-class ParametersKept(Zero3):
-    """The mutant: gathered, and never let go."""
-
-    def _hold_parameters(self):
-        super()._hold_parameters()
-        self.gathering._free = lambda bucket: None
-
-
-class GradientsKept(Zero2):
-    """The mutant: whole gradients stay."""
-
-    class reducer_type(Zero2.reducer_type):
-        def encoded(self, bucket):
-            self.hoard = [*getattr(self, "hoard", []), self.flat[bucket]]
-            super().encoded(bucket)
 
 
 @pytest.mark.parametrize("mutant", [ParametersKept, GradientsKept])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from zero_kit import SGD, equal, parameters_of, rows_of, square
+from zero_kit import SGD, equal, parameters_of
+from zero_steps import most, train
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -28,8 +29,9 @@ class Model(nn.Module):
     def __init__(self, hold):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.each = nn.Linear(WIDTH, WIDTH), [Block() for _ in range(COUNT)]
-        self.each = hold(self, self.each) or self.each
+        self.first, each = nn.Linear(WIDTH, WIDTH), [Block() for _ in range(COUNT)]
+        held = hold(self, each)
+        self.each = held if isinstance(held, nn.Module) else each
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
@@ -39,16 +41,11 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def as_attributes(model, each):
-    for number, block in enumerate(each):
-        setattr(model, f"block{number}", block)
-
-
 HOLDERS = {
     "ModuleList": lambda model, each: nn.ModuleList(each),
     "Sequential": lambda model, each: nn.Sequential(*each),
     "ModuleDict": lambda model, each: nn.ModuleDict({f"layer{i}": block for i, block in enumerate(each)}),
-    "attributes": as_attributes,
+    "attributes": lambda model, each: [model.add_module(f"block{i}", block) for i, block in enumerate(each)],
     "stages": lambda model, each: nn.Sequential(nn.Sequential(*each[:3]), nn.Sequential(*each[3:]))}
 
 
@@ -121,19 +118,15 @@ def most_bytes(model, units=None, **options):
             shards = {kind: t.now[kind] for kind in ("parameters", "gradients")}
             engine.step()
     block = 4 * sum(p.numel() for p in Block().parameters())
-    nbytes = {kind: t.timeline.nbytes[:, t.timeline.categories.index(kind)].max() for kind in shards}
-    return {kind: round((nbytes[kind] - shards[kind]) / block, 1) for kind in shards}
-
-
-def leaves(model):
-    """The mutant: what units of a Sequential were, each module that has parameters of its own."""
-    return [module for module in model.modules() if module._parameters]
+    return {kind: round((most(t, kind) - shards[kind]) / block, 1) for kind in shards}
 
 
 def test_blocks_in_a_sequential_take_what_those_in_a_list_take_with_half_of_the_gathers():
     held = {holder: Model(HOLDERS[holder]) for holder in ("ModuleList", "Sequential", "ModuleDict")}
     assert len({str(most_bytes(model)) for model in held.values()}) == 1
-    assert len(default_units(Model(HOLDERS["Sequential"]))) == COUNT + 2 < len(leaves(Model(HOLDERS["Sequential"])))
+    model = Model(HOLDERS["Sequential"])
+    leaves = [module for module in model.modules() if module._parameters]  # the mutant: these were its units
+    assert len(default_units(model)) == COUNT + 2 < len(leaves)
 
 
 class Own(nn.Sequential):
@@ -165,28 +158,23 @@ def test_units_in_any_order_take_the_same_bytes():
 def test_what_is_in_flight_is_bounded_in_bytes():
     """A bucket that fills, and as many as may be on the wire; 10**9 bytes are no bound, the mutant."""
     block = 4 * (2 * WIDTH * 2 * WIDTH + 3 * WIDTH)
-    most = [most_bytes(Model(HOLDERS["Sequential"]), in_flight_bytes=bound)["gradients"]
-            for bound in (None, 0, block + 100, 2 * block + 200, 10**9)]
-    assert most[1] < most[2] < most[3] < most[4]
-    assert most[0] == most[3]  # two buckets by default, since they are small
-    assert most[1] <= 1.3 and most[2] <= 2.5 and most[4] > 3  # buckets and their shards
+    found = [most_bytes(Model(HOLDERS["Sequential"]), in_flight_bytes=bound)["gradients"]
+             for bound in (None, 0, block + 100, 2 * block + 200, 10**9)]
+    assert found[1] < found[2] < found[3] < found[4]
+    assert found[0] == found[3]  # two buckets by default, since they are small
+    assert found[1] <= 1.3 and found[2] <= 2.5 and found[4] > 3  # buckets and their shards
 
 
 def trained(comm, order, holder, **options):
     model = Model(HOLDERS[holder])
     engine = Zero3(model, comm, SGD, units=order and ORDERS[order](default_units(model)), **options)
-    for step in range(2):
-        engine.backward(square(engine, rows_of(comm, step, width=WIDTH)))
-        engine.step()
-    return parameters_of(engine)
-
-
-def several(comm):
-    return [trained(comm, None, "ModuleList"), *(trained(comm, order, "Sequential") for order in ORDERS),
-            trained(comm, None, "stages", in_flight_bytes=10**9)]
+    return parameters_of(train(engine, 2, width=WIDTH))
 
 
 def test_the_order_of_units_and_what_is_in_flight_change_no_bit():
+    def several(comm):
+        return [trained(comm, None, "ModuleList"), *(trained(comm, order, "Sequential") for order in ORDERS),
+                trained(comm, None, "stages", in_flight_bytes=10**9)]
     for expected, *others in launch(several, 2):
         assert all(equal({**dict(zip(expected, ours.values(), strict=True))}, expected) for ours in others)
 

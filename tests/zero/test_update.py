@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 from torch import nn
-from zero_kit import ADAMW, BUCKET, Elsewhere, equal, gpt, parameters_of, token_batches, train_gpt
+from zero_kit import Elsewhere, equal, parameters_of, train_gpt
+from zero_steps import gpt_engine
 
 from refimpl.comm import launch
 from refimpl.zero import Zero1, Zero2, Zero3
@@ -30,6 +31,11 @@ def make(rank, world_size=2, dtype=None, optimizer=SGD, groups=None, sizes=(6, 8
 
 def held(sharded):
     return {piece.slot.name: own.tolist() for pairs in sharded.pieces.values() for piece, own in pairs}
+
+
+def gradients_of_ones(sharded, buckets, dtype=None):
+    for bucket in buckets:
+        sharded.add_gradients(bucket, torch.ones(bucket.shard_numel, dtype=dtype))
 
 
 def test_all_ranks_together_hold_each_element_once():
@@ -70,18 +76,17 @@ def test_gradients_are_views_and_what_nobody_used_stays_as_it_is():
 def test_gradients_of_micro_batches_add_up():
     sharded, (bucket, *_), _, _ = make(0)
     for _ in range(3):
-        sharded.add_gradients(bucket, torch.ones(bucket.shard_numel))
+        gradients_of_ones(sharded, [bucket])
     assert all((own.grad == 3).all() for _, own in sharded.pieces[bucket])
 
 
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
 def test_a_step_is_that_of_one_bucket(gradient_dtype):
     sharded, buckets, shards, named = make(0, dtype=torch.bfloat16, optimizer=ADAM)
-    for bucket in buckets:
-        sharded.add_gradients(bucket, torch.ones(bucket.shard_numel, dtype=gradient_dtype))
+    gradients_of_ones(sharded, buckets, gradient_dtype)
     first, *others = buckets
     before = {bucket: shards[bucket].clone() for bucket in buckets}
-    groups = [list(group["params"]) for group in sharded.optimizer.param_groups]
+    groups = [list(map(id, group["params"])) for group in sharded.optimizer.param_groups]
 
     def stop(bucket):
         raise InterruptedError
@@ -93,8 +98,7 @@ def test_a_step_is_that_of_one_bucket(gradient_dtype):
         assert torch.equal(shards[bucket], before[bucket])
         assert all(own.grad.dtype == gradient_dtype for _, own in sharded.pieces[bucket])
     assert set(sharded.optimizer.state) == {own for _, own in sharded.pieces[first]}
-    assert [[id(p) for p in group["params"]] for group in sharded.optimizer.param_groups] == [
-        [id(p) for p in group] for group in groups]
+    assert [list(map(id, group["params"])) for group in sharded.optimizer.param_groups] == groups
 
 
 def test_an_optimizer_that_raises_has_all_its_parameters_again():
@@ -117,8 +121,7 @@ class Counting(torch.optim.SGD):
 
 
 def test_each_parameter_is_looked_at_once_in_all_buckets_together():
-    sharded, buckets, shards, named = make(0, 1, optimizer=functools.partial(Counting, lr=1.0), sizes=(8,) * 50,
-                                               bucket_bytes=32)
+    sharded, buckets, *_ = make(0, 1, optimizer=functools.partial(Counting, lr=1.0), sizes=(8,) * 50, bucket_bytes=32)
     Counting.looks = 0
     sharded.step(set(), nothing_follows)
     assert (len(buckets), Counting.looks) == (50, 50)
@@ -126,7 +129,6 @@ def test_each_parameter_is_looked_at_once_in_all_buckets_together():
 
 class CountingInGroups(torch.optim.SGD):
     """It counts steps in its param groups, where Adan and others do, and begins there with its first step."""
-
     def step(self):
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
@@ -140,8 +142,7 @@ def test_steps_that_are_counted_in_groups_are_counted_once_whatever_the_number_o
     assert len(buckets) > 1
     before = {bucket: shards[bucket].clone() for bucket in buckets}
     for _ in range(3):
-        for bucket in buckets:
-            sharded.add_gradients(bucket, torch.ones(bucket.shard_numel))
+        gradients_of_ones(sharded, buckets)
         sharded.step({p for _, p in named}, nothing_follows)
     group, = sharded.optimizer.param_groups
     assert group["count"] == 3 and len(group["params"]) == len(named)
@@ -165,26 +166,18 @@ def test_groups_are_the_callers_with_pieces_in_place_of_parameters():
 def test_a_rank_without_a_piece_has_an_optimizer_all_the_same():
     sharded, (bucket,), shards, named = make(3, 4, sizes=(2,), optimizer=ADAM)
     assert sharded.pieces[bucket] == [] and sharded.group_names == [["p0"]]
-    sharded.add_gradients(bucket, torch.ones(bucket.shard_numel))
+    gradients_of_ones(sharded, [bucket])
     sharded.step({p for _, p in named}, nothing_follows)
     assert not sharded.optimizer.state and [p.numel() for p in sharded.optimizer.param_groups[0]["params"]] == [0]
 
 
-# --- on another device -----------------------------------------------------------------------------------------------
-
-
 def on_the_host(comm, make, dtype, directory):
     """Three steps, clipped, updated where they are or on the "host"; and what each loads of what the other saved."""
-    found, hosts = [], (None, functools.partial(ShardedUpdate, device="cpu"),
-                        functools.partial(StoredUpdate, device="cpu"))
-    engines = [make(gpt(dtype=dtype), comm, ADAMW, bucket_bytes=BUCKET, update=update, store=Elsewhere() if i == 2 else
-                    None) for i, update in enumerate(hosts)]
+    found, ways = [], ({}, {"update": functools.partial(ShardedUpdate, device="cpu")},
+                       {"update": functools.partial(StoredUpdate, device="cpu"), "store": Elsewhere()})
+    engines = [gpt_engine(make, comm, dtype, **options) for options in ways]
     for i, engine in enumerate(engines):
-        for tokens in token_batches(3)[:, 0]:
-            mine = tokens.chunk(comm.world_size)[comm.rank]
-            engine.backward(engine.forward(mine, mine))
-            engine.clip_grad_norm_(0.1)
-            engine.step()
+        train_gpt(engine, 3, max_norm=0.1)
         engine.save(directory / str(i))
         found.append(parameters_of(engine))
     for i, engine in enumerate(engines):

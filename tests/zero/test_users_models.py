@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
-from zero_kit import ENGINES, FAST, SGD, WIDTH, equal, model_of, parameters_of, rows_of, square, three_layers
+from zero_kit import ENGINES, FAST, SGD, WIDTH, Layers, equal, model_of, parameters_of, rows_of, square, three_layers
+from zero_steps import plainly, train, update
 
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.zero import DataParallel, Zero2, Zero3
@@ -81,22 +82,14 @@ class Answering(nn.Module):
         return Answer([self.layers(x.hidden[0] if isinstance(x, Answer) else x)])
 
 
-class Dataclasses(nn.Module):
-    """Blocks that return dataclasses, as those of Hugging Face return a ModelOutput."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Answering() for _ in range(3))
-
+class Dataclasses(nn.Sequential):
+    """Of blocks that return dataclasses, as those of Hugging Face return a ModelOutput."""
     def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.hidden[0]
+        return super().forward(x).hidden[0]
 
 
 class Scaled(nn.Embedding):
     """One whose gradient needs its weight."""
-
     def forward(self, indices):
         return super().forward(indices) * (self.weight * self.weight).mean()
 
@@ -128,18 +121,16 @@ class Attending(nn.Module):
     def __init__(self):
         super().__init__()
         self.token, self.attention = nn.Parameter(torch.randn(1, WIDTH)), nn.MultiheadAttention(WIDTH, 2)
-        self.blocks = nn.ModuleList(linear() for _ in range(2))
+        self.blocks = Layers(2)
 
     def forward(self, x):
         x = x + self.token
-        x = self.attention(x, x, x, need_weights=False)[0]
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x
+        return self.blocks(self.attention(x, x, x, need_weights=False)[0])
 
 
-MODELS = {"shared": Shared, "listed": Listed, "computed": Computed, "dataclasses": Dataclasses, "mixed": Mixed,
-          "attending": Attending, "table": lambda: Table(Scaled(10, WIDTH))}
+MODELS = {"shared": Shared, "listed": Listed, "computed": Computed, "mixed": Mixed, "attending": Attending,
+          "dataclasses": lambda: Dataclasses(*(Answering() for _ in range(3))),
+          "table": lambda: Table(Scaled(10, WIDTH))}
 
 
 def made(name):
@@ -148,49 +139,36 @@ def made(name):
     return MODELS[name]()
 
 
-def trained(comm):
-    found = {}
-    for name in MODELS:
-        model = made(name)
-        ddp, optimizer = DistributedDataParallel(model, broadcast_buffers=False), FAST(model.parameters())
-        for step in range(3):
-            ddp(rows_of(comm, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found[name] = {"DDP": {key: p.detach().clone() for key, p in model.named_parameters()}}
-        for make in ENGINES:
-            engine = make(made(name), comm, FAST, bucket_bytes=300)
-            for step in range(3):
-                engine.backward(square(engine, rows_of(comm, step)))
-                engine.step()
-            found[name][make.__name__] = parameters_of(engine)
-    return found
-
-
 def test_to_the_bit_as_ddp():
+    def trained(comm):
+        found = {}
+        for name in MODELS:
+            model = made(name)
+            ddp = DistributedDataParallel(model, broadcast_buffers=False)
+            found[name] = {"DDP": plainly(model, FAST, (square(ddp, rows_of(comm, step)) for step in range(3)))}
+            for make in ENGINES:
+                found[name][make.__name__] = parameters_of(train(make(made(name), comm, FAST, bucket_bytes=300), 3))
+        return found
+
     for answer in launch(trained, 2):
         for name, found in answer.items():
             for engine, ours in found.items():
                 assert equal(ours, found["DDP"]), (name, engine)
 
 
-class Blocks(nn.Module):
+class Blocks(Layers):
     """A parameter of the model's own beside its blocks."""
 
-    def __init__(self, count):
-        super().__init__()
-        self.token, self.blocks = nn.Parameter(torch.zeros(64)), nn.ModuleList(nn.Linear(64, 64) for _ in range(count))
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.token = nn.Parameter(torch.zeros(64))
 
     def forward(self, x):
-        x = x + self.token
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return super().forward(x + self.token)
 
 
 class TakesAll(Zero3):
     """The mutant: the model is a unit of all that is in it."""
-
     def __init__(self, model, *args, **options):
         super().__init__(model, *args, units=[model], **options)
 
@@ -198,15 +176,12 @@ class TakesAll(Zero3):
 @pytest.mark.parametrize("make", [Zero3, TakesAll])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_parameter_beside_the_blocks_does_not_bring_them_all(make, named):
-    model, live = Blocks(8), []
-    options = {"units": [model, *model.blocks]} if named and make is Zero3 else {}
+    model, live = Blocks(8, 64), []
+    options = {"units": [model, *model]} if named and make is Zero3 else {}
     engine = make(model, FakeCommunicator(0, 2), SGD, look_ahead=0, **options)
-    model.blocks[4].register_forward_pre_hook(lambda *_: live.append(engine.gathering.live()))
+    model[4].register_forward_pre_hook(lambda *_: live.append(engine.gathering.live()))
     engine.backward(engine.forward(torch.ones(1, 64)).sum())
     assert (live[0] == 64 + 64 * 65) == (make is Zero3)
-
-
-# --- training loops --------------------------------------------------------------------------------------------------
 
 
 def looped(comm):
@@ -224,8 +199,7 @@ def looped(comm):
                     with pytest.raises(RuntimeError, match=r"loss.backward\(\) by itself reduces nothing"):
                         square(engine, rows_of(comm, 9)).backward()
                     engine.zero_grad()
-                engine.backward(forward(rows_of(comm, step)).square().mean())
-                engine.step()
+                update(engine, forward(rows_of(comm, step)).square().mean())
             found[make.__name__, way] = parameters_of(engine)
     return found
 
@@ -248,31 +222,25 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize("make", ENGINES)
 def test_a_parameter_that_this_step_does_not_use_is_left_as_it_is(make):
-    engine = make(Sometimes(), FakeCommunicator(0, 1), FAST)
-    seen = []
+    engine, seen = make(Sometimes(), FakeCommunicator(0, 1), FAST), []
     for uses in (True, False):
         engine.model.uses = uses
-        engine.backward(square(engine, torch.ones(2, WIDTH)))
-        engine.step()
-        seen.append(parameters_of(engine))
+        seen.append(parameters_of(train(engine, 1)))
     assert torch.equal(seen[0]["some.weight"], seen[1]["some.weight"])
     assert not torch.equal(seen[0]["always.weight"], seen[1]["always.weight"])
 
 
-def reduced_in_fp32(comm):
-    engine = DataParallel(model_of("twice").bfloat16(), comm, SGD, reduce_dtype=torch.float32)
-    engine.backward(square(engine, rows_of(comm, 0).bfloat16()))
-    return {name: p.grad.clone() for name, p in engine.model.named_parameters()}
-
-
 def test_gradients_that_another_dtype_adds_up_come_back_to_all():
+    def reduced_in_fp32(comm):
+        engine = DataParallel(model_of("twice").bfloat16(), comm, SGD, reduce_dtype=torch.float32)
+        engine.backward(square(engine, rows_of(comm, 0).bfloat16()))
+        return {name: p.grad for name, p in engine.model.named_parameters()}
     first, second = launch(reduced_in_fp32, 2)
     assert equal(first, second)
 
 
 def test_no_sync_within_no_sync():
-    comm = FakeCommunicator(0, 2)
-    engine = DataParallel(three_layers(), comm, SGD)
+    engine = DataParallel(three_layers(), FakeCommunicator(0, 2), SGD)
     with engine.no_sync():
         with engine.no_sync():
             pass
@@ -307,23 +275,15 @@ class Reading(nn.Module):
 
 
 def test_what_is_read_while_it_is_released_is_named():
-    comm, x = FakeCommunicator(0, 1), torch.ones(2, WIDTH)
-    engine = Zero3(Reading(), comm, SGD)
-    with pytest.raises(RuntimeError, match="table.weight was read while it was released, as NaN: no unit that holds"):
-        engine.backward(square(engine, x))
-    frozen = Reading()
+    comm, x, model, frozen = FakeCommunicator(0, 1), torch.ones(2, WIDTH), Reading(), Reading()
     frozen.table.requires_grad_(False)
-    engine = Zero3(frozen, comm, SGD)
-    with pytest.raises(RuntimeError, match="table.weight was read while it was released, as NaN"):
-        engine.backward(square(engine, x))
-    model = Reading()
+    for each, said in ((Reading(), ": no unit that holds"), (frozen, "")):
+        engine = Zero3(each, comm, SGD)
+        with pytest.raises(RuntimeError, match=f"table.weight was read while it was released, as NaN{said}"):
+            engine.backward(square(engine, x))
     engine = Zero3(model, comm, SGD, units=[model])
-    engine.backward(square(engine, x))
-    engine.step()
+    update(engine, square(engine, x))
     assert all(p.isfinite().all() for p in parameters_of(engine).values())
-
-
-# --- stage 3 between steps -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -331,9 +291,7 @@ def test_what_is_read_while_it_is_released_is_named():
 def test_a_forward_that_no_backward_follows_leaves_nothing_behind(reshards, trains):
     engine = Zero3(three_layers(), FakeCommunicator(0, 2), SGD, reshard_after_forward=reshards)
     x, ahead = torch.ones(2, WIDTH), []
-    for _ in range(2):
-        engine.backward(square(engine, x))
-        engine.step()
+    train(engine, 2)
     with contextlib.nullcontext() if trains else torch.no_grad():
         square(engine, x)
     assert engine.gathering.live() == 0 or trains
@@ -346,32 +304,29 @@ def test_a_forward_that_no_backward_follows_leaves_nothing_behind(reshards, trai
 class Waited(FakeCommunicator):
     """Counts handles that were waited for."""
 
-    def __init__(self):
-        super().__init__(0, 2)
-        self.begun = self.waited = 0
+    begun = waited = 0
 
-    def _noted(self, work):
-        self.begun += 1
-        wait = work.wait
+    def _noted(self, collective, *args, async_op=False, **options):
+        work = collective(*args, async_op=async_op, **options)
+        if async_op:
+            self.begun, wait = self.begun + 1, work.wait
 
-        def waited():
-            self.waited += 1
-            return wait()
-        work.wait = waited
+            def waited():
+                self.waited += 1
+                return wait()
+            work.wait = waited
         return work
 
-    def all_reduce(self, x, op="sum", *, async_op=False, **options):
-        work = super().all_reduce(x, op, async_op=async_op, **options)
-        return self._noted(work) if async_op else work
+    def all_reduce(self, *args, **options):
+        return self._noted(super().all_reduce, *args, **options)
 
-    def reduce_scatter(self, x, op="sum", *, async_op=False, **options):
-        work = super().reduce_scatter(x, op, async_op=async_op, **options)
-        return self._noted(work) if async_op else work
+    def reduce_scatter(self, *args, **options):
+        return self._noted(super().reduce_scatter, *args, **options)
 
 
 @pytest.mark.parametrize("make", [DataParallel, Zero2, Zero3])
 def test_a_backward_that_raises_waits_for_what_it_has_begun(make):
-    comm = Waited()
+    comm = Waited(0, 2)
     engine = make(three_layers(), comm, SGD, bucket_bytes=500)
     engine.model[0].weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -3,59 +3,38 @@
 import pytest
 import torch
 from torch import nn
-from zero_kit import BUCKET, SGD, gpt, model_of, rows_of, square, states_of
+from zero_kit import SGD, model_of, rows_of, square
+from zero_steps import GradientsKept, as_predicted, most, stack
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.zero import Zero2
-from refimpl.zero.closed_forms import model_state_bytes
 from refimpl.zero.internals.in_shards import InShards
 from refimpl.zero.zero2 import ReduceScatterAtOnce
 
 
-class Hoarding(ReduceScatterAtOnce):
-    def reduced(self, bucket, shard):
-        self.hoard = getattr(self, "hoard", []) + [self.flat[bucket]]
-        super().reduced(bucket, shard)
-
-    def drop(self):
-        super().drop()
-        self.hoard = []
-
-
-class GradientsKept(Zero2):
-    """The mutant: whole gradients stay."""
-
-    reducer_type = Hoarding
-
-
 @pytest.mark.parametrize(("make", "is_so"), [(Zero2, True), (GradientsKept, False)])
 def test_gradients_are_those_of_a_share(make, is_so):
-    expected = model_state_bytes(gpt(), 4, 2, bucket_bytes=BUCKET)
-    assert (states_of(make)["gradients"] == expected["gradients"]) == is_so
+    assert as_predicted(make, 2, "gradients") == is_so
 
 
 @pytest.mark.parametrize("make", [Zero2, GradientsKept])
 def test_whole_gradients_never_are_there_together(make):
     """Twelve layers, each a bucket: at the highest moment a few of them are whole."""
-    model, layer = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))), 64 * 64 * 4
+    model, layer = stack(12), 64 * 64 * 4
     engine = make(model, FakeCommunicator(0, 4), SGD, bucket_bytes=layer)
     with memory.track(model, engine.optimizer) as t:
         engine.backward(engine.forward(torch.ones(1, 64)).sum())
-    gradients = t.timeline.nbytes[:, t.timeline.categories.index("gradients")].max()
-    assert (gradients <= 3 * layer + 4 * layer) == (make is Zero2)  # shards of all are 3 layers; 2 wait, 2 come
-
-
-class Copying(ReduceScatterAtOnce):
-    def placed(self, parameter, gradient):
-        self.buffer(self.place[parameter][0])
-        return super().placed(parameter, gradient)
+    shards, others = 3 * layer, 4 * layer  # of all; two wait, two come
+    assert (most(t, "gradients") <= shards + others) == (make is Zero2)
 
 
 class Copied(Zero2):
     """The mutant: every gradient is copied to a buffer."""
-
-    reducer_type = Copying
+    class reducer_type(ReduceScatterAtOnce):
+        def placed(self, parameter, gradient):
+            self.buffer(self.place[parameter][0])
+            return super().placed(parameter, gradient)
 
 
 @pytest.mark.parametrize("make", [Zero2, Copied])

@@ -1,49 +1,31 @@
 """Stage 3: parameters are in shards, and whole while a unit computes with them."""
 
 import functools
+import types
 import unittest.mock
 
 import pytest
 import torch
 from torch import nn
-from zero_kit import ADAMW, BUCKET, SGD, equal, gpt, model_of, parameters_of, rows_of, square, states_of
+from zero_kit import ADAMW, SGD, copied, equal, gpt, model_of, parameters_of, rows_of, square, train_gpt
+from zero_steps import ParametersKept, as_predicted, most, stack, tracked, train, update
 
 from refimpl import memory
 from refimpl.comm import CollectiveMismatch, FakeCommunicator, RankError, launch
 from refimpl.zero import Zero3
-from refimpl.zero.closed_forms import model_state_bytes
 from refimpl.zero.gathering import Gathering
 from refimpl.zero.units import default_units, unit_buckets
 
 
-class ParametersKept(Zero3):
-    """The mutant: gathered, and never let go."""
-
-    def _hold_parameters(self):
-        super()._hold_parameters()
-        self.gathering._free = lambda bucket: None
-
-
 @pytest.mark.parametrize(("make", "is_so"), [(Zero3, True), (ParametersKept, False)])
 def test_parameters_are_those_of_a_share(make, is_so):
-    expected = model_state_bytes(gpt(), 4, 3, bucket_bytes=BUCKET)
-    assert (states_of(make)["parameters"] == expected["parameters"]) == is_so
-
-
-def layers(count=8, width=64):
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+    assert as_predicted(make, 3, "parameters") == is_so
 
 
 def most_parameters(make, **options):
     """Bytes of parameters at the highest moment of the second step, of eight layers on a rank of 4."""
-    model = layers()
-    engine = make(model, FakeCommunicator(0, 4), SGD, **options)
-    for _ in range(2):
-        with memory.track(model, engine.optimizer) as t:
-            engine.backward(engine.forward(torch.ones(1, 64)).sum())
-            engine.step()
-    return t.timeline.nbytes[:, t.timeline.categories.index("parameters")].max() // (64 * 64 * 4)
+    engine = make(stack(8), FakeCommunicator(0, 4), SGD, **options)
+    return most(tracked(engine, torch.ones(1, 64)), "parameters") // (64 * 64 * 4)
 
 
 def test_few_units_are_whole_at_once():
@@ -59,10 +41,7 @@ def test_few_units_are_whole_at_once():
 
 def fresh():
     """A tracker that comes when parameters are released: what it counts at the start, at the peak and at the end."""
-    engine = Zero3(layers(), FakeCommunicator(0, 4), SGD, look_ahead=0)
-    with memory.track(engine.model, engine.optimizer) as t:
-        engine.backward(engine.forward(torch.ones(1, 64)).sum())
-        engine.step()
+    t = tracked(Zero3(stack(8), FakeCommunicator(0, 4), SGD, look_ahead=0), torch.ones(1, 64), steps=1)
     return [ledger["parameters"] for ledger in (t.start, t.peak, t.now)]
 
 
@@ -71,27 +50,21 @@ def test_a_dry_run_counts_what_comes_when_it_comes():
     assert fresh() == memory.dry_run(fresh).result == [2 * layer + 4, 3 * layer + 4, 2 * layer + 4]
 
 
-def empty(tensor):
-    tensor.untyped_storage().resize_(0)
-
-
 class Emptied(Zero3):
     """The mutant: released parameters are views of a storage without bytes."""
-
     def _hold_parameters(self):
-        with unittest.mock.patch.object(Gathering, "hide", lambda self, bucket: empty(self.whole[bucket])):
+        def hide(gathering, bucket):
+            gathering.whole[bucket].untyped_storage().resize_(0)
+        with unittest.mock.patch.object(Gathering, "hide", hide):
             super()._hold_parameters()
 
 
 def looking(comm, make):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 1))
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = make(model, comm, SGD)
-
+    expected, engine = copied(model), make(model, comm, SGD)
     def is_away():
         return all(p.isnan().all() and p.clone().shape == expected[name].shape for name, p in model.named_parameters())
-
     assert is_away() and "nan" in repr(model[0].weight)
     with pytest.raises(RuntimeError, match="refers to a single memory location"), torch.no_grad():
         model[0].weight.copy_(expected["0.weight"])
@@ -102,8 +75,7 @@ def looking(comm, make):
     with torch.no_grad():
         model[0].weight.zero_()  # torch lets it pass; until the step's end all read so
     for _ in range(2):
-        engine.backward(square(engine, torch.ones(2, 4)))
-        engine.step()
+        update(engine, square(engine, torch.ones(2, 4)))
         assert is_away()
     return parameters_of(engine), expected
 
@@ -115,22 +87,20 @@ def test_outside_of_a_step_parameters_are_nan_and_gathered_brings_them():
         launch(looking, 1, Emptied)
 
 
-def looked_at(comm):
-    """Parameters are read between steps, or not; the small ones stay."""
-    found = []
-    for looks in (False, True):
-        engine = Zero3(model_of("twice"), comm, ADAMW, persistence_threshold=50)
-        for step in range(3):
-            engine.backward(square(engine, rows_of(comm, step)))
-            engine.step()
-            if looks:
-                parameters_of(engine)
-            assert engine.model.scale.untyped_storage().nbytes() > 0
-        found.append(parameters_of(engine))
-    return found
-
-
 def test_what_stays_is_there_after_all_was_gathered():
+    def looked_at(comm):
+        """Parameters are read between steps, or not; the small ones stay."""
+        found = []
+        for looks in (False, True):
+            engine = Zero3(model_of("twice"), comm, ADAMW, persistence_threshold=50)
+            for step in range(3):
+                train(engine, 1, step)
+                if looks:
+                    parameters_of(engine)
+                assert engine.model.scale.untyped_storage().nbytes() > 0
+            found.append(parameters_of(engine))
+        return found
+
     for without, with_it in launch(looked_at, 2):
         assert equal(without, with_it)
 
@@ -159,7 +129,6 @@ def test_evaluation_in_between():
 
 class Remembers(Zero3):
     """The mutant: what was gathered between two steps is taken for the beginning of the next."""
-
     def _hold_parameters(self):
         super()._hold_parameters()
         self.gathering.release_unused = lambda: None
@@ -167,15 +136,13 @@ class Remembers(Zero3):
 
 @pytest.mark.parametrize("make", [Zero3, Remembers])
 def test_after_an_evaluation_the_next_step_gathers_ahead_all_the_same(make):
-    engine, x = make(layers(4), FakeCommunicator(0, 2), SGD), torch.ones(1, 64)
+    engine, x = make(stack(4), FakeCommunicator(0, 2), SGD), torch.ones(1, 64)
     for _ in range(2):
-        engine.backward(engine.forward(x).sum())
-        engine.step()
+        update(engine, square(engine, x))
     with torch.no_grad():
         engine.forward(x)
     left = engine.gathering.live()
-    with engine.gathered():
-        pass
+    parameters_of(engine)
     ahead = []
     engine.units[1].register_forward_hook(lambda *_: ahead.append(len(engine.gathering._in_flight)))
     engine.backward(engine.forward(x).sum())
@@ -184,7 +151,6 @@ def test_after_an_evaluation_the_next_step_gathers_ahead_all_the_same(make):
 
 class LeftOpen(Zero3):
     """The mutant: a unit whose forward raises keeps its parameters."""
-
     def _after_forward(self, unit, args, output):
         if output is not None:
             super()._after_forward(unit, args, output)
@@ -192,33 +158,27 @@ class LeftOpen(Zero3):
 
 @pytest.mark.parametrize("make", [Zero3, LeftOpen])
 def test_a_forward_that_raises_leaves_no_unit_whole(make):
-    engine = make(layers(4), FakeCommunicator(0, 2), SGD)
+    engine = make(stack(4), FakeCommunicator(0, 2), SGD)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         engine.forward(torch.ones(1, 63))
     assert (engine.gathering.live() == 0) == (make is Zero3)
     assert engine.model[0].weight.isnan().all() == (make is Zero3)
 
 
-def resharded(comm):
-    found, sent = [], []
-    for keeps in (True, False):
-        engine = Zero3(layers(4, 16), comm, SGD, reshard_after_forward=keeps)
-        for step in range(2):
-            before = comm.traffic
-            engine.backward(square(engine, rows_of(comm, step, width=16)))
-            engine.step()
-        sent.append((comm.traffic - before)["all_gather"])
-        found.append(parameters_of(engine))
-    return *found, sent
-
-
 def test_what_stays_from_forward_to_backward_is_gathered_once():
+    def resharded(comm):
+        found, sent = [], []
+        for keeps in (True, False):
+            engine = train(Zero3(stack(4, 16), comm, SGD, reshard_after_forward=keeps), 1, width=16)
+            before = comm.traffic
+            train(engine, 1, 1, width=16)
+            sent.append((comm.traffic - before)["all_gather"])
+            found.append(parameters_of(engine))
+        return *found, sent
+
     for a, b, (twice, once) in launch(resharded, 2):
         assert equal(a, b)
         assert twice - once == 3 * 16 * 16 * 4 // 2  # all layers but the last, which is not gathered again anyway
-
-
-# --- units -----------------------------------------------------------------------------------------------------------
 
 
 def test_units_are_blocks_and_what_is_outside_of_them():
@@ -238,15 +198,10 @@ def test_units_are_blocks_and_what_is_outside_of_them():
         unit_buckets(named, [model.embedding], 2)
 
 
-def trained(comm, **options):
+def trained(comm, units=lambda model: None, **options):
     model = gpt()
-    units = options.pop("units", lambda model: None)(model)
-    engine = Zero3(model, comm, ADAMW, units=units, **options)
-    for step in range(2):
-        tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
-        tokens = tokens.chunk(comm.world_size)[comm.rank]
-        engine.backward(engine.forward(tokens, tokens))
-        engine.step()
+    engine = Zero3(model, comm, ADAMW, units=units(model), **options)
+    train_gpt(engine, 2)
     return parameters_of(engine)
 
 
@@ -259,45 +214,29 @@ def test_how_units_are_cut_and_brought_changes_no_bit(options):
         assert equal(ours, expected)
 
 
-def other_units(comm):
-    engine = Zero3(model_of("unused on a rank"), comm, ADAMW)
-    engine.backward(square(engine, rows_of(comm, 0)))
-
-
 def test_the_same_units_are_needed_on_every_rank():
+    def other_units(comm):
+        train(Zero3(model_of("unused on a rank"), comm, ADAMW), 1)
     with pytest.raises(CollectiveMismatch, match="began other collectives than rank 0(.*\\n)*.*all_gather of some"):
         launch(other_units, 2, timeout=10)
 
 
-# --- forwards without a backward -------------------------------------------------------------------------------------
-
-
-def raw(engine, x):
-    with torch.no_grad():
-        engine.model(x)
-
-
-def one_unit(engine, x):
-    with torch.no_grad():
-        engine.model[0](x)
-
-
-BETWEEN = {"nothing": lambda engine, x: None, "thrown away": lambda engine, x: engine(x), "raw model": raw,
-           "one unit": one_unit, "evaluated": torch.no_grad()(lambda engine, x: engine(x))}
+BETWEEN = {"nothing": lambda engine, x: None, "thrown away": lambda engine, x: engine(x),
+           "raw model": torch.no_grad()(lambda engine, x: engine.model(x)),
+           "one unit": torch.no_grad()(lambda engine, x: engine.model[0](x)),
+           "evaluated": torch.no_grad()(lambda engine, x: engine(x))}
 
 
 def among_forwards(comm, between, reshards):
     """Losses of three steps with a forward between backward and step, and what is read after each."""
-    engine = Zero3(model_of("frozen"), comm, SGD, reshard_after_forward=reshards)
-    found = []
+    engine, found = Zero3(model_of("frozen"), comm, SGD, reshard_after_forward=reshards), []
     for number in range(3):
         x = rows_of(comm, number)
         loss = square(engine, x)
         engine.backward(loss)
         BETWEEN[between](engine, x)
         engine.step()
-        with engine.gathered():
-            seen = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        seen = parameters_of(engine)
         with engine.gathered(write=True):
             pass
         with torch.no_grad():
@@ -313,32 +252,21 @@ def test_a_forward_between_backward_and_step_leaves_no_old_parameters(between, r
         assert loss == own and equal(seen, own_seen) and torch.equal(output, own_output)
 
 
-class Hidden:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-class Hiding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([HidingBlock()])
-
+class Hides(nn.Linear):
+    """Its output is in what nobody knows."""
     def forward(self, x):
-        return self.blocks[0](x).tensor
+        return types.SimpleNamespace(tensor=super().forward(x))
 
 
-class HidingBlock(nn.Linear):
-    def __init__(self):
-        super().__init__(10, 10)
-
+class Hiding(nn.ModuleList):
     def forward(self, x):
-        return Hidden(super().forward(x))
+        return self[0](x).tensor
 
 
 def test_what_stage_3_cannot_follow_is_named():
     comm, x = FakeCommunicator(0, 2), torch.ones(2, 10, requires_grad=True)
-    with pytest.raises(TypeError, match="HidingBlock, a unit, returned Hidden, in which no tensor can be found"):
-        Zero3(Hiding(), comm, SGD)(x)
+    with pytest.raises(TypeError, match="Hides, a unit, returned SimpleNamespace, in which no tensor can be found"):
+        Zero3(Hiding([Hides(10, 10)]), comm, SGD)(x)
     engine = Zero3(nn.Sequential(nn.Linear(10, 10)), comm, SGD)
     with pytest.raises(RuntimeError, match="torch.autograd.grad and double backward need stage 0 to 2"):
         torch.autograd.grad(engine(x).square().sum(), x, create_graph=True)

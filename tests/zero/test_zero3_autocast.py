@@ -7,7 +7,8 @@ import pytest
 import torch
 from outside.models import GROUPED, causal, text
 from rank_pool import pooled
-from zero_kit import CONFIG, ENGINES, FAST, SGD, equal, gpt, parameters_of, token_batches
+from zero_kit import CONFIG, ENGINES, FAST, SGD, equal, gpt, own_rows, parameters_of, token_batches
+from zero_steps import update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
@@ -41,23 +42,21 @@ def test_casts_are_kept_of_the_unit_alone_with_which_backward_begins(region):
         assert kept(REGIONS[region]) == [autocast_activation_bytes(CONFIG, 2, 16)] * 2, "the mutant"
 
 
-def trained(comm, region):
-    found = {}
-    for make in ENGINES:
-        engine, losses = make(gpt(), comm, FAST), []
-        for tokens in token_batches(3)[:, 0]:
-            with REGIONS[region]():
-                mine = tokens.chunk(comm.world_size)[comm.rank]
-                loss = engine.forward(mine, mine)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        found[make.__name__] = losses, parameters_of(engine)
-    return found
-
-
 @pytest.mark.parametrize("region", REGIONS)
 def test_the_numbers_are_those_of_stage_0(region):
+    def trained(comm, region):
+        found = {}
+        for make in ENGINES:
+            engine, losses = make(gpt(), comm, FAST), []
+            for tokens in token_batches(3)[:, 0]:
+                with REGIONS[region]():
+                    mine = own_rows(comm, tokens)
+                    loss = engine.forward(mine, mine)
+                update(engine, loss)
+                losses.append(loss.item())
+            found[make.__name__] = losses, parameters_of(engine)
+        return found
+
     for found in pooled(trained, 2, region, device="cpu"):
         losses, parameters = found["DataParallel"]
         assert all(said == losses and equal(ours, parameters) for said, ours in found.values())
@@ -78,7 +77,6 @@ def test_the_peak_of_a_step_of_a_llama(region):
                 engine.step()
                 del loss
         return t.peak.total
-
     layer = max(sum(p.numel() for p in block.parameters()) for block in causal("llama", **GROUPED)().model.layers)
     ours = peak(region)
     assert ours <= peak() + 2 * layer

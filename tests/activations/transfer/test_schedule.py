@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,13 +34,11 @@ class Case:
     def backward(self, order=None, drop=True):
         """Unpack in reverse order (or `order`), inside one backward; autograd drops what it has used."""
         order = range(len(self.views) - 1, -1, -1) if order is None else order
-        run = InBackward.apply(torch.zeros((), requires_grad=True), lambda: [self.use(i, drop) for i in order])
-        run.backward()
+        in_backward(lambda: [self.use(i, drop) for i in order])
 
     def use(self, i, drop):
         for view in self.views[i]:
             assert torch.equal(view.unpack(), self.values[i])
-            self.fetched_now = self.fetched()
         if drop:
             self.views[i] = []
 
@@ -48,18 +47,18 @@ class Case:
         return sum(stored.copy is not None for views in self.views for stored in {view.stored for view in views})
 
 
-class InBackward(torch.autograd.Function):
-    """Calls a function in its backward."""
+def in_backward(function):
+    """Call it in the midst of a backward."""
+    def hook(gradient):
+        function()
+    x = torch.zeros((), requires_grad=True) * 1
+    x.register_hook(hook)
+    x.backward()
 
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return x.clone()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.function()
-        return gradient, None
+@pytest.fixture
+def case(lazy):
+    return Case(lazy, depth=2)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -68,16 +67,13 @@ def test_at_most_depth_storages_are_on_their_way_out(lazy, depth):
     assert case.alive == list(range(6 - depth, 6))
     assert lazy.waits == [("out", i) for i in range(6 - depth)], "each is waited for before it is let go"
     case.schedule.wait()
-    assert case.alive == []
-    assert lazy.numbers("out") == list(range(6))
+    assert case.alive == [] and lazy.numbers("out") == list(range(6))
 
 
-@pytest.mark.parametrize(("depth", "order"), [
-    (1, [5, 4, 3, 2, 1, 0]), (2, [5, 4, 3, 2, 1, 0]), (3, [5, 4, 3, 2, 1, 0])])
-def test_they_come_back_in_reverse_order_once_each(lazy, depth, order):
-    case = Case(lazy, depth)
-    case.backward()
-    assert lazy.numbers("in") == order
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_they_come_back_in_reverse_order_once_each(lazy, depth):
+    Case(lazy, depth).backward()
+    assert lazy.numbers("in") == [5, 4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -85,27 +81,19 @@ def test_depth_of_them_are_fetched_ahead(lazy, depth):
     """When storage i is handed over, i − 1 … i − depth are on their way, and no others."""
     case = Case(lazy, depth)
     case.schedule.wait()
-    begun = len(lazy.log)
-    seen = []
-
+    begun, seen = len(lazy.log), []
     def use(i):
-        view = case.views[i][0]
-        assert torch.equal(view.unpack(), case.values[i])
+        assert torch.equal(case.views[i][0].unpack(), case.values[i])
         seen.append([number for _, number in lazy.log[begun:]])
-
-    run = InBackward.apply(torch.zeros((), requires_grad=True), lambda: [use(i) for i in (5, 4, 3)])
-    run.backward()
-    assert seen[0] == list(range(5, 4 - depth, -1))
-    assert seen[1] == list(range(5, max(3 - depth, -1), -1))
+    in_backward(lambda: [use(i) for i in (5, 4, 3)])
+    assert seen[:2] == [list(range(5, 4 - depth, -1)), list(range(5, max(3 - depth, -1), -1))]
     ins = [number for which, number in lazy.waits if which == "in"]
     assert ins[:3] == [5, 4, 3], "what is used is waited for; what is fetched ahead is not"
 
 
 def test_device_memory_goes_when_all_who_saved_it_have_had_it(lazy):
     case = Case(lazy, depth=1, n=2, views=2)
-    stored = case.views[1][0].stored
-    copies = []
-
+    stored, copies = case.views[1][0].stored, []
     def use():
         first = case.views[1][0].unpack()
         copies.append(weakref.ref(first.untyped_storage()))
@@ -114,79 +102,62 @@ def test_device_memory_goes_when_all_who_saved_it_have_had_it(lazy):
         assert second.data_ptr() == first.data_ptr() and stored.copy is None
         del first, second
         copies.append(copies[0]() is None)
-
-    InBackward.apply(torch.zeros((), requires_grad=True), use).backward()
-    assert copies[1] is True
-    assert lazy.numbers("in") == [1, 0], "1 for both, and 0 ahead"
+    in_backward(use)
+    assert copies[1] is True and lazy.numbers("in") == [1, 0], "1 for both, and 0 ahead"
 
 
-def test_nothing_stays_on_the_device_after_a_backward(lazy):
+def test_nothing_stays_on_the_device_after_a_backward(lazy, case):
     """One that used a part of the graph: what was fetched ahead of it goes, and is waited for before."""
-    case = Case(lazy, depth=2)
     case.backward(order=[5, 4], drop=False)
-    assert case.fetched() == 0
-    assert {number for which, number in lazy.waits if which == "in"} == {5, 4, 3, 2}
+    assert case.fetched() == 0 and {number for which, number in lazy.waits if which == "in"} == {5, 4, 3, 2}
     case.backward(order=[3, 2, 1, 0], drop=False)
     assert case.fetched() == 0
 
 
-def test_a_backward_that_raised_leaves_nothing_for_the_next(lazy):
-    case = Case(lazy, depth=2)
-
+def test_a_backward_that_raised_leaves_nothing_for_the_next(lazy, case):
     def fails():
         case.use(5, False)
         raise ValueError("no more")
-
-    run = InBackward.apply(torch.zeros((), requires_grad=True), fails)
     with pytest.raises(ValueError, match="no more"):
-        run.backward()
+        in_backward(fails)
     begun = len(lazy.numbers("in"))
     case.backward(drop=False)
-    assert case.fetched() == 0
-    assert lazy.numbers("in")[begun:] == [5, 4, 3, 2, 1, 0], "from the beginning"
+    assert case.fetched() == 0 and lazy.numbers("in")[begun:] == [5, 4, 3, 2, 1, 0], "from the beginning"
 
 
-def test_a_retained_graph_comes_again(lazy):
-    case = Case(lazy, depth=2)
+def test_a_retained_graph_comes_again(lazy, case):
     for _ in range(2):
         case.backward(drop=False)
         assert case.fetched() == 0
     assert lazy.numbers("in") == 2 * [5, 4, 3, 2, 1, 0]
 
 
-def test_an_order_that_is_not_reversed_is_right_and_fetches_nothing_twice(lazy):
-    case = Case(lazy, depth=2)
+def test_an_order_that_is_not_reversed_is_right_and_fetches_nothing_twice(lazy, case):
     case.backward(order=[3, 5, 4, 0, 2, 1], drop=False)
-    assert sorted(lazy.numbers("in")) == list(range(6))
-    assert case.fetched() == 0
+    assert sorted(lazy.numbers("in")) == list(range(6)) and case.fetched() == 0
 
 
-def test_outside_a_backward_nothing_is_kept(lazy):
+def test_outside_a_backward_nothing_is_kept(case):
     """Somebody looks at `loss.grad_fn._saved_…`."""
-    case = Case(lazy, depth=2)
-    assert torch.equal(case.views[4][0].unpack(), case.values[4])
-    assert case.fetched() == 0
+    assert torch.equal(case.views[4][0].unpack(), case.values[4]) and case.fetched() == 0
     case.backward()
 
 
-def test_what_is_not_needed_any_more_is_not_fetched(lazy):
-    case = Case(lazy, depth=2)
+def test_what_is_not_needed_any_more_is_not_fetched(lazy, case):
     case.views[4] = []
     gc.collect()
     case.backward(order=[5, 3, 2, 1, 0])
     assert lazy.numbers("in") == [5, 3, 2, 1, 0]
 
 
-def test_a_region_of_many_steps_does_not_grow(lazy):
-    case = Case(lazy, depth=2)
+def test_a_region_of_many_steps_does_not_grow(case):
     case.backward()
     assert case.schedule._order == []
     flat = torch.ones(10)
     assert case.schedule.send(flat, flat).index == 0
 
 
-def test_host_memory_goes_with_the_graph(lazy):
-    case = Case(lazy, depth=2)
+def test_host_memory_goes_with_the_graph(lazy, case):
     hosts = [weakref.ref(views[0].stored.host) for views in case.views]
     case.schedule.wait()
     lazy._queue.clear()
@@ -195,8 +166,7 @@ def test_host_memory_goes_with_the_graph(lazy):
 
 
 def test_what_was_written_to_on_its_way_out_is_refused(lazy):
-    schedule = TransferSchedule(lazy, 2)
-    flat = torch.zeros(10)
+    schedule, flat = TransferSchedule(lazy, 2), torch.zeros(10)
     view = View(schedule.send(flat, flat), flat)
     flat.add_(1)
     schedule.wait()
@@ -217,61 +187,44 @@ def test_what_was_written_to_on_its_way_out_is_refused(lazy):
 
 def test_a_wait_that_was_interrupted_is_made_again(lazy):
     """Until then the device's memory is not given away."""
-    schedule, flat, wait = TransferSchedule(lazy, 2), torch.ones(10), lazy.wait
-    alive = weakref.ref(flat.untyped_storage())
-    view = View(schedule.send(flat, flat), flat)
+    schedule, flat = TransferSchedule(lazy, 2), torch.ones(10)
+    alive, view = weakref.ref(flat.untyped_storage()), View(schedule.send(flat, flat), flat)
     lazy._queue[0] = lazy._queue[0][0], torch.ones(10)  # the schedule alone holds the source
     del flat
-
-    def interrupted(ticket):
-        raise KeyboardInterrupt
-
-    lazy.wait = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    with patch.object(lazy, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         schedule.wait()
     assert alive() is not None
-    lazy.wait = wait
     assert torch.equal(view.unpack(), torch.ones(10)) and alive() is None
 
 
 def test_the_end_of_a_backward_waits_for_another_threads_take(lazy):
     """It drops what was fetched: not between the fetch and the use."""
     case, entered, go = Case(lazy, depth=1, n=1), threading.Event(), threading.Event()
-    fetch = lazy.to_device
-
+    fetch, wait, ended = lazy.to_device, lazy.wait, []
     def slow(host, device):
         entered.set()
         go.wait(0.2)
         return fetch(host, device)
-
     lazy.to_device = slow
     case.schedule.wait()
-    ended = []
     other = threading.Thread(target=lambda: (entered.wait(), case.schedule.forget(), ended.append(go.is_set())))
     other.start()
-    wait = lazy.wait
-
     def waits(ticket):
         go.set()
         other.join(0.2)  # it cannot end before we do
         wait(ticket)
-
     lazy.wait = waits
     assert torch.equal(case.views[0][0].unpack(), case.values[0])
     other.join()
     assert ended == [True]
 
 
-@pytest.mark.parametrize("mutant", ["no wait before letting go", "no wait before use"])
-def test_a_schedule_that_does_not_wait_is_seen(lazy, mutant):
+@pytest.mark.parametrize("skipped", ["out", "in"], ids=["no wait before letting go", "no wait before use"])
+def test_a_schedule_that_does_not_wait_is_seen(lazy, skipped):
     """The mutants: device memory is given away, or used, before its copy is there."""
-    case = Case(lazy, depth=1)
-    wait, skipped = lazy.wait, {"no wait before letting go": "out", "no wait before use": "in"}[mutant]
+    case, wait = Case(lazy, depth=1), lazy.wait
     lazy.wait = lambda ticket: None if lazy.log[ticket][0] == skipped else wait(ticket)
     if skipped == "out":
         lazy._queue.clear()
-        with pytest.raises((AssertionError, IndexError)):
-            case.backward()
-    else:
-        with pytest.raises(AssertionError):
-            case.backward()
+    with pytest.raises((AssertionError, IndexError) if skipped == "out" else AssertionError):
+        case.backward()

@@ -9,8 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from refimpl.activations import offload_activations
 from refimpl.activations.transfer.streams import CUDATransfer, Rehearsal
 
-CPU = torch.device("cpu")
-
 
 class Stream:
     """Notes what it is asked for."""
@@ -32,20 +30,16 @@ class Stream:
 @pytest.fixture
 def log(monkeypatch):
     """What the streams and `copy_` were asked for; the tensors are fake, so that none is pinned."""
-    log, running = [], [None]
+    log, running, copy_ = [], [None], torch.Tensor.copy_
     main = Stream("main", log)
-    copy_ = torch.Tensor.copy_
-
     @contextmanager
     def on(stream):
         running[0] = stream
         yield
         running[0] = None
-
     def noted(target, source, non_blocking=False):
         log.append(f"{running[0].name} copies, non_blocking={non_blocking}")
         return copy_(target, source)
-
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -59,7 +53,7 @@ def test_copies_wait_for_the_computation_and_the_computation_for_copies(log):
         flat = torch.empty(100)
         host, out = transfer.to_host(flat)
         transfer.wait(out)
-        back, ticket = transfer.to_device(host, CPU)
+        back, ticket = transfer.to_device(host, torch.device("cpu"))
         transfer.wait(ticket)
     copy = ["side waits for all of main", "side copies, non_blocking=True", "side records"]
     assert log == [*copy, "main waits for event 3", *copy, "main waits for event 7"]
@@ -72,10 +66,8 @@ def test_what_is_on_the_host_stays():
 
 
 def test_a_rehearsal_copies_everything_within_the_host_and_notes_it():
-    x = torch.randn(64, 64, requires_grad=True)
-    rehearsal = Rehearsal()
+    x, rehearsal = torch.randn(64, 64, requires_grad=True), Rehearsal()
     with offload_activations(torch.nn.Linear(1, 1), smallest=0, transfer=rehearsal) as c:
         loss = (x * 1).sin().sin().sin().sum()
-    found = torch.autograd.grad(loss, x)[0]
-    assert torch.equal(found, torch.autograd.grad((x * 1).sin().sin().sin().sum(), x)[0])
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad((x * 1).sin().sin().sin().sum(), x)[0])
     assert rehearsal.log == 3 * [("out", x.nbytes)] + 3 * [("in", x.nbytes)] and c.report.host == 3 * x.nbytes

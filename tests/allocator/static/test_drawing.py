@@ -12,8 +12,7 @@ def test_the_snapshot_of_a_plan_has_its_trace_and_its_addresses(tmp_path):
     trace = random_trace(300)
     plan = plan_static(trace)
     snapshot = snapshot_of(plan, trace)
-    path = snapshot.save(tmp_path / "plan.pickle")
-    again = trace_of(Snapshot.load(path or tmp_path / "plan.pickle"))
+    again = trace_of(Snapshot.load(snapshot.save(tmp_path / "plan.pickle")))
     assert np.array_equal(again.live_bytes[again.live_bytes > 0], trace.live_bytes[trace.live_bytes > 0])
     allocs = [entry for entry in snapshot.entries if entry["action"] == "alloc"]
     first = allocs[0]["addr"] - plan.offsets[trace.events["block"][0]]

@@ -4,15 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from static_kit import lifetimes_of
 
 from refimpl.allocator import StaticPlan, plan_static
 from refimpl.allocator.static import Lifetimes, greedy
 
 BOXES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8), st.integers(0, 9)), min_size=1, max_size=25)
-
-
-def lifetimes_of(boxes):
-    return Lifetimes([b for b, _, _ in boxes], [b + w for b, w, _ in boxes], [n for _, _, n in boxes])
 
 
 @given(boxes=BOXES, alignment=st.sampled_from([1, 4]), fit=st.sampled_from(["best", "first"]))

@@ -54,7 +54,6 @@ def test_a_step_that_changes_is_recorded_anew():
 
 def test_a_tensor_that_outlives_the_call_gets_a_place_of_its_own():
     kept, x = [], torch.arange(64.0)
-
     def step():
         first = x * 2
         others = [x * 3, x * 4]
@@ -62,7 +61,6 @@ def test_a_tensor_that_outlives_the_call_gets_a_place_of_its_own():
         del others
         kept[:] = [first]
         return total + first.sum()
-
     train = ActivationReuseOptimizer(step, warmup=0)
     for turn in range(5):
         assert torch.equal(train(), x * 7 + 2 * x.sum()) and torch.equal(kept[0], x * 2), turn
@@ -71,13 +69,11 @@ def test_a_tensor_that_outlives_the_call_gets_a_place_of_its_own():
 
 def test_a_step_that_raises_leaves_the_plan():
     raises = []
-
     def step(x):
         y = x * 2
         if raises:
             raise KeyError(raises.pop())
         return y + 1
-
     train, x = ActivationReuseOptimizer(step), torch.ones(8)
     for _ in range(3):
         train(x)

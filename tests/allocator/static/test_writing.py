@@ -16,19 +16,17 @@ CALLS = {
     aten.embedding.default: (torch.randn(50, 6), torch.tensor([[3, 49], [0, 3]])),
     aten.add.Tensor: (X, X, ), aten.mm.default: (X, X.t().contiguous()), aten.gelu.default: (X,),
     aten._softmax.default: (X, -1, False), aten.native_layer_norm.default: (X, [6], None, None, 1e-5),
-    aten.bitwise_not.default: (MASK,),
-}
+    aten.bitwise_not.default: (MASK,)}
 
 
 @pytest.mark.parametrize("func", CALLS, ids=lambda func: func.name())
 def test_what_is_written_is_what_is_returned(func):
     kwargs = {"dtype": torch.bfloat16} if func is aten._to_copy.default else {}
     expected = func(*CALLS[func], **kwargs)
-    listed = list(expected) if isinstance(expected, tuple) else [expected]
-    outs = [torch.full_like(each, 3) for each in listed]
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    outs = [torch.full_like(each, 3) for each in expected]
     nbytes = writing.write(func, CALLS[func], kwargs, outs)
-    assert all(torch.equal(out, each) for out, each in zip(outs, listed, strict=True))
-    assert (nbytes == 0) == writing.writes_directly(func, "cpu")
+    assert all(map(torch.equal, outs, expected)) and (nbytes == 0) == writing.writes_directly(func, "cpu")
 
 
 def test_every_replacement_is_held_here():
@@ -45,9 +43,8 @@ def test_an_out_that_computes_elsewhere_and_copies_is_none_of_its_own():
 
 @pytest.mark.parametrize("func", [aten.mm.default, aten.add.Tensor, aten._softmax.default])
 def test_nothing_is_allocated_besides(func):
-    x = torch.randn(200, 200)
-    args = {aten.mm.default: (x, x), aten.add.Tensor: (x, x), aten._softmax.default: (x, -1, False)}[func]
-    out = torch.empty_like(x)
+    x, out = torch.randn(200, 200), torch.empty(200, 200)
+    args = (x, -1, False) if func is aten._softmax.default else (x, x)
     writing.write(func, args, {}, [out])
     with memory.measure() as m:
         writing.write(func, args, {}, [out])

@@ -54,21 +54,18 @@ def test_one_that_takes_nothing_is_seen(monkeypatch):
     assert first["temporaries"] < real["temporaries"]
 
 
-CONFIG = GPTConfig(vocab_size=61, context_length=2048, layers=2, hidden=64, heads=4)
-
-
-def train(T, layers=2):
-    model = GPT(GPTConfig(**{**vars(CONFIG), "layers": layers}), functools.partial(tiled_attention, query_tile=32,
-                                                                                     key_tile=32))
-    tokens = torch.zeros(1, T, dtype=torch.int64)
+def train(config, T, attention, **options):
+    model, tokens = GPT(config, attention, **options), torch.zeros(1, T, dtype=torch.int64)
     model(tokens, tokens).backward()
 
 
 def test_a_model_takes_as_many_operations_at_any_length():
+    config = GPTConfig(vocab_size=61, context_length=2048, layers=2, hidden=64, heads=4)
+    in_tiles = functools.partial(tiled_attention, query_tile=32, key_tile=32)
     with memory.track() as real:
-        train(256)
+        train(config, 256, in_tiles)
     dry._taken.clear()
-    first, again, long = memory.dry_run(train, 256), memory.dry_run(train, 256), memory.dry_run(train, 2048)
+    first, again, long = (memory.dry_run(train, config, T, in_tiles) for T in (256, 256, 2048))
     assert dict(first.peak) == dict(again.peak) == dict(real.peak)
     assert len(long.ops) == len(first.ops) and len(again.ops) < len(first.ops) < len(real.ops) / 4
 
@@ -84,25 +81,18 @@ def test_what_the_compiler_reads_is_every_tile():
     assert not memory.is_dry(torch.empty(1))
 
 
-def test_gpt_3_in_less_than_a_third_of_the_time():
+def test_gpt_3_in_less_than_a_third_of_the_time(monkeypatch):
     """One layer of its sizes at 2,048 tokens, beside the same through all tiles."""
     config = GPTConfig.named("gpt3-175b", layers=1)
-
-    def one(attention):
-        model = GPT(config, attention, dtype=torch.bfloat16, device="cpu")
-        tokens = torch.zeros(1, 2048, dtype=torch.int64)
-        model(tokens, tokens).backward()
-
-    def seconds(attention):
+    def seconds():
         begin = time.process_time()
-        memory.dry_run(one, attention)
+        memory.dry_run(train, config, 2048, tiled_attention, dtype=torch.bfloat16, device="cpu")
         return time.process_time() - begin
 
     def every_tile(kind, tensors, options, compute):
         compute(lambda shape: True)
 
-    ours = seconds(tiled_attention)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("refimpl.attention.tiled.in_tiles", every_tile)
-        tiles = seconds(tiled_attention)
+    ours = seconds()
+    monkeypatch.setattr("refimpl.attention.tiled.in_tiles", every_tile)
+    tiles = seconds()
     assert ours < tiles / 3, (ours, tiles)

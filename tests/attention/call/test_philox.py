@@ -13,22 +13,15 @@ from refimpl.attention.call.philox import dropped, philox
 VECTORS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-]
-
-
-def words(text):
-    return [int(word, 16) for word in text.split()]
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1")]
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), VECTORS)
 def test_the_published_vectors(counter, key, result):
-    low, high = words(key)
-    counter = [torch.tensor([word]) for word in words(counter)]
+    counter, (low, high), result = ([int(word, 16) for word in text.split()] for text in (counter, key, result))
     seed = low | high << 32
-    assert [word.item() for word in philox(seed, *counter)] == words(result)
-    as_int64 = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
-    assert [word.item() for word in philox(as_int64, *counter)] == words(result)
+    for given in (seed, torch.tensor(seed - 2**64 if seed >= 2**63 else seed)):  # and as int64
+        assert [word.item() for word in philox(given, *(torch.tensor([word]) for word in counter))] == result
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is there on Linux only")

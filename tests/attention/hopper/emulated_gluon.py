@@ -21,7 +21,6 @@ TIMEOUT, PRODUCT_TAKES, LOAD_TAKES = 20, 0, 0  # seconds
 
 class Tile:
     """Values in registers."""
-
     def __init__(self, x):
         self.x, self.shape, self.dtype, self.type = x, x.shape, x.dtype, SimpleNamespace(layout=None)
 
@@ -37,7 +36,6 @@ def _operator(name):
         result = getattr(bare(self), name)(bare(other))
         assert result is not NotImplemented
         return Tile(result)
-
     return apply
 
 
@@ -56,13 +54,11 @@ def on_tiles(function):
         wrapped = any(isinstance(x, Tile) for x in values)
         result = function(*(torch.as_tensor(bare(x)) for x in values))
         return Tile(result) if wrapped else Scalar(result)
-
     return apply
 
 
 class Scalar(int):
     """An int of a kernel: quotients are rounded to 0, as in C."""
-
     def to(self, dtype):
         return self
 
@@ -74,7 +70,6 @@ def _scalar_operator(name):
             return Scalar(quotient if name == "__floordiv__" else int(self) - quotient * int(other))
         result = getattr(int, name)(self, other)
         return result if result is NotImplemented else Scalar(result)
-
     return apply
 
 
@@ -92,7 +87,6 @@ class Pointer:
 
 class Buffer:
     """Shared memory."""
-
     def __init__(self, x):
         self.x, self.shape, self.dtype = x, x.shape, x.dtype
 
@@ -104,11 +98,6 @@ class Buffer:
 
     def store(self, value):
         self.x.copy_(bare(value))
-
-
-class Barriers(list):
-    def index(self, i):
-        return self[i]
 
 
 class Barrier:
@@ -133,7 +122,6 @@ class Barrier:
 
 class Product:
     """A product under way."""
-
     def __init__(self, a, b, acc, use_acc):
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
 
@@ -153,7 +141,6 @@ class Descriptor:
 
 class Machine:
     """One program at a time, with all that it calls `gl`, `tl`, `mbarrier`, `tma` and so on."""
-
     def __init__(self, modules, programs):
         self.programs, self.own, self.loads = programs, threading.local(), queue.SimpleQueue()
         self.names = {
@@ -187,7 +174,7 @@ class Machine:
 
     def allocate(self, dtype, shape, layout):
         if layout == "barrier":
-            return Barriers(Barrier() for _ in range(shape[0]))
+            return SimpleNamespace(index=[Barrier() for _ in range(shape[0])].__getitem__)
         return Buffer(torch.full(shape, torch.nan, dtype=dtype))
 
     def load(self, desc, place, bar, buf):
@@ -228,7 +215,6 @@ class Machine:
 
     def specialize(self, partitions, warps, registers):
         failures = []
-
         def run(function, args):
             self.own.products, self.own.stores = [], []
             try:

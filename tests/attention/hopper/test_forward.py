@@ -4,6 +4,7 @@ tests/gpu."""
 import itertools
 import math
 
+import attention_kit as kit
 import pytest
 import torch
 from interpreting import interpreted
@@ -30,16 +31,15 @@ def forwards(inputs, masks):
             for x, mask in zip(inputs, masks, strict=True)]
 
 
-def inputs_of_calls(kit, dtype):
+def inputs_of_calls(dtype):
     return [kit.inputs(*shape, dtype, requires_grad=False)[:3] for shape, _ in CALLS]
 
 
-def inputs_strided_and_not_finite(kit):
+def inputs_strided_and_not_finite():
     """q, k, v in other strides, twice, and with a value that is not finite, four times."""
     q, k, v, _ = kit.inputs(2, 4, 2, 140, 140, 64, requires_grad=False)
-    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     packed = torch.cat([q.unflatten(1, (2, 2)).transpose(1, 2)[:, 0], k, v], dim=3).split(64, dim=3)  # two heads of q
-    given = [transposed, packed, *([x.clone() for x in (q, k, v)] for _ in range(4))]
+    given = [kit.transposed(q, k, v), packed, *([x.clone() for x in (q, k, v)] for _ in range(4))]
     given[2][0][0, :, 50, 1] = math.nan
     given[3][1][0, :, 50, 1] = math.inf
     given[4][2][0, :, 50, 1] = -math.inf
@@ -48,11 +48,11 @@ def inputs_strided_and_not_finite(kit):
 
 
 @pytest.fixture(scope="module")
-def found(kit):
+def found():
     """{what: results}: all that is asked of the interpreter, together."""
     masks = [mask for _, mask in CALLS]
-    calls = {dtype: forwards(inputs_of_calls(kit, dtype), masks) for dtype in DTYPES}
-    given = inputs_strided_and_not_finite(kit)
+    calls = {dtype: forwards(inputs_of_calls(dtype), masks) for dtype in DTYPES}
+    given = inputs_strided_and_not_finite()
     calls |= {"not finite": forwards(given, [CAUSAL] * len(given))}
     # head · tiles + tile by (program, turn), −1 for none, for each (programs, heads, tiles, section)
     calls |= {"places": [("kernels_to_interpret:places", sizes, {}) for sizes in SIZES]}
@@ -61,8 +61,8 @@ def found(kit):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_reference(dtype, kit, found):
-    for x, (shape, mask), (out, lse2) in zip(inputs_of_calls(kit, dtype), CALLS, found[dtype], strict=True):
+def test_it_is_the_reference(dtype, found):
+    for x, (shape, mask), (out, lse2) in zip(inputs_of_calls(dtype), CALLS, found[dtype], strict=True):
         expected, lse = reference_attention(*x, **mask, return_logsumexp=True)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-3
         assert out.dtype == dtype and out.transpose(1, 2).is_contiguous() and lse2.dtype == torch.float32
@@ -73,8 +73,8 @@ def test_it_is_the_reference(dtype, kit, found):
             (1, 2, 1, 300, 100, 96), (1, 2, 2, 257, 129, 64), (1, 1, 1, 200, 3, 64), (1, 2, 1, 150, 70, 256)])
 
 
-def test_any_strides_that_suit_and_values_that_are_not_finite(kit, found):
-    given, results = inputs_strided_and_not_finite(kit), found["not finite"]
+def test_any_strides_that_suit_and_values_that_are_not_finite(found):
+    given, results = inputs_strided_and_not_finite(), found["not finite"]
     transposed, packed = given[:2]
     assert all(hopper.aligned(x) for x in (*transposed, *packed)) and not packed[0].is_contiguous()
     for x, (out, _) in zip(given[:2], results[:2], strict=True):

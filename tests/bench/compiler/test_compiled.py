@@ -138,8 +138,7 @@ def test_a_launch_becomes_a_case_whether_kernels_are_interpreted_or_not():
     q, lse = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, device="meta"), torch.empty(1, 2, 64, device="meta")
     problem = Problem.of(q, q, 0.25, True, None, 0.0, None, None, None, 0, 0)
     case = Case.of(forward_launch(q, q, q, q, lse, problem, Config(32, 64, 4, 2)))
-    assert (case.kernel, case.num_warps, case.num_stages) == (
-        "refimpl.attention.triton_forward:forward_kernel", 4, 2)
+    assert (case.kernel, case.num_warps, case.num_stages) == ("refimpl.attention.triton_forward:forward_kernel", 4, 2)
     assert case.arguments["q"] == (POINTER, "i32:16", "i32:16", "i32:16", 1) and case.arguments["scale"] == "fp32"
     assert [case.arguments[name] for name in ("D", "BLOCK_M", "BLOCK_N")] == [16, 32, 64]
 

@@ -4,24 +4,21 @@ import re
 
 import pytest
 import triton
+from compiling import Reports
 
 from refimpl.bench.compiler import hopper
 from refimpl.bench.compiler.compiled import Case
-from refimpl.bench.compiler.processes import compile_cases
 
 NAMES = ["bfloat16 d64 full", "bfloat16 d128 causal", "bfloat16 d128 window", "bfloat16 d256 causal",
          "bfloat16 d64 causal specialized", "bfloat16 d128 full specialized", "float16 d128 causal window specialized"]
 
 
 @pytest.fixture(scope="module")
-def reports():
-    """The rest of hopper.cases() is the bench's."""
-    cases = hopper.cases()
+def reports(request):
     twice = {f"twice {shared}": Case("kernels_to_compile:rows_counted_twice", {
         "q_ptr": "*bf16:16", "k_ptr": "*bf16:16", "out_ptr": "*fp32:16", "rows": "i32", "SHARED": shared}, 4, 2)
         for shared in (True, False)}
-    cases = {name: cases[name] for name in NAMES} | twice
-    return dict(zip(cases, compile_cases(cases.values()), strict=True))
+    return Reports(hopper.cases() | twice, request)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,10 +1,10 @@
 """The attention kernels with hooks, sinks and MLA's head_dims, as the compiler makes them: no spill, and HGMMA."""
 
 import pytest
+from compiling import Reports
 
 from refimpl.attention.kernels.configs import Config
 from refimpl.bench.compiler import scores
-from refimpl.bench.compiler.processes import compile_cases
 
 CHOSEN = ("forward, bfloat16, d128 softcap, datacenter", "dkdv, bfloat16, d64 documents, datacenter",
           "dq, bfloat16, d128 prefix, datacenter", "forward, bfloat16, d64 sinks, datacenter",
@@ -19,10 +19,9 @@ def by_warps_of_four(kernel, variant, config):
 
 
 @pytest.fixture(scope="module")
-def reports():
-    named, mutant = scores.cases(), scores.cases(("d128 softcap",), change=by_warps_of_four)
-    found = compile_cases([*(named[name] for name in (*CHOSEN, LARGE)), mutant[CHOSEN[0]]])
-    return dict(zip((*CHOSEN, LARGE, "mutant"), found, strict=True))
+def reports(request):
+    mutant = scores.cases(("d128 softcap",), change=by_warps_of_four)[CHOSEN[0]]
+    return Reports(scores.cases() | {"mutant": mutant}, request)
 
 
 @pytest.mark.parametrize("name", CHOSEN)

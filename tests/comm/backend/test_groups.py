@@ -1,13 +1,13 @@
 """Sub-groups: made in any order, overlapping, of sub-groups; and who is named when their members do not agree."""
 
-import pytest
 import torch
-from rank_pool import pooled
+from rank_pool import failure, on_ranks
 
 from refimpl.comm import CollectiveMismatch, launch
 
 
-def groups(comm):
+@on_ranks(4)
+def test_sub_groups(comm):
     x = torch.tensor([float(comm.rank)])
     row = comm.split([0, 1] if comm.rank < 2 else [2, 3])
     column = comm.split([comm.rank % 2, comm.rank % 2 + 2])
@@ -25,17 +25,12 @@ def groups(comm):
     same_again = comm.split([0, 1] if comm.rank < 2 else [2, 3])
     assert same_again.all_reduce(x).item() == (1 if comm.rank < 2 else 5)
     assert repr(row) == f"Communicator(rank {row.rank} of 2 (world ranks {row.ranks[0]}, {row.ranks[1]}), cpu)"
-    return comm.traffic, row.traffic
+    broadcast = {"broadcast": 4} if comm.rank == 3 else {}  # rank 1 is the end of the chain 3 -> 1
+    assert row.traffic == {"all_gather": 4} and comm.traffic == {"all_gather": 8, "all_reduce": 4, **broadcast}
 
 
-def test_sub_groups():
-    for rank, (whole, row) in enumerate(pooled(groups, 4)):
-        assert row == {"all_gather": 4}
-        broadcast = {"broadcast": 4} if rank == 3 else {}  # rank 1 is the end of the chain 3 -> 1
-        assert whole == {"all_gather": 8, "all_reduce": 4, **broadcast}
-
-
-def overlapping(comm):
+@on_ranks(4)
+def test_groups_that_overlap_and_what_they_send_counts_in_all_above(comm):
     """Ranks that have made different numbers of groups make one together, and one out of two that overlap."""
     low = comm.split([0, 1, 2])
     high = comm.split([1, 2, 3])
@@ -43,33 +38,25 @@ def overlapping(comm):
     everyone = comm.split(range(4))
     x = torch.tensor([1.0])
     sums = [group.all_reduce(x).item() if group is not None else None for group in (low, high, ends, everyone)]
-    return sums, {"low": low and low.traffic, "ends": ends and ends.traffic}, comm.traffic["all_reduce"]
+    assert sums == [[3, None, 2, 4], [3, 3, None, 4], [3, 3, 2, 4], [None, 3, None, 4]][comm.rank]
+    if comm.rank == 0:
+        assert ends.traffic["all_reduce"] == 4  # 2(N-1)/N of 4 bytes
+        assert low.traffic["all_reduce"] == 4 + 8  # its own, of one element in three chunks: and those of `ends`
+        assert comm.traffic["all_reduce"] == 4 + 8 + 8
 
 
-def test_groups_that_overlap_and_what_they_send_counts_in_all_above():
-    results = pooled(overlapping, 4)
-    assert [sums for sums, *_ in results] == [[3, None, 2, 4], [3, 3, None, 4], [3, 3, 2, 4], [None, 3, None, 4]]
-    sums, traffic, sent = results[0]
-    assert traffic["ends"]["all_reduce"] == 4  # 2(N-1)/N of 4 bytes
-    assert traffic["low"]["all_reduce"] == 4 + 8  # its own, of one element in three chunks: and those of `ends`
-    assert sent == 4 + 8 + 8
-
-
-def patience(comm):
+@on_ranks(2, launch=launch)
+def test_a_wait_in_a_sub_group_ends_no_sooner_than_one_in_the_world(comm):
     """The days after which torch itself ends a wait."""
-    groups = comm, comm.split([0, 1]), comm.host()
-    return [group._group._get_backend(torch.device("cpu")).options._timeout.days for group in groups]
-
-
-def test_a_wait_in_a_sub_group_ends_no_sooner_than_one_in_the_world():
-    assert launch(patience, 2) == [[365] * 3] * 2
+    for group in (comm, comm.split([0, 1]), comm.host()):
+        assert group._group._get_backend(torch.device("cpu")).options._timeout.days == 365
 
 
 def test_sub_groups_that_overlap_are_named():
-    with pytest.raises(CollectiveMismatch, match=r"a sub-group of ranks \[0, 1\], and rank 1 one of \[1, 2\]"):
-        launch(lambda comm: comm.split([0, 1] if comm.rank == 0 else [1, 2]) and comm.barrier(), 3)
+    failure(r"a sub-group of ranks \[0, 1\], and rank 1 one of \[1, 2\]", lambda comm: comm.split(
+        [0, 1] if comm.rank == 0 else [1, 2]) and comm.barrier(), 3, error=CollectiveMismatch)
 
 
 def test_a_split_that_meets_another_call_is_named_in_debug_mode():
-    with pytest.raises(CollectiveMismatch, match="rank 0 differs in a collective:\n  rank 0: split"):
-        launch(lambda comm: comm.all_reduce(torch.ones(3)) if comm.rank else comm.split([0, 1]), 3, debug=True)
+    failure("rank 0 differs in a collective:\n  rank 0: split", lambda comm: comm.all_reduce(
+        torch.ones(3)) if comm.rank else comm.split([0, 1]), 3, error=CollectiveMismatch, debug=True)

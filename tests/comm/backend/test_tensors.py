@@ -10,9 +10,8 @@ from refimpl.comm.backend.tensors import as_bytes, check_out, reduction, resolve
 @pytest.mark.parametrize("x", [
     torch.tensor([1 + 2j, 3]), torch.tensor([True, False]), torch.empty(0, dtype=torch.complex64),
     torch.empty(0, dtype=torch.bool).as_strided((0,), (2,)),
-    torch.ones(8, dtype=torch.complex64).as_strided((1,), (2,)),
-    torch.ones(2, 3, dtype=torch.int16), torch.tensor(True),
-], ids=str)
+    torch.ones(8, dtype=torch.complex64).as_strided((1,), (2,)), torch.ones(2, 3, dtype=torch.int16),
+    torch.tensor(True)], ids=str)
 def test_bytes_of_what_has_no_name_share_its_memory(x):
     raw = as_bytes(x)
     assert raw.dtype is torch.uint8 and raw.numel() == x.nbytes and raw.data_ptr() == x.data_ptr()

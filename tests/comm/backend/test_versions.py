@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from patience import patiently, within
+from rank_pool import on_ranks
 
 from refimpl import memory
 from refimpl.comm import launch
@@ -25,8 +26,7 @@ def test_the_collectives_that_torch_renamed_are_those_of_this_version():
     (versions.reduce_scatter_single, "output input op group async_op"),
     (versions.all_gather_single, "output_tensor input_tensor group async_op"),
     (dist.all_to_all_single, "output input output_split_sizes input_split_sizes group async_op"),
-    (dist.broadcast, "tensor src group async_op group_src"),
-], ids=lambda each: getattr(each, "__name__", ""))
+    (dist.broadcast, "tensor src group async_op group_src")], ids=lambda each: getattr(each, "__name__", ""))
 def test_what_is_given_by_position_is_in_its_place_in_this_version(function, names):
     assert list(inspect.signature(function).parameters) == names.split()
 
@@ -73,18 +73,15 @@ def test_a_watched_tensor_is_waited_for_until_the_last_other_reference_is_gone()
         within(time.monotonic() - start, 1)
 
 
-def polled(comm):
+@on_ranks(2, launch=launch, timeout=20)
+def test_a_collective_can_be_asked_whether_it_is_done_under_a_tracker_and_a_profiler(comm):
+    """Without `unrecorded` gloo's thread and the one that asks wait for each other, within some dozens."""
     with memory.track(), memory.measure("cpu"):
         for _ in range(60):
             handles = [comm.all_reduce(torch.ones(1000), async_op=True) for _ in range(4)]
             while not all(handle.done() for handle in handles):
                 pass
-    return [handle.wait()[0].item() for handle in handles]
-
-
-def test_a_collective_can_be_asked_whether_it_is_done_under_a_tracker_and_a_profiler():
-    """Without `unrecorded` gloo's thread and the one that asks wait for each other, within some dozens."""
-    assert launch(polled, 2, timeout=20) == [[2.0] * 4] * 2
+    assert [handle.wait()[0].item() for handle in handles] == [2.0] * 4
 
 
 def test_a_profiler_that_nobody_tracks_beside_sees_collectives_as_before():

@@ -5,11 +5,10 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.optim import SGD, AdamW
@@ -18,16 +17,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 @dataclass
 class Program:
-    """One whole training step is `function(*given)`, and so is `step()`. It returns tensors to compare.
-
-    `given`: models, optimizers and batches, as for `memory.dry_run(function, *given)`.
-    """
+    """One whole training step is `function(*given)`, and so is `step()`. It returns tensors to compare. `given`:
+    models, optimizers and batches, as for `memory.dry_run(function, *given)`."""
 
     function: Callable
     given: tuple
 
     def step(self):
-        """Run the step."""
         return self.function(*self.given)
 
     @property
@@ -39,7 +35,14 @@ class Program:
 adamw = partial(AdamW, lr=1e-3)
 fused, foreach, for_loop = (partial(adamw, **how) for how in ({"fused": True}, {"foreach": True}, {"foreach": False}))
 momentum = partial(SGD, lr=1e-2, momentum=0.9)
-adafactor = partial(transformers.Adafactor, lr=1e-3, relative_step=False, scale_parameter=False)
+
+
+def adafactor(parameters):
+    import transformers
+
+    return transformers.Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False)
+
+
 lbfgs = partial(torch.optim.LBFGS, max_iter=2, history_size=2)
 
 
@@ -48,18 +51,23 @@ def muon(parameters):
     return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-3)
 
 
-def seeded(build):
-    """Return `build`, each call of which begins from the same random numbers and with nothing left by another."""
+def seed(number):
+    torch.manual_seed(number)
+    np.random.seed(number)  # noqa: NPY002 - the one that models draw from
+    random.seed(number)
 
-    def again():
-        torch.manual_seed(0)
-        np.random.seed(0)  # noqa: NPY002 - the one that models draw from
-        random.seed(0)
-        AcceleratorState._reset_state(reset_partial_state=True)  # one per process: a Trainer's precision stays in it
-        GradientState._reset_state()
-        return build()
 
-    return again
+def loop(build):
+    """Decorate a function that builds a Program: a call returns a builder, which begins each time from the same random
+    numbers and with nothing left by another."""
+    def later(*args, **how):
+        def again():
+            seed(0)
+            AcceleratorState._reset_state(reset_partial_state=True)  # or a Trainer's precision stays in it
+            GradientState._reset_state()
+            return build(*args, **how)
+        return again
+    return wraps(build)(later)
 
 
 def results(model, losses):
@@ -68,9 +76,9 @@ def results(model, losses):
     return [*losses, *(p.sum() for p in (parameters[0], parameters[len(parameters) // 2], parameters[-1]))]
 
 
+@loop
 def plain(model, batch, optimizer=adamw, micro_batches=1, clip=None, autocast=False, around=nullcontext):
-    """Return a builder of the loop that everyone writes. `around`: the context of its forward."""
-
+    """The loop that everyone writes. `around`: the context of its forward."""
     def step(net, opt, batches):
         losses = []
         for inputs in batches:
@@ -83,67 +91,46 @@ def plain(model, batch, optimizer=adamw, micro_batches=1, clip=None, autocast=Fa
         opt.step()
         opt.zero_grad()
         return results(net, losses)
-
-    def build():
-        net, batches = model(), [batch() for _ in range(micro_batches)]
-        return Program(step, (net, optimizer(p for p in net.parameters() if p.requires_grad), batches))
-
-    return seeded(build)
+    net, batches = model(), [batch() for _ in range(micro_batches)]
+    return Program(step, (net, optimizer(p for p in net.parameters() if p.requires_grad), batches))
 
 
-def of_step(step, model, batch, optimizer):
-    """Return a builder of the loop of `step(net, opt, inputs)`."""
-
-    def build():
-        net, inputs = model(), batch()
-        return Program(step, (net, optimizer(net.parameters()), inputs))
-
-    return seeded(build)
-
-
+@loop
 def with_closure(model, batch, optimizer=lbfgs):
-    """Return a builder of a loop whose optimizer calls the model itself."""
-
+    """A loop whose optimizer calls the model itself."""
     def step(net, opt, inputs):
         def closure():
             opt.zero_grad()
             loss = net(**inputs)["loss"]
             loss.backward()
             return loss
-
         loss = opt.step(closure)
         opt.zero_grad()
         return results(net, [loss.detach()])
+    net, inputs = model(), batch()
+    return Program(step, (net, optimizer(net.parameters()), inputs))
 
-    return of_step(step, model, batch, optimizer)
 
-
+@loop
 def stepping_in_backward(model, batch, optimizer=momentum):
-    """Return a builder of a loop in which each parameter is updated, and its gradient freed, as soon as it is there."""
-
+    """A loop in which each parameter is updated, and its gradient freed, as soon as it is there."""
     def step(net, inputs, *optimizers):
         loss = net(**inputs)["loss"]
         loss.backward()
         return results(net, [loss.detach()])
-
-    def build():
-        net, inputs = model(), batch()
-        optimizers = {p: optimizer([p]) for p in net.parameters()}
-
-        def update(parameter):
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for parameter in optimizers:
-            parameter.register_post_accumulate_grad_hook(update)
-        return Program(step, (net, inputs, *optimizers.values()))
-
-    return seeded(build)
+    def update(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+    net, inputs = model(), batch()
+    optimizers = {p: optimizer([p]) for p in net.parameters()}
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    return Program(step, (net, inputs, *optimizers.values()))
 
 
+@loop
 def with_penalty(model, batch, optimizer=adamw):
-    """Return a builder of a loop whose loss has the norm of a gradient in it: backward is differentiated."""
-
+    """A loop whose loss has the norm of a gradient in it: backward is differentiated."""
     def step(net, opt, inputs):
         pixels = inputs["pixel_values"].clone().requires_grad_()
         loss = net(**{**inputs, "pixel_values": pixels})["loss"]
@@ -153,13 +140,13 @@ def with_penalty(model, batch, optimizer=adamw):
         opt.step()
         opt.zero_grad()
         return results(net, [loss.detach()])
+    net, inputs = model(), batch()
+    return Program(step, (net, optimizer(net.parameters()), inputs))
 
-    return of_step(step, model, batch, optimizer)
 
-
+@loop
 def averaged(model, batch, optimizer=adamw):
-    """Return a builder of a loop that keeps a moving average of the model's parameters."""
-
+    """A loop that keeps a moving average of the model's parameters."""
     def step(net, opt, average, inputs):
         loss = net(**inputs)["loss"]
         loss.backward()
@@ -167,18 +154,14 @@ def averaged(model, batch, optimizer=adamw):
         opt.zero_grad()
         average.update_parameters(net)
         return results(average, [loss.detach()])
-
-    def build():
-        net, inputs = model(), batch()
-        average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        return Program(step, (net, optimizer(net.parameters()), average, inputs))
-
-    return seeded(build)
+    net, inputs = model(), batch()
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    return Program(step, (net, optimizer(net.parameters()), average, inputs))
 
 
+@loop
 def accelerated(model, batch, optimizer=adamw, micro_batches=2):
-    """Return a builder of Accelerate's loop, with its gradient accumulation and clipping."""
-
+    """Accelerate's loop, with its gradient accumulation and clipping."""
     def step(accelerator, net, opt, batches):
         losses = []
         for inputs in batches:
@@ -191,24 +174,22 @@ def accelerated(model, batch, optimizer=adamw, micro_batches=2):
                 opt.zero_grad()
                 losses.append(loss.detach())
         return results(net, losses)
-
-    def build():
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
-        net, batches = model(), [batch() for _ in range(micro_batches)]
-        net, opt = accelerator.prepare(net, optimizer(net.parameters()))
-        return Program(partial(step, accelerator), (net, opt, batches))
-
-    return seeded(build)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
+    net, batches = model(), [batch() for _ in range(micro_batches)]
+    net, opt = accelerator.prepare(net, optimizer(net.parameters()))
+    return Program(partial(step, accelerator), (net, opt, batches))
 
 
+@loop
 def trained(model, batch, optimizer=adamw, **arguments):
-    """Return a builder of transformers' Trainer: its step is a `train()` of two of its steps, from the data loader to
-    the schedule of the learning rate. Without `optimizer` it makes its own, each time."""
-
+    """Transformers' Trainer: its step is a `train()` of two of its steps, from the data loader to the schedule of the
+    learning rate. Without `optimizer` it makes its own, each time."""
     def step(net, opt, inputs):
         rows = [dict(zip(inputs, row, strict=True)) for row in zip(*inputs.values(), strict=True)]
         schedule = opt and torch.optim.lr_scheduler.LambdaLR(opt, lambda done: 1 / (1 + done))
         with tempfile.TemporaryDirectory() as folder:
+            import transformers
+
             settings = transformers.TrainingArguments(
                 folder, max_steps=2, per_device_train_batch_size=len(rows) // 2, use_cpu=True, report_to=[],
                 save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, **arguments)
@@ -216,9 +197,5 @@ def trained(model, batch, optimizer=adamw, **arguments):
             trainer.remove_callback(transformers.PrinterCallback)
             loss = trainer.train().training_loss
         return results(net, [torch.tensor(loss)])
-
-    def build():
-        net, inputs = model(), batch()
-        return Program(step, (net, optimizer and optimizer(net.parameters()), inputs))
-
-    return seeded(build)
+    net, inputs = model(), batch()
+    return Program(step, (net, optimizer and optimizer(net.parameters()), inputs))

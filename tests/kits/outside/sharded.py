@@ -1,35 +1,21 @@
 """What a rank runs to train a model that others wrote, by DDP and by each engine of ZeRO."""
 
 import functools
-import random
 
-import numpy as np
 import torch
-from outside_programs import DEEPSEEK, EXPERTS, GPT2, LORA, PICTURE, T5, TRANSLATOR
+from outside_programs import DEEPSEEK, EXPERTS, GPT2, LORA, PICTURE, T5, WHISPER
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_kit import ENGINES, FAST
 
-from outside.models import (
-    GROUPED,
-    SMALL,
-    adapted,
-    causal,
-    hf,
-    images,
-    masked,
-    seq2seq,
-    speech,
-    text,
-    vision,
-)
+from outside.loops import seed
+from outside.models import GROUPED, SMALL, adapted, causal, classify, images, masked, seq2seq, speech, text, vision
 
 STEPS = 3
 
 
 class Expert(nn.Module):
     """Two experts; one that no token chooses is not called."""
-
     def __init__(self):
         super().__init__()
         self.router, self.experts = nn.Linear(16, 2), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
@@ -45,7 +31,6 @@ class Expert(nn.Module):
 
 class Experts(nn.Module):
     """Four blocks of experts: ranks with other tokens call other parts of each."""
-
     def __init__(self):
         super().__init__()
         self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(Expert() for _ in range(4))
@@ -65,21 +50,11 @@ MODELS = {
     "qwen2, tied": (causal("qwen2", tie_word_embeddings=True, **GROUPED), text(2, 16)),
     "opt": (causal("opt", ffn_dim=128, word_embed_proj_dim=64, **SMALL), text(2, 16)),
     "albert, one layer several times": (masked("albert", embedding_size=32), text(2, 16)),
-    "t5": (seq2seq("t5", **T5), text(2, 16)),
-    "whisper": (hf("ForSpeechSeq2Seq", "whisper", num_mel_bins=40, max_source_positions=64, max_target_positions=32,
-                   **TRANSLATOR), speech(frames=128)),
+    "t5": (seq2seq("t5", **T5), text(2, 16)), "whisper": (WHISPER, speech(frames=128)),
     "mixtral": (causal("mixtral", experts_implementation="eager", **EXPERTS), text(1, 8)),
     "switch transformer": (seq2seq("switch_transformers", num_experts=4, expert_capacity=16, **T5), text(1, 8)),
-    "deepseek-v3": (causal("deepseek_v3", **DEEPSEEK), text(1, 8)),
-    "vit": (hf("ForImageClassification", "vit", **PICTURE), images()),
-    "resnet": (vision("resnet10t"), images()),
-}
-
-
-def seed(number):
-    torch.manual_seed(number)
-    np.random.seed(number)  # noqa: NPY002 - the one that models draw from
-    random.seed(number)
+    "deepseek-v3": (causal("deepseek_v3", **DEEPSEEK), text(1, 8)), "vit": (classify("vit", **PICTURE), images()),
+    "resnet": (vision("resnet10t"), images())}
 
 
 def losses_of(comm, name, train):

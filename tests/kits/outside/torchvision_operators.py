@@ -1,17 +1,21 @@
 """Lets torchvision be imported beside a build of torch that its compiled operators were not made for.
 
 torchvision's wheel from PyPI is made for the CUDA build of torch. Beside the CPU build its library cannot be loaded,
-and `import torchvision` fails as it describes operators that do not exist; then timm and transformers fail too. No
-model here detects objects, so that a name and a schema of those operators suffice. Import this before torchvision, in
-each process.
+and `import torchvision` fails as it describes operators that do not exist; then timm and transformers fail too. So the
+set-up puts it aside (tools/fit.py). No model here detects objects: a name and a schema of those operators suffice.
+Import this before torchvision, in each process.
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_ASIDE = Path(sys.prefix) / "torchvision-without-operators"
+if importlib.util.find_spec("torchvision") is None and _ASIDE.is_dir():
+    sys.path.append(str(_ASIDE))
 
 
 def _library_loads():

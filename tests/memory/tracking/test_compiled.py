@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from counting import counting_backend
 
 from refimpl import memory
 from refimpl.memory.tracking.compiled import _NAMES
@@ -20,20 +21,6 @@ def anew():
     torch._dynamo.reset()
 
 
-class Counting:
-    """A backend that runs the graph as it is, and counts the calls."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, graph, inputs):
-        def run(*args):
-            self.calls += 1
-            return graph(*args)
-
-        return run
-
-
 def mlp():
     layers = torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 64)
     return torch.nn.Sequential(*layers)
@@ -46,18 +33,16 @@ def step(model, x):
 
 @pytest.mark.parametrize("how", ["compiled before", "compiled inside"])
 def test_the_compiled_code_runs_inside_and_afterwards(how):
-    backend, x = Counting(), torch.randn(128, 64)
+    (backend, calls), x = counting_backend(), torch.randn(128, 64)
     model = torch.compile(mlp(), backend=backend)
     if how == "compiled before":
         step(model, x)
-    before = backend.calls
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with memory.track(model, x) as t:
-            step(model, x)
-    assert backend.calls == before + 1
+    before = len(calls)
+    with warnings.catch_warnings(action="error"), memory.track(model, x) as t:
+        step(model, x)
+    assert len(calls) == before + 1
     step(model, x)
-    assert backend.calls == before + 2
+    assert len(calls) == before + 2
     parameters = sum(p.nbytes for p in model.parameters())
     assert t.start["parameters"] == t.now["parameters"] == parameters
     assert t.timeline.nbytes[:, t.timeline.categories.index("gradients")].max() == parameters
@@ -72,20 +57,16 @@ def test_a_compiled_optimizer_and_a_users_function():
         @staticmethod
         def backward(ctx, gradient):
             return gradient * 2
-
-    backend, model, x = Counting(), mlp(), torch.randn(8, 64)
+    (backend, calls), model, x = counting_backend(), mlp(), torch.randn(8, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
     @torch.compile(backend=backend)
     def forward(x):
         return Twice.apply(model(x)).sum()
-
     update = torch.compile(optimizer.step, backend=backend)
     with memory.track(model, optimizer, x) as t:
         forward(x).backward()
         update()
-    assert backend.calls == 2
-    assert t.now["gradients"] == t.now["parameters"]
+    assert len(calls) == 2 and t.now["gradients"] == t.now["parameters"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -98,8 +79,7 @@ def test_the_buffers_of_inductors_code():
         step(model, x)
     with memory.track(model, x) as t:
         step(model, x)
-    assert t.peak.total - t.start.total == pytest.approx(m.peak, rel=1e-4)
-    assert t.now.total - t.start.total == m.net
+    assert t.peak.total - t.start.total == pytest.approx(m.peak, rel=1e-4) and t.now.total - t.start.total == m.net
     assert {op.name for op in t.ops} & {"empty_strided_cpu"} and "gelu" not in {op.name for op in t.ops}
     modules = sys.modules["torch._inductor.codecache"].PyCodeCache.modules
     assert [getattr(GUARDS, f"_{name}") for name in _NAMES] == originals

@@ -8,147 +8,104 @@ from torch.utils.flop_counter import FlopCounterMode
 from refimpl import memory
 from refimpl.memory.tracking import storages
 
-PROGRAMS, FORMULAS = {}, {}
+
+def the_same_gradient_for_two(h, weights, x):
+    g = x @ weights[1]
+    ((h[None] + g[None]).sum() + h.square().sum() + g.square().sum()).backward()
 
 
-def program(function):
-    """Takes weights (4 of 64 × 64) and an input (128, 64); leaves gradients."""
-    PROGRAMS[function.__name__] = function
-    return function
-
-
-@program
-def a_state_read_by_four_heads(weights, x):
-    h = x @ weights[0]
-    sum((h @ w[:, :4].contiguous()).square().sum() for w in weights).backward()
-
-
-@program
-def the_same_gradient_for_two(weights, x):
-    h, g = x @ weights[0], x @ weights[1]
-    s = h[None] + g[None]
-    (s.sum() + h.square().sum() + g.square().sum()).backward()
-
-
-@program
-def gradients_that_somebody_keeps(weights, x):
-    h, kept = x @ weights[0], []
-    views = [h.view_as(h) for _ in range(3)]
+def gradients_that_somebody_keeps(h, weights, x):
+    kept, views = [], [h.view_as(h) for _ in range(3)]
     for view in views:
         view.register_hook(kept.append)
     sum((view @ weights[1]).square().sum() for view in views).backward()
 
 
-@program
-def a_gradient_that_stays(weights, x):
-    h = x @ weights[0]
+def a_gradient_that_stays(h, weights, x):
     h.retain_grad()
     sum((h @ w).square().sum() for w in weights).backward()
 
 
-@program
-def gradients_that_are_views(weights, x):
-    h = x @ weights[0]
-    (h.sum() + h.mean() + h.square().sum() + h[:64].sum()).backward()
-
-
-@program
-def gradients_in_another_order_of_dimensions(weights, x):
-    h = (x @ weights[0]).t()
+def gradients_in_another_order_of_dimensions(h, weights, x):
+    h = h.t()
     sum((w @ h).square().sum() for w in weights).backward()
 
 
-@program
-def a_graph_used_twice(weights, x):
-    h = x @ weights[0]
+def a_graph_used_twice(h, weights, x):
     loss = sum((h @ w).square().sum() for w in weights)
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-@program
-def a_graph_of_gradients(weights, x):
-    h = x @ weights[0]
-    loss = sum((h @ w).square().sum() for w in weights)
-    (gradient,) = torch.autograd.grad(loss, h, create_graph=True)
+def a_graph_of_gradients(h, weights, x):
+    (gradient,) = torch.autograd.grad(sum((h @ w).square().sum() for w in weights), h, create_graph=True)
     gradient.square().sum().backward()
 
 
-@program
-def recomputed(weights, x):
+def recomputed(h, weights, x):
     def heads(h):
         return sum((h @ w).square().sum() for w in weights)
-
-    h = x @ weights[0]
     (checkpoint(heads, h, use_reentrant=False) + checkpoint(heads, h, use_reentrant=True)).backward()
 
 
-@program
-def several_roots(weights, x):
-    h = x @ weights[0]
-    torch.autograd.backward([h @ w for w in weights], [torch.ones(128, 64) for _ in weights])
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient).index_add(0, torch.arange(128), gradient) + gradient
 
 
-@program
-def a_users_own_function(weights, x):
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return torch.zeros_like(gradient).index_add(0, torch.arange(128), gradient) + gradient
-
-    h = x @ weights[0]
-    (Twice.apply(h) + Twice.apply(h).sin()).sum().backward()
-
-
-@program
 def rows_of_a_table(weights, x):
     rows = torch.randint(64, (512,))
     (weights[0][rows].sum() + torch.nn.functional.embedding(rows, weights[0]).square().sum()).backward()
 
 
-@program
 def beside_a_mode_of_the_users(weights, x):
     with FlopCounterMode(display=False):
-        a_state_read_by_four_heads(weights, x)
+        PROGRAMS["a_state_read_by_four_heads"](weights, x)
 
 
-def formula(*names):
-    def register(function):
-        for name in names:
-            FORMULAS[f"{function.__name__} {name}"] = lambda h, name=name: function(h, name)
-        return function
-
-    return register
+def of_hidden(function):
+    return lambda weights, x: function(x @ weights[0], weights, x)
 
 
-@formula("sort", "topk", "max", "min", "median", "nanmedian", "mode", "kthvalue", "cummax", "cummin")
+# Each takes weights (4 of 64 × 64) and an input (128, 64), most of them by way of a hidden state, and leaves gradients.
+PROGRAMS = {name: of_hidden(function) for name, function in {
+    "a_state_read_by_four_heads": lambda h, weights, x: sum(
+        (h @ w[:, :4].contiguous()).square().sum() for w in weights).backward(),
+    "the_same_gradient_for_two": the_same_gradient_for_two,
+    "gradients_that_somebody_keeps": gradients_that_somebody_keeps, "a_gradient_that_stays": a_gradient_that_stays,
+    "gradients_that_are_views": lambda h, weights, x: (h.sum() + h.mean() + h.square().sum() + h[:64].sum()).backward(),
+    "gradients_in_another_order_of_dimensions": gradients_in_another_order_of_dimensions,
+    "a_graph_used_twice": a_graph_used_twice, "a_graph_of_gradients": a_graph_of_gradients, "recomputed": recomputed,
+    "several_roots": lambda h, weights, x: torch.autograd.backward(
+        [h @ w for w in weights], [torch.ones(128, 64) for _ in weights]),
+    "a_users_own_function": lambda h, weights, x: (Twice.apply(h) + Twice.apply(h).sin()).sum().backward(),
+}.items()} | {"rows_of_a_table": rows_of_a_table, "beside_a_mode_of_the_users": beside_a_mode_of_the_users}
+
+
 def values_and_places(h, name):
     given = {"topk": (8,), "kthvalue": (5,), "sort": ()}.get(name, (1,))
     return getattr(h, name)(*given)[0]
 
 
-@formula("max", "min", "median", "prod", "trace")
 def of_all_elements(h, name):
     return getattr(h, name)()
 
 
-@formula("cumprod", "prod")
 def along_a_dimension(h, name):
     return getattr(h, name)(1)
 
 
-@formula("gather", "index_select", "take_along_dim", "take")
 def by_index(h, name):
     index = torch.randint(64, (128, 32))
     given = {"gather": (1, index), "index_select": (0, index[0]), "take": (index,)}.get(name, (index, 1))
     return getattr(h, name)(*given)
 
 
-@formula("index", "masked_select", "clamp", "masked_fill", "binary_cross_entropy")
 def beside_other_tensors(h, name):
     if name == "index":
         return h[torch.arange(0, 128, 2)]
@@ -159,11 +116,17 @@ def beside_other_tensors(h, name):
             "masked_fill": lambda: h.masked_fill(h > 0, torch.ones((), requires_grad=True))}[name]()
 
 
-def of_formula(name):
-    return lambda weights, x: FORMULAS[name]((x @ weights[0]).tanh()).sum().backward()
+def of_formula(function, name):
+    return lambda weights, x: function((x @ weights[0]).tanh(), name).sum().backward()
 
 
-ALL = PROGRAMS | {name: of_formula(name) for name in FORMULAS}
+FORMULAS = {
+    values_and_places: "sort topk max min median nanmedian mode kthvalue cummax cummin",
+    of_all_elements: "max min median prod trace", along_a_dimension: "cumprod prod",
+    by_index: "gather index_select take_along_dim take",
+    beside_other_tensors: "index masked_select clamp masked_fill binary_cross_entropy"}
+ALL = PROGRAMS | {f"{function.__name__} {name}": of_formula(function, name)
+                  for function, names in FORMULAS.items() for name in names.split()}
 
 
 def prepare():
@@ -173,7 +136,7 @@ def prepare():
 
 
 def alone(function):
-    """(Peak of the allocator, gradients) of a run that nothing else watches."""
+    """(Peak of the allocator, net, gradients) of a run that nothing else watches."""
     given = prepare()
     with memory.measure("cpu") as m:
         function(*given)
@@ -181,7 +144,7 @@ def alone(function):
 
 
 def watched(function):
-    """What the allocator gives out to the program while it is tracked."""
+    """The same of a run that is tracked, and the trace."""
     given = prepare()
     with memory.track(*given) as t, memory.measure("cpu") as m:
         function(*given)
@@ -208,8 +171,7 @@ def test_the_tracker_reads_it_and_so_does_a_dry_run(name):
         PROGRAMS[name](*given)
     assert t.peak.total - t.start.total == pytest.approx(peak, rel=1e-3)
     dry = memory.dry_run(PROGRAMS[name], *prepare())
-    assert dry.peak == t.peak
-    assert dry.now == t.now
+    assert dry.peak == t.peak and dry.now == t.now
 
 
 @pytest.mark.parametrize("name", ["a_state_read_by_four_heads", "values_and_places sort", "by_index gather"])
@@ -223,13 +185,11 @@ def test_a_tracker_that_is_in_the_way_is_seen(name, monkeypatch):
 def test_the_figures_of_a_hidden_state_read_by_four_linears():
     body, heads = torch.nn.Linear(8, 1024), torch.nn.ModuleList(torch.nn.Linear(1024, 8) for _ in range(4))
     x = torch.randn(8192, 8)
-
     def step():
         h = body(x)
         sum(head(h).square().sum() for head in heads).backward()
         body.zero_grad()
         heads.zero_grad()
-
     step()
     with memory.measure("cpu") as m:
         step()
@@ -241,7 +201,6 @@ def test_the_figures_of_a_hidden_state_read_by_four_linears():
 
 class Named(torch.autograd.Function):
     """Sets `ctx.name`, which hides the node's own method."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.name = "mine"

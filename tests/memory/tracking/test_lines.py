@@ -4,19 +4,11 @@ import inspect
 
 import torch
 from outside_programs import PROGRAMS
+from outside_reading import second_step
 
 from refimpl import memory
 from refimpl.checkpointing import checkpoint
 from refimpl.memory.tracking import lines
-
-
-def lines_of(trace):
-    """{operation: {text of the line of each storage that it made}}."""
-    found = {}
-    for record in trace.records:
-        if record.line is not None:
-            found.setdefault(record.op, set()).add(record.line.text)
-    return found
 
 
 class Net(torch.nn.Module):
@@ -40,14 +32,18 @@ class Doubled(torch.autograd.Function):
 
 
 def run(net):
-    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-    x = torch.ones(4, 8)
+    """{operation: {text of the line of each storage that it made}}."""
+    optimizer, x = torch.optim.AdamW(net.parameters(), foreach=False), torch.ones(4, 8)
     with memory.track(net) as t:
         y = Doubled.apply(net(x))
         y.register_hook(lambda gradient: gradient.neg())
         y.square().sum().backward()
         optimizer.step()
-    return lines_of(t)
+    found = {}
+    for record in t.records:
+        if record.line is not None:
+            found.setdefault(record.op, set()).add(record.line.text)
+    return found
 
 
 def test_each_allocation_has_the_users_line():
@@ -55,11 +51,9 @@ def test_each_allocation_has_the_users_line():
     assert found["addmm"] == {"hidden = self.up(x)"} and found["cumsum"] == {"return hidden.sigmoid().cumsum(0)"}
     # In backward: the line whose node it is; of a Function or a hook, its own.
     assert found["sigmoid_backward"] == {"return hidden.sigmoid().cumsum(0)"}
-    assert found["mm"] == {"hidden = self.up(x)"}
-    assert found["cosh"] == {"return gradient.cosh()"}
+    assert found["mm"] == {"hidden = self.up(x)"} and found["cosh"] == {"return gradient.cosh()"}
     assert found["neg"] == {"y.register_hook(lambda gradient: gradient.neg())"}
-    assert "y.square().sum().backward()" in found["ones_like"]
-    assert found["sqrt"] == {"optimizer.step()"}
+    assert "y.square().sum().backward()" in found["ones_like"] and found["sqrt"] == {"optimizer.step()"}
 
 
 def test_without_the_nodes_a_backward_is_one_line(monkeypatch):
@@ -71,28 +65,21 @@ def test_without_the_nodes_a_backward_is_one_line(monkeypatch):
 def test_what_is_computed_again_has_the_line_that_computes_it():
     net = Net()
     with memory.track(net) as t:
-        y = checkpoint(net, torch.ones(4, 8, requires_grad=True))
-        y.sum().backward()
+        checkpoint(net, torch.ones(4, 8, requires_grad=True)).sum().backward()
     again = {record.line.text for record in t.records if record.op == "sigmoid" and record.phase == "backward"}
     assert again == {"return hidden.sigmoid().cumsum(0)"}
 
 
 def test_of_a_librarys_model_the_user_has_one_line_and_the_library_many():
-    program = PROGRAMS["gpt2"]()
-    program.step()
-    with memory.track(*program.objects) as t:
-        program.step()
-    made = [record for record in t.records if record.line is not None]
+    made = [record for record in second_step(PROGRAMS["gpt2"]).records if record.line is not None]
     assert {record.line.file.rpartition("/")[2] for record in made} == {"loops.py"}
     files = {record.source.file for record in made}
     assert "transformers/models/gpt2/modeling_gpt2.py" in files and "transformers/pytorch_utils.py" in files
-    backward = {str(r.source) for r in made if r.phase == "backward" and r.op == "mm"}
-    assert all(name.startswith("transformers/") for name in backward)
+    assert all(str(r.source).startswith("transformers/") for r in made if (r.phase, r.op) == ("backward", "mm"))
 
 
 class Counted(dict):
     """Counts the frames that were looked at."""
-
     looked = 0
 
     def get(self, path):

@@ -13,8 +13,7 @@ def test_a_shared_parameter_belongs_to_the_first_and_an_id_is_used_again():
     names, owners = {module: path for path, module in model.named_modules()}, Owners()
     owners.learn(model, names)
     assert owners.of(model["b"].weight) == ("a", "a.weight") and owners.of(model["b"].bias) == ("b", "b.bias")
-    assert owners.of(model["n"].running_mean) == ("n", "n.running_mean")
-    assert owners.of(torch.ones(1)) is None
+    assert owners.of(model["n"].running_mean) == ("n", "n.running_mean") and owners.of(torch.ones(1)) is None
     known = dict(owners._known)
     del model, names
     gc.collect()

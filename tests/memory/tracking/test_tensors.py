@@ -22,12 +22,10 @@ def test_a_dense_tensor_is_its_own_part():
 
 @pytest.mark.filterwarnings("ignore:Sparse CS")
 @pytest.mark.parametrize(("layout", "index_shapes"), [
-    (torch.sparse_coo, [(2, 2)]), (torch.sparse_csr, [(4,), (2,)]), (torch.sparse_csc, [(4,), (2,)]),
-])
+    (torch.sparse_coo, [(2, 2)]), (torch.sparse_csr, [(4,), (2,)]), (torch.sparse_csc, [(4,), (2,)])])
 def test_sparse_tensors_are_their_indices_and_values(layout, index_shapes):
     dense = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [2.0, 0.0, 0.0]])
-    parts = dense_parts(dense.to_sparse(layout=layout))
-    assert [tuple(part.shape) for part in parts] == [*index_shapes, (2,)]
+    assert [tuple(part.shape) for part in dense_parts(dense.to_sparse(layout=layout))] == [*index_shapes, (2,)]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

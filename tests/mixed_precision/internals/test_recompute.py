@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from threads_kit import in_a_thread
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from refimpl import memory
@@ -12,16 +13,13 @@ from refimpl.checkpointing import checkpoint as own_checkpoint
 from refimpl.mixed_precision import autocast, keep_precision
 from refimpl.mixed_precision.internals import recompute
 
-KINDS = {"reentrant": True, "not reentrant": False}
-
 
 def loss_of(model, tokens, use_reentrant):
     """The model's loss, its blocks checkpointed (`None`: not)."""
     x = model.embedding(tokens) + model.positions(torch.arange(tokens.shape[1]))
     for block in model.blocks:
         x = block(x) if use_reentrant is None else checkpoint(block, x, use_reentrant=use_reentrant)
-    logits = model.head(model.norm(x))
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+    return torch.nn.functional.cross_entropy(model.head(model.norm(x)).float().flatten(0, 1), tokens.flatten())
 
 
 def gradients(model, tokens, use_reentrant, region=autocast, backward=lambda loss: loss.backward()):
@@ -32,31 +30,25 @@ def gradients(model, tokens, use_reentrant, region=autocast, backward=lambda los
     return [p.grad.clone() for p in model.parameters()]
 
 
-def in_a_thread(loss):
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-
-
 def in_another_region(loss):
     with autocast(torch.float16):
         loss.backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backward", [lambda loss: loss.backward(), in_a_thread], ids=["here", "in a thread"])
-def test_recomputed_blocks_give_the_same_gradients(small, kind, backward):
-    plain = gradients(*small, None)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("backward", [lambda loss: loss.backward(), lambda loss: in_a_thread(loss.backward)],
+                         ids=["here", "in a thread"])
+def test_recomputed_blocks_give_the_same_gradients(model, tokens, reentrant, backward):
+    plain = gradients(model, tokens, None)
     for _ in range(2):
-        again = gradients(*small, KINDS[kind], backward=backward)
+        again = gradients(model, tokens, reentrant, backward=backward)
         assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recomputation_runs_the_operations_of_the_forward(small, kind, dtypes):
-    model, tokens = small
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_runs_the_operations_of_the_forward(model, tokens, reentrant, dtypes):
     with dtypes() as record:
-        gradients(model, tokens, KINDS[kind])
+        gradients(model, tokens, reentrant)
     products = [line for line in record.forward if line[0] in ("aten::addmm", "aten::bmm")]
     again = [line for line in record.backward if line[0] in ("aten::addmm", "aten::bmm")]
     assert len(products) > 8 and all(dtype == "torch.bfloat16" for _, _, dtype in [*products, *again])
@@ -64,34 +56,32 @@ def test_recomputation_runs_the_operations_of_the_forward(small, kind, dtypes):
         assert line in again
 
 
-def test_the_region_of_the_forward_counts_and_not_that_of_backward(small):
-    plain = gradients(*small, None)
-    again = gradients(*small, False, backward=in_another_region)
+def test_the_region_of_the_forward_counts_and_not_that_of_backward(model, tokens):
+    plain, again = gradients(model, tokens, None), gradients(model, tokens, False, backward=in_another_region)
     close = [torch.allclose(one, other, atol=1e-2) for one, other in zip(plain, again, strict=True)]
     assert all(close)  # the rest of backward runs in float16 there
-    disabled = gradients(*small, False, region=lambda: autocast(enabled=False), backward=in_another_region)
-    fp32 = gradients(*small, None, region=lambda: autocast(enabled=False))
+    disabled = gradients(model, tokens, False, region=lambda: autocast(enabled=False), backward=in_another_region)
+    fp32 = gradients(model, tokens, None, region=lambda: autocast(enabled=False))
     assert all(torch.allclose(one, other, atol=1e-2) for one, other in zip(disabled, fp32, strict=True))
 
 
-def test_without_the_wrappers_it_fails(small, monkeypatch):
+def test_without_the_wrappers_it_fails(model, tokens, monkeypatch):
     """The mutant: fp32 in backward is noticed by the one kind, and gives other gradients in the other."""
-    plain = gradients(*small, None)
+    plain = gradients(model, tokens, None)
     monkeypatch.setattr(recompute, "_install", lambda: None)
     with pytest.raises(CheckpointError, match="different metadata"):
-        gradients(*small, False)
-    other = gradients(*small, True)
+        gradients(model, tokens, False)
+    other = gradients(model, tokens, True)
     assert not all(torch.equal(one, another) for one, another in zip(plain, other, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_casts_of_a_recomputation_end_with_it(small, kind):
-    model, tokens = small
-    gradients(model, tokens, KINDS[kind])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_casts_of_a_recomputation_end_with_it(model, tokens, reentrant):
+    gradients(model, tokens, reentrant)
     model.zero_grad()
     with memory.track(model, tokens) as t:
         with autocast():
-            loss = loss_of(model, tokens, KINDS[kind])
+            loss = loss_of(model, tokens, reentrant)
         loss.backward()
         del loss
         model.zero_grad()
@@ -113,30 +103,25 @@ def test_a_recomputation_casts_as_often_as_the_region_it_began_in(cache, dtypes)
     assert len(record.casts) == (1 if cache else 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_in_a_recomputation_leaves_nothing(kind):
-    calls = []
-
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_exception_in_a_recomputation_leaves_nothing(reentrant):
+    x, calls = torch.ones(2, 2, requires_grad=True), []
     def breaks_the_second_time(x):
         calls.append((x @ x).dtype)
         if len(calls) == 2:
             raise ZeroDivisionError
         return x @ x
-
-    x = torch.ones(2, 2, requires_grad=True)
     with autocast():
-        y = checkpoint(breaks_the_second_time, x, use_reentrant=KINDS[kind])
+        y = checkpoint(breaks_the_second_time, x, use_reentrant=reentrant)
     with pytest.raises(ZeroDivisionError):
         y.sum().backward()
-    assert calls == [torch.bfloat16] * 2
-    assert (x @ x).dtype is torch.float32
+    assert calls == [torch.bfloat16] * 2 and (x @ x).dtype is torch.float32
 
 
 def test_keep_precision_is_of_the_regions_that_are_open_when_it_is_called():
     def product(x):
         """Documented."""
         return (x @ x).dtype
-
     x = torch.ones(2, 2)
     with autocast():
         low = keep_precision(product)
@@ -152,12 +137,10 @@ def test_keep_precision_is_of_the_regions_that_are_open_when_it_is_called():
 def test_wrappers_are_there_while_a_region_is_open_in_any_thread():
     before = torch.utils.checkpoint._CheckpointFrame.__init__
     inside, go_on, seen = threading.Event(), threading.Event(), []
-
     def other():
         with autocast():
             inside.set()
             go_on.wait()
-
     thread = threading.Thread(target=other)
     thread.start()
     inside.wait()
@@ -173,34 +156,25 @@ def test_wrappers_are_there_while_a_region_is_open_in_any_thread():
 def test_the_checkpoint_of_this_project_recomputes_in_the_same_types():
     """Neither knows the other: both know `memory.rerun`."""
     linear, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.ones(2, 8)
+    weights = list(linear.parameters())
     with autocast(device_type="cpu"):
-        plain = torch.autograd.grad(linear(x).sum(), list(linear.parameters()))
+        plain = torch.autograd.grad(linear(x).sum(), weights)
         with autocast(device_type="cpu", enabled=False):
-            high = own_checkpoint(linear, x).sum()
+            high, fp32 = own_checkpoint(linear, x).sum(), linear(x).sum()
         low = own_checkpoint(linear, x).sum()
     outside = own_checkpoint(linear, x).sum()
     with autocast(device_type="cpu"):
-        again = torch.autograd.grad(low, list(linear.parameters()))
+        again, expected = torch.autograd.grad(low, weights), torch.autograd.grad(fp32, weights)
         for loss in (high, outside):
-            inside = torch.autograd.grad(loss, list(linear.parameters()))
-            assert all(torch.equal(one, other) for one, other in zip(
-                inside, torch.autograd.grad(own_checkpoint_outside(linear, x), list(linear.parameters())), strict=True))
-    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
-    assert (x @ x.T).dtype is torch.float32
-
-
-def own_checkpoint_outside(linear, x):
-    """The loss in fp32, whatever region is open."""
-    with autocast(device_type="cpu", enabled=False):
-        return linear(x).sum()
+            assert all(map(torch.equal, torch.autograd.grad(loss, weights), expected))
+    assert all(map(torch.equal, plain, again)) and (x @ x.T).dtype is torch.float32
 
 
 def test_a_checkpoint_that_does_not_ask_notices_that_dtypes_differ(monkeypatch):
     linear, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.ones(2, 8)
     monkeypatch.setattr(memory.rerun, "_registered", [])
     with autocast(device_type="cpu"):
-        kept = own_checkpoint(keep_precision(linear), x).sum()
-        alone = own_checkpoint(linear, x).sum()
+        kept, alone = own_checkpoint(keep_precision(linear), x).sum(), own_checkpoint(linear, x).sum()
     kept.backward()
     with pytest.raises(RecomputeError, match="bfloat16"):
         alone.backward()

@@ -1,22 +1,19 @@
 """The state of a thread, and what a region casts."""
 
 import sys
-import threading
 import weakref
 
 import torch
+from threads_kit import in_a_thread
 
 from refimpl.mixed_precision.internals.regions import KEY, NONE, AutocastRegion, current, set_stack, state
 
 
 def test_a_new_thread_has_no_regions():
-    seen = []
     set_stack((AutocastRegion(None, "cpu", torch.bfloat16),))
-    thread = threading.Thread(target=lambda: seen.append(state()))
-    thread.start()
-    thread.join()
+    seen = in_a_thread(state)
     set_stack(())
-    assert seen == [NONE] and state() == NONE
+    assert seen == state() == NONE
 
 
 def test_the_innermost_of_each_device_counts():
@@ -33,8 +30,7 @@ def test_the_innermost_of_each_device_counts():
 
 
 def test_what_a_region_casts():
-    region = AutocastRegion(None, "cpu", torch.bfloat16, {})
-    x = torch.ones(2)
+    region, x = AutocastRegion(None, "cpu", torch.bfloat16, {}), torch.ones(2)
     assert region.cast(x, torch.bfloat16).dtype is torch.bfloat16
     for same in (x.bfloat16(), x.double(), x.int(), x.to(torch.complex64), torch.ones(2, device="meta")):
         assert region.cast(same, torch.bfloat16) is same
@@ -42,10 +38,8 @@ def test_what_a_region_casts():
 
 
 def test_casts_of_weights_are_found_again():
-    region = AutocastRegion(None, "cpu", torch.bfloat16, {})
-    weight = torch.nn.Parameter(torch.ones(2))
-    first = region.cast(weight, torch.bfloat16)
-    assert region.cast(weight, torch.bfloat16) is first
+    region, weight = AutocastRegion(None, "cpu", torch.bfloat16, {}), torch.nn.Parameter(torch.ones(2))
+    assert region.cast(weight, torch.bfloat16) is region.cast(weight, torch.bfloat16)
     assert region.cast(weight, torch.float16) is not region.cast(weight, torch.float16)  # not the region's dtype
     with torch.no_grad():
         assert not region.cast(weight, torch.bfloat16).requires_grad
@@ -62,6 +56,8 @@ def test_a_cast_is_not_taken_for_another_weight_s_that_got_its_id():
 
 def test_the_state_is_kept_alive_while_it_is_needed_and_no_longer():
     """PyTorch 2.11 takes no reference of its own to what is stashed."""
+    class CountsAsAlive(dict):
+        pass
     for _ in range(1000):
         casts = CountsAsAlive()
         set_stack((AutocastRegion(None, "cpu", torch.bfloat16, casts),))
@@ -74,12 +70,7 @@ def test_the_state_is_kept_alive_while_it_is_needed_and_no_longer():
         assert references <= 2
 
 
-class CountsAsAlive(dict):
-    pass
-
-
 def test_a_view_of_other_memory_is_cast_at_each_use():
     casts = {}
-    region = AutocastRegion(None, "cpu", torch.bfloat16, casts)
-    part = torch.ones(4)[:2].requires_grad_()
+    region, part = AutocastRegion(None, "cpu", torch.bfloat16, casts), torch.ones(4)[:2].requires_grad_()
     assert part._is_view() and region.cast(part, torch.bfloat16).dtype is torch.bfloat16 and not casts

@@ -1,5 +1,7 @@
 """What a device can compute in is asked of the device."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -15,15 +17,9 @@ def asked_anew():
     support._refusal.cache_clear()
 
 
-def refuse(monkeypatch, message):
-    def mm(a, b):
-        raise RuntimeError(f"{message}\nmore of it")
-
-    monkeypatch.setattr(torch, "mm", mm)
-
-
 def test_a_dtype_that_the_device_cannot_compute_in(monkeypatch):
-    refuse(monkeypatch, "\"addmm_impl_cpu_\" not implemented for 'Half'")
+    refusal = RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nmore of it")
+    monkeypatch.setattr(torch, "mm", Mock(side_effect=refusal))
     with pytest.raises(ValueError, match=r"cpu cannot compute in torch.float16 here \(.*not implemented for "
                                          r"'Half'\): use torch.bfloat16 or float32$"):
         autocast(torch.float16, "cpu")
@@ -34,7 +30,7 @@ def test_it_is_asked_once_and_leaves_no_trace(monkeypatch):
     with memory.track() as t:
         autocast(torch.float16, "cpu")
     assert t.peak.total == 0 and not t.ops
-    refuse(monkeypatch, "never asked again")
+    monkeypatch.setattr(torch, "mm", Mock(side_effect=RuntimeError("never asked again")))
     autocast(torch.float16, "cpu")
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from unittest.mock import patch
 
 import pytest
 
@@ -25,23 +26,27 @@ def memory(nbytes):
     return memoryview(mmap.mmap(-1, nbytes))
 
 
+def come_back(file, nbytes, at=0):
+    """Whether bytes that are written here are read here."""
+    out, back = memory(nbytes), memory(nbytes)
+    out[:] = os.urandom(nbytes)
+    file.write(out, at)
+    file.read(back, at)
+    return bytes(out) == bytes(back)
+
+
 def test_aligned():
     assert [aligned(n) for n in (0, 1, BLOCK, BLOCK + 1)] == [0, BLOCK, BLOCK, 2 * BLOCK]
 
 
 def test_blocks_come_back_and_the_folder_stays_empty(store_file, tmp_path):
     store_file.reserve(4 * BLOCK)
-    out, back = memory(2 * BLOCK), memory(2 * BLOCK)
-    out[:] = os.urandom(2 * BLOCK)
-    store_file.write(out, BLOCK)
-    store_file.read(back, BLOCK)
-    assert bytes(out) == bytes(back) and list(tmp_path.iterdir()) == []
+    assert come_back(store_file, 2 * BLOCK, BLOCK) and list(tmp_path.iterdir()) == []
     assert store_file.nbytes == 4 * BLOCK
 
 
 def test_a_file_system_without_unnamed_files_or_without_o_direct(monkeypatch, tmp_path):
     opened, real = [], os.open
-
     def refusing(path, flags, *mode, **more):
         if flags & getattr(os, "O_TMPFILE", 0) == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "not here")
@@ -49,35 +54,24 @@ def test_a_file_system_without_unnamed_files_or_without_o_direct(monkeypatch, tm
             raise OSError(errno.EINVAL, "not here")
         opened.append(path)
         return real(path, flags, *mode, **more)
-
     monkeypatch.setattr(os, "open", refusing)
     found = BlockFile(tmp_path)
     assert not found.direct and opened and list(tmp_path.iterdir()) == []
     found.reserve(BLOCK)
-    out, back = memory(BLOCK), memory(BLOCK)
-    out[:] = os.urandom(BLOCK)
-    found.write(out, 0)
-    found.read(back, 0)
+    assert come_back(found, BLOCK)
     found.close()
-    assert bytes(out) == bytes(back)
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
 def test_a_short_call_is_followed_by_another(store_file, monkeypatch, verb):
     """Also one that stops at no block's edge, after which O_DIRECT would refuse the rest."""
     store_file.reserve(4 * BLOCK)
-    out, back = memory(4 * BLOCK), memory(4 * BLOCK)
-    out[:] = os.urandom(4 * BLOCK)
-    name = f"p{verb}v"
-    real, counts = getattr(os, name), iter([BLOCK, 1000])
-
+    name, counts = f"p{verb}v", iter([BLOCK, 1000])
+    real = getattr(os, name)
     def short(fd, buffers, offset):
         return real(fd, [buffers[0][: next(counts, len(buffers[0]))]], offset)
-
     monkeypatch.setattr(os, name, short)
-    store_file.write(out, 0)
-    store_file.read(back, 0)
-    assert bytes(out) == bytes(back)
+    assert come_back(store_file, 4 * BLOCK)
 
 
 def test_a_call_that_transfers_nothing_is_an_error(store_file):
@@ -86,30 +80,24 @@ def test_a_call_that_transfers_nothing_is_an_error(store_file):
         store_file.read(memory(2 * BLOCK), 0)
 
 
-def test_a_full_disk_is_said_when_space_is_reserved(store_file, monkeypatch):
+def test_a_full_disk_is_said_when_space_is_reserved(store_file):
     store_file.reserve(BLOCK)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreError, match="cannot reserve 8,192 bytes more than 4,096 .* the disk is full: free") as e:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    told = "cannot reserve 8,192 bytes more than 4,096 .* the disk is full: free"
+    with patch.object(os, "posix_fallocate", side_effect=full), pytest.raises(StoreError, match=told) as e:
         store_file.reserve(3 * BLOCK)
     assert e.value.errno == errno.ENOSPC and store_file.nbytes == BLOCK
 
 
-def test_folders_that_cannot_hold_a_file(tmp_path, monkeypatch):
+def test_folders_that_cannot_hold_a_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder; make it"):
         BlockFile(tmp_path / "missing")
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="needs a folder"):
         BlockFile(tmp_path / "file")
-
-    def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)  # a test may run as root, whom no folder refuses
-    with pytest.raises(PermissionError, match="not writable; pass one that is"):
+    refused, told = PermissionError(errno.EACCES, "Permission denied"), "not writable; pass one that is"
+    # a test may run as root, whom no folder refuses
+    with patch.object(os, "open", side_effect=refused), pytest.raises(PermissionError, match=told):
         BlockFile(tmp_path)
 
 

@@ -16,8 +16,7 @@ def test_any_stretch_is_copied_out_and_back(size):
     assert flat.nbytes == len(whole)
     for begin in range(0, flat.nbytes, size):
         buffer.array[:] = 255
-        count = flat.copy_out(buffer, begin)
-        part = whole[begin : begin + size]
+        count, part = flat.copy_out(buffer, begin), whole[begin : begin + size]
         assert count == len(part) and bytes(buffer.array[:count]) == part
         assert not buffer.array[count : -(-count // 4096) * 4096].any()  # the rest of a block is zeros
         back.copy_back(buffer, begin)

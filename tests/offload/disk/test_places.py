@@ -13,8 +13,7 @@ BLOCK = 4096
 
 def check(places):
     """Taken and free places cover the file, once."""
-    taken = [place for place in places.of.values() if place[1]]
-    at = 0
+    taken, at = [place for place in places.of.values() if place[1]], 0
     for offset, nbytes in sorted([*taken, *places._free]):
         assert offset == at and nbytes > 0
         at += nbytes
@@ -53,10 +52,8 @@ def test_a_full_disk_changes_nothing():
     places = Places()
     places.place("a", BLOCK)
     places.place("b", BLOCK)
-
     def full(end):
         raise OSError(28, f"no room for {end}")
-
     with pytest.raises(OSError, match=f"no room for {4 * BLOCK}"):
         places.place("a", 2 * BLOCK, full)
     assert places.of == {"a": (0, BLOCK), "b": (BLOCK, BLOCK)} and places.end == 2 * BLOCK

@@ -45,9 +45,7 @@ class Driven:
     def rest(self, key, nbytes, changed=True):
         if changed:
             self.clock.version[key] = self.clock.version.get(key, 0) + 1
-            for tier in (HOST, DISK):
-                if tier == DISK:
-                    self.clock.at.pop((key, tier), None)
+            self.clock.at.pop((key, DISK), None)
         self.clock.at[key, DEVICE] = self.clock.version[key]
         self.plan.rest(key, nbytes, changed)
         self.check()
@@ -139,8 +137,7 @@ def test_the_disk_gets_what_host_memory_has_no_room_for():
 
 def test_a_bucket_that_is_needed_in_time_is_loaded_no_sooner():
     """One that is needed after long computation comes late, and without a stall."""
-    driven = Driven(3 * UNIT, 20 * UNIT, links={"in": Link(UNIT / 0.01), "out": Link(UNIT / 0.01)})
-    counts = cycle(driven, 6, 8)
+    counts = cycle(Driven(3 * UNIT, 20 * UNIT, links={"in": Link(UNIT / 0.01), "out": Link(UNIT / 0.01)}), 6, 8)
     assert counts.stalled < 0.02 * counts.accesses * 0.01 + 0.02
 
 

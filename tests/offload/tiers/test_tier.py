@@ -10,8 +10,7 @@ def test_room_is_taken_at_once_or_after_what_leaves():
     tier.leave(20, "second")
     assert tier.room == 100 and tier.used == 0
     assert tier.take(30) == [] and tier.take(30) == ["first"]  # 10 were free, and 40 came with the first
-    assert tier.take(20) == [] and tier.take(20) == ["second"]
-    assert tier.room == 0 and tier.peak == 100
+    assert tier.take(20) == [] and tier.take(20) == ["second"] and tier.room == 0 and tier.peak == 100
 
 
 def test_room_that_is_given_back_is_free_now():

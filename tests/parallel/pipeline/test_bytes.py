@@ -5,30 +5,33 @@ Mutants that keep all activations, or what they have sent, fail.
 
 import contextlib
 import functools
+import itertools
+from unittest import mock
 
 import pytest
 import torch
+from pipeline_kit import WIDTH as C
+from pipeline_kit import mlp
+from rank_pool import pooled
 from torch import nn
 
 from refimpl import memory
-from refimpl.comm import launch, ring_traffic
-from refimpl.parallel.pipeline import PipelineParallelStage, schedule, simulate, validate
+from refimpl.comm import ring_traffic
+from refimpl.parallel.pipeline import PipelineParallelStage, executor, schedule, simulate, validate
 from refimpl.parallel.pipeline.catalogue import BUILDERS
 from refimpl.parallel.pipeline.instructions import BACKWARD, WEIGHT
 from refimpl.parallel.pipeline.mailbox import Mailbox
 from refimpl.parallel.pipeline.messages import message_bytes, message_traffic
 from refimpl.parallel.pipeline.step import Step
 
-C, ROWS, T = 16, 4, 3  # width; rows of a micro-batch, and tokens of a row
+ROWS, T = 4, 3  # of a micro-batch, and tokens of a row
 N = 8 * ROWS * T  # bytes of one number for each token
 X = N * C  # of a stage's input, and of its output
 KEPT = N * (2 + C + 4 * C + 4 * C)  # from F until B: 1/σ and mean, what `up` reads, what GELU reads, what `down` reads
 LEFT = N * (2 + C + 4 * C + C + 4 * C)  # from B until W: no GELU's, but gradients of what `norm` and `up` return
-WHOLE = ("gpipe", "1f1b", "interleaved")
-
-
-def mlp():
-    return nn.Sequential(nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)).double()
+CASES = [(name, p, m) for name in BUILDERS for p, m in ((1, 2), (2, 4), (4, 8))] + [
+    (name, 4, m) for name in ("gpipe", "1f1b", "zb-h1") for m in (1, 3)]
+EVERY = pytest.mark.parametrize(("name", "p", "m"), CASES)
 
 
 def activations(plan):
@@ -70,68 +73,28 @@ MUTANTS = {"hoarding": ("Step", Hoarding), "late": ("Mailbox", Late)}
 
 def readings(comm, name, m, mutant=None):
     """Return (activations at most, after each instruction, messages at most, traffic of a step)."""
-    torch.set_num_threads(1)
     plan = schedule(name, comm.world_size, m)
     pipe = PipelineParallelStage({s: mlp() for s in plan.stages_of(comm.rank)}, comm, plan, loss=nn.functional.mse_loss)
     batch = torch.randn(ROWS * m, T, C, dtype=torch.float64)
     for _ in range(2):
         pipe.train_step(batch, batch)
-    after, start = [], comm.traffic
-    with memory.track(*pipe.stages.values(), batch) as t, as_mutant(mutant), watched(lambda: after.append(t.now)):
+    after, start, take = [], comm.traffic, Step.take
+
+    def watched(*args):
+        take(*args)
+        after.append(t.now["activations"])
+
+    as_mutant = mock.patch.object(executor, *MUTANTS[mutant]) if mutant else contextlib.nullcontext()
+    with memory.track(*pipe.stages.values(), batch) as t, as_mutant, mock.patch.object(Step, "take", watched):
         pipe.train_step(batch, batch)
     line = t.timeline
     most = {c: int(line.nbytes[:, i].max()) for i, c in enumerate(line.categories)}
-    after = [ledger["activations"] for ledger in after]
     return most["activations"], after, most.get("communication", 0), dict(comm.traffic - start)
-
-
-@contextlib.contextmanager
-def as_mutant(name):
-    from refimpl.parallel.pipeline import executor
-
-    if name is None:
-        yield
-        return
-    attribute, other = MUTANTS[name]
-    before = getattr(executor, attribute)
-    setattr(executor, attribute, other)
-    try:
-        yield
-    finally:
-        setattr(executor, attribute, before)
-
-
-@contextlib.contextmanager
-def watched(after):
-    take = Step.take
-
-    def taken(*args):
-        take(*args)
-        after()
-
-    Step.take = taken
-    try:
-        yield
-    finally:
-        Step.take = take
-
-
-CASES = [(name, p, m) for name in BUILDERS for p, m in ((1, 2), (2, 4), (4, 8))] + [
-    (name, 4, m) for name in ("gpipe", "1f1b", "zb-h1") for m in (1, 3)]
-
-
-def all_readings(comm):
-    return {(name, m): readings(comm, name, m) for name, p, m in CASES if p == comm.world_size}
 
 
 @functools.cache
 def found(name, p, m, mutant=None):
-    return [each[name, m] for each in found_of(p)] if mutant is None else launch(readings, p, name, m, mutant)
-
-
-@functools.cache
-def found_of(p):
-    return launch(all_readings, p)
+    return pooled(readings, p, name, m, mutant)
 
 
 def expected(name, p, m):
@@ -148,23 +111,14 @@ def expected(name, p, m):
     return ranks
 
 
-@pytest.mark.parametrize(("name", "p", "m"), CASES)
+@EVERY
 def test_activations_after_each_instruction(name, p, m):
     """Between instructions a last rank also has the sum of losses, 8 bytes, which is no activation."""
-    assert_activations(name, p, m)
+    assert [after for _, after, _, _ in found(name, p, m)] == expected(name, p, m)
 
 
-def assert_activations(name, p, m, mutant=None):
-    for rank, (_, after, _, _) in enumerate(found(name, p, m, mutant)):
-        assert after == expected(name, p, m)[rank]
-
-
-@pytest.mark.parametrize(("name", "p", "m"), [case for case in CASES if case[0] in WHOLE])
-def test_activations_at_most(name, p, m):
-    assert_peak(name, p, m)
-
-
-def assert_peak(name, p, m, mutant=None):
+@pytest.mark.parametrize(("name", "p", "m"), [case for case in CASES if case[0] in ("gpipe", "1f1b", "interleaved")])
+def test_activations_at_most(name, p, m, mutant=None):
     plan = schedule(name, p, m)
     counts, simulated = validate(plan), simulate(plan, activation_bytes=activations(plan)[0])
     for rank, (most, _, _, _) in enumerate(found(name, p, m, mutant)):
@@ -174,23 +128,18 @@ def assert_peak(name, p, m, mutant=None):
             assert most == min(m, p - rank) * (KEPT + X * (rank == p - 1))
 
 
-@pytest.mark.parametrize(("name", "p", "m"), CASES)
-def test_messages_at_most(name, p, m):
-    assert_messages(name, p, m)
-
-
-def assert_messages(name, p, m, mutant=None):
+@EVERY
+def test_messages_at_most(name, p, m, mutant=None):
     for rank, (_, _, most, _) in enumerate(found(name, p, m, mutant)):
         messages = message_bytes(schedule(name, p, m), rank, X, until_weight=True)
         assert most == max(messages, 24 * p)  # or the batch's shapes, before all messages
 
 
-@pytest.mark.parametrize(("name", "p", "m"), CASES)
+@EVERY
 def test_traffic(name, p, m):
     plan = schedule(name, p, m)
     for rank, (_, _, _, sent) in enumerate(found(name, p, m)):
-        others = sum(plan.rank_of[s] != plan.rank_of[s + 1] for s in range(plan.stages - 1) if plan.rank_of[s] == rank)
-        others += sum(plan.rank_of[s] != plan.rank_of[s - 1] for s in range(1, plan.stages) if plan.rank_of[s] == rank)
+        others = sum(a != b and rank in (a, b) for a, b in itertools.pairwise(plan.rank_of))
         messages = message_traffic(plan, rank, X)
         assert messages == m * others * X
         check = {"all_gather": ring_traffic("all_gather", 24 * p, p)}
@@ -199,8 +148,6 @@ def test_traffic(name, p, m):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_versions_that_free_nothing_fail(mutant):
+    fails = {"hoarding": test_activations_at_most, "late": test_messages_at_most}[mutant]
     with pytest.raises(AssertionError):
-        if mutant == "hoarding":
-            assert_peak("1f1b", 4, 8, mutant)
-        else:
-            assert_messages("1f1b", 4, 8, mutant)
+        fails("1f1b", 4, 8, mutant)

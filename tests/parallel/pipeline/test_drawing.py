@@ -21,10 +21,13 @@ def test_a_bar_for_each_instruction(name):
     assert sum(len(each.get_paths()) for each in drawn) == len(found)
 
 
+def colours_of(step):
+    bars = zip(drawing_data(step), draw(step).axes[0].collections, strict=True)
+    return {key: each.get_facecolor()[0][:3] for key, each in bars}
+
+
 def test_bars_of_a_kind_are_one_colour_and_later_stages_are_paler():
-    step = simulate(schedule("zb-v", 2, 4))
-    colours = {key: each.get_facecolor()[0][:3] for key, each in zip(
-        drawing_data(step), draw(step).axes[0].collections, strict=True)}
+    colours = colours_of(simulate(schedule("zb-v", 2, 4)))
     assert colours.keys() == {(kind, chunk) for kind in (FORWARD, INPUT, WEIGHT) for chunk in (0, 1)}
     assert len({tuple(each) for each in colours.values()}) == 6
     assert all((colours[kind, 1] > colours[kind, 0]).all() for kind in (FORWARD, INPUT, WEIGHT))
@@ -42,9 +45,7 @@ def test_fine_bars_are_an_image_of_the_same_colours():
     """At the middle of each bar is its kind's colour, and white where a rank does nothing."""
     step = simulate(schedule("zb-v", 8, 100))
     (image,) = draw(step).axes[0].images
-    few = draw(simulate(schedule("zb-v", 8, 4)))  # drawn as polygons
-    colours = {key: each.get_facecolor()[0][:3] for key, each in zip(
-        drawing_data(simulate(schedule("zb-v", 8, 4))), few.axes[0].collections, strict=True)}
+    colours = colours_of(simulate(schedule("zb-v", 8, 4)))
     pixels, width = image.get_array(), image.get_array().shape[1] / step.step_time
     for key, (rectangles, _) in drawing_data(step).items():
         for begin, end, rank in rectangles:
@@ -61,8 +62,7 @@ def test_the_legend_names_what_is_there():
 
 def test_micro_batches_are_written_where_there_is_room():
     assert len(draw(simulate(schedule("1f1b", 4, 8))).axes[0].texts) == 4 * 8 * 2
-    assert not draw(simulate(schedule("1f1b", 4, 200))).axes[0].texts
-    assert not draw(simulate(schedule("1f1b", 64, 4))).axes[0].texts
+    assert not any(draw(simulate(schedule("1f1b", *sizes))).axes[0].texts for sizes in ((4, 200), (64, 4)))
 
 
 def test_lines_are_the_bytes_of_each_rank():

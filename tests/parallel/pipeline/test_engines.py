@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
 
-from refimpl.comm import RankError, launch
 from refimpl.parallel.pipeline import PipelineParallelStage, schedule
 from refimpl.zero import DataParallel, Zero1, Zero2
 
@@ -23,9 +23,10 @@ def rows_of(rank):
     return torch.randn(2, ROWS, C, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def trained(comm, name):
-    """Two steps of each pair of ranks on its own rows; return the largest difference of weights from one process."""
-    torch.set_num_threads(1)
+@pytest.mark.parametrize("name", ENGINES)
+@on_ranks(4)
+def test_the_weights_of_one_process(comm, name):
+    """Two steps of each pair of ranks on its own rows."""
     place, replica = comm.rank % 2, comm.rank // 2
     column = comm.split([0, 1] if replica == 0 else [2, 3])
     row = comm.split([0, 2] if place == 0 else [1, 3])
@@ -34,30 +35,16 @@ def trained(comm, name):
     pipe = PipelineParallelStage({place: engine}, column, schedule("1f1b", 2, M), loss=nn.functional.mse_loss)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
     x, y = torch.cat([rows_of(0), rows_of(1)], 1)
-    losses = []
     for _ in range(2):
-        losses.append(pipe.train_step(*rows_of(replica)))
+        mine = pipe.train_step(*rows_of(replica))
         engine.step()
-        loss = nn.functional.mse_loss(whole(x), y)
-        loss.backward()
+        nn.functional.mse_loss(whole(x), y).backward()
         optimizer.step(), optimizer.zero_grad()
-    theirs = whole[place].state_dict()
-    distance = max((value - theirs[key]).abs().max().item() for key, value in stage.state_dict().items())
-    return distance, losses[1] is not None
+    assert (mine is not None) == (place == 1)
+    assert all((a - b).abs().max() <= 1e-12 for a, b in zip(stage.parameters(), whole[place].parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_weights_of_one_process(name):
-    found = launch(trained, 4, name)
-    assert max(distance for distance, _ in found) <= 1e-12
-    assert [has_loss for _, has_loss in found] == [False, True, False, True]
-
-
-def divided(comm):
+@on_ranks(2, fails="is trained by DataParallel, and schedule zb-h1 divides its backward")
+def test_a_divided_backward_of_an_engine_is_refused(comm):
     engine = DataParallel(layers()[comm.rank], comm.split([comm.rank]), partial(torch.optim.SGD, lr=0.5))
     PipelineParallelStage({comm.rank: engine}, comm, schedule("zb-h1", 2, 4))
-
-
-def test_a_divided_backward_of_an_engine_is_refused():
-    with pytest.raises(RankError, match="is trained by DataParallel, and schedule zb-h1 divides its backward"):
-        launch(divided, 2)

@@ -1,6 +1,8 @@
 """What goes between ranks, and when a rank may wait for what it has sent: no schedule comes to a stop, whatever takes
 how long."""
 
+import itertools
+
 import pytest
 
 from refimpl.parallel.pipeline import schedule
@@ -58,14 +60,10 @@ def test_no_circle_of_ranks_waits_for_each_other(name, p, m):
 
 @pytest.mark.parametrize(("name", "p", "m"), CASES)
 def test_messages_are_received_in_the_order_in_which_they_are_sent(name, p, m):
-    plan = schedule(name, p, m)
-    turns = [route(plan, rank) for rank in range(p)]
-    for here in range(p):
-        for there in range(p):
-            if here != there:
-                sent = [turn.makes for turn in turns[here] if turn.target == there]
-                posted = [message for turn in turns[there] for source, message in turn.room if source == here]
-                assert sent == posted
+    turns = [route(schedule(name, p, m), rank) for rank in range(p)]
+    for here, there in itertools.permutations(range(p), 2):
+        sent = [turn.makes for turn in turns[here] if turn.target == there]
+        assert sent == [message for turn in turns[there] for source, message in turn.room if source == here]
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])

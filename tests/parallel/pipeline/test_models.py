@@ -4,22 +4,20 @@ import copy
 
 import pytest
 import torch
-from tensor_kit import GPTS, whole
+from rank_pool import pooled
+from tensor_kit import GPTS, bodies, tokens_of, whole
 from torch import nn
 
-from refimpl.comm import launch
 from refimpl.model import GPT
 from refimpl.parallel import pipeline
 
 NAMES = [*GPTS, "gpt2", "llama", "tied llama", "qwen2", "mistral"]
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5}
-ROWS = 7
 
 
 def batch_of(model):
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, model.config.vocab_size, (ROWS, 7), generator=generator)
-    targets = tokens.clone() if not isinstance(model, GPT) else tokens.roll(-1, 1)
+    tokens = tokens_of(model, 7, 7)
+    targets = tokens.roll(-1, 1) if isinstance(model, GPT) else tokens.clone()
     targets[0], targets[1, 3:], targets[5] = -100, -100, -100  # micro-batches differ in targets; one has none
     return tokens, targets
 
@@ -60,7 +58,7 @@ def loss_in_fp64(logits, labels, vocab_size, **_):
 
 def deep(model):
     """Give a model four layers, so that four ranks have one each."""
-    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers = bodies(model)
     for _ in range(2):
         layers.append(copy.deepcopy(layers[0]))
         for p in layers[-1].parameters():
@@ -70,7 +68,7 @@ def deep(model):
             model.loss_function = loss_in_fp64
         model.config.num_hidden_layers = 4
         if getattr(model.config, "layer_types", None):
-            model.config.layer_types = [*model.config.layer_types, *model.config.layer_types]
+            model.config.layer_types = 2 * model.config.layer_types
     return model
 
 
@@ -85,18 +83,19 @@ FP64, FP32 = torch.float64, torch.float32
 CASES = {"one rank": (1, [(name, "1f1b", 5, FP64) for name in ("gpt", "tied llama")]),
          "backward in two": (2, [(name, "zb-h1", 5, FP64) for name in NAMES]),
          "batch at the ends": (4, [(name, "1f1b", 5, FP64, True) for name in NAMES]),
-         "fp32": (2, [(name, "zb-h1", 5, FP32) for name in ("gpt", "llama")]),
-         "two stages on a rank": (2, [(name, schedule, 4, FP64) for name in ("gpt", "gpt2", "tied llama")
-                                      for schedule in ("interleaved", "zb-v", "dualpipe-v")])}
+         "fp32": (2, [(name, "zb-h1", 5, FP32) for name in ("gpt", "llama")]), "two stages on a rank": (2, [
+             (name, schedule, 4, FP64) for name in ("gpt", "gpt2", "tied llama")
+             for schedule in ("interleaved", "zb-v", "dualpipe-v")])}
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_the_gradients_of_the_unsplit_model(kind):
-    assert launch(too_far, CASES[kind][0], CASES[kind][1]) == [{}] * CASES[kind][0]
+    N, cases = CASES[kind]
+    assert pooled(too_far, N, cases) == [{}] * N
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "tied llama"])
 def test_without_the_sum_of_tied_gradients_they_are_wrong(name):
-    wrong = {key for found in launch(distances, 2, name, "1f1b", 4, torch.float64, False, False)
+    wrong = {key for found in pooled(distances, 2, name, "1f1b", 4, torch.float64, False, False)
              for key, each in found.items() if not each <= 1e-12}
     assert len(wrong) == 2 and any("head" in key for key in wrong)

@@ -6,21 +6,19 @@ import functools
 import pytest
 import torch
 from one_screen import check_paper
+from pipeline_kit import WIDTH as C
+from pipeline_kit import mlp
+from rank_pool import pooled
 from torch import nn
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.comm import launch
 from refimpl.model import GPT, GPTConfig
 from refimpl.parallel.pipeline import PipelineParallelStage, paper, partition, schedule
 from refimpl.parallel.pipeline.messages import message_traffic
 
-C, ROWS, T = 16, 3, 4
+ROWS, T = 3, 4
 X = 8 * ROWS * T * C
-
-
-def mlp():
-    return nn.Sequential(nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)).double()
 
 
 def gpt_loss(logits, targets):
@@ -43,23 +41,17 @@ def by_paper(comm, stage, inputs, targets, loss, m):
     return lambda: paper.one_forward_one_backward(stage, comm, inputs.chunk(m), targets.chunk(m), loss, like)
 
 
-def by_executor(comm, stage, inputs, targets, loss, m):
-    pipe = PipelineParallelStage({comm.rank: stage}, comm, schedule("1f1b", comm.world_size, m), loss=loss)
+def by_executor(comm, stage, inputs, targets, loss, m, name="1f1b"):
+    pipe = PipelineParallelStage({comm.rank: stage}, comm, schedule(name, comm.world_size, m), loss=loss)
     return lambda: pipe.train_step(inputs, targets)
 
 
-def all_first(comm, stage, inputs, targets, loss, m):
-    """The mutant that runs all forwards first, and keeps them."""
-    pipe = PipelineParallelStage({comm.rank: stage}, comm, schedule("gpipe", comm.world_size, m), loss=loss)
-    return lambda: pipe.train_step(inputs, targets)
-
-
-VERSIONS = {"paper": by_paper, "executor": by_executor, "all first": all_first}
+# "all first": the mutant that runs all forwards first, and keeps them.
+VERSIONS = {"paper": by_paper, "executor": by_executor, "all first": functools.partial(by_executor, name="gpipe")}
 
 
 def readings(comm, version, kind, m):
     """Return (loss, gradients, most bytes of activations, bytes of messages sent)."""
-    torch.set_num_threads(1)
     stages, inputs, targets, loss = given(kind, comm.world_size, m)
     stage = stages[comm.rank]
     step = VERSIONS[version](comm, stage, inputs, targets, loss, m)
@@ -76,7 +68,7 @@ def readings(comm, version, kind, m):
 
 @functools.cache
 def found(version, kind, p, m):
-    return launch(readings, p, version, kind, m)
+    return pooled(readings, p, version, kind, m)
 
 
 CASES = pytest.mark.parametrize(("kind", "p", "m"), [("mlp", 1, 3), ("mlp", 2, 4), ("mlp", 4, 2), ("mlp", 4, 6),
@@ -86,8 +78,7 @@ CASES = pytest.mark.parametrize(("kind", "p", "m"), [("mlp", 1, 3), ("mlp", 2, 4
 @CASES
 def test_the_numbers_of_the_executor(kind, p, m):
     for ours, theirs in zip(found("paper", kind, p, m), found("executor", kind, p, m), strict=True):
-        assert ours[0] == theirs[0]
-        assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+        assert ours[0] == theirs[0] and all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
 
 
 @CASES
@@ -104,15 +95,10 @@ def test_the_numbers_of_the_whole_model(kind, p, m):
 
 
 @CASES
-def test_activations_and_traffic_of_the_executor(kind, p, m):
-    assert_bytes("paper", kind, p, m)
-
-
-def assert_bytes(version, kind, p, m):
+def test_activations_and_traffic_of_the_executor(kind, p, m, version="paper"):
     plan = schedule("1f1b", p, m)
     for r, (ours, theirs) in enumerate(zip(found(version, kind, p, m), found("executor", kind, p, m), strict=True)):
-        assert ours[2:] == theirs[2:]
-        assert ours[3] == message_traffic(plan, r, X)
+        assert ours[2:] == theirs[2:] and ours[3] == message_traffic(plan, r, X)
         if kind == "mlp":
             assert ours[2] == min(m, p - r) * (8 * ROWS * T * (2 + 9 * C) + X * (r == p - 1))
 
@@ -121,7 +107,7 @@ def test_all_forwards_first_has_the_same_numbers_and_fails_here():
     for ours, theirs in zip(found("all first", "mlp", 4, 6), found("executor", "mlp", 4, 6), strict=True):
         assert all((a - b).abs().max() <= 1e-12 for a, b in zip(ours[1], theirs[1], strict=True))
     with pytest.raises(AssertionError):
-        assert_bytes("all first", "mlp", 4, 6)
+        test_activations_and_traffic_of_the_executor("mlp", 4, 6, "all first")
 
 
 def test_one_screen_that_is_read_first():

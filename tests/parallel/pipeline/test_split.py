@@ -2,108 +2,96 @@
 
 import contextlib
 import copy
+import dataclasses
+import functools
 
 import pytest
 import torch
 from outside.models import GROUPED, causal
-from tensor_kit import with_exact_norms
+from pipeline_kit import WIDTH, mlp
+from tensor_kit import GPTS, OTHERS, with_exact_norms
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from refimpl import memory
-from refimpl.model import GPT, GPTConfig
+from refimpl.model import GPT
 from refimpl.parallel.pipeline import split as split_module
 from refimpl.parallel.pipeline.split import KnownPart, Part, SplitBackward
 
-WIDTH, ROWS = 16, 12
+ROWS = 12
 
 
-class Attention(nn.Module):
+class Model(nn.Module):
+    """Modules and parameters by name, with what is computed of them."""
+
+    def __init__(self, compute, **parts):
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def attention(model, x):
     """torch's, which reads the weights of its last layer in place of calling it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-
-    def forward(self, x):
-        x = self.norm(x)
-        return x + self.inner(x, x, x, need_weights=False)[0]
+    x = model.norm(x)
+    return x + model.inner(x, x, x, need_weights=False)[0]
 
 
-class Scaled(nn.Module):
+def scaled(model, x):
     """Has a weight and a child; calls one layer twice, and reads its weight, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.linear = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return F.linear(self.linear(self.linear(x)) * self.scale, self.linear.weight)
+    return F.linear(model.linear(model.linear(x)) * model.scale, model.linear.weight)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.out = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        out, (hidden, _) = self.inner(x)
-        return self.out(out) + hidden.sum()
+def recurrent(model, x):
+    out, (hidden, _) = model.inner(x)
+    return model.out(out) + hidden.sum()
 
 
-class Recomputed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.first, self.reentrant = nn.Linear(WIDTH, WIDTH), reentrant
-        self.body = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x):
-        return checkpoint(self.body, self.first(x), use_reentrant=self.reentrant)
+def recomputed(model, x, reentrant=False):
+    return checkpoint(model.body, model.first(x), use_reentrant=reentrant)
 
 
-class Named(nn.Module):
-    """Gives a layer its input by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(input=self.first(x))
-
-
-class Cast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.body(x).to(x.dtype)
+def cast(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.body(x).to(x.dtype)
 
 
 def frozen():
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(linear(), nn.Tanh(), linear(), linear())
     model[2].requires_grad_(False)
     model[3].bias.requires_grad_(False)
     return model
 
 
-GPTS = {"vocab_size": 61, "context_length": 16, "layers": 2, "hidden": 32, "heads": 4}
-SIZES = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "resid_pdrop": 0.0,
-         "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def body():
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
 MODELS = {
-    "gpt": lambda: GPT(GPTConfig(**GPTS)),
-    "rotary gpt": lambda: GPT(GPTConfig(**GPTS, positions="rotary", norm="rmsnorm", activation="swiglu", bias=False)),
-    "gpt2": causal("gpt2", **SIZES), "llama": causal("llama", **GROUPED),
-    "attention": Attention, "scaled": Scaled, "recurrent": Recurrent, "named": Named,
-    "recomputed": lambda: Recomputed(False), "recomputed, reentrant": lambda: Recomputed(True),
-    "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
-    "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)),
-    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Flatten(), nn.BatchNorm1d(3 * WIDTH)),
+    "gpt": lambda: GPT(GPTS["gpt"]), "rotary gpt": lambda: GPT(dataclasses.replace(
+        GPTS["gpt"], positions="rotary", norm="rmsnorm", activation="swiglu", bias=False)),
+    "gpt2": OTHERS["gpt2"], "llama": causal("llama", **GROUPED),
+    "attention": lambda: Model(attention, norm=nn.LayerNorm(WIDTH), inner=nn.MultiheadAttention(
+        WIDTH, 4, batch_first=True)),
+    "scaled": lambda: Model(scaled, scale=nn.Parameter(torch.ones(WIDTH)), linear=linear()),
+    "recurrent": lambda: Model(recurrent, inner=nn.LSTM(WIDTH, WIDTH, batch_first=True), out=linear()),
+    "named": lambda: Model(lambda model, x: model.second(input=model.first(x)), first=linear(), second=linear()),
+    "recomputed": lambda: Model(recomputed, first=linear(), body=body()),
+    "recomputed, reentrant": lambda: Model(functools.partial(recomputed, reentrant=True), first=linear(), body=body()),
+    "in place": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()),
+    "dropout": lambda: nn.Sequential(linear(), nn.Dropout(0.5), linear()),
+    "batch norm": lambda: nn.Sequential(linear(), nn.Flatten(), nn.BatchNorm1d(3 * WIDTH)),
     "convolution": lambda: nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.PReLU()),
-    "frozen": frozen, "cast": Cast}
+    "frozen": frozen,
+    "cast": lambda: Model(cast, body=nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.GELU(), linear()))}
 TOKENS = ("gpt", "rotary gpt", "gpt2", "llama")
 
 
@@ -130,10 +118,23 @@ def gradients(model, x):
     return {"x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
 
 
+def twice(name):
+    """Return a model and its input, and the same again."""
+    model, x = built(name), given(name)
+    return model, x, copy.deepcopy(model), x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def assert_gradients(model, x, whole, x_whole):
+    theirs = gradients(whole, x_whole)
+    for key, each in gradients(model, x).items():
+        assert (each is None) == (theirs[key] is None), key
+        if each is not None:
+            assert (each - theirs[key]).abs().max() <= 1e-12 * max(1, theirs[key].abs().max()), key
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gradients_of_one_backward(name):
-    model, x = built(name), given(name)
-    whole, x_whole = copy.deepcopy(model), x.detach().clone().requires_grad_(x.requires_grad)
+    model, x, whole, x_whole = twice(name)
     split, parts = SplitBackward(model), []
     with split.recording(parts):
         loss = loss_of(model, x)
@@ -142,30 +143,21 @@ def test_the_gradients_of_one_backward(name):
     with split.recording(parts):  # a checkpoint runs its forward once more
         loss.backward()
     expected.backward()
-    theirs = gradients(whole, x_whole)
     early = {key for key, each in gradients(model, x).items() if each is not None} - {"x"}
     trained = {key for key, p in model.named_parameters() if p.requires_grad}
-    assert early < trained  # something is left for W
-    assert early >= set(split.whole)
-    if name in TOKENS:
-        assert not early
+    assert set(split.whole) <= early < trained  # something is left for W
+    assert name not in TOKENS or not early
     for part in reversed(parts):
         part.weights_backward()
-    for key, each in gradients(model, x).items():
-        if theirs[key] is None:
-            assert each is None, key
-        else:
-            assert (each - theirs[key]).abs().max() <= 1e-12 * max(1, theirs[key].abs().max()), key
-    for key, each in model.named_buffers():
-        assert torch.equal(each, whole.get_buffer(key))
+    assert_gradients(model, x, whole, x_whole)
+    assert all(torch.equal(each, whole.get_buffer(key)) for key, each in model.named_buffers())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_that_are_added_in_place(name, monkeypatch):
     """B and W at once, twice, so that the second adds to what is there; weights of any size."""
     monkeypatch.setattr(split_module, "LARGE", 0)
-    model, x = built(name), given(name)
-    whole, x_whole = copy.deepcopy(model), x.detach().clone().requires_grad_(x.requires_grad)
+    model, x, whole, x_whole = twice(name)
     split = SplitBackward(model)
     for _ in range(2):
         with split.recording():
@@ -174,11 +166,7 @@ def test_gradients_that_are_added_in_place(name, monkeypatch):
         expected = loss_of(whole, x_whole)
         expected.backward()
         assert torch.equal(loss, expected)
-    theirs = gradients(whole, x_whole)
-    for key, each in gradients(model, x).items():
-        assert (each is None) == (theirs[key] is None), key
-        if each is not None:
-            assert (each - theirs[key]).abs().max() <= 1e-12 * max(1, theirs[key].abs().max()), key
+    assert_gradients(model, x, whole, x_whole)
 
 
 LARGE_LAYER = 2**17 * 8  # bytes of a weight
@@ -199,17 +187,13 @@ def test_a_gradient_that_is_added_in_place_takes_no_temporary_tensor(kind, in_pl
 
 
 def test_a_compiled_module_has_its_gradients_in_b():
-    torch.manual_seed(0)
-    model, x, parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), torch.randn(3, WIDTH), []
+    model, x, parts = nn.Sequential(linear(), linear()), torch.randn(3, WIDTH), []
     model(x).square().sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
-    split = SplitBackward(model)
-    compiled = torch.compile(model, backend="aot_eager")
-    with split.recording(parts):
-        compiled(x).square().sum().backward()
-    assert not parts
-    assert all(torch.allclose(p.grad, each) for p, each in zip(model.parameters(), expected, strict=True))
+    with SplitBackward(model).recording(parts):
+        torch.compile(model, backend="aot_eager")(x).square().sum().backward()
+    assert not parts and all(torch.allclose(p.grad, each) for p, each in zip(model.parameters(), expected, strict=True))
 
 
 def hooked(model):
@@ -239,7 +223,7 @@ def test_what_others_have_put_on_a_module_holds(change, divided, monkeypatch):
     found = []
     for ours in (True, False):
         torch.manual_seed(0)
-        model, x, parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), torch.randn(3, WIDTH), []
+        model, x, parts = nn.Sequential(linear(), linear()), torch.randn(3, WIDTH), []
         change(model)
         split = SplitBackward(model) if ours else None
         with split.recording(parts if divided else None) if ours else contextlib.nullcontext():
@@ -255,16 +239,14 @@ def test_what_others_have_put_on_a_module_holds(change, divided, monkeypatch):
 
 def test_parameters_whose_gradients_come_in_b_are_named():
     assert SplitBackward(built("attention")).whole == ["inner.in_proj_weight", "inner.in_proj_bias"]
-    assert SplitBackward(built("scaled")).whole == ["scale"]
-    assert SplitBackward(built("gpt")).whole == []
+    assert SplitBackward(built("scaled")).whole == ["scale"] and SplitBackward(built("gpt")).whole == []
 
 
 def test_outside_of_a_recording_a_backward_is_one():
     model, x = built("gpt"), given("gpt")
     split = SplitBackward(model)
     loss_of(model, x).backward()
-    theirs = gradients(model, x)
-    assert all(each is not None for key, each in theirs.items() if key != "x")
+    assert all(p.grad is not None for p in model.parameters())
     with split.recording([]), torch.no_grad():
         assert not loss_of(model, x).requires_grad
     other = copy.deepcopy(model)
@@ -287,18 +269,11 @@ def test_a_version_that_leaves_nothing_for_w_is_seen():
 LAYER, HIDDEN = 8 * ROWS * 3 * WIDTH, 8 * ROWS * 3 * 4 * WIDTH  # bytes of x, and of what is 4 times as wide
 
 
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(),
-                         nn.Linear(4 * WIDTH, WIDTH)).double()
-
-
 def kept(whole_graph=False, parts_too=False):
     """Return the bytes kept after F, after B and after W. Mutants keep the graph after B, or the parts after W."""
     model, x = mlp(), given("mlp")
-    x.grad = torch.zeros_like(x)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+    for each in (x, *model.parameters()):
+        each.grad = torch.zeros_like(each)
     split, parts, dy = SplitBackward(model), [], torch.ones(ROWS, 3, WIDTH, dtype=torch.float64)
     found = []
     with memory.track(model, x, x.grad, dy) as t:

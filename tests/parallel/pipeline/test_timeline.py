@@ -5,9 +5,10 @@ import functools
 import pytest
 import torch
 from patience import Late, patiently
+from rank_pool import pooled
 from torch import nn
 
-from refimpl.comm import Link, launch
+from refimpl.comm import Link
 from refimpl.comm.timeline import timeline
 from refimpl.parallel.pipeline import Costs, PipelineParallelStage, schedule, simulate
 from refimpl.parallel.pipeline.catalogue import BUILDERS
@@ -22,7 +23,6 @@ X = 4 * 250 * WIDTH  # bytes of a message of rows 250
 
 def sleeping(comm, name, costs, link):
     """Return (idle seconds, begin, end) of a step of this rank."""
-    torch.set_num_threads(1)
     comm.link = link
     plan = schedule(name, comm.world_size, M)
     pipe = PipelineParallelStage({s: SleepingStage(WIDTH, *costs) for s in plan.stages_of(comm.rank)}, comm, plan,
@@ -40,13 +40,13 @@ def sleeping(comm, name, costs, link):
 @functools.cache
 def readings(name, costs, link=None):
     """Return (length of the step, idle of each rank)."""
-    ranks = launch(sleeping, P, name, costs, link)
-    return (max(end for _, _, end in ranks) - min(begin for _, begin, _ in ranks)) / 1e9, [idle for idle, _, _ in ranks]
+    idle, begins, ends = zip(*pooled(sleeping, P, name, costs, link), strict=True)
+    return (max(ends) - min(begins)) / 1e9, idle
 
 
-def costs_of(name, forward=1.0, backward=1.0, weight=1.0):
-    chunks = 2 if name in ("interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v") else 1
-    return Costs(*(UNIT / chunks * each for each in (forward, backward, weight)))
+def costs_of(name, *units):
+    chunks = schedule(name, P, M).stages // P
+    return Costs(*(UNIT / chunks * each for each in units or (1.0, 1.0, 1.0)))
 
 
 UNEQUAL = ("1f1b", "zb-h1", "zb-v")  # at equal costs 1f1b and zb-v are below

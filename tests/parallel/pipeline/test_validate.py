@@ -18,12 +18,7 @@ def changed(built, rank, change, **fields):
 
 
 def swapped(a, b):
-    def change(order):
-        i, j = order.index(a), order.index(b)
-        order[i], order[j] = b, a
-        return order
-
-    return change
+    return lambda order: [{a: b, b: a}.get(each, each) for each in order]
 
 
 def without(each):
@@ -34,10 +29,8 @@ def replaced(old, new):
     return lambda order: [new if each == old else each for each in order]
 
 
-F = [[Instruction(FORWARD, s, j) for j in range(8)] for s in range(8)]
-B = [[Instruction(INPUT, s, j) for j in range(8)] for s in range(8)]
-W = [[Instruction(WEIGHT, s, j) for j in range(8)] for s in range(8)]
-FULL = [[Instruction(BACKWARD, s, j) for j in range(8)] for s in range(8)]
+F, B, W, FULL = ([[Instruction(kind, s, j) for j in range(8)] for s in range(8)]
+                 for kind in (FORWARD, INPUT, WEIGHT, BACKWARD))
 ONE, H1, V = schedule("1f1b", 4, 8), schedule("zb-h1", 4, 8), schedule("zb-v", 4, 8)
 
 
@@ -101,9 +94,8 @@ def test_ranks_that_only_wait_for_the_circle_are_not_in_it():
 
 
 def test_activations_are_counted_apart():
-    counts = validate(schedule("zb-h1", 4, 8))
-    assert counts == (InFlight(4, 4, 1), InFlight(4, 3, 2), InFlight(4, 2, 3), InFlight(4, 1, 4))
-    assert validate(schedule("1f1b", 4, 8)) == tuple(InFlight(4 - r, 4 - r, 0) for r in range(4))
+    assert validate(H1) == (InFlight(4, 4, 1), InFlight(4, 3, 2), InFlight(4, 2, 3), InFlight(4, 1, 4))
+    assert validate(ONE) == tuple(InFlight(4 - r, 4 - r, 0) for r in range(4))
 
 
 def count_without_w(order):
@@ -118,8 +110,7 @@ def count_without_w(order):
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zero-bubble"])
 def test_a_count_without_w_is_too_small(name):
     built = schedule(name, 4, 8)
-    assert [count_without_w(order) for order in built.ranks] == [in_flight(order).before_backward
-                                                                 for order in built.ranks]
+    assert all(count_without_w(order) == in_flight(order).before_backward for order in built.ranks)
     assert count_without_w(built.ranks[3]) < in_flight(built.ranks[3]).peak
 
 
@@ -174,9 +165,8 @@ def test_any_instruction_dropped_or_doubled_is_named(data, name, ranks, micro_ba
 def shuffled(data, order):
     """The list in any order in which F precedes B precedes W."""
     places = data.draw(st.permutations([each[1:] for each in order]))
-    left = {key: sorted(each for each in order if each[1:] == key) for key in places}
-    left = {key: sorted(each, key=lambda x: (FORWARD, INPUT, BACKWARD, WEIGHT).index(x.kind))
-            for key, each in left.items()}
+    left = {key: sorted((each for each in order if each[1:] == key), key=lambda x: (
+        FORWARD, INPUT, BACKWARD, WEIGHT).index(x.kind)) for key in places}
     return tuple(left[key].pop(0) for key in places)
 
 

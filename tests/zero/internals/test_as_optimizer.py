@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import lr_scheduler
-from zero_kit import ENGINES, WIDTH, equal, parameters_of, rows_of, square, three_layers
+from torch.optim import lr_scheduler as lr
+from zero_kit import ENGINES, WIDTH, copied, equal, parameters_of, rows_of, square, three_layers
+from zero_steps import train
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -23,20 +24,16 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 5
 SCHEDULES = {
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
-    "step": lambda o: lr_scheduler.StepLR(o, 2), "multi step": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
-    "constant": lr_scheduler.ConstantLR, "linear": lr_scheduler.LinearLR,
-    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
-    "polynomial": lr_scheduler.PolynomialLR, "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
-    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=STEPS + 1),
-    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10.0),
-    "sequential": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)],
-                                                      milestones=[2]),
-    "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)]),
-}
+    "lambda": lambda o: lr.LambdaLR(o, lambda step: 1 / (1 + step)), "constant": lr.ConstantLR,
+    "multiplicative": lambda o: lr.MultiplicativeLR(o, lambda step: 0.9), "linear": lr.LinearLR,
+    "step": lambda o: lr.StepLR(o, 2), "multi step": lambda o: lr.MultiStepLR(o, [1, 3]),
+    "exponential": lambda o: lr.ExponentialLR(o, 0.8), "polynomial": lr.PolynomialLR,
+    "cosine": lambda o: lr.CosineAnnealingLR(o, STEPS), "restarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 2),
+    "cyclic": lambda o: lr.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),
+    "one cycle": lambda o: lr.OneCycleLR(o, max_lr=0.03, total_steps=STEPS + 1),
+    "plateau": lambda o: lr.ReduceLROnPlateau(o, patience=0, threshold=10.0),
+    "sequential": lambda o: lr.SequentialLR(o, [lr.LinearLR(o), lr.ExponentialLR(o, 0.5)], milestones=[2]),
+    "chained": lambda o: lr.ChainedScheduler([lr.LinearLR(o), lr.ExponentialLR(o, 0.5)])}
 
 
 def groups(named):
@@ -52,33 +49,28 @@ def scheduled(comm):
         for make in (None, *ENGINES):
             model = three_layers()
             if make is None:
-                ddp = DistributedDataParallel(model, broadcast_buffers=False)
-                optimizer = factory(groups(list(model.named_parameters())))
+                forward = DistributedDataParallel(model, broadcast_buffers=False)
+                optimizer, backward = factory(groups(list(model.named_parameters()))), torch.Tensor.backward
             else:
-                optimizer = make(model, comm, factory, groups=groups, bucket_bytes=300)
+                forward = optimizer = make(model, comm, factory, groups=groups, bucket_bytes=300)
+                backward = optimizer.backward
             scheduler, rates = schedule(optimizer), []
             for step in range(STEPS):
-                if make is None:
-                    optimizer.zero_grad()
-                    ddp(rows_of(comm, step)).square().mean().backward()
-                else:
-                    optimizer.backward(square(optimizer, rows_of(comm, step)))
+                optimizer.zero_grad()
+                backward(square(forward, rows_of(comm, step)))
                 optimizer.step()
                 scheduler.step(*[1.0] * (name == "plateau"))
                 rates.append([group["lr"] for group in optimizer.param_groups])
-            whole = {key: p.detach().clone() for key, p in model.named_parameters()} if make is None else None
-            found[name][make and make.__name__] = rates, whole or parameters_of(optimizer)
+            found[name][make and make.__name__] = rates, copied(model) if make is None else parameters_of(optimizer)
     return found
 
 
-def quietly(comm):
-    """No schedule says that it was called before the optimizer, or that its `step` is another one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Detected call|Seems like")
-        return scheduled(comm)
-
-
 def test_every_schedule_as_with_ddp():
+    def quietly(comm):
+        """No schedule says that it was called before the optimizer, or that its `step` is another one."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Detected call|Seems like")
+            return scheduled(comm)
     for answer in launch(quietly, 2):
         for name, found in answer.items():
             rates, parameters = found.pop(None)
@@ -92,23 +84,20 @@ def test_a_schedule_goes_on_where_it_was_saved(make, tmp_path):
     def begun(make):
         engine = make(three_layers(), FakeCommunicator(0, 1), ADAMW, groups=groups)
         return engine, SCHEDULES["one cycle"](engine)
-
     def trained(engine, scheduler, steps):
         for step in steps:
-            engine.backward(square(engine, rows_of(engine.comm, step)))
-            engine.step()
+            train(engine, 1, step)
             scheduler.step()
         return engine
-
     engine, scheduler = begun(make)
     trained(engine, scheduler, range(3)).save(tmp_path)
     sd, saved = engine.state_dict(), scheduler.state_dict()
     assert sd["param_groups"][0]["initial_lr"] == pytest.approx(0.03 / 25) and "max_lr" in sd["param_groups"][1]
     expected = parameters_of(trained(engine, scheduler, (3, 4)))
-    for load in (lambda engine: engine.load(tmp_path), lambda engine: engine.load_state_dict(sd)):
+    for load, source in ((DataParallel.load, tmp_path), (DataParallel.load_state_dict, sd)):
         for other in (make, Zero3):
             again, schedule = begun(other)
-            load(again)
+            load(again, source)
             schedule.load_state_dict(saved)
             assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in sd["param_groups"]]
             assert equal(parameters_of(trained(again, schedule, (3, 4))), expected)
@@ -137,16 +126,13 @@ def test_what_an_optimizer_does_and_an_engine_does_not_is_refused_by_name(make):
         engine.step()
     assert t.now["optimizer state"] >= 2 * 4 * 4 / (2 if engine.stage else 1)
     known = {name for name in vars(torch.optim.Optimizer) if not name.startswith("__")} - set(refused)
-    assert known - vars(SavingMethods).keys() - vars(DataParallel).keys() <= {
+    assert known - vars(DataParallel.__mro__[1]).keys() - vars(DataParallel).keys() <= {
         "OptimizerPreHook", "OptimizerPostHook", "profile_hook_step", "_patch_step_function", "_optimizer_step_code",
         "_group_tensors_by_device_and_dtype", "_process_value_according_to_param_policy",
         "_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"}
 
 
-SavingMethods = DataParallel.__mro__[1]
-
-
-# --- loss scalers ----------------------------------------------------------------------------------------------------
+ONE_SKIPPED = [(False, 1024), (True, 512), (False, 512), (False, 512)]  # steps: (skipped, the scale after it)
 
 
 def scaled(comm, kind, unscales, zeroes=True):
@@ -192,23 +178,19 @@ def damaged(comm, gradient, at):
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_a_scaler_that_asks_all_ranks(unscales, zeroes):
-    first, second = launch(scaled, 2, "adaptive", unscales, zeroes)
-    expected = [(False, 1024), (True, 512), (False, 512), (False, 512)]
-    assert first == second == {make.__name__: expected for make in ENGINES}
+    assert launch(scaled, 2, "adaptive", unscales, zeroes) == [{make.__name__: ONE_SKIPPED for make in ENGINES}] * 2
 
 
 @pytest.mark.parametrize("unscales", [False, True])
 def test_torch_has_one_too(unscales):
-    first, second = launch(scaled, 2, "sharded", unscales)
-    expected = [(False, 1024), (True, 512), (False, 512), (False, 512)]
-    assert first == second == {make.__name__: expected for make in ENGINES}
+    assert launch(scaled, 2, "sharded", unscales) == [{make.__name__: ONE_SKIPPED for make in ENGINES}] * 2
 
 
 @pytest.mark.parametrize("unscales", [False, True])
 def test_one_that_asks_a_shard_is_refused(unscales):
     first, second = launch(scaled, 2, "torch", unscales)
     assert first == second
-    assert first.pop("DataParallel") == [(False, 1024), (True, 512), (False, 512), (False, 512)]
+    assert first.pop("DataParallel") == ONE_SKIPPED
     for name, (said,) in first.items():
         assert said.startswith(f"GradScaler looks for inf in one rank's shard of the gradients, and {name} has them in")
         assert "use refimpl.mixed_precision.AdaptiveLossScaler(comm=comm)" in said
@@ -236,16 +218,15 @@ def test_ours_asks_a_shard_alone_no_more():
     assert first == second and len(first) == 6
 
 
-def disabled(comm):
-    """What is off asks nothing; alone a rank has all shards."""
-    for world in (comm, FakeCommunicator(0, 1)):
-        engine = Zero1(three_layers(), world, SGD)
-        scaler = torch.amp.GradScaler("cpu", enabled=world is not comm)
-        engine.backward(scaler.scale(square(engine, torch.ones(2, WIDTH))))
-        scaler.step(engine)
-        scaler.update()
-        assert engine._steps == 1
-
-
 def test_a_scaler_that_is_off_or_of_a_rank_alone():
+    def disabled(comm):
+        """What is off asks nothing; alone a rank has all shards."""
+        for world in (comm, FakeCommunicator(0, 1)):
+            engine = Zero1(three_layers(), world, SGD)
+            scaler = torch.amp.GradScaler("cpu", enabled=world is not comm)
+            engine.backward(scaler.scale(square(engine, torch.ones(2, WIDTH))))
+            scaler.step(engine)
+            scaler.update()
+            assert engine._steps == 1
+
     launch(disabled, 2)

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from zero_kit import ENGINES, farthest, parameters_of
+from zero_steps import update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -36,41 +37,40 @@ def test_what_treats_each_element_by_itself_passes(make):
     check_elementwise(make, None, named((), (1,), (3,), (2, 5), (2, 2, 3), (1, 2, 3, 4, 5)))
 
 
-class Normed(torch.optim.SGD):
+class Looking(torch.optim.SGD):
+    def each(self):
+        """(param group, parameter)."""
+        return [(group, p) for group in self.param_groups for p in group["params"]]
+
+
+class Normed(Looking):
     """It divides by the norm of a tensor's gradient, in groups that say so."""
-
     def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if group.get("normed", group["weight_decay"]):
-                    p.grad /= p.grad.norm()
+        for group, p in self.each():
+            if group.get("normed", group["weight_decay"]):
+                p.grad /= p.grad.norm()
         super().step()
 
 
-class Clipping(torch.optim.SGD):
+class Clipping(Looking):
     """By the norm of all gradients."""
-
     def step(self):
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        nn.utils.clip_grad_norm_([p for _, p in self.each()], 1.0)
         super().step()
 
 
-class Noisy(torch.optim.SGD):
+class Noisy(Looking):
     def step(self):
         super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(torch.randn_like(p), alpha=1e-3)
+        for _, p in self.each():
+            p.add_(torch.randn_like(p), alpha=1e-3)
 
 
-class Flat(torch.optim.SGD):
+class Flat(Looking):
     """It is made for matrices, and for vectors alone."""
-
     def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.dim() != group["dim"]:
-                    raise IndexError("no rows")
+        if any(p.dim() != group["dim"] for group, p in self.each()):
+            raise IndexError("no rows")
         super().step()
 
 
@@ -83,7 +83,6 @@ def test_what_does_not_is_refused_by_name(make):
 def test_each_group_is_tried_with_its_options_and_its_numbers_of_dimensions():
     parameters = named((4, 3), (3,), (2,))
     matrix, *vectors = [p for _, p in parameters]
-
     def groups(first, second):
         return lambda named: [{"params": [matrix], **first}, {"params": iter(vectors), **second}]
     normed, flat = (functools.partial(each, lr=0.1) for each in (Normed, Flat))
@@ -106,23 +105,19 @@ def test_matrices_alone(make):
 @pytest.mark.parametrize("make", ENGINES)
 def test_an_engine_refuses_before_it_changes_anything(make):
     model = nn.Linear(4, 3)
-    before = {name: (p.data_ptr(), p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
+    before = [(p.data_ptr(), p._post_accumulate_grad_hooks) for p in model.parameters()]
     if make is DataParallel:
         make(model, FakeCommunicator(0, 2), torch.optim.Adafactor)
         return
     with pytest.raises(TypeError, match=f"Adafactor {REFUSED}"):
         make(model, FakeCommunicator(0, 2), torch.optim.Adafactor)
-    assert before == {name: (p.data_ptr(), p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
+    assert before == [(p.data_ptr(), p._post_accumulate_grad_hooks) for p in model.parameters()]
     assert not model._forward_hooks and not model._forward_pre_hooks
-
-
-# --- nothing sees the trial ------------------------------------------------------------------------------------------
 
 
 def test_nothing_outside_sees_it():
     heard, made, before = [], [], torch.get_rng_state()
     handle = register_optimizer_step_post_hook(lambda *_: heard.append(1))
-
     def make(groups):
         made.append(torch.optim.AdamW(groups))
         return made[-1]
@@ -156,22 +151,18 @@ def test_a_dry_run_tries_it_on_a_cpu(device):
     assert t.notes == [] and t.peak["optimizer state"] == 0
 
 
-# --- accepted, if and only if the stages agree -----------------------------------------------------------------------
+def model():
+    """The first layer's weight is before a norm: its gradient is across it, which some optimizers look for."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 20, bias=False), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 17))
 
 
 def trained(engine):
     comm = engine.comm
     for step in range(3):
         x = torch.randn(16, 24, generator=torch.Generator().manual_seed(step)).chunk(comm.world_size)[comm.rank]
-        engine.backward(engine.forward(x).square().mean())
-        engine.step()
+        update(engine, engine.forward(x).square().mean())
     return parameters_of(engine)
-
-
-def model():
-    """The first layer's weight is before a norm: its gradient is across it, which some optimizers look for."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 20, bias=False), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 17))
 
 
 def compared(comm):

@@ -29,8 +29,7 @@ USES = {
     "data": lambda model: [p.grad.data for p in model.parameters() if p.grad is not None],
     "an optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1, momentum=0.9).step(),
     "zero_": lambda model: model.zero_grad(set_to_none=False),
-    "backward by itself": lambda model: sum(p.sum() for p in model.parameters()).backward(),
-}
+    "backward by itself": lambda model: sum(p.sum() for p in model.parameters()).backward()}
 
 
 @pytest.mark.parametrize("use", USES)

@@ -16,17 +16,12 @@ def test_what_is_trained_and_what_is_frozen():
     assert [name for name, _ in frozen] == ["2.weight", "2.bias", "4.bias"]
 
 
-def on_meta():
-    with torch.device("meta"):
-        return nn.Linear(2, 2)
-
-
 @pytest.mark.parametrize(("model", "options", "error", "said"), [
     (Frozen, {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, TypeError, "optimizer is an SGD already"),
     (Frozen, {"store": Elsewhere()}, TypeError, "store=.*: DataParallel has no shards to store; use Zero1, Zero2 or Z"),
     (nn.Tanh, {}, ValueError, "no parameter of the model requires a gradient"),
-    (on_meta, {}, ValueError, "weight is on the meta device: Zero3 gives such a model its values"),
-])
+    (lambda: nn.Linear(2, 2, device="meta"), {}, ValueError,
+     "weight is on the meta device: Zero3 gives such a model its values")])
 def test_what_is_refused(model, options, error, said):
     with pytest.raises(error, match=said):
         DataParallel(model(), FakeCommunicator(0, 1), **options)
@@ -36,6 +31,5 @@ def test_what_is_refused(model, options, error, said):
 def test_a_parameter_that_is_thawed_later_is_named(make):
     engine = make(Frozen(), FakeCommunicator(0, 2), SGD)
     engine.model[2].weight.requires_grad_(True)
-    loss = square(engine, torch.ones(2, 10))
     with pytest.raises(RuntimeError, match="2.weight requires a gradient now, and did not when the engine was made"):
-        engine.backward(loss)
+        engine.backward(square(engine, torch.ones(2, 10)))

@@ -7,7 +7,8 @@ import torch
 from hsdp_kit import levels
 from outside.models import GROUPED, causal
 from quantized_bodies import bytes_of_steps, engine_of
-from zero_kit import ADAMW, SGD, equal, farthest, gpt, gradients_of_step, parameters_of, token_batches, train_gpt
+from zero_kit import SGD, equal, farthest, gpt, gradients_of_step, own_rows, parameters_of, token_batches, train_gpt
+from zero_steps import gpt_engine, update
 
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.comm.errors import CollectiveMismatch
@@ -37,7 +38,6 @@ def test_bytes_on_the_wire():
 
 class Decoded(BlockCodec):
     """The mutant: it rounds, and sends numbers of 4 bytes."""
-
     def payload_bytes(self, numel):
         return super().payload_bytes(numel) + 3 * numel // 16 * 16
 
@@ -75,7 +75,7 @@ def test_shards_stay_exact_and_so_does_what_gathered_shows():
 
 def nearly_the_same(comm):
     """How far a step of SGD is from one without codecs, relative to it; whether ranks agree to the bit."""
-    start, found = {name: p.detach().clone() for name, p in gpt().named_parameters()}, []
+    start, found = {name: p.detach() for name, p in gpt().named_parameters()}, []
     _, both = levels(comm)
     for stage, codecs, more in ((0, {}, {}), (0, {"gradients": INT8}, {}), (1, {"gradients": INT8}, {}),
                                 (2, {"gradients": INT8, "ranks_per_machine": 2}, {}), (3, BOTH, {}),
@@ -83,7 +83,7 @@ def nearly_the_same(comm):
                                 (2, {"gradients": INT8}, {**both, "reduce_dtype": torch.bfloat16})):
         engine = engine_of(comm, stage, **codecs, optimizer=SGD, **more)
         before = both["replicas"].traffic.total
-        gradients_of_step(engine, token_batches(1)[0])
+        gradients_of_step(engine)
         between = both["replicas"].traffic.total - before
         engine.step()
         after = parameters_of(engine)
@@ -102,33 +102,30 @@ def test_a_step_is_that_without_codecs_but_for_their_error():
     assert max(errors) < 0.05 and int4 < 0.2 and min(*errors, int4) > 1e-4, (errors, int4)
 
 
-def overflown(comm, stage, codecs):
-    """An inf on one rank: the scaler skips on all, which changes nothing, and the next step goes on."""
-    engine = engine_of(comm, stage, **codecs)
-    scaler, found = AdaptiveLossScaler(init_scale=2.0, comm=comm), [parameters_of(engine)]
-    rows = token_batches(1)[0][0].chunk(comm.world_size)[comm.rank]
-    for factor in (1.0 if comm.rank else float("inf"), 1.0):
-        engine.backward(scaler.scale(engine(rows, rows)) * factor)
-        scaler.step(engine)
-        scaler.update()
-        found.append(parameters_of(engine))
-    return scaler.skipped_steps, equal(*found[:2]), farthest(*found[1:])
-
-
 def test_what_is_not_finite_is_seen_by_all_ranks():
+    def overflown(comm, stage, codecs):
+        """An inf on one rank: the scaler skips on all, which changes nothing, and the next step goes on."""
+        engine = engine_of(comm, stage, **codecs)
+        scaler, found = AdaptiveLossScaler(init_scale=2.0, comm=comm), [parameters_of(engine)]
+        rows = own_rows(comm, token_batches(1)[0, 0])
+        for factor in (1.0 if comm.rank else float("inf"), 1.0):
+            engine.backward(scaler.scale(engine(rows, rows)) * factor)
+            scaler.step(engine)
+            scaler.update()
+            found.append(parameters_of(engine))
+        return scaler.skipped_steps, equal(*found[:2]), farthest(*found[1:])
+
     for stage, codecs in ((3, {**BOTH, "ranks_per_machine": 2}), (2, {"gradients": INT4})):
         for skipped, kept, moved in launch(overflown, 4, stage, codecs):
             assert skipped == 1 and kept and 0 < moved < 0.01
 
 
-def refused(comm, given):
-    try:
-        engine_of(comm, 3, **given[comm.rank])
-    except CollectiveMismatch as error:
-        return str(error)
-
-
 def test_ranks_with_other_options_are_named():
+    def refused(comm, given):
+        try:
+            engine_of(comm, 3, **given[comm.rank])
+        except CollectiveMismatch as error:
+            return str(error)
     for other, what in (({}, "quantized_weights"), ({"weights": INT4}, "quantized_weights"),
                         ({"weights": INT8}, "hook"), ({"weights": INT8, "gradients": INT4}, "hook"),
                         ({**BOTH, "ranks_per_machine": 2}, "hook")):
@@ -145,14 +142,12 @@ def test_what_is_no_codec():
         engine_of(fake(), 3, gradients=INT8, ranks_per_machine=3)
     engine = engine_of(fake(), 2, gradients=INT8)
     with pytest.raises(RuntimeError, match="another engine's hook already"):
-        Zero3(gpt(), fake(), ADAMW, hook=engine.reducer.hook)
+        gpt_engine(3, fake(), hook=engine.reducer.hook)
 
 
 def fake():
     return FakeCommunicator(0, 4)
 
-
-# --- what it learns, and what is saved -------------------------------------------------------------------------------
 
 SIZES = {"vocab_size": 256, "context_length": 32, "layers": 2, "hidden": 32, "heads": 4}
 
@@ -167,8 +162,7 @@ def learned(comm, name, steps, codec):
     batches, losses = TextData().batches(4, 32, rank=comm.rank, world_size=comm.world_size, epochs=None), []
     for _, (x, y) in zip(range(steps), batches, strict=False):
         loss = engine(x, y) if name == "gpt" else engine(input_ids=x, labels=x, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
+        update(engine, loss)
         warmup.step()
         losses.append(loss.detach())
     return comm.all_reduce(torch.stack(losses), "avg")[-20:].mean().item()
@@ -181,19 +175,17 @@ def test_it_learns_as_without_codecs(name):
     assert plain < 0.75 * 5.545 and ours <= 1.01 * plain
 
 
-def resumed(comm, folder):
-    """Saved with codecs, loaded without, and the other way round: states are those that were saved, to the bit."""
-    first, second = engine_of(comm, 3, **BOTH), engine_of(comm, 2)
-    train_gpt(first, 2)
-    first.save(folder)
-    second.load(folder)
-    third = engine_of(comm, 3, **BOTH)
-    third.load_state_dict(second.state_dict())
-    kept = equal(parameters_of(first), parameters_of(second)) and equal(parameters_of(first), parameters_of(third))
-    for engine in (first, third):
-        train_gpt(engine, 1)
-    return kept, equal(parameters_of(first), parameters_of(third))
-
-
 def test_what_is_saved_is_as_without_codecs(tmp_path):
+    def resumed(comm, folder):
+        """Saved with codecs, loaded without, and the other way round: states are those that were saved, to the bit."""
+        first, second = engine_of(comm, 3, **BOTH, steps=2), engine_of(comm, 2)
+        first.save(folder)
+        second.load(folder)
+        third = engine_of(comm, 3, **BOTH)
+        third.load_state_dict(second.state_dict())
+        kept = equal(parameters_of(first), parameters_of(second)) and equal(parameters_of(first), parameters_of(third))
+        for engine in (first, third):
+            train_gpt(engine, 1)
+        return kept, equal(parameters_of(first), parameters_of(third))
+
     assert launch(resumed, 2, str(tmp_path / "saved")) == [(True, True)] * 2

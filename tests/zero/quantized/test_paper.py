@@ -19,8 +19,7 @@ def test_it_is_one_screen():
 def beside(comm):
     """Of each collective: whether numbers are equal, and bytes by the paper and by ours."""
     intra, inter = levels(comm, 2)
-    shard, g, whole = torch.randn(n), torch.randn(4 * n), torch.empty(4 * n)
-    found = []
+    shard, g, whole, found = torch.randn(n), torch.randn(4 * n), torch.empty(4 * n), []
     for ours, theirs in (
             (lambda: QuantizedGather(comm, CODEC).launch(shard, whole).wait(), lambda: paper.gather(comm, shard)),
             (lambda: reduce_scatter(Ranks(comm, comm), CODEC, g, n, g.dtype).wait(), lambda: paper.reduce(comm, g)),

@@ -1,8 +1,8 @@
 """Reductions by themselves: parts of any size, means that all ranks agree on, bytes in flight of the closed form."""
 
-import functools
-
 import torch
+from zero_kit import SGD
+from zero_steps import stack, tracked
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -23,8 +23,7 @@ def gradients(rank, numel):
 
 def of_any_size(comm, dtype):
     """Errors of the mean on all ranks, relative to the largest number, and whether the bytes are those predicted."""
-    intra, inter = levels(comm, 2)
-    found = []
+    (intra, inter), found = levels(comm, 2), []
     for numel in (0, 1, 5, 64, 100, 3001):
         mean = sum(gradients(rank, numel).to(dtype).float() for rank in range(4)) / 4
         for ranks in (Ranks(comm, comm), Ranks(comm, intra, inter)):
@@ -45,13 +44,11 @@ def test_parts_of_any_size():
                 assert torch.equal(result, theirs) and error < bound
 
 
-def sent_by_level(comm):
-    intra, inter = levels(comm, 2)
-    reduce_scatter(Ranks(comm, intra, inter), CODEC, torch.ones(4 * 300), 300, torch.float32).wait()
-    return {"intra": intra.traffic.total, "inter": inter.traffic.total}
-
-
 def test_a_part_of_the_bytes_goes_between_machines():
+    def sent_by_level(comm):
+        intra, inter = levels(comm, 2)
+        reduce_scatter(Ranks(comm, intra, inter), CODEC, torch.ones(4 * 300), 300, torch.float32).wait()
+        return {"intra": intra.traffic.total, "inter": inter.traffic.total}
     for sent in launch(sent_by_level, 4):
         assert sent == reduce_traffic(CODEC, 300, 4, 2) and sent["inter"] == CODEC.payload_bytes(300)
 
@@ -60,8 +57,7 @@ def test_bytes_in_flight():
     """What is there besides is a slice in fp32, or two where payloads are added up: 8 bytes of each number, and scales.
     """
     N, n, comm = 4, 3 * SLICE, FakeCommunicator(0, 4)
-    shard, whole, flat = torch.ones(n), torch.empty(0), torch.ones(N * n)
-    whole = torch.empty(N * n)
+    shard, whole, flat = torch.ones(n), torch.empty(N * n), torch.ones(N * n)
     whole.untyped_storage().resize_(0)
     with memory.track(shard, whole) as t:
         handle = QuantizedGather(comm, CODEC).launch(shard, whole)
@@ -92,19 +88,13 @@ class Hoarding(QuantizedReduce):
     encodes = False
 
 
-def stack(hook, weights):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(6)))
-    engine = Zero3(model, FakeCommunicator(0, 4), functools.partial(torch.optim.SGD, lr=0.1), hook=hook,
-                   quantized_weights=weights)
-    for _ in range(2):
-        with memory.track(model, engine.optimizer) as t:
-            engine.backward(engine(torch.ones(2, 512)).sum())
-            engine.step()
+def in_flight(hook, weights):
+    engine = Zero3(stack(6, 512), FakeCommunicator(0, 4), SGD, hook=hook, quantized_weights=weights)
+    t = tracked(engine, torch.ones(2, 512))
     return (t.peak.total - t.start.total) / (4 * 512 * 512)  # in units of a layer
 
 
 def test_a_step_has_less_in_flight_than_without_codecs():
-    plain, ours, hoarding = stack(None, None), stack(QuantizedReduce(), CODEC), stack(Hoarding(), CODEC)
+    plain, ours, hoarding = in_flight(None, None), in_flight(QuantizedReduce(), CODEC), in_flight(Hoarding(), CODEC)
     print(f"above shards at the peak, in layers: {plain:.3f}, with codecs {ours:.3f}")
     assert ours < plain - 0.7 and hoarding > ours + 0.4, (plain, ours, hoarding)
