@@ -2,7 +2,7 @@
 #
 #   make lab        set up .venv, open JupyterLab on learn/: copies of the pages, yours to answer and change
 #                   (LAB_ARGS="--no-browser --port 9999" goes to JupyterLab)
-#   make test       set up .venv, run what CI runs on a push, in twelve minutes: ruff, a draw of the tests, the notebooks
+#   make test       set up .venv, run what CI runs on a push: ruff, a draw of the tests, the notebooks
 #                   against their outputs (tests/kits/tiers.py says how it is drawn)
 #   make test-all   every test and every notebook: before a release, and before a change is called done
 #   make test-versions   what a push runs, on each torch that is tested (docs/versions.md), each in a .venv of its own;
