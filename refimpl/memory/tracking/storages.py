@@ -134,7 +134,7 @@ class StorageMode(Trace, TorchDispatchMode):
         outputs = func(*args, **kwargs)
         if facts.zeros:
             note_zeros(outputs)
-        if facts.takes_workspace and takes_workspace(func, outputs):
+        if facts.takes_workspace and takes_workspace(func, args, outputs):
             self._with_workspaces.add(facts.name)
         if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
             self._record(facts.name, outputs)

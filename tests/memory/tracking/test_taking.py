@@ -13,6 +13,8 @@ TABLE = {  # program -> the operations that its trace names, or None
         lambda x: torch.nn.functional.conv2d(x.reshape(1, 4, 16, 16), torch.ones(4, 4, 3, 3)), "convolution"),
     "a product in bf16": (lambda x: x.bfloat16() @ x.t().bfloat16(), "mm"),
     "a product in fp32": (lambda x: x.float() @ x.t().float(), None),
+    "a softmax of what is in order": (lambda x: x.softmax(-1), None),
+    "a softmax that puts it in order first": (lambda x: x.t().softmax(-1), "_softmax"),
     "a formula of autograd's that takes more than it returns": (
         lambda x: x.clone().requires_grad_().tanh().prod().backward(), "ProdBackward0"),
     "sums": (lambda x: x + x, None)}
