@@ -70,7 +70,8 @@ class Order:
     def end(self):
         """Note that a collective, or a message, has ended, and with it the wait for it."""
         self.ended += 1
-        self.wait(0)
+        if threading.get_ident() == threading.main_thread().ident:
+            self.waiting = 0
         ENDED_AND_WAITING.pack_into(self._page, 16, self.ended, self.waiting)
 
     def until_end(self, number):
