@@ -4,7 +4,8 @@
 #                   (LAB_ARGS="--no-browser --port 9999" goes to JupyterLab)
 #   make test       set up .venv, run what CI runs on a push: ruff, a draw of the tests, the notebooks
 #                   against their outputs (tests/kits/tiers.py says how it is drawn)
-#   make test-all   every test and every notebook: before a release, and before a change is called done
+#   make test-all   every test, of large matrices a sample, and every notebook: before a change is called done
+#   make test-matrix  every case of every test, and every notebook
 #   make test-versions   what a push runs, on each torch that is tested (docs/versions.md), each in a .venv of its own;
 #                   test-2.11, test-2.14: one of them
 #   make notebooks  set up .venv, run every notebook without a browser and write it to build/notebooks/
@@ -41,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Threads that wait give their core away: ranks share cores, and spinning slows all of them.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: help lab test test-all test-versions test-2.11 test-2.14 notebooks gpu again
+.PHONY: help lab test test-all test-matrix test-versions test-2.11 test-2.14 notebooks gpu again
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -58,9 +59,9 @@ test: $(INSTALLED)
 	$(PYTEST) --tier push --times $(TIMES)
 	$(IN_VENV) tools/times.py $(TIMES)
 
-test-all: $(INSTALLED)
+test-all test-matrix: test-%: $(INSTALLED)
 	$(IN_VENV) -m ruff check
-	$(PYTEST) --tier all --times $(TIMES)
+	$(PYTEST) --tier $* --times $(TIMES)
 	$(IN_VENV) tools/times.py $(TIMES)
 
 test-versions: test-2.11 test test-2.14

@@ -19,8 +19,8 @@ COSTS = ROOT / "tests" / "costs.json"  # what each test function took when all r
 def pytest_addoption(parser):
     parser.addoption("--executed", type=Path, metavar="DIR",
                      help="write each notebook that nbval runs to DIR, with the outputs of this run")
-    parser.addoption("--tier", choices=("push", "all"), default="all",
-                     help="push: of the tests and pages a draw that takes minutes (tests/kits/tiers.py)")
+    parser.addoption("--tier", choices=("push", "all", "matrix"), default="matrix",
+                     help="push, all: a draw of the tests and pages that takes minutes, an hour (tests/kits/tiers.py)")
     parser.addoption("--times", type=Path, metavar="FILE", help="write what each test function and page took to FILE")
 
 
@@ -95,8 +95,8 @@ def pytest_collection_modifyitems(config, items):
 
     Several workers run it first: among others, it and they would wait for each other's end one by one.
     """
-    if config.getoption("--tier") == "push":
-        keep_those_of_a_push(config, items)
+    if config.getoption("--tier") != "matrix":
+        keep_those_drawn(config, items)
     if among_others(config):
         items.sort(key=lambda item: item.get_closest_marker("alone") is None)
     if config.pluginmanager.hasplugin("rerunfailures") and not config.option.usepdb:
@@ -105,11 +105,11 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.flaky(reruns=2, **alone.kwargs))
 
 
-def keep_those_of_a_push(config, items):
+def keep_those_drawn(config, items):
     """Deselect what is not drawn. Each worker draws the same."""
     import tiers
 
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"]["push"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"][config.getoption("--tier")]
     costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
     kept = tiers.drawn(items, costs, settings, tiers.commits(ROOT))
     chosen = set(map(id, kept))

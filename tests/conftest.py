@@ -44,15 +44,23 @@ PARTS = {
 
 
 def pytest_collection_modifyitems(items):
-    """Mark each test with the parts that its file, or its function, belongs to."""
+    """Mark each test with the parts that its file, or its function, belongs to: of a core one the last case, which by
+    our habit is the fullest, as the highest stage on the most ranks."""
     here = Path(__file__).parent
     parts = functools.cache(lambda name: [part for part, patterns in PARTS.items()
                                           if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)])
+    core = {}
     for item in items:
         if item.path.is_relative_to(here):
             file = item.path.relative_to(here).as_posix()
-            for part in {*parts(file), *parts(f"{file}::{getattr(item, 'originalname', '')}")}:
+            function = f"{file}::{getattr(item, 'originalname', '')}"
+            found = {*parts(file), *parts(function)}
+            if "core" in found:
+                core[function] = item
+            for part in found - {"core"}:
                 item.add_marker(part)
+    for item in core.values():
+        item.add_marker("core")
 
 
 def pytest_collection_finish():

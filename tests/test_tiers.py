@@ -1,6 +1,7 @@
 """What a push runs: a draw of fixed size that covers; and the table of what a run took."""
 
 import json
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,7 @@ import pytest
 import tiers
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = {"seed": 1, "workers": 2, "tests": 50, "pages": 60, "core_pages": ["00"]}
+SETTINGS = {"seed": 1, "workers": 2, "tests": 50, "pages": 60, "core_pages": ["00"], "each": False}
 
 
 def item(name, case=None, marks=(), **indices):
@@ -65,6 +66,14 @@ def test_the_core_is_always_drawn_and_of_those_against_the_clock_one_a_package()
     costs["tests/clock/test_x.py::test_3"] = [80.0, 1]
     kept = tiers.drawn(core + clock, costs, SETTINGS, 0)
     assert kept == [*core, clock[3]]
+
+
+def test_where_each_function_is_asked_for_it_has_a_case_and_the_clock_all_of_its_tests():
+    dear, clock = matrix("tests/a/test_x.py::test_dear", 5, 5), many("clock", 5, ("alone",))
+    items = dear + clock + many("b", 20)
+    costs = {tiers.function_of(each): [90.0, 1] for each in items} | {"tests/a/test_x.py::test_dear": [2250.0, 25]}
+    kept = tiers.drawn(items, costs, SETTINGS | {"each": True}, 0)
+    assert len(kept) == 1 + 5 + 20 and {*map(tiers.function_of, kept)} == {*map(tiers.function_of, items)}
 
 
 def pairs_of(rows):
@@ -134,7 +143,7 @@ def test_the_costliest_are_printed_first(run):
     assert "push: 5.0 minutes with 2 workers, of whose time tests took 90 s and pages 10 s" in done.stdout
 
 
-@pytest.mark.parametrize("tier", ["push", "all"])
+@pytest.mark.parametrize("tier", ["push", "all", "matrix"])
 def test_a_run_over_its_limit_fails_in_ci(run, tier):
     minutes = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"]["minutes"][tier]
     over = times(run(tier, minutes["limit"] + 1), CI="true")
@@ -151,6 +160,11 @@ def test_costs_are_recorded_of_a_run_of_everything_alone(run):
     assert times(ROOT / "no such file").returncode == 2
 
 
+def test_costs_are_those_of_functions_that_ran_and_took_a_while():
+    recorded = runpy.run_path(ROOT / "tools" / "times.py")["recorded"]
+    assert json.loads(recorded({"ran": [1.0, 2], "skipped": [1.0, 0], "quick": [0.05, 9]})) == {"ran": [1.0, 2]}
+
+
 def test_a_push_is_drawn_by_pytest(tmp_path):
     """By the real hooks: two runs draw the same, which is less than everything, and its times are written."""
     def collected(*options):
@@ -160,6 +174,8 @@ def test_a_push_is_drawn_by_pytest(tmp_path):
 
     everything, push = collected(), collected("--tier", "push")
     assert push == collected("--tier", "push") and set(push) <= set(everything) and push
+    core = collected("-m", "core")
+    assert len({line.partition("[")[0] for line in core}) == len(core) > 5 and set(core) <= set(push), "a case of each"
 
 
 def test_the_core_has_each_technique_s_paper_and_two_of_its_tests():

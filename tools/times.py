@@ -1,9 +1,9 @@
 """Print what the tests and pages of a run took, the costliest first; in CI, fail where the run took too long.
 
     python tools/times.py build/times.json            what `pytest --times FILE` wrote
-    python tools/times.py build/times.json --record   keep the costs in tests/costs.json, from which a push is drawn
+    python tools/times.py build/times.json --record   keep the costs in tests/costs.json, from which tiers are drawn
 
-A run of the tier `push` or `all` has a target and a limit in pyproject.toml. Above the target one line says so. Above
+A run of a tier has a target and a limit in pyproject.toml. Above the target one line says so. Above
 the limit the exit status is 1 where the environment says CI=true.
 """
 
@@ -24,15 +24,15 @@ NEGLIGIBLE = 0.1  # seconds of a function with all its cases: not recorded
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--record", action="store_true", help="write tests/costs.json; after a run of everything only")
+    parser.add_argument("--record", action="store_true", help="write tests/costs.json; after a run of every case only")
     arguments = parser.parse_args()
     if not arguments.file.is_file():
         parser.error(f"no file {arguments.file}: write it with pytest --times {arguments.file}")
     run = json.loads(arguments.file.read_text())
     print(report(run))
     if arguments.record:
-        if run["tier"] != "all":
-            parser.error(f"{arguments.file} is of the tier {run['tier']}: costs are recorded of a run of everything")
+        if run["tier"] != "matrix":
+            parser.error(f"{arguments.file} is of the tier {run['tier']}: costs are those of make test-matrix")
         COSTS.write_text(recorded(run["functions"]))
     over = over_limit(run, tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"]["minutes"])
     if over:
@@ -60,12 +60,12 @@ def over_limit(run, minutes):
         return None
     which = "limit" if took > allowed["limit"] else "target"
     return (f"{run['tier']}: {took:.1f} minutes are over its {which} of {allowed[which]}: make the costliest cheaper, "
-            "or give a push fewer seconds (pyproject.toml)")
+            "or give the tier fewer seconds (pyproject.toml)")
 
 
 def recorded(functions):
     """Return the text of costs.json: a line for each function that takes more than a negligible time."""
-    kept = {name: each for name, each in functions.items() if each[0] >= NEGLIGIBLE}
+    kept = {name: each for name, each in functions.items() if each[0] >= NEGLIGIBLE and each[1]}  # not what was skipped
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in kept.items()) + "\n}\n"
 
 

@@ -1,9 +1,11 @@
-"""Which tests and pages a push runs: a draw of fixed size, from what each has cost (tests/costs.json).
+"""Which tests and pages a tier runs: a draw of fixed size, from what each has cost (tests/costs.json).
 
-`make test-all` runs everything. `make test`, on a push, runs for so many seconds as pyproject.toml gives it
-(`[tool.refimpl.push]`), however many tests there are: a new capability takes its share from the others' by a new draw.
+`make test`, on a push, and `make test-all` run for so many seconds as pyproject.toml gives them (`[tool.refimpl.push]`,
+`[tool.refimpl.all]`), however many tests there are: a new capability takes its share from the others' by a new draw.
+`make test-matrix` runs every case.
 - Each package of tests has a share of the seconds, as large as its share of all test functions.
-- The tests of the part `core` are always drawn. Of those held against the clock (`alone`), a package has one.
+- The tests of the part `core` are always drawn. Of those held against the clock (`alone`), a package has one. Where
+  `each` is true, a case of every function is drawn, and all that is held against the clock.
 - Of each other function a first case is drawn, the cheap ones before the dear ones, then a second, and so on. The
   cases of a matrix come in the order of a covering array: few rows that hold each pair of two arguments' values.
 - Pages run whole. If not all fit, those that the file calls core do, and others by turns, from commit to commit.
@@ -36,7 +38,7 @@ def drawn(items, costs, settings, turn):
     for item in items:
         (pages if is_of_a_page(item) else tests)[function_of(item)].append(item)
     workers = settings["workers"]
-    chosen = {id(item) for item in tests_drawn(tests, costs, settings["tests"] * workers, settings["seed"])}
+    chosen = {id(item) for item in tests_drawn(tests, costs, settings["tests"] * workers, settings)}
     for page in pages_drawn(pages, costs, settings["pages"] * workers, settings["core_pages"], turn):
         chosen |= {id(item) for item in pages[page]}
     return [item for item in items if id(item) in chosen]
@@ -45,7 +47,7 @@ def drawn(items, costs, settings, turn):
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-def tests_drawn(functions, costs, seconds, seed):
+def tests_drawn(functions, costs, seconds, settings):
     """Items of {function: its cases} that take so many seconds together."""
     packages = defaultdict(dict)
     for name, cases in functions.items():
@@ -53,7 +55,7 @@ def tests_drawn(functions, costs, seconds, seed):
     chosen, rest, left = [], [], seconds
     for names in packages.values():
         share = seconds * len(names) / len(functions)
-        for seconds_of, item, always in in_order(names, costs, seed):
+        for seconds_of, item, always in in_order(names, costs, settings):
             if always or seconds_of <= share:
                 chosen.append(item)
                 share, left = share - seconds_of, left - seconds_of
@@ -66,7 +68,7 @@ def tests_drawn(functions, costs, seconds, seed):
     return chosen
 
 
-def in_order(functions, costs, seed):
+def in_order(functions, costs, settings):
     """List (seconds, item, whether it is drawn in any case) of a package's functions, in the order of their draw."""
     clock = min((name for name, cases in functions.items() if cases[0].get_closest_marker("alone")),
                 key=lambda name: seconds_of_a_case(name, functions[name], costs), default=None)
@@ -74,11 +76,12 @@ def in_order(functions, costs, seed):
     for name, cases in functions.items():
         seconds = seconds_of_a_case(name, cases, costs)
         if cases[0].get_closest_marker("alone"):
-            found += [(seconds, seconds, cases[0], True)] if name == clock else []
+            kept = cases if settings["each"] else cases[:1] if name == clock else []
+            found += [(-1, seconds, item, True) for item in kept]
             continue
-        for nth, item in enumerate(covering(cases, f"{seed} {name}", seconds)):
-            core = item.get_closest_marker("core") is not None
-            found.append((-1 if core else seconds * (1 + nth), seconds, item, core))
+        for nth, item in enumerate(covering(cases, f"{settings['seed']} {name}", seconds)):
+            always = item.get_closest_marker("core") is not None or settings["each"] and nth == 0
+            found.append((-1 if always else seconds * (1 + nth), seconds, item, always))
     return [each[1:] for each in sorted(found, key=lambda each: each[0])]
 
 
