@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import islice
 
+import families
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,9 +20,7 @@ from refimpl.model import GPT, Attention, GPTConfig, rotate, rotation_table, sof
 
 SIZES = {"vocab_size": 61, "context_length": 32, "layers": 2, "hidden": 48, "heads": 4}
 GPT2 = GPTConfig(**SIZES)
-LLAMA = replace(GPT2, kv_heads=2, mlp_hidden=88, norm="rmsnorm", activation="swiglu", positions="rotary", bias=False,
-                tied=False)
-NEOX = replace(GPT2, positions="rotary", rotary_fraction=0.5, parallel_residual=True, tied=False)
+LLAMA, NEOX = replace(GPT2, **families.LLAMA, mlp_hidden=88), replace(GPT2, **families.NEOX | {"rotary_fraction": 0.5})
 FAMILIES = {
     "gpt2": GPT2, "llama": LLAMA, "neox": NEOX,
     "gpt2 without biases, one key head": replace(GPT2, bias=False, kv_heads=1),

@@ -11,6 +11,7 @@ from ragged_kit import ragged as padded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from zero_steps import most
 
 from refimpl import memory
 from refimpl.accumulation import accumulate, accumulation_bytes, split
@@ -246,12 +247,8 @@ def check_bytes(accumulator, dtype=torch.float32):
         if micro_batches > 1:
             above_inputs.add(t.peak.total - t.peak["inputs"])
             allocators.add(allocator)
-            assert most_gradients(t) <= 4 * CONFIG.parameter_count() + LARGEST * (4 - dtype.itemsize)
+            assert most(t, "gradients") <= 4 * CONFIG.parameter_count() + LARGEST * (4 - dtype.itemsize)
     assert len(above_inputs) == len(allocators) == 1
-
-
-def most_gradients(trace):
-    return trace.timeline.nbytes[:, trace.timeline.categories.index("gradients")].max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -289,12 +286,12 @@ def test_what_the_versions_that_save_nothing_hold():
     (kept, _), (ours, _) = (traced(accumulator, 4) for accumulator in (losses_kept, accumulate))
     assert abs(ours.peak["activations"] - one) <= 4 and abs(kept.peak["activations"] - 4 * one) <= 16
     (kept, _), (ours, _) = (traced(each, 2, dtype=torch.bfloat16) for each in (low_gradients_kept, accumulate))
-    assert most_gradients(ours) == 4 * count + 2 * LARGEST and most_gradients(kept) >= 6 * count
+    assert most(ours, "gradients") == 4 * count + 2 * LARGEST and most(kept, "gradients") >= 6 * count
 
 
 def test_one_micro_batch_sums_nothing_and_keeps_bf16_gradients():
     t, _ = traced(accumulate, 1, dtype=torch.bfloat16)
-    assert most_gradients(t) == 2 * CONFIG.parameter_count()
+    assert most(t, "gradients") == 2 * CONFIG.parameter_count()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,11 +10,12 @@ import pytest
 import torch
 from outside.models import GROUPED, causal, text
 from ragged_kit import CONFIG, Net, batch, mine
-from rank_pool import pooled
+from rank_pool import on_ranks, pooled
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from zero_kit import ENGINES, equal, parameters_of
+from zero_kit import ENGINES, copied, equal, parameters_of
+from zero_steps import most
 
 from refimpl import memory
 from refimpl.accumulation import Engine, accumulate, count_targets, engine_traffic, ranks
@@ -47,7 +48,7 @@ def alone(steps=2, dtype=torch.float64, clip=None):
             nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: p.detach() for name, p in net.named_parameters()}
+    return losses, copied(net)
 
 
 def distance(ours, theirs):
@@ -101,77 +102,64 @@ def test_zero_times_the_loss_would_not_do():
         assert any(p.isnan().any() for p in ours.values())
 
 
-def test_on_two_ranks_it_is_ddps_to_the_bit_and_that_of_a_loop_by_hand():
+@on_ranks(2, device="cpu")
+def test_on_two_ranks_it_is_ddps_to_the_bit_and_that_of_a_loop_by_hand(comm):
     """Stages 2 and 3 add up in another order, since they reduce each micro-batch."""
-    def to_the_bit(comm, micro_batch):
-        """Each engine by accumulate and by hand; and torch's DDP by accumulate."""
-        found, most, n = trained(comm, micro_batch), 4, count_targets(batch()[1])
-        for name, engine in engines(comm):
-            for step in range(2):
-                tokens, targets = mine(comm, step)
-                kept = [slice(row, row + 1) for row in range(len(tokens)) if count_targets(targets[row])]
-                for number, rows in enumerate([*kept, *kept[-1:] * (most - len(kept))]):
-                    weight = count_targets(targets[rows]).item() / n.item() if number < len(kept) else 0
-                    with engine.no_sync() if number < most - 1 else nullcontext():
-                        engine.backward(engine(tokens[rows], targets[rows]) * weight * comm.world_size)
-                engine.step()
-            found["by hand", name] = parameters_of(engine)
-        ddp = DistributedDataParallel(Net(), process_group=comm._group)
-        optimizer = SGD(ddp.parameters())
+    found, most, n = trained(comm, 1), 4, count_targets(batch()[1])
+    for name, engine in engines(comm):
         for step in range(2):
-            optimizer.zero_grad()
-            accumulate(ddp, *mine(comm, step), micro_batch=micro_batch)
-            optimizer.step()
-        return found, {name: p.detach() for name, p in ddp.module.named_parameters()}
-
-    for found, ddp in pooled(to_the_bit, 2, 1, device="cpu"):
-        assert equal(found["DataParallel"][1], ddp) and equal(found["Zero1"][1], ddp)
-        assert equal(found["Zero2"][1], found["Zero3"][1]) and not equal(found["Zero2"][1], ddp)
-        assert all(equal(found[make.__name__][1], found["by hand", make.__name__]) for make in ENGINES)
-
-
-def test_sums_and_several_calls_before_a_step():
-    def summed(comm):
-        """Sums instead of means; and two calls before one step, of which the first has rank 0's first rows only."""
-        found = {}
-        def loss_fn(engine, tokens, targets):
-            return F.cross_entropy(engine(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / 100
-        for name, engine in engines(comm, bucket_bytes=None):
-            tokens, targets = mine(comm)
-            for rows in (slice(0, 2), slice(2, None)):
-                accumulate(engine, tokens[rows], targets[rows], micro_batch=1, loss_fn=loss_fn, reduction="sum")
+            tokens, targets = mine(comm, step)
+            kept = [slice(row, row + 1) for row in range(len(tokens)) if count_targets(targets[row])]
+            for number, rows in enumerate([*kept, *kept[-1:] * (most - len(kept))]):
+                weight = count_targets(targets[rows]).item() / n.item() if number < len(kept) else 0
+                with engine.no_sync() if number < most - 1 else nullcontext():
+                    engine.backward(engine(tokens[rows], targets[rows]) * weight * comm.world_size)
             engine.step()
-            found[name] = parameters_of(engine)
-        return found
+        assert equal(found[name][1], parameters_of(engine))
+    net = DistributedDataParallel(Net(), process_group=comm._group)
+    optimizer = SGD(net.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        accumulate(net, *mine(comm, step), micro_batch=1)
+        optimizer.step()
+    ddp = copied(net.module)
+    assert equal(found["DataParallel"][1], ddp) and equal(found["Zero1"][1], ddp)
+    assert equal(found["Zero2"][1], found["Zero3"][1]) and not equal(found["Zero2"][1], ddp)
+
+
+@on_ranks(2, device="cpu")
+def test_sums_and_several_calls_before_a_step(comm):
+    """Sums instead of means; and two calls before one step, of which the first has rank 0's first rows only."""
+    def loss_fn(engine, tokens, targets):
+        return F.cross_entropy(engine(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / 100
     net = Net()
     (net(*batch()) * (count_targets(batch()[1]).item() / 100)).backward()
     SGD(net.parameters()).step()
-    for answer in pooled(summed, 2, device="cpu"):
-        for ours in answer.values():
-            assert distance(ours, {name: p.detach() for name, p in net.named_parameters()}) <= 1e-12
+    for _, engine in engines(comm, bucket_bytes=None):
+        tokens, targets = mine(comm)
+        for rows in (slice(0, 2), slice(2, None)):
+            accumulate(engine, tokens[rows], targets[rows], micro_batch=1, loss_fn=loss_fn, reduction="sum")
+        engine.step()
+        assert distance(parameters_of(engine), copied(net)) <= 1e-12
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_loss_scaler_and_clipping(world):
-    def scaled(comm):
-        """With a loss scaler and clipping; the second of three tries overflows, on the last rank alone."""
-        found = {}
-        for name, engine in engines(comm):
-            scaler = AdaptiveLossScaler(1024.0, comm=comm)
-            for step in (0, None, 1):
-                def loss_fn(engine, *part, step=step):
-                    return engine(*part) * (torch.inf if step is None and comm.rank == comm.world_size - 1 else 1)
-                accumulate(engine, *mine(comm, step or 0), micro_batch=1, loss_fn=loss_fn, scale=scaler.scale)
-                scaler.unscale_(engine)
-                engine.clip_grad_norm_(0.1)
-                scaler.step(engine)
-                scaler.update()
-            found[name] = parameters_of(engine), scaler.skipped_steps, scaler.get_scale()
-        return found
+@on_ranks("world", device="cpu")
+def test_a_loss_scaler_and_clipping(comm, world):
+    """The second of three tries overflows, on the last rank alone."""
     _, expected = alone(clip=0.1)
-    for answer in pooled(scaled, world, device="cpu"):
-        for ours, skipped, scale in answer.values():
-            assert distance(ours, expected) <= 2e-6 and (skipped, scale) == (1, 512.0)  # the norm is in fp32
+    for _, engine in engines(comm):
+        scaler = AdaptiveLossScaler(1024.0, comm=comm)
+        for step in (0, None, 1):
+            def loss_fn(engine, *part, step=step):
+                return engine(*part) * (torch.inf if step is None and comm.rank == world - 1 else 1)
+            accumulate(engine, *mine(comm, step or 0), micro_batch=1, loss_fn=loss_fn, scale=scaler.scale)
+            scaler.unscale_(engine)
+            engine.clip_grad_norm_(0.1)
+            scaler.step(engine)
+            scaler.update()
+        assert distance(parameters_of(engine), expected) <= 2e-6  # the norm is in fp32
+        assert (scaler.skipped_steps, scaler.get_scale()) == (1, 512.0)
 
 
 def test_a_model_of_transformers():
@@ -193,7 +181,7 @@ def test_a_model_of_transformers():
             found[make.__name__] = loss.item(), parameters_of(engine)
         loss = accumulate(net, micro_batches=parts[:2], count=labels_of, loss_fn=lambda net, part: net(**part).loss)
         torch.optim.SGD(net.parameters(), lr=0.5).step()
-        return found, loss.item(), {name: p.detach() for name, p in net.named_parameters()}
+        return found, loss.item(), copied(net)
 
     for found, loss, expected in pooled(of_transformers, 2, device="cpu"):
         for said, ours in found.values():
@@ -203,21 +191,16 @@ def test_a_model_of_transformers():
 
 @pytest.mark.parametrize(("world", "micro_batch", "reduction"), [
     (1, 2, "mean"), (2, 1, "mean"), (2, 2, "mean"), (3, 1, "mean"), (3, 2, "mean"), (2, 3, "sum")])
-def test_traffic_is_that_of_the_engine_and_a_few_numbers(world, micro_batch, reduction):
-    def sent(comm, micro_batch, reduction):
-        found = {}
-        for _, engine in engines(comm):
-            for step in range(2):
-                before = comm.traffic
-                accumulate(engine, *mine(comm, step), micro_batch=micro_batch, reduction=reduction)
-                engine.step()
-            found[engine.stage] = (comm.traffic - before).total
-        return found
+@on_ranks("world", device="cpu")
+def test_traffic_is_that_of_the_engine_and_a_few_numbers(comm, world, micro_batch, reduction):
     most = 2 if reduction == "sum" else MOST[world, micro_batch]
-    for rank, found in enumerate(pooled(sent, world, micro_batch, reduction, device="cpu")):
-        for stage, nbytes in found.items():
-            expected = step_traffic(Net(), world, stage, rank=rank, micro_batches=most, bucket_bytes=5000).total
-            assert nbytes == expected + engine_traffic(world, rank, reduction), (rank, stage)
+    for _, engine in engines(comm):
+        for step in range(2):
+            before = comm.traffic
+            accumulate(engine, *mine(comm, step), micro_batch=micro_batch, reduction=reduction)
+            engine.step()
+        expected = step_traffic(Net(), world, engine.stage, rank=comm.rank, micro_batches=most, bucket_bytes=5000).total
+        assert (comm.traffic - before).total == expected + engine_traffic(world, comm.rank, reduction), engine.stage
 
 
 def at_once(engine, *batch, micro_batch):
@@ -238,7 +221,7 @@ def most_activations(make, accumulator, rows):
         with memory.track(engine.model, engine.optimizer, tokens) as t:
             accumulator(engine, tokens, tokens, micro_batch=2)
             engine.step()
-    return t.timeline.nbytes[:, t.timeline.categories.index("activations")].max()
+    return most(t, "activations")
 
 
 @pytest.mark.parametrize("make", ENGINES)
@@ -276,41 +259,33 @@ def raising(comm, who, where="before"):
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_after_an_exception_on_all_ranks_no_gradient_is_left_and_the_step_is_tried_again(where):
-    def failing(comm):
-        """All ranks raise in the second micro-batch, and the step is tried again."""
-        found = {}
-        for name, engine in engines(comm):
-            loss_fn = raising(comm, [0, 1], where)
-            with pytest.raises(ArithmeticError):
-                accumulate(engine, *mine(comm), micro_batch=1, loss_fn=loss_fn)
-            assert all(p.grad is None for p in engine.model.parameters()) and not engine.reducer.micro_batches
-            with pytest.raises(RuntimeError, match="step without gradients"):
-                engine.step()
-            accumulate(engine, *mine(comm), micro_batch=1, loss_fn=loss_fn)
-            engine.step()
-            found[name] = parameters_of(engine)
-        return found
+@on_ranks(2, device="cpu")
+def test_after_an_exception_on_all_ranks_no_gradient_is_left_and_the_step_is_tried_again(comm, where):
+    """All ranks raise in the second micro-batch, and the step is tried again."""
     _, expected = alone(steps=1)
-    for answer in pooled(failing, 2, device="cpu"):
-        assert all(distance(ours, expected) <= 1e-12 for ours in answer.values())
+    for _, engine in engines(comm):
+        loss_fn = raising(comm, [0, 1], where)
+        with pytest.raises(ArithmeticError):
+            accumulate(engine, *mine(comm), micro_batch=1, loss_fn=loss_fn)
+        assert all(p.grad is None for p in engine.model.parameters()) and not engine.reducer.micro_batches
+        with pytest.raises(RuntimeError, match="step without gradients"):
+            engine.step()
+        accumulate(engine, *mine(comm), micro_batch=1, loss_fn=loss_fn)
+        engine.step()
+        assert distance(parameters_of(engine), expected) <= 1e-12
 
 
-def left_alone(comm, make):
+@pytest.mark.parametrize("make", [DataParallel, Zero3])
+@on_ranks(2, launch=launch, timeout=20)
+def test_an_exception_on_one_rank_leaves_no_gradient_on_any(comm, make):
     """Rank 1 raises in its second micro-batch, and begins the step again; rank 0 is told so."""
     engine = make(Net(), comm, SGD)
     with pytest.raises(ArithmeticError if comm.rank else CollectiveMismatch):
         accumulate(engine, *mine(comm), micro_batch=1, loss_fn=raising(comm, [1]))
-    left = all(p.grad is None for p in engine.model.parameters()), engine.reducer.micro_batches
+    assert all(p.grad is None for p in engine.model.parameters()) and engine.reducer.micro_batches == 0
     if comm.rank:
         with pytest.raises(CollectiveMismatch):
             engine.backward(torch.ones((), requires_grad=True))
-    return left
-
-
-@pytest.mark.parametrize("make", [DataParallel, Zero3])
-def test_an_exception_on_one_rank_leaves_no_gradient_on_any(make):
-    assert launch(left_alone, 2, make, timeout=20) == [(True, 0)] * 2
 
 
 def test_what_is_an_engine():

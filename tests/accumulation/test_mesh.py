@@ -8,7 +8,7 @@ from ragged_kit import ragged
 from rank_pool import pooled
 from torch import nn
 from torch.nn import functional as F
-from zero_kit import ENGINES, farthest, parameters_of
+from zero_kit import ENGINES, copied, farthest, fixed, parameters_of
 
 from refimpl.accumulation import accumulate
 from refimpl.mesh import Mesh
@@ -33,8 +33,7 @@ class Tokenwise(nn.Module):
 
 
 def model():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    fixed()
     return Tokenwise().double()
 
 
@@ -58,7 +57,7 @@ def alone():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {name: p.detach() for name, p in one.named_parameters()}
+    return losses, copied(one)
 
 
 def trained(comm, make, kinds=("dp", "cp"), micro_batch=2, shards=None):

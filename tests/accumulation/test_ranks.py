@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ragged_kit import batch, gradients, mine, whole
-from rank_pool import pooled
+from rank_pool import on_ranks, pooled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,17 +92,15 @@ def test_ddp_reduces_once_and_its_gradient_is_that_of_all_rows():
     assert pooled(with_ddp, 2, 1, False, device="cpu")[0][2] == 4 * nbytes, "the mutant, whose no_sync does nothing"
 
 
-def test_parameters_without_gradient_and_those_that_one_rank_uses():
-    def on_a_rank(comm):
-        torch.manual_seed(0)
-        net = nn.ModuleDict({name: nn.Linear(3, 1).bfloat16() for name in ("both", "first", "nobody")})
-        def loss_fn(net, x):
-            return (net["both"](x) + (net["first"](x) if comm.rank == 0 else 0)).float().mean()
-        accumulate(net, torch.ones(4 - comm.rank, 3).bfloat16(), micro_batch=2, loss_fn=loss_fn, comm=comm)
-        return {name: layer.bias.grad for name, layer in net.items()}
-    for found in pooled(on_a_rank, 2, device="cpu"):
-        assert found["both"].item() == 1 and found["nobody"] is None
-        assert abs(found["first"].item() - 4 / 7) <= 2**-9  # of 7 rows, rank 0 has 4
+@on_ranks(2, device="cpu")
+def test_parameters_without_gradient_and_those_that_one_rank_uses(comm):
+    torch.manual_seed(0)
+    net = nn.ModuleDict({name: nn.Linear(3, 1).bfloat16() for name in ("both", "first", "nobody")})
+    def loss_fn(net, x):
+        return (net["both"](x) + (net["first"](x) if comm.rank == 0 else 0)).float().mean()
+    accumulate(net, torch.ones(4 - comm.rank, 3).bfloat16(), micro_batch=2, loss_fn=loss_fn, comm=comm)
+    assert net["both"].bias.grad.item() == 1 and net["nobody"].bias.grad is None
+    assert abs(net["first"].bias.grad.item() - 4 / 7) <= 2**-9  # of 7 rows, rank 0 has 4
 
 
 def test_what_cannot_be_summed_over_ranks_says_so():
@@ -124,26 +122,24 @@ def test_what_cannot_be_summed_over_ranks_says_so():
         accumulate(nn.Linear(2, 1), x, micro_batch=2, loss_fn=loss_fn, comm=comm, count=lambda x: 0)
 
 
-def test_a_model_of_fsdp2_is_refused():
+@on_ranks(2, device="cpu")
+def test_a_model_of_fsdp2_is_refused(comm):
     """It would be taken for one that reduces nothing: reductions in every micro-batch, and a mean of the ranks' means.
 
     The loop that the message tells of gives the gradient of all ranks' rows.
     """
-    def on_a_rank(comm):
-        net, rows = model(), [slice(0, 4), slice(6, 9)][comm.rank]  # those between have no target
-        fully_shard(net, mesh=init_device_mesh("cpu", (comm.world_size,)))
-        batch_here = [each[rows] for each in batch()]
-        with pytest.raises(ValueError, match="FSDPGPT was made by fully_shard.*Write the loop by hand: .*split"):
-            accumulate(net, *batch_here, micro_batch=2)
-        assert all(parameter.grad is None for parameter in net.parameters())
-        n, parts = count_targets(batch()[1]), split(batch_here, 2)
-        for number, part in enumerate(parts, 1):
-            net.set_requires_gradient_sync(number == len(parts))
-            (net(*part) * count_targets(*part) / n * comm.world_size).backward()
-        return [parameter.grad.full_tensor() for parameter in net.parameters()]
+    net, rows = model(), [slice(0, 4), slice(6, 9)][comm.rank]  # those between have no target
+    fully_shard(net, mesh=init_device_mesh("cpu", (comm.world_size,)))
+    batch_here = [each[rows] for each in batch()]
+    with pytest.raises(ValueError, match="FSDPGPT was made by fully_shard.*Write the loop by hand: .*split"):
+        accumulate(net, *batch_here, micro_batch=2)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    n, parts = count_targets(batch()[1]), split(batch_here, 2)
+    for number, part in enumerate(parts, 1):
+        net.set_requires_gradient_sync(number == len(parts))
+        (net(*part) * count_targets(*part) / n * comm.world_size).backward()
     _, expected = whole(model(), *batch())
-    for found in pooled(on_a_rank, 2, device="cpu"):
-        assert distance(found, expected) <= 2e-6
+    assert distance([parameter.grad.full_tensor() for parameter in net.parameters()], expected) <= 2e-6
 
 
 def test_a_rank_in_a_dry_run():

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+import families
 import pytest
 import torch
 
@@ -14,9 +15,7 @@ from refimpl.activations.compress import Compressed
 from refimpl.model import GPT, GPTConfig
 
 GPT2 = GPTConfig(vocab_size=256, context_length=128, layers=2, hidden=64, heads=4)
-LLAMA = replace(GPT2, kv_heads=2, mlp_hidden=176, norm="rmsnorm", activation="swiglu", positions="rotary", bias=False,
-                tied=False)
-NEOX = replace(GPT2, positions="rotary", rotary_fraction=0.25, parallel_residual=True, tied=False)
+LLAMA, NEOX = replace(GPT2, **families.LLAMA, mlp_hidden=176), replace(GPT2, **families.NEOX)
 METHODS = ["lossless", "bf16", "int8"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SHAPE = 3, 67  # odd numbers: short groups and bytes that are not full

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from users_kit import Named, function_of
 
 from refimpl import memory
 from refimpl.activations import compress_activations
@@ -139,17 +140,9 @@ def test_statistics_labels_and_tables_are_never_rounded(method):
 
 def test_what_a_custom_function_makes_for_itself_is_left():
     """Nobody tells autograd whether a gradient flows through it; it may be a statistic. Its inputs are rounded."""
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x, x.exp())
-            return x.exp()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * ctx.saved_tensors[1]
-
-    counts, y = kinds(Own.apply, torch.randn(1000, requires_grad=True) * 1)
+    own = function_of(lambda ctx, x: ctx.save_for_backward(x, x.exp()) or x.exp(),
+                      lambda ctx, gradient: gradient * ctx.saved_tensors[1])
+    counts, y = kinds(own.apply, torch.randn(1000, requires_grad=True) * 1)
     assert counts == {KINDS["int8"]: 1, "left: needs no gradient": 1} and y.requires_grad
 
 
@@ -367,18 +360,6 @@ def test_mutants_are_seen(model, gradients, expected, monkeypatch):
 
 @pytest.mark.parametrize("technique", [compress_activations, checkpoint])
 def test_a_function_of_the_users_may_set_any_attribute(technique):
-    class Named(torch.autograd.Function):
-        """Sets `ctx.name`, which hides the node's own method."""
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.name = "mine"
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient.clone()
-
     body, x = nn.Linear(64, 64), torch.randn(64, 64)
     def forward(x):
         return Named.apply(body(x)).square().sum()

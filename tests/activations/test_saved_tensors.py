@@ -13,6 +13,7 @@ import torch
 from threads_kit import in_a_thread
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from users_kit import Model, function_of
 
 from refimpl import memory
 from refimpl.activations import compress_activations, saved_tensors
@@ -84,16 +85,8 @@ def test_a_parameter_of_another_model_is_left_and_so_is_a_callers_leaf(linear):
 
 
 def test_buffers_and_what_the_model_is_called_with_are_left():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8))
-            self.register_buffer("table", torch.randn(8))
-
-        def forward(self, x, *, mask):
-            return (self.weight * self.table * x).masked_fill(mask["in a dict"][0], 0)
-
-    model = Model()
+    model = Model(lambda self, x, *, mask: (self.weight * self.table * x).masked_fill(mask["in a dict"][0], 0),
+                  weight=nn.Parameter(torch.randn(8)), table=nn.Buffer(torch.randn(8)))
     with Copies(model) as c:
         model(torch.randn(8), mask={"in a dict": [torch.rand(8) > 0.5]})
     assert c.packed == [] and c.report.owned == 2 * 8 * 4 + 8, "table, x and mask"
@@ -413,21 +406,11 @@ def test_a_conjugate_comes_back_as_a_conjugate():
 
 @pytest.mark.filterwarnings("ignore")  # torch means to drop quantized tensors
 def test_a_quantized_tensor_is_kept_as_it_is():
-    class Saves(torch.autograd.Function):
-        """x, and something else for backward."""
-
-        @staticmethod
-        def forward(ctx, x, other):
-            ctx.save_for_backward(other)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * ctx.saved_tensors[0].dequantize(), None
-
+    saves = function_of(lambda ctx, x, other: ctx.save_for_backward(other) or x * 2,  # the other one for backward
+                        lambda ctx, gradient: (gradient * ctx.saved_tensors[0].dequantize(), None))
     x, other = torch.randn(64, requires_grad=True), torch.quantize_per_tensor(torch.randn(64), 0.1, 0, torch.qint32)
     with compress_activations(nn.Linear(1, 1), smallest=0) as c:
-        y = Saves.apply(x, other)
+        y = saves.apply(x, other)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], other.dequantize()) and c.report.counts == {}
 
 

@@ -6,9 +6,8 @@ from refimpl.bench.meter import Size
 TINY = Size(layers=1, hidden=32, heads=2, vocab_size=64, batch=16, sequence=16)
 
 
-def test_a_run_reads_peaks_and_times():
-    settings, rows = accumulation.run("cpu", size=TINY, rounds=2)
-    rows = list(rows)
+def test_a_run_reads_peaks_and_times(run):
+    settings, rows = run(accumulation, size=TINY, rounds=2)
     assert settings["step"]["batch"] == accumulation.ROWS and settings["micro-batches"] == [1, 2, 4, 8, 16]
     peaks = [row for row in rows if row["unit"] == "bytes" and row["peer"] == accumulation.WHOLE]
     assert len(peaks) == 2 * 4

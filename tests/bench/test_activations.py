@@ -10,9 +10,8 @@ from refimpl.bench.meter import Size
 TINY = Size(layers=2, hidden=64, heads=4, vocab_size=64, batch=2, sequence=64)
 
 
-def test_a_run_reads_time_peak_kept_bytes_gradients_and_a_curve():
-    settings, rows = activations.run("cpu", TINY, rounds=2, steps=20)
-    rows = list(rows)
+def test_a_run_reads_time_peak_kept_bytes_gradients_and_a_curve(run):
+    settings, rows = run(activations, TINY, rounds=2, steps=20)
     assert settings["step"]["hidden"] == 64
     by_what = {row["what"]: row for row in rows}
     for way in activations.WAYS:

@@ -25,10 +25,9 @@ def test_a_block_costs_at_most_six_times_torch_empty_and_grows_as_log_n(policy):
     assert any(paired(50_000) <= 2.4 * few for _ in range(3)), "log 50,000 is 2.35 times log 100"
 
 
-def test_a_run_has_rows_of_all(monkeypatch):
+def test_a_run_has_rows_of_all(monkeypatch, run):
     monkeypatch.setitem(traces.PROGRAMS, "one", lambda: traces.train([(1, 64)]))
-    settings, rows = allocator.run("cpu", live=(100,), programs=("one",), events=1000, rounds=2)
-    rows = list(rows)
+    settings, rows = run(allocator, live=(100,), programs=("one",), events=1000, rounds=2)
     names = list(allocator.allocators())
     assert settings["events"] == 1000
     assert [row["what"] for row in rows] == [

@@ -6,9 +6,8 @@ from refimpl.bench.meter import Size
 TINY = Size(layers=2, hidden=32, heads=4, vocab_size=64, batch=2, sequence=64)
 
 
-def test_a_run_reads_time_and_peak_beside_torch():
-    settings, rows = checkpointing.run("cpu", TINY, rounds=2)
-    rows = list(rows)
+def test_a_run_reads_time_and_peak_beside_torch(run):
+    settings, rows = run(checkpointing, TINY, rounds=2)
     assert settings["step"]["hidden"] == 32
     by_peer = {peer: [r for r in rows if r["peer"] == peer] for peer in {r["peer"] for r in rows}}
     assert len(by_peer[checkpointing.TORCH]) == 12

@@ -8,10 +8,8 @@ from refimpl.comm import Link
 TINY = {"vocab_size": 256, "context_length": 16, "layers": 1, "hidden": 32, "heads": 2}
 
 
-def test_a_run_reads_times_losses_and_bytes(monkeypatch):
-    monkeypatch.setattr(compression, "launch", lambda *args, device, timeout: pooled(*args, device=device))
-    settings, rows = compression.run("cpu", TINY, steps=3, rounds=1)
-    rows = list(rows)
+def test_a_run_reads_times_losses_and_bytes(run):
+    settings, rows = run(compression, TINY, steps=3, rounds=1)
     algorithms = list(compression.RATIOS)
     assert settings["ranks"] == 2 and [row["what"].split(", ")[1] for row in rows[:6]] == algorithms
     assert rows[6]["peer"] == "powerSGD_hook" and all(row["value"] > 0 for row in rows)

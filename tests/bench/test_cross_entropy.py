@@ -7,9 +7,8 @@ from refimpl.bench import cross_entropy
 TINY = cross_entropy.Size(256, 997, 16, 64, "swiglu")
 
 
-def test_a_run_reads_peaks_times_and_errors():
-    settings, rows = cross_entropy.run("cpu", size=TINY, rounds=2)
-    rows = list(rows)
+def test_a_run_reads_peaks_times_and_errors(run):
+    settings, rows = run(cross_entropy, size=TINY, rounds=2)
     assert settings["size"]["vocabulary"] == 997 and settings["dtypes"] == ["float32", "bfloat16"]
     heads = [row for row in rows if row["what"].startswith("peak of a head")]
     assert len(heads) == 4

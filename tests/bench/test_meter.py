@@ -15,9 +15,8 @@ def readings(rows, beginning):
     return [row for row in rows if row["what"].startswith(beginning)]
 
 
-def test_a_run_reads_bytes_times_and_a_dry_run():
-    settings, rows = meter.run("cpu", size=meter.SMALL, models=("gpt2",), rounds=3, programs=["llama", "convnext"])
-    rows = list(rows)
+def test_a_run_reads_bytes_times_and_a_dry_run(run):
+    settings, rows = run(meter, size=meter.SMALL, models=("gpt2",), rounds=3, programs=["llama", "convnext"])
     assert settings["step"]["hidden"] == 32 and settings["rounds"] == 3
     peaks, nets = readings(rows, "tracker's peak"), readings(rows, "tracker's net")
     assert len(peaks) == 6 and len(nets) == 4

@@ -8,10 +8,8 @@ from refimpl.bench import pipeline
 TINY = {"vocabulary": 64, "context": 32, "layers": 4, "hidden": 32, "heads": 4}
 
 
-def test_a_run_reads_times_and_bytes_of_all_schedules(monkeypatch):
-    monkeypatch.setattr(pipeline, "launch", lambda *args, device, timeout: pooled(*args, device=device))
-    settings, rows = pipeline.run("cpu", TINY, world=2, rounds=2)
-    rows = list(rows)
+def test_a_run_reads_times_and_bytes_of_all_schedules(run):
+    settings, rows = run(pipeline, TINY, world=2, rounds=2)
     assert settings["ranks"] == 2
     names = [f"{what}, {name}" for what in ("step", "peak of a step") for name in pipeline.PEERS]
     assert [row["what"] for row in rows] == names

@@ -10,9 +10,8 @@ from refimpl.bench.meter import SMALL
 from refimpl.mixed_precision.internals.regions import AutocastRegion
 
 
-def test_a_run_reads_time_and_bytes_of_every_recipe():
-    settings, rows = precision.run("cpu", size=SMALL, rounds=5)
-    rows = list(rows)
+def test_a_run_reads_time_and_bytes_of_every_recipe(run):
+    settings, rows = run(precision, size=SMALL, rounds=5)
     assert settings["step"]["hidden"] == 32 and settings["rounds"] == 5
     step, peak, *recipes = rows
     assert step["unit"] == "s" and step["value"] > 0 and step["paired"] > 0 and step["limit"] == 1.10

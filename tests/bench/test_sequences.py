@@ -6,9 +6,8 @@ from refimpl.bench.meter import Size
 TINY = Size(layers=1, hidden=32, heads=2, vocab_size=64, batch=1, sequence=256)
 
 
-def test_a_run_reads_peaks_and_times():
-    settings, rows = sequences.run("cpu", size=TINY, rounds=2)
-    rows = list(rows)
+def test_a_run_reads_peaks_and_times(run):
+    settings, rows = run(sequences, size=TINY, rounds=2)
     assert settings["step"]["sequence"] == 256 and settings["chunks"] == [2, 4, 8, 16]
     peaks = [row for row in rows if row["unit"] == "bytes"]
     assert len(peaks) == 2 * 4 and {row["peer"] for row in rows} == {sequences.WHOLE}

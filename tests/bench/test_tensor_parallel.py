@@ -1,7 +1,6 @@
 """The bench of tensor parallelism at a tiny size, and that it would show a version that splits nothing."""
 
 import pytest
-from rank_pool import pooled
 
 from refimpl.bench import tensor_parallel
 from refimpl.comm import launch
@@ -9,10 +8,8 @@ from refimpl.comm import launch
 TINY = {"vocabulary": 64, "context": 16, "layers": 2, "hidden": 64, "heads": 4}
 
 
-def test_a_run_reads_bytes_and_times_of_both_pairs(monkeypatch):
-    monkeypatch.setattr(tensor_parallel, "launch", lambda *args, device, timeout: pooled(*args, device=device))
-    settings, rows = tensor_parallel.run("cpu", TINY, world=2, rounds=2)
-    rows = list(rows)
+def test_a_run_reads_bytes_and_times_of_both_pairs(run):
+    settings, rows = run(tensor_parallel, TINY, world=2, rounds=2)
     assert settings["ranks"] == 2 and [(row["what"].split(", ")[1], row["peer"]) for row in rows] == (
         tensor_parallel.PAIRS * 2)
     states = 12 * settings["parameters"] / 1e6  # of AdamW, on one rank

@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-from rank_pool import pooled
 
 from refimpl.bench import zero
 from refimpl.comm import launch
@@ -26,10 +25,8 @@ class GradientsKept(Zero2):
     reducer_type = Hoarding
 
 
-def test_a_run_reads_bytes_and_times_of_every_pair(monkeypatch):
-    monkeypatch.setattr(zero, "launch", lambda *args, device, timeout: pooled(*args, device=device))
-    settings, rows = zero.run("cpu", TINY, world=2, rounds=2, models=())
-    rows = list(rows)
+def test_a_run_reads_bytes_and_times_of_every_pair(run):
+    settings, rows = run(zero, TINY, world=2, rounds=2, models=())
     added, rows = (list(filter(lambda row: row["what"].startswith("added") is so, rows)) for so in (True, False))
     assert [row["peer"] for row in added] == [zero.FSDP2] and 0 < added[0]["value"] < 8
     assert settings["parameters"] == TINY.parameter_count() and settings["ranks"] == 2

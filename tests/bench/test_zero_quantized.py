@@ -1,7 +1,6 @@
 """The bench of quantised collectives at a tiny size, and that it would show codecs that save nothing."""
 
 import torch
-from rank_pool import pooled
 
 from refimpl.bench import zero_quantized
 from refimpl.zero.quantized import BlockCodec
@@ -14,12 +13,10 @@ class Wide(BlockCodec):
         return super().payload_bytes(numel) + 3 * numel // 16 * 16
 
 
-def test_a_run_reads_memory_times_bytes_errors_and_losses(monkeypatch):
-    monkeypatch.setattr(zero_quantized, "launch", lambda *args, device, timeout: pooled(*args, device=device))
+def test_a_run_reads_memory_times_bytes_errors_and_losses(monkeypatch, run):
     monkeypatch.setattr(zero_quantized, "WAYS", {**{name: zero_quantized.WAYS[name] for name in ("whole", "both int8")},
                                                  "wide": (Wide(), Wide(), None)})
-    settings, rows = zero_quantized.run("cpu", steps=2, rounds=1, models=["gpt"], seeds=2)
-    rows = list(rows)
+    settings, rows = run(zero_quantized, steps=2, rounds=1, models=["gpt"], seeds=2)
     found = {row["what"]: row["ratio"] for row in rows}
     assert settings["ranks"] == 4 and len(found) == 2 + 2 + 3 + 4 and all(ratio > 0 for ratio in found.values())
     assert found["peak of a step above shards, both int8"] < 0.75

@@ -2,6 +2,7 @@
 
 import functools
 
+import families
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,10 +13,9 @@ from refimpl.checkpointing.closed_forms import block_flops, extra_flops, gpt_cos
 from refimpl.model import GPT, GPTConfig
 
 GPT2 = {"vocab_size": 256, "context_length": 128, "layers": 4, "hidden": 64, "heads": 4}
-LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
-                "bias": False, "tied": False}
+LLAMA = GPT2 | families.LLAMA | {"mlp_hidden": 176}
 GEMMA = LLAMA | {"head_dim": 24, "activation": "geglu", "qkv_bias": True}
-NEOX = GPT2 | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "tied": False}
+NEOX = GPT2 | families.NEOX
 POLICIES = {
     "none": (None, None), "full": ([(0,), (1,), (2,), (3,)], None), "every second": ([(0,), 1, (2,), 3], None),
     "segments": ([(0, 1), 2, 3], None), "nested": ([((0,), 1), (2,), 3], None),

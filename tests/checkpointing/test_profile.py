@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from users_kit import Model
 
 from refimpl import memory
 from refimpl.checkpointing import gpt_costs, optimal_schedule, planned, profile_chain
@@ -14,13 +15,9 @@ CONFIG = GPTConfig(vocab_size=256, context_length=64, layers=5, hidden=64, heads
 AROUND = 8 * 64 + 4  # positions, and the loss's own gradient
 
 
-class Head(nn.Module):
-    def __init__(self, model, targets):
-        super().__init__()
-        self.norm, self.head, self.targets = model.norm, model.head, targets
-
-    def forward(self, x, *_):
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), self.targets.flatten())
+def head(model, targets):
+    return Model(lambda self, x, *_: F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten()),
+                 norm=model.norm, head=model.head)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +26,7 @@ def real():
     model, tokens = GPT(CONFIG), torch.randint(0, 256, (2, 64))
     model(tokens, tokens).backward()
     embedded = model.embedding(tokens) + model.positions(torch.arange(64))
-    return model, tokens, profile_chain([*model.blocks, Head(model, tokens)], embedded, None)
+    return model, tokens, profile_chain([*model.blocks, head(model, tokens)], embedded, None)
 
 
 def test_the_predicted_peak_is_met_at_every_budget(real):
@@ -55,7 +52,7 @@ def test_the_closed_form_of_a_chain_is_what_a_profile_reads(real):
 
 def test_seconds_are_positive_and_bytes_the_same(real):
     model, tokens, chain = real
-    timed = profile_chain([*model.blocks, Head(model, tokens)], model.embedding(tokens), None, unit="seconds")
+    timed = profile_chain([*model.blocks, head(model, tokens)], model.embedding(tokens), None, unit="seconds")
     assert timed.activation_bytes == chain.activation_bytes and min(timed.forward_times) > 0
     assert optimal_schedule(timed.forward_times, timed.activation_bytes, timed.output_bytes, budget=10**9).time > 0
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from patience import processor_seconds
 from together_kit import ADAMW, MAX_NORM, ROWS, T, batches_of, built, engine_of, run_on
 
 from refimpl import memory
@@ -73,8 +74,7 @@ def test_any_rank_of_large_meshes_in_seconds(name, axes, micro_batches, nbytes):
     build, mesh = functools.partial(GPT, GPTConfig.named(name), FLASH, dtype=torch.bfloat16), Mesh(**axes)
     began = time.process_time()
     found = dry_rank(build, mesh, mesh.world_size // 2, micro_batches, micro_batches=micro_batches, recompute=True)
-    assert time.process_time() - began < 30  # it reads 5 to 15, as busy as the machine is
-    print(found)
+    assert processor_seconds(time.process_time() - began) < 30
     assert found.coordinates["pp"] == mesh.pp // 2
     parts = GPTConfig.named(name).parameter_count() / mesh.tp / mesh.pp
     assert found.peak["parameters"] == pytest.approx(2 * parts, rel=0.1) and found.peak.total < nbytes

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import all_reduced, averaged, graded
 
 from refimpl.exercises import zero_1_and_2 as page
 
@@ -22,16 +22,8 @@ def gradients_whole(parameters, world_size, stage, dtype):
     return predict(parameters, world_size, min(stage, 1), dtype)
 
 
-def reduce_scattered(comm, gradient):
-    return comm.reduce_scatter(gradient, "avg")
-
-
-def all_reduced(comm, gradient):
-    return comm.all_reduce(gradient, "avg").chunk(comm.world_size)[comm.rank].clone()
-
-
-def sharded(comm, flat, *, reduced=reduce_scattered, gather=True):
-    mine = flat.chunk(comm.world_size)[comm.rank]
+def sharded(comm, flat, *, reduced=averaged, gather=True, whole=False):
+    mine = flat if whole else flat.chunk(comm.world_size)[comm.rank]
     own = torch.nn.Parameter(mine)
     optimizer = torch.optim.AdamW([own], lr=1e-3)
 
@@ -46,19 +38,11 @@ def sharded(comm, flat, *, reduced=reduce_scattered, gather=True):
     return step
 
 
-def not_sharded(comm, flat):
-    own = torch.nn.Parameter(flat)
-    optimizer = torch.optim.AdamW([own], lr=1e-3)
-
-    def step(gradient):
-        own.grad = comm.all_reduce(gradient, "avg")
-        optimizer.step()
-        own.grad = None
-
-    return step
+not_sharded = partial(sharded, gather=False, whole=True,
+                      reduced=lambda comm, gradient: comm.all_reduce(gradient, "avg"))
 
 
-def in_shards(comm, model, loss, *, reduced=reduce_scattered, free=True, remove=True):
+def in_shards(comm, model, loss, *, reduced=averaged, free=True, remove=True, late=False):
     shards = {}
 
     def scatter(parameter):
@@ -66,20 +50,13 @@ def in_shards(comm, model, loss, *, reduced=reduce_scattered, free=True, remove=
         if free:
             parameter.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(scatter) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(scatter) for p in model.parameters() if not late]
     loss.backward()
+    for parameter in model.parameters() if late else ():
+        scatter(parameter)
     for hook in hooks if remove else ():
         hook.remove()
     return [shards[p] for p in model.parameters()]
-
-
-def after_backward(comm, model, loss):
-    loss.backward()
-    shards = []
-    for parameter in model.parameters():
-        shards.append(comm.reduce_scatter(parameter.grad.flatten(), "avg"))
-        parameter.grad = None
-    return shards
 
 
 RIGHT = [(page.first, predict), (page.second, sharded), (page.third, in_shards)]
@@ -89,7 +66,7 @@ WRONG = [
     (page.second, not_sharded, "bytes stay on rank 0 of 2; two moments of a shard are 16,384"),
     (page.second, partial(sharded, gather=False), "rank 0 of 2 has other parameters than AdamW after 3 steps"),
     (page.second, partial(sharded, reduced=all_reduced), "the parameters are right, but a rank sent"),
-    (page.third, after_backward, "the shards are right, but gradients took"),
+    (page.third, partial(in_shards, late=True), "the shards are right, but gradients took"),
     (page.third, partial(in_shards, reduced=all_reduced), "the shards are right, but a rank sent"),
     (page.third, lambda comm, *given: [comm.world_size * shard for shard in in_shards(comm, *given)],
      "shard 0 on rank 0 of 2 is not chunk 0 of the mean gradient"),

@@ -1,22 +1,13 @@
 """Right answers pass, wrong and unanswered ones do not, on real ranks."""
 
 import torch
-from exercises_kit import graded
+from exercises_kit import all_reduced, averaged, graded
 
 from refimpl.exercises import zero_3 as page
 
 
-def averaged(comm, gradient):
-    return comm.reduce_scatter(gradient, "avg")
-
-
 def summed(comm, gradient):
     return averaged(comm, gradient) * comm.world_size
-
-
-def all_reduced(comm, gradient):
-    """The same numbers."""
-    return comm.all_reduce(gradient, "avg").chunk(comm.world_size)[comm.rank].clone()
 
 
 class Sharded(torch.autograd.Function):

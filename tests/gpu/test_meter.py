@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from families import LLAMA, NEOX
 
 from refimpl import memory
 from refimpl.bench import compare
@@ -15,12 +16,7 @@ from refimpl.model import GPT, GPTConfig
 # Few large operations: some GiB of activations, beside which a workspace of 32 MiB is within 1 %.
 SIZE = Size(layers=4, hidden=2048, heads=16, vocab_size=8192, batch=4, sequence=1024)
 SHAPE = {"vocab_size": 256, "context_length": 256, "layers": 2, "hidden": 256, "heads": 4}
-CONFIGS = {
-    "gpt2": SHAPE,
-    "llama": SHAPE | {"kv_heads": 2, "mlp_hidden": 704, "norm": "rmsnorm", "activation": "swiglu",
-                      "positions": "rotary", "bias": False, "tied": False},
-    "neox": SHAPE | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "tied": False},
-}
+CONFIGS = {"gpt2": SHAPE, "llama": SHAPE | LLAMA | {"mlp_hidden": 704}, "neox": SHAPE | NEOX}
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -1,10 +1,8 @@
 """Mixed precision on a CUDA device, beside torch.autocast("cuda") and GradScaler."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from precision_kit import CONFIGS, SHAPE, recorded
 from torch.nn import functional as F
 
 from refimpl import memory
@@ -20,30 +18,15 @@ from refimpl.mixed_precision import (
 from refimpl.mixed_precision.internals import lists
 from refimpl.model import GPT, GPTConfig
 
-_path = Path(__file__).parents[1] / "mixed_precision" / "conftest.py"
-_spec = importlib.util.spec_from_file_location("mixed_precision_conftest", _path)
-shared = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(shared)
-
 SIZE = Size(layers=4, hidden=1024, heads=16, vocab_size=8192, batch=4, sequence=512)
 LOW = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=shared.CONFIGS)
+@pytest.fixture(params=CONFIGS)
 def gpt(request):
     torch.manual_seed(1)
-    model = GPT(GPTConfig(**shared.CONFIGS[request.param]), device="cuda")
+    model = GPT(GPTConfig(**CONFIGS[request.param]), device="cuda")
     return model, torch.randint(0, 256, (2, 32), device="cuda")
-
-
-def recorded(region, model, tokens):
-    torch.manual_seed(2)
-    model.zero_grad()
-    with shared.Dtypes() as record:
-        with region:
-            loss = model(tokens, tokens)
-        loss.backward()
-    return record, loss, [p.grad.clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -100,7 +83,7 @@ def test_the_closed_forms_are_what_is_kept(gpt, dtype):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_and_backward_threads_are_in_the_region(use_reentrant):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**shared.SHAPE), device="cuda")
+    model = GPT(GPTConfig(**SHAPE), device="cuda")
     x, gradients = torch.randn(2, 32, 32, device="cuda", requires_grad=True), []
     for checkpointed in (False, True):
         model.zero_grad()
@@ -117,7 +100,7 @@ def test_recomputation_and_backward_threads_are_in_the_region(use_reentrant):
 
 def test_a_step_waits_for_the_device_once():
     """PyTorch itself raises where an operation waits: once, and it is the scaler's question."""
-    model = GPT(GPTConfig(**shared.SHAPE), device="cuda")
+    model = GPT(GPTConfig(**SHAPE), device="cuda")
     optimizer, scaler = torch.optim.AdamW(model.parameters()), AdaptiveLossScaler()
     tokens = torch.randint(0, 256, (2, 32), device="cuda")
     with autocast(torch.float16):
@@ -159,7 +142,7 @@ def test_gradients_on_several_devices():
 @pytest.mark.parametrize("fp32_gradients", [False, True])
 @pytest.mark.parametrize("dtype", LOW)
 def test_sixteen_and_eighteen_bytes_a_parameter(dtype, fp32_gradients):
-    model = GPT(GPTConfig(**shared.SHAPE), device="cuda")
+    model = GPT(GPTConfig(**SHAPE), device="cuda")
     optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters()), dtype, fp32_gradients=fp32_gradients)
     tokens = torch.randint(0, 256, (2, 32), device="cuda")
     with memory.track(model, optimizer) as t:

@@ -1,4 +1,4 @@
-"""The three tests of a page's exercises, made from tables of right and wrong answers."""
+"""The three tests of a page's exercises, made from tables of right and wrong answers; parts of answers."""
 
 import re
 
@@ -35,3 +35,13 @@ def graded(page, right, wrong, blanks=(None,)):
         assert "not answered yet" in found, found
 
     return right_answers, wrong_answers, blank_answers
+
+
+def averaged(comm, gradient):
+    """Return this rank's shard of the mean over ranks."""
+    return comm.reduce_scatter(gradient, "avg")
+
+
+def all_reduced(comm, gradient):
+    """The same numbers, of twice the bytes."""
+    return comm.all_reduce(gradient, "avg").chunk(comm.world_size)[comm.rank].clone()

@@ -38,10 +38,12 @@ def read_alone(build):
     return Read(m.peak, m.net, seconds, results, m)
 
 
-def read_tracked(build):
-    """Read the same step of another build with the tracker."""
-    with warmed_up(build) as (program, _), memory.track(*program.objects) as t:
-        results, seconds = _timed(program.step)
+def read_tracked(build, before=lambda program: None):
+    """Read the same step of another build with the tracker; `before` it, call this with the program."""
+    with warmed_up(build) as (program, _):
+        before(program)
+        with memory.track(*program.objects) as t:
+            results, seconds = _timed(program.step)
     return Read(*born_inside(t), seconds, results, t)
 
 

@@ -44,6 +44,25 @@ def in_time(most):
     within(time.monotonic() - start, most)
 
 
+def yardstick():
+    """Processor seconds of a fixed piece of Python whose objects do not fit a cache, as those of plans and dry runs."""
+    began, size, table = time.process_time(), 150_001, {}
+    for i in range(size):
+        table[i * 7919 % size] = str(i)
+    for i in range(size):
+        table[i * 104_729 % size].isdigit()
+    return time.process_time() - began
+
+
+REFERENCE = 0.05  # seconds of `yardstick` where bounds were set: there a plan of 7,000 tensors took 0.73 s
+
+
+def processor_seconds(seconds):
+    """What `seconds` of this processor, read just now, would be there. A core that is slower, or whose caches and units
+    a neighbour uses, does as much less in each of them as the yardstick takes longer."""
+    return seconds / max(1.0, min(yardstick() for _ in range(3)) / REFERENCE)
+
+
 def about(readings, expected, off):
     """Late if no reading is as near as that."""
     if min(abs(reading - expected) for reading in readings) > off:

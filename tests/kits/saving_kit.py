@@ -6,7 +6,7 @@ import zlib
 
 import torch
 from torch import nn
-from zero_kit import ENGINES, WIDTH, rows_of
+from zero_kit import ENGINES, WIDTH, fixed, rows_of
 from zero_steps import update
 
 from refimpl import saving
@@ -52,8 +52,7 @@ class Holder:
     the tensor-parallel ranks, what is trained or frozen is cut flat over the data-parallel ones."""
 
     def __init__(self, comm, dims=None, tp=1, stages=1, optimizer="adamw", seed=0, away=False, build=Small):
-        torch.set_num_threads(1)
-        torch.manual_seed(seed)
+        fixed(seed)
         self.comm, self.dims, self.tp, self.model = comm, dims or {}, tp, build()
         self.dp = comm.world_size // (tp * stages)
         self.stage, self.d, self.t = comm.rank // (self.dp * tp), comm.rank // tp % self.dp, comm.rank % tp
@@ -209,8 +208,7 @@ class Odd(nn.Module):
 
 
 def build(seed=0, dtype=None):
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
+    fixed(seed)
     return Odd().to(dtype)
 
 

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from families import GEMMA
 from outside.models import GROUPED, causal
 from torch import nn
 
@@ -11,9 +12,7 @@ from refimpl.parallel import sequence_parallel, tensor_parallel
 
 V, ROWS, T = 61, 3, 7  # a vocabulary and a number of tokens that no number of ranks divides
 SIZES = {"vocab_size": V, "context_length": 16, "layers": 2, "hidden": 32, "heads": 4}
-GPTS = {"gpt": GPTConfig(**SIZES), "grouped gpt": GPTConfig(
-            **SIZES, kv_heads=2, head_dim=12, positions="rotary", norm="rmsnorm", bias=False, activation="geglu",
-            mlp_hidden=54, post_norms=True, qkv_bias=True, tied=False),
+GPTS = {"gpt": GPTConfig(**SIZES), "grouped gpt": GPTConfig(**SIZES, **GEMMA, mlp_hidden=54, qkv_bias=True),
         "parallel gpt": GPTConfig(**SIZES, parallel_residual=True, positions="rotary", tied=False)}
 OTHERS = {"gpt2": causal("gpt2", vocab_size=V, n_embd=32, n_head=4, n_layer=2, n_positions=16, resid_pdrop=0.0,
                          embd_pdrop=0.0, attn_pdrop=0.0),

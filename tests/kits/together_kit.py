@@ -4,6 +4,7 @@ import functools
 
 import saving_kit
 import torch
+from families import GEMMA
 from outside.models import GROUPED, causal
 
 from refimpl.data import TextData
@@ -14,9 +15,8 @@ from refimpl.model import GPT, GPTConfig
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 ROWS, T, MAX_NORM = 8, 32, 0.5
 GPTS = {"gpt": GPTConfig(vocab_size=256, context_length=T, layers=4, hidden=32, heads=4),
-        "grouped gpt": GPTConfig(vocab_size=256, context_length=T, layers=4, hidden=32, heads=4, kv_heads=2,
-                                 head_dim=12, positions="rotary", norm="rmsnorm", activation="geglu", bias=False,
-                                 qkv_bias=True, post_norms=True, mlp_hidden=54, tied=False)}
+        "grouped gpt": GPTConfig(vocab_size=256, context_length=T, layers=4, hidden=32, heads=4, mlp_hidden=54,
+                                 qkv_bias=True, **GEMMA)}
 OTHERS = {"llama": causal("llama", **GROUPED | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}),
           "tied llama": causal("llama", **GROUPED | {"num_hidden_layers": 4, "hidden_size": 32,
                                                      "intermediate_size": 64, "tie_word_embeddings": True})}

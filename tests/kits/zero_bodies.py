@@ -1,7 +1,9 @@
 """What the engines are asked on ranks of any device: rehearsed on a CPU by tests/zero, on GPUs in tests/gpu."""
 
+import contextlib
 import functools
 import gc
+import itertools
 
 import torch
 from zero_kit import BUCKET, equal, farthest, gpt, gradients_of_step, parameters_of, train_gpt
@@ -63,6 +65,23 @@ def check_stages(found):
         for rank in range(len(found[0])):
             held = [found[stage][rank]["held"] for stage in range(4)]
             assert held == sorted(held, reverse=True) and held[3] < 1.1 * held[0] / len(found[0])
+
+
+def tried_again(expected, engine, number=2):
+    """Whether a step whose optimizer raised in its `number`th call ends, tried again, where the other engine's does."""
+    for each in (expected, engine):
+        gradients_of_step(each)
+    expected.step()
+    calls = itertools.count(1)
+
+    def raising(*_):
+        if next(calls) == number:
+            raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError), engine.optimizer.register_step_pre_hook(raising):
+        engine.step()
+    engine.step()
+    return equal(parameters_of(expected), parameters_of(engine))
 
 
 def updated_on_the_host(comm, stage):

@@ -11,9 +11,16 @@ from refimpl.model import GPT, GPTConfig
 from refimpl.zero import DataParallel, Zero1, Zero2, Zero3
 
 ENGINES = (DataParallel, Zero1, Zero2, Zero3)  # by stage
+SHARDED = ENGINES[1:]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 FAST = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def fixed(seed=0):
+    """One thread, and the same random numbers from here on."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
 
 
 def copied(model):
@@ -45,8 +52,7 @@ BUCKET = 20_000  # bytes
 
 
 def gpt(config=CONFIG, dtype=None, device=None):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    fixed()
     return GPT(config, dtype=dtype, device=device)
 
 
@@ -149,10 +155,14 @@ class Layers(nn.ModuleList):
 
 
 def three_layers(seed=0):
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
+    fixed(seed)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
                          nn.Linear(WIDTH, WIDTH))
+
+
+def three_layer_engine(comm, stage, seed=0, **options):
+    """An engine of three layers, in several buckets."""
+    return ENGINES[stage](three_layers(seed), comm, FAST, bucket_bytes=500, **options)
 
 
 MODELS = {
@@ -163,8 +173,7 @@ MODELS = {
 
 
 def model_of(name):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    fixed()
     return MODELS[name]()
 
 

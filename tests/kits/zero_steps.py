@@ -48,12 +48,20 @@ def plainly(model, optimizer, losses):
     return copied(model)
 
 
+def traced(engine, gradients):
+    """(ledger before the update, traffic, trace) of a step; `gradients()` makes them."""
+    before = engine.comm.traffic
+    with memory.track(engine.model, engine.optimizer) as t:
+        gradients()
+        now = t.now
+        engine.step()
+    return now, engine.comm.traffic - before, t
+
+
 def tracked(engine, *inputs, steps=2):
     """What a tracker has seen of the last of these steps."""
     for _ in range(steps):
-        with memory.track(engine.model, engine.optimizer) as t:
-            engine.backward(engine.forward(*inputs).sum())
-            engine.step()
+        *_, t = traced(engine, lambda: engine.backward(engine.forward(*inputs).sum()))
     return t
 
 
@@ -65,20 +73,16 @@ def above(model, optimizer, work, *given):
     return t.peak.total - before
 
 
-def most(t, category):
-    """The most bytes of a category at any moment."""
-    return t.timeline.nbytes[:, t.timeline.categories.index(category)].max()
+def most(t, *categories):
+    """The most bytes of a category at any moment, or of several together."""
+    return t.timeline.nbytes[:, [t.timeline.categories.index(each) for each in categories]].sum(axis=1).max()
 
 
 def traced_gpt(engine, steps, micro_batches=1):
     """Train as `train_gpt`; (ledger before the update, traffic, trace) of the last step."""
     train_gpt(engine, steps - 1, micro_batches)
-    before, last = engine.comm.traffic, token_batches(steps, micro_batches)[-1]
-    with memory.track(engine.model, engine.optimizer) as t:
-        gradients_of_step(engine, last)
-        now = t.now
-        engine.step()
-    return now, engine.comm.traffic - before, t
+    last = token_batches(steps, micro_batches)[-1]
+    return traced(engine, lambda: gradients_of_step(engine, last))
 
 
 def states_of(make, dtype=None, reduce_dtype=None, **options):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import families
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +16,7 @@ from refimpl.memory import activation_bytes, activation_terms, block_terms, kort
 from refimpl.model import GPT, GPTConfig, softmax_attention
 
 GPT2 = {"vocab_size": 256, "context_length": 4096, "layers": 2, "hidden": 64, "heads": 4}
-LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
-                "bias": False, "tied": False}
+LLAMA = GPT2 | families.LLAMA | {"mlp_hidden": 176}
 # What changes what is kept, besides norm, parallel residual and dtype, which each run all through.
 CHOICES = {name: st.sampled_from(values) for name, values in {
     "layers": [1, 2, 3], "heads_and_groups": [(1, 1), (4, 4), (4, 2), (4, 1), (8, 2)], "head_dim": [None, 24],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
+from users_kit import function_of
 
 from refimpl import memory
 
@@ -24,6 +25,10 @@ def through_a_list():
 
 def sparse():
     torch.nn.Embedding(9, 4, sparse=True)(torch.tensor([1])).sum().backward()
+
+
+def looks_for_values(ctx, gradient):
+    return gradient.nonzero()
 
 
 @torch.library.custom_op("refimpl_dry::without_a_rule", mutates_args=())
@@ -44,19 +49,9 @@ REFUSED = {  # what a step does -> the step, and words of the error
     "numpy": (lambda: unknown(3).numpy(), r"needs the values.*leave \.numpy\(\) out"),
     "sparse": (sparse, "make it dense"),
     "real": (lambda: unknown(3) + OUTSIDE, r"`unknown\(3\) \+ OUTSIDE` uses a real tensor.*build it inside"),
-    "in backward": (lambda: OnlyForward.apply(unknown(3).requires_grad_()).sum().backward(), r"\(nonzero\).*sizes={'"),
+    "in backward": (lambda: function_of(lambda ctx, x: x.clone(), looks_for_values).apply(
+        unknown(3).requires_grad_()).sum().backward(), r"\(nonzero\).*sizes={'"),
     "no rule": (lambda: without_a_rule(unknown(3)), "no rule for fake tensors: write one, torch.library.register_fake")}
-
-
-class OnlyForward(torch.autograd.Function):
-    """Looks for values in backward."""
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.nonzero()
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -65,7 +60,7 @@ def test_it_is_refused_with_its_line_and_what_to_do(what, caplog):
     with caplog.at_level(logging.INFO), pytest.raises(ValueError, match=message) as caught:
         memory.dry_run(step)
     file, _, rest = str(caught.value).partition(":")
-    lines, start = inspect.getsourcelines(OnlyForward if what == "in backward" else step)
+    lines, start = inspect.getsourcelines(looks_for_values if what == "in backward" else step)
     assert file == Path(__file__).name and start <= int(rest.partition(":")[0]) < start + len(lines)
     assert caught.value.__cause__ is not None or "reads 2 integers" in message
     assert isinstance(caught.value.trace, memory.Trace) and not caplog.records

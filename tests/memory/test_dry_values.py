@@ -10,6 +10,7 @@ import pytest
 import torch
 from counting import counting_backend
 from torch.utils.checkpoint import checkpoint
+from users_kit import closure_of
 
 from refimpl import memory
 
@@ -91,13 +92,8 @@ def scaled():
 def closed():
     model, optimizer = made(torch.optim.LBFGS, max_iter=2, history_size=2)
     given = torch.randn(64, 32)
-    def closure():
-        optimizer.zero_grad()
-        loss = model(given).square().mean()
-        loss.backward()
-        return loss
     for _ in range(2):
-        optimizer.step(closure)
+        optimizer.step(closure_of(optimizer, lambda: model(given).square().mean()))
 
 
 def stochastic_depth():

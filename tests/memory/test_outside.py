@@ -27,9 +27,24 @@ def parameters_of(objects):
     return {p for thing in objects if isinstance(thing, torch.nn.Module) for p in thing.parameters()}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_peak_is_the_allocators_and_the_rest_has_a_name(name):
-    alone, tracked = read_alone(PROGRAMS[name]), read_tracked(PROGRAMS[name])
+@pytest.fixture(scope="module", params=PROGRAMS)
+def run(request):
+    """(a program's name, the tracker's reading of its run, its objects, bytes of each gradient that autograd wrote):
+    one run for all that is asked of the tracker, while the allocator alone reads another."""
+    written, objects = {}, []
+
+    def watch(program):
+        objects.extend(program.objects)
+        for p in parameters_of(objects):
+            if p.requires_grad and request.param not in GRADIENTS_GO:
+                p.register_post_accumulate_grad_hook(lambda p: written.update({id(p): p.grad.nbytes}))
+
+    return request.param, read_tracked(PROGRAMS[request.param], watch), objects, written
+
+
+def test_the_peak_is_the_allocators_and_the_rest_has_a_name(run):
+    name, tracked, *_ = run
+    alone = read_alone(PROGRAMS[name])
     assert all(map(torch.equal, alone.results, tracked.results)) and len(alone.results) == len(tracked.results) > 0
     assert tracked.net == alone.net
     if abs(tracked.peak - alone.peak) > WITHIN * alone.peak:  # then kernels took it, the trace says so, and which did
@@ -48,22 +63,16 @@ def with_workspaces(build):
     return memory.with_workspaces(t, m)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_parameters_gradients_and_state_to_the_byte(name):
-    program, written = PROGRAMS[name](), {}  # bytes of each gradient that autograd writes
-    program.step()
-    for parameter in parameters_of(program.objects):
-        if parameter.requires_grad and name not in GRADIENTS_GO:
-            parameter.register_post_accumulate_grad_hook(lambda p: written.update({id(p): p.grad.nbytes}))
-    with memory.track(*program.objects) as t:
-        program.step()
-    optimizers = [thing for thing in program.objects if isinstance(thing, torch.optim.Optimizer)]
-    assert t.now[PARAMETERS] == storages_of(parameters_of(program.objects))
+def test_parameters_gradients_and_state_to_the_byte(run):
+    name, tracked, objects, written = run
+    t = tracked.log
+    optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
+    assert t.now[PARAMETERS] == storages_of(parameters_of(objects))
     assert t.now[OPTIMIZER_STATE] == storages_of(tensors_in([list(each.state.values()) for each in optimizers]))
     if name not in GRADIENTS_GO:
         gradients = t.timeline.nbytes[:, t.timeline.categories.index(GRADIENTS)].max()
         assert gradients == sum(written.values()) + OTHER_GRADIENTS.get(name, 0)
-    assert t.now[GRADIENTS] == storages_of(p.grad for p in parameters_of(program.objects) if p.grad is not None)
+    assert t.now[GRADIENTS] == storages_of(p.grad for p in parameters_of(objects) if p.grad is not None)
 
 
 @pytest.mark.parametrize("name", ["deberta-v2", "mamba", "jamba"])

@@ -19,6 +19,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from users_kit import closure_of
 
 from refimpl import memory
 from refimpl.memory.tracking.tensors import tensors_in
@@ -27,7 +28,8 @@ PROGRAMS = {}
 
 
 def program(function):
-    """Takes a model, which is older than the context, and an input (16, 32); what it returns is compared."""
+    """Takes a model, which is older than the context, and an input (16, 32); what it returns is compared, or the
+    model's gradients."""
     PROGRAMS[function.__name__] = function
     return function
 
@@ -84,7 +86,6 @@ def gradient_steps_inside_the_graph(model, x):
         found = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
         weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), found, strict=True)}
     functional_call(model, weights, (x,)).mean().backward()
-    return gradients(model)
 
 
 # --- techniques ------------------------------------------------------------------------------------------------------
@@ -93,7 +94,6 @@ def gradient_steps_inside_the_graph(model, x):
 @program
 def checkpoint_reentrant(model, x):
     checkpoint(model, x.clone().requires_grad_(), use_reentrant=True).sum().backward()
-    return gradients(model)
 
 
 @program
@@ -102,7 +102,6 @@ def checkpoints_nested(model, x):
         return checkpoint(model, checkpoint(model, x, use_reentrant=False), use_reentrant=False)
 
     checkpoint(twice, x.clone().requires_grad_(), use_reentrant=False).sum().backward()
-    return gradients(model)
 
 
 @program
@@ -113,7 +112,6 @@ def checkpoint_by_operation(model, x):
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     checkpoint(model, x.clone().requires_grad_(), use_reentrant=False, context_fn=contexts).sum().backward()
-    return gradients(model)
 
 
 @program
@@ -122,7 +120,6 @@ def hooks_in_hooks(model, x):
         y = model(x)
         with saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
             model(y).sum().backward()
-    return gradients(model)
 
 
 @program
@@ -132,7 +129,6 @@ def one_pair_of_hooks_entered_twice(model, x):
         y = model(x)
     with hooks:
         model(y).sum().backward()
-    return gradients(model)
 
 
 @program
@@ -140,7 +136,6 @@ def saved_on_the_host(model, x):
     with save_on_cpu():
         y = model(x)
     y.sum().backward()
-    return gradients(model)
 
 
 @program
@@ -150,7 +145,6 @@ def saved_tensors_that_may_change(model, x):
         z = y * y
         y.add_(1)
         z.sum().backward()
-    return gradients(model)
 
 
 @program
@@ -158,7 +152,6 @@ def autocast(model, x):
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(x).square().mean()
     loss.backward()
-    return gradients(model)
 
 
 @program
@@ -173,7 +166,6 @@ def parameters_offloaded_by_hand(model, x):
     for p in model.parameters():
         p.data = p.data.clone() * 2
     model(x).sum().backward()
-    return gradients(model)
 
 
 # --- modules and optimizers ------------------------------------------------------------------------------------------
@@ -215,13 +207,7 @@ def state_loaded_into_an_optimizer(model, x):
 @program
 def closures(model, x):
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss
-
+    closure = closure_of(optimizer, lambda: model(x).square().mean())
     return optimizer.step(closure), optimizer.step(closure=closure), gradients(model)
 
 
@@ -230,7 +216,6 @@ def backward_on_a_thread(model, x):
     thread = threading.Thread(target=lambda: model(x).sum().backward())
     thread.start()
     thread.join()
-    return gradients(model)
 
 
 @program
@@ -305,7 +290,7 @@ def run(function, instrument=nullcontext):
     x = torch.randn(16, 32)
     with instrument(model, x) if instrument is not nullcontext else nullcontext() as read:
         result = function(model, x)
-    return result, read
+    return gradients(model) if result is None else result, read
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -2,6 +2,7 @@
 
 import functools
 
+import families
 import pytest
 import torch
 from training_step import train
@@ -11,8 +12,7 @@ from refimpl.memory import step_bytes, training_step_bytes, training_step_moment
 from refimpl.model import GPTConfig
 
 GPT2 = {"vocab_size": 300, "context_length": 512, "layers": 2, "hidden": 64, "heads": 4}
-LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
-                "bias": False, "tied": False}
+LLAMA = GPT2 | families.LLAMA | {"mlp_hidden": 176}
 CASES = {  # changes, batch, sequence, dtype, optimizer, the highest moment
     "gpt2, loss": (GPT2 | {"vocab_size": 3000}, 2, 64, torch.float32, "adamw", "loss"),
     "gpt2, loss, bf16": (GPT2 | {"vocab_size": 3000}, 2, 200, torch.bfloat16, "sgd", "loss"),

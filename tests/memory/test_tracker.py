@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import LLAMA
 from torch.distributed.fsdp import fully_shard
+from users_kit import closure_of
 
 from refimpl import memory
 from refimpl.bench.meter import Size, TrainingStep
@@ -70,9 +72,8 @@ def check_agreement(tracker_type, model, optimizer, tokens):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_peak_and_net_are_the_allocators(dtype, dropout, family):
-    llama = {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "bias": False}
     model = GPT(GPTConfig(vocab_size=256, context_length=128, layers=3, hidden=96, heads=4, dropout=dropout,
-                          tied=family == "gpt2", **(llama if family == "llama" else {})), dtype=dtype)
+                          **(LLAMA if family == "llama" else {})), dtype=dtype)
     optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(0, 256, (2, 128))
     for _ in range(2):  # the first step creates the optimizer's state, the second finds it there
         check_agreement(Tracker, model, optimizer, tokens)
@@ -133,13 +134,8 @@ def test_momentum_and_lbfgs_states_are_found():
     for make, states in ((lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1), (torch.optim.LBFGS, 3)):
         model = torch.nn.Linear(50, 50, bias=False)
         optimizer = make(model.parameters())
-        def closure(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = model(torch.ones(3, 50)).square().sum()
-            loss.backward()
-            return loss
         with memory.track() as t:
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, lambda model=model: model(torch.ones(3, 50)).square().sum()))
         assert t.now["optimizer state"] >= states * 10_000
 
 

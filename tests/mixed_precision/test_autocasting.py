@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from precision_kit import Dtypes, recorded
 from threads_kit import in_a_thread
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,20 +36,10 @@ def product(dtype=torch.float32):
 
 # --- the same as torch.autocast --------------------------------------------------------------------------------------
 
-def recorded(region, model, tokens, dtypes):
-    torch.manual_seed(2)
-    model.zero_grad()
-    with dtypes() as record:
-        with region:
-            loss = model(tokens, tokens)
-        loss.backward()
-    return record, loss, [p.grad.clone() for p in model.parameters()]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_operation_of_our_gpt_has_the_dtype_that_torch_gives_it(gpt, dtypes, dtype):
-    theirs, loss, gradients = recorded(torch.autocast("cpu", dtype), *gpt, dtypes)
-    ours, our_loss, our_gradients = recorded(autocast(dtype), *gpt, dtypes)
+def test_every_operation_of_our_gpt_has_the_dtype_that_torch_gives_it(gpt, dtype):
+    theirs, loss, gradients = recorded(torch.autocast("cpu", dtype), *gpt)
+    ours, our_loss, our_gradients = recorded(autocast(dtype), *gpt)
     assert ours.forward == theirs.forward and len(ours.forward) > 50
     assert ours.backward == theirs.backward and len(ours.backward) > 50
     assert ours.casts == theirs.casts and len(ours.casts) > 20
@@ -59,29 +50,29 @@ def test_every_operation_of_our_gpt_has_the_dtype_that_torch_gives_it(gpt, dtype
 
 
 @pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, None])
-def test_dtypes_with_another_attention_and_without_targets(dtypes, attention):
+def test_dtypes_with_another_attention_and_without_targets(attention):
     config = GPTConfig(vocab_size=64, context_length=32, layers=1, hidden=32, heads=4, kv_heads=2)
     model = GPT(config) if attention is None else GPT(config, attention)
     tokens, records = torch.randint(0, 64, (2, 16)), []
     for region in (torch.autocast("cpu"), autocast(), autocast(enabled=False)):
-        with dtypes() as record, region:
+        with Dtypes() as record, region:
             logits = model(tokens)
         records.append((record.everything(), logits.dtype))
     assert records[0] == records[1] != records[2]
     assert records[1][1] is torch.bfloat16 and records[2][1] is torch.float32
 
 
-def test_a_region_that_casts_nothing_is_seen(model, tokens, dtypes):
+def test_a_region_that_casts_nothing_is_seen(model, tokens):
     """The mutant of the test above: it computes the same loss within rounding, in fp32."""
-    theirs, *_ = recorded(torch.autocast("cpu"), model, tokens, dtypes)
-    ours, *_ = recorded(autocast(enabled=False), model, tokens, dtypes)
+    theirs, *_ = recorded(torch.autocast("cpu"), model, tokens)
+    ours, *_ = recorded(autocast(enabled=False), model, tokens)
     assert ours.forward != theirs.forward and ours.saved != theirs.saved
 
 
-def test_backward_inside_the_region_is_as_torch_s(model, tokens, dtypes):
+def test_backward_inside_the_region_is_as_torch_s(model, tokens):
     records = []
     for region in (torch.autocast("cpu"), autocast()):
-        with dtypes() as record, region:
+        with Dtypes() as record, region:
             model(tokens, tokens).backward()
         model.zero_grad()
         records.append(record.everything())

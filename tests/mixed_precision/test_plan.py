@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from precision_kit import Dtypes
 from torch import nn
 
 from refimpl import memory
@@ -71,9 +72,9 @@ def test_it_trains_in_the_dtypes_of_the_plan(gpt, plan):
     assert model.config.dropout or abs(loss - expected) < 0.05
 
 
-def test_what_is_cast_and_where(model, tokens, dtypes):
+def test_what_is_cast_and_where(model, tokens):
     """Embeddings and head in fp32, blocks low: two casts of activations forward, wherever the parts meet."""
-    with precision_context(model, BLOCKS_LOW), dtypes() as record:
+    with precision_context(model, BLOCKS_LOW), Dtypes() as record:
         model(tokens, tokens)
     assert record.casts == [("aten::_to_copy", "(2, 32, 32)", f"torch.{dtype}") for dtype in ("bfloat16", "float32")]
     assert [dtype for name, _, dtype in record.forward if name == "aten::addmm"] == ["torch.bfloat16"] * 8

@@ -11,10 +11,11 @@ import psutil
 import pytest
 import torch
 from offload_kit import STAGES, alone, check_one_engine, continued
+from rank_pool import on_ranks
 from zero_kit import equal, parameters_of, train_gpt
 
 from refimpl import memory
-from refimpl.comm import Link, launch
+from refimpl.comm import Link
 from refimpl.offload import DiskStore
 from refimpl.offload.disk.file import aligned
 from refimpl.offload.disk_store import buffers_bytes, file_bytes
@@ -128,16 +129,12 @@ def test_the_trackers_bytes_of_the_buffers_are_the_closed_form(tmp_path):
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float32), (4, torch.bfloat16)])
-def test_training_is_bit_equal_to_the_devices_also_after_save_and_load(world, dtype, tmp_path):
+@on_ranks("world")
+def test_training_is_bit_equal_to_the_devices_also_after_save_and_load(comm, world, dtype, tmp_path):
     """Under the store, and continued from its state under none and another."""
-    def on_a_rank(comm):
-        found = []
-        for make in STAGES:
-            with DiskStore(tmp_path, **SMALL) as store, DiskStore(tmp_path, buffer_bytes=2**16) as other:
-                found += continued(comm, make, dtype, 6, store, (None, other), tmp_path / make.__name__)
-        return found
-    for answer in launch(on_a_rank, world):
-        assert answer == [True] * 4 * len(STAGES)
+    for make in STAGES:
+        with DiskStore(tmp_path, **SMALL) as store, DiskStore(tmp_path, buffer_bytes=2**16) as other:
+            assert continued(comm, make, dtype, 6, store, (None, other), tmp_path / make.__name__) == [True] * 4
 
 
 class WritingNothingBack(DiskStore):

@@ -15,7 +15,8 @@ import pytest
 import torch
 from patience import in_time, patiently
 from saving_kit import differing
-from zero_kit import ENGINES, FAST, rows_of, square, three_layers
+from zero_kit import rows_of, square, three_layer_engine
+from zero_steps import train
 
 from refimpl.comm import FakeCommunicator, RankError, launch
 from refimpl.offload import DiskStore, TieredStore
@@ -67,38 +68,20 @@ FAULTS = {  # what happens → (how, what is told)
     "killed reading": (killed("preadv"), "was killed by SIGKILL")}
 
 
-def engine_of(comm, stage, seed=0, store=None):
-    return ENGINES[stage](three_layers(seed), comm, FAST, bucket_bytes=500, store=store)
-
-
-def one_step(engine, step):
-    engine.backward(square(engine, rows_of(engine.comm, step)))
-    engine.step()
-
-
 def faulty(comm, folder, stage, kind, fault):
     store = STORES[kind](folder / "disk")
-    engine = engine_of(comm, stage, store=store)
-    one_step(engine, 0)
-    engine.save(folder / "saved")
+    engine = three_layer_engine(comm, stage, store=store)
+    train(engine, 1).save(folder / "saved")
     comm.barrier()
     if comm.rank == 1:
         store.flush()
         FAULTS[fault][0]((store._space if kind == "disk" else store._mover.space).file)
-    for step in (1, 2, 3):
-        one_step(engine, step)
-    engine.save(folder / "saved")
-
-
-def unharmed(comm):
-    engine = engine_of(comm, 0)
-    one_step(engine, 0)
-    return engine.state_dict()
+    train(engine, 3, 1).save(folder / "saved")
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return launch(unharmed, 2)[0]
+    return launch(lambda comm: train(three_layer_engine(comm, 0), 1).state_dict(), 2)[0]
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -113,10 +96,10 @@ def test_a_fault_is_named_in_time_the_saved_state_is_whole_and_nothing_is_left(f
         assert caught.value.rank == 1
         assert list((folder / "disk").iterdir()) == []
         with DiskStore(folder / "disk", **OPTIONS) as store:  # the saved state goes on, at another stage and in another
-            engine = engine_of(FakeCommunicator(0, 1), (3, 1, 2)[stage - 1], seed=7, store=store)
+            engine = three_layer_engine(FakeCommunicator(0, 1), (3, 1, 2)[stage - 1], seed=7, store=store)
             engine.load(folder / "saved")
             assert not differing(engine.state_dict(), expected)
-            one_step(engine, 1)
+            train(engine, 1, 1)
 
 
 def strike_at(monkeypatch, name, number, code):
@@ -139,9 +122,8 @@ def test_an_error_of_any_call_is_raised_and_no_thread_or_file_is_left(kind, name
         with monkeypatch.context() as patched, STORES[kind](tmp_path, *room) as store:
             strike_at(patched, name, number, code)
             try:
-                engine = engine_of(FakeCommunicator(0, 1), 1 + number % 3, store=store)
-                for step in range(4):
-                    one_step(engine, step)
+                engine = three_layer_engine(FakeCommunicator(0, 1), 1 + number % 3, store=store)
+                train(engine, 4)
             except StoreError as error:
                 assert error.errno == code and f"{tmp_path}" in str(error)
                 struck += 1
@@ -153,10 +135,10 @@ def test_an_error_of_any_call_is_raised_and_no_thread_or_file_is_left(kind, name
 def test_a_step_that_found_the_disk_full_can_be_made_again(kind, monkeypatch, tmp_path):
     """Space is reserved before anything leaves memory, so nothing is lost."""
     for stage in (1, 2, 3):
-        expected = engine_of(FakeCommunicator(0, 1), stage)
+        expected = three_layer_engine(FakeCommunicator(0, 1), stage)
         with (DiskStore(tmp_path, **OPTIONS) if kind == "disk" else
               TieredStore(tmp_path, device=1500 + 300 * (stage == 3), **OPTIONS)) as store:
-            engine = engine_of(FakeCommunicator(0, 1), stage, store=store)
+            engine = three_layer_engine(FakeCommunicator(0, 1), stage, store=store)
             for each in (expected, engine):
                 each.backward(square(each, rows_of(each.comm, 0)))
             with monkeypatch.context() as patched:
@@ -166,7 +148,7 @@ def test_a_step_that_found_the_disk_full_can_be_made_again(kind, monkeypatch, tm
             expected.step()
             engine.step()
             for each in (expected, engine):
-                one_step(each, 1)
+                train(each, 1, 1)
             assert not differing(engine.state_dict(), expected.state_dict())
 
 

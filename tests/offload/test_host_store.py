@@ -6,10 +6,11 @@ import pytest
 import torch
 from offload_kit import LOW, STAGES, alone, check_one_engine, continued, engine_of
 from patience import against_the_clock, check
+from rank_pool import on_ranks
 from zero_kit import BUCKET, gradients_of_step, token_batches, train_gpt
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, Link, launch
+from refimpl.comm import FakeCommunicator, Link
 from refimpl.offload import HostStore
 from refimpl.zero import Zero1, Zero2, Zero3
 from refimpl.zero.closed_forms import model_state_bytes
@@ -18,11 +19,9 @@ from refimpl.zero.closed_forms import model_state_bytes
 @pytest.mark.parametrize(("make", "dtype", "world_size"), [  # each stage and each number of ranks in each dtype
     (Zero1, torch.float32, 1), (Zero1, LOW, 2), (Zero2, torch.float32, 2), (Zero2, LOW, 4), (Zero3, torch.float32, 4),
     (Zero3, LOW, 1)])
-def test_training_is_bit_equal_and_goes_on_under_another_store(make, dtype, world_size):
-    def on_a_rank(comm):
-        return continued(comm, make, dtype, 4, HostStore(), (HostStore(depth=1), None))
-    for alike in launch(on_a_rank, world_size):
-        assert alike == [True] * 4
+@on_ranks("world_size")
+def test_training_is_bit_equal_and_goes_on_under_another_store(comm, make, dtype, world_size):
+    assert continued(comm, make, dtype, 4, HostStore(), (HostStore(depth=1), None)) == [True] * 4
 
 
 class Forgetful(HostStore):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from offload_kit import LOW, STAGES, alone, check_one_engine, continued
 from patience import Late, about, against_the_clock
+from rank_pool import on_ranks
 from zero_kit import train_gpt
 
 from refimpl import memory
-from refimpl.comm import Link, launch
+from refimpl.comm import Link
 from refimpl.offload import DiskStore, HostStore, TieredStore, tiered_store
 from refimpl.offload.errors import StoreError
 from refimpl.offload.tiers.moves import Counts
@@ -24,20 +25,17 @@ SMALL, UNIT = {"buffer_bytes": 16384}, 2**20
 @pytest.mark.parametrize(("world", "options"), [
     (1, {"device": 240_000, "host": 10**7}), (2, {"device": 240_000, "host": 120_000, "rule": "lru"}),
     (4, {"device": 240_000, "host": 120_000})], ids=str)
-def test_training_is_bit_equal_to_the_devices_also_after_save_and_load(world, options, tmp_path):
-    def trained(comm, folder, options):
-        """Whether parameters are the device's, under the store, and continued from its state under four others."""
-        found = []
-        for make in STAGES:
-            with (TieredStore(folder, **options, **SMALL) as store, TieredStore(folder, device=10**6) as other,
-                  DiskStore(folder, **SMALL) as disk, HostStore() as host):
-                same = continued(comm, make, LOW, 8, store, (None, other, disk, host), folder / make.__name__)
-                within = all(tier.peak <= tier.capacity for tier in store.plan.tiers.values())
-                found.append((all(same) and len(same) == 6, within, store.counts.hits < store.counts.accesses))
-        return found
-    options = {**options, "device": options["device"] // (1 if world == 1 else 2)}
-    for answer in launch(trained, world, tmp_path, options):
-        assert all(same and within for same, within, _ in answer) and any(moved for _, _, moved in answer)
+@on_ranks("world")
+def test_training_is_bit_equal_to_the_devices_also_after_save_and_load(comm, world, options, tmp_path):
+    """Parameters are the device's, under the store, and continued from its state under four others."""
+    options, moved = {**options, "device": options["device"] // (1 if world == 1 else 2)}, []
+    for make in STAGES:
+        with (TieredStore(tmp_path, **options, **SMALL) as store, TieredStore(tmp_path, device=10**6) as other,
+              DiskStore(tmp_path, **SMALL) as disk, HostStore() as host):
+            same = continued(comm, make, LOW, 8, store, (None, other, disk, host), tmp_path / make.__name__)
+            assert same == [True] * 6 and all(tier.peak <= tier.capacity for tier in store.plan.tiers.values())
+            moved.append(store.counts.hits < store.counts.accesses)
+    assert any(moved)
 
 
 class Keeping(TieredStore):

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from families import LLAMA
 from rank_pool import pooled
 from tensor_kit import GPTS, block_of, bodies, logits_of, tokens_of, whole
 from torch.nn import functional as F
@@ -84,8 +85,7 @@ def test_positions_that_restart_on_each_rank_are_seen(name):
 # --- bytes and traffic -----------------------------------------------------------------------------------------------
 
 SIZES = {"vocab_size": 61, "context_length": 64, "layers": 2, "hidden": 32, "heads": 4}
-CONFIGS = {"gpt": GPTConfig(**SIZES), "llama": GPTConfig(**SIZES, kv_heads=2, positions="rotary", norm="rmsnorm",
-                                                        activation="swiglu", bias=False, mlp_hidden=54, tied=False)}
+CONFIGS = {"gpt": GPTConfig(**SIZES), "llama": GPTConfig(**SIZES, **LLAMA, mlp_hidden=54)}
 
 
 def read(comm, name, method, dtype, kept=False):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from families import LLAMA
 from rank_pool import on_ranks
 
 from refimpl import memory
@@ -16,10 +17,8 @@ from refimpl.parallel import AttentionPair, SequenceParallelAttention, context_p
 from refimpl.zero import Zero3
 
 PAIRS = {"dense": dense_pair, "tiled": tiled_pair}
-CONFIG = GPTConfig(vocab_size=61, context_length=1024, layers=2, hidden=64, heads=4, kv_heads=2, positions="rotary",
-                   norm="rmsnorm", activation="swiglu", bias=False, mlp_hidden=96, tied=False)
-LLAMA_3_8B = GPTConfig(128256, 2**20, 32, 4096, 32, kv_heads=8, mlp_hidden=14336, norm="rmsnorm", activation="swiglu",
-                       positions="rotary", rotary_base=500000.0, bias=False, tied=False)
+CONFIG = GPTConfig(vocab_size=61, context_length=1024, layers=2, hidden=64, heads=4, mlp_hidden=96, **LLAMA)
+LLAMA_3_8B = GPTConfig(128256, 2**20, 32, 4096, 32, **LLAMA | {"kv_heads": 8}, mlp_hidden=14336, rotary_base=500000.0)
 
 
 def step(comm, config, order, pair):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from one_screen import check_paper
 from rank_pool import pooled
+from users_kit import function_of
 
 from refimpl import memory
 from refimpl.model import softmax_attention
@@ -38,24 +39,17 @@ def expected():
     return [out.detach(), *(x.grad for x in inputs)]
 
 
-class Gathered(torch.autograd.Function):
+def gathered(x, comm):
     """Keys or values of all ranks, which stay here."""
-
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm = comm
-        return torch.cat(comm.all_gather(x).chunk(comm.world_size), 2)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return ctx.comm.all_reduce(dx).chunk(ctx.comm.world_size, 2)[ctx.comm.rank], None
+    return function_of(lambda ctx, x: torch.cat(comm.all_gather(x).chunk(comm.world_size), 2),
+                       lambda ctx, dx: comm.all_reduce(dx).chunk(comm.world_size, 2)[comm.rank]).apply(x)
 
 
 def everything_kept(q, k, v, comm, zigzag):
     """The mutant that gathers all keys and values, and keeps them for backward. In plain order alone."""
     assert not zigzag
     end = (comm.rank + 1) * q.shape[2]
-    return softmax_attention(q, *(Gathered.apply(x, comm)[:, :, :end] for x in (k, v)), causal=True)
+    return softmax_attention(q, *(gathered(x, comm)[:, :, :end] for x in (k, v)), causal=True)
 
 
 def local_softmaxes_averaged(q, k, v, comm, zigzag):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from families import LLAMA
 from rank_pool import alike, on_ranks, pooled
 from tensor_kit import GPTS, OTHERS, SPLITS, V, block_of, bodies, distances, farthest, loss_of, tokens_of, twins
 from torch import nn
@@ -40,9 +41,8 @@ def test_in_fp32_too(comm, name, split):
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
-EVEN = {"gpt": GPTConfig(vocab_size=64, context_length=16, layers=2, hidden=64, heads=4),
-        "grouped gpt": GPTConfig(vocab_size=64, context_length=16, layers=2, hidden=64, heads=8, kv_heads=4,
-                                 positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False)}
+SIZES = {"vocab_size": 64, "context_length": 16, "layers": 2, "hidden": 64}
+EVEN = {"gpt": GPTConfig(**SIZES, heads=4), "grouped gpt": GPTConfig(**SIZES | LLAMA | {"heads": 8, "kv_heads": 4})}
 B, T = 2, 16
 
 

@@ -10,6 +10,7 @@ from rank_pool import alike, on_ranks, pooled
 from tensor_kit import SPLITS, bodies, farthest, tokens_of, twins, whole
 from torch import nn
 from torch.nn.functional import dropout
+from users_kit import Model
 
 from refimpl.checkpointing import recompute
 from refimpl.comm import FakeCommunicator
@@ -97,21 +98,16 @@ def test_a_copy_would_lose_what_it_is_a_part_of():
         copy.deepcopy(nn.Sequential(model))
 
 
-class HeadNorm(nn.Module):
+def with_head_norms():
     """A norm of each head, as Qwen3 and Gemma 3 have."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(4, 8), nn.RMSNorm(2), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 2))).flatten(-2))
+    return Model(lambda self, x: self.down(self.norm(self.up(x).unflatten(-1, (-1, 2))).flatten(-2)),
+                 up=nn.Linear(4, 8), norm=nn.RMSNorm(2), down=nn.Linear(8, 4))
 
 
 def of_heads(comm, style, trained_later):
     """How far the gradient of the norm is from the whole model's."""
     torch.manual_seed(0)
-    model, x = HeadNorm().double(), torch.randn(5, 4, dtype=torch.float64)
+    model, x = with_head_norms().double(), torch.randn(5, 4, dtype=torch.float64)
     model.norm.requires_grad_(not trained_later)
     whole = copy.deepcopy(model).requires_grad_()
     tensor_parallel(model, comm, {"up": Column(heads=(4,)), "down": Row(4), **style}).requires_grad_()

@@ -5,11 +5,12 @@ import itertools
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from saving_kit import Holder, differing
 from torch import nn
 
 from refimpl import saving
-from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.comm import FakeCommunicator, launch
 from refimpl.saving import SavedStateError, TrainingState
 from refimpl.sharding import Shard, ShardSpec
 
@@ -128,20 +129,18 @@ def test_a_state_that_cannot_be_cut(tmp_path):
         holder.save(tmp_path)
 
 
-def test_ranks_whose_states_differ():
-    def disagreeing(comm):
-        holder = make(comm, torch.optim.Adam).train(1)
-        for state in holder.optimizer.state.values():
-            state["step"] += comm.rank
-        holder.state_dict()
-
-    with pytest.raises(RankError, match="rank 1 has another optimizer state of .* than ranks before it"):
-        launch(disagreeing, 2)
+@on_ranks(2, fails="rank 1 has another optimizer state of .* than ranks before it")
+def test_ranks_whose_states_differ(comm):
+    holder = make(comm, torch.optim.Adam).train(1)
+    for state in holder.optimizer.state.values():
+        state["step"] += comm.rank
+    holder.state_dict()
 
 
-def test_what_is_updated_whole_is_saved_and_loaded(tmp_path):
+@on_ranks(2)
+def test_what_is_updated_whole_is_saved_and_loaded(comm, tmp_path):
     """The optimizer may update a whole parameter, of which the rank writes a part; of any layout in memory."""
-    def hold(comm, seed):
+    def hold(seed):
         torch.manual_seed(seed)
         p, spec = nn.Parameter(torch.randn(5, 3).t().detach()), ShardSpec("layer.weight", (3, 5))
         assert not p.is_contiguous()
@@ -152,13 +151,9 @@ def test_what_is_updated_whole_is_saved_and_loaded(tmp_path):
         owned = spec.cut(8 * comm.rank, 8 + 7 * comm.rank)
         shard = Shard(spec, p.detach(), "parameters", p.dtype, p, owned)
         return p, optimizer, TrainingState(comm, [shard], optimizer, [["layer.weight"]], model)
-    def both(comm):
-        p, optimizer, state = hold(comm, 0)
-        saving.save(state, tmp_path)
-        found = []
-        for load, given in ((saving.load, tmp_path), (saving.load_state_dict, saving.state_dict(state))):
-            q, other, again = hold(comm, 7)
-            load(again, given)
-            found += [torch.equal(p, q), torch.equal(optimizer.state[p]["exp_avg"], other.state[q]["exp_avg"])]
-        return found
-    assert launch(both, 2) == [[True] * 4] * 2
+    p, optimizer, state = hold(0)
+    saving.save(state, tmp_path)
+    for load, given in ((saving.load, tmp_path), (saving.load_state_dict, saving.state_dict(state))):
+        q, other, again = hold(7)
+        load(again, given)
+        assert torch.equal(p, q) and torch.equal(optimizer.state[p]["exp_avg"], other.state[q]["exp_avg"])

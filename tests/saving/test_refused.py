@@ -108,21 +108,19 @@ def test_of_buffers_the_owner_counts(tmp_path):
 
 
 def test_a_save_says_what_is_owned_by_nobody_or_twice(tmp_path):
-    def saves(comm, owned):
+    def saves(comm, owned, expected):
         spec, model = ShardSpec("x", (4,)), nn.Module()
         model.x = nn.Parameter(torch.zeros(4))
         shard = Shard(spec, model.x.detach(), "parameters", torch.float32, model.x, owned[comm.rank](spec))
         state = TrainingState(comm, [shard], torch.optim.SGD([model.x]), [["x"]], model)
         for work in (lambda: saving.save(state, tmp_path / "saved"), lambda: saving.state_dict(state),
                      lambda: saving.save_weights(state, tmp_path / "weights")):
-            with pytest.raises((ValueError, RankError)) as error:
+            with pytest.raises((ValueError, RankError), match=expected):
                 work()
-            yield str(error.value)
     for owned, expected in (
             ([lambda s: s, lambda s: s], "x: elements 0 … 3 are on rank 0 and on rank 1: ranks that hold the"),
             ([lambda s: s.cut(0, 2), lambda s: s.cut(1, 4)], "x: elements 1 … 1 are on rank 0 and on rank 1"),
             ([lambda s: s.cut(0, 2), lambda s: s.cut(3, 4)], "x: elements 2 … 2 are on no rank"),
             ([lambda s: None, lambda s: None], "x is in a param group, and no rank owns a part of it")):
-        for answer in launch(lambda comm, owned: list(saves(comm, owned)), 2, owned):
-            assert all(expected in said for said in answer), answer
+        launch(saves, 2, owned, expected)
     assert not os.listdir(tmp_path)

@@ -1,5 +1,6 @@
 """Traces of the training step in tests/kits/training_step.py, and the models that it trains."""
 
+import families
 import pytest
 import torch
 from training_step import ATTENTIONS, train
@@ -8,9 +9,7 @@ from refimpl import memory
 from refimpl.model import GPT, GPTConfig
 
 GPT2 = {"vocab_size": 300, "context_length": 1024, "layers": 3, "hidden": 64, "heads": 4}
-LLAMA = GPT2 | {"kv_heads": 2, "mlp_hidden": 176, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary",
-                "bias": False, "tied": False}
-NEOX = GPT2 | {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "tied": False}
+LLAMA, NEOX = GPT2 | families.LLAMA | {"mlp_hidden": 176}, GPT2 | families.NEOX
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "neox": NEOX}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
 from zero_kit import ADAMW, SGD, Frozen, equal, model_of, parameters_of, rows_of, square
 from zero_steps import as_predicted, stack, train
@@ -77,7 +78,8 @@ def test_param_groups_are_the_callers():
     assert equal(parameters_of(train(engine, 1)), after)
 
 
-def misused(comm):
+@on_ranks(1)
+def test_what_is_called_in_the_wrong_order(comm):
     engine = Zero1(model_of("twice"), comm, ADAMW)
     for wrong in (engine.step, lambda: engine.clip_grad_norm_(1.0)):
         with pytest.raises(RuntimeError, match=r"^step without gradients: call engine.backward\(loss\) first$"):
@@ -92,10 +94,6 @@ def misused(comm):
         square(engine, rows_of(comm, 0)).backward()
     assert all(p.grad is None for p in engine.model.parameters())
     train(engine, 1)
-
-
-def test_what_is_called_in_the_wrong_order():
-    launch(misused, 1)
     with pytest.raises(TypeError, match="optimizer is an SGD already: expected what makes one"):
         Zero1(model_of("twice"), FakeCommunicator(0, 1), torch.optim.SGD([torch.zeros(1)], lr=0.1))
     with pytest.raises(TypeError, match=r"hook='topk': expected an object that reduces buckets, such as Gradient"):

@@ -5,8 +5,9 @@ import time
 
 import pytest
 import torch
+from patience import processor_seconds
 from zero_kit import ENGINES
-from zero_steps import STATES, most
+from zero_steps import STATES, most, traced
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
@@ -17,21 +18,17 @@ N, TOKENS, TiB = 1024, 256, 2**40
 
 
 def one_step(name, stage, dtype):
-    """(engine, trace of a step, ledger before the update, traffic of the step)."""
+    """(engine, ledger before the update of a step, traffic and trace of the step)."""
     engine = ENGINES[stage](GPT(GPTConfig.named(name), dtype=dtype), FakeCommunicator(0, N))
-    x, before = torch.zeros(1, TOKENS, dtype=torch.int64), engine.comm.traffic
-    with memory.track(engine.model, engine.optimizer) as t:
-        engine.backward(engine.forward(x, x))
-        now = t.now
-        engine.step()
-    return engine, t, now, engine.comm.traffic - before
+    x = torch.zeros(1, TOKENS, dtype=torch.int64)
+    return engine, *traced(engine, lambda: engine.backward(engine.forward(x, x)))
 
 
 @functools.lru_cache(maxsize=1)
 def dry_run_of(*args):
     """(trace, seconds) of a dry run of `one_step`."""
     began = time.process_time()
-    return memory.dry_run(one_step, *args), time.process_time() - began
+    return memory.dry_run(one_step, *args), processor_seconds(time.process_time() - began)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +43,7 @@ def nothing_kept():
 def test_rank_0_of_1024(name, dtype, stage):
     dry, seconds = dry_run_of(name, stage, dtype)
     assert seconds < 30  # one that looks at all pieces for each bucket takes longer
-    engine, t, now, sent = dry.result
+    engine, now, sent, t = dry.result
     expected = model_state_bytes(engine.model, N, stage)
     assert [now[name] for name in STATES[:2]] == [expected[name] for name in STATES[:2]]
     assert t.now["optimizer state"] == expected["optimizer state"] and t.now["gradients"] == 0
@@ -56,11 +53,10 @@ def test_rank_0_of_1024(name, dtype, stage):
     assert near <= expected.total < 1.001 * near  # padding and step counters
     predicted = step_traffic(engine.model, N, stage)  # of a first step stage 3's gathers are more: no order is known
     assert all(sent[name] == count for name, count in predicted.items() if stage < 3 or name != "all_gather")
-    timeline, kept = t.timeline, most(t, "activations")
+    kept = most(t, "activations")
     assert kept == memory.activation_bytes(engine.model.config, 1, TOKENS, dtype)
     # Above states and activations: a few buckets that fill, travel or are updated; in stage 3 a few units.
-    counted = [i for i, name in enumerate(timeline.categories) if name not in ("activations", "inputs", "buffers")]
-    above = timeline.nbytes[:, counted].sum(axis=1).max() - expected.total
+    above = most(t, *set(t.timeline.categories) - {"activations", "inputs", "buffers"}) - expected.total
     assert above <= 5 * max(bucket.nbytes for bucket in engine.buckets)
     assert t.peak.total <= expected.total + above + kept + t.peak["buffers"] + t.peak["inputs"]
 
@@ -68,7 +64,7 @@ def test_rank_0_of_1024(name, dtype, stage):
 def test_to_begin_with_a_model_is_whole_on_every_rank():
     """It is the caller who builds it: at stage 3 no later moment is as high."""
     dry, _ = dry_run_of("gpt3-175b", 3, torch.bfloat16)
-    engine, t, *_ = dry.result
+    engine, *_, t = dry.result
     whole = 2 * engine.model.config.parameter_count()
     assert whole <= dry.peak_moment("build").ledger["parameters"] < 1.1 * whole and t.peak.total < 0.5 * whole
 

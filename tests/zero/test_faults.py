@@ -17,7 +17,7 @@ import torch
 from patience import patiently, within
 from saving_kit import differing
 from torch import nn
-from zero_kit import ENGINES, FAST, SGD, equal, model_of, parameters_of, rows_of, square, three_layers
+from zero_kit import ENGINES, FAST, SGD, equal, model_of, parameters_of, rows_of, square, three_layer_engine
 from zero_steps import train
 
 from refimpl.comm import FakeCommunicator, RankError, launch
@@ -35,10 +35,6 @@ def raises():
 
 FAULTS = {"raise": raises, "_exit": lambda: os._exit(3), "exit": lambda: sys.exit(4),
           "kill": lambda: os.kill(os.getpid(), signal.SIGKILL)}
-
-
-def engine_of(comm, stage, seed=0):
-    return ENGINES[stage](three_layers(seed), comm, FAST, bucket_bytes=500)
 
 
 def arm(engine, phase, fault):
@@ -60,7 +56,7 @@ def arm(engine, phase, fault):
 
 
 def faulty(comm, folder, stage, phase, fault):
-    engine = train(engine_of(comm, stage), 1)
+    engine = train(three_layer_engine(comm, stage), 1)
     engine.save(folder)
     if comm.rank == 1:
         arm(engine, phase, fault)
@@ -69,7 +65,7 @@ def faulty(comm, folder, stage, phase, fault):
 
 def unharmed(comm):
     """rank 0's state_dict after each of two steps."""
-    engine = engine_of(comm, 0)
+    engine = three_layer_engine(comm, 0)
     return [train(engine, 1, step).state_dict() for step in range(2)]
 
 
@@ -88,7 +84,7 @@ def test_a_fault_is_named_in_time_and_the_saved_state_is_whole(stage, phase, exp
             launch(faulty, 2, folder, stage, phase, fault, timeout=20)
         within(time.monotonic() - start, SECONDS)
         assert caught.value.rank == 1 and f"rank 1 {TOLD[fault]}" in str(caught.value)
-        engine = engine_of(FakeCommunicator(0, 1), 3 - stage, seed=7)
+        engine = three_layer_engine(FakeCommunicator(0, 1), 3 - stage, seed=7)
         engine.load(folder)
         found = engine.state_dict()
         assert not differing(found, expected[0]) and differing(found, expected[1])

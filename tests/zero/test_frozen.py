@@ -5,9 +5,10 @@ from unittest import mock
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from safetensors.torch import load_file
 from torch import nn
-from zero_kit import ENGINES, FAST, SGD, WIDTH, equal, parameters_of, rows_of, square
+from zero_kit import ENGINES, FAST, SGD, WIDTH, equal, fixed, parameters_of, rows_of, square
 from zero_steps import STATES, train, update
 
 from refimpl import memory
@@ -36,8 +37,7 @@ class Model(nn.Module):
 
     def __init__(self, seed=0):
         super().__init__()
-        torch.set_num_threads(1)
-        torch.manual_seed(seed)
+        fixed(seed)
         self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.first.weight.data = self.first.weight.data.t()  # not contiguous
         self.blocks, self.head = nn.Sequential(*(Adapted() for _ in range(4))), nn.Linear(WIDTH, WIDTH)
@@ -82,13 +82,11 @@ def test_before_they_are_whole(stage):
     assert now == expected and sent == expected_sent
 
 
-def test_every_stage_trains_alike():
-    def trained(comm):
-        return [parameters_of(train(make(Model(), comm, FAST), 2, rows=12)) for make in ENGINES]
-
-    for found in launch(trained, 2):
-        for parameters in found:  # at stage 3 the first layer's weight is contiguous, and its product rounded
-            torch.testing.assert_close(parameters, found[0], rtol=0, atol=1e-6)  # in another way
+@on_ranks(2)
+def test_every_stage_trains_alike(comm):
+    found = [parameters_of(train(make(Model(), comm, FAST), 2, rows=12)) for make in ENGINES]
+    for parameters in found:  # at stage 3 the first layer's weight is contiguous, and its product rounded
+        torch.testing.assert_close(parameters, found[0], rtol=0, atol=1e-6)  # in another way
 
 
 def saving(comm, folder, stage):

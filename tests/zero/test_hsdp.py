@@ -5,12 +5,13 @@ import functools
 import pytest
 import torch
 from hsdp_kit import STAGES, STEPS, WithoutReplicas, alone, hybrid, levels, step_of
+from rank_pool import failure, on_ranks
 from torch import nn
 from zero_kit import BUCKET, Elsewhere, Layers, farthest, gpt, model_of, parameters_of, rows_of, square, three_layers
-from zero_steps import gpt_engine, traced_gpt, tracked, train, update
+from zero_steps import gpt_engine, traced, traced_gpt, tracked, train, update
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.comm import FakeCommunicator, launch
 from refimpl.mixed_precision import AdaptiveLossScaler
 from refimpl.model import GPT, GPTConfig
 from refimpl.zero import DataParallel, Zero2
@@ -21,15 +22,14 @@ from refimpl.zero.update import ShardedUpdate
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_clipped_steps_are_those_of_one_process(shards, stage, dtype, bound):
-    def trained(comm, stage, dtype, shards):
-        """(norms, parameters): each rank begins with other values, of which rank 0's count."""
-        engine = hybrid(stage, three_layers(comm.rank).to(dtype), comm, shards, bucket_bytes=300)
-        return [step_of(engine, step) for step in range(STEPS)], parameters_of(engine)
+@on_ranks(4)
+def test_clipped_steps_are_those_of_one_process(comm, shards, stage, dtype, bound):
+    """Each rank begins with other values, of which rank 0's count."""
+    engine = hybrid(stage, three_layers(comm.rank).to(dtype), comm, shards, bucket_bytes=300)
     norms, expected = alone(dtype)
     assert min(norms) > 0.05  # so that it clips
-    for ours, parameters in launch(trained, 4, stage, dtype, shards):
-        assert ours == pytest.approx(norms, rel=1e-6) and farthest(parameters, expected) < bound
+    assert [step_of(engine, step) for step in range(STEPS)] == pytest.approx(norms, rel=1e-6)
+    assert farthest(parameters_of(engine), expected) < bound
 
 
 class WholeBetween(Zero2):
@@ -38,8 +38,8 @@ class WholeBetween(Zero2):
         super().__init__(model, comm, *args, shards=comm.split([comm.rank]), replicas=comm, **options)
 
 
-def reading(comm, make, micro_batches=1, **options):
-    """(ledger before the update, {level: traffic}) of the third step."""
+def as_predicted(comm, make, micro_batches=1, **options):
+    """Whether bytes, and the traffic of each level, of the third step are those of the closed forms."""
     dp, both = levels(comm)
     engine = gpt_engine(make, dp, **both, **options)
     traced_gpt(engine, 2, micro_batches)
@@ -48,36 +48,28 @@ def reading(comm, make, micro_batches=1, **options):
     now, *_ = traced_gpt(engine, 1, micro_batches)
     sent = {level: each.traffic - before[level] for level, each in of.items()}
     sent["all"] -= sent["shards"] + sent["replicas"]  # sub-groups count in the whole
-    return now, {level: dict(each) for level, each in sent.items()}
-
-
-def is_as_predicted(rank, stage, now, sent, micro_batches=1, **options):
-    """Whether bytes, and the traffic of each level, are those of the closed forms."""
-    model = gpt()
-    states = model_state_bytes(model, 2, stage, rank=rank % 2, bucket_bytes=BUCKET, **options)
-    traffic = hybrid_traffic(model, 2, 2, stage, rank=rank, micro_batches=micro_batches, bucket_bytes=BUCKET, **options)
-    return {name: now[name] for name in states} == dict(states), sent == {
-        level: dict(each) for level, each in traffic.items()}
+    options = {"bucket_bytes": BUCKET, **options}
+    states = model_state_bytes(gpt(), 2, engine.stage, rank=comm.rank % 2, **options)
+    traffic = hybrid_traffic(gpt(), 2, 2, engine.stage, rank=comm.rank, micro_batches=micro_batches, **options)
+    return {name: now[name] for name in states} == dict(states), (
+        {level: dict(each) for level, each in sent.items()} == {level: dict(each) for level, each in traffic.items()})
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_and_traffic_are_those_of_the_closed_forms(stage, micro_batches):
-    for rank, found in enumerate(launch(reading, 4, stage, micro_batches)):
-        assert is_as_predicted(rank, stage, *found, micro_batches) == (True, True)
+    assert launch(as_predicted, 4, stage, micro_batches) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize(("stage", "options"), [
     (1, {"reduce_dtype": torch.bfloat16}), (2, {"reduce_dtype": torch.bfloat16}), (3, {"persistence_threshold": 33})])
 def test_bytes_and_traffic_with_options(stage, options):
-    for rank, found in enumerate(launch(functools.partial(reading, **options), 4, stage)):
-        assert is_as_predicted(rank, stage, *found, **options) == (True, True)
+    assert launch(functools.partial(as_predicted, **options), 4, stage) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize(("mutant", "verdict"), [(WithoutReplicas, (True, False)), (WholeBetween, (False, False))])
 def test_versions_that_forget_replicas_or_save_nothing_are_seen(mutant, verdict):
-    for rank, found in enumerate(launch(reading, 4, mutant)):
-        assert is_as_predicted(rank, 2, *found) == verdict
+    assert launch(as_predicted, 4, mutant) == [verdict] * 4
 
 
 def test_more_shards_are_fewer_bytes_between_replicas():
@@ -152,29 +144,23 @@ def another_order(comm):
     (another_model, r"ranks \[2, 3\] have another model than rank 0"),
     (another_order, "ranks 2 and 3 began other collectives than ranks 0 and 1")])
 def test_replicas_that_differ_are_named(body, match):
-    with pytest.raises(RankError, match=match):
-        launch(body, 4)
-
-
-def refused(comm, which):
-    shards, replicas = levels(comm)[1].values()
-    given = {"one": (shards, None), "number": (2, replicas), "twice": (shards, shards), "whole": (comm, shards),
-             "stage 0": (shards, replicas), "crossed": (shards, comm.split([0, 3] if comm.rank in (0, 3) else [1, 2])),
-             "some": (shards, replicas if comm.rank else shards)}[which]
-    make = DataParallel if which == "stage 0" else Zero2
-    try:
-        make(three_layers(), comm, shards=given[0], replicas=given[1])
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+    failure(match, body, 4, launch=launch)
 
 
 @pytest.mark.parametrize(("which", "expected"), [
     ("one", "TypeError: replicas=None: expected both levels of comm"), ("number", "TypeError: shards=2: expected both"),
     ("stage 0", "TypeError: shards and replicas: DataParallel cuts nothing"),
     *((which, "ValueError: shards=Communicator(rank ") for which in ("twice", "whole", "crossed", "some"))])
-def test_levels_that_are_none_are_refused_on_all_ranks(which, expected):
-    for error in launch(refused, 4, which):
-        assert error and error.startswith(expected)
+@on_ranks(4)
+def test_levels_that_are_none_are_refused_on_all_ranks(comm, which, expected):
+    shards, replicas = levels(comm)[1].values()
+    given = {"one": (shards, None), "number": (2, replicas), "twice": (shards, shards), "whole": (comm, shards),
+             "stage 0": (shards, replicas), "crossed": (shards, comm.split([0, 3] if comm.rank in (0, 3) else [1, 2])),
+             "some": (shards, replicas if comm.rank else shards)}[which]
+    make = DataParallel if which == "stage 0" else Zero2
+    with pytest.raises((TypeError, ValueError)) as error:
+        make(three_layers(), comm, shards=given[0], replicas=given[1])
+    assert f"{error.typename}: {error.value}".startswith(expected)
 
 
 class FailsOnce(Layers):
@@ -230,11 +216,7 @@ def test_other_parts_work_as_with_one_level(what, stage):
 def dry(name):
     engine = hybrid(3, GPT(GPTConfig.named(name)), FakeCommunicator(37, 1024), 8)
     x = torch.zeros(1, 64, dtype=torch.int64)
-    with memory.track(engine.model, engine.optimizer) as t:
-        engine.backward(engine.forward(x, x))
-        now = t.now
-        engine.step()
-    return now
+    return traced(engine, lambda: engine.backward(engine.forward(x, x)))[0]
 
 
 def test_a_dry_run_of_a_large_model():

@@ -5,13 +5,13 @@ import contextlib
 import pytest
 import torch
 from mesh_kit import ADAMW, mesh, rows, split, step_of, train_alone, whole
+from rank_pool import on_ranks
 from safetensors.torch import load_file
 from saving_kit import part
 from torch import nn
 from zero_kit import ENGINES, equal, parameters_of
-from zero_steps import STATES
+from zero_steps import STATES, traced
 
-from refimpl import memory
 from refimpl.comm import RankError, launch
 from refimpl.saving.durable import safetensors_bytes
 from refimpl.sharding import ShardSpec, set_spec
@@ -34,10 +34,12 @@ def held(engine):
     return {name: (engine.specs[name], p) for name, p in parameters_of(engine).items()}
 
 
-def farthest_from(model, parts):
-    """The largest difference of this rank's parameters from those of the whole model."""
-    return max((part(model.get_parameter(name), spec) - p.flatten()).abs().max().item()
-               for name, (spec, p) in parts.items())
+def check(answers, norms, model, which=None):
+    """All ranks have the norms of one process, and of its parameters their parts."""
+    for ours, parts, *_ in answers:
+        assert ours == pytest.approx(norms, rel=1e-6), which  # an fp32 scalar
+        assert all((part(model.get_parameter(name), spec) - p.flatten()).abs().max() < 1e-6
+                   for name, (spec, p) in parts.items()), which
 
 
 def trained(comm, stage, tp, directory=None):
@@ -52,9 +54,7 @@ def trained(comm, stage, tp, directory=None):
 def test_clipped_norms_and_parameters_are_those_of_one_process(stage):
     norms, model = train_alone(STEPS)
     assert all(norm > 0.05 for norm in norms)  # so that it clips
-    for ours, parts, _ in launch(trained, 4, stage, 2):
-        assert ours == pytest.approx(norms, rel=1e-6)  # an fp32 scalar
-        assert farthest_from(model, parts) < 1e-6
+    check(launch(trained, 4, stage, 2), norms, model)
 
 
 def go_on(engine):
@@ -78,9 +78,7 @@ def test_what_one_mesh_has_saved_is_loaded_on_any_other(stage, other, tmp_path):
     launch(trained, 3, stage, 1, tmp_path / "whole")
     for ranks, tp in MESHES:
         for source in ["mesh", "whole"] if tp > 1 else ["mesh"]:
-            for ours, parts in launch(loaded, ranks, other, tp, tmp_path / source):
-                assert ours == pytest.approx(norms[STEPS:], rel=1e-6), (ranks, tp, source)
-                assert farthest_from(model, parts) < 1e-6
+            check(launch(loaded, ranks, other, tp, tmp_path / source), norms[STEPS:], model, (ranks, tp, source))
 
 
 def test_a_state_dict_of_a_mesh_is_that_of_the_whole_model():
@@ -91,8 +89,7 @@ def test_a_state_dict_of_a_mesh_is_that_of_the_whole_model():
     norms, model = train_alone(STEPS + 2)
     for rank, (*found, theirs) in enumerate(launch(through_a_dict, 4, 1, 3)):
         assert set(theirs) == (set() if rank else set(model.state_dict()))
-        for ours, parts in found:
-            assert ours == pytest.approx(norms[STEPS:], rel=1e-6) and farthest_from(model, parts) < 1e-6
+        check(found, norms[STEPS:], model)
 
 
 def test_the_weights_of_a_mesh_are_one_file_for_the_whole_model(tmp_path):
@@ -105,12 +102,9 @@ def read(comm, stage, directory):
     ranks with the same part in that step and as predicted, and bytes of its file, as written and as its shards say."""
     engine = engine_on(comm, stage, 2)
     step_of(engine, 0)
-    before, x = engine.comm.traffic, rows(1).chunk(2)[engine.comm.rank]
-    with memory.track(engine.model, engine.optimizer) as t:
-        engine.backward(engine.forward(x).square().mean())
-        now = {name: t.now[name] for name in STATES}
-        engine.step()
-    sent = dict(engine.comm.traffic - before)
+    x = rows(1).chunk(2)[engine.comm.rank]
+    now, sent, _ = traced(engine, lambda: engine.backward(engine.forward(x).square().mean()))
+    now = {name: now[name] for name in STATES}
     options = {"rank": engine.comm.rank, "bucket_bytes": BUCKET}
     local = split(engine.model[0].tp, peers=())  # its part alone
     predicted = model_state_bytes(local, 2, stage, **options), dict(step_traffic(local, 2, stage, **options))
@@ -120,7 +114,7 @@ def read(comm, stage, directory):
              (("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq") if shard.own is not None else ("rest",))]
     specs.append(("rng/cpu", torch.uint8, torch.get_rng_state().shape))
     written, = directory.glob(f"*/rank-{comm.rank:05d}.safetensors")
-    return (now, dict(predicted[0])), (sent, predicted[1]), (written.stat().st_size, safetensors_bytes(specs))
+    return (now, dict(predicted[0])), (dict(sent), predicted[1]), (written.stat().st_size, safetensors_bytes(specs))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -140,13 +134,11 @@ def test_replicas_that_are_not_named_are_an_error():
         launch(undeclared, 4, False)
 
 
-def test_replicas_that_name_other_ranks_are_an_error():
-    def named_by_others(comm):
-        """Ranks 2 and 3 name the replicas of ranks 0 and 1, and nobody would count theirs."""
-        group, dp, _ = mesh(comm, 2)
-        Zero1(split(group, peers=[0, 1]), dp, ADAMW, world=comm)
-    with pytest.raises(RankError, match=r"ranks \[0, 1, 2, 3\] name ranks \[0, 1\] as replicas"):
-        launch(named_by_others, 4)
+@on_ranks(4, fails=r"ranks \[0, 1, 2, 3\] name ranks \[0, 1\] as replicas")
+def test_replicas_that_name_other_ranks_are_an_error(comm):
+    """Ranks 2 and 3 name the replicas of ranks 0 and 1, and nobody would count theirs."""
+    group, dp, _ = mesh(comm, 2)
+    Zero1(split(group, peers=[0, 1]), dp, ADAMW, world=comm)
 
 
 class Counted(Zero1):
@@ -221,8 +213,7 @@ def test_a_pipeline_trains_clips_and_saves_as_one_process(stage, tmp_path):
     norms, model = train_alone(STEPS + 2)
     for ours in launch(piped, 4, stage, tmp_path):
         assert ours == pytest.approx(norms[:STEPS], rel=1e-6)
-    for ours, parts in launch(loaded_whole, 2, tmp_path):
-        assert ours == pytest.approx(norms[STEPS:], rel=1e-6) and farthest_from(model, parts) < 1e-6
+    check(launch(loaded_whole, 2, tmp_path), norms[STEPS:], model)
 
 
 def loaded_whole(comm, directory):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
 from zero_kit import ENGINES, FAST, MODELS, SGD, WIDTH, batch, copied, equal, model_of, parameters_of, rows_of, square
 from zero_steps import plainly, train, update
@@ -41,70 +42,50 @@ def test_as_in_one_process(world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_norm_of_all_gradients_each_counted_once(world_size):
-    def clipped(comm):
-        found = {}
-        for make in ENGINES:
-            for norm_type in (1, 2, 3, math.inf):
-                engine = make(model_of("twice"), comm, SGD, bucket_bytes=200)
-                engine.backward(square(engine, rows_of(comm, 0, rows=6)) * 100)
-                norm = engine.clip_grad_norm_(0.7, norm_type)
-                engine.step()
-                found[make.__name__, norm_type] = norm.item(), parameters_of(engine)
-        return found
-
-    answers = launch(clipped, world_size)
+@on_ranks("world_size")
+def test_the_norm_of_all_gradients_each_counted_once(comm, world_size):
     for norm_type in (1, 2, 3, math.inf):
         model = model_of("twice")
         for mine in batch(0, rows=6).chunk(world_size):
             (model(mine).square().mean() * 100 / world_size).backward()
         expected = nn.utils.clip_grad_norm_(model.parameters(), 0.7, norm_type)
         SGD(model.parameters()).step()
-        for answer in answers:
-            for make in ENGINES:
-                norm, ours = answer[make.__name__, norm_type]
-                assert norm == pytest.approx(expected.item(), rel=1e-5)
-                torch.testing.assert_close(ours, copied(model), rtol=1e-5, atol=1e-6)
-
-
-def test_micro_batches_with_and_without_no_sync():
-    def accumulated(comm, ways):
-        """Three micro-batches, with and without no_sync."""
-        found = {}
         for make in ENGINES:
-            for way in ways:
-                engine = make(model_of("twice"), comm, FAST, bucket_bytes=500)
-                for step in range(3):
-                    for i in range(3):
-                        with engine.no_sync() if way == "no_sync" and i < 2 else contextlib.nullcontext():
-                            engine.backward(square(engine, rows_of(comm, 3 * step + i)) / 3)
-                    engine.step()
-                found[make.__name__, way] = parameters_of(engine)
-        return found
+            engine = make(model_of("twice"), comm, SGD, bucket_bytes=200)
+            engine.backward(square(engine, rows_of(comm, 0, rows=6)) * 100)
+            assert engine.clip_grad_norm_(0.7, norm_type).item() == pytest.approx(expected.item(), rel=1e-5)
+            engine.step()
+            torch.testing.assert_close(parameters_of(engine), copied(model), rtol=1e-5, atol=1e-6)
 
-    for answer in launch(accumulated, 2, ["no_sync", "each reduced"]):
-        expected = answer["DataParallel", "no_sync"]
-        for key, ours in answer.items():
-            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=str(key))
+
+@on_ranks(2)
+def test_micro_batches_with_and_without_no_sync(comm):
+    """Three micro-batches, each reduced or only the last."""
+    found = {}
+    for make in ENGINES:
+        for way in ("no_sync", "each reduced"):
+            engine = make(model_of("twice"), comm, FAST, bucket_bytes=500)
+            for step in range(3):
+                for i in range(3):
+                    with engine.no_sync() if way == "no_sync" and i < 2 else contextlib.nullcontext():
+                        engine.backward(square(engine, rows_of(comm, 3 * step + i)) / 3)
+                engine.step()
+            found[make, way] = parameters_of(engine)
+            torch.testing.assert_close(found[make, way], found[DataParallel, "no_sync"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_16_bit_parameters_have_masters_in_shards(reduce_dtype):
-    def low(comm, dtype, reduce_dtype):
-        found = {}
-        for make in ENGINES:
-            engine = make(model_of("twice").to(dtype), comm, FAST, bucket_bytes=300, reduce_dtype=reduce_dtype)
-            for step in range(4):
-                update(engine, square(engine, rows_of(comm, step).to(dtype)))
-            masters = engine.update.masters.values() if make is not DataParallel else []
-            found[make.__name__] = parameters_of(engine), [m.dtype for m in masters]
-        return found
-
-    for answer in launch(low, 2, torch.bfloat16, reduce_dtype):
-        for name in ("Zero1", "Zero2", "Zero3"):
-            ours, masters = answer[name]
-            assert masters and set(masters) == {torch.float32}
-            assert equal(ours, answer["Zero1"][0]) and all(p.dtype == torch.bfloat16 for p in ours.values())
+@on_ranks(2)
+def test_16_bit_parameters_have_masters_in_shards(comm, reduce_dtype):
+    engines = [make(model_of("twice").bfloat16(), comm, FAST, bucket_bytes=300, reduce_dtype=reduce_dtype)
+               for make in ENGINES]
+    for engine in engines:
+        for step in range(4):
+            update(engine, square(engine, rows_of(comm, step).bfloat16()))
+    for engine in engines[1:]:
+        ours = parameters_of(engine)
+        assert {master.dtype for master in engine.update.masters.values()} == {torch.float32}
+        assert equal(ours, parameters_of(engines[1])) and all(p.dtype == torch.bfloat16 for p in ours.values())
 
 
 def overflowing(comm):

@@ -6,6 +6,7 @@ import unittest.mock
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from saving_kit import OPTIMIZERS, Plain, build, differing, make, plain, train
 from zero_kit import ENGINES, equal, parameters_of
 from zero_steps import above, stack, update
@@ -55,48 +56,40 @@ def test_any_stage_and_world_loads_what_any_other_saved(tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_to_the_bit(tmp_path, world_size):
-    def continued(comm, folder):
-        """Six steps with a save after three; each stage from there; and a stage that forgets the random numbers."""
-        train(engine := make(comm, 2), 3).save(folder)
-        found = [parameters_of(train(engine, 3))]
-        for stage, forgets in ((0, False), (1, False), (2, False), (3, False), (2, True)):
-            engine = make(comm, stage, seed=7)
-            engine.load(folder)
-            if forgets:
-                torch.manual_seed(8)
-            found.append(parameters_of(train(engine, 3)))
-        return found
-
-    for expected, *found, forgetful in launch(continued, world_size, tmp_path):
-        assert len(found) == 4 and all(equal(ours, expected) for ours in found)
-        assert not torch.equal(forgetful["one.weight"], expected["one.weight"])
+@on_ranks("world_size")
+def test_training_goes_on_to_the_bit(comm, tmp_path, world_size):
+    """Six steps with a save after three; each stage from there; and a stage that forgets the random numbers."""
+    train(engine := make(comm, 2), 3).save(tmp_path)
+    expected = parameters_of(train(engine, 3))
+    for stage, forgets in ((0, False), (1, False), (2, False), (3, False), (2, True)):
+        engine = make(comm, stage, seed=7)
+        engine.load(tmp_path)
+        if forgets:
+            torch.manual_seed(8)
+        ours = parameters_of(train(engine, 3))
+        assert not torch.equal(ours["one.weight"], expected["one.weight"]) if forgets else equal(ours, expected)
 
 
-def low(comm, folder):
+@on_ranks(2)
+def test_16_bit_parameters_are_saved_as_their_masters(comm, tmp_path):
     """A bf16 model with masters; back, to fp32, and an fp32 one to bf16 with masters."""
-    low, found = torch.bfloat16, {}
+    low = torch.bfloat16
     engine = train(make(comm, 2, dtype=low), 2)
-    engine.save(folder / "low")
+    engine.save(tmp_path)
     expected, rounded = engine.state_dict(), parameters_of(engine)
-    for stage, dtype in ((1, low), (3, low)):
-        engine = make(comm, stage, seed=7, dtype=dtype)
-        engine.load(folder / "low")
+    assert comm.rank or expected["model"]["one.weight"].dtype == torch.float32
+    for stage in (1, 3):
+        engine = make(comm, stage, seed=7, dtype=low)
+        engine.load(tmp_path)
         assert all(p.dtype == low and torch.equal(p, rounded[name]) for name, p in parameters_of(engine).items())
-        found[stage, dtype] = differing(engine.state_dict(), expected)
+        assert differing(engine.state_dict(), expected) == []
     engine = make(comm, 0, seed=7)
-    engine.load(folder / "low")
-    found[0, None] = differing(engine.state_dict(), expected and {**expected, "model": {
-        name: x.float() if x.is_floating_point() else x for name, x in expected["model"].items()}})
+    engine.load(tmp_path)
+    assert differing(engine.state_dict(), expected and {**expected, "model": {
+        name: x.float() if x.is_floating_point() else x for name, x in expected["model"].items()}}) == []
     said = r"one.weight: \(10, 10\) bfloat16 with a master in float32, here \(10, 10\) bfloat16;"
     with pytest.raises(SavedStateError, match=said):
-        make(comm, 0, dtype=low).load(folder / "low")
-    return expected and expected["model"]["one.weight"].dtype, found
-
-
-def test_16_bit_parameters_are_saved_as_their_masters(tmp_path):
-    (dtype, found), _ = launch(low, 2, tmp_path)
-    assert dtype == torch.float32 and found == dict.fromkeys(found, [])
+        make(comm, 0, dtype=low).load(tmp_path)
 
 
 def test_fp32_goes_into_masters(tmp_path):
@@ -109,16 +102,14 @@ def test_fp32_goes_into_masters(tmp_path):
     assert torch.equal(other.model.layer.weight, engine.state_dict()["model"]["layer.weight"].bfloat16())
 
 
-def test_more_ranks_than_parameters(tmp_path):
-    def crowded(comm, folder):
-        """One element on four ranks."""
-        engine = plain(comm, 3, shape=(1, 1))
-        engine.save(folder)
-        other = plain(comm, 2, shape=(1, 1), seed=7)
-        other.load(folder)
-        return differing(engine.state_dict(), other.state_dict())
-
-    assert launch(crowded, 4, tmp_path)[0] == []
+@on_ranks(4)
+def test_more_ranks_than_parameters(comm, tmp_path):
+    """One element on four ranks."""
+    engine = plain(comm, 3, shape=(1, 1))
+    engine.save(tmp_path)
+    other = plain(comm, 2, shape=(1, 1), seed=7)
+    other.load(tmp_path)
+    assert differing(engine.state_dict(), other.state_dict()) == []
     alone = plain(FakeCommunicator(0, 1), 0, shape=(1, 1), seed=9)
     alone.load(tmp_path)
     assert alone.state_dict()["optimizer"]["layer.weight"]["step"] == 1

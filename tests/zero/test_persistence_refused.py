@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from refused_kit import DAMAGE, ZERO, check_a_full_disk, check_damage, check_errors_of_files, check_other_folders
 from saving_kit import OPTIMIZERS, build, make, train, two_groups
 from torch import nn
 from zero_kit import WIDTH
 
-from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.comm import FakeCommunicator, launch
 from refimpl.zero import SavedStateError, Zero1, Zero2, Zero3
 
 
@@ -40,24 +41,19 @@ def test_another_model_optimizer_or_grouping(whole):
             engine.load(whole)
 
 
-def test_gradients_are_not_forgotten(tmp_path):
-    def unfinished(comm, folder):
-        said = []
-        for stage in range(4):
-            engine = train(make(comm, stage), 1)
-            engine.save(folder)
-            engine.backward(engine.forward(torch.ones(2, WIDTH)).mean())
-            for work, *given in ((engine.save, folder), (engine.state_dict,)):
-                with pytest.raises(RuntimeError, match="after 1 micro-batches of a step") as error:
-                    work(*given)
-                said.append(str(error.value))
-            engine.step()
-            engine.save(folder)
-        return said
-
-    for said in launch(unfinished, 2, tmp_path):
-        assert set(said) == {f"{doing} after 1 micro-batches of a step, and their gradients would be lost: call "
-                             "engine.step() or engine.zero_grad() first" for doing in ("save", "state_dict")}
+@on_ranks(2)
+def test_gradients_are_not_forgotten(comm, tmp_path):
+    for stage in range(4):
+        engine = train(make(comm, stage), 1)
+        engine.save(tmp_path)
+        engine.backward(engine.forward(torch.ones(2, WIDTH)).mean())
+        for doing, *given in (("save", tmp_path), ("state_dict",)):
+            with pytest.raises(RuntimeError) as error:
+                getattr(engine, doing)(*given)
+            assert str(error.value) == (f"{doing} after 1 micro-batches of a step, and their gradients would be lost: "
+                                        "call engine.step() or engine.zero_grad() first")
+        engine.step()
+        engine.save(tmp_path)
     alone = make(FakeCommunicator(0, 1), 0)
     alone.load(tmp_path)
     assert alone.state_dict()["step"] == 2
@@ -76,9 +72,7 @@ def test_ranks_that_do_not_see_the_same_files(tmp_path):
     check_other_folders(ZERO, tmp_path)
 
 
-def test_ranks_that_differ_are_named(tmp_path):
-    def differ(comm):
-        engine = make(comm, 2)
-        engine.save(tmp_path) if comm.rank else engine.load(tmp_path)
-    with pytest.raises(RankError, match=r"ranks \[1\] are elsewhere than rank 0: rank 0: load .*rank 1: save"):
-        launch(differ, 2)
+@on_ranks(2, fails=r"ranks \[1\] are elsewhere than rank 0: rank 0: load .*rank 1: save")
+def test_ranks_that_differ_are_named(comm, tmp_path):
+    engine = make(comm, 2)
+    engine.save(tmp_path) if comm.rank else engine.load(tmp_path)

@@ -6,12 +6,13 @@ import time
 import pytest
 import torch
 from patience import patiently, within
+from rank_pool import failure, on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zero_kit import ENGINES, FAST, equal, model_of, parameters_of, rows_of, square, three_layers
 from zero_steps import update
 
-from refimpl.comm import CollectiveMismatch, RankError, launch
+from refimpl.comm import CollectiveMismatch, launch
 from refimpl.zero import Zero3
 
 
@@ -48,23 +49,19 @@ def persevere(engine, x):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_or_a_recomputation_that_raised_is_tried_again(reentrant):
-    def persevering(comm, reentrant):
-        found = {}
-        for make, fails in itertools.product(ENGINES, ((), (0,), (1,), (1, 3), (0, 2))):  # calls of the second step
-            torch.manual_seed(0)
-            engine, count = make(Failing(reentrant), comm, FAST, bucket_bytes=200), 0
-            for step in range(3):
-                engine.model.calls, engine.model.failures = 0, fails if step == 1 else ()
-                count += persevere(engine, rows_of(comm, step))
-                engine.step()
-            found[make.__name__, fails] = count, parameters_of(engine)
-            assert make is not Zero3 or engine.gathering.live() == 0
-        return found
-
-    for answer in launch(persevering, 2, reentrant):
-        for (name, fails), (count, ours) in answer.items():
-            assert count == len(fails) and equal(ours, answer[name, ()][1]), (name, fails)
+@on_ranks(2, launch=launch)
+def test_a_forward_or_a_recomputation_that_raised_is_tried_again(comm, reentrant):
+    found = {}
+    for make, fails in itertools.product(ENGINES, ((), (0,), (1,), (1, 3), (0, 2))):  # calls of the second step
+        torch.manual_seed(0)
+        engine, count = make(Failing(reentrant), comm, FAST, bucket_bytes=200), 0
+        for step in range(3):
+            engine.model.calls, engine.model.failures = 0, fails if step == 1 else ()
+            count += persevere(engine, rows_of(comm, step))
+            engine.step()
+        found[make, fails] = parameters_of(engine)
+        assert make is not Zero3 or engine.gathering.live() == 0
+        assert count == len(fails) and equal(found[make, fails], found[make, ()]), (make, fails)
 
 
 class RaisesInBackward(torch.autograd.Function):
@@ -84,21 +81,18 @@ class RaisesInBackward(torch.autograd.Function):
         return gradient
 
 
-def test_a_backward_that_raised_is_tried_again():
-    def retried(comm):
+@on_ranks(2, launch=launch)
+def test_a_backward_that_raised_is_tried_again(comm):
+    for make in ENGINES:
         found = []
-        for make, fails in itertools.product(ENGINES, (True, False)):
+        for fails in (True, False):
             RaisesInBackward.raised = not fails
             engine = make(model_of("twice"), comm, FAST, bucket_bytes=200)
             engine.model.two.register_forward_pre_hook(lambda module, args: RaisesInBackward.apply(*args))
-            count = persevere(engine, rows_of(comm, 0).requires_grad_())
+            assert persevere(engine, rows_of(comm, 0).requires_grad_()) == fails
             engine.step()
-            found.append((count, parameters_of(engine)))
-        return found
-
-    for found in launch(retried, 2):
-        for (failed, ours), (none, expected) in zip(found[::2], found[1::2], strict=True):
-            assert (failed, none) == (1, 0) and equal(ours, expected)
+            found.append(parameters_of(engine))
+        assert equal(*found)
 
 
 def agreeing(comm, fails):
@@ -139,10 +133,8 @@ def test_who_tries_again_alone_is_named_and_nobody_hangs():
         engine.backward(square(engine, rows_of(comm, 0)))
 
     start = time.monotonic()
-    with pytest.raises(CollectiveMismatch, match="^rank 1 began other collectives than rank 0, from #") as caught:
-        launch(alone_again, 2)
-    assert caught.value.ranks == (1,)  # it gathers 4 where rank 0 gathers 2: gloo aborts, or all wait for each other
-    assert "all_gather of 2," in str(caught.value) and "all_gather of 4," not in str(caught.value).split("rank 0:")[0]
+    error = failure("^rank 1 began other collectives than rank 0, from #", alone_again, 2, error=CollectiveMismatch)
+    assert error.ranks == (1,)  # it gathers 4 where rank 0 gathers 2: gloo aborts, or all wait for each other
+    assert "all_gather of 2," in str(error) and "all_gather of 4," not in str(error).split("rank 0:")[0]
     within(time.monotonic() - start, 10)
-    with pytest.raises(RankError, match="differs in a collective|began other collectives"):
-        launch(alone_again, 2, debug=True)
+    failure("differs in a collective|began other collectives", alone_again, 2, debug=True)

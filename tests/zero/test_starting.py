@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import LLAMA
+from rank_pool import on_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
-from zero_kit import CONFIG, ENGINES, FAST, copied, equal, gpt, own_rows, parameters_of, token_batches
-from zero_steps import stack, update
+from zero_kit import CONFIG, ENGINES, FAST, copied, equal, fixed, gpt, own_rows, parameters_of, token_batches
+from zero_steps import most, stack, update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
@@ -22,14 +24,10 @@ from refimpl.zero import engine as engines
 from refimpl.zero.closed_forms import start_bytes
 
 LARGER = GPTConfig(vocab_size=64, context_length=16, layers=6, hidden=64, heads=4)
-AS_LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "bias": False, "tied": False,
-            "kv_heads": 2}
-COUNTED = ("parameters", "optimizer state", "buffers")
 
 
 def on_meta(config=CONFIG, **options):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    fixed()
     return GPT(config, device="meta", **options)
 
 
@@ -50,8 +48,7 @@ class Frozen(nn.Module):
 def peak_of(make, comm, **options):
     with memory.track() as t:
         Zero3(make(), comm, FAST, **options)
-    counted = [i for i, name in enumerate(t.timeline.categories) if name in COUNTED]
-    return t.timeline.nbytes[:, counted].sum(axis=1).max()
+    return most(t, *{"parameters", "optimizer state", "buffers"} & set(t.timeline.categories))
 
 
 def made_on_meta(make):
@@ -62,8 +59,8 @@ def made_on_meta(make):
 MODELS = {
     "GPT": (functools.partial(on_meta, LARGER), {}),
     "GPT, bf16": (functools.partial(on_meta, LARGER, dtype=torch.bfloat16), {}),
-    "as LLaMA": (functools.partial(on_meta, replace(LARGER, **AS_LLAMA)), {}),
-    "as LLaMA, bf16": (functools.partial(on_meta, replace(LARGER, **AS_LLAMA), dtype=torch.bfloat16), {}),
+    "as LLaMA": (functools.partial(on_meta, replace(LARGER, **LLAMA)), {}),
+    "as LLaMA, bf16": (functools.partial(on_meta, replace(LARGER, **LLAMA), dtype=torch.bfloat16), {}),
     "GPT, some whole": (functools.partial(on_meta, LARGER), {"persistence_threshold": 100}),
     "frozen layers": (functools.partial(made_on_meta, Frozen), {})}
 
@@ -87,7 +84,7 @@ def test_a_start_that_makes_all_of_it_first_takes_more():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [32, 256])  # a dry run keeps values of up to 64 KB: of all, or of norms alone
 def test_a_dry_run_takes_the_same(hidden, dtype):
-    make = functools.partial(on_meta, replace(LARGER, hidden=hidden, vocab_size=512, **AS_LLAMA), dtype=dtype)
+    make = functools.partial(on_meta, replace(LARGER, hidden=hidden, vocab_size=512, **LLAMA), dtype=dtype)
     def begin():
         model = make()
         Zero3(model, FakeCommunicator(0, 2), FAST, initialize=model.initialize)
@@ -148,31 +145,27 @@ def with_tables(model, device):
     return model
 
 
-def test_a_rotary_model_starts_as_it_is_built():
-    def started_as_llama(comm):
-        model = with_tables(on_meta(replace(CONFIG, **AS_LLAMA)), "meta")
-        engine = Zero3(model, comm, FAST, initialize=seeded(model))
-        first, buffers = parameters_of(engine), dict(model.named_buffers())
-        tokens = own_rows(comm, token_batches(1)[0, 0])
-        return first, {name: buffer.clone() for name, buffer in buffers.items()}, engine(tokens).isfinite().all().item()
-
-    built = with_tables(gpt(replace(CONFIG, **AS_LLAMA)), "cpu")
+@on_ranks(2)
+def test_a_rotary_model_starts_as_it_is_built(comm):
+    config = replace(CONFIG, **LLAMA)
+    built, model = with_tables(gpt(config), "cpu"), with_tables(on_meta(config), "meta")
     built.apply(seeded(built))
-    assert {name for name, _ in built.named_buffers()} == {"cos", "sin"}
-    for parameters, buffers, finite in launch(started_as_llama, 2):
-        assert equal(parameters, copied(built)) and finite
-        assert equal(buffers, dict(built.named_buffers()))
+    engine, expected = Zero3(model, comm, FAST, initialize=seeded(model)), dict(built.named_buffers())
+    assert equal(parameters_of(engine), copied(built))
+    assert equal(dict(model.named_buffers()), expected) and set(expected) == {"cos", "sin"}
+    assert engine(own_rows(comm, token_batches(1)[0, 0])).isfinite().all()
 
 
 def from_file(comm, path, stage):
-    """The saved weights, in a model on the meta device and in one that loads them by torch."""
+    """The saved weights are the same in models on the meta device and in one that loads them by torch."""
     model = Frozen()
     model.load_state_dict(load_file(path / "weights.safetensors"))
     engines = [Zero3(made_on_meta(Frozen), comm, FAST, initialize=path / "weights.safetensors"),
                Zero3(made_on_meta(Frozen), comm, FAST, initialize=path / "model.safetensors.index.json",
                      persistence_threshold=5000), ENGINES[stage](model, comm, FAST)]
-    return ([parameters_of(engine) for engine in engines], [dict(engine.model.named_buffers()) for engine in engines],
-            [engine(torch.ones(4, 64)).sum().item() for engine in engines])
+    for each in [parameters_of(e) for e in engines], [dict(e.model.named_buffers()) for e in engines]:
+        assert equal(each[0], each[2]) and equal(each[1], each[2])
+    assert len({engine(torch.ones(4, 64)).sum().item() for engine in engines}) == 1
 
 
 def test_a_file_or_several_give_the_same_model(tmp_path):
@@ -186,9 +179,7 @@ def test_a_file_or_several_give_the_same_model(tmp_path):
         save_file(part, tmp_path / file)
     index = {name: file for file, part in halves.items() for name in part}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    for parameters, buffers, outputs in launch(from_file, 3, tmp_path, 3):
-        assert all(equal(each[i], each[2]) for each in (parameters, buffers) for i in (0, 1))
-        assert len(set(outputs)) == 1
+    launch(from_file, 3, tmp_path, 3)
 
 
 def test_a_rank_reads_its_rows_alone(tmp_path, monkeypatch):

@@ -2,21 +2,22 @@
 
 import contextlib
 import functools
-import itertools
 
 import pytest
 import torch
+from rank_pool import on_ranks
+from zero_bodies import tried_again
 from zero_kit import BUCKET, ENGINES, Elsewhere, equal, gradients_of_step, parameters_of, token_batches, train_gpt
 from zero_steps import gpt_engine
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch
-from refimpl.zero import Zero1, Zero2, Zero3
+from refimpl.comm import FakeCommunicator
+from refimpl.zero import Zero2, Zero3
 from refimpl.zero.closed_forms import model_state_bytes
 from refimpl.zero.store import StoredUpdate
 from refimpl.zero.update import ShardedUpdate
 
-STAGES = (Zero1, Zero2, Zero3)
+STAGES = ENGINES[1:]
 
 
 class Forgetful(Elsewhere):
@@ -26,23 +27,18 @@ class Forgetful(Elsewhere):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_parameters_wherever_shards_are_stored(dtype):
-    def trained(comm, dtype):
-        found = {}
-        for make, stored in itertools.product(STAGES, (False, True)):
+@on_ranks(2)
+def test_the_same_parameters_wherever_shards_are_stored(comm, dtype):
+    for make in STAGES:
+        found = []
+        for stored in (False, True):
             engine = gpt_engine(make, comm, dtype, steps=3, store=Elsewhere() if stored else None)
             again = gpt_engine(make, comm, dtype, store=Elsewhere() if stored else None)
             again.load_state_dict(engine.state_dict())
             for each in (engine, again):
                 train_gpt(each, 1)
-            found[make.__name__, stored] = parameters_of(engine), parameters_of(again)
-        return found
-
-    for answer in launch(trained, 2, dtype):
-        for make in STAGES:
-            expected, continued = answer[make.__name__, False]
-            assert equal(expected, continued)
-            assert all(equal(expected, ours) for ours in answer[make.__name__, True])
+                found.append(parameters_of(each))
+        assert all(equal(found[0], ours) for ours in found[1:])
 
 
 def held(make, store, dtype):
@@ -115,22 +111,17 @@ def test_an_update_that_raises_leaves_shards_where_they_are_stored():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_update_on_the_host_with_a_store_or_without(dtype):
-    def updated_on_the_host(comm, dtype):
-        """Whether each update, with and without a store, ends where the stage's own does, and saves the same."""
-        found, how = {}, {"steps": 2, "micro_batches": 2}
-        for make in STAGES:
-            own = gpt_engine(make, comm, dtype, **how)
-            for kind, store in ((ShardedUpdate, None), (ShardedUpdate, Elsewhere()), (StoredUpdate, Elsewhere())):
-                other = gpt_engine(make, comm, dtype, store=store, update=functools.partial(kind, device="cpu"), **how)
-                alike = [equal(parameters_of(own), parameters_of(other))]
-                other.load_state_dict(own.state_dict())
-                alike.append(equal(parameters_of(own), parameters_of(other)))
-                found[make.__name__, kind.__name__, store is None] = all(alike)
-        return found
-
-    for answer in launch(updated_on_the_host, 2, dtype):
-        assert len(answer) == 9 and all(answer.values()), answer
+@on_ranks(2)
+def test_an_update_on_the_host_with_a_store_or_without(comm, dtype):
+    """With and without a store, each update ends where the stage's own does, and saves the same."""
+    how = {"steps": 2, "micro_batches": 2}
+    for make in STAGES:
+        own = gpt_engine(make, comm, dtype, **how)
+        for kind, store in ((ShardedUpdate, None), (ShardedUpdate, Elsewhere()), (StoredUpdate, Elsewhere())):
+            other = gpt_engine(make, comm, dtype, store=store, update=functools.partial(kind, device="cpu"), **how)
+            assert equal(parameters_of(own), parameters_of(other)), (make, kind, store)
+            other.load_state_dict(own.state_dict())
+            assert equal(parameters_of(own), parameters_of(other)), (make, kind, store)
 
 
 def test_an_update_of_shards_is_refused_where_there_are_none():
@@ -139,44 +130,25 @@ def test_an_update_of_shards_is_refused_where_there_are_none():
 
 
 @pytest.mark.parametrize("make", STAGES)
-def test_gradients_of_several_reductions_add_up_wherever_they_are_stored(make):
-    def twice_reduced(comm, make):
-        """Steps of two backwards, both of which reduce, a skipped one between them."""
-        found = []
-        for store in (None, Elsewhere()):
-            engine = gpt_engine(make, comm, store=store)
-            for step, micro_batches in enumerate(token_batches(4, 2)):
-                for tokens in micro_batches:
-                    gradients_of_step(engine, tokens[None])
-                engine.skip_step() if step == 2 else engine.step()
-            found.append(parameters_of(engine))
-        return equal(*found)
-
-    assert all(launch(twice_reduced, 2, make))
-
-
-def stepped_again(comm, make, dtype):
-    """Whether a step whose optimizer raised in its second bucket ends, tried again, where it would have."""
+@on_ranks(2)
+def test_gradients_of_several_reductions_add_up_wherever_they_are_stored(comm, make):
+    """Steps of two backwards, both of which reduce, a skipped one between them."""
     found = []
-    for store in (None, *([Elsewhere()] if make in STAGES else [])):
-        expected, engine = (gpt_engine(make, comm, dtype, **how) for how in ({}, {"store": store} if store else {}))
-        for each in (expected, engine):
-            gradients_of_step(each)
-        expected.step()
-        updated = itertools.count(1 if make in STAGES else 2)
-
-        def in_the_second(*_, updated=updated):
-            if next(updated) == 2:
-                raise ZeroDivisionError
-
-        with contextlib.suppress(ZeroDivisionError), engine.optimizer.register_step_pre_hook(in_the_second):
-            engine.step()
-        engine.step()
-        found.append(equal(parameters_of(expected), parameters_of(engine)))
-    return found
+    for store in (None, Elsewhere()):
+        engine = gpt_engine(make, comm, store=store)
+        for step, micro_batches in enumerate(token_batches(4, 2)):
+            for tokens in micro_batches:
+                gradients_of_step(engine, tokens[None])
+            engine.skip_step() if step == 2 else engine.step()
+        found.append(parameters_of(engine))
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", ENGINES)
-def test_a_step_that_raised_can_be_tried_again(make, dtype):
-    assert all(map(all, launch(stepped_again, 2, make, dtype)))
+@on_ranks(2)
+def test_a_step_that_raised_can_be_tried_again(comm, make, dtype):
+    """Its optimizer raises in the second bucket."""
+    for how in ({}, *([{"store": Elsewhere()}] if make in STAGES else [])):
+        engines = gpt_engine(make, comm, dtype), gpt_engine(make, comm, dtype, **how)
+        assert tried_again(*engines, number=2 if make in STAGES else 1)

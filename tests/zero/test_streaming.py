@@ -4,15 +4,13 @@ import functools
 
 import pytest
 import torch
-from zero_kit import Elsewhere, equal, own_rows, parameters_of, token_batches, train_gpt
+from zero_kit import SHARDED, Elsewhere, equal, own_rows, parameters_of, token_batches, train_gpt
 from zero_steps import gpt_engine
 
 from refimpl.comm import launch
 from refimpl.mixed_precision import AdaptiveLossScaler
-from refimpl.zero import Zero1, Zero2, Zero3
+from refimpl.zero import Zero2, Zero3
 from refimpl.zero.store import StoredUpdate
-
-STAGES = (Zero1, Zero2, Zero3)
 
 
 class Counting(Elsewhere):
@@ -56,43 +54,34 @@ def everything(comm, make, dtype, directory, stored=True, **options):
     if make is Zero3:
         options["look_ahead"] = 0  # else the next units' shards come ahead
 
-    def note(what):
+    def note(what, work=lambda: None, *given, **how):
+        made = work(*given, **how)
         found[what] = store.read() if store else 0
+        return made
 
-    engine = gpt_engine(make, comm, dtype, store=store, **options)
-    note("made")
+    engine = note("made", gpt_engine, make, comm, dtype, store=store, **options)
     for step in range(2):
         for x in token_batches(4)[step, 0].chunk(2):
             mine = own_rows(comm, x)
             engine.backward(scaler.scale(engine.forward(mine, mine) / 2))
         note("gradients")
-        scaler.unscale_(engine)
-        note("unscaled")
-        engine.clip_grad_norm_(0.1)
-        note("clipped")
-        scaler.step(engine)
-        scaler.update()
-        note("updated")
+        note("unscaled", scaler.unscale_, engine)
+        note("clipped", engine.clip_grad_norm_, 0.1)
+        note("updated", lambda: (scaler.step(engine), scaler.update()))
     with engine.gathered(write=True):
         next(engine.model.parameters()).data.mul_(1.5)
     note("written")
-    engine.save(directory / "saved")
-    note("saved")
-    engine.save_weights(directory / "weights")
-    note("weights")
-    sd = engine.state_dict()
-    note("put together")
-    engine.load_state_dict(sd)
-    note("taken apart")
-    engine.load(directory / "saved")
-    note("loaded")
-    train_gpt(engine, 1)
-    note("updated again")
+    note("saved", engine.save, directory / "saved")
+    note("weights", engine.save_weights, directory / "weights")
+    sd = note("put together", engine.state_dict)
+    note("taken apart", engine.load_state_dict, sd)
+    note("loaded", engine.load, directory / "saved")
+    note("updated again", train_gpt, engine, 1)
     return found, len(engine.buckets), parameters_of(engine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", STAGES)
+@pytest.mark.parametrize("make", SHARDED)
 def test_no_more_than_two_buckets_are_here(make, dtype, tmp_path):
     with_store, without = (launch(everything, 2, make, dtype, tmp_path, stored) for stored in (True, False))
     for (found, buckets, ours), (_, _, expected) in zip(with_store, without, strict=True):

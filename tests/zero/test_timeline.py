@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
 from zero_kit import ADAMW, ENGINES, equal, parameters_of, square
 from zero_steps import update
@@ -87,19 +88,14 @@ def stepped(comm, make, wire, compute, blocks=False, steps=3, slow=0):
     return parameters_of(engine), line
 
 
-def test_delays_change_no_bit():
-    def with_random_delays(comm):
-        """The same training without delays, and with others on each rank."""
-        found = {}
-        for make in ENGINES:
-            chance = random.Random(comm.rank)
-            found[make.__name__] = [stepped(comm, make, seconds, seconds)[0] for seconds in (
-                lambda: 0, lambda chance=chance: chance.choice((0, 0.002, 0.01)))]
-        return found
-
-    for answer in launch(with_random_delays, 3):
-        for quick, slow in answer.values():
-            assert equal(quick, slow)
+@on_ranks(3)
+def test_delays_change_no_bit(comm):
+    """The same training without delays, and with others on each rank."""
+    for make in ENGINES:
+        chance = random.Random(comm.rank)
+        quick, slow = (stepped(comm, make, seconds, seconds)[0] for seconds in (
+            lambda: 0, lambda chance=chance: chance.choice((0, 0.002, 0.01))))
+        assert equal(quick, slow)
 
 
 @pytest.mark.alone

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
 from zero_kit import SGD, equal, parameters_of
-from zero_steps import most, train
+from zero_steps import most, traced, train
 
-from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.zero import Zero3
 from refimpl.zero.units import blocks, default_units
 
@@ -113,12 +113,9 @@ def most_bytes(model, units=None, **options):
     """The most bytes of whole parameters and of gradients, beyond the shards, in a step of rank 0 of 4, in blocks."""
     engine = Zero3(model, FakeCommunicator(0, 4), SGD, units=units, **options)
     for _ in range(2):
-        with memory.track(model, engine.optimizer) as t:
-            engine.backward(engine.forward(torch.ones(1, WIDTH)).sum())
-            shards = {kind: t.now[kind] for kind in ("parameters", "gradients")}
-            engine.step()
+        shards, _, t = traced(engine, lambda: engine.backward(engine.forward(torch.ones(1, WIDTH)).sum()))
     block = 4 * sum(p.numel() for p in Block().parameters())
-    return {kind: round((most(t, kind) - shards[kind]) / block, 1) for kind in shards}
+    return {kind: round((most(t, kind) - shards[kind]) / block, 1) for kind in ("parameters", "gradients")}
 
 
 def test_blocks_in_a_sequential_take_what_those_in_a_list_take_with_half_of_the_gathers():
@@ -171,12 +168,12 @@ def trained(comm, order, holder, **options):
     return parameters_of(train(engine, 2, width=WIDTH))
 
 
-def test_the_order_of_units_and_what_is_in_flight_change_no_bit():
-    def several(comm):
-        return [trained(comm, None, "ModuleList"), *(trained(comm, order, "Sequential") for order in ORDERS),
-                trained(comm, None, "stages", in_flight_bytes=10**9)]
-    for expected, *others in launch(several, 2):
-        assert all(equal({**dict(zip(expected, ours.values(), strict=True))}, expected) for ours in others)
+@on_ranks(2)
+def test_the_order_of_units_and_what_is_in_flight_change_no_bit(comm):
+    expected = trained(comm, None, "ModuleList")
+    for ours in (*(trained(comm, order, "Sequential") for order in ORDERS),
+                 trained(comm, None, "stages", in_flight_bytes=10**9)):
+        assert equal(dict(zip(expected, ours.values(), strict=True)), expected)
 
 
 def test_a_look_ahead_that_is_no_number_of_units_is_refused():

@@ -4,12 +4,11 @@ import functools
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
-from zero_kit import Elsewhere, equal, parameters_of, train_gpt
+from zero_kit import SHARDED, Elsewhere, equal, parameters_of, train_gpt
 from zero_steps import gpt_engine
 
-from refimpl.comm import launch
-from refimpl.zero import Zero1, Zero2, Zero3
 from refimpl.zero.bucket import buckets_of
 from refimpl.zero.store import StoredUpdate
 from refimpl.zero.update import ShardedUpdate
@@ -171,28 +170,24 @@ def test_a_rank_without_a_piece_has_an_optimizer_all_the_same():
     assert not sharded.optimizer.state and [p.numel() for p in sharded.optimizer.param_groups[0]["params"]] == [0]
 
 
-def on_the_host(comm, make, dtype, directory):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", SHARDED)
+@on_ranks(2)
+def test_an_update_elsewhere_gives_the_same_numbers(comm, make, dtype, tmp_path):
     """Three steps, clipped, updated where they are or on the "host"; and what each loads of what the other saved."""
     found, ways = [], ({}, {"update": functools.partial(ShardedUpdate, device="cpu")},
                        {"update": functools.partial(StoredUpdate, device="cpu"), "store": Elsewhere()})
     engines = [gpt_engine(make, comm, dtype, **options) for options in ways]
     for i, engine in enumerate(engines):
         train_gpt(engine, 3, max_norm=0.1)
-        engine.save(directory / str(i))
+        engine.save(tmp_path / str(i))
         found.append(parameters_of(engine))
     for i, engine in enumerate(engines):
-        engine.load(directory / str((i + 1) % 3))
+        engine.load(tmp_path / str((i + 1) % 3))
         train_gpt(engine, 1)
         found.append(parameters_of(engine))
+    assert all(equal(each, found[0]) for each in found[1:3]) and all(equal(each, found[3]) for each in found[4:])
+    update = engines[1].update
     shards = {x.untyped_storage()._cdata for x in engines[1].parameters.shards.values()}
-    apart = all(own.untyped_storage()._cdata not in shards for pairs in engines[1].update.pieces.values()
-                for _, own in pairs)
-    return found, apart, len(engines[1].update.masters) == len(engines[1].buckets)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [Zero1, Zero2, Zero3])
-def test_an_update_elsewhere_gives_the_same_numbers(make, dtype, tmp_path):
-    for found, apart, masters in launch(on_the_host, 2, make, dtype, tmp_path):
-        assert all(equal(each, found[0]) for each in found[1:3]) and all(equal(each, found[3]) for each in found[4:])
-        assert apart and masters
+    assert all(own.untyped_storage()._cdata not in shards for pairs in update.pieces.values() for _, own in pairs)
+    assert len(update.masters) == len(engines[1].buckets)

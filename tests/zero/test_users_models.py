@@ -7,13 +7,14 @@ import dataclasses
 
 import pytest
 import torch
+from rank_pool import alike, on_ranks
 from torch import nn
 from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 from zero_kit import ENGINES, FAST, SGD, WIDTH, Layers, equal, model_of, parameters_of, rows_of, square, three_layers
 from zero_steps import plainly, train, update
 
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.zero import DataParallel, Zero2, Zero3
 
 
@@ -139,21 +140,15 @@ def made(name):
     return MODELS[name]()
 
 
-def test_to_the_bit_as_ddp():
-    def trained(comm):
-        found = {}
-        for name in MODELS:
-            model = made(name)
-            ddp = DistributedDataParallel(model, broadcast_buffers=False)
-            found[name] = {"DDP": plainly(model, FAST, (square(ddp, rows_of(comm, step)) for step in range(3)))}
-            for make in ENGINES:
-                found[name][make.__name__] = parameters_of(train(make(made(name), comm, FAST, bucket_bytes=300), 3))
-        return found
-
-    for answer in launch(trained, 2):
-        for name, found in answer.items():
-            for engine, ours in found.items():
-                assert equal(ours, found["DDP"]), (name, engine)
+@on_ranks(2)
+def test_to_the_bit_as_ddp(comm):
+    for name in MODELS:
+        model = made(name)
+        ddp = DistributedDataParallel(model, broadcast_buffers=False)
+        expected = plainly(model, FAST, (square(ddp, rows_of(comm, step)) for step in range(3)))
+        for make in ENGINES:
+            ours = parameters_of(train(make(made(name), comm, FAST, bucket_bytes=300), 3))
+            assert equal(ours, expected), (name, make)
 
 
 class Blocks(Layers):
@@ -184,8 +179,9 @@ def test_a_parameter_beside_the_blocks_does_not_bring_them_all(make, named):
     assert (live[0] == 64 + 64 * 65) == (make is Zero3)
 
 
-def looped(comm):
-    """{(stage, way): parameters}, of steps among other things that users do."""
+@on_ranks(2)
+def test_compiled_zeroed_or_begun_without_the_engine(comm):
+    """Steps among other things that users do."""
     found = {}
     for make in ENGINES:
         for way in ("plain", "compiled", "zero_grad", "tried without the engine"):
@@ -200,14 +196,8 @@ def looped(comm):
                         square(engine, rows_of(comm, 9)).backward()
                     engine.zero_grad()
                 update(engine, forward(rows_of(comm, step)).square().mean())
-            found[make.__name__, way] = parameters_of(engine)
-    return found
-
-
-def test_compiled_zeroed_or_begun_without_the_engine():
-    for answer in launch(looped, 2):
-        for (name, way), ours in answer.items():
-            assert equal(ours, answer["DataParallel", "plain"]), (name, way)
+            found[make, way] = parameters_of(engine)
+            assert equal(found[make, way], found[DataParallel, "plain"]), (make, way)
 
 
 class Sometimes(nn.Module):
@@ -230,13 +220,11 @@ def test_a_parameter_that_this_step_does_not_use_is_left_as_it_is(make):
     assert not torch.equal(seen[0]["always.weight"], seen[1]["always.weight"])
 
 
-def test_gradients_that_another_dtype_adds_up_come_back_to_all():
-    def reduced_in_fp32(comm):
-        engine = DataParallel(model_of("twice").bfloat16(), comm, SGD, reduce_dtype=torch.float32)
-        engine.backward(square(engine, rows_of(comm, 0).bfloat16()))
-        return {name: p.grad for name, p in engine.model.named_parameters()}
-    first, second = launch(reduced_in_fp32, 2)
-    assert equal(first, second)
+@on_ranks(2)
+def test_gradients_that_another_dtype_adds_up_come_back_to_all(comm):
+    engine = DataParallel(model_of("twice").bfloat16(), comm, SGD, reduce_dtype=torch.float32)
+    engine.backward(square(engine, rows_of(comm, 0).bfloat16()))
+    assert all(alike(comm, p.grad) for p in engine.model.parameters())
 
 
 def test_no_sync_within_no_sync():

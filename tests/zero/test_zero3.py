@@ -1,11 +1,11 @@
 """Stage 3: parameters are in shards, and whole while a unit computes with them."""
 
-import functools
 import types
 import unittest.mock
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
 from zero_kit import ADAMW, SGD, copied, equal, gpt, model_of, parameters_of, rows_of, square, train_gpt
 from zero_steps import ParametersKept, as_predicted, most, stack, tracked, train, update
@@ -87,25 +87,23 @@ def test_outside_of_a_step_parameters_are_nan_and_gathered_brings_them():
         launch(looking, 1, Emptied)
 
 
-def test_what_stays_is_there_after_all_was_gathered():
-    def looked_at(comm):
-        """Parameters are read between steps, or not; the small ones stay."""
-        found = []
-        for looks in (False, True):
-            engine = Zero3(model_of("twice"), comm, ADAMW, persistence_threshold=50)
-            for step in range(3):
-                train(engine, 1, step)
-                if looks:
-                    parameters_of(engine)
-                assert engine.model.scale.untyped_storage().nbytes() > 0
-            found.append(parameters_of(engine))
-        return found
-
-    for without, with_it in launch(looked_at, 2):
-        assert equal(without, with_it)
+@on_ranks(2)
+def test_what_stays_is_there_after_all_was_gathered(comm):
+    """Parameters are read between steps, or not; the small ones stay."""
+    found = []
+    for looks in (False, True):
+        engine = Zero3(model_of("twice"), comm, ADAMW, persistence_threshold=50)
+        for step in range(3):
+            train(engine, 1, step)
+            if looks:
+                parameters_of(engine)
+            assert engine.model.scale.untyped_storage().nbytes() > 0
+        found.append(parameters_of(engine))
+    assert equal(*found)
 
 
-def evaluated(comm):
+@on_ranks(2)
+def test_evaluation_in_between(comm):
     """A forward without gradients, between two steps and in one of them, leaves nothing and changes nothing."""
     found = []
     for evaluates in (False, True):
@@ -119,12 +117,7 @@ def evaluated(comm):
             assert engine.gathering.live() == 0
             engine.step()
         found.append(parameters_of(engine))
-    return found
-
-
-def test_evaluation_in_between():
-    for without, with_it in launch(evaluated, 2):
-        assert equal(without, with_it)
+    assert equal(*found)
 
 
 class Remembers(Zero3):
@@ -165,20 +158,17 @@ def test_a_forward_that_raises_leaves_no_unit_whole(make):
     assert engine.model[0].weight.isnan().all() == (make is Zero3)
 
 
-def test_what_stays_from_forward_to_backward_is_gathered_once():
-    def resharded(comm):
-        found, sent = [], []
-        for keeps in (True, False):
-            engine = train(Zero3(stack(4, 16), comm, SGD, reshard_after_forward=keeps), 1, width=16)
-            before = comm.traffic
-            train(engine, 1, 1, width=16)
-            sent.append((comm.traffic - before)["all_gather"])
-            found.append(parameters_of(engine))
-        return *found, sent
-
-    for a, b, (twice, once) in launch(resharded, 2):
-        assert equal(a, b)
-        assert twice - once == 3 * 16 * 16 * 4 // 2  # all layers but the last, which is not gathered again anyway
+@on_ranks(2)
+def test_what_stays_from_forward_to_backward_is_gathered_once(comm):
+    found, sent = [], []
+    for keeps in (True, False):
+        engine = train(Zero3(stack(4, 16), comm, SGD, reshard_after_forward=keeps), 1, width=16)
+        before = comm.traffic
+        train(engine, 1, 1, width=16)
+        sent.append((comm.traffic - before)["all_gather"])
+        found.append(parameters_of(engine))
+    assert equal(*found)
+    assert sent[0] - sent[1] == 3 * 16 * 16 * 4 // 2  # all layers but the last, which is not gathered again anyway
 
 
 def test_units_are_blocks_and_what_is_outside_of_them():
@@ -208,17 +198,15 @@ def trained(comm, units=lambda model: None, **options):
 @pytest.mark.parametrize("options", [
     {"units": lambda model: [model]}, {"look_ahead": 0}, {"persistence_threshold": 100},
     {"units": lambda model: [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]}])
-def test_how_units_are_cut_and_brought_changes_no_bit(options):
-    expected, = launch(trained, 1)
-    for ours in launch(functools.partial(trained, **options), 1):
-        assert equal(ours, expected)
+@on_ranks(1)
+def test_how_units_are_cut_and_brought_changes_no_bit(comm, options):
+    assert equal(trained(comm, **options), trained(comm))
 
 
-def test_the_same_units_are_needed_on_every_rank():
-    def other_units(comm):
-        train(Zero3(model_of("unused on a rank"), comm, ADAMW), 1)
-    with pytest.raises(CollectiveMismatch, match="began other collectives than rank 0(.*\\n)*.*all_gather of some"):
-        launch(other_units, 2, timeout=10)
+@on_ranks(2, fails="began other collectives than rank 0(.*\\n)*.*all_gather of some", error=CollectiveMismatch,
+          launch=launch, timeout=10)
+def test_the_same_units_are_needed_on_every_rank(comm):
+    train(Zero3(model_of("unused on a rank"), comm, ADAMW), 1)
 
 
 BETWEEN = {"nothing": lambda engine, x: None, "thrown away": lambda engine, x: engine(x),

@@ -6,7 +6,7 @@ import unittest.mock
 import pytest
 import torch
 from outside.models import GROUPED, causal, text
-from rank_pool import pooled
+from rank_pool import on_ranks
 from zero_kit import CONFIG, ENGINES, FAST, SGD, equal, gpt, own_rows, parameters_of, token_batches
 from zero_steps import update
 
@@ -43,23 +43,19 @@ def test_casts_are_kept_of_the_unit_alone_with_which_backward_begins(region):
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_the_numbers_are_those_of_stage_0(region):
-    def trained(comm, region):
-        found = {}
-        for make in ENGINES:
-            engine, losses = make(gpt(), comm, FAST), []
-            for tokens in token_batches(3)[:, 0]:
-                with REGIONS[region]():
-                    mine = own_rows(comm, tokens)
-                    loss = engine.forward(mine, mine)
-                update(engine, loss)
-                losses.append(loss.item())
-            found[make.__name__] = losses, parameters_of(engine)
-        return found
-
-    for found in pooled(trained, 2, region, device="cpu"):
-        losses, parameters = found["DataParallel"]
-        assert all(said == losses and equal(ours, parameters) for said, ours in found.values())
+@on_ranks(2, device="cpu")
+def test_the_numbers_are_those_of_stage_0(comm, region):
+    found = []
+    for make in ENGINES:
+        engine, losses = make(gpt(), comm, FAST), []
+        for tokens in token_batches(3)[:, 0]:
+            with REGIONS[region]():
+                mine = own_rows(comm, tokens)
+                loss = engine.forward(mine, mine)
+            update(engine, loss)
+            losses.append(loss.item())
+        found.append((losses, parameters_of(engine)))
+        assert losses == found[0][0] and equal(found[-1][1], found[0][1])
 
 
 @pytest.mark.parametrize("region", REGIONS)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from counting import counting_backend
+from users_kit import function_of
 
 from refimpl import memory
 from refimpl.memory.tracking.compiled import _NAMES
@@ -49,19 +50,12 @@ def test_the_compiled_code_runs_inside_and_afterwards(how):
 
 
 def test_a_compiled_optimizer_and_a_users_function():
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 2
+    twice = function_of(lambda ctx, x: x * 2, lambda ctx, gradient: gradient * 2)
     (backend, calls), model, x = counting_backend(), mlp(), torch.randn(8, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     @torch.compile(backend=backend)
     def forward(x):
-        return Twice.apply(model(x)).sum()
+        return twice.apply(model(x)).sum()
     update = torch.compile(optimizer.step, backend=backend)
     with memory.track(model, optimizer, x) as t:
         forward(x).backward()

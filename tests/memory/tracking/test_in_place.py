@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from users_kit import Named, function_of
 
 from refimpl import memory
 from refimpl.memory.tracking import storages
@@ -48,14 +49,8 @@ def recomputed(h, weights, x):
     (checkpoint(heads, h, use_reentrant=False) + checkpoint(heads, h, use_reentrant=True)).backward()
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.zeros_like(gradient).index_add(0, torch.arange(128), gradient) + gradient
+Twice = function_of(lambda ctx, x: x * 2, lambda ctx, gradient: (
+    torch.zeros_like(gradient).index_add(0, torch.arange(128), gradient) + gradient))
 
 
 def rows_of_a_table(weights, x):
@@ -197,18 +192,6 @@ def test_the_figures_of_a_hidden_state_read_by_four_linears():
         step()
     assert t.peak.total - t.start.total == pytest.approx(m.peak, rel=1e-4)
     assert m.peak < 105e6  # 134 MB if the gradients of h are added up out of place
-
-
-class Named(torch.autograd.Function):
-    """Sets `ctx.name`, which hides the node's own method."""
-    @staticmethod
-    def forward(ctx, x):
-        ctx.name = "mine"
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clone()
 
 
 def test_a_function_of_the_users_may_set_any_attribute():

@@ -8,37 +8,26 @@ import weakref
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from users_kit import closure_of, function_of
 
 from refimpl import memory
 
 
-class Keeps(torch.autograd.Function):
+def keeps(ctx, x):
     """x², keeping a bf16 copy the proper way."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.bfloat16())
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad * ctx.saved_tensors[0].float()
+    ctx.save_for_backward(x.bfloat16())
+    return x * x
 
 
-class Hides(Keeps):
+def hides(ctx, x):
     """The same, where no hook sees it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.copy = x.bfloat16()
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad * ctx.copy.float()
+    ctx.copy = x.bfloat16()
+    return x * x
 
 
-@pytest.mark.parametrize("function", [Keeps, Hides])
+@pytest.mark.parametrize("function", [
+    function_of(keeps, lambda ctx, grad: 2 * grad * ctx.saved_tensors[0].float()),
+    function_of(hides, lambda ctx, grad: 2 * grad * ctx.copy.float())], ids=["Keeps", "Hides"])
 def test_what_a_custom_function_keeps_is_an_activation(function):
     x = torch.randn(1000, requires_grad=True)
     with memory.track(x) as t:
@@ -291,12 +280,7 @@ def test_a_closure_is_no_part_of_the_step(trained):
     tokens = torch.randint(0, 256, (2, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = model(tokens, tokens)
-        loss.backward()
-        return loss
-
+    closure = closure_of(optimizer, lambda: model(tokens, tokens))
     for call in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
         with memory.track(model, optimizer) as t:
             loss = call()

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from operations_kit import Operations
+from precision_kit import Dtypes
 from torch import nn
 from torch.nn import functional as F
 
@@ -91,10 +92,10 @@ def test_refuse_says_what_to_use():
     assert F.binary_cross_entropy(x.sigmoid(), x.sigmoid()).dtype is torch.float32
 
 
-def test_our_gpt_under_cuda_s_table(gpt, dtypes):
+def test_our_gpt_under_cuda_s_table(gpt):
     """Softmax, norms and loss in fp32, products low; tests/gpu holds it against torch.autocast("cuda")."""
     model, tokens = gpt
-    with dtypes() as record:
+    with Dtypes() as record:
         with cuda_table():
             loss = model(tokens, tokens)
         loss.backward()

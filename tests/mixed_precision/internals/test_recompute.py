@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from precision_kit import Dtypes
 from threads_kit import in_a_thread
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -46,8 +47,8 @@ def test_recomputed_blocks_give_the_same_gradients(model, tokens, reentrant, bac
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_runs_the_operations_of_the_forward(model, tokens, reentrant, dtypes):
-    with dtypes() as record:
+def test_recomputation_runs_the_operations_of_the_forward(model, tokens, reentrant):
+    with Dtypes() as record:
         gradients(model, tokens, reentrant)
     products = [line for line in record.forward if line[0] in ("aten::addmm", "aten::bmm")]
     again = [line for line in record.backward if line[0] in ("aten::addmm", "aten::bmm")]
@@ -89,16 +90,16 @@ def test_casts_of_a_recomputation_end_with_it(model, tokens, reentrant):
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_a_recomputation_casts_as_often_as_the_region_it_began_in(cache, dtypes):
+def test_a_recomputation_casts_as_often_as_the_region_it_began_in(cache):
     """And what it cached ends with it: every run casts anew."""
     weight, x = torch.nn.Parameter(torch.ones(8, 8)), torch.ones(2, 8, dtype=torch.bfloat16)
     with autocast(device_type="cpu", cache=cache):
         twice = keep_precision(lambda: (x @ weight) + (x @ weight))
         for _ in range(2):
-            with dtypes() as record:
+            with Dtypes() as record:
                 twice()
             assert len(record.casts) == (1 if cache else 2)
-    with dtypes() as record:
+    with Dtypes() as record:
         twice()
     assert len(record.casts) == (1 if cache else 2)
 

@@ -1,12 +1,11 @@
 """The simulator in one screen is the hardened one: orders, times, idle time, counts, and what deadlocks."""
 
-import ast
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_screen import check_paper
 
 from refimpl.parallel.pipeline import paper_simulator as paper
 from refimpl.parallel.pipeline.catalogue import BUILDERS, idle_time, schedule
@@ -64,8 +63,5 @@ def test_a_deadlock_names_where_ranks_are():
 
 
 def test_it_is_one_screen_by_itself():
-    lines = Path(paper.__file__).read_text().splitlines()
-    assert len(lines) <= 90 and max(map(len, lines)) <= 120
-    for node in ast.walk(ast.parse("\n".join(lines))):
-        assert not isinstance(node, ast.ImportFrom) or node.module in sys.stdlib_module_names
-        assert not isinstance(node, ast.Import) or all(a.name in sys.stdlib_module_names for a in node.names)
+    check_paper("parallel/pipeline", "paper_simulator")
+    assert "torch" not in Path(paper.__file__).read_text()

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import processor_seconds
 
 from refimpl.comm import Link
 from refimpl.parallel.pipeline.catalogue import BUILDERS, schedule
@@ -150,7 +151,7 @@ def test_64_ranks_within_a_second(name):
     for _ in range(3):  # fonts are found once, and the collector of garbage passes now and then
         begin = time.process_time()
         picture = draw(simulate(schedule(name, 64, 128), activation_bytes=2**20))._repr_png_()
-        seconds.append(time.process_time() - begin)
+        seconds.append(processor_seconds(time.process_time() - begin))
         if seconds[-1] < 1:
             break
     assert seconds[-1] < 1 and len(picture) > 10_000

@@ -13,6 +13,7 @@ from tensor_kit import GPTS, OTHERS, with_exact_norms
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from users_kit import Model
 
 from refimpl import memory
 from refimpl.model import GPT
@@ -20,19 +21,6 @@ from refimpl.parallel.pipeline import split as split_module
 from refimpl.parallel.pipeline.split import KnownPart, Part, SplitBackward
 
 ROWS = 12
-
-
-class Model(nn.Module):
-    """Modules and parameters by name, with what is computed of them."""
-
-    def __init__(self, compute, **parts):
-        super().__init__()
-        self.compute = compute
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.compute(self, x)
 
 
 def attention(model, x):

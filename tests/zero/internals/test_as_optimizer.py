@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -65,18 +66,17 @@ def scheduled(comm):
     return found
 
 
-def test_every_schedule_as_with_ddp():
-    def quietly(comm):
-        """No schedule says that it was called before the optimizer, or that its `step` is another one."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Detected call|Seems like")
-            return scheduled(comm)
-    for answer in launch(quietly, 2):
-        for name, found in answer.items():
-            rates, parameters = found.pop(None)
-            assert len({tuple(each) for each in rates}) > 1, name
-            for engine, (ours, trained) in found.items():
-                assert ours == rates and equal(trained, parameters), (name, engine)
+@on_ranks(2)
+def test_every_schedule_as_with_ddp(comm):
+    """No schedule says that it was called before the optimizer, or that its `step` is another one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Detected call|Seems like")
+        answer = scheduled(comm)
+    for name, found in answer.items():
+        rates, parameters = found.pop(None)
+        assert len({tuple(each) for each in rates}) > 1, name
+        for engine, (ours, trained) in found.items():
+            assert ours == rates and equal(trained, parameters), (name, engine)
 
 
 @pytest.mark.parametrize("make", ENGINES)
@@ -218,15 +218,13 @@ def test_ours_asks_a_shard_alone_no_more():
     assert first == second and len(first) == 6
 
 
-def test_a_scaler_that_is_off_or_of_a_rank_alone():
-    def disabled(comm):
-        """What is off asks nothing; alone a rank has all shards."""
-        for world in (comm, FakeCommunicator(0, 1)):
-            engine = Zero1(three_layers(), world, SGD)
-            scaler = torch.amp.GradScaler("cpu", enabled=world is not comm)
-            engine.backward(scaler.scale(square(engine, torch.ones(2, WIDTH))))
-            scaler.step(engine)
-            scaler.update()
-            assert engine._steps == 1
-
-    launch(disabled, 2)
+@on_ranks(2)
+def test_a_scaler_that_is_off_or_of_a_rank_alone(comm):
+    """What is off asks nothing; alone a rank has all shards."""
+    for world in (comm, FakeCommunicator(0, 1)):
+        engine = Zero1(three_layers(), world, SGD)
+        scaler = torch.amp.GradScaler("cpu", enabled=world is not comm)
+        engine.backward(scaler.scale(square(engine, torch.ones(2, WIDTH))))
+        scaler.step(engine)
+        scaler.update()
+        assert engine._steps == 1

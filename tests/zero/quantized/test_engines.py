@@ -7,6 +7,7 @@ import torch
 from hsdp_kit import levels
 from outside.models import GROUPED, causal
 from quantized_bodies import bytes_of_steps, engine_of
+from rank_pool import on_ranks
 from zero_kit import SGD, equal, farthest, gpt, gradients_of_step, own_rows, parameters_of, token_batches, train_gpt
 from zero_steps import gpt_engine, update
 
@@ -102,9 +103,10 @@ def test_a_step_is_that_without_codecs_but_for_their_error():
     assert max(errors) < 0.05 and int4 < 0.2 and min(*errors, int4) > 1e-4, (errors, int4)
 
 
-def test_what_is_not_finite_is_seen_by_all_ranks():
-    def overflown(comm, stage, codecs):
-        """An inf on one rank: the scaler skips on all, which changes nothing, and the next step goes on."""
+@on_ranks(4)
+def test_what_is_not_finite_is_seen_by_all_ranks(comm):
+    """An inf on one rank: the scaler skips on all, which changes nothing, and the next step goes on."""
+    for stage, codecs in ((3, {**BOTH, "ranks_per_machine": 2}), (2, {"gradients": INT4})):
         engine = engine_of(comm, stage, **codecs)
         scaler, found = AdaptiveLossScaler(init_scale=2.0, comm=comm), [parameters_of(engine)]
         rows = own_rows(comm, token_batches(1)[0, 0])
@@ -113,24 +115,18 @@ def test_what_is_not_finite_is_seen_by_all_ranks():
             scaler.step(engine)
             scaler.update()
             found.append(parameters_of(engine))
-        return scaler.skipped_steps, equal(*found[:2]), farthest(*found[1:])
-
-    for stage, codecs in ((3, {**BOTH, "ranks_per_machine": 2}), (2, {"gradients": INT4})):
-        for skipped, kept, moved in launch(overflown, 4, stage, codecs):
-            assert skipped == 1 and kept and 0 < moved < 0.01
+        assert scaler.skipped_steps == 1 and equal(*found[:2]) and 0 < farthest(*found[1:]) < 0.01
 
 
-def test_ranks_with_other_options_are_named():
-    def refused(comm, given):
-        try:
-            engine_of(comm, 3, **given[comm.rank])
-        except CollectiveMismatch as error:
-            return str(error)
+@on_ranks(4)
+def test_ranks_with_other_options_are_named(comm):
     for other, what in (({}, "quantized_weights"), ({"weights": INT4}, "quantized_weights"),
                         ({"weights": INT8}, "hook"), ({"weights": INT8, "gradients": INT4}, "hook"),
                         ({**BOTH, "ranks_per_machine": 2}, "hook")):
-        for said in launch(refused, 4, [BOTH, BOTH, BOTH, other]):
-            assert f"ranks [3] have another {what} than rank 0" in said and "BlockCodec(bits=8, block=256" in said
+        with pytest.raises(CollectiveMismatch) as error:
+            engine_of(comm, 3, **other if comm.rank == 3 else BOTH)
+        said = str(error.value)
+        assert f"ranks [3] have another {what} than rank 0" in said and "BlockCodec(bits=8, block=256" in said
 
 
 def test_what_is_no_codec():
@@ -175,17 +171,15 @@ def test_it_learns_as_without_codecs(name):
     assert plain < 0.75 * 5.545 and ours <= 1.01 * plain
 
 
-def test_what_is_saved_is_as_without_codecs(tmp_path):
-    def resumed(comm, folder):
-        """Saved with codecs, loaded without, and the other way round: states are those that were saved, to the bit."""
-        first, second = engine_of(comm, 3, **BOTH, steps=2), engine_of(comm, 2)
-        first.save(folder)
-        second.load(folder)
-        third = engine_of(comm, 3, **BOTH)
-        third.load_state_dict(second.state_dict())
-        kept = equal(parameters_of(first), parameters_of(second)) and equal(parameters_of(first), parameters_of(third))
-        for engine in (first, third):
-            train_gpt(engine, 1)
-        return kept, equal(parameters_of(first), parameters_of(third))
-
-    assert launch(resumed, 2, str(tmp_path / "saved")) == [(True, True)] * 2
+@on_ranks(2)
+def test_what_is_saved_is_as_without_codecs(comm, tmp_path):
+    """Saved with codecs, loaded without, and the other way round: states are those that were saved, to the bit."""
+    first, second = engine_of(comm, 3, **BOTH, steps=2), engine_of(comm, 2)
+    first.save(str(tmp_path / "saved"))
+    second.load(str(tmp_path / "saved"))
+    third = engine_of(comm, 3, **BOTH)
+    third.load_state_dict(second.state_dict())
+    assert equal(parameters_of(first), parameters_of(second)) and equal(parameters_of(first), parameters_of(third))
+    for engine in (first, third):
+        train_gpt(engine, 1)
+    assert equal(parameters_of(first), parameters_of(third))
