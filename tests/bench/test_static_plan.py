@@ -1,6 +1,7 @@
 """The bench of static plans: a row of each kind, within bounds, yielded as it is read."""
 
 import pytest
+from patience import processor_seconds
 
 from refimpl.allocator.trace import Maker
 from refimpl.bench import static_plan, traces
@@ -25,7 +26,7 @@ def test_a_run_has_rows_of_all(small):
     for what in ("plan, our GPT, 4 layers", "bytes outside of the arena"):
         assert rows[what]["ratio"] <= rows[what]["bound"], what
     assert rows["caching, our GPT, 4 layers"]["ratio"] > 1.05
-    assert rows["plan of 7,000 tensors"]["value"] > 0  # tests of plans hold it against the clock, alone
+    assert processor_seconds(rows["plan of 7,000 tensors"]["value"]) < rows["plan of 7,000 tensors"]["bound"]
     assert rows["MiniMalloc F, search"]["ratio"] == 1 and rows["MiniMalloc F, greedy"]["ratio"] > 1.3
     assert rows["MiniMalloc I, search"]["value"] is None
     assert rows["MiniMalloc I, search"]["note"] == "not found in 2 s"

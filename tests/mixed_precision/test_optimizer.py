@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from users_kit import closure_of
 
 from refimpl import memory
 from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, step_bytes
@@ -35,15 +36,6 @@ def step(model, optimizer, tokens, steps=1):
         optimizer.zero_grad()
         model(tokens, tokens).backward()
         optimizer.step()
-
-
-def closure_of(optimizer, loss_of):
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        return loss
-    return closure
 
 
 def weights(optimizer):

@@ -12,8 +12,9 @@ NOT_COUNTED = "not counted: workspaces"
 _TAKING = dict.fromkeys((aten.convolution.default, aten.convolution_backward.default, aten.upsample_bilinear2d.default,
                          aten.upsample_bilinear2d_backward.default), 8)
 _TAKING |= dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 2)
-# Kernels of these copy an input that is not contiguous, as an image with its channels last.
-_COPYING = {aten._softmax.default, aten._log_softmax.default}
+# Operation -> how many first arguments its kernels copy where they are not contiguous, as an image with channels last.
+_COPYING = {aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2,
+            aten._log_softmax_backward_data.default: 2}
 _HOW = {
     "cpu": "memory.with_workspaces(t, m) adds them after a step under memory.track(…) as t, memory.measure('cpu') as m",
     "cuda": "memory.measure(\"cuda\") has them in its peak",
@@ -28,7 +29,7 @@ def may_take(func):
 def takes_workspace(func, args, outputs):
     """Tell whether those for such arguments and outputs are."""
     if func in _COPYING:
-        return not args[0].is_contiguous()
+        return not all(each.is_contiguous() for each in args[:_COPYING[func]])
     limit = _TAKING[func]
     first = next(iter(outputs), None) if isinstance(outputs, (tuple, list)) else outputs
     return first is None or first.element_size() <= limit

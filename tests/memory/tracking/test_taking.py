@@ -35,6 +35,20 @@ def test_a_trace_names_the_operations(name):
         assert NOT_COUNTED not in repr(t) and t.plot()._suptitle is None
 
 
+@pytest.mark.parametrize(("operation", "copied"), [
+    (lambda x: x.softmax(-1), 1), (lambda x: x.log_softmax(0), 1),
+    (lambda x: torch.ops.aten._softmax_backward_data(x, x, -1, x.dtype), 2),
+    (lambda x: torch.ops.aten._log_softmax_backward_data(x, x, -1, x.dtype), 2)])
+def test_the_allocator_has_the_copies_of_what_is_not_in_order(operation, copied):
+    x = torch.randn(256, 256)
+    for given, copies in ((x, 0), (x.t(), copied)):
+        with memory.measure("cpu") as m:
+            operation(given)
+        with memory.track(x) as t:
+            operation(given)
+        assert m.peak == pytest.approx((1 + copies) * x.nbytes, rel=0.1) and len(t.notes) == (copies > 0)
+
+
 def test_they_are_laid_over_and_the_note_goes():
     x = torch.randn(64, 64, dtype=torch.bfloat16)
     with memory.track(x) as t, memory.measure("cpu") as m:
