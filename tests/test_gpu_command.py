@@ -20,7 +20,7 @@ from refimpl.bench import NAMES, smoke
 
 ROOT = Path(__file__).parent.parent
 
-TORCH = "__version__ = '0'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n"
+TORCH = "__version__ = '0'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n    device_count = staticmethod(lambda: 0)\n"
 # A row at once, and then what it was told to do; each row is on disk before the next is read, as in refimpl.bench.
 BENCH = """
 import json, os, pathlib, sys, time
@@ -97,6 +97,27 @@ def test_a_bench_that_raises_and_one_that_hangs_cost_the_others_nothing(checkout
     assert "FAILED: exit status 1; 1 rows, not all\n" in summary and "ValueError: no such kernel" in summary
     assert "FAILED: stopped after " in summary and summary.count("passed; 2 rows") == len(whole)
     assert [*dict.fromkeys((checkout / "order").read_text().split())] == run_order()
+
+
+def test_benches_of_ranks_are_left_to_machines_with_a_gpu_for_each(checkout):
+    (checkout / "torch.py").write_text("""__version__ = '0'
+class cuda:
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 1)
+    get_device_name = staticmethod(lambda: 'One GPU')
+""")
+    said, _ = (run := begin(checkout, 60, "meter,zero,comm")).communicate(timeout=90)
+    assert run.returncode == 0 and (checkout / "order").read_text() == "meter\n"
+    assert re.search(r"zero +0\.0 s  not run: 4 GPUs are needed, 1 found\n", said)
+
+
+def test_a_summary_counts_the_kernels_that_are_right(tmp_path):
+    (tmp_path / "gpu").mkdir()
+    rows = [{"verdict": "right"}, {"verdict": "wrong"}, {"verdict": "right"}]
+    (tmp_path / "gpu" / "smoke.json").write_text(json.dumps({"rows": rows}))
+    gpu = gpu_module()
+    gpu.BEGAN -= 60
+    assert gpu.read_by("smoke", tmp_path) == "; 3 rows, 2 of 3 right"
 
 
 def run_order():

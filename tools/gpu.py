@@ -42,8 +42,9 @@ STEPS = {
     "tests": 90, "notebooks": 180,
 }
 SECONDS = float(os.environ.get("REFIMPL_SECONDS", sum(STEPS.values())))  # for all of them
+GPUS = dict.fromkeys(("zero", "tensor_parallel", "context_parallel", "pipeline", "comm"), 4)  # a rank on each
 NEEDS = {"tests": ["pytest"], "notebooks": ["pytest", "nbval", "ipykernel"]}  # modules, besides torch and triton
-PAGES_AT_ONCE = 4
+PAGES_AT_ONCE = max(4, (os.cpu_count() or 1) // 2)
 PACKED_EVERY = 5  # seconds
 GRACE = 5  # seconds that a process has to end in after it was killed: one that waits for a hung GPU may not
 
@@ -54,22 +55,25 @@ ENVIRONMENT.pop("MPLBACKEND", None)  # else figures in notebooks are not shown
 PROBE = """
 import json, platform, torch, triton
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-print(json.dumps(dict(gpu=gpu, python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)))
+print(json.dumps(dict(gpu=gpu, gpus=torch.cuda.device_count(), python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)))
 """
 
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs end with this process
-    chosen = chosen_steps(os.environ.get("ONLY", ""))
-    found = machine()
+    chosen, found = chosen_steps(os.environ.get("ONLY", "")), machine()
+    few = [name for name in chosen if found["gpu"] and found["gpus"] < GPUS.get(name, 0)]
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     report = Report("refimpl on {}: torch {torch}, triton {triton}, Python {python}".format(
         found["gpu"] or "no GPU (a rehearsal)", **found))
     measurements = ROOT / "data" / "measurements" if found["gpu"] else BUILD / "measurements"
     until = time.time()
-    share = (SECONDS - (until - BEGAN)) / sum(STEPS[name] for name in chosen)
+    share = (SECONDS - (until - BEGAN)) / sum(STEPS[name] for name in chosen if name not in few)
     for name in chosen:
+        if name in few:  # its ranks would be on the CPU, of which a run without a GPU tells more
+            report.add(name, 0.0, f"not run: {GPUS[name]} GPUs are needed, {found['gpus']} found")
+            continue
         until += share * STEPS[name]
         missing = [module for module in NEEDS.get(name, []) if importlib.util.find_spec(module) is None]
         if missing:
@@ -191,7 +195,7 @@ class Report:
 
     def add(self, name: str, seconds: float, verdict: str, read: str = "") -> None:
         """The verdict on one job; `read`: what a benchmark has written."""
-        self.failed |= verdict != "passed"
+        self.failed |= verdict != "passed" and not verdict.startswith("not run")
         if verdict.startswith("LEFT OUT"):
             self.left_out.append(name)
         line = f"{name:<32} {seconds:6.1f} s  {verdict}{read}\n"
@@ -259,11 +263,14 @@ def closing_lines(name: str, verdict: str) -> list[str]:
 
 
 def read_by(bench: str, measurements: Path) -> str:
-    """How many rows a benchmark has written in this run, and whether there would have been more."""
+    """How many rows a benchmark has written in this run, whether there would have been more, and what they say."""
     for suffix, words in ((".json", "rows"), (".partial.json", "rows, not all")):
         for path in measurements.glob(f"*/{bench}{suffix}"):
             if path.stat().st_mtime >= BEGAN:
-                return f"; {len(json.loads(path.read_text())['rows'])} {words}"
+                rows = json.loads(path.read_text())["rows"]
+                verdicts = [row["verdict"] for row in rows if "verdict" in row]
+                right = f", {verdicts.count('right')} of {len(verdicts)} right" if verdicts else ""
+                return f"; {len(rows)} {words}{right}"
     return ""
 
 

@@ -48,7 +48,7 @@ def run(chosen, parser):
 def run_one(name, device, to_record, folder):
     """Run one bench and print its rows. With `to_record`, write each row as soon as it is measured."""
     settings, rows = importlib.import_module(f".{name}", __package__).run(device)
-    reading = record.describe(name, settings, [], device)
+    reading = record.describe(name, settings, [], where_it_ran(settings, device))
     print(f"{name} on {reading['device']['name']}, torch {reading['versions']['torch']}", flush=True)
     try:
         for each in rows:
@@ -59,6 +59,12 @@ def run_one(name, device, to_record, folder):
         print(table(reading["rows"]), flush=True)
     if to_record:
         print(f"written to {record.write(reading, folder)}", flush=True)
+
+
+def where_it_ran(settings, device):
+    """The device that a record is filed under: `device`, or the CPU where a bench put its ranks' tensors there."""
+    places = settings.get("tensors on", settings.get("tokens on", device))  # comm has a place for each number of ranks
+    return "cpu" if set(places.values() if isinstance(places, dict) else [places]) == {"cpu"} else device
 
 
 def table(rows):

@@ -120,7 +120,7 @@ def byte_rows(size, dtype, dropout, device):
 
 def cuda_byte_rows(step, case, device):
     """The rows of a CUDA device: each peer counts something more than the one before."""
-    release_workspaces()
+    step()  # cuBLAS has a workspace for forward's thread and one for backward's: both are there at each peak now
     torch.cuda.empty_cache()
     requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
     with memory.measure(device) as m:
@@ -128,9 +128,9 @@ def cuda_byte_rows(step, case, device):
     reserved_now = torch.cuda.memory_reserved()
     t = step.tracked()
     ours, peak, net = t.peak.total, f"tracker's peak, {case}", t.now.total - t.start.total
-    items = {"cuBLAS workspace": release_workspaces()}
-    rows = [byte_row(f"tracker's net, {case}", net, "allocator alone, bytes asked for", m.net, items)]
-    items["older and unknown to the tracker"] = requested - t.start.total
+    rows = [byte_row(f"tracker's net, {case}", net, "allocator alone, bytes asked for", m.net, {})]
+    items = {"cuBLAS workspaces": release_workspaces()}
+    items["older and unknown to the tracker"] = requested - sum(items.values()) - t.start.total
     rows.append(byte_row(peak, ours, "allocator alone, bytes asked for", m.requested, items, "inside kernels",
                          at=where(t)))
     items = {**rows[-1]["items"], "rounding to 512 B": rounding(t)}
