@@ -20,7 +20,11 @@ from refimpl.bench import NAMES, smoke
 
 ROOT = Path(__file__).parent.parent
 
-TORCH = "__version__ = '0'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n    device_count = staticmethod(lambda: 0)\n"
+TORCH = """__version__ = '0'
+class cuda:
+    is_available = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 0)
+"""
 # A row at once, and then what it was told to do; each row is on disk before the next is read, as in refimpl.bench.
 BENCH = """
 import json, os, pathlib, sys, time
@@ -100,12 +104,8 @@ def test_a_bench_that_raises_and_one_that_hangs_cost_the_others_nothing(checkout
 
 
 def test_benches_of_ranks_are_left_to_machines_with_a_gpu_for_each(checkout):
-    (checkout / "torch.py").write_text("""__version__ = '0'
-class cuda:
-    is_available = staticmethod(lambda: True)
-    device_count = staticmethod(lambda: 1)
-    get_device_name = staticmethod(lambda: 'One GPU')
-""")
+    one = TORCH.replace("False", "True").replace("0)", "1)") + "    get_device_name = staticmethod(lambda: 'One GPU')\n"
+    (checkout / "torch.py").write_text(one)
     said, _ = (run := begin(checkout, 60, "meter,zero,comm")).communicate(timeout=90)
     assert run.returncode == 0 and (checkout / "order").read_text() == "meter\n"
     assert re.search(r"zero +0\.0 s  not run: 4 GPUs are needed, 1 found\n", said)

@@ -55,7 +55,8 @@ ENVIRONMENT.pop("MPLBACKEND", None)  # else figures in notebooks are not shown
 PROBE = """
 import json, platform, torch, triton
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-print(json.dumps(dict(gpu=gpu, gpus=torch.cuda.device_count(), python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)))
+print(json.dumps(dict(gpu=gpu, gpus=torch.cuda.device_count(), python=platform.python_version(),
+                      torch=torch.__version__, triton=triton.__version__)))
 """
 
 
@@ -226,7 +227,7 @@ class Report:
 
     def pack(self, out: Path) -> None:
         """What this run has written, as out/gpu.tar.gz: whole at any moment."""
-        readings = [path for pattern in ("measurements/**/*.json", "recordings/*.gz")
+        readings = [path for pattern in ("measurements/**/*.json", "recordings/*/*.gz")
                     for path in (ROOT / "data").glob(pattern) if path.stat().st_mtime >= BEGAN]
         files = sorted(path for path in [*BUILD.rglob("*"), *readings] if path.is_file())
         state = [(path, path.stat().st_mtime_ns) for path in files]
@@ -269,7 +270,7 @@ def read_by(bench: str, measurements: Path) -> str:
             if path.stat().st_mtime >= BEGAN:
                 rows = json.loads(path.read_text())["rows"]
                 verdicts = [row["verdict"] for row in rows if "verdict" in row]
-                right = f", {verdicts.count('right')} of {len(verdicts)} right" if verdicts else ""
+                right = f", {verdicts.count('right')} of {len(verdicts)} right" if "right" in verdicts else ""
                 return f"; {len(rows)} {words}{right}"
     return ""
 

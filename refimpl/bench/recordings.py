@@ -1,7 +1,7 @@
 """Recordings of PyTorch's own allocator on a GPU, and their replay: each address, each segment.
 
 Each program runs in a process of its own with its settings: `python -m refimpl.bench.recordings NAME FILE`. Recordings
-are kept in data/recordings/, packed.
+are kept in data/recordings/<device>/, packed.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 
 from ..allocator import Settings, Snapshot, compare
 from ..model import GPT, GPTConfig
-from .record import CHECKOUT, row
+from .record import CHECKOUT, row, slug
 
 FOLDER = CHECKOUT / "data" / "recordings"
 MIB = 2**20
@@ -116,7 +116,7 @@ def record(name, path):
     del kept
 
 
-def recorded(names, folder=FOLDER):
+def recorded(names, folder):
     """Run programs, each in a new process, all at once: {name: Snapshot}. RuntimeError, with its words, if one does."""
     folder.mkdir(parents=True, exist_ok=True)
     running = {}
@@ -145,7 +145,7 @@ def replayed(name, snapshot, total):
 def rows_of_recordings():
     """Yield a row for each program: how many of its events the replay has as PyTorch had them."""
     total = torch.cuda.mem_get_info()[1]
-    for name, snapshot in recorded(PROGRAMS).items():
+    for name, snapshot in recorded(PROGRAMS, FOLDER / slug(torch.cuda.get_device_name())).items():
         found = replayed(name, snapshot, total)
         events = sum(entry["action"] == "alloc" or entry["action"].startswith("segment") for entry in snapshot.entries)
         yield row(f"replay of {name}", "as recorded", "events", found.addresses + found.segments, events,

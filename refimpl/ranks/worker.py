@@ -116,7 +116,7 @@ def prepare(rank, setup):
     os.environ.update(setup.environment)
     sys.path[:] = setup.path
     linecache.cache.update({name: (sum(map(len, lines)), None, lines, name) for name, lines in setup.sources.items()})
-    torch.cuda.manual_seed_all(torch.initial_seed())  # at CUDA's first use; else each process draws others, not on a CPU
+    torch.cuda.manual_seed_all(torch.initial_seed())  # when CUDA begins, which draws a seed for each process
     np.random.seed()  # noqa: NPY002  a fork copies the state, so all ranks would draw the same numbers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // setup.world.size))

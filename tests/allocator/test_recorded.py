@@ -10,6 +10,7 @@ from refimpl.allocator import CachingAllocator, DamagedTrace, Snapshot, compare,
 from refimpl.allocator.record import RecordingDevice, segments
 from refimpl.allocator.rewind import rewind
 from refimpl.allocator.settings import MIB, Settings
+from refimpl.bench.recordings import FOLDER, LIMIT, PROGRAMS
 
 SETTINGS = ["", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4"]
 
@@ -50,6 +51,16 @@ def test_a_recording_that_began_late_has_what_was_live(recordings):
         elif entry["action"] == "free_completed":
             del live[entry["addr"]]
     assert {at: block[0] for at, block in late.live.items()} == live and not early.live and not early.ranges
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_gpu_recorded(name):
+    """An H200 under torch 2.11: every address and segment."""
+    text, total = PROGRAMS[name][1], 150_109_880_320
+    fraction = LIMIT / total if name.startswith("out_of_memory") or name == "collected" else None
+    settings = Settings.parse(text, version="2.11.0", memory_fraction=fraction)
+    found = compare(Snapshot.load(FOLDER / "nvidia-h200" / f"{name}.pickle.gz"), settings, capacity=total)
+    assert found.difference is None and found.addresses > 50, repr(found)
 
 
 def test_a_program_that_empties_the_cache():

@@ -1,5 +1,6 @@
 """Compression and offload on a CUDA device: bytes on it, gradients, and copies beside the computation."""
 
+import time
 from functools import partial
 
 import pytest
@@ -34,9 +35,18 @@ def gradients(model, tokens, context):
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
+def wait_for_autograd():
+    """Until bytes stand still: autograd's own thread frees the last gradients after its caller went on."""
+    before = None
+    while (now := torch.cuda.memory_allocated()) != before:
+        before = now
+        time.sleep(0.05)
+
+
 def kept(model, tokens, context):
     """(tracker's activations on the device after the forward, the allocator's net, the context)."""
     gradients(model, tokens, torch.enable_grad())  # workspaces are there
+    wait_for_autograd()
     with memory.measure("cuda") as m, memory.track(model, tokens) as t:
         with context as c:
             loss = model(tokens, tokens)

@@ -1,5 +1,7 @@
 """A head's loss on a CUDA device: numbers beside fp64, bytes beside the allocator's, kernels beside chunks."""
 
+import math
+
 import pytest
 import torch
 from head_bodies import split
@@ -40,7 +42,8 @@ def test_errors_are_no_larger_than_the_plain_ones(name, dtype, options, shape):
     reference = exact(hidden, weight, targets, bias, **options)
     ours, theirs = (relative(with_gradients(loss(hidden, weight, targets, bias=bias, **options), hidden, weight, bias),
                              reference) for loss in (LOSSES[name], plain))
-    assert all(a <= 1.1 * b + 1e-6 for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    luck = [torch.finfo(dtype).eps / math.sqrt(shape[0]), 0, 0, 0]  # a loss is a mean of as many roundings as rows
+    assert all(a <= 1.1 * b + 1e-6 + c for a, b, c in zip(ours, theirs, luck, strict=True)), (ours, theirs)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -110,7 +110,7 @@ class BlockCodec:
         """Encode a slice."""
         n, size = len(x), -(-len(x) // self.block)
         blocks = F.pad(x.to(torch.float32, copy=True), (0, -n % self.block)).view(size, self.block)
-        s = torch.linalg.vector_norm(blocks, float("inf"), 1).div_(self.limit)
+        s = torch.linalg.vector_norm(blocks, float("inf"), 1).div_(_on_device(self.limit, blocks))
         s = torch.where(s < SMALLEST, 0, s).to(self.scale_dtype)
         scales[:size] = s
         blocks.div_(torch.where(s == 0, 1, s).float()[:, None]).round_().clamp_(-self.limit, self.limit)
@@ -133,7 +133,7 @@ class BlockCodec:
             blocks.view(size, -1).mul_(s[:size, None].float())
             total = blocks if total is None else total.add_(blocks)
             del blocks
-        return (total.div_(len(codes)) if len(codes) > 1 else total)[:n]
+        return (total.div_(_on_device(len(codes), total)) if len(codes) > 1 else total)[:n]
 
     def _by_triton(self, x):
         if x.dtype not in DTYPES:
@@ -145,6 +145,11 @@ class BlockCodec:
         if self.kernel == "triton" and not operators.HAS_TRITON:
             raise RuntimeError("kernel='triton', and Triton is not installed: pip install triton, or kernel='auto'")
         return operators.HAS_TRITON
+
+
+def _on_device(number, x):
+    """A tensor of one number. To divide by a Python number, CUDA multiplies by its rounded reciprocal."""
+    return torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 
 def _aligned(nbytes):
