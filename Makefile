@@ -1,4 +1,4 @@
-# A fresh machine needs Python 3.11 or newer, make, and nothing else.
+# A fresh machine needs Python 3.11 or newer with venv (Debian: python3-venv), make, and nothing else.
 #
 #   make lab        set up .venv, open JupyterLab on learn/: copies of the pages, yours to answer and change
 #                   (LAB_ARGS="--no-browser --port 9999" goes to JupyterLab)
@@ -24,6 +24,9 @@ CONSTRAINTS ?= constraints.txt
 WORKERS     ?= $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 VENV       ?= .venv
+ifneq ($(words $(VENV)),1)
+$(error VENV=$(VENV) has a space in it: name a folder without one)
+endif
 IN_VENV    := $(VENV)/bin/python
 INSTALLED  := $(VENV)/.installed
 UNFINISHED := $(VENV).unfinished
@@ -31,6 +34,7 @@ NOTEBOOKS  := $(sort $(wildcard notebooks/*.ipynb))
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 FOUND       = $(firstword $(foreach p,$(PYTHON),$(shell $(p) -c '$(NEW_ENOUGH)' >/dev/null 2>&1 && echo $(p))))
+TOO_OLD     = refimpl needs Python 3.11 or newer, but $(FIRST) $(ITS_VERSION); install one, or name one with make PYTHON=/path/to/python
 FIRST       = $(firstword $(PYTHON))
 ITS_VERSION = $(shell $(FIRST) -c 'import sys; print("is %d.%d.%d" % sys.version_info[:3])' 2>/dev/null || echo does not run)
 
@@ -64,6 +68,7 @@ test-all test-matrix: test-%: $(INSTALLED)
 	$(PYTEST) --tier $* --times $(TIMES)
 	$(IN_VENV) tools/times.py $(TIMES)
 
+.NOTPARALLEL: test-versions
 test-versions: test-2.11 test test-2.14
 test-2.11 test-2.14: test-%:
 	$(MAKE) test VENV=.venv-$* CONSTRAINTS=constraints-$*.txt TIMES=build/times-$*.json
@@ -72,12 +77,14 @@ notebooks: $(INSTALLED)
 	$(IN_VENV) tools/notebooks.py --out build/notebooks $(NOTEBOOKS)
 
 gpu:
-	$(FIRST) tools/gpu.py
+	$(if $(FOUND),,$(error $(TOO_OLD)))
+	$(FOUND) tools/gpu.py
 
-# The last line of the set-up writes which checkout was installed with which constraints. A set-up that was interrupted,
-# copied from elsewhere or made with other constraints is therefore done again, and one whose torch was replaced by hand;
-# an interrupted one in an empty .venv, since pip cannot tell a package that it half wrote from a whole one.
-PINNED    = $(if $(CONSTRAINTS),$(patsubst torch==%,%,$(filter torch==%,$(shell cat $(CONSTRAINTS) 2>/dev/null))))
+# At its end the set-up writes which checkout was installed with which constraints. A set-up that was interrupted, copied
+# from elsewhere or made with other constraints is therefore done again, and one whose torch was replaced by hand; an
+# interrupted one in an empty .venv, since pip cannot tell a package that it half wrote from a whole one. Only a folder
+# that make itself has made is emptied: it has the file .made.
+PINNED    = $(if $(CONSTRAINTS),$(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' $(CONSTRAINTS) 2>/dev/null))
 ITS_TORCH = $(shell $(IN_VENV) -c 'from importlib.metadata import version; print(version("torch").split("+")[0])' 2>/dev/null)
 # pip's own settings say where torch comes from, and so which build it is. uv installs the rest, in a tenth of pip's time.
 PIP = $(IN_VENV) -m pip install --no-compile $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -85,18 +92,24 @@ UV  = $(VENV)/bin/uv pip install --python $(IN_VENV) $(if $(CONSTRAINTS),-c $(CO
 ifneq ($(shell cat $(INSTALLED) 2>/dev/null),$(CURDIR) $(CONSTRAINTS))
 $(INSTALLED): again
 else ifneq ($(PINNED),$(if $(PINNED),$(ITS_TORCH)))
-$(info $(VENV) has torch $(ITS_TORCH), $(CONSTRAINTS) names $(PINNED): it is set up again. To keep another torch: VENV=folder)
+WHY := $(VENV) has torch $(ITS_TORCH), $(CONSTRAINTS) names $(PINNED): it is set up again. To keep another torch: CONSTRAINTS=
 $(INSTALLED): again
 endif
+$(CONSTRAINTS):
+	$(error CONSTRAINTS=$@: there is no such file)
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
-	$(if $(FOUND),,$(error refimpl needs Python 3.11 or newer, but $(FIRST) $(ITS_VERSION); install one, or name one with make PYTHON=/path/to/python))
+	$(if $(FOUND),,$(error $(TOO_OLD)))
+	@$(if $(WHY),echo "$(WHY)",:)
 	@rm -f $@
-	@{ test ! -e $(UNFINISHED) && $(IN_VENV) -c '$(NEW_ENOUGH)' 2>/dev/null; } || \
-	{ echo "setting up $(VENV) with $(FOUND): a minute or more the first time"; touch $(UNFINISHED); $(FOUND) -m venv --clear $(VENV); }
+	@{ test ! -e $(VENV)/.made -o ! -e $(UNFINISHED) && $(IN_VENV) -c '$(NEW_ENOUGH)' 2>/dev/null; } || \
+	{ test -e $(VENV)/.made || rmdir $(VENV) 2>/dev/null || test ! -e $(VENV) || \
+	  { echo "$(VENV) is there, and no environment that make has made: name another folder with VENV="; false; } && \
+	  echo "setting up $(VENV) with $(FOUND): a minute or more the first time" && touch $(UNFINISHED) && \
+	  $(FOUND) -m venv --clear $(VENV) && touch $(VENV)/.made; }
 	@touch $(UNFINISHED)
 	@{ $(PIP) torch torchvision uv && { $(UV) -e '.[dev]' || $(PIP) -e '.[dev]'; }; } || \
 	{ echo "the set-up of $(VENV) did not end: see the words above. Without a network pip finds no package: give it one, or a"; \
 	  echo "folder of wheels (PIP_NO_INDEX=1 PIP_FIND_LINKS=folder), and run make again. It begins anew."; exit 1; }
 	@$(IN_VENV) tools/fit.py
-	@echo '$(CURDIR) $(CONSTRAINTS)' >$@
+	@echo "$(CURDIR) $(CONSTRAINTS)" >$@
 	@rm $(UNFINISHED)

@@ -19,7 +19,7 @@ COSTS = ROOT / "tests" / "costs.json"  # what each test function took when all r
 def pytest_addoption(parser):
     parser.addoption("--executed", type=Path, metavar="DIR",
                      help="write each notebook that nbval runs to DIR, with the outputs of this run")
-    parser.addoption("--tier", choices=("push", "all", "matrix"), default="matrix",
+    parser.addoption("--tier", choices=("push", "all", "matrix"),
                      help="push, all: a draw of the tests and pages that takes minutes, an hour (tests/kits/tiers.py)")
     parser.addoption("--times", type=Path, metavar="FILE", help="write what each test function and page took to FILE")
 
@@ -31,8 +31,8 @@ def pytest_configure(config):
 
 
 class Times:
-    """Adds up what is reported, and writes it as JSON: the tier, wall-clock seconds, workers, {function: [seconds,
-    cases]}."""
+    """Adds up what is reported, and writes it as JSON: the tier, the exit status, wall-clock seconds, workers,
+    {function: [seconds, cases]}."""
 
     def __init__(self, config):
         self.config, self.start, self.functions = config, time.time(), defaultdict(lambda: [0.0, 0])
@@ -43,11 +43,12 @@ class Times:
         self.functions[name][0] += report.duration
         self.functions[name][1] += report.when == "call"
 
-    def pytest_sessionfinish(self):
+    def pytest_sessionfinish(self, exitstatus):
         path = self.config.getoption("--times")
         path.parent.mkdir(parents=True, exist_ok=True)
         functions = {name: [round(seconds, 3), cases] for name, (seconds, cases) in sorted(self.functions.items())}
-        found = {"tier": self.config.getoption("--tier"), "seconds": round(time.time() - self.start, 1),
+        found = {"tier": self.config.getoption("--tier"), "status": int(exitstatus),
+                 "seconds": round(time.time() - self.start, 1),
                  "workers": self.config.getoption("numprocesses", None) or 1, "functions": functions}
         path.write_text(json.dumps(found, indent=0))
 
@@ -95,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
 
     Several workers run it first: among others, it and they would wait for each other's end one by one.
     """
-    if config.getoption("--tier") != "matrix":
+    if config.getoption("--tier") in ("push", "all"):
         keep_those_drawn(config, items)
     if among_others(config):
         items.sort(key=lambda item: item.get_closest_marker("alone") is None)
@@ -110,8 +111,9 @@ def keep_those_drawn(config, items):
     import tiers
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"][config.getoption("--tier")]
-    costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
-    kept = tiers.drawn(items, costs, settings, tiers.commits(ROOT))
+    in_worker = getattr(config, "workerinput", {})
+    workers = in_worker.get("workercount") or config.getoption("numprocesses", None) or 1
+    kept = tiers.drawn(items, json.loads(COSTS.read_text()), settings, tiers.commits(ROOT), workers)
     chosen = set(map(id, kept))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = kept

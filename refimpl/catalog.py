@@ -23,7 +23,8 @@ MODEL_CONFIG = MODEL_REQUIRED | {
 MODEL_METADATA = {"source", "recalled", "parameters", "note", "training"}
 TRAINING = {"micro_batch", "global_batch", "tensor_parallel", "pipeline_parallel", "interleave"}
 HARDWARE_REQUIRED = {"memory_bytes", "memory_bandwidth", "bf16_flops", "link_bandwidth"}
-HARDWARE_OPTIONAL = {"reported_bytes", "low_precision", "source", "recalled", "note"}
+HARDWARE_OPTIONAL = {"reported_bytes", "cuda_bytes", "context_bytes", "capability", "processors", "low_precision",
+                     "source", "recalled", "note"}
 LINKS = {"nvlink", "infinity_fabric", "pcie"}
 
 
@@ -37,6 +38,10 @@ class Hardware:
     name: str
     memory_bytes: int  # the advertised size, read as GiB: an upper bound
     reported_bytes: int  # what its driver says that there is, up to 6.3 % less; memory_bytes if that is not known
+    cuda_bytes: int  # what CUDA says that there is in all; reported_bytes if that was not read
+    context_bytes: int  # of those, what a process takes before its first tensor; 0 if that was not read
+    capability: tuple[int, int] | None  # compute capability; None for a GPU that is not NVIDIA's
+    processors: int | None  # streaming multiprocessors
     memory_bandwidth: float  # bytes/s
     bf16_flops: float  # FLOP/s, dense (no sparsity), in `low_precision` with fp32 accumulation
     low_precision: str  # "bf16", or "fp16" for a GPU without bf16
@@ -100,8 +105,8 @@ def training(name):
 
 
 def hardware(name):
-    """Return the `Hardware` called `name`. Raises ValueError for a name that is not in `hardware_names()`."""
-    return _lookup(_all_hardware(), name, "hardware")
+    """Return the `Hardware` called `name`, or by an alias as "h100". ValueError for a name that is in neither."""
+    return _lookup(_all_hardware(), _aliases().get(name, name), "hardware")
 
 
 def hardware_names():
@@ -137,6 +142,8 @@ def _models():
 def _all_hardware():
     found = {}
     for name, entry in _read("hardware.toml").items():
+        if name == "aliases":
+            continue
         _check(f"hardware {name!r}", entry, HARDWARE_REQUIRED, HARDWARE_REQUIRED | HARDWARE_OPTIONAL)
         links = entry.pop("link_bandwidth")
         _check(f"hardware {name!r}, link_bandwidth", links, set(), LINKS)
@@ -146,12 +153,20 @@ def _all_hardware():
             infinity_fabric_bandwidth=links.get("infinity_fabric"),
             pcie_bandwidth=links.get("pcie"),
             recalled=tuple(entry.pop("recalled")),
-            reported_bytes=entry.pop("reported_bytes", entry["memory_bytes"]),
+            reported_bytes=(reported := entry.pop("reported_bytes", entry["memory_bytes"])),
+            cuda_bytes=entry.pop("cuda_bytes", reported),
+            context_bytes=entry.pop("context_bytes", 0),
+            capability=tuple(entry.pop("capability", ())) or None,
+            processors=entry.pop("processors", None),
             low_precision=entry.pop("low_precision", "bf16"),
             note=entry.pop("note", ""),
             **entry,
         )
     return found
+
+
+def _aliases():
+    return _read("hardware.toml").get("aliases", {})
 
 
 def _check(where, entry, required, known):

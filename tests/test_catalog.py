@@ -174,6 +174,18 @@ def test_drivers_report_a_little_less_than_the_catalog(name, reported):
     assert reported > MARKETED_GB[name] * 10**9 or "Error correction" in gpu.note
 
 
+def test_what_a_device_without_a_gpu_is_made_of():
+    """An H200's was read on one; elsewhere CUDA's bytes are the driver's, and a context is not known."""
+    assert catalog.hardware("h100") is catalog.hardware("h100-sxm") and "h100" not in catalog.hardware_names()
+    h200, t4 = catalog.hardware("h200"), catalog.hardware("t4")
+    assert (h200.cuda_bytes, h200.context_bytes) == (150_109_880_320, 552_402_944)
+    assert (t4.cuda_bytes, t4.context_bytes, t4.capability, t4.processors) == (t4.reported_bytes, 0, (7, 5), 40)
+    for name in catalog.hardware_names():
+        gpu = catalog.hardware(name)
+        assert (gpu.capability is None) == (gpu.processors is None) == (name == "mi300x")
+        assert gpu.context_bytes < gpu.cuda_bytes <= gpu.reported_bytes
+
+
 def test_peaks_are_dense():
     """The figure with 2:4 sparsity, which datasheets print, is twice the dense one."""
     printed_sparse = {

@@ -20,8 +20,9 @@ MAKE = shutil.which("make")
 # `pip` says, and whose torch has the version in the file `torch`: a set-up takes no time and can be made to fail.
 TOO_OLD = '#!/bin/sh\ncase "$2" in *sys.exit*) exit 1;; *) echo "is 3.9.18";; esac\n'
 NEW = """#!/bin/sh
+echo "$*" >>asked
 case "$1 $2" in
-  "-m venv") rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
+  "-m venv") test "$3" = --clear && rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python";;
   "-m pip")  echo pip runs; exit $(cat pip);;
   "-c from"*) cat torch;;
 esac
@@ -34,7 +35,7 @@ def checkout(tmp_path):
     for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
         shutil.copy(path, tmp_path)
     (tmp_path / "bin").mkdir()
-    for tool in ("cat", "cp", "id", "mkdir", "rm", "sed", "touch"):
+    for tool in ("cat", "cp", "id", "mkdir", "rm", "rmdir", "sed", "touch"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     (tmp_path / "torch").write_text(re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)[1])
     (tmp_path / "pip").write_text("0")
@@ -84,6 +85,38 @@ def test_set_up_runs_once_and_again_only_when_it_must(checkout):
     assert installs() == (True, True)
     stamp.write_text("/another/checkout constraints.txt\n")
     assert installs() == (True, True), "a .venv copied from another checkout was taken as done"
+
+
+def test_the_set_up_installs_what_the_constraints_name_and_looks_at_torchvision(checkout):
+    make(checkout, ".venv/.installed", python=NEW)
+    asked = [line for line in (checkout / "asked").read_text().splitlines() if not line.startswith("-c ")]
+    pip = "-m pip install --no-compile -c constraints.txt"  # there is no uv here, so pip installs the rest, too
+    assert asked == ["-m venv --clear .venv", f"{pip} torch torchvision uv", f"{pip} -e .[dev]", "tools/fit.py"]
+
+
+@pytest.mark.parametrize(("variable", "words"), [
+    ("VENV=precious", "precious is there, and no environment that make has made"),
+    ("VENV=my env", "VENV=my env has a space in it"), ("CONSTRAINTS=none.txt", "CONSTRAINTS=none.txt: there is no")])
+def test_no_folder_that_make_has_not_made_is_emptied(checkout, variable, words):
+    for folder in ("precious", "my", "env"):
+        (checkout / folder).mkdir()
+        (checkout / folder / "thesis.txt").touch()
+    name = variable.rpartition("=")[2] if variable.startswith("VENV") else ".venv"
+    done = make(checkout, f"{name.replace(' ', '_')}/.installed", variable, python=NEW)
+    assert done.returncode != 0 and words in done.stdout + done.stderr
+    assert all((checkout / folder / "thesis.txt").exists() for folder in ("precious", "my", "env"))
+
+
+def test_an_environment_of_the_user_s_own_is_installed_into_and_never_emptied(checkout):
+    own = checkout / "own" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.write_text(NEW)
+    own.chmod(0o755)
+    (checkout / "pip").write_text("1")
+    for expected in (False, True):
+        done = make(checkout, "own/.installed", "VENV=own", python=NEW)
+        assert (done.returncode == 0) is expected and "-m venv" not in (checkout / "asked").read_text()
+        (checkout / "pip").write_text("0")
 
 
 def test_a_set_up_without_a_network_says_what_to_do_and_leaves_nothing_that_counts(checkout):

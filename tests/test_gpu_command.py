@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 
 from refimpl.bench import NAMES, smoke
@@ -31,7 +32,8 @@ import json, os, pathlib, sys, time
 name, out = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--out") + 1]) / "cpu"
 out.mkdir(parents=True, exist_ok=True)
 partial = out / f"{name}.partial.json"
-partial.write_text(json.dumps({"rows": ["first"]}))
+row = {"verdict": "right"}
+partial.write_text(json.dumps({"rows": [row]}))
 with open("order", "a") as file:
     file.write(f"{name}\\n")
 what = json.loads(os.environ.get("STANDINS", "{}")).get(name)
@@ -39,7 +41,7 @@ if what == "raises":
     raise ValueError("no such kernel")
 if what == "hangs":
     time.sleep(600)
-(out / f"{name}.json").write_text(json.dumps({"rows": ["first", "second"]}))
+(out / f"{name}.json").write_text(json.dumps({"rows": [row, row]}))
 partial.unlink()
 """
 PAGES = {"00_good": ["1 + 1", "print('two')"], "01_fails": ["1 + 1", "raise ValueError('on this page')", "3"],
@@ -99,16 +101,17 @@ def test_a_bench_that_raises_and_one_that_hangs_cost_the_others_nothing(checkout
     summary = (checkout / "out" / "summary.txt").read_text()
     assert said.endswith(summary) and "rehearsal" in summary
     assert "FAILED: exit status 1; 1 rows, not all\n" in summary and "ValueError: no such kernel" in summary
-    assert "FAILED: stopped after " in summary and summary.count("passed; 2 rows") == len(whole)
+    assert "FAILED: stopped after " in summary and summary.count("passed; 2 rows\n") == len(whole)
     assert [*dict.fromkeys((checkout / "order").read_text().split())] == run_order()
 
 
 def test_benches_of_ranks_are_left_to_machines_with_a_gpu_for_each(checkout):
     one = TORCH.replace("False", "True").replace("0)", "1)") + "    get_device_name = staticmethod(lambda: 'One GPU')\n"
     (checkout / "torch.py").write_text(one)
-    said, _ = (run := begin(checkout, 60, "meter,zero,comm")).communicate(timeout=90)
-    assert run.returncode == 0 and (checkout / "order").read_text() == "meter\n"
-    assert re.search(r"zero +0\.0 s  not run: 4 GPUs are needed, 1 found\n", said)
+    for steps in ("meter,zero,comm", "zero"):
+        said, _ = (run := begin(checkout, 60, steps)).communicate(timeout=90)
+        assert run.returncode == 0 and (checkout / "order").read_text() == "meter\n"
+        assert re.search(r"zero +0\.0 s  not run: 4 GPUs are needed, 1 found\n", said)
 
 
 def test_a_summary_counts_the_kernels_that_are_right(tmp_path):
@@ -117,7 +120,27 @@ def test_a_summary_counts_the_kernels_that_are_right(tmp_path):
     (tmp_path / "gpu" / "smoke.json").write_text(json.dumps({"rows": rows}))
     gpu = gpu_module()
     gpu.BEGAN -= 60
-    assert gpu.read_by("smoke", tmp_path) == "; 3 rows, 2 of 3 right"
+    assert gpu.read_by("smoke", tmp_path) == ("; 3 rows, 2 of 3 right", 1)
+
+
+def test_nothing_to_run_is_a_failure(checkout):
+    """No GPU for each rank: all steps that were asked for are left out. No files: the folder has moved."""
+    shutil.rmtree(checkout / "tests" / "gpu")
+    run = begin(checkout, 20, "tests")
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1 and "FAILED: there are no files" in said
+
+
+def test_what_a_job_started_ends_with_it(tmp_path, monkeypatch):
+    gpu = gpu_module()
+    monkeypatch.setattr(gpu, "BUILD", tmp_path)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    job = gpu.Job("job", ["sh", "-c", "sleep 60 & echo $! >sleeper; exit 0"])
+    job.process.wait(10)
+    pid = int((gpu.ROOT / "sleeper").read_text())
+    (gpu.ROOT / "sleeper").unlink()
+    job.end()
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 10)
 
 
 def run_order():
@@ -149,6 +172,7 @@ def test_a_file_that_is_being_written_does_not_end_the_run(tmp_path, monkeypatch
         while not done.is_set():
             log.write_bytes(bytes(2**24))
             log.write_bytes(b"short")
+            log.rename(log.with_suffix(".partial")).rename(log)  # as a record is replaced
 
     writing = threading.Thread(target=write)
     writing.start()

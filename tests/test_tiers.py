@@ -9,12 +9,13 @@ from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import tiers
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = {"seed": 1, "workers": 2, "tests": 50, "pages": 60, "core_pages": ["00"], "each": False}
+SETTINGS = {"seed": 1, "tests": 50, "pages": 60, "core_pages": ["00"], "each": False}
 
 
 def item(name, case=None, marks=(), **indices):
@@ -43,6 +44,20 @@ def test_everything_is_run_where_it_fits():
     assert tiers.drawn(items, {}, SETTINGS, 0) == items
 
 
+def test_what_has_no_cost_yet_is_taken_to_be_dear():
+    """As a file under another name: else all its cases would come on top of the draw."""
+    old, renamed = many("a", 200), matrix("tests/b/test_new.py::test_m", 20, 10)
+    costs = {tiers.function_of(each): [1.0, 1] for each in old}
+    kept = tiers.drawn(old + renamed, costs, SETTINGS, 0)
+    assert 99 <= len(kept) <= 101 and 1 <= len([each for each in kept if each in renamed]) < 10
+
+
+def test_one_process_draws_half_of_what_two_do():
+    items = many("a", 400)
+    costs = {tiers.function_of(each): [1.0, 1] for each in items}
+    assert [len(tiers.drawn(items, costs, SETTINGS, 0, workers)) for workers in (1, 2)] == [50, 100]
+
+
 def test_a_draw_is_as_long_as_it_may_be_however_many_tests_there_are():
     for count in (200, 2000):
         items = many("a", count) + many("b", count // 2)
@@ -66,6 +81,28 @@ def test_the_core_is_always_drawn_and_of_those_against_the_clock_one_a_package()
     costs["tests/clock/test_x.py::test_3"] = [80.0, 1]
     kept = tiers.drawn(core + clock, costs, SETTINGS, 0)
     assert kept == [*core, clock[3]]
+
+
+def test_each_function_has_a_case_before_any_has_two():
+    quick, dear = matrix("tests/a/test_x.py::test_quick", 20, 20), many("a", 60)
+    costs = {tiers.function_of(each): [1.0, 1] for each in dear} | {"tests/a/test_x.py::test_quick": [40.0, 400]}
+    kept = tiers.drawn(quick + dear, costs, SETTINGS, 0)
+    assert all(each in kept for each in dear)
+
+
+def test_files_at_the_top_are_a_package():
+    top = [item(f"tests/test_{i}.py::test_it") for i in range(100)]
+    items = top + many("a", 100)
+    costs = {tiers.function_of(each): [2.0, 1] for each in items}
+    kept = tiers.drawn(items, costs, SETTINGS, 0)
+    assert len([each for each in kept if each in top]) == 25 and len(kept) == 50
+
+
+def test_a_dear_matrix_is_drawn_by_pairs():
+    cases = matrix("tests/a/test_x.py::test_m", 6, 5, 4)
+    kept = tiers.drawn(cases, {"tests/a/test_x.py::test_m": [240.0, 120]}, SETTINGS | {"tests": 40}, 0)
+    rows = [tuple(each.callspec.indices.values()) for each in kept]
+    assert len(rows) == 40 and pairs_of(rows) == pairs_of([tuple(each.callspec.indices.values()) for each in cases])
 
 
 def test_where_each_function_is_asked_for_it_has_a_case_and_the_clock_all_of_its_tests():
@@ -116,6 +153,16 @@ def test_pages_run_whole_the_core_ones_always_and_the_others_by_turns():
         seen.update(set(kept))
     assert set(seen) == set(pages) and seen[pages[0]] == 40
     assert len(tiers.drawn(items, {page: [4.0, 3] for page in pages}, SETTINGS, 0)) == 90
+    assert len(tiers.drawn(items, costs, SETTINGS | {"each": True}, 0)) == 90
+
+
+def test_pages_take_turns_by_commits(tmp_path):
+    assert tiers.commits(tmp_path) == 0  # no repository
+    for command in ("init -q", *["-c user.name=a -c user.email=a@b commit -q --allow-empty -m x"] * 2):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    assert tiers.commits(tmp_path) == 2
+    with mock.patch.object(subprocess, "run", side_effect=FileNotFoundError):
+        assert tiers.commits(tmp_path) == 0  # no git
 
 
 # --- what a run took -------------------------------------------------------------------------------------------------
@@ -128,10 +175,11 @@ def times(path, *options, **environment):
 
 @pytest.fixture
 def run(tmp_path):
-    def write(tier="push", minutes=5.0):
+    def write(tier="push", minutes=5.0, status=0):
         path = tmp_path / "times.json"
         functions = {"tests/a/test_x.py::test_dear": [90.0, 3], "notebooks/00_x.ipynb": [10.0, 4]}
-        path.write_text(json.dumps({"tier": tier, "seconds": 60 * minutes, "workers": 2, "functions": functions}))
+        path.write_text(json.dumps({"tier": tier, "status": status, "seconds": 60 * minutes, "workers": 2,
+                                    "functions": functions}))
         return path
     return write
 
@@ -155,14 +203,26 @@ def test_a_run_over_its_limit_fails_in_ci(run, tier):
 
 
 def test_costs_are_recorded_of_a_run_of_everything_alone(run):
-    done = times(run("push"), "--record")
-    assert done.returncode == 2 and "is of the tier push" in done.stderr
+    before = (ROOT / "tests" / "costs.json").read_text()
+    for tier, status, words in (("push", 0, "is of the tier push"), (None, 0, "is of the tier None"),
+                                ("matrix", 2, "is of a run that was cut"), ("matrix", 0, "has 2 functions, costs")):
+        done = times(run(tier, status=status), "--record")
+        assert done.returncode == 2 and words in done.stderr
     assert times(ROOT / "no such file").returncode == 2
+    assert (ROOT / "tests" / "costs.json").read_text() == before
 
 
-def test_costs_are_those_of_functions_that_ran_and_took_a_while():
+def test_what_is_skipped_where_costs_are_recorded_costs_next_to_nothing():
     recorded = runpy.run_path(ROOT / "tools" / "times.py")["recorded"]
-    assert json.loads(recorded({"ran": [1.0, 2], "skipped": [1.0, 0], "quick": [0.05, 9]})) == {"ran": [1.0, 2]}
+    assert json.loads(recorded({"ran": [1.0, 2], "skipped": [0.1, 0]})) == {"ran": [1.0, 2], "skipped": [0.1, 1]}
+
+
+def test_a_function_that_took_far_more_than_its_cost_is_named(run):
+    assert "tests/a/test_x.py::test_dear took 90.0 s, 3 cases; tests/costs.json has 0.0 s" in times(run()).stdout
+    amiss = runpy.run_path(ROOT / "tools" / "times.py")["amiss"]
+    taken = {"as before": [20.0, 2], "twice": [40.0, 2], "four times": [40.0, 1], "small": [4.0, 1], "none": [9.0, 0]}
+    costs = {"as before": [10.0, 1], "twice": [20.0, 2], "four times": [20.0, 2], "small": [0.1, 1]}
+    assert [line.partition(" took")[0] for line in amiss(taken, costs)] == ["four times"]
 
 
 def test_a_push_is_drawn_by_pytest(tmp_path):

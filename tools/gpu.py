@@ -15,6 +15,7 @@ into dir/gpu.tar.gz every few seconds, to be unpacked at the root of a checkout,
 REFIMPL_ALLOW_CPU=1 rehearses on a machine without a GPU; the readings then stay in build/gpu/.
 """
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -70,7 +71,7 @@ def main() -> int:
         found["gpu"] or "no GPU (a rehearsal)", **found))
     measurements = ROOT / "data" / "measurements" if found["gpu"] else BUILD / "measurements"
     until = time.time()
-    share = (SECONDS - (until - BEGAN)) / sum(STEPS[name] for name in chosen if name not in few)
+    share = (SECONDS - (until - BEGAN)) / (sum(STEPS[name] for name in chosen if name not in few) or 1)
     for name in chosen:
         if name in few:  # its ranks would be on the CPU, of which a run without a GPU tells more
             report.add(name, 0.0, f"not run: {GPUS[name]} GPUs are needed, {found['gpus']} found")
@@ -81,8 +82,11 @@ def main() -> int:
             report.add(name, 0.0, f"FAILED: {sys.executable} has no {', '.join(missing)}")
             continue
         jobs = jobs_of(name, measurements, until - time.time())
+        if not jobs:
+            report.add(name, 0.0, "FAILED: there are no files")
         for job, verdict, seconds in run(jobs, PAGES_AT_ONCE if name == "notebooks" else 1, until, report):
-            report.add(job, seconds, verdict, read_by(job, measurements) if name in STEPS and name == job else "")
+            read, wrong = read_by(job, measurements) if name == job else ("", 0)
+            report.add(job, seconds, "FAILED: kernels are wrong" if wrong and verdict == "passed" else verdict, read)
     report.end()
     return 1 if report.failed else 0
 
@@ -143,7 +147,7 @@ class Job:
 
     def end(self) -> str:
         """Kill the process and all that it started; returns what is to be said of it."""
-        if self.process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # what it started may go on without it, and hold GPU memory
             os.killpg(self.process.pid, signal.SIGKILL)
         try:
             self.process.wait(GRACE)
@@ -227,20 +231,28 @@ class Report:
 
     def pack(self, out: Path) -> None:
         """What this run has written, as out/gpu.tar.gz: whole at any moment."""
-        readings = [path for pattern in ("measurements/**/*.json", "recordings/*/*.gz")
-                    for path in (ROOT / "data").glob(pattern) if path.stat().st_mtime >= BEGAN]
-        files = sorted(path for path in [*BUILD.rglob("*"), *readings] if path.is_file())
-        state = [(path, path.stat().st_mtime_ns) for path in files]
+        found = [(path, changed(path)) for path in BUILD.rglob("*")]
+        for pattern in ("measurements/**/*.json", "recordings/*/*.gz"):
+            found += [(path, at) for path in (ROOT / "data").glob(pattern) if (at := changed(path)) >= BEGAN * 1e9]
+        state = sorted((path, at) for path, at in found if at)
         if state == self.state:
             return
         self.state = state
         out.mkdir(parents=True, exist_ok=True)
         with tarfile.open(out / "gpu.tar.gz.written", "w:gz") as archive:
-            for path in files:
+            for path, _ in state:
                 add(archive, path)
         (out / "gpu.tar.gz.written").replace(out / "gpu.tar.gz")
         shutil.copy(BUILD / "summary.txt", out / "summary.txt.written")
         (out / "summary.txt.written").replace(out / "summary.txt")
+
+
+def changed(path: Path) -> int:
+    """When a file was written last, in ns; 0 for a folder, and for what was renamed since it was listed."""
+    try:
+        return path.stat().st_mtime_ns if path.is_file() else 0
+    except FileNotFoundError:
+        return 0
 
 
 def add(archive: tarfile.TarFile, path: Path) -> None:
@@ -263,16 +275,16 @@ def closing_lines(name: str, verdict: str) -> list[str]:
     return named + lines[-1:] if verdict != "passed" or name == "tests" else []
 
 
-def read_by(bench: str, measurements: Path) -> str:
-    """How many rows a benchmark has written in this run, whether there would have been more, and what they say."""
+def read_by(bench: str, measurements: Path) -> tuple[str, int]:
+    """How many rows a benchmark has written in this run, in words, and how many kernels of the smoke test are wrong."""
     for suffix, words in ((".json", "rows"), (".partial.json", "rows, not all")):
         for path in measurements.glob(f"*/{bench}{suffix}"):
             if path.stat().st_mtime >= BEGAN:
                 rows = json.loads(path.read_text())["rows"]
-                verdicts = [row["verdict"] for row in rows if "verdict" in row]
-                right = f", {verdicts.count('right')} of {len(verdicts)} right" if "right" in verdicts else ""
-                return f"; {len(rows)} {words}{right}"
-    return ""
+                verdicts = [row["verdict"] for row in rows] if bench == "smoke" else []
+                of = f", {verdicts.count('right')} of {len(rows)} right" if verdicts else ""
+                return f"; {len(rows)} {words}{of}", verdicts.count("wrong")
+    return "", 0
 
 
 if __name__ == "__main__":

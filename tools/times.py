@@ -3,8 +3,9 @@
     python tools/times.py build/times.json            what `pytest --times FILE` wrote
     python tools/times.py build/times.json --record   keep the costs in tests/costs.json, from which tiers are drawn
 
-A run of a tier has a target and a limit in pyproject.toml. Above the target one line says so. Above
-the limit the exit status is 1 where the environment says CI=true.
+A run of a tier has a target and a limit in pyproject.toml. Above the target one line says so. Above the limit the
+exit status is 1 where the environment says CI=true. Functions of which costs.json says nothing, or far too little, are
+named: a tier is longer than its draw by what they took.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = ROOT / "tests" / "costs.json"
 MOST = 25  # functions that are printed
-NEGLIGIBLE = 0.1  # seconds of a function with all its cases: not recorded
+AMISS = 3.0, 5.0  # times what was recorded, and seconds: a function that took more than both is named
+COMPLETE = 0.9  # of the functions that have a cost: a run of fewer is no run of everything
 
 
 def main():
@@ -31,13 +33,37 @@ def main():
     run = json.loads(arguments.file.read_text())
     print(report(run))
     if arguments.record:
-        if run["tier"] != "matrix":
-            parser.error(f"{arguments.file} is of the tier {run['tier']}: costs are those of make test-matrix")
+        if why := incomplete(run, json.loads(COSTS.read_text())):
+            parser.error(f"{arguments.file} {why}: costs are those of make test-matrix")
         COSTS.write_text(recorded(run["functions"]))
-    over = over_limit(run, tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"]["minutes"])
-    if over:
-        print(over)
-    sys.exit(1 if over and "limit" in over and os.environ.get("CI") == "true" else 0)
+    for line in amiss(run["functions"], json.loads(COSTS.read_text())):
+        print(line)
+    if run["tier"] is None:
+        return
+    passed, line = over(run, tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["refimpl"]["minutes"])
+    if passed:
+        print(line)
+    sys.exit(1 if passed == "limit" and os.environ.get("CI") == "true" else 0)
+
+
+def incomplete(run, costs):
+    """Return why a run does not tell what everything costs, or None."""
+    if run["tier"] != "matrix":
+        return f"is of the tier {run['tier']}"
+    if run["status"] not in (0, 1):  # 1: some tests failed, and took their time
+        return "is of a run that was cut"
+    ran = len(run["functions"])
+    return f"has {ran} functions, costs.json {len(costs)}" if ran < COMPLETE * len(costs) else None
+
+
+def amiss(functions, costs):
+    """Yield a line for each function that took far more than its cost says."""
+    times, least = AMISS
+    for name, (seconds, cases) in functions.items():
+        known, of = costs.get(name, (0.0, 1))
+        if seconds > least and cases and seconds > times * known * cases / of:
+            yield (f"{name} took {seconds:.1f} s, {cases} cases; tests/costs.json has {known * cases / of:.1f} s: "
+                   "record anew after make test-matrix (tools/times.py --record), or a push takes longer than its draw")
 
 
 def report(run):
@@ -53,19 +79,19 @@ def report(run):
     return "\n".join(lines)
 
 
-def over_limit(run, minutes):
-    """Return a line if a run took longer than its target, or its limit; else None."""
+def over(run, minutes):
+    """Return ("limit" or "target", a line that says so) if a run took longer, else (None, "")."""
     took, allowed = run["seconds"] / 60, minutes[run["tier"]]
     if took <= allowed["target"]:
-        return None
+        return None, ""
     which = "limit" if took > allowed["limit"] else "target"
-    return (f"{run['tier']}: {took:.1f} minutes are over its {which} of {allowed[which]}: make the costliest cheaper, "
-            "or give the tier fewer seconds (pyproject.toml)")
+    return which, (f"{run['tier']}: {took:.1f} minutes are over its {which} of {allowed[which]}: make the costliest "
+                   "cheaper, or give the tier fewer seconds (pyproject.toml)")
 
 
 def recorded(functions):
-    """Return the text of costs.json: a line for each function that takes more than a negligible time."""
-    kept = {name: each for name, each in functions.items() if each[0] >= NEGLIGIBLE and each[1]}  # not what was skipped
+    """Return the text of costs.json: a line for each function. What is skipped here counts as one case."""
+    kept = {name: [seconds, max(cases, 1)] for name, (seconds, cases) in functions.items()}
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in kept.items()) + "\n}\n"
 
 

@@ -66,6 +66,14 @@ def test_a_bench_that_raises_keeps_its_rows_and_ends_no_other(ran, capsys, monke
     assert "first  1 s  peer" in said.out and "ValueError: no such kernel" in said.err
 
 
+@pytest.mark.parametrize(("said", "where"), [
+    ({}, "cuda"), ({"tokens on": "cpu"}, "cpu"), ({"tokens on": "cuda"}, "cuda"),
+    ({"tensors on": {"2": "cpu", "4": "cpu"}}, "cpu"), ({"tensors on": {"1": "cuda", "4": "cpu"}}, "cuda")])
+def test_a_record_is_filed_under_the_device_that_the_ranks_were_on(said, where):
+    """Of four ranks on a machine with one GPU it is the CPU's, not the GPU's."""
+    assert __main__.where_it_ran({"rounds": 1, **said}, "cuda") == where
+
+
 def test_all_runs_every_bench(ran):
     __main__.main(["all"])
     assert len(ran) == len(NAMES)

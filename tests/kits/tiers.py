@@ -4,11 +4,14 @@
 `[tool.refimpl.all]`), however many tests there are: a new capability takes its share from the others' by a new draw.
 `make test-matrix` runs every case.
 - Each package of tests has a share of the seconds, as large as its share of all test functions.
-- The tests of the part `core` are always drawn. Of those held against the clock (`alone`), a package has one. Where
-  `each` is true, a case of every function is drawn, and all that is held against the clock.
-- Of each other function a first case is drawn, the cheap ones before the dear ones, then a second, and so on. The
-  cases of a matrix come in the order of a covering array: few rows that hold each pair of two arguments' values.
-- Pages run whole. If not all fit, those that the file calls core do, and others by turns, from commit to commit.
+- The tests of the part `core` are always drawn, and a case of each function without a cost, as new ones are. Of those
+  held against the clock (`alone`), a package has one. Where `each` is true, a case of every function is drawn, and all
+  that is held against the clock.
+- Of each other function a first case is drawn, the cheap ones before the dear ones, then of each a second, and so on.
+  The cases of a matrix come in the order of a covering array: few rows that hold each pair of two arguments' values.
+  The sample stays the same until the seed, the costs or the tests change.
+- Pages run whole. If not all fit, those that the file calls core do, and others by turns, from commit to commit; where
+  `each` is true, all do.
 """
 
 import random
@@ -18,8 +21,9 @@ from itertools import accumulate
 
 from allpairspy import AllPairs
 
-UNKNOWN = 0.05  # seconds of a function that has no cost yet, or a negligible one
+UNKNOWN = 1.0  # seconds of a case of a function that has no cost yet: new, or under another name
 CHEAP = 1.0  # seconds: a function that takes less in all needs no covering array
+STRIDE = 7  # pages from one commit's first to the next one's
 
 
 def function_of(item):
@@ -31,16 +35,18 @@ def is_of_a_page(item):
     return item.path.suffix == ".ipynb"
 
 
-def drawn(items, costs, settings, turn):
-    """The items that a push runs, in their order. `costs`: {function: [seconds, cases]}; `turn`: how many draws of
-    pages there were."""
+def drawn(items, costs, settings, turn, workers=2):
+    """The items that a tier runs, in their order. `costs`: {function: [seconds, cases]}; `turn`: the number of commits,
+    by which pages take turns; `workers`: processes that share the items."""
     tests, pages = defaultdict(list), defaultdict(list)
     for item in items:
         (pages if is_of_a_page(item) else tests)[function_of(item)].append(item)
-    workers = settings["workers"]
     chosen = {id(item) for item in tests_drawn(tests, costs, settings["tests"] * workers, settings)}
-    for page in pages_drawn(pages, costs, settings["pages"] * workers, settings["core_pages"], turn):
-        chosen |= {id(item) for item in pages[page]}
+    if settings["each"]:
+        kept = pages
+    else:
+        kept = pages_drawn(pages, costs, settings["pages"] * workers, settings["core_pages"], turn)
+    chosen |= {id(item) for page in kept for item in pages[page]}
     return [item for item in items if id(item) in chosen]
 
 
@@ -51,7 +57,7 @@ def tests_drawn(functions, costs, seconds, settings):
     """Items of {function: its cases} that take so many seconds together."""
     packages = defaultdict(dict)
     for name, cases in functions.items():
-        packages["/".join(name.split("/")[:2])][name] = cases
+        packages["/".join(name.partition("::")[0].split("/")[:-1][:2])][name] = cases
     chosen, rest, left = [], [], seconds
     for names in packages.values():
         share = seconds * len(names) / len(functions)
@@ -77,17 +83,17 @@ def in_order(functions, costs, settings):
         seconds = seconds_of_a_case(name, cases, costs)
         if cases[0].get_closest_marker("alone"):
             kept = cases if settings["each"] else cases[:1] if name == clock else []
-            found += [(-1, seconds, item, True) for item in kept]
+            found += [((-1, 0), seconds, item, True) for item in kept]
             continue
         for nth, item in enumerate(covering(cases, f"{settings['seed']} {name}", seconds)):
-            always = item.get_closest_marker("core") is not None or settings["each"] and nth == 0
-            found.append((-1 if always else seconds * (1 + nth), seconds, item, always))
+            always = item.get_closest_marker("core") is not None or nth == 0 and (settings["each"] or name not in costs)
+            found.append(((-1, 0) if always else (nth, seconds), seconds, item, always))
     return [each[1:] for each in sorted(found, key=lambda each: each[0])]
 
 
 def seconds_of_a_case(name, cases, costs):
     """What one case of a function took on average, the last time that all were run."""
-    seconds, measured = costs.get(name, (UNKNOWN, len(cases)))
+    seconds, measured = costs.get(name, (UNKNOWN * len(cases), len(cases)))
     return max(seconds / measured, 0.001)
 
 
@@ -128,7 +134,8 @@ def pages_drawn(pages, costs, seconds, core, turn):
     chosen = [page for page in pages if page.rpartition("/")[2].startswith(tuple(core))]
     left = seconds - sum(seconds_of[page] for page in chosen)
     others = [page for page in pages if page not in chosen]
-    for page in random.Random(turn).sample(others, len(others)):
+    first = turn * STRIDE % len(others)
+    for page in others[first:] + others[:first]:
         if seconds_of[page] <= left:
             chosen.append(page)
             left -= seconds_of[page]
@@ -136,6 +143,9 @@ def pages_drawn(pages, costs, seconds, core, turn):
 
 
 def commits(root):
-    """How many commits there are; 0 where git does not tell."""
-    done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=root, capture_output=True, text=True)
+    """How many commits there are; 0 where git does not tell, or is not there."""
+    try:
+        done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=root, capture_output=True, text=True)
+    except FileNotFoundError:
+        return 0
     return int(done.stdout) if done.returncode == 0 else 0
