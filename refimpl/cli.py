@@ -11,6 +11,7 @@ from .bench import __main__ as bench
 from .estimate import command as estimate
 from .explain import check
 from .explain import command as explain
+from .rehearse import command as rehearse
 from .versions import untested
 
 
@@ -40,6 +41,13 @@ def main(arguments=None):
                                    "what would help.")
     explain.add_arguments(explains)
     explains.set_defaults(run=explain.run, parser=explains)
+    rehearses = commands.add_parser("rehearse", help="run a training script on PyTorch's own allocator, for GPUs that "
+                                    "are not there", description="Run a training script, unchanged, for some steps of "
+                                    "its optimizers on PyTorch's own CUDA allocator, over a device that has a GPU's "
+                                    "memory and computes nothing.", epilog=rehearse.EXAMPLE,
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    rehearse.add_arguments(rehearses)
+    rehearses.set_defaults(run=rehearse.run, parser=rehearses)
     checks = commands.add_parser("check", help="fail if a recorded step takes more memory than it did: for CI",
                                  description="Fail if a recorded step takes more memory than it did.",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=check.EXAMPLE)

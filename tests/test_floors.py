@@ -8,11 +8,12 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "refimpl"
 TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_length", "activations", "attention",
               "cross_entropy", "mlp", "zero", "offload", "parallel", "compression", "allocator"}
-FLOORS = {"versions": 0, **dict.fromkeys(("memory", "comm", "ranks"), 1),
+FLOORS = {**dict.fromkeys(("versions", "phantom"), 0), **dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
                            "feed_forward", "saving"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
-           **dict.fromkeys(("bench", "exercises", "engine", "planner", "estimate", "explain", "cli", "__main__"), 4)}
+           **dict.fromkeys(("bench", "exercises", "engine", "planner", "estimate", "explain", "rehearse", "cli",
+                            "__main__"), 4)}
 GROUND = {"comm": {"ranks", "memory"}, "memory": set(), "ranks": {"memory"}}  # what stands on what on floor 1
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from .steps import StepsDone
 
 _REFIMPL = str(Path(__file__).resolve().parents[1]) + os.sep
-_OURS = (*(_REFIMPL + name for name in ("explain", "memory", "cli.py", "__main__.py")), "<frozen runpy>")
+_OURS = (*(_REFIMPL + name for name in ("explain", "rehearse", "phantom", "memory", "cli.py", "__main__.py")),
+         "<frozen runpy>")
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,14 @@ class Ending:
     """How a script ended. `how`: "steps" (ended by the count), "end", "exit", "error" or "interrupt".
 
     `status`: the exit status that Python would have given. `text`: what it would have written to stderr, without the
-    frames of refimpl. `words`: the last line of that.
+    frames of refimpl. `words`: the last line of that. `error`: what was raised, if it failed.
     """
 
     how: str
     status: int = 0
     text: str = ""
     words: str = ""
+    error: BaseException | None = None
 
 
 class Script:
@@ -90,7 +92,7 @@ def ending(action):
         return Ending("interrupt", 130, own_traceback(error), "KeyboardInterrupt")
     except BaseException as error:
         text = own_traceback(error)
-        return Ending("error", 1, text, text.strip().rpartition("\n")[2])
+        return Ending("error", 1, text, text.strip().rpartition("\n")[2], error)
     return Ending("end")
 
 

@@ -1,0 +1,114 @@
+/* What PyTorch calls of cuBLAS, cuDNN, NCCL and NVRTC and needs an answer from. Handles are memory that only this file
+ * reads; products, convolutions and collectives do nothing. For whatever else it imports, libraries.py writes a line.
+ */
+#define _GNU_SOURCE
+#include "declarations.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define HANDLE(name) API int name(void **out) { *out = calloc(1, 4096); return 0; }
+#define DESTROY(name) API int name(void *handle) { free(handle); return 0; }
+
+/* ---- cuBLAS and cuBLASLt. PyTorch itself takes their workspaces, from its allocator ---- */
+
+HANDLE(cublasCreate_v2) DESTROY(cublasDestroy_v2) HANDLE(cublasLtCreate) DESTROY(cublasLtDestroy)
+HANDLE(cublasLtMatmulDescCreate) DESTROY(cublasLtMatmulDescDestroy)
+HANDLE(cublasLtMatmulPreferenceCreate) DESTROY(cublasLtMatmulPreferenceDestroy)
+HANDLE(cublasLtMatrixLayoutCreate) DESTROY(cublasLtMatrixLayoutDestroy)
+API int cublasGetMathMode(int *handle, int *out) { *out = handle[0]; return 0; }
+API int cublasSetMathMode(int *handle, int mode) { handle[0] = mode; return 0; }
+API int cublasGetPointerMode_v2(int *handle, int *out) { *out = handle[1]; return 0; }
+API int cublasSetPointerMode_v2(int *handle, int mode) { handle[1] = mode; return 0; }
+API size_t cublasLtGetVersion() { return 130100; }
+API int cublasGetVersion_v2(void *handle, int *out) { (void)handle; *out = 130100; return 0; }
+API int cublasLtMatmulAlgoGetHeuristic(void *handle, void *op, void *a, void *b, void *c, void *d, void *preference,
+                                       int asked, void *results, int *returned)
+{
+    struct { uint64_t algorithm[8]; size_t workspace; int state; float waves; int rest[4]; } *result = results;
+    (void)handle, (void)op, (void)a, (void)b, (void)c, (void)d, (void)preference;
+    if ((*returned = asked > 0)) memset(result, 0, sizeof *result);
+    return 0;
+}
+
+/* ---- cuDNN: one engine for every graph. It needs no workspace; a real one often does ---- */
+
+enum { BOOLEAN = 2, INT64 = 3, DOUBLE = 5, POINTER = 6, DESCRIPTOR = 15 };                  /* types of attributes */
+enum { KNOBS = 302, ENGINE_KNOBS = 1302, NUMERICAL_NOTES = 1303, BEHAVIOUR_NOTES = 1305 };  /* lists, empty here */
+API int cudnnBackendGetAttribute(void *of, int attribute, int type, int64_t room, int64_t *count, void *out)
+{
+    int none = attribute == KNOBS || attribute == ENGINE_KNOBS || attribute == NUMERICAL_NOTES
+               || attribute == BEHAVIOUR_NOTES;
+    (void)of;
+    if (count) *count = !none;
+    if (!none && out && room > 0 && type != DESCRIPTOR)
+        memset(out, 0, type == BOOLEAN ? 1 : type == INT64 || type == DOUBLE || type == POINTER ? 8 : 4);
+    return 0;
+}
+API int cudnnBackendCreateDescriptor(int type, void **out) { *out = calloc(1, 64); *(int *)*out = type; return 0; }
+DESTROY(cudnnBackendDestroyDescriptor)
+NOTHING(cudnnBackendSetAttribute) NOTHING(cudnnBackendFinalize) NOTHING(cudnnBackendExecute)
+HANDLE(cudnnCreate) HANDLE(cudnnCreateTensorDescriptor) HANDLE(cudnnCreateFilterDescriptor)
+HANDLE(cudnnCreateConvolutionDescriptor) HANDLE(cudnnCreateActivationDescriptor) HANDLE(cudnnCreateDropoutDescriptor)
+DESTROY(cudnnDestroyTensorDescriptor) DESTROY(cudnnDestroyFilterDescriptor) DESTROY(cudnnDestroyConvolutionDescriptor)
+DESTROY(cudnnDestroyActivationDescriptor) DESTROY(cudnnDestroyDropoutDescriptor)
+#define CUDNN 92400 /* at least that which PyTorch was built with */
+API size_t cudnnGetVersion() { return CUDNN; }
+API size_t cudnnGetCudartVersion() { return 13010; }
+API int cudnnGetProperty(int part, int *out) /* major, minor, patch */
+{
+    *out = part == 0 ? CUDNN / 10000 : part == 1 ? CUDNN / 100 % 100 : CUDNN % 100;
+    return 0;
+}
+API const char *cudnnGetErrorString(int status) { return status ? "not on the device without kernels" : "success"; }
+API void cudnnGetLastErrorString(char *out, size_t size) { snprintf(out, size, "not on the device without kernels"); }
+API int cudnnSetStream(void **handle, void *stream) { handle[0] = stream; return 0; }
+API int cudnnGetStream(void **handle, void **out) { *out = handle[0]; return 0; }
+
+/* ---- NCCL: each rank keeps what it has. A group of N ranks needs no other process ---- */
+
+struct communicator { int ranks, rank; };
+struct unique { char bytes[128]; };
+API int ncclGetVersion(int *out) { *out = 23007; return 0; }
+API int ncclGetUniqueId(struct unique *out) { memset(out, 0, sizeof *out); return 0; }
+API const char *ncclGetErrorString() { return "an error of the device without kernels"; }
+API const char *ncclGetLastError() { return ""; }
+API int ncclCommInitRank(struct communicator **out, int ranks, struct unique id, int rank)
+{
+    (void)id;
+    *out = malloc(sizeof **out);
+    **out = (struct communicator){ranks, rank};
+    return 0;
+}
+API int ncclCommInitRankConfig(struct communicator **out, int ranks, struct unique id, int rank)
+{
+    return ncclCommInitRank(out, ranks, id, rank);
+}
+API int ncclCommSplit(struct communicator *from, int color, int key, struct communicator **out)
+{
+    (void)color, (void)key;
+    *out = malloc(sizeof **out);
+    **out = *from;
+    return 0;
+}
+DESTROY(ncclCommDestroy) DESTROY(ncclCommAbort)
+API int ncclCommGetAsyncError(void *of, int *out) { (void)of; *out = 0; return 0; }
+API int ncclCommCount(struct communicator *of, int *out) { *out = of->ranks; return 0; }
+API int ncclCommUserRank(struct communicator *of, int *out) { *out = of->rank; return 0; }
+API int ncclMemAlloc(void **out, size_t size) { return !(*out = phantom_allocate(phantom_current(), size)); }
+API int ncclMemFree(void *at) { phantom_free(at); return 0; }
+NOTHING(ncclCommFinalize)
+
+/* ---- NVRTC: every program compiles, to nothing ---- */
+
+API int nvrtcVersion(int *major, int *minor) { *major = 13, *minor = 1; return 0; }
+HANDLE(nvrtcCreateProgram)
+API int nvrtcDestroyProgram(void **program) { free(*program); *program = NULL; return 0; }
+API int nvrtcGetLoweredName(void *program, const char *name, const char **out) { (void)program; *out = name; return 0; }
+#define EMPTY(what) API int nvrtcGet##what##Size(void *of, size_t *out) { (void)of; *out = 1; return 0; } \
+                    API int nvrtcGet##what(void *of, char *out) { (void)of; *out = 0; return 0; }
+EMPTY(PTX) EMPTY(CUBIN) EMPTY(ProgramLog)
+API const char *nvrtcGetErrorString() { return "an error of the device without kernels"; }
+NOTHING(nvrtcCompileProgram) NOTHING(nvrtcAddNameExpression)
+API const char *cusparseGetErrorString() { return "not supported by the device without kernels"; }
+API const char *cusparseLtGetErrorString() { return "not supported by the device without kernels"; }
