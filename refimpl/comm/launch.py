@@ -8,6 +8,7 @@ from numbers import Integral, Real
 import torch
 import torch.distributed as dist
 
+from .. import phantom
 from ..ranks import World, run
 from .communicator import Communicator
 from .records import deadlock, deserted, mismatch, pages, waits
@@ -120,8 +121,13 @@ def place(world_size, device=None, gpus=None):
     if (device.index or 0) >= gpus:
         raise ValueError(f"device={str(device)!r}: this machine has {gpus} CUDA GPU{'s' * (gpus != 1)}")
     if device.index is not None:
-        return [str(device)] * world_size, NCCL if world_size == 1 else "gloo"
-    return [f"cuda:{rank % gpus}" for rank in range(world_size)], NCCL if world_size <= gpus else "gloo"
+        return [str(device)] * world_size, _backend(world_size == 1)
+    return [f"cuda:{rank % gpus}" for rank in range(world_size)], _backend(world_size <= gpus)
+
+
+def _backend(apart):
+    """NCCL for ranks that have a GPU each, unless it computes nothing: gloo goes through the host's memory."""
+    return NCCL if apart and not phantom.running() else "gloo"
 
 
 def _check(fn, world_size, **seconds):

@@ -23,15 +23,16 @@ from pathlib import Path
 
 from .libraries import CannotBuild, build
 
-__all__ = ["CannotBuild", "start", "running", "words"]
+__all__ = ["CannotBuild", "load", "running", "start", "words"]
 CHILDREN = str(Path(__file__).with_name("children"))
 VARIABLE = "REFIMPL_PHANTOM"
 MAJOR = "13"  # of CUDA
 
 
-def start(memory, devices=1, *, capability=(9, 0), processors=132, context=0, name="Phantom"):
+def start(memory, devices=1, *, numbers=False, capability=(9, 0), processors=132, context=0, name="Phantom"):
     """Make `devices` CUDA devices of `memory` bytes each, in this process and those that it starts.
 
+    - `numbers`: compute each operation's values on the CPU as well (numbers.py): slow, for small tensors.
     - `capability`, `processors`, `name`: what PyTorch asks a device for; it chooses kernels by the first two.
     - `context`: bytes of a device that are taken before PyTorch takes any.
 
@@ -40,19 +41,46 @@ def start(memory, devices=1, *, capability=(9, 0), processors=132, context=0, na
     """
     _check_numbers(memory, devices, capability, processors, context)
     options = {"MEMORY": memory, "DEVICES": devices, "MAJOR": capability[0], "MINOR": capability[1],
-               "PROCESSORS": processors, "CONTEXT": context, "NAME": name}
+               "PROCESSORS": processors, "CONTEXT": context, "NAME": name, "NUMBERS": "1" if numbers else ""}
     options = {f"{VARIABLE}_{key}": str(value) for key, value in options.items()}
     if running():
         if any(os.environ.get(key) != value for key, value in options.items()):
             raise CannotBuild("a device without kernels is on already, with other numbers: it is made once a process")
         return
     folder = build(*_torch())
-    os.environ.update(options, **{VARIABLE: str(folder)})
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHILDREN, os.environ.get("PYTHONPATH")]))
-    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    paths = [CHILDREN, *os.environ.get("PYTHONPATH", "").split(os.pathsep), str(Path(__file__).parents[2])]
+    os.environ.update(options, **{VARIABLE: str(folder), "TRITON_LIBCUDA_PATH": str(folder),
+                                  "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    load()
+
+
+def load():
+    """Load the device that this process's environment names: `start` does, and each process that it starts, as early
+    as Python looks for sitecustomize."""
+    folder = Path(os.environ[VARIABLE])
     names = [line.split()[1] for line in (folder / "files").read_text().splitlines()]
-    for each in sorted(names, key=lambda name: name != "libphantom.so"):
+    for each in sorted(names, key=lambda name: name != "libphantom.so"):  # the others need it
         ctypes.CDLL(str(folder / each), ctypes.RTLD_GLOBAL)
+    if os.environ.get(f"{VARIABLE}_NUMBERS"):
+        sys.meta_path.insert(0, _NumbersAfterTorch())
+
+
+class _NumbersAfterTorch:
+    """Turns numbers on as soon as torch is imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def run_and_turn_on(module):
+            run(module)
+            importlib.import_module(".numbers", __name__).on()
+
+        spec.loader.exec_module = run_and_turn_on
+        return spec
 
 
 def running():

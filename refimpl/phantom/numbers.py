@@ -30,6 +30,9 @@ UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
              "resize_", "_local_scalar_dense", "is_pinned", "_pin_memory", "detach", "lift_fresh", "alias"}
 
 
+COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}  # to be run once, on the device
+
+
 class Numbers(TorchDispatchMode):
     """While it is on, operations on CUDA tensors have the values that they have on a CPU."""
 
@@ -92,9 +95,9 @@ def in_host_memory(x):
 
 def concerns(func, args, kwargs):
     """Say whether an operation reads or writes numbers on the device, and all of its tensors are plain ones."""
-    schema = func._schema
-    if schema.name.partition("::")[2] in UNTOUCHED or any(
-            each.alias_info and not each.alias_info.is_write for each in schema.returns):  # a view
+    space, _, name = func._schema.name.partition("::")
+    if space in COLLECTIVES or name in UNTOUCHED or any(
+            each.alias_info and not each.alias_info.is_write for each in func._schema.returns):  # a view
         return False
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     if not any(map(on_the_device, tensors)) and torch.device(kwargs.get("device") or "cpu").type != "cuda":

@@ -17,7 +17,7 @@ from .. import phantom
 def main():
     """Rehearse, and write what came of it."""
     options, path, *arguments = json.loads(sys.argv[1]), *sys.argv[2:]
-    phantom.start(**options["device"])
+    phantom.start(**options["device"], numbers=options["numbers"])
     import torch
 
     from ..explain.script import Script
@@ -44,13 +44,11 @@ class Rehearsal:
 
     def __init__(self, steps, with_numbers):
         from ..explain.steps import Steps
-        from ..phantom import numbers
         from .files import Guard
         from .values import Watch
 
-        self.readings, self.failed = [], None
-        self._watch, self._mode = Watch(), numbers.Numbers() if with_numbers else None
-        self._contexts = [self._mode] if with_numbers else [self._watch, Guard()]
+        self.readings, self.failed, self._watch = [], None, Watch()
+        self._contexts = [] if with_numbers else [self._watch, Guard()]
         self._steps = Steps(steps, self._stepped, lambda: None, lambda: None)
 
     def __enter__(self):

@@ -6,12 +6,9 @@ import os
 import sys
 
 if os.environ.get("REFIMPL_PHANTOM"):
-    import ctypes
+    from refimpl import phantom
 
-    _folder = os.environ["REFIMPL_PHANTOM"]
-    with open(os.path.join(_folder, "files")) as _files:
-        for _name in sorted((line.split()[1] for line in _files), key=lambda name: name != "libphantom.so"):
-            ctypes.CDLL(os.path.join(_folder, _name), ctypes.RTLD_GLOBAL)
+    phantom.load()
 
 # The sitecustomize that this one stands in front of.
 _paths = [path for path in sys.path if os.path.abspath(path or ".") != os.path.dirname(os.path.abspath(__file__))]
