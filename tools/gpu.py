@@ -34,18 +34,18 @@ BUILD = ROOT / "build" / "gpu"
 BEGAN = time.time()
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
-# Each step and its seconds, in order. Readings take 320: the kernels first, of which no other machine can say anything.
+# Each step and its seconds, in order. Readings take 382: the kernels first, of which no other machine can say anything.
 STEPS = {
-    "smoke": 25, "attention": 65, "meter": 15, "zero": 25, "zero_quantized": 10, "checkpointing": 15, "precision": 15,
-    "activations": 10, "tensor_parallel": 15, "context_parallel": 10, "pipeline": 15, "sequences": 15,
-    "accumulation": 10, "comm": 10, "compression": 10, "offload": 15, "cross_entropy": 10, "kernels": 10,
-    "allocator": 10, "static_plan": 10,
-    "tests": 90, "notebooks": 180,
+    "smoke": 25, "attention": 55, "meter": 35, "zero": 25, "zero_quantized": 15, "checkpointing": 25, "precision": 20,
+    "activations": 15, "tensor_parallel": 15, "context_parallel": 10, "pipeline": 15, "sequences": 20,
+    "accumulation": 15, "comm": 10, "compression": 10, "offload": 15, "cross_entropy": 25, "kernels": 10,
+    "allocator": 12, "static_plan": 10,
+    "tests": 90, "notebooks": 115,
 }
 SECONDS = float(os.environ.get("REFIMPL_SECONDS", sum(STEPS.values())))  # for all of them
 GPUS = dict.fromkeys(("zero", "tensor_parallel", "context_parallel", "pipeline", "comm"), 4)  # a rank on each
 NEEDS = {"tests": ["pytest"], "notebooks": ["pytest", "nbval", "ipykernel"]}  # modules, besides torch and triton
-PAGES_AT_ONCE = max(4, (os.cpu_count() or 1) // 2)
+AT_ONCE = max(4, (os.cpu_count() or 1) // 2)  # pages, and tests
 PACKED_EVERY = 5  # seconds
 GRACE = 5  # seconds that a process has to end in after it was killed: one that waits for a hung GPU may not
 
@@ -84,7 +84,7 @@ def main() -> int:
         jobs = jobs_of(name, measurements, until - time.time())
         if not jobs:
             report.add(name, 0.0, "FAILED: there are no files")
-        for job, verdict, seconds in run(jobs, PAGES_AT_ONCE if name == "notebooks" else 1, until, report):
+        for job, verdict, seconds in run(jobs, AT_ONCE if name == "notebooks" else 1, until, report):
             read, wrong = read_by(job, measurements) if name == job else ("", 0)
             report.add(job, seconds, "FAILED: kernels are wrong" if wrong and verdict == "passed" else verdict, read)
     report.end()
@@ -118,7 +118,8 @@ def jobs_of(step: str, measurements: Path, seconds: float) -> dict[str, list[str
         files = sorted(ROOT.glob("tests/gpu/**/test_*.py"), key=lambda path: path.name == "test_attention.py")
         ENVIRONMENT["REFIMPL_ATTENTION_SECONDS"] = str(max(20, seconds / 2))
         paths = [str(path.relative_to(ROOT)) for path in files]
-        return {step: [*pytest, "-v", *paths, f"--junitxml={BUILD}/tests.xml"]} if paths else {}
+        shared = ["-n", str(AT_ONCE), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+        return {step: [*pytest, "-v", *shared, *paths, f"--junitxml={BUILD}/tests.xml"]} if paths else {}
     if step == "notebooks":
         nbval = [*pytest, "--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", f"--executed={BUILD}/notebooks"]
         pages = sorted(ROOT.glob("notebooks/*.ipynb"))

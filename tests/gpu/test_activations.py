@@ -146,6 +146,7 @@ def test_the_peak_falls():
     assert peaks[1] < 0.5 * peaks[0]
 
 
+@pytest.mark.alone
 def test_copies_run_beside_the_computation(seconds):
     """A forward that computes for long and saves little for that: with offload it takes hardly longer, although the
     copies by themselves take a good part of it."""

@@ -170,6 +170,7 @@ def test_a_dry_run_reads_what_the_real_run_reads(name, dtype, dropout):
         assert dry.top(10, phase=phase) == real.top(10, phase=phase)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tracked_step_takes_at_most_three_times_as_long(dtype):
     step = TrainingStep(SIZE, dtype, device="cuda")

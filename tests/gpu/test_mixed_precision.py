@@ -155,6 +155,7 @@ def test_sixteen_and_eighteen_bytes_a_parameter(dtype, fp32_gradients):
     assert {name: t.now[name] for name in expected} == dict(expected)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_step_is_as_fast_as_torch_s_and_its_peak_no_higher(dtype):
     step, peak = precision.beside_torch(SIZE, "cuda", dtype, 21)

@@ -24,6 +24,7 @@ def engine(make, dtype, **options):
     return make(gpt(dtype=dtype, device="cuda"), FakeCommunicator(0, 1, "cuda"), ADAMW, bucket_bytes=20_000, **options)
 
 
+@pytest.mark.alone  # it reads the driver, which counts the bytes of all processes
 def test_host_memory_is_page_locked_and_is_unlocked_when_it_is_freed(cuda):
     before = torch.cuda.mem_get_info()
     for _ in range(3):
@@ -112,6 +113,7 @@ def test_memory_that_was_given_back_is_not_overwritten_while_it_is_copied():
     store.close()
 
 
+@pytest.mark.alone
 def test_copies_run_beside_the_computation_and_beside_each_other(cuda, seconds):
     link, x = Streams(cuda), torch.randn(4096, 4096, device="cuda")
     there, back = (torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
