@@ -1,0 +1,117 @@
+"""Numbers: losses of models as on a CPU, dropout that follows the generator, what has none by name."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from refimpl import memory
+from refimpl.model import GPT, GPTConfig
+from refimpl.phantom import numbers
+from refimpl.zero.internals.elementwise import check_elementwise
+
+
+def ours():
+    return GPT(GPTConfig(vocab_size=500, context_length=64, layers=2, hidden=64, heads=4))
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64))
+
+
+def gpt2(dropout=0.0):
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=2, n_embd=64, n_head=2, vocab_size=500, n_positions=64, resid_pdrop=dropout, embd_pdrop=dropout,
+        attn_pdrop=dropout, bos_token_id=1, eos_token_id=1))
+
+
+def losses(make, device, steps=4):
+    torch.manual_seed(0)
+    model = make().to(device).train()
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    x = torch.randint(0, 500, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
+    for _ in range(steps):
+        loss = model(x, x) if make is ours else model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("make", [ours, llama, gpt2])
+def test_losses_are_those_of_a_cpu(make):
+    with numbers.Numbers():
+        found = losses(make, "cuda")
+    assert found == pytest.approx(losses(make, "cpu"), abs=1e-5) and found[-1] < found[0]
+    assert numbers.missing == {}
+
+
+def test_dropout_follows_the_state_of_the_generator():
+    with numbers.Numbers():
+        first, again = (losses(lambda: gpt2(0.1), "cuda") for _ in range(2))
+        x = torch.ones(1000, device="cuda")
+        state = torch.cuda.get_rng_state()
+        one, two = nn.functional.dropout(x, 0.3), nn.functional.dropout(x, 0.3)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(one, nn.functional.dropout(x, 0.3)) and not torch.equal(one, two)
+        assert one.count_nonzero().item() == pytest.approx(700, abs=60)
+    assert first == again != losses(gpt2, "cpu")
+
+
+@pytest.mark.parametrize("D", [16, 80])
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "gqa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_s_kernels(dtype, kind, D):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2 if kind == "gqa" and i else 4, 40, D, generator=generator) for i in range(3))
+    options = {"causal": {"is_causal": True}, "gqa": {"enable_gqa": True},
+               "mask": {"attn_mask": torch.ones(40, 40, dtype=torch.bool).tril()}}.get(kind, {})
+
+    def run(device, dtype):
+        given = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        out = nn.functional.scaled_dot_product_attention(*given, **there)
+        return [x.double().cpu() for x in (out, *torch.autograd.grad(out.sum() + out.square().sum(), given))]
+
+    with numbers.Numbers():
+        found = run("cuda", dtype)
+    for one, other in zip(found, run("cpu", torch.float64), strict=True):
+        assert (one - other).norm() / other.norm() < (1e-5 if dtype is torch.float32 else 2e-2)
+
+
+def test_sizes_that_depend_on_numbers():
+    with numbers.Numbers():
+        x = torch.arange(8, device="cuda")
+        assert x[x > 4].tolist() == [5, 6, 7] and x.nonzero().shape == (7, 1)
+        assert torch.unique(x // 2).tolist() == [0, 1, 2, 3] and torch.equal(x, x.clone())
+        x[x > 5] = 0
+        assert x.tolist() == [0, 1, 2, 3, 4, 5, 0, 0] and str(x)[:30] == "tensor([0, 1, 2, 3, 4, 5, 0, 0"
+
+
+def test_an_operation_without_a_twin_is_named(monkeypatch):
+    monkeypatch.setattr(numbers, "LIMIT", 1000)
+    monkeypatch.setattr(numbers, "missing", {})
+    with numbers.Numbers():
+        torch.ones(1000, device="cuda").add(1)
+    assert numbers.missing == {"aten.add.Tensor": "its tensors have 4,000 bytes, more than 1,000"}
+
+
+def test_dry_runs_and_trials_work_inside():
+    def step():
+        model = GPT(GPTConfig(vocab_size=64, context_length=16, layers=2, hidden=16, heads=2), device="cuda")
+        tokens = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
+        with memory.track(model, tokens) as t:
+            model(tokens, tokens).backward()
+        return t
+
+    with numbers.Numbers(), warnings.catch_warnings(action="ignore"):
+        dry, real = memory.dry_run(step).result, step()
+        assert dry.peak.total == real.peak.total > 0
+        weight = nn.Parameter(torch.ones(4, device="cuda"))
+        check_elementwise(torch.optim.AdamW, None, [("weight", weight)])
