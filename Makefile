@@ -8,6 +8,8 @@
 #   make test-matrix  every case of every test, and every notebook
 #   make test-versions   what a push runs, on each torch that is tested (docs/versions.md), each in a .venv of its own;
 #                   test-2.11, test-2.14: one of them
+#   make test-phantom   the tests of bytes on PyTorch's own CUDA allocator, on a device without kernels (refimpl/phantom),
+#                   in .venv-phantom: PyTorch's build for CUDA without NVIDIA's libraries
 #   make notebooks  set up .venv, run every notebook without a browser and write it to build/notebooks/
 #   make gpu        no set-up, no network: with the machine's own python3, torch and GPU, run the benchmarks, the GPU
 #                   tests and the notebooks; writes data/measurements/ and build/gpu/ (OUT=dir packs them there)
@@ -46,7 +48,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Threads that wait give their core away: ranks share cores, and spinning slows all of them.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: help lab test test-all test-matrix test-versions test-2.11 test-2.14 notebooks gpu again
+.PHONY: help lab test test-all test-matrix test-versions test-2.11 test-2.14 test-phantom notebooks gpu again
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -73,6 +75,10 @@ test-versions: test-2.11 test test-2.14
 test-2.11 test-2.14: test-%:
 	$(MAKE) test VENV=.venv-$* CONSTRAINTS=constraints-$*.txt TIMES=build/times-$*.json
 
+test-phantom:
+	$(MAKE) .venv-phantom/.installed VENV=.venv-phantom CONSTRAINTS=constraints-2.14.txt OVERRIDES=overrides-phantom.txt
+	PYTHONPATH=tests/kits:$(CURDIR) .venv-phantom/bin/python -m pytest $(WORKERS) -p on_phantom tests/phantom
+
 notebooks: $(INSTALLED)
 	$(IN_VENV) tools/notebooks.py --out build/notebooks $(NOTEBOOKS)
 
@@ -89,6 +95,9 @@ ITS_TORCH = $(shell $(IN_VENV) -c 'from importlib.metadata import version; print
 # pip's own settings say where torch comes from, and so which build it is. uv installs the rest, in a tenth of pip's time.
 PIP = $(IN_VENV) -m pip install --no-compile $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 UV  = $(VENV)/bin/uv pip install --python $(IN_VENV) $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+# What is not to be installed uv alone knows how to leave out.
+INSTALL = $(if $(OVERRIDES),$(PIP) uv && $(UV) --override $(OVERRIDES) torch torchvision -e '.[dev]',\
+          $(PIP) torch torchvision uv && { $(UV) -e '.[dev]' || $(PIP) -e '.[dev]'; })
 ifneq ($(shell cat $(INSTALLED) 2>/dev/null),$(CURDIR) $(CONSTRAINTS))
 $(INSTALLED): again
 else ifneq ($(PINNED),$(if $(PINNED),$(ITS_TORCH)))
@@ -107,7 +116,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	  echo "setting up $(VENV) with $(FOUND): a minute or more the first time" && touch $(UNFINISHED) && \
 	  $(FOUND) -m venv --clear $(VENV) && touch $(VENV)/.made; }
 	@touch $(UNFINISHED)
-	@{ $(PIP) torch torchvision uv && { $(UV) -e '.[dev]' || $(PIP) -e '.[dev]'; }; } || \
+	@{ $(INSTALL); } || \
 	{ echo "the set-up of $(VENV) did not end: see the words above. Without a network pip finds no package: give it one, or a"; \
 	  echo "folder of wheels (PIP_NO_INDEX=1 PIP_FIND_LINKS=folder), and run make again. It begins anew."; exit 1; }
 	@$(IN_VENV) tools/fit.py

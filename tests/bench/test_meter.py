@@ -59,9 +59,9 @@ def test_on_cuda_each_row_names_what_its_peer_counts_more(monkeypatch):
     step()
     with memory.track(step.model, step.optimizer, step.tokens) as t:
         step()
-    start = {"requested_bytes.all.current": t.start.total + 7}
-    requested = t.peak.total - t.start.total + workspace + 100
-    reading = memory.Reading("cuda:0", requested, workspace, t.start.total + 7 + requested, 2**20 + 2**24,
+    start = {"requested_bytes.all.current": t.start.total + 7 + workspace}  # the workspaces are there before the step
+    requested = t.peak.total - t.start.total + 100
+    reading = memory.Reading("cuda:0", requested, 0, t.start.total + 7 + workspace + requested, 2**20 + 2**24,
                              2**21 + 2**25, driver=2**30)
     monkeypatch.setattr(meter.memory, "measure", lambda device: contextlib.nullcontext(reading))
     monkeypatch.setattr(meter, "release_workspaces", lambda: workspace)
@@ -69,8 +69,8 @@ def test_on_cuda_each_row_names_what_its_peer_counts_more(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: start)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**26)
     net, asked, blocks, segments, driver = meter.cuda_byte_rows(step, "fp32", "cuda")
-    named = {"cuBLAS workspace": workspace, "older and unknown to the tracker": 7, "inside kernels": 100}
-    assert net["items"] == {"cuBLAS workspace": workspace, "unknown": 0}
+    named = {"cuBLAS workspaces": workspace, "older and unknown to the tracker": 7, "inside kernels": 100}
+    assert net["items"] == {"unknown": 0}
     assert asked["items"] == named and asked["value"] == blocks["value"] == segments["value"] == t.peak.total
     rounded = {**named, "rounding to 512 B": meter.rounding(t)}
     unsplit = 2**20 + 2**24 - t.peak.total - sum(rounded.values())

@@ -14,7 +14,7 @@ from refimpl.estimate import Options, estimate
     ({"optimizer": "lion"}, "optimizer='lion': expected one of adamw"),
     ({"attention": "flash"}, "attention='flash': expected one of sdpa, eager"),
     ({"precision": "bf16-master", "gpus": 2}, "with zero=0: data parallelism updates the parameters themselves"),
-    ({"gpu": "h100"}, "unknown hardware 'h100'; close names: h200, h100-sxm"),
+    ({"gpu": "h10"}, "unknown hardware 'h10'; close names: a10"),
     ({"sequence": 1025}, "sequence=1025: gpt2 has a context of 1024 tokens; give that many or less")])
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
