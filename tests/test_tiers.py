@@ -135,13 +135,6 @@ def test_another_seed_is_another_draw_and_the_same_seed_the_same():
     assert first == again != other and len(first) == len(other)
 
 
-def test_a_dear_function_has_one_case_before_a_cheap_one_has_many():
-    cheap, dear = matrix("tests/a/test_x.py::test_cheap", 40, 10), matrix("tests/a/test_x.py::test_dear", 5, 5)
-    costs = {"tests/a/test_x.py::test_cheap": [400.0, 400], "tests/a/test_x.py::test_dear": [250.0, 25]}
-    kept = tiers.drawn(cheap + dear, costs, SETTINGS, 0)
-    assert 1 <= len([each for each in kept if each in dear]) < 10
-
-
 def test_pages_run_whole_the_core_ones_always_and_the_others_by_turns():
     pages = [f"notebooks/{number:02}_x.ipynb" for number in range(30)]
     items = [item(f"{page}::Cell {i}") for page in pages for i in range(3)]
