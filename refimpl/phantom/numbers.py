@@ -48,6 +48,8 @@ class Numbers(TorchDispatchMode):
         kwargs = kwargs or {}
         if not concerns(func, args, kwargs):
             return func(*args, **kwargs)
+        if "index_put" in func._schema.name:
+            args = _with_places(*args)
         computed = _on_the_cpu(func, args, kwargs)
         if computed is None:
             return func(*args, **kwargs)
@@ -150,6 +152,18 @@ def _on_the_cpu(func, args, kwargs):
 def _cpu_generator(generator):
     found = torch.Generator()
     return found.manual_seed(seed_of(generator))
+
+
+def _with_places(x, indices, *rest):
+    """Give an index_put the places that its masks mean: a mask's count is a number, which a kernel would have made."""
+    places = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            places += [each.to(index.device) for each in (in_host_memory(index) if on_the_device(index) else index)
+                       .nonzero().unbind(1)]
+        else:
+            places.append(index)
+    return x, places, *rest
 
 
 def _static_index(func, args):

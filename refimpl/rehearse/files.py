@@ -31,8 +31,8 @@ class Guard:
             sys.addaudithook(_audit)
         _watching[:] = [self]
         for module, name in _savers():
-            self._saves[module, name] = getattr(module, name)
-            setattr(module, name, _refuse(name))
+            self._saves[module, name] = original = getattr(module, name)
+            setattr(module, name, _refusing(name, original))
         return self
 
     def __exit__(self, *exception):
@@ -68,11 +68,13 @@ def _installed(name):
     return importlib.util.find_spec(name) is not None
 
 
-def _refuse(name):
-    def refused(*args, **kwargs):
+def _refusing(name, original):
+    def save(*args, **kwargs):
+        if any(hasattr(each, "getvalue") for each in (*args, *kwargs.values())):  # a copy in memory, as of an average
+            return original(*args, **kwargs)
         raise WouldOverwrite(f"{name}: what a device that computes nothing holds is not the run's, so it is not saved; "
                              "--numbers computes it, or end the rehearsal before (--steps)")
-    return refused
+    return save
 
 
 def _audit(event, args):

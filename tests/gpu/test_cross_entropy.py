@@ -42,7 +42,9 @@ def test_errors_are_no_larger_than_the_plain_ones(name, dtype, options, shape):
     reference = exact(hidden, weight, targets, bias, **options)
     ours, theirs = (relative(with_gradients(loss(hidden, weight, targets, bias=bias, **options), hidden, weight, bias),
                              reference) for loss in (LOSSES[name], plain))
-    luck = [torch.finfo(dtype).eps / math.sqrt(shape[0]), 0, 0, 0]  # a loss is a mean of as many roundings as rows
+    # A loss's error is luck: a mean of N roundings, of which CUDA's plain loss may have had a small one (read 5.8e-6
+    # beside 2.3e-6 in fp16, 1.4e-5 beside 7.0e-6 in bf16). u / √N of a loss of 5 and more is three times as much.
+    luck = [torch.finfo(dtype).eps / 2 / math.sqrt(shape[0]) / 5, 0, 0, 0]
     assert all(a <= 1.1 * b + 1e-6 + c for a, b, c in zip(ours, theirs, luck, strict=True)), (ours, theirs)
 
 
