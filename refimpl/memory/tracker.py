@@ -183,7 +183,8 @@ class Tracker(StorageMode):
     def leave_step(self, optimizer):
         """Note that an optimizer's step ended: state that it created lazily is known now."""
         self._stepping = max(0, self._stepping - 1)
-        self._adopt_optimizer(optimizer)
+        for parameter, state in self._states(optimizer):
+            self._adopt_state(parameter, state)
 
     def saved(self, tensor):
         """Note that autograd saved the tensor itself."""
@@ -248,15 +249,21 @@ class Tracker(StorageMode):
                             "of these (not a model's parameters: the model)")
 
     def _adopt_optimizer(self, optimizer):
-        """What it updates, and the state that it keeps of that. All of its state would be too much to look at in each
-        step of one that takes some of its parameters at a time."""
+        """What it updates, and the state that it keeps of that."""
         self._met[optimizer] = None
         for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             self._watch_gradient(parameter)
             for record in self._of(parameter):
                 record.held_by_optimizer = True
-            if parameter in optimizer.state:
-                self._adopt_state(parameter, optimizer.state[parameter])
+        for parameter, state in self._states(optimizer):
+            self._adopt_state(parameter, state)
+
+    def _states(self, optimizer):
+        """The state of what it updates at the moment. All of its state would be too much to look at in each step of one
+        that takes some of its parameters at a time."""
+        state = optimizer.state
+        return [(parameter, state[parameter]) for group in optimizer.param_groups for parameter in group["params"]
+                if parameter in state]
 
     def _adopt_state(self, parameter, state):
         for name, value in state.items() if isinstance(state, dict) else ((None, state),):

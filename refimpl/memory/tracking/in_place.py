@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 )
 
 aten = torch.ops.aten
-_PYTHON = torch._C.DispatchKey.Python
+PYTHON = torch._C.DispatchKey.Python
 _VANILLA = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 ZEROS = frozenset({aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default})
 _TWINS = {  # what a formula does out of place -> the same in place
@@ -78,8 +78,8 @@ class WatchedEngine(ImperativeEngine):
             yield node.register_hook(functools.partial(self._with_mode, name_of(node)))
 
     def _with_mode(self, name, outputs, gradients):
-        if torch._C._dispatch_tls_is_dispatch_key_excluded(_PYTHON):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(_PYTHON, False)
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(PYTHON):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(PYTHON, False)
             self._report(name, outputs)
         elif getattr(_now, "formula", None) is not None:
             _now.formula = None
@@ -129,7 +129,7 @@ def _without_mode(number, gradients):
     Fake tensors need their mode: there the trackers look away."""
     kinds = {type(gradient) for gradient in gradients if gradient is not None}
     if kinds.issubset(_VANILLA[:2]) and _only_trackers():
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_PYTHON, True)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(PYTHON, True)
     elif kinds == {FakeTensor} and _only_trackers():
         _now.formula = number
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from types import ClassMethodDescriptorType
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.variable import Variable
 from torch.compiler import is_compiling
@@ -27,7 +28,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import compiled
-from .in_place import WatchedEngine
+from .in_place import PYTHON, WatchedEngine
 
 _trackers = []  # the active ones, outermost first
 _installed = ExitStack()
@@ -172,7 +173,19 @@ def _pack(tensor):
     """Autograd saves `tensor` itself. Keeps what it would have kept: the storage, and the version for its check."""
     tell("saved", tensor)
     # An output that its own node holds is a reference cycle, never freed: hold an alias instead.
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+    return (tensor if tensor.is_leaf else _alias(tensor)), tensor._version
+
+
+def _alias(tensor):
+    """Detach, past all modes where tensors are plain: no operation of the program's, and there is one for most."""
+    if type(tensor) is not torch.Tensor or is_functorch_wrapped_tensor(tensor):
+        return tensor.detach()
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(PYTHON)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(PYTHON, True)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(PYTHON, before)
 
 
 def _unpack(packed):

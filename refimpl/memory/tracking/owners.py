@@ -25,6 +25,6 @@ class Owners:
         """Return (path of the module, path of the tensor), or None."""
         reference, name, owner = self._known.get(id(tensor), (None, None, None))
         module = reference and reference()
-        if module is None or not any(each.get(name) is tensor for each in (module._parameters, module._buffers)):
+        if module is None or (module._parameters.get(name) is not tensor and module._buffers.get(name) is not tensor):
             return None
         return owner

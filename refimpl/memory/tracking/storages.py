@@ -47,6 +47,7 @@ def mark_of(storage):
     return _marks.get(storage._cdata, (None, None))[1]
 
 
+_STRIDED = torch.strided
 # Questions that fake tensors ask of the dispatcher, and the optimizer's notes to the profiler.
 _NO_TENSORS = frozenset({
     torch.ops.prim.device.default,
@@ -143,7 +144,8 @@ class StorageMode(Trace, TorchDispatchMode):
     def _record(self, name, outputs):
         """Note the operation `name`, and the storages that it made or resized."""
         with self._lock:
-            op = Op(name, *self._where(), time.time_ns())
+            phase, module = self._where()
+            op = Op(name, phase, module, time.time_ns())
             self.ops.append(op)
             self._line = None
             self._see((outputs,), op)
@@ -152,18 +154,16 @@ class StorageMode(Trace, TorchDispatchMode):
 
     def _see(self, items, op=None):
         """Register each storage in `items` that is new: born by `op`, or older than the context if there is none."""
-        for item in items:
-            if op is None and type(item) in PLAIN and item.layout is torch.strided and (
-                    item.untyped_storage()._cdata in self._alive):
-                continue  # nearly always
+        alive = self._alive
+        for item in items:  # on every operation's way
             if isinstance(item, torch.Tensor):
-                for tensor in dense_parts(item):
+                for tensor in (item,) if type(item) in PLAIN and item.layout is _STRIDED else dense_parts(item):
                     storage = tensor.untyped_storage()
-                    entry = self._alive.get(storage._cdata)
+                    entry = alive.get(storage._cdata)
                     if entry is None:
                         if not tensor._is_zerotensor():  # a forward derivative's: it has no memory
                             self._register(storage, tensor, op)
-                    elif op is not None:
+                    elif op is not None and storage.nbytes() != self.records[entry[0]].nbytes:
                         self._update_size(entry[0], storage.nbytes())
             elif isinstance(item, (tuple, list)):
                 self._see(item, op)
@@ -215,6 +215,10 @@ class StorageMode(Trace, TorchDispatchMode):
 
     def _of(self, tensor):
         """The records of a tensor's storages; one not met before is older than the context."""
+        if type(tensor) in PLAIN and tensor.layout is _STRIDED and not is_functorch_wrapped_tensor(tensor):
+            entry = self._alive.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
+                return (self.records[entry[0]],)  # nearly always
         found = []
         while is_functorch_wrapped_tensor(tensor):  # an argument of vmap or grad: what it wraps has the storage
             tensor = get_unwrapped(tensor)
