@@ -1,6 +1,14 @@
-"""`refimpl rehearse SCRIPT --on h100`: a training script on PyTorch's own allocator, for a GPU that is not there.
+"""A training script on PyTorch's own allocator, for a GPU that is not there: `refimpl rehearse SCRIPT --on h100`.
 
-Order of reading: `command` (which devices, one process for each, what is printed), `child` (that process: the device
-without kernels, then the script for some steps), `values` (what a script may not ask of a device that computes
-nothing), `files` (what it may not write).
+    from refimpl.rehearse import rehearse
+    rehearse("train.py", on="t4")["steps"]
+
+Order of reading: `run` (one GPU, a process of its own for it), `command` (what is asked and printed), `child` (that
+process: the device without kernels, then the script for some steps), `values` (what a script may not ask of a device
+that computes nothing), `files` (what it may not write), `records` (for pages on machines that cannot).
 """
+
+from .records import rehearse_or_read
+from .run import CannotRehearse, rehearse
+
+__all__ = ["CannotRehearse", "rehearse", "rehearse_or_read"]

@@ -1,6 +1,7 @@
 """One rehearsal, in a process of its own: `python -m refimpl.rehearse.child OPTIONS SCRIPT [args]`.
 
-OPTIONS is JSON: "device" (what phantom.start takes), "steps", "numbers", "snapshot", "result" (where JSON is written).
+OPTIONS is JSON: "device" (what phantom.start takes), "world", "rank", "steps", "numbers", "snapshot", "result" (where
+JSON is written: what came of it, or why it "cannot").
 The device comes first, then torch, then the script as `__main__`. The process ends with the script's own status, or 0
 once its steps are made; an out-of-memory error that the rehearsal is about is no failure of it: 0, too.
 """
@@ -17,12 +18,20 @@ from .. import phantom
 def main():
     """Rehearse, and write what came of it."""
     options, path, *arguments = json.loads(sys.argv[1]), *sys.argv[2:]
-    phantom.start(**options["device"], numbers=options["numbers"])
+    try:
+        phantom.start(**options["device"], numbers=options["numbers"])
+    except (ValueError, phantom.CannotBuild) as error:
+        Path(options["result"]).write_text(json.dumps({"cannot": str(error)}))
+        sys.exit(1)
     import torch
 
     from ..explain.script import Script
     from ..phantom import numbers
 
+    if options["world"]:
+        from ..phantom import group
+
+        group.pretend(options["world"], options["rank"])
     if options["snapshot"]:
         torch.cuda.memory._record_memory_history(context="all", stacks="python")
     script = Script(path, arguments)
@@ -31,7 +40,7 @@ def main():
     with rehearsal:
         found = rehearsal.run(script)
     found |= {"seconds": time.perf_counter() - began, "words": phantom.words(torch.__version__),
-              "missing": dict(numbers.missing)}
+              "missing": dict(numbers.missing), "world": options["world"], "rank": options["rank"]}
     if options["snapshot"]:
         torch.cuda.memory._dump_snapshot(options["snapshot"])
     Path(options["result"]).write_text(json.dumps(found))

@@ -2,28 +2,28 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from .. import catalog
 from ..allocator.command import size
 from ..estimate.command import number
 from ..explain.script import check_file
 from ..memory.ledger import human
+from .run import CannotRehearse, device, rehearse
 
 EXAMPLE = """examples:
   refimpl rehearse train.py --on h100
   refimpl rehearse --on a100-40,h100,t4 --steps 3 train.py --batch 8
-  refimpl rehearse --budget 20GiB --snapshot memory.pickle train.py"""
+  refimpl rehearse --budget 20GiB --snapshot memory.pickle train.py
+  refimpl rehearse --world 8 train_fsdp.py"""
 
 
 def add_arguments(parser):
     """Add the command's arguments to an argparse parser. What follows SCRIPT is the script's own."""
     parser.add_argument("--on", default="h100", metavar="NAMES", help="GPUs of the catalog, with commas; default: h100")
     parser.add_argument("--gpus", type=number, default=1, metavar="N", help="how many the script sees; default 1")
+    parser.add_argument("--world", type=number, metavar="N", help="for a script of torchrun's: be one of N ranks, whose "
+                        "others are not there")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them; default 0")
     parser.add_argument("--budget", type=size, metavar="SIZE", help="as 20GiB: a GPU with this much memory")
     parser.add_argument("--steps", type=number, default=2, metavar="K",
                         help="end after K steps of its optimizers; default: 2, the first of which makes their state")
@@ -40,39 +40,21 @@ def run(arguments, parser):
     try:
         check_file(arguments.script)
         devices = {name: device(name, arguments.gpus, arguments.budget) for name in arguments.on.split(",")}
+        if not 0 <= arguments.rank < (arguments.world or 1):
+            raise ValueError(f"--rank {arguments.rank} of --world {arguments.world or 1}: expected a rank below it")
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    found = {name: rehearse(each, arguments) for name, each in devices.items()}
+    options = {key: getattr(arguments, key) for key in ("world", "rank", "steps", "numbers", "snapshot")}
+    try:
+        found = {name: rehearse(arguments.script, arguments.arguments, on=each, **options,
+                                stdout=sys.stderr if arguments.json else None) for name, each in devices.items()}
+    except CannotRehearse as error:
+        sys.exit(f"refimpl rehearse: {error}")
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         print("\n".join(["", *lines(found, devices, arguments.numbers)]))
     sys.exit(max(each["status"] for each in found.values()))
-
-
-def device(name, gpus=1, budget=None):
-    """Return what phantom.start takes for a GPU of the catalog. ValueError if there is none, or it is not NVIDIA's."""
-    gpu = catalog.hardware(name.strip())
-    if gpu.capability is None:
-        raise ValueError(f"{name} is no GPU of NVIDIA's: PyTorch's allocator for CUDA does not run on it")
-    return {"memory": budget or gpu.cuda_bytes, "devices": gpus, "capability": list(gpu.capability),
-            "processors": gpu.processors, "context": gpu.context_bytes, "name": f"{gpu.name} (computes nothing)"}
-
-
-def rehearse(device, arguments):
-    """Run the script on a device in a process of its own, and return what came of it. Ends with the process's words and
-    status if there could be no device."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        options = {"device": device, "steps": arguments.steps, "numbers": arguments.numbers,
-                   "snapshot": arguments.snapshot, "result": str(result)}
-        command = [sys.executable, "-m", "refimpl.rehearse.child", json.dumps(options), arguments.script]
-        done = subprocess.run([*command, *arguments.arguments], stdout=sys.stderr if arguments.json else None,
-                              env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [
-                                  str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))})
-        if not result.exists():
-            sys.exit(done.returncode or 1)
-        return json.loads(result.read_text())
 
 
 def lines(found, devices, numbers):
@@ -109,5 +91,8 @@ def notes(each, numbers):
         where = ", ".join(f"{place} ({count}×)" for place, count in places[:3])
         yield (f"the script read numbers at {where}{' and elsewhere' * (len(places) > 3)}: each was what lay there, "
                "mostly 0. If it decides by one, --numbers computes it")
+    if each["world"]:
+        yield (f"rank {each['rank']} of {each['world']}; the others are not there: what a collective returns is as if "
+               "each held what this one holds")
     for name, why in each["missing"].items():
         yield f"{name} has no numbers: {why}"
