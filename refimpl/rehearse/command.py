@@ -21,8 +21,8 @@ def add_arguments(parser):
     """Add the command's arguments to an argparse parser. What follows SCRIPT is the script's own."""
     parser.add_argument("--on", default="h100", metavar="NAMES", help="GPUs of the catalog, with commas; default: h100")
     parser.add_argument("--gpus", type=number, default=1, metavar="N", help="how many the script sees; default 1")
-    parser.add_argument("--world", type=number, metavar="N", help="for a script of torchrun's: be one of N ranks, whose "
-                        "others are not there")
+    parser.add_argument("--world", type=number, metavar="N", help="for a script of torchrun's: be one of N ranks; "
+                        "the others are not there")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them; default 0")
     parser.add_argument("--budget", type=size, metavar="SIZE", help="as 20GiB: a GPU with this much memory")
     parser.add_argument("--steps", type=number, default=2, metavar="K",

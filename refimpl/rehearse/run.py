@@ -26,7 +26,8 @@ def rehearse(script, arguments=(), *, on="h100", gpus=1, world=None, rank=0, bud
 
     The dict has "steps" (a reading each: "allocated", "requested" and "reserved", the peaks in bytes of the GPU with
     most, and "now"), "out of memory" (None, or its "message", "line" and "step"), "ending", "status" (the script's own)
-    and "words" (whose bytes they are). CannotRehearse if there can be no device; ValueError for a GPU not in the catalog.
+    and "words" (whose bytes they are). CannotRehearse if there can be no device, ValueError for a GPU that the catalog
+    has not.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
