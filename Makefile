@@ -10,6 +10,7 @@
 #                   test-2.11, test-2.14: one of them
 #   make test-phantom   the tests of bytes on PyTorch's own CUDA allocator, on a device without kernels (refimpl/phantom),
 #                   in .venv-phantom: PyTorch's build for CUDA without NVIDIA's libraries
+#   make test-phantom-pages   every notebook there, with numbers from the CPU
 #   make notebooks  set up .venv, run every notebook without a browser and write it to build/notebooks/
 #   make gpu        no set-up, no network: with the machine's own python3, torch and GPU, run the benchmarks, the GPU
 #                   tests and the notebooks; writes data/measurements/ and build/gpu/ (OUT=dir packs them there)
@@ -48,7 +49,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Threads that wait give their core away: ranks share cores, and spinning slows all of them.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: help lab test test-all test-matrix test-versions test-2.11 test-2.14 test-phantom notebooks gpu again
+.PHONY: help lab test test-all test-matrix test-versions test-2.11 test-2.14 test-phantom test-phantom-pages \
+        phantom-venv notebooks gpu again
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -75,9 +77,16 @@ test-versions: test-2.11 test test-2.14
 test-2.11 test-2.14: test-%:
 	$(MAKE) test VENV=.venv-$* CONSTRAINTS=constraints-$*.txt TIMES=build/times-$*.json
 
-test-phantom:
+# Operations on tensors of at most NUMBERS bytes have numbers in tests/gpu, whose bytes depend on counts.
+PHANTOM = PYTHONPATH=tests/kits:$(CURDIR) .venv-phantom/bin/python -m pytest $(WORKERS) -p on_phantom
+PAGES   = $(filter-out notebooks/43_%,$(NOTEBOOKS))# which starts such a device by itself
+phantom-venv:
 	$(MAKE) .venv-phantom/.installed VENV=.venv-phantom CONSTRAINTS=constraints-2.14.txt OVERRIDES=overrides-phantom.txt
-	PYTHONPATH=tests/kits:$(CURDIR) .venv-phantom/bin/python -m pytest $(WORKERS) -p on_phantom tests/phantom
+test-phantom: phantom-venv
+	$(PHANTOM) tests/phantom
+	NUMBERS=65536 $(PHANTOM) -m bytes tests/gpu
+test-phantom-pages: phantom-venv
+	NUMBERS=268435456 TRITON_INTERPRET=1 $(PHANTOM) $(NBVAL) $(PAGES)
 
 notebooks: $(INSTALLED)
 	$(IN_VENV) tools/notebooks.py --out build/notebooks $(NOTEBOOKS)

@@ -92,12 +92,16 @@ class Theirs(Trainer):
 
     def __init__(self, name, comm, sizes):
         super().__init__(name, comm, sizes)
-        parts = [pipelining.PipelineStage(module, s, self.plan.stages, comm.device)
+        parts = [pipelining.PipelineStage(module, s, self.plan.stages, comm.device, **self.known(s, sizes))
                  for s, module in self.stages.items()]
         kind = getattr(torch_schedules, PEERS[name])
         single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
         self.schedule = kind(parts[0] if single else parts, MICRO_BATCHES, loss_fn=loss_of)
         self.first, self.last = 0 in self.stages, self.plan.stages - 1 in self.stages
+
+    def known(self, stage, sizes):
+        """Return what torch is told of a stage's tensors. Of nothing, its ranks ask each other in the first step."""
+        return {}
 
     def backward(self, tokens):
         losses = []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .. import phantom
 from ..allocator import Settings, Snapshot, compare
 from ..model import GPT, GPTConfig
 from .record import CHECKOUT, row, slug
@@ -142,10 +143,16 @@ def replayed(name, snapshot, total):
     return compare(snapshot, settings, capacity=total)
 
 
+def folder():
+    """Return where recordings of the device at hand are kept; of a device without kernels, for each PyTorch."""
+    return FOLDER / (f"phantom-{torch.__version__.partition('+')[0]}" if phantom.running() else
+                     slug(torch.cuda.get_device_name()))
+
+
 def rows_of_recordings():
     """Yield a row for each program: how many of its events the replay has as PyTorch had them."""
     total = torch.cuda.mem_get_info()[1]
-    for name, snapshot in recorded(PROGRAMS, FOLDER / slug(torch.cuda.get_device_name())).items():
+    for name, snapshot in recorded(PROGRAMS, folder()).items():
         found = replayed(name, snapshot, total)
         events = sum(entry["action"] == "alloc" or entry["action"].startswith("segment") for entry in snapshot.entries)
         yield row(f"replay of {name}", "as recorded", "events", found.addresses + found.segments, events,

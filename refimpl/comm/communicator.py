@@ -15,6 +15,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
+from .. import phantom
 from ..memory.spans import started
 from ..ranks.report import names
 from .backend import pairwise
@@ -55,7 +56,8 @@ class Communicator(Buffers):
         self._pending = set()  # handles dropped before `wait()`
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
-        self._gather, self._scatter = ((all_gather_single, reduce_scatter_single) if self._nccl else
+        whole = self._nccl or phantom.pretending()  # messages would wait for ranks that are not there
+        self._gather, self._scatter = ((all_gather_single, reduce_scatter_single) if whole else
                                        (pairwise.all_gather, pairwise.reduce_scatter))
         if self._nccl and world_size > 1:
             self._meet()  # NCCL connects a group in its first call; if that were a send, it would wait for all ranks

@@ -126,8 +126,9 @@ def place(world_size, device=None, gpus=None):
 
 
 def _backend(apart):
-    """NCCL for ranks that have a GPU each, unless it computes nothing: gloo goes through the host's memory."""
-    return NCCL if apart and not phantom.running() else "gloo"
+    """NCCL for ranks that have a GPU each, unless it computes nothing: gloo goes through the host's memory. Ranks that
+    are not there take what NCCL takes."""
+    return NCCL if phantom.pretending() or (apart and not phantom.running()) else "gloo"
 
 
 def _check(fn, world_size, **seconds):

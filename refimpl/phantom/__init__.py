@@ -27,6 +27,7 @@ __all__ = ["CannotBuild", "load", "running", "start", "words"]
 CHILDREN = str(Path(__file__).with_name("children"))
 VARIABLE = "REFIMPL_PHANTOM"
 MAJOR = "13"  # of CUDA
+_told = set()  # "group" once other ranks are pretended in this process
 
 
 def start(memory, devices=1, *, numbers=False, capability=(9, 0), processors=132, context=0, name="Phantom"):
@@ -77,7 +78,7 @@ class _NumbersAfterTorch:
 
         def run_and_turn_on(module):
             run(module)
-            importlib.import_module(".numbers", __name__).on()
+            importlib.import_module(".numbers", __name__)  # which turns itself on
 
         spec.loader.exec_module = run_and_turn_on
         return spec
@@ -86,6 +87,11 @@ class _NumbersAfterTorch:
 def running():
     """Say whether CUDA's devices in this process are without kernels."""
     return VARIABLE in os.environ
+
+
+def pretending():
+    """Say whether the other ranks of this process's group are not there (group.py)."""
+    return "group" in _told
 
 
 def libphantom():

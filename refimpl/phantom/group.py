@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from . import running
+from . import _told, running
 
-UNIQUE = bytes(128)  # what rank 0 of NCCL tells the others through the store
+UNIQUE = b"0" * 128  # as long as what rank 0 of NCCL tells the others; a number, too
 
 
 class Store(dist.Store):
@@ -49,15 +49,6 @@ class Store(dist.Store):
     def wait(self, keys, timeout=None):
         """Return at once: there is nobody to wait for."""
 
-    def set_timeout(self, timeout):
-        """Return at once."""
-
-    def delete_key(self, key):
-        return self._said.pop(key, None) is not None
-
-    def num_keys(self):
-        return len(self._said)
-
 
 def pretend(world_size, rank=0):
     """Be rank `rank` of `world_size` for every process group that is made from here on. ValueError for numbers that
@@ -68,6 +59,7 @@ def pretend(world_size, rank=0):
         raise RuntimeError("other ranks are pretended on a device without kernels alone: call phantom.start first")
     if dist.is_initialized():
         raise RuntimeError("there is a process group already: pretend before init_process_group")
+    _told.add("group")
     local = rank % torch.cuda.device_count()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(
         min(world_size, torch.cuda.device_count())), MASTER_ADDR="localhost", MASTER_PORT="29500")

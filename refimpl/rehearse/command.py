@@ -70,8 +70,10 @@ def lines(found, devices, numbers):
         if each["out of memory"]:
             failed = each["out of memory"]
             yield f"\n{name}: {failed['line'] or 'no line of the script'}\n{failed['message']}"
-    first = next(iter(found.values()))
+    first = max(found.values(), key=lambda each: each["made"])
     yield "\n" + made(first)
+    if unknown := [name for name, each in devices.items() if not each["context"]]:
+        yield f"note: what CUDA itself takes of {', '.join(unknown)} was not found, and is counted as nothing"
     yield from (f"note: {note}" for note in notes(first, numbers))
     yield first["words"] if not numbers else first["words"].replace("bytes only, no numbers,", "numbers from the CPU,")
 
@@ -81,6 +83,8 @@ def made(each):
     steps = ", ".join(f"{count} step{'s' * (count > 1)} of {name}" for name, count in each["by class"].items())
     ended = {"steps": "then ended", "end": "then ended by itself", "exit": "then exited", "interrupt": "interrupted",
              "error": f"then failed: {each['said']}"}[each["ending"]]
+    if each["out of memory"]:
+        ended = "then ran out of memory"
     return f"{steps or 'no optimizer step'}, {ended}"
 
 

@@ -52,7 +52,7 @@ class Guard:
 
 
 def _savers():
-    yield torch, "save"
+    yield from ((torch, "save"), (torch.jit, "save"), (torch._C, "PyTorchFileWriter"))  # the last writes in C++
     if "safetensors" in sys.modules or _installed("safetensors"):
         import safetensors
         import safetensors.torch

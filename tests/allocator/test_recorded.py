@@ -53,13 +53,13 @@ def test_a_recording_that_began_late_has_what_was_live(recordings):
     assert {at: block[0] for at, block in late.live.items()} == live and not early.live and not early.ranges
 
 
+@pytest.mark.parametrize(("folder", "total"), [("nvidia-h200", 150_109_880_320), ("phantom-2.11.0", 80 * 2**30)])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_a_gpu_recorded(name):
-    """An H200 under torch 2.11: every address and segment."""
-    text, total = PROGRAMS[name][1], 150_109_880_320
+def test_what_pytorch_recorded(name, folder, total):
+    """An H200 under torch 2.11, and the same torch on a device without kernels: every address and segment."""
     fraction = LIMIT / total if name.startswith("out_of_memory") or name == "collected" else None
-    settings = Settings.parse(text, version="2.11.0", memory_fraction=fraction)
-    found = compare(Snapshot.load(FOLDER / "nvidia-h200" / f"{name}.pickle.gz"), settings, capacity=total)
+    settings = Settings.parse(PROGRAMS[name][1], version="2.11.0", memory_fraction=fraction)
+    found = compare(Snapshot.load(FOLDER / folder / f"{name}.pickle.gz"), settings, capacity=total)
     assert found.difference is None and found.addresses > 50, repr(found)
 
 

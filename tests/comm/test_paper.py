@@ -18,7 +18,7 @@ def found(request):
              if item.path == request.path and hasattr(item, "callspec")]
     path = Path(ring_bodies.__file__)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (path.parents[2], path.parent)))}
-    run = subprocess.run([sys.executable, path, *asked], capture_output=True, env=environment, timeout=120)
+    run = subprocess.run([sys.executable, path, *asked], capture_output=True, env=environment, timeout=600)
     assert run.returncode == 0, run.stderr.decode()
     return json.loads(run.stdout.splitlines()[-1])
 

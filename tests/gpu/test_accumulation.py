@@ -40,6 +40,7 @@ def test_the_gradient_is_that_of_the_whole_ragged_batch(dtype, within):
         assert (parameter.grad.double() - each.double()).norm() <= within * each.double().norm() + 1e-9
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_peak_is_the_closed_forms_whatever_the_number_of_micro_batches(dtype):
     model = GPT(CONFIG, dtype=dtype, device="cuda")
@@ -59,6 +60,7 @@ def test_the_peak_is_the_closed_forms_whatever_the_number_of_micro_batches(dtype
     assert max(readings.values()) - min(readings.values()) <= 64
 
 
+@pytest.mark.bytes
 def test_low_precision_gradients_do_not_pile_up():
     model, tokens = GPT(CONFIG, dtype=torch.bfloat16, device="cuda"), tokens_of(4)
     with memory.track(model, tokens) as t:
@@ -82,6 +84,7 @@ def small_device(cuda):
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@pytest.mark.bytes
 def test_a_probe_runs_out_of_memory_and_recovers(small_device):
     model = GPT(CONFIG, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -98,6 +101,7 @@ def test_a_probe_runs_out_of_memory_and_recovers(small_device):
     step_of(model, optimizer, tokens_of(3 * found.micro_batch), found.micro_batch)  # and it does run
 
 
+@pytest.mark.bytes
 def test_a_probe_keeps_to_a_budget_below_the_device():
     model = GPT(CONFIG, device="cuda")
 
@@ -111,6 +115,7 @@ def test_a_probe_keeps_to_a_budget_below_the_device():
     assert found.nbytes <= budget < found.tried[found.micro_batch + 1]
 
 
+@pytest.mark.bytes
 def test_a_dry_run_says_what_the_probe_says_but_for_segments_and_workspaces():
     def step(rows):
         model = GPT(CONFIG, device="cuda")
@@ -122,6 +127,7 @@ def test_a_dry_run_says_what_the_probe_says_but_for_segments_and_workspaces():
     assert 0 <= dry.micro_batch - probed.micro_batch <= 0.2 * dry.micro_batch + 1
 
 
+@pytest.mark.bytes
 def test_one_row_that_is_too_much(small_device):
     def step(rows):
         torch.empty(rows * 2**42, dtype=torch.uint8, device="cuda")
@@ -130,6 +136,7 @@ def test_one_row_that_is_too_much(small_device):
         find_micro_batch(step, 8, None, probe=True)
 
 
+@pytest.mark.bytes
 def test_out_of_memory_in_the_middle_of_a_step_leaves_no_gradient(small_device):
     model = GPT(CONFIG, dtype=torch.bfloat16, device="cuda")
     parts = [tokens_of(1), tokens_of(1), tokens_of(2048)]

@@ -113,6 +113,7 @@ def test_offloaded_gradients_are_bit_equal(config, dtype, depth):
         assert all(map(torch.equal, gradients(model, tokens, context), expected))
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("smallest", [0, 2**16, 2**20])
 def test_offloaded_bytes_are_exact(smallest):
     model, tokens = model_and_tokens()
@@ -124,6 +125,7 @@ def test_offloaded_bytes_are_exact(smallest):
     assert host + device == memory.activation_bytes(CONFIG, 4, 256, device="cuda")
 
 
+@pytest.mark.bytes
 def test_the_host_copies_are_pinned():
     x = torch.randn(2**19, device="cuda", requires_grad=True)
     with offload_activations(nn.Linear(1, 1)) as c:
@@ -132,6 +134,7 @@ def test_the_host_copies_are_pinned():
     assert stored.host.is_pinned() and y.requires_grad
 
 
+@pytest.mark.bytes
 def test_the_peak_falls():
     model, tokens = model_and_tokens(GPTConfig(**{**vars(CONFIG), "layers": 12}))
     model(tokens, tokens).backward()

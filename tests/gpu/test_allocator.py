@@ -53,6 +53,7 @@ def test_what_a_step_reserves_is_predicted():
     assert abs(torch.cuda.max_memory_reserved() / predicted - 1) < 0.1
 
 
+@pytest.mark.bytes
 def test_a_mem_pool_keeps_its_segments_apart():
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
@@ -63,6 +64,7 @@ def test_a_mem_pool_keeps_its_segments_apart():
     assert owners[at["in"]] == tuple(pool.id) and owners[at["out"]] == (0, 0)
 
 
+@pytest.mark.bytes
 def test_a_fraction_limits_what_is_reserved():
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 200 * MIB) / total)
@@ -71,6 +73,7 @@ def test_a_fraction_limits_what_is_reserved():
         torch.empty(300 * MIB, dtype=torch.uint8, device="cuda")
 
 
+@pytest.mark.bytes
 def test_empty_cache_gives_back_what_is_whole():
     kept = torch.empty(1024, dtype=torch.uint8, device="cuda")
     torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")

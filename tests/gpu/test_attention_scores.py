@@ -47,6 +47,7 @@ def test_as_exact_as_plain_attention(name, D, V, cuda):
         assert_as_exact_as_plain(flash_attention, reference_attention, *given, **options_of(name, FP32))
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("name", ["documents", "prefix", "sinks"])
 def test_bytes_are_the_closed_forms(name, cuda):
     shape, keys, options = (2, H, S, 192), (2, 2, S, 192), options_of(name, BF16)

@@ -70,6 +70,7 @@ def test_tensors_on_both_devices():
     assert all(map(torch.equal, torch.autograd.grad(checkpoint(both, x, y), (x, y)), expected))
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("config", [CONFIG, DROPOUT])
 def test_the_allocators_peak_is_not_above_torchs(config):
     peaks = {}
@@ -85,6 +86,7 @@ def test_the_allocators_peak_is_not_above_torchs(config):
     assert peaks["ours"] <= peaks["torch"]
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize(("plan", "part"), [
     (None, None), ([(0,), (1,), (2,), (3,)], None), ([(0, 1), 2, 3], None), (None, "attention core"),
     (None, "attention"), (None, "mlp")])
@@ -102,6 +104,7 @@ def test_closed_forms(plan, part, dtype):
     assert predicted == pytest.approx(t.peak.total - t.start.total, rel=0.01)
 
 
+@pytest.mark.bytes
 def test_adaptive_reads_the_device():
     model, tokens = model_and_tokens()
     with AdaptiveCheckpoint(0.8).apply(model.blocks) as policy:

@@ -62,6 +62,7 @@ def read_the_allocator(comm):
             "host": host, "result": total.unique().item(), "trace": t}
 
 
+@pytest.mark.bytes
 def test_each_of_four_ranks_reads_its_own_cuda_statistics():
     for rank, read in enumerate(launch(read_the_allocator, 4, device="cuda:0")):
         expected = (rank + 1) * MiB + MiB  # x and the result

@@ -48,6 +48,7 @@ def test_errors_are_no_larger_than_the_plain_ones(name, dtype, options, shape):
     assert all(a <= 1.1 * b + 1e-6 + c for a, b, c in zip(ours, theirs, luck, strict=True)), (ours, theirs)
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_beside_the_allocators(name, dtype):
@@ -94,6 +95,7 @@ def test_a_vocabulary_split_over_ranks_that_share_one_gpu():
             assert sent["all_reduce"] == parts * (rows + dh)
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("keep", ["input", "hidden"])
 @pytest.mark.parametrize("chunk_size", [None, 512])
 def test_an_mlps_bytes_beside_the_allocators(keep, chunk_size):

@@ -44,6 +44,7 @@ def test_peak_and_net_are_what_the_allocator_was_asked_for(dtype, dropout):
     assert t.peak["activations"] > 2**30
 
 
+@pytest.mark.bytes
 def test_the_first_step_keeps_optimizer_state_and_workspaces_and_nothing_else():
     step = TrainingStep(SIZE, device="cuda")
     count = step.model.config.parameter_count()
@@ -57,6 +58,7 @@ def test_the_first_step_keeps_optimizer_state_and_workspaces_and_nothing_else():
     assert t.on("cpu").now == {"optimizer state": 4 * len(list(step.model.parameters()))}
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_difference_has_a_name(dtype):
     net, requested, blocks, segments, driver = byte_rows(SIZE, dtype, 0.1, "cuda")
@@ -70,6 +72,7 @@ def test_every_difference_has_a_name(dtype):
     assert requested["peer_value"] <= blocks["peer_value"] <= segments["peer_value"] <= driver["peer_value"]
 
 
+@pytest.mark.bytes
 def test_a_broken_tracker_does_not_agree():
     class NeverFrees(Tracker):
         def _freed(self, reference):
@@ -89,6 +92,7 @@ def test_a_broken_tracker_does_not_agree():
             check_agreement(step, broken)
 
 
+@pytest.mark.bytes
 def test_tensors_freed_on_the_autograd_thread_are_followed():
     x = torch.randn(2**20, device="cuda", requires_grad=True)
     freed_on = []
@@ -106,6 +110,7 @@ def test_tensors_freed_on_the_autograd_thread_are_followed():
 # --- activations, optimizer ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -121,6 +126,7 @@ def test_the_closed_form_is_what_autograd_keeps(name, dtype, dropout):
         assert t.now["activations"] != memory.activation_bytes(config, 4, 128, dtype, device="cpu")
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adamw_takes_one_temporary_of_every_parameter_at_once(dtype):
     """On CUDA AdamW's default is `foreach`: √v of all parameters is there together, e·Ψ bytes; `fused` takes none."""
@@ -153,6 +159,7 @@ def build_and_step(config, dtype, steps=2):
         optimizer.zero_grad()
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

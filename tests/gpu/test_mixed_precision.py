@@ -69,6 +69,7 @@ def test_tensors_of_the_cpu_are_left_alone_and_both_regions_can_be_open():
             assert (x @ x).dtype is torch.bfloat16 and (y @ y).dtype is torch.float16
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("dtype", LOW)
 def test_the_closed_forms_are_what_is_kept(gpt, dtype):
     model, tokens = gpt
@@ -141,6 +142,7 @@ def test_gradients_on_several_devices():
         assert scaler.skipped_steps == (bad is not None)
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("fp32_gradients", [False, True])
 @pytest.mark.parametrize("dtype", LOW)
 def test_sixteen_and_eighteen_bytes_a_parameter(dtype, fp32_gradients):

@@ -82,6 +82,7 @@ def allocated(each, steps=3):
     return torch.cuda.memory_allocated()
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("options", [{}, {"store": HostStore}, {"update": CPUAdam}])
 def test_states_are_not_on_the_device_between_steps(options):
     gc.collect()
@@ -148,6 +149,7 @@ def test_copies_run_beside_the_computation_and_beside_each_other(cuda, seconds):
     assert together < 1.15 * max(alone, both)
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("make", [Zero1, Zero2, Zero3])
 def test_gradients_leave_during_backward(make):
     each = large(make, update=CPUAdam())

@@ -59,6 +59,7 @@ def test_predicted_and_measured(attention, dtype, chunk_size):
     assert abs(allocated - tracked) <= 0.01 * allocated
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_the_answer_fits_and_a_fifth_more_does_not(attention):
     budget = 3 * 2**30

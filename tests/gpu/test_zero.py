@@ -30,6 +30,7 @@ def test_nccl_with_one_gpu_for_each_rank():
     check_engines(4 if gpus >= 4 else 2, "cuda")
 
 
+@pytest.mark.bytes
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_update_on_the_host_leaves_no_state_on_the_gpu(stage):
     for found in launch(updated_on_the_host, 2, stage, device="cuda:0"):

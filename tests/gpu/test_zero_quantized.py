@@ -31,6 +31,7 @@ def test_kernels_beside_plain_torch(cuda, bits, dtype):
             torch.testing.assert_close(*means, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.bytes
 def test_kernels_take_no_memory(cuda):
     n = 2**22
     codec, x = BlockCodec(), torch.randn(1, n, device=cuda)

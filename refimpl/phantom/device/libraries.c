@@ -60,7 +60,35 @@ API int cudnnGetProperty(int part, int *out) /* major, minor, patch */
     *out = part == 0 ? CUDNN / 10000 : part == 1 ? CUDNN / 100 % 100 : CUDNN % 100;
     return 0;
 }
-API const char *cudnnGetErrorString(int status) { return status ? "not on the device without kernels" : "success"; }
+/* Batch norms of images with channels last. A real one may keep some bytes for backward. */
+NOTHING(cudnnSetTensorNdDescriptor) NOTHING(cudnnSetActivationDescriptor) NOTHING(cudnnBatchNormalizationBackwardEx)
+NOTHING(cudnnBatchNormalizationForwardTrainingEx) NOTHING(cudnnBatchNormalizationForwardInference)
+API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int op, void *x, void *z,
+                                                                 void *y, void *scale, void *then, size_t *out)
+{
+    (void)handle, (void)mode, (void)op, (void)x, (void)z, (void)y, (void)scale, (void)then;
+    *out = 0;
+    return 0;
+}
+API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int op, void *then, void *x,
+                                                             size_t *out)
+{
+    (void)handle, (void)mode, (void)op, (void)then, (void)x;
+    *out = 0;
+    return 0;
+}
+API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *handle, int mode, int op, void *x, void *y, void *dy,
+                                                          void *dz, void *dx, void *scale, void *then, size_t *out)
+{
+    (void)dy, (void)dz;
+    return cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(handle, mode, op, x, dx, y, scale, then, out);
+}
+/* Its recurrent layers keep what nobody but cuDNN knows: they are refused. */
+API const char *cudnnGetErrorString(int status)
+{
+    return status ? "this part of cuDNN is not on the device without kernels; torch.backends.cudnn.enabled = False "
+                    "takes PyTorch's own" : "success";
+}
 API void cudnnGetLastErrorString(char *out, size_t size) { snprintf(out, size, "not on the device without kernels"); }
 API int cudnnSetStream(void **handle, void *stream) { handle[0] = stream; return 0; }
 API int cudnnGetStream(void **handle, void **out) { *out = handle[0]; return 0; }

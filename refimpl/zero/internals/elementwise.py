@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ... import phantom
 from ..bucket import buckets_of
 from ..update import ShardedUpdate
 
@@ -31,10 +32,10 @@ def check_elementwise(optimizer, groups, named):
     number of dimensions that occurs there. Arguments as of an engine; `named`: what is trained.
 
     Nothing is changed, and no random number is used up. An optimizer that adds noise is refused: pieces get another
-    noise. On a fake or a meta device the trial runs on the CPU; one that cannot run there is not tried.
+    noise. On a device that computes nothing the trial runs on the CPU; one that cannot run there is not tried.
     """
     device, given = named[0][1].device, _kinds_of_groups(groups, named)
-    elsewhere = device.type == "meta" or isinstance(named[0][1], FakeTensor)
+    elsewhere = device.type == "meta" or isinstance(named[0][1], FakeTensor) or phantom.running()
     name = getattr(getattr(optimizer, "func", optimizer), "__name__", type(optimizer).__name__)
     for dtype in (torch.float64, torch.float32):  # not every kernel takes fp64
         with _unseen():

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refimpl import memory
 from refimpl.model import GPT, GPTConfig
@@ -23,11 +24,11 @@ def llama():
         num_key_value_heads=2, max_position_embeddings=64))
 
 
-def gpt2(dropout=0.0):
+def gpt2(dropout=0.0, **options):
     transformers = pytest.importorskip("transformers")
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=2, n_embd=64, n_head=2, vocab_size=500, n_positions=64, resid_pdrop=dropout, embd_pdrop=dropout,
-        attn_pdrop=dropout, bos_token_id=1, eos_token_id=1))
+        attn_pdrop=dropout, bos_token_id=1, eos_token_id=1, **options))
 
 
 def losses(make, device, steps=4):
@@ -62,6 +63,31 @@ def test_dropout_follows_the_state_of_the_generator():
         assert torch.equal(one, nn.functional.dropout(x, 0.3)) and not torch.equal(one, two)
         assert one.count_nonzero().item() == pytest.approx(700, abs=60)
     assert first == again != losses(gpt2, "cpu")
+
+
+class Seeded(TorchDispatchMode):
+    """Each mask of a dropout begins with the next of some seeds."""
+
+    def __init__(self, seeds):
+        super().__init__()
+        self.seeds = iter(seeds)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::bernoulli_", "aten::native_dropout"):
+            torch.default_generator.manual_seed(next(self.seeds))
+        return func(*args, **kwargs or {})
+
+
+def test_dropout_is_a_cpu_s_with_the_same_random_numbers(monkeypatch):
+    seeds, seed_of = [], numbers.seed_of
+    monkeypatch.setattr(numbers, "seed_of", lambda generator: seeds.append(seed_of(generator)) or seeds[-1])
+    with numbers.Numbers():
+        found = losses(lambda: gpt2(0.1, attn_implementation="eager"), "cuda")
+    with Seeded(seeds) as mode:
+        expected = losses(lambda: gpt2(0.1, attn_implementation="eager"), "cpu")
+    assert found == pytest.approx(expected, abs=1e-5) and next(mode.seeds, None) is None and len(set(seeds)) == 4 * 7
+    with Seeded(seeds[1:] + seeds[:1]):
+        assert found != pytest.approx(losses(lambda: gpt2(0.1, attn_implementation="eager"), "cpu"), abs=1e-3)
 
 
 @pytest.mark.parametrize("D", [16, 80])

@@ -1,0 +1,135 @@
+"""Our engines beside PyTorch's at a real size, read by PyTorch's own allocator: one of eight ranks of a model of 7B.
+
+    python -m refimpl.rehearse.engines [--record]
+
+Each engine is made and steps in a process of its own, on a device without kernels and in a group whose other ranks are
+not there (phantom/group.py). The engines and models are those of the benches `zero`, `tensor_parallel`, `pipeline`.
+`--record` writes data/measurements/phantom/engines.json.
+"""
+
+import json
+import subprocess
+import sys
+import time
+
+from .. import phantom
+
+WORLD, MEMORY = 8, 512 * 2**30
+SEVEN = {"vocabulary": 32000, "context": 512, "layers": 32, "hidden": 4096, "heads": 32}
+PIPELINES = ("gpipe", "1f1b")  # where rank 0 receives gradients alone
+STEPS = 2  # before the one that is read
+
+
+def main(arguments):
+    """Read every pair, print the table, and with `--record` keep it; with one more argument, read one engine."""
+    if arguments[:1] == ["--engine"]:
+        return print(json.dumps(child(*arguments[1:])))
+    from ..bench import __main__, record
+
+    rows = list(rows_of(pairs()))
+    print(__main__.table(rows))
+    if "--record" in arguments:
+        words = phantom.words(record.torch.__version__)
+        settings = {"ranks": WORLD, "rank": 0, "model": SEVEN, "rows of a rank": 1, "dtype": "fp32", "of": words,
+                    "read": "torch.cuda.max_memory_allocated of a step after two"}
+        reading = record.describe("engines", settings, rows, "cpu")
+        reading["device"] |= {"slug": "phantom", "name": "a device without kernels"}
+        print(f"written to {record.write(reading)}")
+
+
+def pairs():
+    """Return (bench, ours, the peer) of all engines that are compared."""
+    from ..bench import tensor_parallel, zero
+
+    return [*(("zero", *pair) for pair in zero.PAIRS),
+            *(("tensor_parallel", *pair) for pair in tensor_parallel.PAIRS),
+            *(("pipeline", f"ours {name}", f"theirs {name}") for name in PIPELINES)]
+
+
+def rows_of(pairs):
+    """Yield the rows of some pairs: peaks that PyTorch's allocator counted as allocated, and what it reserved."""
+    from ..bench.record import row
+
+    found = {}
+    for bench, *names in pairs:
+        for name in names:
+            if (bench, name) not in found:
+                command = [sys.executable, "-m", "refimpl.rehearse.engines", "--engine", bench, name]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(f"{bench}, {name}: {done.stderr.strip()[-2000:]}")
+                found[bench, name] = json.loads(done.stdout.splitlines()[-1])
+        ours, theirs = (found[bench, name] for name in names)
+        yield row(f"peak of a step, {names[0]}", names[1], "B", ours["allocated"], theirs["allocated"], ours=ours,
+                  theirs=theirs)
+
+
+def child(bench, name):
+    """Make the engine `name` of a bench as rank 0 of eight, and return the peaks of its third step."""
+    phantom.start(memory=MEMORY)
+    import torch
+
+    from ..comm import launch
+    from ..phantom import group
+
+    group.pretend(WORLD)
+    return launch(read, WORLD, bench, name, device="cuda", timeout=3600)[0] | {"torch": torch.__version__}
+
+
+def read(comm, bench, name):
+    """Return {"allocated", "reserved"}: the peaks of a step in bytes; {"seconds"}: of the host."""
+    import torch
+
+    with torch.device(comm.device):
+        engine, tokens = {"zero": of_zero, "tensor_parallel": of_tensor_parallel, "pipeline": of_pipeline}[bench](
+            name, comm)
+    for _ in range(STEPS):
+        engine.step(tokens)
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    engine.step(tokens)
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
+            "seconds": time.perf_counter() - began}
+
+
+def of_zero(name, comm):
+    """Return an engine of the bench `zero`, and a rank's tokens."""
+    from ..bench import zero
+    from ..model import GPTConfig
+
+    sizes = {"vocab_size": SEVEN["vocabulary"], "context_length": SEVEN["context"]}
+    return zero.made(name, comm, GPTConfig(**sizes, **{key: SEVEN[key] for key in ("layers", "hidden", "heads")}))
+
+
+def of_tensor_parallel(name, comm):
+    """Return an engine of the bench `tensor_parallel`, and the tokens of all its ranks."""
+    import torch
+
+    from ..bench import tensor_parallel
+
+    return (tensor_parallel.TRAINERS[name](tensor_parallel.Decoder(**SEVEN), comm),
+            torch.zeros(1, SEVEN["context"], dtype=torch.int64))
+
+
+def of_pipeline(name, comm):
+    """Return an engine of the bench `pipeline`, and the tokens of a step."""
+    import torch
+
+    from ..bench import pipeline
+
+    class Told(pipeline.Theirs):
+        """torch's stages, which would ask ranks that are not there for the shapes of tensors."""
+
+        def known(self, stage, sizes):
+            x = torch.empty(1, sizes["context"], sizes["hidden"], device="meta")
+            return {"input_args": tokens[:1].to("meta"), "output_args": x, "output_grads": x}
+
+    # Since torch 2.12 the last rank says whether all stages were told. It is not there.
+    pipeline.pipelining.PipelineStage._warmup_backward_result = lambda stage, **results: torch.ones(1)
+    kind, _, name = name.partition(" ")
+    tokens = torch.zeros(pipeline.MICRO_BATCHES, SEVEN["context"], dtype=torch.int64)
+    return {"ours": pipeline.Ours, "theirs": Told}[kind](name, comm, SEVEN), tokens
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""One of eight ranks in one process: what collectives return, and engines at a size that nobody here has."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from refimpl.bench import tensor_parallel
+from refimpl.model import GPTConfig
+from refimpl.rehearse import engines
+
+WORDS = """
+import torch, torch.distributed as dist
+from refimpl.phantom import group
+group.pretend(8, rank=5)
+dist.init_process_group("nccl", device_id=torch.device("cuda:5"))
+for device in ("cuda", "cpu"):
+    x = torch.arange(8.0, device=device)
+    gathered, scattered = torch.zeros(64, device=device), torch.zeros(1, device=device)
+    dist.all_gather_into_tensor(gathered, x)
+    dist.reduce_scatter_tensor(scattered, x)
+    dist.all_reduce(x)
+    assert gathered.cpu().tolist() == [float(i) for i in range(8)] * 8 and x.cpu().tolist() == list(range(8)), device
+    assert scattered.item() == (5.0 if device == "cuda" else 0.0), scattered  # torch's fake group takes the first
+said = [None] * 8
+dist.all_gather_object(said, {"rank": 5})
+dist.barrier()
+half = dist.new_group([1, 5])
+one = torch.zeros(2, device="cuda")
+dist.all_gather_into_tensor(one, torch.ones(1, device="cuda"), group=half)
+print(dist.get_rank(), dist.get_world_size(), said[7], one.cpu().tolist(), half.size())
+dist.destroy_process_group()
+"""
+
+
+def test_collectives_return_what_this_rank_holds():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WORDS], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "5 8 {'rank': 5} [1.0, 1.0] 2", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("bench", "ours", "theirs"), [
+    ("zero", "Zero3", "FSDP2"), ("tensor_parallel", *tensor_parallel.PAIRS[1]),
+    ("pipeline", "ours 1f1b", "theirs 1f1b")])
+def test_one_rank_of_a_model_of_7b(bench, ours, theirs):
+    """A share of states, in the allocator's own peak; and no more than the peer takes."""
+    found = {}
+    for name in (ours, theirs):
+        done = subprocess.run([sys.executable, "-m", "refimpl.rehearse.engines", "--engine", bench, name],
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    size = GPTConfig(vocab_size=32000, context_length=512, layers=32, hidden=4096, heads=32).parameter_count()
+    share = 16 * size / engines.WORLD
+    assert 0.95 * share < found[ours]["allocated"] < 1.6 * share, found
+    assert found[ours]["allocated"] <= found[theirs]["allocated"] and found[ours]["seconds"] < 10

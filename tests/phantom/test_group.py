@@ -1,0 +1,31 @@
+"""Other ranks that are not there: what is refused, and what they say in a store. (On the device: on_device/.)"""
+
+import pytest
+import torch.distributed as dist
+
+from refimpl import phantom
+from refimpl.phantom import group
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(0, 0), (8, 8), (8, -1)])
+def test_ranks_that_cannot_be(world_size, rank):
+    with pytest.raises(ValueError, match=f"rank={rank} of world_size={world_size}"):
+        group.pretend(world_size, rank)
+
+
+def test_without_the_device_nobody_is_pretended(monkeypatch):
+    monkeypatch.delenv(phantom.VARIABLE, raising=False)
+    with pytest.raises(RuntimeError, match="call phantom.start first"):
+        group.pretend(8)
+    assert not phantom.pretending()
+
+
+def test_what_a_store_says():
+    """What this rank said, through torch's own classes, too; of another rank zeros, which are a number as well."""
+    store = group.Store()
+    inner = dist.PrefixStore("a", dist.PrefixStore("b", store))
+    inner.set("mine", "7")
+    assert inner.get("mine") == b"7" and int(inner.get("rank 3's")) == 0 and len(inner.get("id")) == 128
+    assert [inner.add("count", 2), inner.add("count", 3)] == [2, 5]
+    assert store.check(["b/a/mine"]) and not store.check(["b/a/mine", "never said"])
+    inner.wait(["never said"])
