@@ -79,14 +79,13 @@ test-2.11 test-2.14: test-%:
 
 # Operations on tensors of at most NUMBERS bytes have numbers in tests/gpu, whose bytes depend on counts.
 PHANTOM = PYTHONPATH=tests/kits:$(CURDIR) .venv-phantom/bin/python -m pytest $(WORKERS) -p on_phantom
-PAGES   = $(filter-out notebooks/43_%,$(NOTEBOOKS))# which starts such a device by itself
 phantom-venv:
 	$(MAKE) .venv-phantom/.installed VENV=.venv-phantom CONSTRAINTS=constraints-2.14.txt OVERRIDES=overrides-phantom.txt
 test-phantom: phantom-venv
-	$(PHANTOM) tests/phantom
+	$(PHANTOM) tests/phantom/on_device
 	NUMBERS=65536 $(PHANTOM) -m bytes tests/gpu
 test-phantom-pages: phantom-venv
-	NUMBERS=268435456 TRITON_INTERPRET=1 $(PHANTOM) $(NBVAL) $(PAGES)
+	NUMBERS=268435456 TRITON_INTERPRET=1 $(PHANTOM) $(NBVAL) $(NOTEBOOKS)
 
 notebooks: $(INSTALLED)
 	$(IN_VENV) tools/notebooks.py --out build/notebooks $(NOTEBOOKS)

@@ -89,6 +89,11 @@ def running():
     return VARIABLE in os.environ
 
 
+def environment_without():
+    """Return the environment of a process that is to have no device, or one of its own."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(VARIABLE)}
+
+
 def pretending():
     """Say whether the other ranks of this process's group are not there (group.py)."""
     return "group" in _told

@@ -55,7 +55,7 @@ def rows_of(pairs):
         for name in names:
             if (bench, name) not in found:
                 command = [sys.executable, "-m", "refimpl.rehearse.engines", "--engine", bench, name]
-                done = subprocess.run(command, capture_output=True, text=True)
+                done = subprocess.run(command, capture_output=True, text=True, env=phantom.environment_without())
                 if done.returncode:
                     raise RuntimeError(f"{bench}, {name}: {done.stderr.strip()[-2000:]}")
                 found[bench, name] = json.loads(done.stdout.splitlines()[-1])

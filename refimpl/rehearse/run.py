@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .. import catalog
+from .. import catalog, phantom
 
 
 class CannotRehearse(RuntimeError):
@@ -35,7 +35,7 @@ def rehearse(script, arguments=(), *, on="h100", gpus=1, world=None, rank=0, bud
                    "rank": rank, "numbers": numbers, "snapshot": snapshot, "result": str(result)}
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
         command = [sys.executable, "-m", "refimpl.rehearse.child", json.dumps(options), str(script), *arguments]
-        done = subprocess.run(command, stdout=stdout, env=os.environ | {
+        done = subprocess.run(command, stdout=stdout, env=phantom.environment_without() | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths))})
         found = json.loads(result.read_text()) if result.exists() else {
             "cannot": f"the process ended with status {done.returncode} before it had a reading"}

@@ -1,11 +1,8 @@
-"""`refimpl rehearse` on scripts of the kinds that people run: each takes what its states are by hand, or is refused."""
-
-import json
-import os
-import subprocess
-import sys
+"""Rehearsals of scripts of the kinds that people run: each takes what its states are by hand, or is refused."""
 
 import pytest
+
+from refimpl.rehearse import rehearse
 
 LOOP = """
 optimizer = torch.optim.AdamW(model.parameters())
@@ -146,33 +143,30 @@ GPT2_PARAMETERS = 9000 * 256 + 1024 * 256 + 2 * (12 * 256**2 + 13 * 256) + 512  
 RESNET18 = 11_181_642  # parameters, with ten classes
 # kind → (script, options, bytes between two steps: of parameters and Adam's moments; or the words of a refusal)
 SCRIPTS = {
-    "nanoGPT": (NANOGPT, (), 12 * (9000 * 256 + 12 * 256**2)),
-    "Trainer": (TRAINER, (), 12 * GPT2_PARAMETERS),
-    "accelerate": (ACCELERATE, (), 12 * GPT2_PARAMETERS),
-    "LoRA": (LORA, (), 4 * GPT2_PARAMETERS + 12 * 2 * 8 * (256 + 768)),
-    "recomputed": (RECOMPUTED, (), 12 * GPT2_PARAMETERS),
-    "timm": (TIMM, (), 12 * RESNET18),
-    "GAN": (GAN, (), 12 * (65 * 4096 + 4097)),
-    "policy": (POLICY, ("--numbers",), 12 * 10),
-    "policy without numbers": (POLICY, (), "numbers were read since the last step"),
-    "FSDP2": (FSDP2, ("--world", "8"), 12 * 4 * 1024**2 // 8),
-    "DDP": (DDP, ("--world", "8", "--rank", "5"), 12 * 1024**2),
-    "experts": (EXPERTS, ("--numbers",), 12 * (4 * 65 * 64 + 65 * 4)),
-    "experts without numbers": (EXPERTS, (), "nonzero of a tensor on a device that computes nothing"),
+    "nanoGPT": (NANOGPT, {}, 12 * (9000 * 256 + 12 * 256**2)),
+    "Trainer": (TRAINER, {}, 12 * GPT2_PARAMETERS),
+    "accelerate": (ACCELERATE, {}, 12 * GPT2_PARAMETERS),
+    "LoRA": (LORA, {}, 4 * GPT2_PARAMETERS + 12 * 2 * 8 * (256 + 768)),
+    "recomputed": (RECOMPUTED, {}, 12 * GPT2_PARAMETERS),
+    "timm": (TIMM, {}, 12 * RESNET18),
+    "GAN": (GAN, {}, 12 * (65 * 4096 + 4097)),
+    "policy": (POLICY, {"numbers": True}, 12 * 10),
+    "policy without numbers": (POLICY, {}, "numbers were read since the last step"),
+    "FSDP2": (FSDP2, {"world": 8}, 12 * 4 * 1024**2 // 8),
+    "DDP": (DDP, {"world": 8, "rank": 5}, 12 * 1024**2),
+    "experts": (EXPERTS, {"numbers": True}, 12 * (4 * 65 * 64 + 65 * 4)),
+    "experts without numbers": (EXPERTS, {}, "nonzero of a tensor on a device that computes nothing"),
 }
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_a_kind_of_script(kind, tmp_path):
+def test_a_kind_of_script(kind, tmp_path, monkeypatch):
     text, options, expected = SCRIPTS[kind]
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(text)
-    outside = {key: value for key, value in os.environ.items() if not key.startswith("REFIMPL_PHANTOM")}
-    done = subprocess.run([sys.executable, "-m", "refimpl", "rehearse", "--json", "--on", "t4", *options, "train.py"],
-                          cwd=tmp_path, capture_output=True, text=True, env=outside)
-    assert done.stdout, done.stderr[-2000:]
-    found = json.loads(done.stdout)["t4"]
+    found = rehearse("train.py", on="t4", **options)
     if isinstance(expected, str):
         assert found["status"] == 1 and expected in found["said"]
         return
-    assert done.returncode == 0 and found["made"] == 2, (found["said"], done.stderr[-2000:])
+    assert found["status"] == 0 and found["made"] == 2, found["said"]
     assert expected <= found["steps"][1]["now"] <= 1.2 * expected + 90 * 2**20  # cuBLAS' workspaces, gradients, a batch
