@@ -34,6 +34,7 @@ def main():
         group.pretend(options["world"], options["rank"])
     if options["snapshot"]:
         torch.cuda.memory._record_memory_history(context="all", stacks="python")
+    torch.cuda.init()  # 2.11 has no peak to reset before
     script = Script(path, arguments)
     rehearsal = Rehearsal(options["steps"], with_numbers=options["numbers"])
     began = time.perf_counter()
@@ -99,7 +100,8 @@ def out_of_memory(error, step):
     ours = str(Path(__file__).resolve().parents[1])
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not frame.filename.startswith((ours, "<")) and "site-packages" not in frame.filename]
-    line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
+    place = frames[-1].filename.removeprefix(f"{Path.cwd()}/") if frames else ""
+    line = f"{place}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
     return {"message": str(error), "step": step, "line": line}
 
 

@@ -90,6 +90,8 @@ def made(each):
 
 def notes(each, numbers):
     """Yield what may make the bytes of another run other ones."""
+    if not any(step["reserved"] for step in each["steps"]):
+        yield "the script took nothing of the device: it may run on the CPU where it does not ask for device=\"cuda\""
     if each["read"] and not numbers:
         places = sorted(each["read"].items(), key=lambda place: -place[1])
         where = ", ".join(f"{place} ({count}×)" for place, count in places[:3])

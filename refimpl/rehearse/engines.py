@@ -81,8 +81,7 @@ def read(comm, bench, name):
     import torch
 
     with torch.device(comm.device):
-        engine, tokens = {"zero": of_zero, "tensor_parallel": of_tensor_parallel, "pipeline": of_pipeline}[bench](
-            name, comm)
+        engine, tokens = made(comm, bench, name)
     for _ in range(STEPS):
         engine.step(tokens)
     torch.cuda.reset_peak_memory_stats()
@@ -92,30 +91,20 @@ def read(comm, bench, name):
             "seconds": time.perf_counter() - began}
 
 
-def of_zero(name, comm):
-    """Return an engine of the bench `zero`, and a rank's tokens."""
-    from ..bench import zero
+def made(comm, bench, name):
+    """Return an engine of a bench, and the tokens of a step."""
+    import torch
+
+    from ..bench import pipeline, tensor_parallel, zero
     from ..model import GPTConfig
 
-    sizes = {"vocab_size": SEVEN["vocabulary"], "context_length": SEVEN["context"]}
-    return zero.made(name, comm, GPTConfig(**sizes, **{key: SEVEN[key] for key in ("layers", "hidden", "heads")}))
-
-
-def of_tensor_parallel(name, comm):
-    """Return an engine of the bench `tensor_parallel`, and the tokens of all its ranks."""
-    import torch
-
-    from ..bench import tensor_parallel
-
-    return (tensor_parallel.TRAINERS[name](tensor_parallel.Decoder(**SEVEN), comm),
-            torch.zeros(1, SEVEN["context"], dtype=torch.int64))
-
-
-def of_pipeline(name, comm):
-    """Return an engine of the bench `pipeline`, and the tokens of a step."""
-    import torch
-
-    from ..bench import pipeline
+    if bench == "zero":
+        sizes = {"vocab_size": SEVEN["vocabulary"], "context_length": SEVEN["context"]}
+        return zero.made(name, comm, GPTConfig(**sizes, **{key: SEVEN[key] for key in ("layers", "hidden", "heads")}))
+    rows = 1 if bench == "tensor_parallel" else pipeline.MICRO_BATCHES
+    tokens = torch.zeros(rows, SEVEN["context"], dtype=torch.int64)
+    if bench == "tensor_parallel":
+        return tensor_parallel.TRAINERS[name](tensor_parallel.Decoder(**SEVEN), comm), tokens
 
     class Told(pipeline.Theirs):
         """torch's stages, which would ask ranks that are not there for the shapes of tensors."""
@@ -126,9 +115,8 @@ def of_pipeline(name, comm):
 
     # Since torch 2.12 the last rank says whether all stages were told. It is not there.
     pipeline.pipelining.PipelineStage._warmup_backward_result = lambda stage, **results: torch.ones(1)
-    kind, _, name = name.partition(" ")
-    tokens = torch.zeros(pipeline.MICRO_BATCHES, SEVEN["context"], dtype=torch.int64)
-    return {"ours": pipeline.Ours, "theirs": Told}[kind](name, comm, SEVEN), tokens
+    kind, _, schedule = name.partition(" ")
+    return {"ours": pipeline.Ours, "theirs": Told}[kind](schedule, comm, SEVEN), tokens
 
 
 if __name__ == "__main__":

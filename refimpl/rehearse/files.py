@@ -5,6 +5,7 @@ one: `torch.save`, safetensors and whatever opens a file of the user's for writi
 a log, are left where they are.
 """
 
+import importlib.util
 import os
 import sys
 import tempfile
@@ -53,19 +54,11 @@ class Guard:
 
 def _savers():
     yield from ((torch, "save"), (torch.jit, "save"), (torch._C, "PyTorchFileWriter"))  # the last writes in C++
-    if "safetensors" in sys.modules or _installed("safetensors"):
-        import safetensors
+    if importlib.util.find_spec("safetensors"):
         import safetensors.torch
 
-        yield safetensors, "serialize_file"
-        yield safetensors.torch, "save_file"
-        yield safetensors.torch, "serialize_file"
-
-
-def _installed(name):
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None
+        yield from ((safetensors, "serialize_file"), (safetensors.torch, "save_file"),
+                    (safetensors.torch, "serialize_file"))
 
 
 def _refusing(name, original):

@@ -20,8 +20,6 @@ API int cuDeviceGetAttribute(int *out, int attribute, int device)
     *out = phantom_attribute(attribute, device);
     return SUCCESS;
 }
-API int cuDeviceGetName(char *out, int size) { snprintf(out, size, "%s", phantom_name); return SUCCESS; }
-API int cuDeviceTotalMem(size_t *out, int device) { *out = phantom_devices[device].total; return SUCCESS; }
 API int cuDeviceGetUuid(char *out, int device)
 {
     memset(out, 0, 16);
@@ -61,17 +59,6 @@ API int cuPointerGetAttribute(void *out, int attribute, void *at)
 
 /* ---- memory ---- */
 
-API int cuMemGetInfo(size_t *left, size_t *total)
-{
-    struct device *d = phantom_current();
-    *left = d->total - d->used, *total = d->total;
-    return SUCCESS;
-}
-API int cuMemAlloc(void **out, size_t size)
-{
-    *out = phantom_allocate(phantom_current(), size);
-    return *out ? SUCCESS : OUT_OF_MEMORY;
-}
 API int cuMemFree(void *at) { return phantom_free(at) ? SUCCESS : INVALID_VALUE; }
 API int cuMemGetAddressRange(uintptr_t *base, size_t *size, void *at)
 {
@@ -188,8 +175,8 @@ API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out, void *kernel, int 
 }
 API int cuOccupancyMaxActiveClusters(int *out) { *out = 1; return SUCCESS; }
 
-NOTHING(cuCtxSetCurrent) NOTHING(cuCtxPushCurrent) NOTHING(cuCtxSetLimit) NOTHING(cuCtxSynchronize)
-NOTHING(cuStreamSynchronize) NOTHING(cuMemSetAccess) NOTHING(cuModuleUnload) NOTHING(cuFuncSetAttribute)
+NOTHING(cuCtxSetCurrent) NOTHING(cuCtxPushCurrent) NOTHING(cuCtxSetLimit)
+NOTHING(cuMemSetAccess) NOTHING(cuModuleUnload) NOTHING(cuFuncSetAttribute)
 NOTHING(cuFuncSetCacheConfig) NOTHING(cuLaunchKernel) NOTHING(cuLaunchKernelEx) NOTHING(cuLaunchCooperativeKernel)
 NOTHING(cuTensorMapEncodeTiled)
 
@@ -214,13 +201,5 @@ API int nvmlDeviceGetComputeRunningProcesses(struct device *d, unsigned *count, 
     if (!room) return 7; /* the buffer is too small */
     process->pid = getpid(), process->used = d->used, process->instance = process->compute = ~0u;
     return SUCCESS;
-}
-API int nvmlDeviceGetComputeRunningProcesses_v2(struct device *d, unsigned *count, void *out)
-{
-    return nvmlDeviceGetComputeRunningProcesses(d, count, out);
-}
-API int nvmlDeviceGetComputeRunningProcesses_v3(struct device *d, unsigned *count, void *out)
-{
-    return nvmlDeviceGetComputeRunningProcesses(d, count, out);
 }
 NOTHING(nvmlShutdown) NOTHING(nvmlDeviceGetGpuFabricInfoV)

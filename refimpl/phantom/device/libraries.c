@@ -12,7 +12,7 @@
 
 /* ---- cuBLAS and cuBLASLt. PyTorch itself takes their workspaces, from its allocator ---- */
 
-HANDLE(cublasCreate_v2) DESTROY(cublasDestroy_v2) HANDLE(cublasLtCreate) DESTROY(cublasLtDestroy)
+HANDLE(cublasCreate_v2) DESTROY(cublasDestroy_v2)
 HANDLE(cublasLtMatmulDescCreate) DESTROY(cublasLtMatmulDescDestroy)
 HANDLE(cublasLtMatmulPreferenceCreate) DESTROY(cublasLtMatmulPreferenceDestroy)
 HANDLE(cublasLtMatrixLayoutCreate) DESTROY(cublasLtMatrixLayoutDestroy)
@@ -21,7 +21,6 @@ API int cublasSetMathMode(int *handle, int mode) { handle[0] = mode; return 0; }
 API int cublasGetPointerMode_v2(int *handle, int *out) { *out = handle[1]; return 0; }
 API int cublasSetPointerMode_v2(int *handle, int mode) { handle[1] = mode; return 0; }
 API size_t cublasLtGetVersion() { return 130100; }
-API int cublasGetVersion_v2(void *handle, int *out) { (void)handle; *out = 130100; return 0; }
 API int cublasLtMatmulAlgoGetHeuristic(void *handle, void *op, void *a, void *b, void *c, void *d, void *preference,
                                        int asked, void *results, int *returned)
 {
@@ -166,4 +165,3 @@ EMPTY(PTX) EMPTY(CUBIN) EMPTY(ProgramLog)
 API const char *nvrtcGetErrorString() { return "an error of the device without kernels"; }
 NOTHING(nvrtcCompileProgram) NOTHING(nvrtcAddNameExpression)
 API const char *cusparseGetErrorString() { return "not supported by the device without kernels"; }
-API const char *cusparseLtGetErrorString() { return "not supported by the device without kernels"; }

@@ -137,7 +137,6 @@ API int cudaMalloc(void **out, size_t size)
     return *out || !size ? SUCCESS : failed(OUT_OF_MEMORY);
 }
 API int cudaMallocAsync(void **out, size_t size) { return cudaMalloc(out, size); }
-API int cudaMallocManaged(void **out, size_t size) { return cudaMalloc(out, size); }
 API int cudaFree(void *at)
 {
     phantom_start();
@@ -207,7 +206,6 @@ API int cudaHostRegister(void *at, size_t size)
     return is_locked(at) ? failed(ALREADY_REGISTERED) : lock_pages(at, size, 0);
 }
 API int cudaHostUnregister(void *at) { return unlock_pages(at) ? SUCCESS : failed(NOT_REGISTERED); }
-API int cudaHostGetDevicePointer(void **out, void *at) { *out = at; return SUCCESS; }
 API int cudaPointerGetAttributes(struct pointer *out, void *at)
 {
     phantom_start();
@@ -252,8 +250,6 @@ API int cudaStreamCreate(struct stream **out) { return cudaStreamCreateWithPrior
 API int cudaStreamDestroy(struct stream *s) { if ((uintptr_t)s > 2) free(s); return SUCCESS; }
 API int cudaStreamSynchronize(struct stream *s) { return capture_of(s) ? failed(CAPTURING) : SUCCESS; }
 API int cudaStreamGetPriority(struct stream *s, int *out) { *out = (uintptr_t)s > 2 ? s->priority : 0; return SUCCESS; }
-API int cudaStreamGetId(struct stream *s, unsigned long long *out) { *out = (uintptr_t)s > 2 ? s->id : 0; return 0; }
-API int cudaStreamGetDevice(struct stream *s, int *out) { *out = (uintptr_t)s > 2 ? s->device : current; return 0; }
 API int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return SUCCESS; }
 API int cudaStreamWaitEvent(struct stream *s, struct event *e)
 {
