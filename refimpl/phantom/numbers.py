@@ -8,6 +8,9 @@ CPU computes the same from the device's memory, which is memory of the host, and
 for small tensors. Random numbers follow from the state of CUDA's generator, so that a state that is saved and set gives
 the same ones again; they are other ones than a GPU's.
 
+On a CPU the last bit of torch's fused Adam depends on where a tensor is cut: elements after the last whole vector are
+computed by other instructions. On a GPU it does not.
+
 An operation that the CPU does not have, or whose tensors have more than `LIMIT` bytes together, is left without numbers
 and named in `missing`.
 """

@@ -59,8 +59,7 @@ class NeverWritten(paper.FileStore):
 
 def check(dtype, path, store=paper.FileStore):
     """The same numbers, and the same bytes."""
-    model, engine = layers(dtype), Zero2(layers(dtype), FakeCommunicator(0, 1), ADAMW, bucket_bytes=1,
-                                         update=CPUAdam())
+    model, engine = layers(dtype), Zero2(layers(dtype), FakeCommunicator(0, 1), ADAMW, bucket_bytes=1, update=CPUAdam())
     with memory.track(model) as t:
         losses = train(model, torch.Tensor.backward, paper.HostAdamW(model, files := store(path)).step)
         files.thread.submit(int).result()  # all is written
