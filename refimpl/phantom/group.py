@@ -71,7 +71,8 @@ def pretend(world_size, rank=0):
         yield store, rank, world_size
 
     _rendezvous_handlers.update(dict.fromkeys(_rendezvous_handlers, meet))
-    distributed_c10d.ProcessGroupGloo = _on_the_host
+    distributed_c10d.ProcessGroupGloo = _OnTheHost
+    FakeProcessGroup._set_sequence_number_for_group = lambda group: None  # up to 2.13 it has no numbers
     original = distributed_c10d.init_process_group
 
     def init_process_group(*args, device_id=None, **kwargs):  # a group that knows its device is split by NCCL
@@ -80,5 +81,13 @@ def pretend(world_size, rank=0):
     distributed_c10d.init_process_group = dist.init_process_group = init_process_group
 
 
-def _on_the_host(store, rank, size, timeout=None, **options):
-    return FakeProcessGroup._create_internal(rank, size)
+class _AnyFake(type):
+    def __call__(cls, store, rank, size, timeout=None, **options):
+        return FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options())
+
+    def __instancecheck__(cls, group):
+        return isinstance(group, FakeProcessGroup)
+
+
+class _OnTheHost(metaclass=_AnyFake):
+    """Stands where torch has ProcessGroupGloo: up to 2.13 it asks of what it has made whether it is one."""
