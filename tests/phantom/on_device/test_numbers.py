@@ -141,3 +141,10 @@ def test_dry_runs_and_trials_work_inside():
         assert dry.peak.total == real.peak.total > 0
         weight = nn.Parameter(torch.ones(4, device="cuda"))
         check_elementwise(torch.optim.AdamW, None, [("weight", weight)])
+
+
+def test_without_numbers_an_optimizer_that_looks_at_others_is_refused_all_the_same():
+    weight = nn.Parameter(torch.empty(8, 8, device="cuda"))
+    with pytest.raises(TypeError, match="updates an element by others"):
+        check_elementwise(torch.optim.Adafactor, None, [("weight", weight)])
+    check_elementwise(torch.optim.AdamW, None, [("weight", weight)])
