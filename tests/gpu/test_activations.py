@@ -20,7 +20,7 @@ from refimpl.model import GPT, GPTConfig
 CONFIG = GPTConfig(vocab_size=256, context_length=256, layers=4, hidden=256, heads=4)
 DROPOUT = GPTConfig(**{**vars(CONFIG), "dropout": 0.1})
 METHODS = ["lossless", "bf16", "int8"]
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = pytest.mark.usefixtures("deterministic", "clean")  # what an earlier test left would be freed in a reading
 
 
 def model_and_tokens(config=CONFIG, dtype=torch.float32, **options):
