@@ -7,7 +7,8 @@
 
 torch.cuda and every branch for CUDA run, on libraries of ours in place of NVIDIA's (device/*.c). Allocated, reserved,
 snapshots and out-of-memory errors are PyTorch's, to the byte. Kernels are not run: a tensor holds whatever lay there,
-zeros at first. It cannot tell time, what cuDNN, cuSOLVER or NCCL take for themselves, or a real driver's addresses.
+zeros at first, and what has its size by numbers (`nonzero`) has any size, so `rehearse` refuses that. It cannot tell
+time, what cuDNN or NCCL take for themselves, or a real driver's addresses; cuSOLVER and cuFFT are not there.
 
 It is never on by itself. `start` turns it on for this process and for those that it starts.
 """

@@ -112,6 +112,15 @@ def _rms_norm_backward(d_out, x, shape, rstd, weight, wanted):
             d_weight.to(weight.dtype) if wanted[1] and weight is not None else None)
 
 
+def _batch_norm(x, weight, bias, mean, var, training, momentum, eps):
+    return *aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps), None
+
+
+def _batch_norm_backward(x, d_out, weight, mean, var, kept_mean, kept_rstd, eps, reserve):
+    return aten.native_batch_norm_backward(d_out.to(x.dtype), x, weight, mean, var, kept_mean, kept_rstd, True, eps,
+                                           [True] * 3)
+
+
 def _to_fp32(operation):
     """A softmax of 16 bits that a GPU writes in fp32."""
     return lambda x, dim, half_to_float: operation(x.float() if half_to_float else x, dim, False)
@@ -132,6 +141,8 @@ ON_THE_CPU = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    aten.cudnn_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm_backward.default: _batch_norm_backward,
     aten._softmax.default: _to_fp32(aten._softmax.default),
     aten._log_softmax.default: _to_fp32(aten._log_softmax.default),
     aten._softmax_backward_data.default: _from_fp32(aten._softmax_backward_data.default),

@@ -62,8 +62,7 @@ def _make(cc, libraries, out):
     said = _run("nm", "--defined-only", "-g", *map(str, objects))
     defined = {line.split()[-1] for line in said.splitlines() if " " in line}
     rest = out / "rest.c"
-    lines = (f'int {name}() {{ return phantom_missing("{name}", {answer(name)}); }}\n' for name in imported - defined)
-    rest.write_text("".join(["int phantom_missing(const char *, int);\n", *sorted(lines)]))
+    rest.write_text("".join(f"int {name}() {{ return {answer(name)}; }}\n" for name in sorted(imported - defined)))
     _run(cc, "-shared", "-O2", "-fPIC", "-w", "-fno-builtin", "-Wl,-soname,libphantom.so", *map(str, objects),
          str(rest), "-o", str(out / "libphantom.so"), "-lpthread", "-ldl")
     for name in sorted(needed):

@@ -12,14 +12,16 @@ On a CPU the last bit of torch's fused Adam depends on where a tensor is cut: el
 computed by other instructions. On a GPU it does not.
 
 An operation that the CPU does not have, or whose tensors have more than `LIMIT` bytes together, is left without numbers
-and named in `missing`.
+and named in `missing`; so are sparse and nested tensors.
 """
 
 import ctypes
 import os
+import threading
 import warnings
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -28,7 +30,8 @@ from .formulas import ON_THE_CPU, seed_of
 
 LIMIT = 256 * 2**20
 missing = {}  # operation → why it has no numbers
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+_for_good = []  # the Numbers that `on` has turned on
+PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)  # of a class that dispatches nothing
 # These make no numbers, or make them by copies, which are real.
 UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream", "set_",
              "resize_", "_local_scalar_dense", "is_pinned", "_pin_memory", "detach", "lift_fresh", "alias"}
@@ -45,22 +48,34 @@ class Numbers(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *exception):
-        libphantom().phantom_numbers(0)
+        libphantom().phantom_numbers(bool(_for_good))
         return super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not concerns(func, args, kwargs):
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # a dry run
             return func(*args, **kwargs)
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        if any(type(x).__torch_dispatch__ not in PLAIN for x in tensors):
+            return NotImplemented  # it knows what it is made of, and asks again for each part
+        if not concerns(func, tensors, kwargs):
+            return func(*args, **kwargs)
+        seed, dynamic, out = None, torch.Tag.dynamic_output_shape in func.tags and not _static_index(func, args), None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            seed = seed_of(torch.cuda.default_generators[_device_of(tensors, kwargs)])
         if "index_put" in func._schema.name:
             args = _with_places(*args)
-        computed = _on_the_cpu(func, args, kwargs)
+        if not (dynamic or func._schema.is_mutable):  # what it takes first: it may be more than the host has
+            out = func(*args, **kwargs)
+            if _cannot(func, [*tensors, *tree_flatten(out)[0]]):
+                return out
+        computed = _on_the_cpu(func, args, kwargs, seed)
         if computed is None:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if out is None else out
         answer, written = computed
-        if torch.Tag.dynamic_output_shape in func.tags and not _static_index(func, args):
+        if dynamic:
             return tree_map(lambda x: x.cuda() if isinstance(x, torch.Tensor) else x, answer)  # its size needs numbers
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if out is None else out
         for theirs, ours in written:
             in_host_memory(theirs).copy_(ours)
         if isinstance(answer, (bool, int, float)):  # equal, allclose
@@ -71,21 +86,38 @@ class Numbers(TorchDispatchMode):
 
 
 def on():
-    """Have numbers for the rest of the process, when tensors are printed, too."""
-    Numbers().__enter__()
+    """Have numbers for the rest of the process, in all of its threads, and when tensors are printed."""
+    _for_good.append(Numbers().__enter__())
+    print_from_the_host()
+    run, compile = threading.Thread._bootstrap_inner, torch.compile
+
+    def run_with_numbers(thread):
+        with Numbers():
+            run(thread)
+
+    def compile_nothing(*args, **kwargs):
+        missing["torch.compile"] = "while there are numbers it leaves the program as it is, which may take other bytes"
+        return compile(*args, **kwargs)
+
+    threading.Thread._bootstrap_inner, torch.compile = run_with_numbers, compile_nothing
+    torch.cuda.nccl.is_available = lambda tensors: False  # DataParallel then adds gradients by operations
+
+
+def print_from_the_host():
+    """Have tensors of the device printed from copies: to print turns all modes off, and computes on the device."""
     if torch._tensor_str._str is not _printed:
         _printed.original, torch._tensor_str._str = torch._tensor_str._str, _printed
 
 
 def _printed(tensor, *, tensor_contents=None):
-    """Print from a copy on the host: to print turns all modes off, and then computes on the device."""
     return _printed.original(tensor, tensor_contents=tensor_contents) if not on_the_device(tensor) else \
         _printed.original(tensor.cpu(), tensor_contents=tensor_contents)[:-1] + f", device='{tensor.device}')"
 
 
 def on_the_device(x):
     """Say whether `x` is a plain tensor on CUDA: not a fake one of a dry run, nor one that is made of others."""
-    return isinstance(x, torch.Tensor) and type(x) in PLAIN and x.device.type == "cuda"
+    return (isinstance(x, torch.Tensor) and type(x).__torch_dispatch__ in PLAIN and x.device.type == "cuda"
+            and x.layout is torch.strided and not x.is_nested and not is_functorch_wrapped_tensor(x))
 
 
 def in_host_memory(x):
@@ -96,27 +128,40 @@ def in_host_memory(x):
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     with warnings.catch_warnings(action="ignore"):
         plain = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=x.dtype).set_(plain, x.storage_offset(), x.size(), x.stride())
+    found = torch.empty(0, dtype=x.dtype).set_(plain, x.storage_offset(), x.size(), x.stride())
+    found = torch._conj(found) if x.is_conj() else found  # of which the memory holds the conjugate
+    return torch._neg_view(found) if x.is_neg() else found
 
 
-def concerns(func, args, kwargs):
-    """Say whether an operation reads or writes numbers on the device, and all of its tensors are plain ones."""
+def concerns(func, tensors, kwargs):
+    """Say whether an operation reads or writes numbers on the device that have a place in its memory."""
     space, _, name = func._schema.name.partition("::")
-    if space in COLLECTIVES or name in UNTOUCHED or any(
+    if space in COLLECTIVES or name in UNTOUCHED or torch.Tag.inplace_view in func.tags or any(
             each.alias_info and not each.alias_info.is_write for each in func._schema.returns):  # a view
         return False
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-    if not any(map(on_the_device, tensors)) and torch.device(kwargs.get("device") or "cpu").type != "cuda":
-        return False
-    if any(type(x) not in PLAIN or x.is_sparse for x in tensors):
-        return False
-    if (nbytes := sum(x.nbytes for x in tensors)) > LIMIT:
+    there = any(x.device.type == "cuda" for x in tensors) or torch.device(kwargs.get("device") or "cpu").type == "cuda"
+    return there and not _cannot(func, tensors)
+
+
+def _cannot(func, tensors):
+    """Say whether a CPU is not to compute an operation of these tensors, and note why."""
+    there = [x for x in tensors if isinstance(x, torch.Tensor) and x.device.type == "cuda"]
+    if not all(map(on_the_device, there)):
+        missing[str(func)] = "its tensors are sparse or nested"
+    elif (nbytes := sum(x.nbytes for x in there)) > LIMIT:
         missing[str(func)] = f"its tensors have {nbytes:,} bytes, more than {LIMIT:,}"
+    else:
         return False
     return True
 
 
-def _on_the_cpu(func, args, kwargs):
+def _device_of(tensors, kwargs):
+    """Return the number of the device on which an operation runs."""
+    found = next((x.device for x in tensors if x.device.type == "cuda"), None) or torch.device(kwargs["device"])
+    return torch.cuda.current_device() if found.index is None else found.index
+
+
+def _on_the_cpu(func, args, kwargs, seed):
     """Return (what the CPU answers, [(tensor on the device, what it shall hold)]), None if the CPU does not have it."""
     copies, written = {}, []
     names = [each.name for each in func._schema.arguments]
@@ -136,17 +181,17 @@ def _on_the_cpu(func, args, kwargs):
         return _cpu_generator(x) if isinstance(x, torch.Generator) and x.device.type == "cuda" else x
 
     named = dict(zip(names, args, strict=False)) | kwargs
-    # What is written comes first, so that the same tensor among what is read is the copy that changes.
-    for name in sorted(named, key=lambda name: not writes[name]):
-        named[name] = tree_map(lambda x, write=writes[name]: taken(x, write), named[name])
-    new_args = [named[name] for name in names[:len(args)]]
-    new_kwargs = {name: False if name == "pin_memory" else named[name] for name in kwargs}
     call = ON_THE_CPU.get(func, func)
     try:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        # What is written comes first, so that the same tensor among what is read is the copy that changes.
+        for name in sorted(named, key=lambda name: not writes[name]):
+            named[name] = tree_map(lambda x, write=writes[name]: taken(x, write), named[name])
+        new_args = [named[name] for name in names[:len(args)]]
+        new_kwargs = {name: False if name == "pin_memory" else named[name] for name in kwargs}
+        if seed is None:
             return call(*new_args, **new_kwargs), written
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed_of(torch.cuda.default_generators[torch.cuda.current_device()]))
+            torch.default_generator.manual_seed(seed)
             return call(*new_args, **new_kwargs), written
     except (NotImplementedError, RuntimeError, TypeError) as error:
         missing[str(func)] = str(error).partition("\n")[0][:200]

@@ -5,7 +5,8 @@
 
 Order of reading: `run` (one GPU, a process of its own for it), `command` (what is asked and printed), `child` (that
 process: the device without kernels, then the script for some steps), `values` (what a script may not ask of a device
-that computes nothing), `files` (what it may not write), `records` (for pages on machines that cannot).
+that computes nothing), `files` (what it may not write), `processes` (scripts that start one for each GPU), `records`
+(for pages on machines that cannot).
 """
 
 from .records import rehearse_or_read

@@ -3,10 +3,11 @@
 OPTIONS is JSON: "device" (what phantom.start takes), "world", "rank", "steps", "numbers", "snapshot", "result" (where
 JSON is written: what came of it, or why it "cannot").
 The device comes first, then torch, then the script as `__main__`. The process ends with the script's own status, or 0
-once its steps are made; an out-of-memory error that the rehearsal is about is no failure of it: 0, too.
+once its steps are made.
 """
 
 import json
+import linecache
 import sys
 import time
 import traceback
@@ -32,19 +33,18 @@ def main():
         from ..phantom import group
 
         group.pretend(options["world"], options["rank"])
-    if options["snapshot"]:
-        torch.cuda.memory._record_memory_history(context="all", stacks="python")
-    torch.cuda.init()  # 2.11 has no peak to reset before
+    if options["snapshot"]:  # once CUDA is begun: the script may set PYTORCH_ALLOC_CONF before
+        torch.cuda._lazy_call(lambda: torch.cuda.memory._record_memory_history(context="all", stacks="python"))
     script = Script(path, arguments)
-    rehearsal = Rehearsal(options["steps"], with_numbers=options["numbers"])
+    rehearsal = Rehearsal(**{key: options[key] for key in ("steps", "numbers", "world", "rank", "snapshot")})
     began = time.perf_counter()
     with rehearsal:
         found = rehearsal.run(script)
     found |= {"seconds": time.perf_counter() - began, "words": phantom.words(torch.__version__),
               "missing": dict(numbers.missing), "world": options["world"], "rank": options["rank"]}
+    Path(options["result"]).write_text(json.dumps(found))
     if options["snapshot"]:
         torch.cuda.memory._dump_snapshot(options["snapshot"])
-    Path(options["result"]).write_text(json.dumps(found))
     sys.stdout.flush()
     sys.exit(found["status"])
 
@@ -52,13 +52,16 @@ def main():
 class Rehearsal:
     """Runs a Script for some steps of its optimizers, and reads PyTorch's allocator at each: a context around it."""
 
-    def __init__(self, steps, with_numbers):
+    def __init__(self, steps, numbers, world, rank, snapshot):
         from ..explain.steps import Steps
         from .files import Guard
+        from .peaks import Peaks
+        from .processes import OneOf
         from .values import Watch
 
-        self.readings, self.failed, self._watch = [], None, Watch()
-        self._contexts = [] if with_numbers else [self._watch, Guard()]
+        self.readings, self.failed = [], None
+        self._watch, self._guard, self._peaks = Watch(), Guard(snapshot), Peaks()
+        self._contexts = [self._peaks, OneOf(world, rank), *([] if numbers else [self._guard, self._watch])]
         self._steps = Steps(steps, self._stepped, lambda: None, lambda: None)
 
     def __enter__(self):
@@ -78,43 +81,29 @@ class Rehearsal:
         if isinstance(ending.error, torch.OutOfMemoryError):
             self.failed = out_of_memory(ending.error, self._steps.count + 1)
         if ending.how != "steps":  # what was taken since the last step, or before the first
-            self.readings.append(reading())
-        status = 0 if self._steps.done or self.failed else ending.status
+            self.readings.append(self._peaks.since_the_last())
+        status = 0 if self._steps.done else ending.status
         if ending.text and not self._steps.done and not self.failed:
             sys.stderr.write(ending.text)
         return {"steps": self.readings, "made": self._steps.count, "by class": dict(self._steps.by_class),
-                "ending": ending.how, "said": ending.words, "status": status, "out of memory": self.failed,
-                "read": dict(self._watch.read), "devices": torch.cuda.device_count()}
+                "ending": ending.how, "said": self._watch.waits or ending.words, "status": status,
+                "out of memory": self.failed, "read": dict(self._watch.read), "new": self._guard.new,
+                "not saved": dict(self._guard.skipped)}
 
     def _stepped(self, optimizer):
-        import torch
-
         self._watch.stepped()
-        self.readings.append(reading())
-        for i in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(i)
+        self.readings.append(self._peaks.since_the_last())
 
 
 def out_of_memory(error, step):
     """Return PyTorch's words, the step, and the innermost line of the user's that asked for too much."""
-    ours = str(Path(__file__).resolve().parents[1])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not frame.filename.startswith((ours, "<")) and "site-packages" not in frame.filename]
-    place = frames[-1].filename.removeprefix(f"{Path.cwd()}/") if frames else ""
-    line = f"{place}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
+    from .values import users
+
+    line = None
+    if found := users(reversed([*traceback.walk_tb(error.__traceback__)])):
+        path, number = found[0].f_code.co_filename, found[1]
+        line = f"{path.removeprefix(f'{Path.cwd()}/')}:{number}: {linecache.getline(path, number).strip()}"
     return {"message": str(error), "step": step, "line": line}
-
-
-def reading():
-    """Return what PyTorch's allocator took at most on the device that took most: {"allocated", "requested", "reserved"}
-    since the last reset, and "now"."""
-    import torch
-
-    stats = [torch.cuda.memory_stats(i) for i in range(torch.cuda.device_count())]
-    names = {"allocated": "allocated_bytes.all.peak", "requested": "requested_bytes.all.peak",
-             "reserved": "reserved_bytes.all.peak", "now": "allocated_bytes.all.current"}
-    found = [{name: each.get(key, 0) for name, key in names.items()} for each in stats]
-    return max(found, key=lambda each: each["reserved"])
 
 
 if __name__ == "__main__":

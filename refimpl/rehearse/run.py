@@ -32,13 +32,14 @@ def rehearse(script, arguments=(), *, on="h100", gpus=1, world=None, rank=0, bud
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         options = {"device": device(on, gpus, budget) if isinstance(on, str) else on, "steps": steps, "world": world,
-                   "rank": rank, "numbers": numbers, "snapshot": snapshot, "result": str(result)}
+                   "rank": rank, "numbers": numbers, "snapshot": snapshot and os.path.abspath(snapshot),
+                   "result": str(result)}
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
         command = [sys.executable, "-m", "refimpl.rehearse.child", json.dumps(options), str(script), *arguments]
         done = subprocess.run(command, stdout=stdout, env=phantom.environment_without() | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths))})
         found = json.loads(result.read_text()) if result.exists() else {
-            "cannot": f"the process ended with status {done.returncode} before it had a reading"}
+            "cannot": f"the script ended its process itself, with status {done.returncode}, before there was a reading"}
     if "cannot" in found:
         raise CannotRehearse(found["cannot"])
     return found

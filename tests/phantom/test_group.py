@@ -4,10 +4,9 @@ import pytest
 import torch.distributed as dist
 
 from refimpl import phantom
-from refimpl.bench import record
+from refimpl.bench import engines, record
 from refimpl.model import GPTConfig
 from refimpl.phantom import group
-from refimpl.rehearse import engines
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(0, 0), (8, 8), (8, -1)])
@@ -37,7 +36,7 @@ def test_what_a_store_says():
 def test_engines_at_7b_take_no_more_than_their_peers():
     """As recorded, by PyTorch's allocator; nothing is below a rank's share of the states."""
     rows = record.measurement("engines", "phantom")["rows"]
-    assert {(each["what"].partition(", ")[2], each["peer"]) for each in rows} == {pair[1:] for pair in engines.pairs()}
+    assert {(each["what"].partition(", ")[2], each["peer"]) for each in rows} == {pair[1:] for pair in engines.PAIRS}
     size = GPTConfig(vocab_size=32000, context_length=512, layers=32, hidden=4096, heads=32).parameter_count()
     for each in rows:
         assert 0.9 * 16 * size / engines.WORLD < each["value"] <= each["peer_value"], each["what"]

@@ -10,8 +10,8 @@ from refimpl.phantom import libraries
 
 C = r"""
 int cudaMalloc(void **, unsigned long);
-int cublasSgemm_v2(void), cudnnRNNForward(void), ncclAllReduce(void);
-int used(void) { void *p; return cudaMalloc(&p, 100) + cublasSgemm_v2() + cudnnRNNForward() + ncclAllReduce(); }
+int cublasSgemm_v2(void), cudnnRNNForward(void), ncclGroupStart(void);
+int used(void) { void *p; return cudaMalloc(&p, 100) + cublasSgemm_v2() + cudnnRNNForward() + ncclGroupStart(); }
 const char names[] = "\0nvmlInit_v2\0nvmlDeviceGetName\0";
 """
 
@@ -36,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 def test_imports_are_read_and_each_has_an_answer(tmp_path, cache):
     torch = fake_torch(tmp_path / "torch")
     functions, needed = libraries.imports(torch / "lib")
-    assert functions == {"cudaMalloc", "cublasSgemm_v2", "cudnnRNNForward", "ncclAllReduce", "nvmlInit_v2",
+    assert functions == {"cudaMalloc", "cublasSgemm_v2", "cudnnRNNForward", "ncclGroupStart", "nvmlInit_v2",
                          "nvmlDeviceGetName"}
     assert needed == {"libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1"}
     folder = libraries.build(torch, "2.99.0")

@@ -39,11 +39,12 @@ def _learn(frame):
     path = frame.f_code.co_filename
     if path == "<string>":  # `python -c`, or what dataclasses and the like wrote
         return USER if frame.f_globals.get("__name__") == "__main__" else INNER
-    _kinds[path] = _kind(path)
+    _kinds[path] = kind_of(path)
     return _kinds[path]
 
 
-def _kind(path):
+def kind_of(path):
+    """Return whose a file of code is: INNER, LIBRARY or USER."""
     if path.startswith(_INNER) or "torchinductor_" in path or (path.startswith("<") and path != "<stdin>"):
         return INNER
     if path.startswith((*_SITES, _PACKAGE)) or f"{os.sep}site-packages{os.sep}" in path:

@@ -10,7 +10,7 @@
 
 enum { SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, MISSING_CONFIGURATION = 52, NO_DEVICE = 100, INVALID_DEVICE = 101,
        INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
-       NOT_SUPPORTED = 801, CAPTURING = 900 };
+       NOT_SUPPORTED = 801, CAPTURING = 900, NO_NUMBERS = 999 };
 enum { HOST_MEMORY = 1, DEVICE_MEMORY = 2 };
 
 struct properties { /* cudaDeviceProp; what stands in `rest` is 0 */
@@ -53,8 +53,7 @@ _Static_assert(sizeof(struct allocation) == 32, "CUDA 13");
 struct range { uintptr_t address; size_t size; int backed; };
 struct device {
     uintptr_t base;
-    size_t total, used, most;
-    unsigned long allocations;
+    size_t total, used;
     struct range *ranges;
     size_t count, room;
 };
@@ -71,11 +70,10 @@ void phantom_release(struct device *, size_t);
 int phantom_back(void *, size_t);
 void phantom_unback(void *, size_t);
 struct range phantom_range(const void *);
-void phantom_copy(void *to, const void *from, size_t);
+int phantom_copy(void *to, const void *from, size_t);
 void phantom_set(void *, int value, size_t);
 
 /* runtime.c */
 struct device *phantom_current(void);
 int phantom_index(void);
 int phantom_attribute(int attribute, int device);
-int phantom_missing(const char *name, int status);

@@ -29,7 +29,6 @@ API int cuDeviceGetUuid(char *out, int device)
 }
 API int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
 {
-    (void)device;
     *flags = 0, *active = 1;
     return SUCCESS;
 }
@@ -72,7 +71,7 @@ API int cuMemsetD32Async(uint32_t *at, uint32_t value, size_t count)
     for (size_t i = 0; i < count; i++) at[i] = value;
     return SUCCESS;
 }
-API int cuStreamWriteValue32(void *stream, uint32_t *at, uint32_t value) { (void)stream; *at = value; return SUCCESS; }
+API int cuStreamWriteValue32(void *stream, uint32_t *at, uint32_t value) { *at = value; return SUCCESS; }
 
 /* Virtual memory: addresses, memory, and one mapped to the other. Memory is gone once it is released and unmapped. */
 struct memory { struct device *device; size_t size; int handles, maps; struct allocation as; };
@@ -110,7 +109,6 @@ API int cuMemRelease(struct memory *m)
 }
 API int cuMemMap(char *at, size_t size, size_t offset, struct memory *m)
 {
-    (void)offset;
     struct map *map = malloc(sizeof *map);
     if (!phantom_back(at, size)) return OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
@@ -169,7 +167,6 @@ API int cuFuncGetAttribute(int *out, int attribute) /* 0: most threads of a bloc
 }
 API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out, void *kernel, int threads)
 {
-    (void)kernel;
     *out = threads > 1024 ? 1 : threads > 64 ? 2048 / threads : 32;
     return SUCCESS;
 }

@@ -25,7 +25,6 @@ API int cublasLtMatmulAlgoGetHeuristic(void *handle, void *op, void *a, void *b,
                                        int asked, void *results, int *returned)
 {
     struct { uint64_t algorithm[8]; size_t workspace; int state; float waves; int rest[4]; } *result = results;
-    (void)handle, (void)op, (void)a, (void)b, (void)c, (void)d, (void)preference;
     if ((*returned = asked > 0)) memset(result, 0, sizeof *result);
     return 0;
 }
@@ -38,7 +37,6 @@ API int cudnnBackendGetAttribute(void *of, int attribute, int type, int64_t room
 {
     int none = attribute == KNOBS || attribute == ENGINE_KNOBS || attribute == NUMERICAL_NOTES
                || attribute == BEHAVIOUR_NOTES;
-    (void)of;
     if (count) *count = !none;
     if (!none && out && room > 0 && type != DESCRIPTOR)
         memset(out, 0, type == BOOLEAN ? 1 : type == INT64 || type == DOUBLE || type == POINTER ? 8 : 4);
@@ -65,22 +63,17 @@ NOTHING(cudnnBatchNormalizationForwardTrainingEx) NOTHING(cudnnBatchNormalizatio
 API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int op, void *x, void *z,
                                                                  void *y, void *scale, void *then, size_t *out)
 {
-    (void)handle, (void)mode, (void)op, (void)x, (void)z, (void)y, (void)scale, (void)then;
-    *out = 0;
-    return 0;
+    return *out = 0;
 }
 API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int op, void *then, void *x,
                                                              size_t *out)
 {
-    (void)handle, (void)mode, (void)op, (void)then, (void)x;
-    *out = 0;
-    return 0;
+    return *out = 0;
 }
 API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *handle, int mode, int op, void *x, void *y, void *dy,
                                                           void *dz, void *dx, void *scale, void *then, size_t *out)
 {
-    (void)dy, (void)dz;
-    return cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(handle, mode, op, x, dx, y, scale, then, out);
+    return *out = 0;
 }
 /* Its recurrent layers keep what nobody but cuDNN knows: they are refused. */
 API const char *cudnnGetErrorString(int status)
@@ -95,7 +88,7 @@ API int cudnnGetStream(void **handle, void **out) { *out = handle[0]; return 0; 
 /* ---- NCCL: as if every rank held what this one holds, and a sum were one of its terms. So a group of N ranks needs no
  * other process. Copies are like any other here: large ones move nothing where there are no numbers ---- */
 
-struct communicator { int ranks, rank; };
+struct communicator { int ranks, rank, together; }; /* together: all of them are in this process */
 struct unique { char bytes[128]; };
 API int ncclGetVersion(int *out) { *out = 23007; return 0; }
 API int ncclGetUniqueId(struct unique *out) { memset(out, 0, sizeof *out); return 0; }
@@ -103,9 +96,13 @@ API const char *ncclGetErrorString() { return "an error of the device without ke
 API const char *ncclGetLastError() { return ""; }
 API int ncclCommInitRank(struct communicator **out, int ranks, struct unique id, int rank)
 {
-    (void)id;
     *out = malloc(sizeof **out);
-    **out = (struct communicator){ranks, rank};
+    **out = (struct communicator){ranks, rank, 0};
+    return 0;
+}
+API int ncclCommInitAll(struct communicator **out, int ranks)
+{
+    for (int i = 0; i < ranks; i++) ncclCommInitRank(out + i, ranks, (struct unique){{0}}, i), out[i]->together = 1;
     return 0;
 }
 API int ncclCommInitRankConfig(struct communicator **out, int ranks, struct unique id, int rank)
@@ -114,9 +111,8 @@ API int ncclCommInitRankConfig(struct communicator **out, int ranks, struct uniq
 }
 API int ncclCommSplit(struct communicator *from, int color, int key, struct communicator **out)
 {
-    (void)color, (void)key;
     *out = malloc(sizeof **out);
-    **out = (struct communicator){1, from->rank}; /* how many share the color, no rank can tell alone */
+    **out = (struct communicator){1, from->rank, 0}; /* how many share the color, no rank can tell alone */
     return 0;
 }
 static size_t bytes(size_t count, int type) /* int8, uint8, int32, uint32, int64, uint64, half, float, double, ... */
@@ -129,6 +125,13 @@ API int ncclAllReduce(const void *from, void *to, size_t count, int type)
     phantom_copy(to, from, bytes(count, type));
     return 0;
 }
+API int ncclBcast(void *at, size_t count, int type, int root, struct communicator *of)
+{
+    static __thread const void *from; /* together, as in DataParallel, the root comes first */
+    if (of->together && of->rank != root) phantom_copy(at, from, bytes(count, type));
+    from = at;
+    return 0;
+}
 API int ncclBroadcast(const void *from, void *to, size_t count, int type) { return ncclAllReduce(from, to, count, type); }
 API int ncclReduce(const void *from, void *to, size_t count, int type) { return ncclAllReduce(from, to, count, type); }
 API int ncclAllGather(const void *from, char *to, size_t count, int type, struct communicator *of)
@@ -138,7 +141,6 @@ API int ncclAllGather(const void *from, char *to, size_t count, int type, struct
 }
 API int ncclReduceScatter(const char *from, void *to, size_t count, int type, int how, struct communicator *of)
 {
-    (void)how;
     return ncclAllReduce(from + of->rank % of->ranks * bytes(count, type), to, count, type);
 }
 API int ncclAlltoAll(const char *from, void *to, size_t count, int type, struct communicator *of)
@@ -146,7 +148,7 @@ API int ncclAlltoAll(const char *from, void *to, size_t count, int type, struct 
     return ncclAllGather(from + of->rank % of->ranks * bytes(count, type), to, count, type, of);
 }
 DESTROY(ncclCommDestroy) DESTROY(ncclCommAbort)
-API int ncclCommGetAsyncError(void *of, int *out) { (void)of; *out = 0; return 0; }
+API int ncclCommGetAsyncError(void *of, int *out) { *out = 0; return 0; }
 API int ncclCommCount(struct communicator *of, int *out) { *out = of->ranks; return 0; }
 API int ncclCommUserRank(struct communicator *of, int *out) { *out = of->rank; return 0; }
 API int ncclMemAlloc(void **out, size_t size) { return !(*out = phantom_allocate(phantom_current(), size)); }
@@ -158,9 +160,9 @@ NOTHING(ncclCommFinalize)
 API int nvrtcVersion(int *major, int *minor) { *major = 13, *minor = 1; return 0; }
 HANDLE(nvrtcCreateProgram)
 API int nvrtcDestroyProgram(void **program) { free(*program); *program = NULL; return 0; }
-API int nvrtcGetLoweredName(void *program, const char *name, const char **out) { (void)program; *out = name; return 0; }
-#define EMPTY(what) API int nvrtcGet##what##Size(void *of, size_t *out) { (void)of; *out = 1; return 0; } \
-                    API int nvrtcGet##what(void *of, char *out) { (void)of; *out = 0; return 0; }
+API int nvrtcGetLoweredName(void *program, const char *name, const char **out) { *out = name; return 0; }
+#define EMPTY(what) API int nvrtcGet##what##Size(void *of, size_t *out) { *out = 1; return 0; } \
+                    API int nvrtcGet##what(void *of, char *out) { *out = 0; return 0; }
 EMPTY(PTX) EMPTY(CUBIN) EMPTY(ProgramLog)
 API const char *nvrtcGetErrorString() { return "an error of the device without kernels"; }
 NOTHING(nvrtcCompileProgram) NOTHING(nvrtcAddNameExpression)

@@ -47,7 +47,7 @@ static void start(void)
             perror("phantom: no addresses for a device");
             return;
         }
-        *d = (struct device){.base = (uintptr_t)base, .total = total, .used = context, .most = context};
+        *d = (struct device){.base = (uintptr_t)base, .total = total, .used = context};
         phantom_count++;
     }
 }
@@ -61,11 +61,9 @@ void phantom_start(void)
 /* Copies of any size move their bytes from now on, or no longer. */
 API void phantom_numbers(int on) { numbers = on; }
 
-/* Bytes of a device that are taken, or that were at most. */
-API size_t phantom_bytes(int device, int most)
-{
-    return most ? phantom_devices[device].most : phantom_devices[device].used;
-}
+/* Who is asked about each copy from a device to the host, by which a program reads numbers: 0 has it go on. */
+static int (*asked)(void);
+API void phantom_ask_at_reads(int (*function)(void)) { asked = function; }
 
 int phantom_device_of(const void *address)
 {
@@ -113,7 +111,6 @@ static int fits(struct device *d, size_t size)
 {
     if (size > d->total || d->used > d->total - size) return 0;
     d->used += size;
-    if (d->used > d->most) d->most = d->used;
     return 1;
 }
 
@@ -128,7 +125,6 @@ void *phantom_allocate(struct device *d, size_t size)
     if (fits(d, size)) {
         at = place(d, size, unit, 1);
         if (at && !phantom_back((void *)at, size)) d->used -= size, at = 0;
-        d->allocations += at != 0;
     }
     pthread_mutex_unlock(&lock);
     return (void *)at;
@@ -205,9 +201,10 @@ void phantom_unback(void *at, size_t size)
     mmap(at, size, PROT_NONE, NOBODYS | MAP_FIXED, -1, 0);
 }
 
-void phantom_copy(void *to, const void *from, size_t size)
+int phantom_copy(void *to, const void *from, size_t size)
 {
-    if (to != from && (numbers || size <= MIB)) memmove(to, from, size);
+    if (to && to != from && (numbers || size <= MIB)) memmove(to, from, size);
+    return asked && phantom_device_of(from) >= 0 && phantom_device_of(to) < 0 && asked() ? NO_NUMBERS : SUCCESS;
 }
 
 /* Zeros over many pages give the pages back, which then read as zeros. */

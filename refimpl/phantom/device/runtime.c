@@ -119,6 +119,7 @@ API const char *cudaGetErrorString(int error)
     case INVALID_VALUE: return "invalid argument";
     case INVALID_DEVICE: return "invalid device ordinal";
     case NO_DEVICE: return "no CUDA-capable device is detected";
+    case NO_NUMBERS: return "too many numbers were read of a device that computes nothing";
     case CAPTURING: return "operation not permitted when stream is capturing";
     case NOT_SUPPORTED: return "operation not supported by the device without kernels";
     }
@@ -153,7 +154,6 @@ API int cudaMemGetInfo(size_t *left, size_t *total)
 API int cudaDeviceGetDefaultMemPool(void **out, int device) { *out = phantom_devices + device; return SUCCESS; }
 API int cudaMemPoolGetAttribute(struct device *pool, int attribute, uint64_t *out)
 {
-    (void)attribute;
     *out = pool->used;
     return SUCCESS;
 }
@@ -239,7 +239,6 @@ static int captured(struct stream *s)
 
 API int cudaStreamCreateWithPriority(struct stream **out, unsigned flags, int priority)
 {
-    (void)flags;
     phantom_start();
     *out = malloc(sizeof **out);
     **out = (struct stream){current, priority, __sync_add_and_fetch(&ids, 1), NULL};
@@ -306,7 +305,6 @@ API int cudaThreadExchangeStreamCaptureMode(int *mode)
 }
 API int cudaGraphGetNodes(struct graph *graph, void *nodes, size_t *count)
 {
-    (void)nodes;
     *count = graph->nodes;
     return SUCCESS;
 }
@@ -338,20 +336,17 @@ API int cudaEventElapsedTime(float *out, struct event *a, struct event *b) /* of
 
 API int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, struct stream *s)
 {
-    (void)kind;
-    if (!captured(s)) phantom_copy(to, from, size);
-    return SUCCESS;
+    int error = captured(s) ? SUCCESS : phantom_copy(to, from, size);
+    return error ? failed(error) : SUCCESS;
 }
-API int cudaMemcpy(void *to, const void *from, size_t size) { phantom_copy(to, from, size); return SUCCESS; }
+API int cudaMemcpy(void *to, const void *from, size_t size) { return cudaMemcpyAsync(to, from, size, 0, NULL); }
 API int cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t size, struct stream *s)
 {
-    (void)b;
     return cudaMemcpyAsync(to, from, size, a, s);
 }
 API int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height,
                           int kind, struct stream *s)
 {
-    (void)kind;
     if (!captured(s)) for (size_t i = 0; i < height; i++) phantom_copy(to + i * to_pitch, from + i * from_pitch, width);
     return SUCCESS;
 }
@@ -389,24 +384,10 @@ API int __cudaPopCallConfiguration(struct extent *grid, struct extent *block, si
     *grid = one.grid, *block = one.block, *shared = one.shared, *stream = one.stream;
     return SUCCESS;
 }
-static int launch(struct stream *s) { captured(s); return SUCCESS; }
-API int cudaLaunchKernel(const void *kernel, struct extent grid, struct extent block, void **arguments, size_t shared,
-                         struct stream *s)
-{
-    (void)kernel, (void)grid, (void)block, (void)arguments, (void)shared;
-    return launch(s);
-}
-API int __cudaLaunchKernel(const void *kernel, struct extent grid, struct extent block, void **arguments, size_t shared,
-                           struct stream *s)
-{
-    return cudaLaunchKernel(kernel, grid, block, arguments, shared, s);
-}
-API int cudaLaunchCooperativeKernel(const void *kernel, struct extent grid, struct extent block, void **arguments,
-                                    size_t shared, struct stream *s)
-{
-    return cudaLaunchKernel(kernel, grid, block, arguments, shared, s);
-}
-API int cudaLaunchKernelExC(const struct launch *config) { return launch(config->stream); }
+#define LAUNCH(name) API int name(const void *kernel, struct extent grid, struct extent block, void **arguments, \
+                                  size_t shared, struct stream *s) { captured(s); return SUCCESS; }
+LAUNCH(cudaLaunchKernel) LAUNCH(__cudaLaunchKernel) LAUNCH(cudaLaunchCooperativeKernel)
+API int cudaLaunchKernelExC(const struct launch *config) { captured(config->stream); return SUCCESS; }
 API int cudaFuncGetAttributes(struct function *out)
 {
     int version = phantom_major * 10 + phantom_minor;
@@ -415,7 +396,6 @@ API int cudaFuncGetAttributes(struct function *out)
 }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out, const void *kernel, int threads)
 {
-    (void)kernel;
     *out = threads > 1024 ? 1 : threads > 64 ? 2048 / threads : 32;
     return SUCCESS;
 }
@@ -432,7 +412,6 @@ API int cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned 
     static void *own;
     Dl_info info;
     char versioned[128];
-    (void)version, (void)flags;
     if (!own && dladdr((void *)cudaGetDriverEntryPointByVersion, &info))
         own = dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
     *out = own ? dlsym(own, name) : NULL;
@@ -446,18 +425,6 @@ API int cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned 
 API int cudaGetDriverEntryPoint(const char *name, void **out, unsigned long long flags, int *result)
 {
     return cudaGetDriverEntryPointByVersion(name, out, 0, flags, result);
-}
-
-/* What PyTorch imports and none of these files defines: with REFIMPL_PHANTOM_LOG each says once that it was called. */
-API int phantom_missing(const char *name, int status)
-{
-    static const char *said[1024];
-    static int count;
-    if (!getenv("REFIMPL_PHANTOM_LOG")) return status;
-    for (int i = 0; i < count; i++) if (said[i] == name) return status;
-    if (count < 1024) said[count++] = name;
-    fprintf(stderr, "phantom: %s does nothing and returns %d\n", name, status);
-    return status;
 }
 
 NOTHING(cudaDeviceSynchronize) NOTHING(cudaDeviceEnablePeerAccess) NOTHING(cudaMemPoolSetAttribute)

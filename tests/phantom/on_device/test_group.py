@@ -1,14 +1,12 @@
 """One of eight ranks in one process: what collectives return, and engines at a size that nobody here has."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from refimpl import phantom
+from refimpl.bench import engines
 from refimpl.model import GPTConfig
-from refimpl.rehearse import engines
 
 WORDS = """
 import torch, torch.distributed as dist
@@ -43,12 +41,7 @@ def test_collectives_return_what_this_rank_holds():
     ("zero", "Zero3", "FSDP2"), ("pipeline", "ours 1f1b", "theirs 1f1b")])
 def test_one_rank_of_a_model_of_7b(bench, ours, theirs):
     """A share of states, in the allocator's own peak; and no more than the peer takes."""
-    found = {}
-    for name in (ours, theirs):
-        done = subprocess.run([sys.executable, "-m", "refimpl.rehearse.engines", "--engine", bench, name],
-                              capture_output=True, text=True, env=phantom.environment_without())
-        assert done.returncode == 0, done.stderr[-2000:]
-        found[name] = json.loads(done.stdout.splitlines()[-1])
+    found = {name: engines.peaks(bench, name) for name in (ours, theirs)}
     size = GPTConfig(vocab_size=32000, context_length=512, layers=32, hidden=4096, heads=32).parameter_count()
     share = 16 * size / engines.WORLD
     assert 0.95 * share < found[ours]["allocated"] < 1.6 * share, found

@@ -1,5 +1,6 @@
 """Numbers: losses of models as on a CPU, dropout that follows the generator, what has none by name."""
 
+import threading
 import warnings
 
 import pytest
@@ -120,12 +121,47 @@ def test_sizes_that_depend_on_numbers():
         assert x.tolist() == [0, 1, 2, 3, 4, 5, 0, 0] and str(x)[:30] == "tensor([0, 1, 2, 3, 4, 5, 0, 0"
 
 
+class Plain(torch.Tensor):
+    """A class that dispatches nothing itself."""
+
+
+def test_values_of_other_threads_classes_conjugates_and_devices(monkeypatch):
+    """Each is what a CPU has: what is not seen by the mode as it is has no numbers."""
+    def values(device):
+        x, found = torch.arange(1.0, 5.0, device=device), []
+        thread = threading.Thread(target=lambda: found.append(x * 2))
+        thread.start()
+        thread.join()
+        ragged = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        y = (x * (1 + 2j)).conj()
+        y[0] = 3 + 4j
+        x.view(2, 2).t().as_strided_((2,), (2,))
+        norm = nn.BatchNorm2d(1).to(device)
+        norm(x.view(1, 1, 2, 2)).pow(3).sum().backward()
+        return [*found, x.as_subclass(Plain) * 3, (ragged * 2).values(), torch.view_as_real(y.resolve_conj()), x,
+                norm.weight.grad, norm.running_var]
+
+    for owner, name in ((threading.Thread, "_bootstrap_inner"), (torch, "compile"), (torch.cuda.nccl, "is_available")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # as they were, in the end
+    numbers.on()
+    try:
+        for one, other in zip(values("cuda"), values("cpu"), strict=True):
+            assert torch.allclose(one.cpu(), other, atol=1e-5)
+        own = torch.Generator("cuda:1").manual_seed(1)
+        drawn = [torch.rand(8, device="cuda:1", generator=each) for each in (None, None, own, own)]
+        assert len({tuple(each.tolist()) for each in drawn}) == 4
+        assert torch.equal(drawn[2], torch.rand(8, device="cuda:1", generator=own.manual_seed(1)))
+    finally:
+        numbers._for_good.pop().__exit__(None, None, None)
+
+
 def test_an_operation_without_a_twin_is_named(monkeypatch):
     monkeypatch.setattr(numbers, "LIMIT", 1000)
     monkeypatch.setattr(numbers, "missing", {})
     with numbers.Numbers():
         torch.ones(1000, device="cuda").add(1)
-    assert numbers.missing == {"aten.add.Tensor": "its tensors have 4,000 bytes, more than 1,000"}
+    assert numbers.missing == {"aten.ones.default": "its tensors have 4,000 bytes, more than 1,000",
+                               "aten.add.Tensor": "its tensors have 4,000 bytes, more than 1,000"}
 
 
 def test_dry_runs_and_trials_work_inside():

@@ -12,10 +12,10 @@ HEAD = ("import torch\nw = torch.nn.Parameter(torch.empty(256, 2**20, device='cu
 LOOP = "for step in range(9):\n    w.grad = torch.empty_like(w)\n    o.step()\n    o.zero_grad()\n"
 
 
-def rehearsed(folder, text, *options, **environment):
+def rehearsed(folder, text, *options, after=()):
     (folder / "train.py").write_text(text)
-    command = [sys.executable, "-m", "refimpl", "rehearse", "--json", *options, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | environment)
+    command = [sys.executable, "-m", "refimpl", "rehearse", "--json", *options, "train.py", *after]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return done, json.loads(done.stdout) if done.stdout else None
 
 
@@ -31,21 +31,65 @@ def test_peaks_are_those_counted_by_hand_on_each_gpu(tmp_path):
 def test_too_much_is_said_in_pytorch_s_words_with_the_line(tmp_path):
     done, found = rehearsed(tmp_path, HEAD + LOOP, "--budget", "1500MiB")
     failed = found["h100"]["out of memory"]
-    assert done.returncode == 0 and failed["line"].endswith("train.py:5: w.grad = torch.empty_like(w)")
+    assert done.returncode == 1 and failed["line"].endswith("train.py:5: w.grad = torch.empty_like(w)")
     assert failed["message"].startswith("CUDA out of memory. Tried to allocate 1024.00 MiB") and failed["step"] == 1
 
 
 @pytest.mark.parametrize(("line", "words"), [
     ("x = w[w > 0]", "nonzero of a tensor on a device that computes nothing"),
-    ("while w[0, 0].item() == 0: pass", "numbers were read since the last step, the last at train.py:4"),
-    ("torch.save(w, 'new.pt')", "save: what a device that computes nothing holds is not the run's"),
-    ("open('mine.txt', 'w')", "would write over")])
+    ("while w[0, 0].cpu().item() == 0: pass", "10,001 numbers were read since the last step, the last at train.py:4"),
+    ("w.unique(dim=0)", "unique_dim of"), ("w.unique_consecutive()", "unique_consecutive of"),
+    ("torch.repeat_interleave(w[0].long())", "repeat_interleave of"),
+    ("open('old/mine.txt', 'w')", "was there before, and a rehearsal would write over it, move or remove it"),
+    ("import shutil; shutil.rmtree('old')", "was there before"), ("import os; os.rename('old/mine.txt', 'x')", "was"),
+    ("import torch.multiprocessing as m; m.spawn(print, nprocs=4)", "with --world 4, or a multiple, torch.multip"),
+    ("import multiprocessing as m; m.get_context('spawn').Process(target=lambda: 0).start()", "for <lambda>, and")])
 def test_what_depends_on_numbers_and_what_would_be_overwritten_is_refused(tmp_path, line, words):
-    (tmp_path / "mine.txt").write_text("mine")
-    (tmp_path / "scratch").mkdir()
-    done, found = rehearsed(tmp_path, HEAD + line + "\n" + LOOP, TMPDIR=str(tmp_path / "scratch"))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "mine.txt").write_text("mine")
+    done, found = rehearsed(tmp_path, HEAD + line + "\n" + LOOP)
     assert done.returncode == 1 and words in found["h100"]["said"]
-    assert not (tmp_path / "new.pt").exists() and (tmp_path / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "old" / "mine.txt").read_text() == "mine"
+
+
+def test_what_is_saved_at_last_read_reset_or_made_by_the_script_itself(tmp_path):
+    """Tensors are not saved, at exit neither; its own readings are its own, and so is what it makes."""
+    mine = """import atexit, os, shutil
+assert torch.cuda.memory_snapshot()[0]["is_expandable"]
+atexit.register(lambda: torch.save(w, 'old.pt'))
+os.mkdir('new'); os.system('echo 1 > new/a'); open('new/a', 'w'); shutil.rmtree('new'); open('left', 'w')
+print("loss", w.sum(), w[0, :2].tolist())
+del o; v = torch.empty(2**30, device='cuda', dtype=torch.uint8); del v  # nothing of it is to be seen below
+torch.cuda.reset_peak_memory_stats(); o = torch.optim.SGD([w], lr=0.1)
+assert torch.cuda.max_memory_allocated() == 2**30 == w.nbytes
+for number in range(6000): w[0, 0].item()
+torch.save(w, 'new.pt')
+"""
+    tail = "    assert torch.cuda.max_memory_allocated() == 2**31\n    [w[0, 0].item() for _ in range(6000)]\n"
+    (tmp_path / "old.pt").write_text("mine")
+    text = "import os; os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'; " + HEAD + mine + LOOP + tail
+    done, found = rehearsed(tmp_path, text, "--steps", "3", "--gpus", "2", "--snapshot", "m")
+    found = found["h100"]
+    assert done.returncode == 0, done.stderr
+    assert found["steps"][0]["requested"] == found["steps"][2]["requested"] == 2**31 and found["not saved"] == {
+        "save at train.py:13": 1}
+    assert sorted(os.listdir(tmp_path)) == ["left", "m", "old.pt", "train.py"] and "loss tensor(0., " in done.stderr
+    assert found["new"] == [str(tmp_path / "left")] and (tmp_path / "old.pt").read_text() == "mine"
+    assert found["read"] == {"train.py:8": 2, "train.py:12": 6000, "train.py:19": 12000}, found["read"]
+
+
+def test_options_may_follow_the_script_that_has_none_of_that_name(tmp_path):
+    text = "import sys\nassert sys.argv[1:] == ['--batch', '8', '--steps', '5'], sys.argv\n'--steps'\n"
+    done, found = rehearsed(tmp_path, text + HEAD + LOOP, after=["--on", "t4", "--batch", "8", "--steps", "5"])
+    assert done.returncode == 0 and list(found) == ["t4"] and found["t4"]["made"] == 2
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--rank", "1"], "--rank 1: expected 0 ≤ rank < the number of --world, which is not given"),
+    (["--snapshot", "none/x"], "--snapshot none/x: there is no such folder"), (["--on", "foo"], "unknown hardware")])
+def test_refused_before_anything_runs(tmp_path, options, words):
+    done, found = rehearsed(tmp_path, "raise SystemExit", *options)
+    assert done.returncode == 2 and found is None and words in done.stderr
 
 
 def test_with_numbers_a_script_may_decide_by_them(tmp_path):

@@ -124,9 +124,12 @@ fully_shard(model)
 loss_of = lambda model: model(torch.randn(8, 1024, device="cuda")).sum()
 """ + LOOP
 DDP = """
-import os, torch, torch.distributed as dist
-dist.init_process_group()
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+import torch, torch.distributed as dist, torch.multiprocessing
+def train(rank, words):
+    dist.init_process_group()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    print(words, rank)
+torch.multiprocessing.spawn(train, args=("rank",), nprocs=4)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1024, 1024, bias=False).cuda())
 loss_of = lambda model: model(torch.randn(8, 1024, device="cuda")).sum()
 """ + LOOP

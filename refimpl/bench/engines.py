@@ -1,6 +1,6 @@
 """Our engines beside PyTorch's at a real size, read by PyTorch's own allocator: one of eight ranks of a model of 7B.
 
-    python -m refimpl.rehearse.engines [--record]
+    python -m refimpl.bench.engines [--record]
 
 Each engine is made and steps in a process of its own, on a device without kernels and in a group whose other ranks are
 not there (phantom/group.py). The engines and models are those of the benches `zero`, `tensor_parallel`, `pipeline`.
@@ -12,24 +12,35 @@ import subprocess
 import sys
 import time
 
-from .. import phantom
+import torch
 
-WORLD, MEMORY = 8, 512 * 2**30
+from .. import phantom
+from ..comm import launch
+from ..model import GPTConfig
+from ..phantom import group
+from . import __main__, pipeline, record, tensor_parallel, zero
+
+WORLD = 8
 SEVEN = {"vocabulary": 32000, "context": 512, "layers": 32, "hidden": 4096, "heads": 32}
 PIPELINES = ("gpipe", "1f1b")  # where rank 0 receives gradients alone
 STEPS = 2  # before the one that is read
+PAIRS = [*(("zero", *pair) for pair in zero.PAIRS), *(("tensor_parallel", *pair) for pair in tensor_parallel.PAIRS),
+         *(("pipeline", f"ours {name}", f"theirs {name}") for name in PIPELINES)]  # bench, ours, the peer
+PROGRAM = """
+import json, sys
+from refimpl import phantom
+phantom.start(memory=2**39)  # before torch, which the benches import
+from refimpl.bench import engines
+print(json.dumps(engines.of_one_rank(*sys.argv[1:])))
+"""
 
 
 def main(arguments):
-    """Read every pair, print the table, and with `--record` keep it; with one more argument, read one engine."""
-    if arguments[:1] == ["--engine"]:
-        return print(json.dumps(child(*arguments[1:])))
-    from ..bench import __main__, record
-
-    rows = list(rows_of(pairs()))
+    """Read every pair, print the table, and with `--record` keep it."""
+    rows = list(rows_of(PAIRS))
     print(__main__.table(rows))
     if "--record" in arguments:
-        words = phantom.words(record.torch.__version__)
+        words = phantom.words(torch.__version__)
         settings = {"ranks": WORLD, "rank": 0, "model": SEVEN, "rows of a rank": 1, "dtype": "fp32", "of": words,
                     "read": "torch.cuda.max_memory_allocated of a step after two"}
         reading = record.describe("engines", settings, rows, "cpu")
@@ -37,49 +48,32 @@ def main(arguments):
         print(f"written to {record.write(reading)}")
 
 
-def pairs():
-    """Return (bench, ours, the peer) of all engines that are compared."""
-    from ..bench import tensor_parallel, zero
-
-    return [*(("zero", *pair) for pair in zero.PAIRS),
-            *(("tensor_parallel", *pair) for pair in tensor_parallel.PAIRS),
-            *(("pipeline", f"ours {name}", f"theirs {name}") for name in PIPELINES)]
-
-
 def rows_of(pairs):
     """Yield the rows of some pairs: peaks that PyTorch's allocator counted as allocated, and what it reserved."""
-    from ..bench.record import row
-
-    found = {}
+    found = {(bench, name): peaks(bench, name) for bench, *names in pairs for name in names}
     for bench, *names in pairs:
-        for name in names:
-            if (bench, name) not in found:
-                command = [sys.executable, "-m", "refimpl.rehearse.engines", "--engine", bench, name]
-                done = subprocess.run(command, capture_output=True, text=True, env=phantom.environment_without())
-                if done.returncode:
-                    raise RuntimeError(f"{bench}, {name}: {done.stderr.strip()[-2000:]}")
-                found[bench, name] = json.loads(done.stdout.splitlines()[-1])
         ours, theirs = (found[bench, name] for name in names)
-        yield row(f"peak of a step, {names[0]}", names[1], "B", ours["allocated"], theirs["allocated"], ours=ours,
-                  theirs=theirs)
+        yield record.row(f"peak of a step, {names[0]}", names[1], "B", ours["allocated"], theirs["allocated"],
+                         ours=ours, theirs=theirs)
 
 
-def child(bench, name):
-    """Make the engine `name` of a bench as rank 0 of eight, and return the peaks of its third step."""
-    phantom.start(memory=MEMORY)
-    import torch
+def peaks(bench, name):
+    """Return what `read` does of the engine `name` of a bench, made in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, bench, name], capture_output=True, text=True,
+                          env=phantom.environment_without())
+    if done.returncode:
+        raise RuntimeError(f"{bench}, {name}: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
-    from ..comm import launch
-    from ..phantom import group
 
+def of_one_rank(bench, name):
+    """Read an engine as rank 0 of eight, in this process, whose device is one without kernels."""
     group.pretend(WORLD)
-    return launch(read, WORLD, bench, name, device="cuda", timeout=3600)[0] | {"torch": torch.__version__}
+    return launch(read, WORLD, bench, name, device="cuda", timeout=3600)[0]
 
 
 def read(comm, bench, name):
     """Return {"allocated", "reserved"}: the peaks of a step in bytes; {"seconds"}: of the host."""
-    import torch
-
     with torch.device(comm.device):
         engine, tokens = made(comm, bench, name)
     for _ in range(STEPS):
@@ -88,16 +82,11 @@ def read(comm, bench, name):
     began = time.perf_counter()
     engine.step(tokens)
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
-            "seconds": time.perf_counter() - began}
+            "seconds": time.perf_counter() - began, "torch": torch.__version__}
 
 
 def made(comm, bench, name):
     """Return an engine of a bench, and the tokens of a step."""
-    import torch
-
-    from ..bench import pipeline, tensor_parallel, zero
-    from ..model import GPTConfig
-
     if bench == "zero":
         sizes = {"vocab_size": SEVEN["vocabulary"], "context_length": SEVEN["context"]}
         return zero.made(name, comm, GPTConfig(**sizes, **{key: SEVEN[key] for key in ("layers", "hidden", "heads")}))

@@ -1,0 +1,53 @@
+"""Peaks of each step, beside those that the script itself reads and resets: PyTorch has one peak for both."""
+
+from unittest import mock
+
+import torch
+
+READS = ("_cuda_memoryStats", "_accelerator_getDeviceStats")  # behind torch.cuda.* and torch.accelerator.*
+RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+
+
+class Peaks:
+    """A context in which a script's readings are those since its own resets, and ours those since our last one."""
+
+    def __enter__(self):
+        self._script, self._step = {}, {}  # device → what its peaks were before the other's reset
+        self._stats, self._reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
+        mine = dict.fromkeys(READS, self._of_the_script) | dict.fromkeys(RESETS, self._reset_by_the_script)
+        self._patches = [mock.patch.object(torch._C, name, mine[name]) for name in mine if hasattr(torch._C, name)]
+        for each in self._patches:
+            each.start()
+        return self
+
+    def __exit__(self, *exception):
+        for each in self._patches:
+            each.stop()
+
+    def since_the_last(self):
+        """Return what the device took that took most: peaks since the last call, "allocated", "requested" and
+        "reserved", and "now"."""
+        torch.cuda.init()  # not before: then PyTorch reads its settings, which a script may write
+        found = []
+        for device in range(torch.cuda.device_count()):
+            stats = self._stats(device)
+            ours, self._script[device] = (_highest(stats, kept.get(device, {})) for kept in (self._step, self._script))
+            self._step.pop(device, None)
+            self._reset(device)
+            found.append({name: ours[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "requested", "reserved")}
+                         | {"now": stats["allocated_bytes"]["all"]["current"]})
+        return max(found, key=lambda each: each["reserved"])
+
+    def _of_the_script(self, device):
+        return _highest(self._stats(device), self._script.get(device, {}))
+
+    def _reset_by_the_script(self, device):
+        self._step[device] = _highest(self._stats(device), self._step.get(device, {}))
+        self._script.pop(device, None)
+        self._reset(device)
+
+
+def _highest(stats, kept):
+    """Return PyTorch's nested statistics with each peak at least as high as in `kept`."""
+    return {key: _highest(value, kept.get(key, {})) if isinstance(value, dict) else
+            max(value, kept.get("peak", 0)) if key == "peak" else value for key, value in stats.items()}
