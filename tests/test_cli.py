@@ -59,6 +59,10 @@ def test_replay_says_what_failed_and_why(tmp_path, capsys):
     said = capsys.readouterr().out
     found = allocator.replay(trace, capacity=500 * 2**20)
     assert "addresses and" in said and "as recorded\n" in said, "no difference from the recording"
+    table = [line.split() for line in said.splitlines() if " ×  " in line]  # bytes, share, count, ×, op, number
+    assert said.startswith("live when a request failed, with it: ") and len(table) == 7
+    live = sum(int(row[0].replace(",", "")) for row in table)
+    assert live == trace.live_bytes[found.failure.event], "all that is live, with the request that failed"
     assert f"event {found.failure.event} asks for {found.failure.nbytes:,} bytes and gets none" in said
     assert "expandable_segments:True: " in said and f"less than {trace.peak:,} bytes" not in said
     cli.main(["replay", str(path), "--capacity", "40GiB", "--settings", "expandable_segments:True"])
@@ -81,4 +85,19 @@ def test_a_snapshot_without_a_recording_says_how_to_record(tmp_path, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["replay", str(path)])
     said = capsys.readouterr().err
-    assert done.value.code == 2 and "has no events of device 0" in said and "_record_memory_history()" in said
+    assert done.value.code == 2 and "has neither events nor segments of device 0" in said
+    assert "_record_memory_history()" in said
+    whole = allocator.record(random_trace(3000), capacity=500 * 2**20)
+    cli.main(["replay", str(allocator.Snapshot(whole.segments, []).save(tmp_path / "t.pickle"))])
+    said = capsys.readouterr().out
+    live = sum(segment["requested_size"] for segment in whole.segments)
+    assert said.startswith(f"live at the end: {live:,} bytes in ") and f"{whole.reserved:,} bytes reserved, " in said
+
+
+def test_a_replay_says_when_no_setting_can_help(tmp_path, capsys):
+    trace = random_trace(3000)
+    path = allocator.record(trace).save(tmp_path / "s.pickle")
+    cli.main(["replay", str(path), "--capacity", str(trace.peak - 1000)])
+    said = capsys.readouterr().out
+    assert f"no setting can help: {trace.peak:,} bytes are live at once, so 1,000 bytes must go" in said
+    assert said.startswith("live at the peak: ")

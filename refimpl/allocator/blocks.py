@@ -9,18 +9,18 @@ class Block:
     - `pool`: the Pool that it belongs to; `stream`: whose requests it serves.
     - `requested`: bytes that were asked for, 0 while it is free.
     - `mapped`: False for addresses of an expandable segment without memory.
-    - `segment`: the ExpandableSegment that it is in, or None.
+    - `segment`: the ExpandableSegment that it is in, or None; `born`: how many segments there were before its own.
     - `waits_for`: streams that still use it, though it was freed (`record_stream`).
     - `since`: how many requests its pool had seen when it became free.
     """
 
-    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "requested", "segment", "since", "size",
-                 "stream", "waits_for")
+    __slots__ = ("address", "after", "before", "born", "free", "mapped", "pool", "requested", "segment", "since",
+                 "size", "stream", "waits_for")
 
-    def __init__(self, address, size, stream, pool, segment=None, mapped=True):
+    def __init__(self, address, size, stream, pool, segment=None, mapped=True, born=0):
         self.address, self.size, self.stream, self.pool = address, size, stream, pool
         self.segment, self.mapped, self.before, self.after = segment, mapped, None, None
-        self.free, self.requested, self.waits_for, self.since = True, 0, set(), 0
+        self.free, self.requested, self.waits_for, self.since, self.born = True, 0, set(), 0, born
 
     @property
     def end(self):
@@ -38,7 +38,7 @@ class Block:
 
     def cut(self, size):
         """Cut the first `size` bytes off, and return them as a block before this one."""
-        first = Block(self.address, size, self.stream, self.pool, self.segment, self.mapped)
+        first = Block(self.address, size, self.stream, self.pool, self.segment, self.mapped, self.born)
         first.before, first.after = self.before, self
         if self.before is not None:
             self.before.after = first
@@ -62,53 +62,70 @@ class Block:
 class Pool:
     """Free blocks of one kind: `small` or large, of the allocator itself or of a private pool (`owner`).
 
-    `free` is in the order of stream, size and address, for best fit; `unmapped` in that of stream and address.
+    Free blocks are in the order of stream, size and address, for best fit. `by_age`: of equal sizes that of the oldest
+    segment comes first, as since torch 2.12. `unmapped` is in the order of stream and address.
     """
 
-    def __init__(self, small, owner=(0, 0)):
-        self.small, self.owner, self.requests = small, owner, 0
+    def __init__(self, small, owner=(0, 0), by_age=False):
+        self.small, self.owner, self.requests, self._by_age = small, owner, 0, by_age
         self._keys, self._blocks = [], {}
         self._unmapped_keys, self._unmapped = [], {}
 
     def __iter__(self):
         """Go through the free blocks, in order."""
-        return (self._blocks[key[2]] for key in list(self._keys))
+        return (self._blocks[key[-1]] for key in list(self._keys))
 
     def __len__(self):
         return len(self._keys)
+
+    def _key(self, block):
+        return block.stream, block.size, block.born * self._by_age, block.address
 
     def add(self, block):
         """Add a free block, or one without memory."""
         if block.mapped:
             block.free, block.requested, block.since = True, 0, self.requests
-            insort(self._keys, (block.stream, block.size, block.address))
+            insort(self._keys, self._key(block))
             self._blocks[block.address] = block
         else:
             insort(self._unmapped_keys, (block.stream, block.address))
-            self._unmapped[block.address] = block
+            self._unmapped[block.stream, block.address] = block
 
     def remove(self, block):
         """Take a block out."""
         if block.mapped:
-            del self._keys[bisect_left(self._keys, (block.stream, block.size, block.address))]
+            del self._keys[bisect_left(self._keys, self._key(block))]
             del self._blocks[block.address]
         else:
             del self._unmapped_keys[bisect_left(self._unmapped_keys, (block.stream, block.address))]
-            del self._unmapped[block.address]
+            del self._unmapped[block.stream, block.address]
+
+    def grow_old(self, block, born):
+        """Change when the segment of a block was born, and its place among the free ones."""
+        free = self._blocks.get(block.address) is block
+        if free:
+            del self._keys[bisect_left(self._keys, self._key(block))]
+        block.born = born
+        if free:
+            insort(self._keys, self._key(block))
+
+    def at(self, address):
+        """Return the free block that begins at an address; None if none does."""
+        return self._blocks.get(address)
 
     def at_least(self, stream, size):
         """Go through the free blocks of a stream that have `size` bytes or more, the smallest first."""
         at = bisect_left(self._keys, (stream, size))
         while at < len(self._keys) and self._keys[at][0] == stream:
-            yield self._blocks[self._keys[at][2]]
+            yield self._blocks[self._keys[at][-1]]
             at += 1
 
     def largest(self, stream):
         """Return the free blocks of a stream, the largest first."""
         keys = self._keys[bisect_left(self._keys, (stream,)):bisect_left(self._keys, (stream + 1,))]
-        return [self._blocks[key[2]] for key in reversed(keys)]
+        return [self._blocks[key[-1]] for key in reversed(keys)]
 
     def unmapped(self, stream):
         """Return the blocks of a stream that have addresses and no memory, in their order."""
         at = bisect_left(self._unmapped_keys, (stream,))
-        return [self._unmapped[key[1]] for key in self._unmapped_keys[at:] if key[0] == stream]
+        return [self._unmapped[key] for key in self._unmapped_keys[at:] if key[0] == stream]

@@ -29,6 +29,9 @@ class CachingAllocator:
         self.reserved = self.allocated = self.requested = 0
         self._freed = []  # blocks that streams still use
         self._segments = {}  # address of a segment that is not expandable → its size
+        self._born = self.oldest = 0  # how many of these there were; below 0: some that were there before a recording
+        self.capturing = False  # a graph: then nothing that is free goes back for a request
+        self.gone = set()  # owners of private pools that are in use no more
 
     # --- what a program calls ----------------------------------------------------------------------------------------
 
@@ -79,21 +82,37 @@ class CachingAllocator:
             self._complete(block)
 
     def empty_cache(self):
-        """Give all segments without a live block back to the device (`torch.cuda.empty_cache`); returns their bytes."""
+        """Give all segments without a live block back to the device (`torch.cuda.empty_cache`), except those of private
+        pools that are in use; returns their bytes."""
         self.synchronize()
+        return self._give_back(self.unused())
+
+    def release_pool(self, owner):
+        """Note that a private pool is in use no more, since its graph or MemPool is gone: what is free of it goes back,
+        now and with each `empty_cache`. Returns the bytes."""
+        self.gone.add(owner)
+        return self._give_back(self.unused([owner]))
+
+    def unused(self, owners=None):
+        """List the free blocks of which `empty_cache` gives memory back, in its order; of pools of `owners` alone."""
+        found = []
+        for (_, owner), pool in sorted(self.pools.items(), key=_order_of_release):
+            if owner in owners if owners else owner == (0, 0) or owner in self.gone:
+                found += [block for block in pool if block.is_whole and block.segment is None]
+                found += [block for block in pool if block.segment is not None]
+        return found
+
+    def _give_back(self, blocks):
         before = self.reserved
-        for _, pool in sorted(self.pools.items(), key=lambda item: item[0][::-1]):  # large before small
-            for block in [block for block in pool if block.is_whole and block.segment is None]:
-                self.release(block)
-            for block in [block for block in pool if block.segment is not None]:
-                expandable.unmap(self, block)
+        for block in blocks:
+            self.release(block) if block.segment is None else expandable.unmap(self, block)
         return before - self.reserved
 
     @property
     def limit(self):
         """Return the bytes that may be reserved."""
-        share = self.settings.memory_fraction
-        return self.device.capacity if share is None else int(share * self.device.capacity)
+        share, rounds = self.settings.memory_fraction, self.settings.is_since(2, 13)
+        return self.device.capacity if share is None else int(share * self.device.capacity + 0.5 * rounds)
 
     def rounded(self, nbytes):
         """Return the size of the block that a request of `nbytes` needs."""
@@ -111,7 +130,7 @@ class CachingAllocator:
 
     def _pool(self, small, owner):
         if (small, owner) not in self.pools:
-            self.pools[small, owner] = Pool(small, owner)
+            self.pools[small, owner] = Pool(small, owner, by_age=self.settings.is_since(2, 12))
         return self.pools[small, owner]
 
     def _best_fit(self, pool, size, stream):
@@ -152,25 +171,25 @@ class CachingAllocator:
 
     def _more(self, pool, size, stream):
         """Return a block of new memory; None if the device has none."""
-        if self.settings.memory_fraction is not None and self.settings.garbage_collection_threshold:
+        if (self.settings.memory_fraction or 1) < 1 and self.settings.garbage_collection_threshold:
             self._collect()
         block = self._new(pool, size, stream)
         if block is None and self._release_large(pool, size, stream):
             block = self._new(pool, size, stream)
-        if block is None:
+        if block is None and not self.capturing:
             self.empty_cache()
             block = self._new(pool, size, stream)
         return block
 
     def _new(self, pool, size, stream):
-        if self.settings.expandable_segments and pool.owner == (0, 0):
+        if self.settings.expandable_segments and self.device.expands(pool.owner):
             return expandable.grow(self, pool, stream, size)
         nbytes = self.settings.segment(size)
         address = self.take(nbytes, lambda: self.device.malloc(nbytes))
         if address is None:
             return None
-        self._segments[address] = nbytes
-        return Block(address, nbytes, stream, pool)
+        self._segments[address], self._born = nbytes, self._born + 1
+        return Block(address, nbytes, stream, pool, born=self._born)
 
     def take(self, nbytes, ask):
         """Return what `ask()` does, and count `nbytes` as reserved; None if that is too much, or the device refuses."""
@@ -220,3 +239,9 @@ class CachingAllocator:
                 break
             released += self.release(block) if block.segment is None else 0
         return released >= size
+
+
+def _order_of_release(item):
+    """Of the allocator's own pools the large one goes back first, of a private one the small one."""
+    (small, owner), _ = item
+    return owner, small is (owner == (0, 0))

@@ -1,13 +1,18 @@
-"""`refimpl replay SNAPSHOT`: what was reserved, what failed and why, and which setting would have helped."""
+"""`refimpl replay SNAPSHOT`: what was live, by line; what failed and why, and which setting would have helped."""
 
 import argparse
+from collections import Counter
+
+import numpy as np
 
 from .recorded import compare
 from .replay import explain
-from .rewind import capacity_of, trace_of
-from .settings import Settings
-from .snapshot import Snapshot
+from .rewind import capacity_of, line, trace_of
+from .settings import WITHOUT_EFFECT, Settings, items
+from .snapshot import LIVE, Snapshot
+from .trace import ALLOC
 
+LINES = 12  # of the table of what is live
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -45,20 +50,72 @@ def run(arguments, parser):
 
 
 def lines(arguments):
-    """Go through the lines that the command prints."""
+    """Go through the lines that the command prints: what was live first, then what settings could do about it."""
     snapshot = Snapshot.load(arguments.snapshot, arguments.device)
     if not snapshot.entries:
-        raise ValueError(f"{arguments.snapshot} has no events of device {snapshot.device}: expected a recording; call "
-                         "torch.cuda.memory._record_memory_history() before the training, _dump_snapshot after it")
+        yield from of_segments(snapshot, arguments.snapshot)
+        return
+    recorded = Settings.of(snapshot)
     text = snapshot.settings if arguments.settings is None else arguments.settings
-    recorded = Settings.parse(snapshot.settings)
-    yield (f"device {snapshot.device}, settings {snapshot.settings or 'none'}, {snapshot.reserved:,} bytes reserved at "
-           "the end")
-    yield f"beside the recording: {compare(snapshot, recorded)!r}"
-    failed = capacity_of(snapshot, recorded)
+    failed, trace = capacity_of(snapshot, recorded), trace_of(snapshot, recorded)
     capacity = arguments.capacity or failed or 80 * 2**30
-    trace = trace_of(snapshot, recorded)
+    at = int(np.argmax(trace.live_bytes)) if failed is None else failure_in(snapshot, trace)
+    yield from by_line(live_at(trace, at + 1), "at the peak" if failed is None else "when a request failed, with it")
+    yield ""
+    yield (f"device {snapshot.device}, settings {snapshot.settings or 'none'}; by the rules of "
+           f"torch {recorded.version} {compare(snapshot, recorded)!r}")
     yield f"replayed with {capacity:,} bytes, settings {text or 'none'}:"
-    found = explain(trace, capacity=capacity, settings=text)
-    yield repr(found)
+    if trace.peak > capacity:
+        yield (f"no setting can help: {trace.peak:,} bytes are live at once, so {trace.peak - capacity:,} bytes "
+               "must go, of the lines above")
+        return
+    yield repr(explain(trace, capacity=capacity, settings=Settings.parse(text, version=recorded.version)))
     yield f"no allocator could do with less than {trace.peak:,} bytes"
+    if ignored := sorted({item[0] for item in items(text)} & WITHOUT_EFFECT):
+        yield f"{', '.join(ignored)}: without an effect on addresses, and ignored"
+
+
+def of_segments(snapshot, path):
+    """Go through the lines about a snapshot without events: what its segments hold."""
+    if not snapshot.segments:
+        raise ValueError(f"{path} has neither events nor segments of device {snapshot.device}: call "
+                         "torch.cuda.memory._record_memory_history() before the training, _dump_snapshot after it")
+    blocks = [block for segment in snapshot.segments for block in segment["blocks"]]
+    live = [(block["requested_size"], line(block.get("frames", ()))) for block in blocks if block["state"] in LIVE]
+    yield from by_line(live, "at the end")
+    free = [block["size"] for block in blocks if block["state"] not in LIVE]
+    yield (f"\n{snapshot.reserved:,} bytes reserved, {sum(free):,} of these free, the largest hole has "
+           f"{max(free, default=0):,}. It has no events: to see what failed, call "
+           "torch.cuda.memory._record_memory_history() before the training")
+
+
+def by_line(live, when):
+    """Go through the table of what is live, [(bytes, line)]: the lines with most first."""
+    total, bytes_of, count = sum(nbytes for nbytes, _ in live), Counter(), Counter(name for _, name in live)
+    for nbytes, name in live:
+        bytes_of[name] += nbytes
+    yield f"live {when}: {total:,} bytes in {len(live):,} blocks"
+    for name, nbytes in bytes_of.most_common(LINES):
+        yield f"{nbytes:>17,}  {nbytes / max(total, 1):>6.1%}  {count[name]:>6,} ×  {name or 'no line was recorded'}"
+    if len(bytes_of) > LINES:
+        rest = total - sum(nbytes for _, nbytes in bytes_of.most_common(LINES))
+        yield f"{rest:>17,}  {rest / total:>6.1%}  {len(bytes_of) - LINES:>6,} other lines"
+
+
+def live_at(trace, events):
+    """Return what is live after so many events of a trace: [(bytes, name)]."""
+    live = {}
+    for action, block, *_ in trace.events[:events].tolist():
+        if action == ALLOC:
+            live[block] = int(trace.blocks["nbytes"][block]), trace.name_of(block)
+        else:
+            del live[block]
+    return list(live.values())
+
+
+def failure_in(snapshot, trace):
+    """Return which event of `trace_of(snapshot)` is the first request that failed."""
+    counted = {"alloc": 1, "free_completed": 1}
+    first = next(i for i, entry in enumerate(snapshot.entries) if entry["action"] == "oom")
+    there = len(trace) - sum(counted.get(entry["action"], 2 * (entry["action"] == "oom")) for entry in snapshot.entries)
+    return there + sum(counted.get(entry["action"], 0) for entry in snapshot.entries[:first])

@@ -9,6 +9,8 @@ the pool's memory, and refuses to move anything if there is one that nobody name
 "The Art of Computer Programming", volume 1, section 2.5, exercise 33.
 """
 
+import sys
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +40,15 @@ def defragment(pool, *owners):
       of these. Tensors that are elsewhere are left alone.
 
     A view stays a view: it moves with the tensor in whose memory it is. It takes up to 1 MiB besides. ValueError, and
-    nothing has moved, if somebody else holds a tensor of the pool: a detached one, or a graph that saved one for
-    backward. TypeError for an owner of another kind.
+    nothing has moved, if somebody else holds a tensor of the pool, or its memory: a detached one, a graph that saved
+    one for backward, NumPy, DLPack, a storage. TypeError for an owner of another kind.
     """
-    pool._check_open()
+    with pool._lock:
+        pool._check_open()
+        return _defragment(pool, owners)
+
+
+def _defragment(pool, owners):
     tensors = {id(tensor): tensor for owner in owners for tensor in _tensors_of(owner)}
     inside = [_in_segment(pool, list(tensors.values()), i) for i in range(len(pool.segments))]
     for i, held in enumerate(inside):
@@ -99,6 +106,14 @@ def _refuse_unknown(pool, i, held):
     if unknown > 0:
         raise ValueError(f"{unknown} tensors in segment {i} of the pool have an owner that was not named: give their "
                          "modules, optimizers or the tensors themselves, and call it when no graph waits for backward")
+    if sys.getrefcount(own[0].untyped_storage()) > sys.getrefcount(alone.untyped_storage()):
+        raise ValueError(f"somebody holds the storage of segment {i} of the pool (x.untyped_storage()): let go of it, "
+                         "so that its tensors can move")
+    holders = Counter(id(each._base) for each in held) + Counter(id(each.grad) for each in held if each.is_leaf)
+    for each in held:
+        if (others := each._use_count() - 1 - holders[id(each)]) > 0:
+            raise ValueError(f"a tensor of shape {tuple(each.shape)} in segment {i} of the pool is used by {others} "
+                             "more than its owners: a graph that waits for backward, NumPy or DLPack; let them end")
 
 
 # --- moving ----------------------------------------------------------------------------------------------------------
@@ -108,11 +123,11 @@ def _move_blocks(pool, found):
     """Move all live blocks down. Returns {where a block began: (its size, by how much it moved)}."""
     shifts, moves, live = {}, [], {}
     tops = [i * SEGMENT for i in range(len(pool.segments))]
-    for address, (begin, size, nbytes) in sorted(pool._live.items(), key=lambda item: item[1][0]):
+    for address, (begin, size, *rest) in sorted(pool._live.items(), key=lambda item: item[1][0]):
         segment = begin // SEGMENT
         shift = begin - tops[segment]
         shifts[begin], tops[segment] = (size, shift), tops[segment] + size
-        live[address - shift] = begin - shift, size, nbytes
+        live[address - shift] = begin - shift, size, *rest
         if shift:
             moves.append((segment, begin % SEGMENT, size, shift))
     for move in moves:

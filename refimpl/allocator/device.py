@@ -1,5 +1,7 @@
 """Where a simulated allocator's segments come from: a device of so many bytes, and no memory."""
 
+from bisect import bisect_left, insort
+
 CAPACITY = 80 * 2**30
 BASE, STEP = 2**40, 2 * 2**20  # the first address; segments begin at multiples of 2 MiB
 
@@ -13,16 +15,22 @@ class OutOfMemory(MemoryError):
 
 
 class VirtualDevice:
-    """Gives out addresses that are never used twice, as long as less than `capacity` bytes are in use.
+    """Gives out the lowest addresses that are free, as long as less than `capacity` bytes are in use.
 
-    A GPU maps memory in pages of 2 MiB wherever it has some, so a free page serves every segment.
+    A GPU maps memory in pages of 2 MiB wherever it has some, so a free page serves every segment. Which addresses a
+    driver gives out is its own affair; that it gives them out again matters up to torch 2.11, where among blocks of
+    equal size the lowest address comes first.
     """
 
     def __init__(self, capacity=None):
         self.capacity = CAPACITY if capacity is None else capacity
-        self.used, self._next = 0, BASE
+        self.used, self._taken = 0, []  # (address, end), in order
         if self.capacity < 1:
             raise ValueError(f"capacity={capacity}: expected at least 1 byte")
+
+    def expands(self, owner):
+        """Tell whether segments of a pool may be expandable: of all, but for a MemPool with an allocator of its own."""
+        return True
 
     def malloc(self, nbytes):
         """Return the address of a new segment, or None."""
@@ -33,14 +41,21 @@ class VirtualDevice:
     def free(self, address, nbytes):
         """Take a segment back."""
         self.used -= nbytes
+        self.unreserve(address)
 
     def reserve(self, nbytes):
         """Return as many addresses, without memory."""
-        address, self._next = self._next, self._next + -(-nbytes // STEP) * STEP
-        return address
+        at, size = BASE, -(-nbytes // STEP) * STEP
+        for first, end in self._taken:
+            if at + size <= first:
+                break
+            at = end
+        insort(self._taken, (at, at + size))
+        return at
 
     def unreserve(self, address):
         """Take addresses back."""
+        del self._taken[bisect_left(self._taken, (address,))]
 
     def map(self, address, nbytes):
         """Give memory to these addresses; returns True, or None if there is too little."""

@@ -5,7 +5,7 @@ segments when their blocks are free: the driver sees what is reserved, reserved 
 
     size of a request      512 bytes · ⌈nbytes / 512⌉
     its pool               small up to 1 MiB, large above
-    the block              the smallest free one of the pool and stream that is large enough; of equal ones the first
+    the block              the smallest free one of pool and stream that has room; of equal ones the first (torch 2.11)
     else a new segment     2 MiB in the small pool; 20 MiB below 10 MiB; else ⌈size / 2 MiB⌉ · 2 MiB
     what is left of it     becomes a free block: in the small pool always, in the large one if it is more than 1 MiB
     no memory              all segments without a live block go back to the device, then once more

@@ -5,6 +5,7 @@ views of them point at freed memory. Here sizes are bytes, and the pool grows by
 """
 
 import math
+import threading
 from numbers import Integral
 
 import torch
@@ -28,6 +29,7 @@ class GPUMemoryPool(Places):
     - `max_capacity`: bytes that all segments may have together. None: what the device has.
 
     `with GPUMemoryPool(2**20) as pool: x = pool.allocate((128, 64))`. A search takes O(log n) steps with n holes.
+    Threads may share a pool.
 
     ValueError for a size, an alignment or a policy that cannot be; TypeError for a size that is no integer.
     """
@@ -42,8 +44,8 @@ class GPUMemoryPool(Places):
                              "more, and a maximum that is no less")
         self.device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
         self.max_capacity, self.segments, self.closed = max_capacity, [], False
-        self._live = {}  # address → (where it begins, its size, bytes that were asked for)
-        self._typed, self._shapes = {}, {}
+        self._live = {}  # address → (where it begins, its size, bytes that were asked for, its number)
+        self._typed, self._shapes, self._lock, self._count = {}, {}, threading.RLock(), 0
         self.capacity = self.requested = 0
         self._expand(initial_capacity)
 
@@ -62,36 +64,44 @@ class GPUMemoryPool(Places):
         if (shape, dtype) not in self._shapes:
             self._shapes[shape, dtype] = self._layout(shape, dtype)
         nbytes, size, sizes, strides = self._shapes[shape, dtype]
-        begin = self._take(size)
-        if begin is None:
-            self._expand(size)
+        with self._lock:
             begin = self._take(size)
-        segment, offset = divmod(begin, SEGMENT)
-        flat, first = self._of(segment, dtype)
-        tensor = flat.as_strided(sizes, strides, first + offset // dtype.itemsize)
-        self._live[tensor.data_ptr()] = begin, size, nbytes
-        self.requested += nbytes
+            if begin is None:
+                self._expand(size)
+                begin = self._take(size)
+            segment, offset = divmod(begin, SEGMENT)
+            flat, first = self._of(segment, dtype)
+            tensor = flat.as_strided(sizes, strides, first + offset // dtype.itemsize)
+            self._count = tensor.number_in_pool = self._count + 1  # an address comes again, a number does not
+            self._live[tensor.data_ptr()] = begin, size, nbytes, self._count
+            self.requested += nbytes
         return tensor
 
     def free(self, tensor):
-        """Give a tensor's memory back. Nobody may read it, or a view of it, afterwards.
+        """Give the memory of a tensor that `allocate` returned back. Nobody may read it, or a view of it, afterwards.
 
-        ValueError for a tensor that is not from this pool, that was freed before, or that begins inside another.
+        ValueError for a tensor that is not from this pool, that was freed before, though another has its address now,
+        and for a view of one.
         """
-        self._check_open()
-        if (address := tensor.data_ptr()) not in self._live:
-            inside = any(0 <= address - segment.data_ptr() < segment.nbytes for segment in self.segments)
-            raise ValueError(f"a tensor at {address:#x}, {tuple(tensor.shape)}: expected one that allocate returned; "
-                             + ("it was freed before, or is a part of one" if inside else "it is not from this pool"))
-        begin, size, nbytes = self._live.pop(address)
-        self.requested -= nbytes
-        self._give(begin, size)
+        with self._lock:
+            self._check_open()
+            begin, size, nbytes, number = self._live.get(address := tensor.data_ptr(), (0, 0, 0, 0))
+            if not number or number != getattr(tensor, "number_in_pool", None):
+                inside = any(0 <= address - segment.data_ptr() < segment.nbytes for segment in self.segments)
+                raise ValueError(f"a tensor at {address:#x}, {tuple(tensor.shape)}: expected one that allocate "
+                                 "returned; " + ("it was freed before, or is a view of one" if inside else
+                                                 "it is not from this pool"))
+            del self._live[address]
+            self.requested -= nbytes
+            self._give(begin, size)
 
     def close(self):
         """Give all segments back. ValueError, which says how many, if tensors are live."""
-        if self._live:
-            raise ValueError(f"{len(self._live)} tensors of {self.allocated} bytes are live: free them before closing")
-        self.segments, self._typed, self.closed, self.capacity = [], {}, True, 0
+        with self._lock:
+            if self._live:
+                raise ValueError(f"{len(self._live)} tensors of {self.allocated} bytes are live: free them before "
+                                 "closing")
+            self.segments, self._typed, self.closed, self.capacity = [], {}, True, 0
 
     def __enter__(self):
         return self
@@ -117,7 +127,12 @@ class GPUMemoryPool(Places):
                                 f"{self.allocated} of these live, and the largest hole has {self.largest_hole}; free "
                                 "tensors, or give a larger max_capacity")
         size = least if self.capacity > room else max(least, self.capacity // self.alignment * self.alignment)
-        raw = torch.empty(size + self.alignment, dtype=torch.uint8, device=self.device)
+        raw = _taken(size + self.alignment, self.device)
+        if raw is None and size > least:
+            size, raw = least, _taken(least + self.alignment, self.device)
+        if raw is None:
+            raise PoolExhausted(f"{nbytes} bytes: {self.device} has no room for another segment; {self.allocated} of "
+                                f"{self.capacity} bytes are live, and the largest hole has {self.largest_hole}")
         first = -raw.data_ptr() % self.alignment
         self.segments.append(raw[first:first + size])
         self.capacity += size
@@ -145,3 +160,13 @@ class GPUMemoryPool(Places):
     def _check_open(self):
         if self.closed:
             raise ValueError("the pool is closed: make another")
+
+
+def _taken(nbytes, device):
+    """Return memory of a device; None if it has no more."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # of a CPU, too: "DefaultCPUAllocator: can't allocate memory"
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            return None
+        raise

@@ -15,14 +15,14 @@ class RecordingDevice(VirtualDevice):
     def __init__(self, capacity=None):
         super().__init__(capacity)
         self.entries, self.stream, self.time_ns = [], 0, 0
-        self._bases, self._streams = [], []  # of the addresses that were reserved, in their order
+        self._streams = {}  # first of the addresses that were reserved → its stream
 
     def note(self, action, size, address, frames=(), stream=None):
         """Write an entry, of `stream` or of the one that asks."""
         where = {"device_free": self.capacity - self.used} if action == "oom" else {"addr": address}
         stream = self.stream if stream is None else stream
         self.entries.append({"action": action, **where, "size": size, "stream": stream,
-                             "time_us": self.time_ns // 1000, "frames": list(frames)})
+                             "time_us": self.time_ns // 1000, "frames": list(frames), "pool_id": (0, 0)})
 
     def malloc(self, nbytes):
         """Return the address of a new segment, or None."""
@@ -33,18 +33,17 @@ class RecordingDevice(VirtualDevice):
 
     def free(self, address, nbytes):
         """Take a segment back."""
-        super().free(address, nbytes)
         self.note("segment_free", nbytes, address, stream=self._stream_of(address))
+        super().free(address, nbytes)
 
     def reserve(self, nbytes):
         """Return as many addresses, without memory."""
         address = super().reserve(nbytes)
-        self._bases.append(address)
-        self._streams.append(self.stream)
+        self._streams[address] = self.stream
         return address
 
     def _stream_of(self, address):
-        return self._streams[bisect_right(self._bases, address) - 1]
+        return self._streams[self._taken[bisect_right(self._taken, (address + 1,)) - 1][0]]
 
     def map(self, address, nbytes):
         """Give memory to these addresses; returns True, or None if there is too little."""

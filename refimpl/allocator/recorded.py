@@ -3,6 +3,7 @@
 The only thing that is taken from the recording is where cudaMalloc put a segment, and when it had no memory.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -36,6 +37,10 @@ class RecordedDevice:
             raise Differs("{0} of {2} bytes at {1:#x}, recorded: ".format(*event) + theirs)
         self.expected.popleft()
 
+    def expands(self, owner):
+        """Tell whether the segment that comes next is expandable."""
+        return owner == (0, 0) or self._next("segment_alloc")[0] is None
+
     def malloc(self, nbytes):
         """Return the recorded address of the next segment; None if memory is given back first."""
         address, _ = self._next("segment_alloc")
@@ -48,8 +53,8 @@ class RecordedDevice:
         self._take("segment_free", address, nbytes)
 
     def reserve(self, nbytes):
-        """Return where the next piece of memory goes."""
-        return self._next("segment_map")[0] or 0
+        """Return where the next piece of memory goes, though other memory may be given back before."""
+        return next((address for action, address, _ in self.expected if action == "segment_map"), 0)
 
     def unreserve(self, address):
         """Take addresses back; that is not recorded."""
@@ -87,18 +92,18 @@ def compare(snapshot, settings=None, capacity=2**46):
     `settings`: a Settings, by default what the snapshot says. A memory fraction is not in it, nor the device's
     `capacity` in bytes: give them if `garbage_collection_threshold` is set.
     """
-    settings = Settings.parse(snapshot.settings) if settings is None else settings
+    settings = Settings.of(snapshot) if settings is None else settings
     device = RecordedDevice(capacity)
     allocator = CachingAllocator(settings=settings, device=device)
     start = rewind(snapshot, settings)
     live, addresses, event = restore(allocator, start), 0, 0
     try:
-        for event, entry in enumerate(snapshot.entries):  # noqa: B007 (said where it ended)
+        for event, entry in enumerate(snapshot.entries):
             action, at, size = entry["action"], entry.get("addr"), entry["size"]
             if action in SEGMENT_EVENTS:
                 device.expected.append((action, at, size))
             elif action in ("alloc", "oom"):
-                block = _allocate(allocator, entry, snapshot.owner_of(at))
+                block = _allocate(allocator, entry, snapshot.owner_of(event))
                 if block is not None:
                     live[block.address] = block
                     addresses += 1
@@ -113,10 +118,15 @@ def compare(snapshot, settings=None, capacity=2**46):
 
 def _allocate(allocator, entry, owner):
     """Return the Block for an entry, or None if it fails as recorded."""
+    _pools_gone(allocator, but=owner)
     device, size, stream = allocator.device, allocator.settings.rounded(entry["size"]), entry["stream"]
+    _learn_order(allocator, _largest_first(allocator, size, stream, owner))
     grows = any(event[0] in ("segment_alloc", "segment_map") for event in device.expected)
-    if device.expected and (not grows or _would_fit(allocator, size, stream, owner)):
+    if device.expected and (not grows or _would_fit(allocator, size, stream, owner) or _all_goes(allocator)):
         _given_back(allocator, until=grows)
+    _learn_ages(allocator, entry, size, stream, owner)
+    # A private pool may be that of a graph that is being captured, which no entry says.
+    allocator.capturing = entry["action"] == "oom" and not device.expected and len(allocator.pools) > 2
     try:
         block = allocator.allocate(entry["size"], stream, owner)
     except OutOfMemory:
@@ -131,17 +141,76 @@ def _allocate(allocator, entry, owner):
     return block
 
 
+def _learn_ages(allocator, entry, size, stream, owner):
+    """Learn which segments are older, of those that were there before the recording: of two free blocks of equal size
+    that is taken which is in the older one, and equal segments go back in this order."""
+    pool = allocator.pools.get((size <= SMALL, owner))
+    first = None if pool is None else next(pool.at_least(stream, size), None)
+    theirs = pool and pool.at(entry.get("addr"))
+    if first and theirs and theirs is not first and theirs.size == first.size and max(theirs.born, first.born) <= 0:
+        _is_the_oldest(allocator, theirs)
+
+
+def _learn_order(allocator, from_size=math.inf):
+    """`from_size`: blocks of this size and more go back the largest and youngest first."""
+    blocks = [block for action, address, _ in allocator.device.expected if action == "segment_free"
+              for pool in allocator.pools.values() if (block := pool.at(address)) is not None and block.born <= 0]
+    small, large = ([block for block in blocks if (block.size >= from_size) is of] for of in (False, True))
+    for block in (*reversed(small), *large):
+        _is_the_oldest(allocator, block)
+
+
+def _largest_first(allocator, size, stream, owner):
+    """Return from which size on segments go back the largest and youngest first for a request: `max_split_size`, if
+    none is as large as the request; else infinity."""
+    least, pool = allocator.settings.max_split_size, allocator.pools.get((size <= SMALL, owner))
+    several = least is not None and pool is not None and next(pool.at_least(stream, max(size, least)), None) is None
+    return least if several else math.inf
+
+
+def _is_the_oldest(allocator, block):
+    allocator.oldest -= 1
+    while block.before is not None:
+        block = block.before
+    while block is not None:
+        block.pool.grow_old(block, allocator.oldest)
+        block = block.after
+
+
 def _would_fit(allocator, size, stream, owner):
     pool = allocator.pools.get((size <= SMALL, owner))
     fit = None if pool is None else next(pool.at_least(stream, size), None)
     return fit is not None and allocator.settings.serves(fit.size, size)
 
 
+def _all_goes(allocator):
+    """Tell whether the recording gives back what `empty_cache` would, in its order, as it does before a capture."""
+    freed = [address for action, address, _ in allocator.device.expected if action == "segment_free"]
+    return freed == [block.address for block in allocator.unused() if block.segment is None]
+
+
 def _given_back(allocator, until=False):
     """If the recording gives segments back that no request made it give back, then its program emptied the cache."""
     expected = allocator.device.expected
+    _pools_gone(allocator)
+    _learn_order(allocator)
     if expected and expected[0][0] in ("segment_free", "segment_unmap"):
         allocator.empty_cache()
     if expected and not until:
         raise Differs("nothing, recorded: {0} of {2} bytes at {1:#x}".format(*expected[0]))
 
+
+def _pools_gone(allocator, but=None):
+    """If the recording gives back what is free of a private pool, then its graph or MemPool is gone: just now if that
+    comes first, before if other memory does. `but`: the pool of a request, which is in use."""
+    expected, given_back = allocator.device.expected, ("segment_free", "segment_unmap")
+    while expected and expected[0][0] in given_back and (owner := _owner_of(allocator, expected[0][1], but)):
+        allocator.release_pool(owner)
+    later = {_owner_of(allocator, address, but) for action, address, _ in expected if action in given_back}
+    allocator.gone |= later - {None}
+
+
+def _owner_of(allocator, address, but):
+    """Return the private pool other than `but` that has a free block with this address; None if none has."""
+    return next((pool.owner for pool in allocator.pools.values() if pool.owner not in ((0, 0), but) and any(
+        block.address <= address < block.end for block in pool)), None)

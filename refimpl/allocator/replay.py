@@ -6,7 +6,7 @@ Internal fragmentation is what blocks have beyond what was asked for (rounding, 
 is what is free between them, in segments. A request fails although enough is free if no hole is large enough.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -118,13 +118,14 @@ def explain(trace, *, capacity, settings=None, cures=CURES):
     failure with what each of them did."""
     found = replay(trace, capacity=capacity, settings=settings)
     if found.failure is not None:
-        base = settings if isinstance(settings, str) else ""
+        base = settings if isinstance(settings, Settings) else Settings.parse(settings or "")
         for cure in cures:
-            if cure.partition(":")[0] in base:
+            name, value = next(iter(vars(Settings.parse(cure)).items() - vars(Settings()).items()))
+            if getattr(base, name) != getattr(Settings(), name):
                 continue
-            fraction = {"memory_fraction": 1.0} if cure.startswith("garbage") else {}
-            other = Settings.parse(f"{base},{cure}" if base else cure, **fraction)
-            again = replay(trace, capacity=capacity, settings=other, until=found.failure.event + 1)
+            below = {"memory_fraction": 1 - 2**-40} if cure.startswith("garbage") else {}  # collects with one below 1
+            again = replay(trace, capacity=capacity, settings=replace(base, **{name: value}, **below),
+                           until=found.failure.event + 1)
             found.failure.cures[cure] = again.failure is None
     return found
 

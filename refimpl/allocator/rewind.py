@@ -30,12 +30,13 @@ class Range:
     expandable: bool = False
     small: bool = False
     owner: tuple = (0, 0)
+    segment: dict = None  # the segment at the end that it is of, None if it is gone by then
 
 
 @dataclass
 class Start:
     """When a recording began: `ranges`, sorted by address; `live`: {address: (bytes asked for, size or None, stream,
-    frames)}; `bases`: {(stream, small): first address of its expandable segment}."""
+    frames)}; `bases`: {(stream, small, owner): first address of its expandable segment}."""
 
     ranges: list
     live: dict = field(default_factory=dict)
@@ -47,7 +48,8 @@ def rewind(snapshot, settings):
     live, ranges = {}, {}
     for segment in snapshot.segments:
         at = segment["address"]
-        ranges[at] = Range(at, at + segment["total_size"], segment["stream"], segment.get("is_expandable", False))
+        ranges[at] = Range(at, at + segment["total_size"], segment["stream"], segment.get("is_expandable", False),
+                           segment=segment)
         for block in segment["blocks"]:
             if block["state"] in LIVE:
                 live[at] = block["requested_size"], block["size"], segment["stream"], block.get("frames", ())
@@ -81,7 +83,8 @@ def _put(ranges, new, event):
             touches = new.address == other.end or new.end == other.address
             if touches and other.expandable and other.stream == new.stream:
                 del ranges[other.address]
-                new = Range(min(new.address, other.address), max(new.end, other.end), new.stream, True)
+                new = Range(min(new.address, other.address), max(new.end, other.end), new.stream, True,
+                            segment=new.segment or other.segment)
     if new.address in ranges:
         raise DamagedTrace(f"event {event} gives {new.address:#x} back, which has memory afterwards")
     ranges[new.address] = new
@@ -95,24 +98,34 @@ def _cut(ranges, first, last, event):
     del ranges[found.address]
     for a, b in ((found.address, first), (last, found.end)):
         if a < b:
-            ranges[a] = Range(a, b, found.stream, found.expandable)
+            ranges[a] = Range(a, b, found.stream, found.expandable, segment=found.segment)
 
 
 def _classify(start, snapshot, settings):
-    """Find the pool of each range: from a segment at the end, or from a request that it served."""
-    known = sorted({**{entry["addr"]: entry["size"] for entry in snapshot.entries
-                       if entry["action"] in ("alloc", "free_completed")},
-                    **{at: block[0] for at, block in start.live.items()}}.items())
+    """Find the pool of each range: from its segment at the end; if it is gone by then, from the first request that it
+    served, or had served, before it went. Another segment may have its addresses afterwards."""
+    unknown = []
     for each in start.ranges:
-        same = next((segment for segment in snapshot.segments if segment["address"] < each.end
-                     and each.address < segment["address"] + segment["total_size"]), None)
-        at = bisect_left(known, (each.address,))
-        if same is not None:
-            each.small, each.owner = same["segment_type"] == "small", tuple(same.get("segment_pool_id", (0, 0)))
-        elif at < len(known) and known[at][0] < each.end:
-            each.small = settings.rounded(known[at][1]) <= SMALL
+        if each.segment is not None:
+            each.small = each.segment["segment_type"] == "small"
+            each.owner = tuple(each.segment.get("segment_pool_id", (0, 0)))
         else:
-            each.small = each.end - each.address == SMALL_SEGMENT
+            each.small = each.end - each.address == SMALL_SEGMENT  # unless a request tells
+            unknown.append(each)
+    for at, (nbytes, *_) in start.live.items():
+        for each in _holding(unknown, at):
+            each.small = settings.rounded(nbytes) <= SMALL
+    for entry in snapshot.entries if unknown else ():
+        for each in _holding(unknown, entry.get("addr")):
+            if entry["action"] in ("alloc", "free_completed"):
+                each.small = settings.rounded(entry["size"]) <= SMALL
+            if entry["action"] in ("alloc", "free_completed", "segment_free", "segment_unmap"):
+                each.owner = tuple(entry.get("pool_id", (0, 0)))
+                unknown.remove(each)
+
+
+def _holding(ranges, address):
+    return [each for each in ranges if address is not None and each.address <= address < each.end]
 
 
 def _find_ends(start, snapshot, settings):
@@ -138,16 +151,17 @@ def _find_bases(start, snapshot, settings):
     """Find where expandable segments begin: at the lowest address that is given memory while they have some."""
     mapped, ends = Counter(), {}
     for each in (each for each in start.ranges if each.expandable):
-        key = each.stream, each.small
+        key = each.stream, each.small, each.owner
         start.bases.setdefault(key, each.address)
         mapped[key], ends[key] = mapped[key] + each.end - each.address, each.end
     for entry in snapshot.entries:
         action, at, size, stream = entry["action"], entry.get("addr"), entry["size"], entry["stream"]
-        if action == "segment_map" and mapped[key := (stream, size % settings.large_segment_size != 0)]:
+        owner = tuple(entry.get("pool_id", (0, 0)))
+        if action == "segment_map" and mapped[key := (stream, size % settings.large_segment_size != 0, owner)]:
             start.bases[key], ends[key] = min(start.bases[key], at), max(ends[key], at + size)
             mapped[key] += size
         elif action == "segment_unmap":
-            for key in ((stream, small) for small in (True, False) if mapped[stream, small]):
+            for key in ((stream, small, owner) for small in (True, False) if mapped[stream, small, owner]):
                 mapped[key] -= size * (start.bases[key] <= at < ends[key])
 
 
@@ -164,7 +178,7 @@ def restore(allocator, start):
             allocator._segments[each.address] = each.end - each.address
         allocator.reserved += each.end - each.address
         for at, size, nbytes in _blocks(each, inside, start.live, allocator.settings):
-            block = Block(at, size, each.stream, pool, segment)
+            block = Block(at, size, each.stream, pool, segment)  # born 0: how old it is nobody recorded
             block.before, before = before, block
             if block.before is not None:
                 block.before.after = block
@@ -207,7 +221,7 @@ def _segment_of(allocator, last, each, pool, bases):
     before = last.get((each.stream, each.small, each.owner))
     if before is not None:
         return before.segment, _unmapped(before, each.address)
-    base = bases[each.stream, each.small]
+    base = bases[each.stream, each.small, each.owner]
     segment = expandable.new_segment(allocator, pool, base)
     if base == each.address:
         return segment, None
@@ -232,15 +246,15 @@ def trace_of(snapshot, settings=None):
     A block is free when no stream uses it any more. A request that failed is taken and freed at once. Its name is the
     first line of Python that is not PyTorch's own, its category the text of `_set_memory_metadata`, if there is one.
     """
-    settings = Settings.parse(snapshot.settings) if settings is None else settings
+    settings = Settings.of(snapshot) if settings is None else settings
     start, found, live = rewind(snapshot, settings), Maker(), {}
     first = 1000 * snapshot.entries[0].get("time_us", 0) if snapshot.entries else 0
     for at, (nbytes, _, stream, frames) in sorted(start.live.items()):
-        live[at] = found.alloc(nbytes, "", _line(frames), first, stream)
+        live[at] = found.alloc(nbytes, "", line(frames), first, stream)
     for entry in snapshot.entries:
         action, at, time = entry["action"], entry.get("addr"), 1000 * entry.get("time_us", 0)
         if action in ("alloc", "oom"):
-            number = found.alloc(entry["size"], entry.get("user_metadata") or "", _line(entry.get("frames", ())), time,
+            number = found.alloc(entry["size"], entry.get("user_metadata") or "", line(entry.get("frames", ())), time,
                                  entry["stream"])
             if action == "alloc":
                 live[at] = number
@@ -254,7 +268,7 @@ def trace_of(snapshot, settings=None):
 def capacity_of(snapshot, settings=None):
     """Return the bytes that the allocator could reserve when a request first failed: what it had, and what the device
     had left; None if none failed."""
-    settings = Settings.parse(snapshot.settings) if settings is None else settings
+    settings = Settings.of(snapshot) if settings is None else settings
     reserved = sum(each.end - each.address for each in rewind(snapshot, settings).ranges)
     for entry in snapshot.entries:
         if entry["action"] == "oom":
@@ -263,7 +277,7 @@ def capacity_of(snapshot, settings=None):
     return None
 
 
-def _line(frames):
+def line(frames):
     """Return "file:line function" of the innermost frame of a user's."""
     python = [frame for frame in frames if frame["filename"].endswith(".py")]
     users = [frame for frame in python if "/torch/" not in frame["filename"].replace("\\", "/")]

@@ -18,6 +18,10 @@ LARGE_SEGMENT = 20 * MIB
 ROUND_LARGE = 2 * MIB
 INTERVALS = 16  # of sizes, from 1 MiB on, each up to twice its lower end
 VERSIONS = ("2.11", "2.12", "2.13", "2.14")  # of torch, whose rules are known
+WITHOUT_EFFECT = {  # keys of PyTorch's by which no address changes
+    "pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
+    "pinned_reserve_segment_size_mb", "pinned_max_register_threads", "release_lock_on_cudamalloc",
+    "release_lock_on_hipmalloc", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Settings:
     - `divisions`: a request of 1, 2, 4 … MiB and more is rounded up to one of so many parts between two powers of two,
       a number for each of 16 intervals; 0 or 1 rounds to 512 bytes.
     - `garbage_collection_threshold`: of the memory that the process may have: above it, segments that are free and
-      have been for long go back to the device before a new one is asked for. It acts only with `memory_fraction`.
+      have been for long go back to the device before a new one is asked for. It acts only with a `memory_fraction`
+      below 1.
     - `memory_fraction`: of the device's memory (`torch.cuda.set_per_process_memory_fraction`). None: all of it.
     - `expandable_segments`: one segment for each pool and stream, which grows.
     - `large_segment_size`: of a new segment for less than 10 MiB. A setting since torch 2.13.
@@ -64,8 +69,29 @@ class Settings:
 
     @classmethod
     def parse(cls, text, **others):
-        """Read the text of PYTORCH_CUDA_ALLOC_CONF. ValueError for a key that is not simulated, and for a bad value."""
-        return replace(cls(), **others, **dict(map(_setting, _items(text))))
+        """Read the text of PYTORCH_CUDA_ALLOC_CONF, but for WITHOUT_EFFECT. ValueError for another key that is not
+        simulated, and for a bad value."""
+        found = [item for item in items(text) if item[0] not in WITHOUT_EFFECT and item != ("backend", "native")]
+        return replace(cls(), **others | dict(map(_setting, found)))
+
+    @classmethod
+    def of(cls, snapshot, **others):
+        """Read a Snapshot's: what PyTorch wrote as resolved comes before the text of the environment variable. Its
+        version is not written: where events do not name their pool it is 2.11, else the newest."""
+        resolved, found = snapshot.resolved, {}
+        if "max_split_size" in resolved:
+            found["max_split_size"] = resolved["max_split_size"] if 0 < resolved["max_split_size"] < 2**60 else None
+        for name in ("garbage_collection_threshold", "expandable_segments"):
+            if name in resolved:
+                found[name] = resolved[name]
+        if len(divisions := resolved.get("roundup_power2_divisions", ())) == INTERVALS:
+            found["divisions"] = tuple(divisions.values())
+        version = VERSIONS[-1] if any("pool_id" in entry for entry in snapshot.entries) else VERSIONS[0]
+        return replace(cls.parse(snapshot.settings, **{"version": version} | others), **found)
+
+    def is_since(self, *version):
+        """Tell whether the rules are those of torch (2, 12), say, or later."""
+        return tuple(map(int, self.version.split("."))) >= version
 
     def rounded(self, nbytes):
         """Return the size of the block that a request of `nbytes` needs."""
@@ -110,7 +136,7 @@ def _known(version):
     return VERSIONS[-1]
 
 
-def _items(text):
+def items(text):
     """Return [(key, value)] of "key:value,key:[a:b,c:d]"."""
     items, depth, start = [], 0, 0
     text = "".join(text.split())
@@ -131,8 +157,8 @@ def _setting(item):
             return key.removesuffix("_mb"), int(value) * MIB
         if key == "max_non_split_rounding_mb":
             return "max_non_split_rounding", int(value) * MIB
-        if key == "garbage_collection_threshold":
-            return key, float(value)
+        if key in ("garbage_collection_threshold", "per_process_memory_fraction"):
+            return key.removeprefix("per_process_"), float(value)
         if key == "expandable_segments":
             return key, {"True": True, "False": False}[value]
         if key == "roundup_power2_divisions":
@@ -148,22 +174,22 @@ def _divisions(value):
     """Return a number for each interval: of one number, or of [64:8,256:4,>:1]. A size in MiB names its interval; the
     first fills those below it, ">" those above the last; what lies between two is not rounded, as in PyTorch."""
     if not value.startswith("["):
-        return (_positive(value),) * INTERVALS
+        return (_natural(value, 1),) * INTERVALS
     found, last, first = [0] * INTERVALS, 0, True
-    for key, number in _items(value[1:-1]):
+    for key, number in items(value[1:-1]):
         if key == ">":
-            found[last + 1:] = [_positive(number)] * (INTERVALS - last - 1)
+            found[last + 1:] = [_natural(number)] * (INTERVALS - last - 1)
             continue
-        if _positive(key) & (int(key) - 1):
+        if _natural(key, 1) & (int(key) - 1):
             raise ValueError(key)
         last = min(int(key).bit_length() - 1, INTERVALS - 1)
         if first:
-            found[:last] = [_positive(number)] * last
-        found[last], first = _positive(number), False
+            found[:last] = [_natural(number)] * last
+        found[last], first = _natural(number), False
     return tuple(found)
 
 
-def _positive(text):
-    if int(text) < 1:
+def _natural(text, least=0):
+    if int(text) < least:
         raise ValueError(text)
     return int(text)

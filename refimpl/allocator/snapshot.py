@@ -14,10 +14,10 @@ A snapshot has the segments at its end, and one entry for each event of the reco
 Sizes of alloc and free are those that were asked for. Names are those of torch 2.11 to 2.14.
 """
 
+import dataclasses
 import gzip
 import pickle
 import zlib
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -32,19 +32,20 @@ SEGMENT_FIELDS = {"address": INT, "total_size": INT, "stream": INT, "segment_typ
 BLOCK_FIELDS = {"size": INT, "requested_size": INT, "state": TEXT}
 
 
-@dataclass
+@dataclasses.dataclass
 class Snapshot:
     """What the allocator of one device recorded.
 
     - `segments`: at the end, a list of dicts: address, total_size, stream, segment_type, is_expandable, blocks.
     - `entries`: a list of dicts: action, addr, size, stream, time_us, frames.
-    - `settings`: the text of PYTORCH_CUDA_ALLOC_CONF. `device`: its index.
+    - `settings`: the text of PYTORCH_CUDA_ALLOC_CONF. `device`: its index. `resolved`: settings as PyTorch had them.
     """
 
     segments: list
     entries: list
     settings: str = ""
     device: int = 0
+    resolved: dict = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, path, device=None):
@@ -73,8 +74,9 @@ class Snapshot:
         entries = traces[device] if traces else []
         for i, entry in enumerate(entries):
             _check_entry(entry, f"{path}: device_traces[{device}][{i}]")
-        settings = found.get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
-        return cls(segments, [each for each in entries if each["action"] not in OTHERS], settings, device)
+        resolved = dict(found.get("allocator_settings", {}))
+        settings = resolved.pop("PYTORCH_CUDA_ALLOC_CONF", "")
+        return cls(segments, [each for each in entries if each["action"] not in OTHERS], settings, device, resolved)
 
     def save(self, path):
         """Write a file as `torch.cuda.memory._dump_snapshot` does, for pytorch.org/memory_viz. Returns the Path. One
@@ -82,7 +84,8 @@ class Snapshot:
         path = Path(path)
         with _open(path, "wb") as file:
             pickle.dump({"segments": self.segments, "device_traces": [*([] for _ in range(self.device)), self.entries],
-                         "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": self.settings}, "external_annotations": []},
+                         "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": self.settings, **self.resolved},
+                         "external_annotations": []},
                         file)
         return path
 
@@ -91,16 +94,23 @@ class Snapshot:
         """Return the bytes of its segments, at its end."""
         return sum(segment["total_size"] for segment in self.segments)
 
-    def owner_of(self, address):
-        """Return the private pool whose segment holds an address at the end, (0, 0) if none does."""
-        for segment in self._private:
-            if address is not None and 0 <= address - segment["address"] < segment["total_size"]:
+    def owner_of(self, event):
+        """Return the private pool that the entry `event` is about, (0, 0) if none. Before torch 2.13 entries do not say
+        it: then it is that of the segment which has the address at the end, if it was there already."""
+        entry = self.entries[event]
+        if "pool_id" in entry:
+            return tuple(entry["pool_id"])
+        for segment, born in self._private:
+            if born <= event and 0 <= entry.get("addr", -1) - segment["address"] < segment["total_size"]:
                 return tuple(segment["segment_pool_id"])
         return 0, 0
 
     @cached_property
     def _private(self):
-        return [each for each in self.segments if tuple(each.get("segment_pool_id", (0, 0))) != (0, 0)]
+        """[(segment of a private pool at the end, the event that brought it)]."""
+        came = {entry["addr"]: i for i, entry in enumerate(self.entries) if entry["action"] == "segment_alloc"}
+        return [(each, came.get(each["address"], -1)) for each in self.segments
+                if tuple(each.get("segment_pool_id", (0, 0))) != (0, 0)]
 
 
 def _open(path, mode):

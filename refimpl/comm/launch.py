@@ -23,7 +23,8 @@ def launch(fn, world_size, *args, device=None, timeout=60, limit=None, debug=Non
     Each rank is a process of its own on this machine, with a `Communicator` that connects it to the others. `fn` and
     `args` are copied to each rank, so `fn` may be defined in a notebook's cell, and what a rank changes does not
     change here. What it returns is copied back; CUDA tensors arrive on the host. What ranks print appears here,
-    labelled, in rank order: the lowest rank that still runs is shown as it prints, the others after it.
+    labelled, in rank order: the lowest rank that still runs is shown as it prints, the others after it. All ranks begin
+    with the same random numbers, on a GPU as on a CPU.
 
     - `device`: `"cpu"`; `"cuda"`, one GPU for each rank, or shared by several ranks if there are too few; `"cuda:i"`,
       that one for all. By default `"cuda"` if there is a GPU. It is `comm.device`, and the rank's current device.
@@ -76,6 +77,7 @@ class ConnectedWorld(World):
         device = torch.device(self.devices[rank])
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            torch.cuda.manual_seed(torch.initial_seed())  # else each process draws a seed of its own there
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         forever = datetime.timedelta(days=365)  # `ranks.run` enforces the timeout

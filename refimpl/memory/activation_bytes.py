@@ -17,6 +17,7 @@ class Kept:
     mask: int  # dropout: CPU keeps the noise it multiplied with (e), CUDA a boolean (1)
     statistics: int  # LayerNorm's mean and 1/σ: e on CPU, fp32 or wider on CUDA
     fused_rms: bool  # RMSNorm in one kernel keeps its input and 1/σ; in pieces also the fp32 input and x/σ
+    softmax: int  # tensors as large as the scores at once in softmax's backward: two gradients; CUDA also their product
 
 
 def kept_on(device, element):
@@ -25,8 +26,8 @@ def kept_on(device, element):
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r}: what its kernels keep is not known here; expected 'cpu' or 'cuda'")
     if kind == "cuda":
-        return Kept(mask=1, statistics=max(4, element), fused_rms=True)
-    return Kept(mask=element, statistics=element, fused_rms=False)
+        return Kept(mask=1, statistics=max(4, element), fused_rms=True, softmax=3)
+    return Kept(mask=element, statistics=element, fused_rms=False, softmax=2)
 
 
 def check_sizes(batch, sequence, dtype=torch.float32):

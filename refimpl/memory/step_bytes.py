@@ -6,7 +6,7 @@ run, or call `refimpl.sequence_length.longest_sequence`, which fits a polynomial
 
 import torch
 
-from .activation_bytes import activation_terms, block_terms
+from .activation_bytes import activation_terms, block_terms, kept_on
 from .ledger import Ledger
 from .state_bytes import model_state_bytes
 
@@ -53,7 +53,7 @@ def backward_moments(config, batch, sequence, dtype=torch.float32, device="cpu",
 
         loss        all activations + 2V: the gradients of the log-probabilities and of the logits
         MLP         the blocks' activations + U + F; SwiGLU has 2F more
-        softmax     the same without those of the last block's MLP, projection and values + U + K + 2S
+        softmax     the same without those of the last block's MLP, projection and values + U + K + 2S, on CUDA 3S
 
     `keys`: the sequence is a chunk that attends to so many keys; S = e·ab·s·keys. `copied`: it keeps a copy of them.
     """
@@ -70,6 +70,7 @@ def backward_moments(config, batch, sequence, dtype=torch.float32, device="cpu",
         block["values"], block["queries and keys"] = K * copied, U + K * copied
         terms["blocks"] = config.layers * sum(block.values())
     V, S, gated = terms["log-probabilities"], block["softmax output"], config.gated
+    inside = kept_on(device, dtype.itemsize).softmax
     kept = sum(terms.values()) - terms["loss weight"]
     blocks = kept - sum(terms[name] for name in ("last norm", "head input", "log-probabilities"))
     norms = sum(nbytes for name, nbytes in block.items() if "norm" in name.lower()) // 2  # one of the block's two
@@ -79,7 +80,7 @@ def backward_moments(config, batch, sequence, dtype=torch.float32, device="cpu",
     moments = {  # activations, gradients, temporaries; 8: the loss and its gradient
         "loss": (kept, 0, 2 * V + 8),
         "MLP": (blocks - F * gated, head + norm + down - waiting, U + F + 2 * F * gated + waiting + 8),
-        "softmax": (core, head + 2 * norm + down + up + out - waiting, U + K + 2 * S + waiting + 8),
+        "softmax": (core, head + 2 * norm + down + up + out - waiting, U + K + inside * S + waiting + 8),
     }
     return {name: Ledger(activations=a, gradients=g, temporaries=t) for name, (a, g, t) in moments.items()}
 

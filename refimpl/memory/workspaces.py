@@ -10,9 +10,8 @@ from collections import Counter
 
 from .ledger import human
 from .trace import StorageRecord, Trace
-from .tracking.taking import NOT_COUNTED
+from .tracking.taking import NOT_COUNTED, WORKSPACE
 
-WORKSPACE = "kernel workspace"
 _ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in memory of another library
 
 

@@ -16,6 +16,8 @@ from refimpl.allocator.settings import MIB
 CONFIGS = ["", "expandable_segments:True", "max_split_size_mb:20", "max_split_size_mb:32,roundup_power2_divisions:8",
            "garbage_collection_threshold:0.3"]
 CAPACITY = 160 * MIB
+LOWEST = Settings(version="2.11")  # of equal blocks that with the lowest address
+BELOW_1 = 1 - 2**-40  # a fraction that leaves all of the memory
 
 
 def check(allocator):
@@ -49,7 +51,7 @@ def allocated(allocator, nbytes, stream):
 
 def beside_the_paper(seed):
     """Whether both give the same addresses, and reserve the same."""
-    one, other, dice, live = papers(CAPACITY), CachingAllocator(CAPACITY), random.Random(seed), []
+    one, other, dice, live = papers(CAPACITY), CachingAllocator(CAPACITY, LOWEST), random.Random(seed), []
     for _ in range(4000):
         gone = []
         if live and dice.random() < 0.5:
@@ -153,6 +155,62 @@ def test_private_pools_are_apart():
     assert allocator.allocate(5 * MIB, owner=(0, 1)).address == address
 
 
+def test_a_private_pool_that_is_in_use_keeps_its_segments():
+    allocator = CachingAllocator(100 * MIB)
+    freed(allocator, 30 * MIB), freed(allocator, 40 * MIB, owner=(0, 1))
+    assert allocator.empty_cache() == 30 * MIB and allocator.reserved == 40 * MIB
+    with pytest.raises(OutOfMemory):
+        allocator.allocate(80 * MIB)
+    allocator.gone.add((0, 1))
+    assert allocator.allocate(80 * MIB).size == allocator.reserved == 80 * MIB
+
+
+def test_nothing_goes_back_while_a_graph_is_captured():
+    allocator = CachingAllocator(100 * MIB)
+    freed(allocator, 60 * MIB)
+    allocator.capturing = True
+    with pytest.raises(OutOfMemory):
+        allocator.allocate(80 * MIB)
+    assert allocator.reserved == 60 * MIB
+
+
+@pytest.mark.parametrize("owner", [(0, 0), (0, 1)])
+def test_expandable_segments_are_of_private_pools_too(owner):
+    allocator = CachingAllocator(100 * MIB, "expandable_segments:True")
+    assert freed(allocator, 30 * MIB, owner=owner) == allocator.allocate(60 * MIB, owner=owner).address
+
+
+def test_addresses_come_again():
+    allocator = CachingAllocator()
+    address = freed(allocator, 30 * MIB)
+    allocator.empty_cache()
+    assert allocator.allocate(40 * MIB).address == address
+
+
+@pytest.mark.parametrize(("version", "lowest"), [("2.11", True), ("2.12", False), ("2.14", False)])
+def test_of_equal_blocks_that_of_the_oldest_segment_is_taken_since_2_12(version, lowest):
+    allocator = CachingAllocator(settings=Settings(version=version))
+    first, second = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB)
+    low = first.address
+    allocator.free(first)
+    allocator.empty_cache()
+    third = allocator.allocate(20 * MIB, stream=0)  # has the lower address, and is younger
+    assert third.address == low
+    allocator.free(second), allocator.free(third)
+    assert (allocator.allocate(20 * MIB).address == low) is lowest
+
+
+@pytest.mark.parametrize(("version", "limit"), [("2.12", 999), ("2.13", 1000)])
+def test_a_fraction_of_the_memory_is_rounded_since_2_13(version, limit):
+    assert CachingAllocator(1999, Settings(memory_fraction=0.5001, version=version)).limit == limit
+
+
+def test_collection_needs_a_fraction_below_1():
+    allocator = CachingAllocator(200 * MIB, Settings.parse("garbage_collection_threshold:0.1", memory_fraction=1.0))
+    freed(allocator, 60 * MIB), allocator.allocate(80 * MIB)
+    assert allocator.reserved == 140 * MIB
+
+
 def test_large_blocks_stay_whole_with_max_split_size():
     plain, limited = CachingAllocator(), CachingAllocator(settings="max_split_size_mb:32")
     for allocator, same in ((plain, True), (limited, False)):
@@ -173,7 +231,7 @@ def test_large_segments_go_back_before_all_others():
 
 def with_free_blocks(threshold, old, young):
     """An allocator with two free blocks of so many MiB, between them ten uses of a segment of 20 MiB; and 60 MiB."""
-    settings = Settings.parse(f"garbage_collection_threshold:{threshold}", memory_fraction=1.0)
+    settings = Settings.parse(f"garbage_collection_threshold:{threshold}", memory_fraction=BELOW_1)
     allocator = CachingAllocator(200 * MIB, settings)
     old, young = allocator.allocate(old * MIB), allocator.allocate(young * MIB)
     allocator.free(old)

@@ -96,18 +96,34 @@ def test_a_request_that_failed_is_served():
     assert [int(block[5]) for block in kept] == list(range(1, 64, 2)) and large.sum() == 0
 
 
-def test_what_a_graph_saved_is_refused_here_or_by_autograd():
+def test_what_a_graph_saved_is_refused():
     pool = pool_of(8192)
     w = torch.nn.Parameter(after_a_hole(pool, (64,)).fill_(2))
     y = (w.view(8, 8) * w.view(8, 8)).sum()
     with pytest.raises(ValueError, match="call it when no graph waits for backward"):
         defragment(pool, w)
-    y = (w * w).sum()  # the graph has the parameter itself, which is not seen before
+    y = (w * w).sum()  # the graph has the parameter itself
+    with pytest.raises(ValueError, match="is used by [0-9] more than its owners: a graph that waits for backward"):
+        defragment(pool, w)
+    y.backward()
+    del y
     assert defragment(pool, w).repointed == 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
     (w * w).sum().backward()
-    assert w.detach().sum() == 128 and w.grad.sum() == 256
+    assert w.detach().sum() == 128 and w.grad.sum() == 512
+
+
+@pytest.mark.parametrize(("hold", "said"), [
+    (lambda x: x.numpy(), "an owner that"), (torch.utils.dlpack.to_dlpack, "NumPy or DLPack"),
+    (lambda x: x.untyped_storage(), "somebody holds the storage of segment 0"), (torch.Tensor.detach, "an owner that")])
+def test_who_holds_the_memory_otherwise_is_not_left_behind(hold, said):
+    pool = pool_of(8192)
+    x = after_a_hole(pool, (8, 8)).fill_(2)
+    held = hold(x)
+    with pytest.raises(ValueError, match=said):
+        defragment(pool, x)
+    assert pool.largest_hole < pool.capacity - pool.allocated, "nothing has moved"
+    del held
+    assert defragment(pool, x).repointed == 1 and bool((x == 2).all())
 
 
 def test_segments_are_closed_each():

@@ -1,6 +1,9 @@
 """Tensors of a pool never overlap, nothing is lost, and everything joins again; errors say what."""
 
 import math
+import random
+import sys
+import threading
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ def pool_of(nbytes, **options):
 
 
 def check(pool):
-    live, holes = [(begin, size) for begin, size, _ in pool._live.values()], sorted(pool._sizes.items())
+    live, holes = [(begin, size) for begin, size, *_ in pool._live.values()], sorted(pool._sizes.items())
     every = sorted(live + holes)
     assert all(a + size <= b for (a, size), (b, _) in zip(every, every[1:], strict=False)), "no overlap"
     assert sum(size for _, size in every) == pool.capacity, "nothing lost"
@@ -127,13 +130,64 @@ def test_a_pool_takes_as_much_as_it_may():
 def test_what_is_not_a_live_tensor_of_the_pool():
     pool, other = pool_of(4096), pool_of(4096)
     x = pool.allocate((4, 4))
-    for tensor, said in ((x[1:], "is a part of one"), (torch.ones(3), "it is not from this pool"),
-                         (other.allocate(4), "it is not from this pool")):
+    for tensor, said in ((x[1:], "is a view of one"), (x.view(16), "is a view of one"),
+                         (torch.ones(3), "it is not from this pool"), (other.allocate(4), "it is not from this pool")):
         with pytest.raises(ValueError, match=said):
             pool.free(tensor)
     pool.free(x)
+    y = pool.allocate((4, 4))
+    assert y.data_ptr() == x.data_ptr(), "another has its address now"
     with pytest.raises(ValueError, match="it was freed before"):
         pool.free(x)
+    assert pool.allocated == 512
+    check(pool)
+
+
+def test_what_the_system_refuses_is_exhausted_and_nothing_is_lost():
+    pool = pool_of(4096)
+    x = pool.allocate(1024).fill_(3)
+    with pytest.raises(PoolExhausted, match="cpu has no room for another segment; 4096 of 4096 bytes are live"):
+        pool.allocate(2**50, torch.uint8)
+    assert pool.allocate(4).nbytes == 16 and bool((x == 3).all())
+    check(pool)
+
+
+def test_a_segment_as_large_as_all_others_is_not_insisted_on(monkeypatch):
+    pool, real = pool_of(2**20), torch.empty
+
+    def little(size, **options):
+        if isinstance(size, int) and size > 2**16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(size, **options)
+
+    pool.allocate(2**18)
+    monkeypatch.setattr(torch, "empty", little)
+    assert pool.allocate(64).nbytes == 256 and pool.capacity == 2**20 + 512
+
+
+def test_threads_share_a_pool():
+    """Each finds in its tensors what it wrote there."""
+    pool, wrong = pool_of(2**16), []
+
+    def work(number):
+        dice, live = random.Random(number), []
+        for i in range(400):
+            if len(live) > 5:
+                tensor, value = live.pop(dice.randrange(len(live)))
+                wrong.extend([value] * int((tensor != value).sum()))
+                pool.free(tensor)
+            live.append((pool.allocate(dice.randrange(1, 900)).fill_(1000 * number + i), 1000 * number + i))
+        for tensor, _ in live:
+            pool.free(tensor)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    before, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-6)
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    sys.setswitchinterval(before)
+    assert not wrong and pool.allocated == 0
     check(pool)
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refimpl.allocator import Snapshot
 from refimpl.allocator.settings import LARGE_SEGMENT, MIB, Settings
 
 ASKED = [2**i + j for i in range(10, 40) for j in (-1, 0, 1)]  # bytes
@@ -24,8 +25,8 @@ def torch_divisions():
     torch._C._accelerator_setAllocatorSettings("roundup_power2_divisions:1")
 
 
-@given(pairs=st.lists(st.tuples(POWERS, st.integers(0, 5).map(lambda i: 2**i)), min_size=1, max_size=5),
-       last=st.none() | st.integers(0, 5).map(lambda i: 2**i), ascending=st.booleans())
+@given(pairs=st.lists(st.tuples(POWERS, st.integers(0, 5).map(lambda i: 2**i) | st.just(0)), min_size=1, max_size=5),
+       last=st.none() | st.just(0) | st.integers(0, 5).map(lambda i: 2**i), ascending=st.booleans())
 def test_divisions_are_those_of_pytorchs_parser(torch_divisions, pairs, last, ascending):
     pairs = sorted(pairs) if ascending else pairs
     items = [f"{size}:{number}" for size, number in pairs] + ([] if last is None else [f">:{last}"])
@@ -74,6 +75,20 @@ def test_all_settings_of_one_text():
     assert (found.expandable_segments, found.max_non_split_rounding) == (True, 40 * MIB)
     assert found.large_segment_size == 32 * MIB and found.divisions == (8,) * 7 + (1,) * 9
     assert Settings.parse("") == Settings()
+    assert Settings.parse("pinned_num_register_threads:8,backend:native,graph_capture_record_stream_reuse:True") == \
+        Settings(), "what has no effect on addresses"
+    assert Settings.parse("per_process_memory_fraction:0.5").memory_fraction == 0.5
+
+
+def test_what_a_snapshot_has_resolved_comes_before_its_text():
+    entry = {"action": "alloc", "addr": 0, "size": 1, "stream": 0}
+    resolved = {"max_split_size": 64 * MIB, "garbage_collection_threshold": 0.5, "expandable_segments": True,
+                "roundup_power2_divisions": {str(2**i): 8 for i in range(16)}, "pinned_use_cuda_host_register": False}
+    text = "max_split_size_mb:32,large_segment_size_mb:40"
+    found = Settings.of(Snapshot([], [entry | {"pool_id": (0, 0)}], text, resolved=resolved))
+    assert (found.max_split_size, found.large_segment_size, found.version) == (64 * MIB, 40 * MIB, "2.14")
+    assert found.garbage_collection_threshold == 0.5 and found.expandable_segments and found.divisions == (8,) * 16
+    assert Settings.of(Snapshot([], [entry], resolved={"max_split_size": -1})) == Settings(version="2.11")
 
 
 @pytest.mark.parametrize(("text", "others", "said"), [

@@ -22,7 +22,7 @@ from ..trace import Trace
 from . import listeners
 from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
 from .lines import Lines
-from .taking import may_take, note_of, takes_workspace
+from .taking import WORKSPACE, inside_on_cuda, may_take, note_of, takes_workspace
 from .tensors import PLAIN, dense_parts
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
@@ -64,6 +64,7 @@ class _Facts(NamedTuple):
     in_place: bool  # autograd may mean another one in place
     zeros: bool
     takes_workspace: bool
+    inside: object  # what CUDA takes in it, as a function of its arguments, or None
 
 
 _facts = {}  # id of an operation -> its _Facts; operations live as long as the process
@@ -71,7 +72,8 @@ _facts = {}  # id of an operation -> its _Facts; operations live as long as the 
 
 def _facts_of(func):
     name = func.name().removeprefix("aten::").partition(".")[0]
-    _facts[id(func)] = facts = _Facts(name, func in _NO_TENSORS, has_twin(func), func in ZEROS, may_take(func))
+    _facts[id(func)] = facts = _Facts(name, func in _NO_TENSORS, has_twin(func), func in ZEROS, may_take(func),
+                                       inside_on_cuda(func))
     return facts
 
 
@@ -139,6 +141,8 @@ class StorageMode(Trace, TorchDispatchMode):
             self._with_workspaces.add(facts.name)
         if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
             self._record(facts.name, outputs)
+        if facts.inside is not None and args[0].is_cuda:
+            self._took_inside(facts.inside(*args), str(args[0].device))
         return outputs
 
     def _record(self, name, outputs):
@@ -151,6 +155,14 @@ class StorageMode(Trace, TorchDispatchMode):
             self._see((outputs,), op)
             if self._line is None and self._program.made_a_node():
                 self._program.now()
+
+    def _took_inside(self, nbytes, device):
+        """Note that the last operation took so many bytes for itself, and gave them back."""
+        with self._lock:
+            record, at = self._recorded(device, nbytes, self.ops[-1]), len(self.ops) - 1
+            record.alive, record.mark = False, WORKSPACE
+            self.records.append(record)
+            self.events += [(at, len(self.records) - 1, nbytes), (at + 1, len(self.records) - 1, -nbytes)]
 
     def _see(self, items, op=None):
         """Register each storage in `items` that is new: born by `op`, or older than the context if there is none."""

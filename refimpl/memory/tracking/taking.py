@@ -8,6 +8,7 @@ import torch
 
 aten = torch.ops.aten
 NOT_COUNTED = "not counted: workspaces"
+WORKSPACE = "kernel workspace"  # a category
 # operation -> the largest element, in bytes, with which its kernels take workspaces worth a word
 _TAKING = dict.fromkeys((aten.convolution.default, aten.convolution_backward.default, aten.upsample_bilinear2d.default,
                          aten.upsample_bilinear2d_backward.default), 8)
@@ -15,6 +16,10 @@ _TAKING |= dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default,
 # Operation -> how many first arguments its kernels copy where they are not contiguous, as an image with channels last.
 _COPYING = {aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2,
             aten._log_softmax_backward_data.default: 2}
+# Operation -> bytes that CUDA's kernels take and give back inside it, as PyTorch's allocator counts them.
+_INSIDE_ON_CUDA = {
+    aten._softmax_backward_data.default: lambda d_out, out, *rest: max(d_out.nbytes, out.nbytes),  # d_out · out
+}
 _HOW = {
     "cpu": "memory.with_workspaces(t, m) adds them after a step under memory.track(…) as t, memory.measure('cpu') as m",
     "cuda": "memory.measure(\"cuda\") has them in its peak",
@@ -24,6 +29,11 @@ _HOW = {
 def may_take(func):
     """Tell whether kernels of `func` are known to take workspaces."""
     return func in _TAKING or func in _COPYING
+
+
+def inside_on_cuda(func):
+    """Return a function of the arguments of `func`, which says what CUDA takes inside; None if nothing is known."""
+    return _INSIDE_ON_CUDA.get(func)
 
 
 def takes_workspace(func, args, outputs):

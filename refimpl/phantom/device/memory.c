@@ -15,6 +15,7 @@
 #define MOST_DEVICES 64
 #define FIRST 0x100000000000UL  /* 16 TiB: below what the kernel hands out by itself */
 #define SPAN ((size_t)1 << 40)  /* bytes of a device's addresses, at least */
+#define MOST ((size_t)32 << 40) /* of all devices together */
 #define PAGE ((size_t)4096)
 #define NOBODYS (MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE)
 
@@ -39,7 +40,8 @@ static void start(void)
     phantom_minor = (int)number("REFIMPL_PHANTOM_MINOR", 0);
     phantom_processors = (int)number("REFIMPL_PHANTOM_PROCESSORS", 132);
     if (getenv("REFIMPL_PHANTOM_NAME")) phantom_name = getenv("REFIMPL_PHANTOM_NAME");
-    for (span = SPAN; span < 6 * total; span *= 2); /* each pool's expandable segment reserves 9/8 of the memory */
+    /* Each pool's expandable segment reserves 9/8 of the memory, and each captured graph has pools. */
+    for (span = SPAN; span < 64 * total && span * count < MOST; span *= 2);
     for (int i = 0; i < count && i < MOST_DEVICES; i++) {
         struct device *d = phantom_devices + i;
         void *base = (void *)(FIRST + i * span);

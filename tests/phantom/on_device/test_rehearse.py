@@ -35,21 +35,26 @@ def test_too_much_is_said_in_pytorch_s_words_with_the_line(tmp_path):
     assert failed["message"].startswith("CUDA out of memory. Tried to allocate 1024.00 MiB") and failed["step"] == 1
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("x = w[w > 0]", "nonzero of a tensor on a device that computes nothing"),
-    ("while w[0, 0].cpu().item() == 0: pass", "10,001 numbers were read since the last step, the last at train.py:4"),
-    ("w.unique(dim=0)", "unique_dim of"), ("w.unique_consecutive()", "unique_consecutive of"),
-    ("torch.repeat_interleave(w[0].long())", "repeat_interleave of"),
-    ("open('old/mine.txt', 'w')", "was there before, and a rehearsal would write over it, move or remove it"),
-    ("import shutil; shutil.rmtree('old')", "was there before"), ("import os; os.rename('old/mine.txt', 'x')", "was"),
-    ("import torch.multiprocessing as m; m.spawn(print, nprocs=4)", "with --world 4, or a multiple, torch.multip"),
-    ("import multiprocessing as m; m.get_context('spawn').Process(target=lambda: 0).start()", "for <lambda>, and")])
-def test_what_depends_on_numbers_and_what_would_be_overwritten_is_refused(tmp_path, line, words):
+REFUSED = {  # line → words of its error
+    "w[w > 0]": "nonzero of a tensor on a device that computes nothing", "w.unique(dim=0)": "unique_dim of",
+    "w.unique_consecutive()": "unique_consecutive of", "torch.repeat_interleave(w[0].long())": "repeat_interleave of",
+    "open('old/mine.txt', 'w')": "was there before, and a rehearsal would write over it, move or remove it",
+    "shutil.rmtree('old')": "was there before", "os.rename('old/mine.txt', 'x')": "was there before",
+    "sqlite3.connect('old/mine.txt')": "was there before", "os.execv('/bin/true', ['true'])": "another program in its",
+    "m.spawn(print, nprocs=4)": "with --world 4, or a multiple, torch.multiprocessing.spawn calls print in it",
+    "m.get_context('spawn').Process(target=lambda: 0).start()": "for <lambda>, and a rehearsal reads this one alone"}
+
+
+def test_what_depends_on_numbers_and_what_would_be_overwritten_is_refused(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "mine.txt").write_text("mine")
-    done, found = rehearsed(tmp_path, HEAD + line + "\n" + LOOP)
-    assert done.returncode == 1 and words in found["h100"]["said"]
-    assert (tmp_path / "old" / "mine.txt").read_text() == "mine"
+    text = HEAD + "import os, shutil, sqlite3, torch.multiprocessing as m\n" + "".join(
+        f"try:\n    {line}\nexcept Exception as error:\n    print({i}, error)\n" for i, line in enumerate(REFUSED))
+    done, found = rehearsed(tmp_path, text + "while w[0, 0].cpu().item() == 0: pass\n")
+    said = dict(line.split(" ", 1) for line in done.stderr.splitlines() if line[:1].isdigit())
+    assert all(words in said[str(i)] for i, words in enumerate(REFUSED.values())), said
+    assert done.returncode == 1 and (tmp_path / "old" / "mine.txt").read_text() == "mine"
+    assert "10,001 numbers were read since the last step, the last at train.py:49" in found["h100"]["said"]
 
 
 def test_what_is_saved_at_last_read_reset_or_made_by_the_script_itself(tmp_path):
