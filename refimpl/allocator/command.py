@@ -63,7 +63,7 @@ def lines(arguments):
     yield from by_line(live_at(trace, at + 1), "at the peak" if failed is None else "when a request failed, with it")
     yield ""
     yield (f"device {snapshot.device}, settings {snapshot.settings or 'none'}; by the rules of "
-           f"torch {recorded.version} {compare(snapshot, recorded)!r}")
+           f"torch {recorded.version}: {compare(snapshot, recorded)!r}")
     yield f"replayed with {capacity:,} bytes, settings {text or 'none'}:"
     if trace.peak > capacity:
         yield (f"no setting can help: {trace.peak:,} bytes are live at once, so {trace.peak - capacity:,} bytes "
