@@ -81,7 +81,7 @@ def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=Non
     forward = max(dropping, 3 * U + products * F)
     down = s + copies + U + F + max(W, F * (products == 3)) + D * (U - z.N)
     scores = 2 * U + 2 * Q + 3 * K + 2 * S + D * (M + S) + causal
-    softmax = 2 * U + Q + 2 * K + 3 * S + M + causal
+    softmax = 2 * U + Q + 2 * K + (1 + kept_on(device, dtype.itemsize).softmax) * S + M + causal
     backward = [down, scores, softmax]
     if part == "attention core":
         again = attention + z.cloned + causal + U + Q + max(2 * S, D * (3 * S + M))
