@@ -1,5 +1,7 @@
 """Peaks of each step, beside those that the script itself reads and resets: PyTorch has one peak for both."""
 
+import contextlib
+import functools
 from unittest import mock
 
 import torch
@@ -8,21 +10,16 @@ READS = ("_cuda_memoryStats", "_accelerator_getDeviceStats")  # behind torch.cud
 RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 
 
-class Peaks:
+class Peaks(contextlib.ExitStack):
     """A context in which a script's readings are those since its own resets, and ours those since our last one."""
 
     def __enter__(self):
         self._script, self._step = {}, {}  # device → what its peaks were before the other's reset
         self._stats, self._reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
         mine = dict.fromkeys(READS, self._of_the_script) | dict.fromkeys(RESETS, self._reset_by_the_script)
-        self._patches = [mock.patch.object(torch._C, name, mine[name]) for name in mine if hasattr(torch._C, name)]
-        for each in self._patches:
-            each.start()
+        for name in filter(functools.partial(hasattr, torch._C), mine):
+            self.enter_context(mock.patch.object(torch._C, name, mine[name]))
         return self
-
-    def __exit__(self, *exception):
-        for each in self._patches:
-            each.stop()
 
     def since_the_last(self):
         """Return what the device took that took most: peaks since the last call, "allocated", "requested" and

@@ -1,7 +1,8 @@
 """Scripts that start a process for each GPU: one of them is rehearsed, in this process."""
 
-import multiprocessing.process
+import contextlib
 import sys
+from multiprocessing.process import BaseProcess
 from unittest import mock
 
 from ..memory.tracking.lines import USER, kind_of
@@ -11,7 +12,7 @@ class StartsProcesses(RuntimeError):
     """Says that the script trains in processes of its own, and how one of them is rehearsed."""
 
 
-class OneOf:
+class OneOf(contextlib.ExitStack):
     """A context in which `torch.multiprocessing.spawn(train, nprocs=8)` calls `train(rank)`, as one of `world` ranks.
 
     Without `world`, and for a process that a script starts anew in another way, it raises StartsProcesses: what that
@@ -19,20 +20,14 @@ class OneOf:
     """
 
     def __init__(self, world, rank):
-        self._world, self._rank, start = world, rank, multiprocessing.process.BaseProcess.start
-        of_torch = sys.modules["torch.multiprocessing.spawn"]
-        self._patches = [mock.patch.object(module, "start_processes", self._called)
-                         for module in (of_torch, sys.modules["torch.multiprocessing"])]
-        self._patches.append(mock.patch.object(multiprocessing.process.BaseProcess, "start", _checked(start)))
+        super().__init__()
+        self._world, self._rank = world, rank
 
     def __enter__(self):
-        for each in self._patches:
-            each.start()
+        for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
+            self.enter_context(mock.patch.object(sys.modules[name], "start_processes", self._called))
+        self.enter_context(mock.patch.object(BaseProcess, "start", _checked(BaseProcess.start)))
         return self
-
-    def __exit__(self, *exception):
-        for each in self._patches:
-            each.stop()
 
     def _called(self, fn, args=(), nprocs=1, *others, **options):
         if (self._world or 1) % nprocs:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from refimpl import phantom
+from refimpl import memory, phantom
 from refimpl.allocator import Snapshot
 from refimpl.bench.recordings import FOLDER, PROGRAMS
 from refimpl.model import GPT, GPTConfig
@@ -35,6 +35,18 @@ def test_parameters_gradients_and_adam_are_counted_by_hand():
     assert torch.cuda.memory_allocated() == 4 * blocks, "step counters are on the host"
     optimizer.zero_grad()
     assert torch.cuda.memory_allocated() == 3 * blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tracker_has_the_third_tensor_of_softmax_s_backward(dtype):
+    x = torch.empty(4, 8, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
+    out, d_out = x.softmax(-1), torch.empty_like(x)
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    with memory.track(x, out, d_out) as t:
+        out.backward(d_out)
+    read = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert t.peak.total - t.start.total == read == 2 * x.nbytes
 
 
 def test_an_out_of_memory_error_has_pytorch_s_words():

@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from refimpl.bench import engines
+from refimpl.comm import launch
 from refimpl.model import GPTConfig
 
 WORDS = """
@@ -30,6 +32,15 @@ dist.all_gather_into_tensor(one, torch.ones(1).cuda(), group=half)
 print(dist.get_rank(), dist.get_world_size(), said[7], one.cpu().tolist(), half.size())
 dist.destroy_process_group()
 """
+
+
+def seed_and_numbers(comm):
+    return torch.initial_seed(), torch.cuda.initial_seed()
+
+
+def test_ranks_begin_with_the_same_random_numbers_on_a_gpu_too():
+    seeds = launch(seed_and_numbers, 3, device="cuda")
+    assert len({seed for both in seeds for seed in both}) == 1, seeds
 
 
 def test_collectives_return_what_this_rank_holds():
