@@ -9,11 +9,15 @@ TESTED = ("2.11", "2.13", "2.14")  # of torch: docs/versions.md says with which 
 
 def untested(version):
     """Return a sentence on a `version` of torch that is newer than the newest tested one; None for any other."""
-    minor = tuple(map(int, re.findall(r"\d+", version)[:2]))
     newest = TESTED[-1]
-    if minor <= tuple(map(int, newest.split("."))):
+    if minor_of(version) <= minor_of(newest):
         return None
     return f"refimpl is tested up to torch {newest}; here is torch {version}"
+
+
+def minor_of(version):
+    """Return (2, 14) of "2.14.1+cu130"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def misfit(error):

@@ -58,7 +58,8 @@ def test_the_estimate_is_the_one_that_is_printed(capsys):
     cli.main(command.split())
     said = capsys.readouterr().out.splitlines()
     first, last = printed.split("\n…\n")
-    assert first.splitlines() == said[:len(first.splitlines())] and said[-1] == last
+    first, last = first.splitlines(), last.splitlines()
+    assert first == said[:len(first)] and last == said[-len(last):]
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))

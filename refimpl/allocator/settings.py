@@ -149,25 +149,44 @@ def items(text):
     return items
 
 
+# Key -> (whether PyTorch takes a value, what it says of one that it refuses).
+_TAKES = {
+    "max_split_size_mb": (lambda text: int(text) >= 20,
+                          "CachingAllocator option max_split_size_mb too small, must be >= 20"),
+    "max_non_split_rounding_mb": (lambda text: int(text) >= 20,
+                                  "CachingAllocator option max_non_split_rounding_mb too small, must be >= 20"),
+    "large_segment_size_mb": (lambda text: int(text) > 10,
+                              "CachingAllocator option large_segment_size_mb must be > 10 MB"),
+    "garbage_collection_threshold": (lambda text: 0 < float(text) < 1,
+                                     "garbage_collect_threshold is invalid, set it in (0.0, 1.0)"),
+    "per_process_memory_fraction": (lambda text: 0 <= float(text) <= 1,
+                                    "per_process_memory_fraction is invalid, set it in [0.0, 1.0]"),
+    "expandable_segments": (lambda text: text in ("True", "False"),
+                            "Expected 'True' or 'False' in ConfigTokenizer"),
+    "roundup_power2_divisions": (lambda text: not any(n & (n - 1) for n in _divisions(text)),
+                                 "For roundups, the divisions has to be power of 2"),
+}
+
+
 def _setting(item):
-    """Return (name, value) of a field of Settings."""
+    """Return (name, value) of a field of Settings. ValueError in PyTorch's words for a value that it refuses."""
     key, value = item
+    if key not in _TAKES:
+        raise ValueError(f"{key!r} is not simulated: expected {', '.join([*_TAKES][:-1])} or {[*_TAKES][-1]}")
+    takes, words = _TAKES[key]
     try:
-        if key in ("max_split_size_mb", "large_segment_size_mb"):
-            return key.removesuffix("_mb"), int(value) * MIB
-        if key == "max_non_split_rounding_mb":
-            return "max_non_split_rounding", int(value) * MIB
-        if key in ("garbage_collection_threshold", "per_process_memory_fraction"):
-            return key.removeprefix("per_process_"), float(value)
-        if key == "expandable_segments":
-            return key, {"True": True, "False": False}[value]
-        if key == "roundup_power2_divisions":
-            return "divisions", _divisions(value)
-    except (ValueError, KeyError) as error:
+        taken = takes(value)
+    except ValueError as error:
         raise ValueError(f"{key}:{value} is not a value that PyTorch takes") from error
-    raise ValueError(f"{key!r} is not simulated: expected max_split_size_mb, max_non_split_rounding_mb, "
-                     "roundup_power2_divisions, garbage_collection_threshold, expandable_segments or "
-                     "large_segment_size_mb")
+    if not taken:
+        raise ValueError(f"{key}:{value}: PyTorch refuses it: {words}")
+    if key == "roundup_power2_divisions":
+        return "divisions", _divisions(value)
+    if key == "expandable_segments":
+        return key, value == "True"
+    if key.endswith("_mb"):
+        return key.removesuffix("_mb"), int(value) * MIB
+    return key.removeprefix("per_process_"), float(value)
 
 
 def _divisions(value):

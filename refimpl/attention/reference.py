@@ -172,7 +172,8 @@ class AttentionBytes(NamedTuple):
     peak: int
 
 
-def reference_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0):
+def reference_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0,
+                              device="cpu"):
     """Predict the AttentionBytes of `reference_attention` for shapes (B, H, T, D) and (B, G, S, D). With N = BHTS, Q =
     BHTD, K = BGSD elements, e bytes an element and w a wide one (4, or 8 for fp64):
 
@@ -181,6 +182,7 @@ def reference_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=F
                + w·(Q + 2K)                   q, k and v in fp32, if they were 16-bit
                + (w + 1)·N                    Z ∘ P and Z, with dropout
         peak   3w·N + e·(Q + K) + …           P, dP and dS; with dropout P, Z ∘ P, Z and dP, or Philox at work
+               + w·N                          P ∘ dP, inside CUDA's kernel for softmax's backward (`device`)
 
     so the slope in the sequence length is 2. Exact for contiguous q and k where the matrix outweighs the rest (S ≥ 4D),
     with an int seed (a drawn one takes 24 bytes). Raises as `reference_attention` does.
@@ -191,7 +193,7 @@ def reference_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=F
     masks = T * S * (band.pairs() < T * S) + T * (band.fully_masked > 0)
     cast, mask = w * (w != e), 4 * B * H * T * runs_of((0, S))  # Z is drawn four columns at a time
     kept = e * Q + w * N + masks + cast * (Q + 2 * K)
-    softmax_backward = 3 * w * N + e * (Q + K) + cast * (Q + K) + masks
+    softmax_backward = (3 + (torch.device(device).type == "cuda")) * w * N + e * (Q + K) + cast * (Q + K) + masks
     if not dropout_p:
         return AttentionBytes(kept, softmax_backward)
     kept += w * N + mask

@@ -2,7 +2,7 @@
 
     found = estimate("llama3-8b", batch=1, sequence=2048, precision="bf16", zero=3, gpus=8, gpu="h100-sxm")
     found.peak          # Ledger: bytes of a rank by category, at the highest moment of a later step
-    found.reserved      # what PyTorch's caching allocator would reserve for that step, by a replay
+    found.reserved      # what PyTorch's caching allocator would reserve, by a replay
     found.fits          # whether that is less than the GPU has
 
 A model is a name of the catalog, a `config.json` of Hugging Face, or `file.py:function`. There is no formula in
@@ -10,11 +10,12 @@ between: the step that real ranks run is run on tensors without memory (`memory.
 exist.
 
 Order of reading: `options` (what can be asked), `step` (the step, real or dry), `models` (what MODEL names) with
-`hugging_face`, `our_gpt` and `users`, `estimate` (the dry run and what it says), `report` (as text and as JSON),
-`command`.
+`hugging_face`, `our_gpt` and `users`, `kernels` (a GPU's, also for dry runs of your own), `reserved`, `estimate` (the
+dry run and what it says), `report` (as text and as JSON), `command`.
 """
 
 from .estimate import Estimate, estimate
+from .kernels import kernels_of
 from .options import Options
 
-__all__ = ["Estimate", "Options", "estimate"]
+__all__ = ["Estimate", "Options", "estimate", "kernels_of"]

@@ -23,7 +23,8 @@ def add_arguments(parser):
     parser.add_argument("--recompute", action="store_true", help="keep of each block its input alone")
     for name, table in CHOICES.items():
         parser.add_argument(f"--{name}", choices=list(table))
-    parser.add_argument("--gpu", metavar="NAME", help="of the catalog (h100-sxm): says whether it fits")
+    parser.add_argument("--gpu", metavar="NAME", help="of the catalog (a100-80): whose kernels run, and whether it "
+                        "fits; default: h100-sxm's kernels; cpu: a CPU's")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

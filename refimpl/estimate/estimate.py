@@ -4,17 +4,19 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from .. import catalog, memory
-from ..allocator import AllocationTrace, replay
 from ..comm import FakeCommunicator
 from ..memory.fakes.places import of_the_program, raised
 from ..memory.tracking.taking import NOT_COUNTED
+from .kernels import kernels_of
 from .models import find
-from .options import Options
+from .options import CPU, Options
+from .reserved import cublas_workspace, reserved
 from .step import train
 
 PHASES = ("forward", "backward", "step")
-ENDLESS = 2**50  # bytes of a device on which everything fits: how much would be reserved
 LIBRARIES = 2**30  # what a verdict leaves for the CUDA context and libraries
 
 
@@ -25,7 +27,7 @@ class Estimate:
     - `peak`: a Ledger by category, at the highest moment, which is in `phase`; `phases`: the Ledger at the highest one
       of each. `resting`: between steps.
     - `build`: total before the first step; an engine gets a whole model, and cuts it.
-    - `reserved`: what PyTorch's caching allocator would reserve for the step, by a replay. `elsewhere`: what another
+    - `reserved`: what PyTorch's caching allocator would reserve, by a replay of two steps. `elsewhere`: what another
       rank holds more, at most.
     - `exact`, `bounded`, `assumed`: sentences that say what these figures are worth.
     - `trace`: the recording, with figures. `gpu`: the catalog's Hardware that was asked for, or None.
@@ -68,24 +70,25 @@ def estimate(model, **options):
     FileNotFoundError for no file.
     """
     options = Options(**options)
-    source = find(model, options)
+    source, hardware = find(model, options), options.hardware
+    kernels = None if hardware is None else kernels_of(hardware.name)
     try:
-        dry = memory.dry_run(lambda: train(FakeCommunicator(0, options.gpus), model, options))
+        dry = memory.dry_run(lambda: train(FakeCommunicator(0, options.gpus), model, options), gpu=kernels)
     except Exception as error:
         refusal = _refusal(error)
         if refusal is None:
             raise
         raise refusal from error
-    trace, parameters, elsewhere = dry.result
+    trace, whole, parameters, elsewhere = dry.result
     phases = {phase: trace.peak_moment(phase).ledger for phase in PHASES}
     highest = trace.peak_moment()
     return Estimate(
         name=source.name, built_by=source.built_by, shape=source.shape, options=options, parameters=parameters,
         peak=highest.ledger, phase=highest.phase, phases=phases, resting=trace.now,
-        build=dry.peak_moment("build").ledger.total, reserved=replay(AllocationTrace.of(trace), capacity=ENDLESS).peak,
+        build=dry.peak_moment("build").ledger.total, reserved=reserved(whole, hardware),
         elsewhere=elsewhere, exact=_exact(options, elsewhere),
-        bounded=_bounded(source, options, trace), assumed=[*source.assumed, *_placeholders(dry.notes)],
-        gpu=None if options.gpu is None else catalog.hardware(options.gpu), trace=trace)
+        bounded=_bounded(options), assumed=[*source.assumed, *_assumed(options, dry.notes)],
+        gpu=None if options.gpu in (None, CPU) else catalog.hardware(options.gpu), trace=trace)
 
 
 def _refusal(error):
@@ -99,35 +102,35 @@ def _refusal(error):
 
 
 def _exact(options, elsewhere):
+    read = "PyTorch's allocator reads the same bytes of the real step on CUDA, but for what is bounded below" if (
+        options.hardware) else "a tracker reads the same bytes of the real step on a CPU"
     said = [f"every tensor of {f'rank 0 of {options.gpus}' if options.gpus > 1 else 'the one rank'}, in a step that is "
-            "not the first: a tracker reads the same bytes of the real step on a CPU"]
+            f"not the first: {read}"]
     if options.gpus > 1:
         said.append(f"another rank holds {elsewhere:,} bytes more, counters of Adam" if elsewhere else
                     "no other rank holds more")
     return said
 
 
-def _placeholders(notes):
-    """Return which values the program asked for and got placeholders of. (Workspaces are of a CPU's kernels.)"""
-    return [note for note in notes if not note.startswith(NOT_COUNTED)]
+def _assumed(options, notes):
+    """Return whose kernels run, and which values the program asked for and got placeholders of."""
+    hardware = options.hardware
+    said = [] if hardware is None else [f"kernels of {hardware.name}, in PyTorch {torch.__version__.partition('+')[0]}"]
+    return said + [note for note in notes if not note.startswith(NOT_COUNTED)]
 
 
-def _bounded(source, options, trace):
-    said = ["reserved: PyTorch's allocator, replayed on this step alone; what ran before may have left other holes",
-            "not counted: the CUDA context, workspaces inside kernels (cuBLAS: 8 MiB, on Hopper 32 MiB, a stream)"
-            + (", buffers of NCCL" if options.gpus > 1 else "")]
-    fewer = source.fewer_on_cuda() if source.fewer_on_cuda else None
-    if fewer:
-        said.append(f"on CUDA kernels keep {abs(fewer):,} bytes {'fewer' if fewer > 0 else 'more'} of activations than "
-                    "the CPU's: norms in one kernel, statistics in fp32, masks of one byte")
-    elif fewer is None:
-        said.append("CUDA's kernels keep other things than the CPU's: masks of dropout of one byte, fp32 statistics of "
-                    "LayerNorm, RMSNorm in one kernel; a term of tokens × hidden for each")
+def _bounded(options):
+    hardware, said = options.hardware, []
+    if hardware is None:
+        said.append("a CPU's kernels; PyTorch's allocator for CUDA would reserve more, for cuBLAS's workspaces")
+    else:
+        said.append("reserved: PyTorch's allocator, replayed from the model on, with cuBLAS's workspaces of "
+                    f"{cublas_workspace(hardware):,} bytes, one for forward's thread and one for backward's")
+        said.append("not counted: the CUDA context, what cuDNN takes inside its kernels"
+                    + (", buffers of NCCL" if options.gpus > 1 else ""))
+        if options.optimizer.startswith("adam") and options.optimizer != "adamw-fused":
+            said.append("counters of Adam are on the host: 4 bytes for each parameter tensor too many")
     if options.recompute:
         said.append("blocks that draw random numbers keep the generator's state, which a dry run does not: 5,056 bytes "
                     "each on a CPU, 16 on CUDA")
-    if options.precision == "autocast":
-        said.append("autocast has other lists on CUDA: softmax and norms run in fp32 there")
-    if trace.peak["temporaries"] and options.optimizer in ("adamw", "adam"):
-        said.append("the optimizer runs as on a GPU, foreach; PyTorch's default on a CPU takes fewer temporaries")
     return said

@@ -1,14 +1,12 @@
 """What MODEL names: an entry of the catalog, a `config.json` of Hugging Face, or `file.py:function`."""
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from .. import catalog
-from ..memory import activation_terms, block_terms
 from ..model import GPT, GPTConfig, softmax_attention
 
 ATTENTIONS = {"sdpa": F.scaled_dot_product_attention, "eager": softmax_attention}
@@ -18,15 +16,13 @@ ATTENTIONS = {"sdpa": F.scaled_dot_product_attention, "eager": softmax_attention
 class Source:
     """How a model is made. `build()` returns (model, args, kwargs of a call that gives its loss), in torch's default
     dtype. `built_by`: whose code that is. `assumed`: sentences about what was not said, or is not built. `shape`: batch
-    and tokens, in words. `fewer_on_cuda()`: how many bytes of activations CUDA's kernels keep less; None if
-    that is not known."""
+    and tokens, in words."""
 
     name: str
     built_by: str
     build: object
     shape: str
     assumed: list = field(default_factory=list)
-    fewer_on_cuda: object = None
 
 
 def find(model, options):
@@ -58,19 +54,7 @@ def of_gpt(name, config, options, assumed):
         model = GPT(config, ATTENTIONS[options.attention or "sdpa"])
         return model, tuple(tokens(options.batch, length) for _ in range(2)), {}
 
-    return Source(name, "refimpl's GPT", build, words(options, length), assumed,
-                  None if options.recompute or options.precision == "autocast" else
-                  partial(_fewer_on_cuda, config, options, length))
-
-
-def _fewer_on_cuda(config, options, length):
-    dtype = torch.float32 if options.precision == "fp32" else torch.bfloat16
-    cpu, cuda = (activation_terms(config, options.batch, length, dtype, device) for device in ("cpu", "cuda"))
-    if (options.attention or "sdpa") == "sdpa":  # it keeps no masks of scores
-        for terms, device in ((cpu, "cpu"), (cuda, "cuda")):
-            block = block_terms(config, options.batch, length, dtype, device)
-            terms["blocks"] -= config.layers * block.get("softmax dropout mask", 0)
-    return sum(cpu.values()) - sum(cuda.values())
+    return Source(name, "refimpl's GPT", build, words(options, length), assumed)
 
 
 def tokens_of(options, context, name):

@@ -28,6 +28,8 @@ BUILDERS = {
     "transformers": "transformers",
     "refimpl": "our GPT: GPT-2, Llama, Mistral and Qwen 2",
 }
+CPU = "cpu"
+USUAL = "h100-sxm"  # whose kernels are taken if none is named, and for a GPU whose are not known
 CHOICES = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "attention": ATTENTIONS, "builder": BUILDERS}
 
 
@@ -40,7 +42,8 @@ class Options:
       chooses for its own models, sdpa where they have it; of a model that a function builds: its own.
     - `zero`: the stage of ZeRO, 0 to 3, over `gpus` ranks; stage 0 on one GPU is a plain loop without an engine.
     - `recompute`: keep of each block its input alone.
-    - `gpu`: a name of the catalog, to say whether it fits. `builder`: of a config.json.
+    - `gpu`: a name of the catalog: whose kernels the step runs, and whether it fits. None: an H100's kernels. "cpu": a
+      CPU's. `builder`: of a config.json.
     """
 
     batch: int = 1
@@ -67,14 +70,27 @@ class Options:
         if self.precision == "bf16-master" and self.gpus > 1 and not self.zero:
             raise ValueError(f"precision='bf16-master' on gpus={self.gpus} with zero=0: data parallelism updates the "
                              "parameters themselves, without masters; give zero=1 or more, or precision='bf16'")
-        if self.gpu is not None:
+        if self.gpu not in (None, CPU):
             catalog.hardware(self.gpu)
+
+    @property
+    def hardware(self):
+        """Return the Hardware whose kernels run, None for a CPU's."""
+        if self.gpu == CPU:
+            return None
+        named = catalog.hardware(self.gpu or USUAL)
+        return named if named.capability else catalog.hardware(USUAL)
 
     @property
     def dtype(self):
         """Return the dtype in which the model is built. (The masters of bf16-master are made from its fp32 weights.)"""
         wide = self.precision in ("fp32", "autocast") or (self.precision == "bf16-master" and not self.zero)
-        return torch.float32 if wide else torch.bfloat16
+        return torch.float32 if wide else self.low
+
+    @property
+    def low(self):
+        """Return the 16-bit type: bf16, and fp16 on a GPU without it."""
+        return torch.float16 if self.hardware is not None and self.hardware.low_precision == "fp16" else torch.bfloat16
 
     @property
     def is_plain(self):

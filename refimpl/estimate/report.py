@@ -31,7 +31,7 @@ def verdict(found):
     room = found.gpu.reported_bytes
     has = f"{found.gpu.name} has {human(room)}"
     if found.options.precision != "fp32" and found.gpu.low_precision != "bf16":
-        has += f" and no bf16 ({found.gpu.low_precision} takes the same bytes)"
+        has += f" and no bf16, {found.gpu.low_precision} in its place"
     if not found.fits:
         return f"{has}: does not fit, {human(found.reserved - room)} too much"
     left = f"{human(room - found.reserved)} left for the CUDA context and libraries"

@@ -30,9 +30,11 @@ MAKERS = {
 
 
 class Trained(NamedTuple):
-    """The trace of the second step; how many parameters the model has; the bytes that another rank holds more."""
+    """The trace of the second step, and of all that was allocated once the model was built; how many parameters it has;
+    the bytes that another rank holds more."""
 
     trace: object
+    whole: object
     parameters: int
     elsewhere: int
 
@@ -51,11 +53,12 @@ def train(comm, model, options):
         raise ValueError(f"{model}: none of its {count:,} parameters needs a gradient: nothing would be trained")
     if options.recompute:
         _recompute(network)
-    trained = _Loop(network, options) if options.is_plain else _Engine(network, comm, options)
-    trained.step(args, kwargs)
-    with memory.track(network, trained.optimizer, args, kwargs) as trace:
+    with memory.track(network, args, kwargs) as whole:
+        trained = _Loop(network, options) if options.is_plain else _Engine(network, comm, options)
         trained.step(args, kwargs)
-    return Trained(trace, count, trained.elsewhere())
+        with memory.track(network, trained.optimizer, args, kwargs) as trace:
+            trained.step(args, kwargs)
+    return Trained(trace, whole, count, trained.elsewhere())
 
 
 class _Loop:
@@ -107,7 +110,7 @@ class _Engine:
 
 
 def _loss(model, args, kwargs, options):
-    region = torch.autocast("cpu", torch.bfloat16) if options.precision == "autocast" else contextlib.nullcontext()
+    region = torch.autocast("cpu", options.low) if options.precision == "autocast" else contextlib.nullcontext()
     with region:
         output = model(*args, **kwargs)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)

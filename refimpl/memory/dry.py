@@ -6,7 +6,7 @@ say less in its shape rule than it takes; none does in our GPT.)
 """
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType
 
 import torch
@@ -16,10 +16,11 @@ from .fakes.declared import Declared
 from .fakes.mode import KNOWN, DryMode, note_where
 from .fakes.places import of_the_program, raised
 from .fakes.pytorch import as_on_real_tensors
+from .on_cuda import as_on_cuda
 from .tracker import track
 
 
-def dry_run(function, *args, sizes=None, values=None, **kwargs):
+def dry_run(function, *args, sizes=None, values=None, gpu=None, **kwargs):
     """Run `function(*args, **kwargs)` on fake tensors and return the Tracker; `.result` is what it returned.
 
     No memory is taken; what runs on `"cuda"` needs a GPU to be there, but none of its memory. Models, optimizers and
@@ -34,6 +35,10 @@ def dry_run(function, *args, sizes=None, values=None, **kwargs):
     that is looked through, or a list of these, given in turn, over and over. E.g. tokens are balanced among experts:
     `sizes={"modeling_mixtral.py:78": experts, "modeling_mixtral.py:84": 1 / experts}`. A function can stand for its
     lines, which are others in other versions: `{"modeling_mixtral.py:MixtralExperts.forward": [4, *[1 / 4] * 4]}`.
+    - **As on a GPU.** `gpu`: its kernels, `refimpl.estimate.kernels_of("h100-sxm")`. Tensors stay on "cpu" by name, and
+    each operation goes to the kernels that PyTorch takes on CUDA: attention, dropout, norms, what torch.autocast casts,
+    what kernels take inside. `.notes` names the kernel of attention. Not so: cuDNN's recurrent layers, workspaces of
+    cuBLAS and cuDNN.
     - **Declared values.** Where a placeholder would be wrong, and where `.tolist()` reads integers, of which there are
     no placeholders: `values={"train.py:31": False, "experts.py:12": [3, 5]}`.
 
@@ -42,11 +47,14 @@ def dry_run(function, *args, sizes=None, values=None, **kwargs):
     of the program's own comes out as it is, with the placeholders given so far in its notes. Either error has the
     tracker so far in its attribute `trace`.
     """
-    fake = DryMode(Declared(sizes, values))
+    if gpu is not None and not hasattr(gpu, "casts"):
+        raise TypeError(f"gpu={gpu!r}: expected a GPU's kernels, refimpl.estimate.kernels_of(\"a100-80\")")
+    fake = DryMode(Declared(sizes, values), gpu)
     args, kwargs = _fake_copies((args, kwargs), fake)
     tracker = track(*_trackable((args, kwargs)))
     tracker.notes = fake.notes
-    with _explained(tracker), as_on_real_tensors(fake.notes), fake, tracker:
+    there = nullcontext() if gpu is None else as_on_cuda(fake.composites, gpu.casts)
+    with _explained(tracker), as_on_real_tensors(fake.notes), there, fake, tracker:
         tracker.result = function(*args, **kwargs)
     return tracker
 

@@ -47,10 +47,11 @@ def paper_bytes(parameters, world_size, stage, weight=2, gradient=2, state=12):
 
 
 def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bucket_bytes=None, units=None,
-                      persistence_threshold=0, reduce_dtype=None):
+                      persistence_threshold=0, reduce_dtype=None, device="cpu"):
     """Return a Ledger (bytes) of the model states on `rank` after a backward, with nothing in flight.
 
-    `model`: as an engine takes it, of any size on the "meta" device; the other arguments as the engine's. In hybrid
+    `model`: as an engine takes it, of any size on the "meta" device; the other arguments as the engine's. `device`: on
+    "cuda" Adam's counters are not counted, which are on the host. In hybrid
     sharding `world_size` and `rank` are those of the group that cuts the states. ValueError for an unknown stage or
     optimizer.
     """
@@ -71,7 +72,7 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
                 [piece.end - piece.first for piece in bucket.pieces(rank)])
         itemsize = 4 if low and stage else bucket.dtype.itemsize
         states += (4 * shard if low and stage else 0) + STATES[optimizer] * itemsize * sum(mine)
-        states += 4 * len(mine) * (optimizer in ("adam", "adamw"))
+        states += 4 * len(mine) * (optimizer in ("adam", "adamw") and torch.device(device).type == "cpu")
     frozen = _frozen_layout(model, world_size, stage, units, persistence_threshold)
     placeholders |= {(bucket.dtype, bucket.device): bucket.dtype.itemsize for bucket in frozen}
     in_shards = {slot.parameter for bucket in frozen for slot in bucket.slots}

@@ -92,13 +92,16 @@ def test_what_a_snapshot_has_resolved_comes_before_its_text():
 
 
 @pytest.mark.parametrize(("text", "others", "said"), [
-    ("max_split_size_mb:19", {}, f"expected at least {LARGE_SEGMENT}"),
+    ("max_split_size_mb:19", {}, "refuses it: CachingAllocator option max_split_size_mb too small, must be >= 20"),
+    ("", {"max_split_size": LARGE_SEGMENT - 1}, f"expected at least {LARGE_SEGMENT}"),
+    ("", {"garbage_collection_threshold": 1.0}, "a share from 0 to below 1"),
+    ("max_non_split_rounding_mb:5", {}, "too small, must be >= 20"), ("large_segment_size_mb:10", {}, "be > 10 MB"),
     ("max_split_size_mb:many", {}, "max_split_size_mb:many is not a value"),
     ("backend:cudaMallocAsync", {}, "'backend' is not simulated: expected max_split_size_mb"),
-    ("roundup_power2_divisions:3", {}, "powers of two"), ("roundup_power2_divisions:0", {}, "not a value"),
+    ("roundup_power2_divisions:3", {}, "to be power of 2"), ("roundup_power2_divisions:0", {}, "not a value"),
     ("roundup_power2_divisions:[3:2]", {}, "not a value"),
-    ("garbage_collection_threshold:1.0", {}, "a share from 0 to below 1"),
-    ("expandable_segments:yes", {}, "expandable_segments:yes is not a value"),
+    ("garbage_collection_threshold:0", {}, r"set it in \(0.0, 1.0\)"), ("backend:x", {}, "'backend' is not simulated"),
+    ("expandable_segments:yes", {}, "expandable_segments:yes: PyTorch refuses it: Expected 'True' or 'False'"),
     ("", {"memory_fraction": 0}, "memory_fraction=0"),
     ("", {"version": "1.13"}, "version='1.13': expected one of 2.11"), ("", {"version": "new"}, "version='new'"),
     ("large_segment_size_mb:32", {"version": "2.11"}, "it is fixed to 20971520 before 2.13")])

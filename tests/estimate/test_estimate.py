@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from estimate_kit import as_read
 
 from refimpl import memory
@@ -32,7 +33,7 @@ def said(found):
 
 @pytest.mark.parametrize(("name", "options"), PLAIN)
 def test_a_loop_on_one_device(names, name, options):
-    found = estimate(names[name], **options)
+    found = estimate(names[name], gpu="cpu", **options)
     assert said(found) == as_read(None, [(names[name], options)])[0]
     assert found.peak == found.phases[found.phase] and found.peak.total <= found.reserved
     assert found.gpu is found.fits is None
@@ -41,16 +42,17 @@ def test_a_loop_on_one_device(names, name, options):
 def test_states_of_random_numbers_are_what_a_recomputed_dropout_keeps_beside(names):
     """Fake tensors draw no numbers, so that a dry run keeps no state of the generator: the bound says how much."""
     options = {"precision": "bf16", "recompute": True}
-    found, (_, phases, _) = estimate(names["gemma"], **options), as_read(None, [(names["gemma"], options)])[0]
-    beside = phases["backward"].total - found.phases["backward"].total
-    assert 0 < beside <= (2 + 1) * STATE and beside % STATE == 0 and any("5,056" in each for each in found.bounded)
+    found = estimate(names["gemma"], gpu="cpu", **options)
+    _, phases, _ = as_read(None, [(names["gemma"], options)])[0]
+    more = phases["backward"].total - found.phases["backward"].total
+    assert 0 < more <= (2 + 1) * STATE and more % STATE == 0 and any("5,056" in each for each in found.bounded)
 
 
 @pytest.mark.parametrize("case", range(len(ON_RANKS)), ids=[f"{name}, zero {o['zero']}" for name, o in ON_RANKS])
 def test_two_ranks(names, ranks, case):
     """Rank 0's own bytes; and how much more another one holds, by the counters of its pieces."""
     name, options = ON_RANKS[case]
-    found, (first, second) = estimate(names[name], **options), ranks[case]
+    found, (first, second) = estimate(names[name], gpu="cpu", **options), ranks[case]
     assert said(found) == first and max(second[0].total - first[0].total, 0) == found.elsewhere
 
 
@@ -58,7 +60,7 @@ def test_an_estimate_that_shards_nothing_is_seen(names, ranks, monkeypatch):
     """The mutant: data parallelism in the place of stage 1, which shards least."""
     monkeypatch.setattr(step, "ENGINES", (DataParallel,) * 4)
     (name, options), read = ON_RANKS[1], ranks[1][0]
-    assert options["zero"] == 1 and said(estimate(names[name], **options)) != read
+    assert options["zero"] == 1 and said(estimate(names[name], gpu="cpu", **options)) != read
 
 
 def test_a_first_step_would_not_do(names, monkeypatch):
@@ -83,11 +85,22 @@ def test_llama_3_8b_in_seconds():
     assert found.peak["optimizer state"] == pytest.approx(shard * found.parameters / 64, rel=0.001)
 
 
-def test_what_cuda_keeps_more_is_statistics_of_four_bytes(names):
-    """In bf16 each of a layer's two norms, and the last one, keeps a mean and a deviation for each token."""
-    found = estimate("gpt2", batch=2, sequence=32, precision="bf16")
-    more = (2 * 12 + 1) * 2 * 2 * 32 * (4 - 2)
-    assert [each for each in found.bounded if f"on CUDA kernels keep {more:,} bytes more of activations" in each]
+@pytest.mark.parametrize(("model", "gpu", "precision", "kernel"), [
+    ("llama", None, "bf16", "cuDNN"), ("gpt2", "h100-sxm", "autocast", "flash"), ("llama", "a100-80", "bf16", "flash"),
+    ("gpt2", "t4", "fp32", "efficient"), ("gpt2", "t4", "bf16", "efficient"), ("llama", "mi300x", "bf16", "cuDNN")])
+def test_the_kernel_of_attention_is_the_gpus_and_is_said(names, model, gpu, precision, kernel):
+    found = estimate(names[model], gpu=gpu, precision=precision)
+    whose = gpu if gpu in ("a100-80", "t4") else "h100-sxm"  # of an AMD GPU no kernels are known
+    assert f"kernels of {whose}, in PyTorch {torch.__version__.partition('+')[0]}" in found.assumed
+    assert f"attention: the {kernel} kernel, as PyTorch takes it on {whose}" in found.assumed
+
+
+def test_dropout_keeps_masks_of_a_byte_on_a_gpu(names):
+    """GPT-2's own dropout of 0.1: the masks of a CPU are of the tensors' type, and attention keeps its scores there."""
+    on = {gpu: estimate(names["gpt2"], gpu=gpu, batch=2).phases["forward"]["activations"] for gpu in ("cpu", "a100-80")}
+    tokens, hidden, layers, heads = 2 * 32, 32, 2, 4
+    masks = (2 * layers + 1) * tokens * hidden * (4 - 1)
+    assert on["cpu"] - on["a100-80"] > masks + layers * heads * 2 * 32 * 32 * 4
 
 
 def test_what_no_gpu_holds_is_reserved_in_full():

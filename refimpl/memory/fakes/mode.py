@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
+from ..on_cuda.dispatch import RULES, composites
 from .declared import Declared, made_in_size
 from .places import of_the_program, running
 
@@ -56,21 +57,24 @@ def _mean_where_it_was(output, x, target, reduction=1, *args):
     return torch.empty(shape, dtype=output.dtype, device=output.device).as_strided((), ())
 
 
-# Rules of PyTorch's that say other than its kernels do on a CPU.
-_AS_ON_A_CPU = {aten.native_layer_norm_backward.default: _contiguous, aten.native_layer_norm.default: _statistics,
-                aten.mse_loss.default: _mean_where_it_was, aten.smooth_l1_loss.default: _mean_where_it_was,
-                aten.soft_margin_loss.default: _mean_where_it_was,
-                aten.binary_cross_entropy.default: lambda output, x, target, weight=None, *args: _mean_where_it_was(
-                    output, x, target, *args)}
+# Rules of PyTorch's that say other than its kernels do: on a CPU and on CUDA, and on a CPU alone.
+_AS_KERNELS_DO = {aten.mse_loss.default: _mean_where_it_was, aten.smooth_l1_loss.default: _mean_where_it_was,
+                  aten.soft_margin_loss.default: _mean_where_it_was,
+                  aten.binary_cross_entropy.default: lambda output, x, target, weight=None, *args: _mean_where_it_was(
+                      output, x, target, *args)}
+_AS_ON_A_CPU = {aten.native_layer_norm_backward.default: _contiguous, aten.native_layer_norm.default: _statistics}
 
 
 class DryMode(FakeTensorMode):
-    """FakeTensorMode that answers. `notes`: a line for each placeholder given."""
+    """FakeTensorMode that answers. `notes`: a line for each placeholder given. `gpu`: the GPU by whose kernels the
+    tensors on "cpu" are computed; None for a CPU's."""
 
-    def __init__(self, declared=None):
+    def __init__(self, declared=None, gpu=None):
         super().__init__()
-        self.notes = []
+        self.notes, self.gpu = [], gpu
+        self.composites = {} if gpu is None else composites(gpu, self.notes)
         self._declared = declared or Declared()
+        self._rules = _AS_KERNELS_DO | (_AS_ON_A_CPU if gpu is None else RULES)
 
     def __deepcopy__(self, memo):
         return self  # a copy of a fake tensor, made inside, stays in this mode
@@ -91,6 +95,9 @@ class DryMode(FakeTensorMode):
                 known = self._made_from_numbers(aten.arange.default, args, {**kwargs, "generator": None}, math.inf)
                 if known is not None:
                     return known
+            if func in self.composites:  # of tensors that autograd does not see
+                with self:
+                    return self.composites[func](*args, **kwargs)
             if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
                 return self._grouped(func, types, args, kwargs)
             with self._large_unknown(func, args, kwargs):
@@ -101,9 +108,9 @@ class DryMode(FakeTensorMode):
             outputs.stands_for = _truth(func, args)
         if func is aten.rand.default:
             outputs.stands_for = 0.5  # a layer that is dropped with a probability below stays
-        if func in _AS_ON_A_CPU and args[0].device.type == "cpu":
+        if func in self._rules and args[0].device.type == "cpu":
             with self:
-                return _AS_ON_A_CPU[func](outputs, *args)
+                return self._rules[func](outputs, *args)
         return outputs
 
     # --- what is known ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What PyTorch does otherwise on fake tensors, made to be as on real ones while a dry run goes."""
 
 import copy
+import importlib.util
 import logging
 import sys
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,7 @@ def as_on_real_tensors(notes):
     gradients);
     - modules change dtype and device as they do with real tensors, in place;
     - tensors are formatted, copied and made lists as real ones are;
-    - libraries that treat fake tensors otherwise are told that there are none, if they have been imported;
+    - libraries that treat fake tensors otherwise are told that there are none;
     - PyTorch does not log a traceback for each operation that it refuses.
     """
     from torch._dynamo import eval_frame  # here: it takes a second, and a dry run imports it in any case
@@ -36,16 +37,54 @@ def as_on_real_tensors(notes):
         replaced = [(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)), (FakeTensor, "tolist", _tolist),
                     (FakeTensor, "__format__", _format), (FakeTensor, "__deepcopy__", _deepcopy)]
         replaced += [(eval_frame, "_callback_from_stance", _uncompiled(eval_frame._callback_from_stance, notes))]
-        replaced += [(sys.modules[module], name, lambda tensor: False) for module, name in _ASKING
-                     if hasattr(sys.modules.get(module), name)]
-        for owner, name, replacement in replaced:
+        def replace(owner, name, replacement):
             stack.callback(_restorer(owner, name))
             setattr(owner, name, replacement)
+
+        for each in replaced:
+            replace(*each)
+        for module, name in _ASKING:
+            if hasattr(sys.modules.get(module), name):
+                replace(sys.modules[module], name, _no)
+            elif module not in sys.modules:
+                later = _OnceImported(module, lambda module, name=name: replace(module, name, _no))
+                sys.meta_path.insert(0, later)
+                stack.callback(later.forget)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         log = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True
         yield
+
+
+def _no(tensor):
+    return False
+
+
+class _OnceImported:
+    """Calls `then(module)` as soon as the module of this name has been imported."""
+
+    def __init__(self, name, then):
+        self._name, self._then = name, then
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self._name:
+            return None
+        self.forget()
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def run_and_tell(module):
+            run(module)
+            self._then(module)
+
+        spec.loader.exec_module = run_and_tell
+        return spec
+
+    def forget(self):
+        """Look at no more imports."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 def _restorer(owner, name):

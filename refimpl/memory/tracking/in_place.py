@@ -130,7 +130,7 @@ def _without_mode(number, gradients):
     kinds = {type(gradient) for gradient in gradients if gradient is not None}
     if kinds.issubset(_VANILLA[:2]) and _only_trackers():
         torch._C._dispatch_tls_set_dispatch_key_excluded(PYTHON, True)
-    elif kinds == {FakeTensor} and _only_trackers():
+    elif kinds == {FakeTensor} and _only_trackers(fake=True):
         _now.formula = number
 
 
@@ -143,8 +143,11 @@ def inside_formula():
     return node is not None and node._sequence_nr() == number
 
 
-def _only_trackers():
+def _only_trackers(fake=False):
+    """Tell whether no mode is on that autograd would mind if the trackers were not there; of fake tensors none that
+    leaves these alone."""
     return all(getattr(mode, "only_watches", False) or isinstance(mode, FakeTensorMode)
+               or (fake and getattr(mode, "leaves_fake_tensors_alone", False))
                for mode in _get_current_dispatch_mode_stack())
 
 
@@ -184,7 +187,7 @@ def _accumulates(so_far, gradient):
     return (not torch.is_grad_enabled() and type(so_far) in _VANILLA and type(gradient) in _VANILLA
             and held == calibrate(type(so_far) is FakeTensor)
             and so_far.layout is torch.strided and not so_far._is_zerotensor()
-            and _dense(so_far) and _only_trackers())
+            and _dense(so_far) and _only_trackers(type(so_far) is FakeTensor))
 
 
 def _dense(tensor):
@@ -210,8 +213,8 @@ def calibrate(fake):
     engine = WatchedEngine(None)
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         with FakeTensorMode() if fake else nullcontext(), _Probe():
-            x = torch.ones(3, requires_grad=True) * 1
-            engine.run_backward((x * 2 + x * 3,), (torch.ones(3),), False, False, (), True, True)
+            x = torch.ones(3, requires_grad=True, device="cpu") * 1  # the engine of another device has its own thread
+            engine.run_backward((x * 2 + x * 3,), (torch.ones(3, device="cpu"),), False, False, (), True, True)
     _now.readings = None
     return readings[0]
 

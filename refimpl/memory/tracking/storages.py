@@ -22,7 +22,7 @@ from ..trace import Trace
 from . import listeners
 from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
 from .lines import Lines
-from .taking import WORKSPACE, inside_on_cuda, may_take, note_of, takes_workspace
+from .taking import WORKSPACE, gpu_of, inside_on_cuda, may_take, note_of, takes_workspace
 from .tensors import PLAIN, dense_parts
 
 _marks = {}  # storage key -> (weak reference, category); outlives any tracker
@@ -141,8 +141,8 @@ class StorageMode(Trace, TorchDispatchMode):
             self._with_workspaces.add(facts.name)
         if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
             self._record(facts.name, outputs)
-        if facts.inside is not None and args[0].is_cuda:
-            self._took_inside(facts.inside(*args), str(args[0].device))
+        if facts.inside is not None and (gpu := gpu_of(args[0])) is not None:
+            self._took_inside(facts.inside(gpu, *args), str(args[0].device))
         return outputs
 
     def _record(self, name, outputs):
@@ -156,13 +156,17 @@ class StorageMode(Trace, TorchDispatchMode):
             if self._line is None and self._program.made_a_node():
                 self._program.now()
 
-    def _took_inside(self, nbytes, device):
-        """Note that the last operation took so many bytes for itself, and gave them back."""
+    def _took_inside(self, sizes, device):
+        """Note that the last operation took tensors of so many bytes for itself, and gave them back."""
         with self._lock:
-            record, at = self._recorded(device, nbytes, self.ops[-1]), len(self.ops) - 1
-            record.alive, record.mark = False, WORKSPACE
-            self.records.append(record)
-            self.events += [(at, len(self.records) - 1, nbytes), (at + 1, len(self.records) - 1, -nbytes)]
+            at, first = len(self.ops) - 1, len(self.records)
+            for nbytes in sizes:
+                record = self._recorded(device, nbytes, self.ops[-1])
+                record.alive, record.mark = False, WORKSPACE
+                self.records.append(record)
+            taken = list(enumerate(sizes, first))
+            self.events += [(at, i, nbytes) for i, nbytes in taken]
+            self.events += [(at + 1, i, -nbytes) for i, nbytes in reversed(taken)]
 
     def _see(self, items, op=None):
         """Register each storage in `items` that is new: born by `op`, or older than the context if there is none."""

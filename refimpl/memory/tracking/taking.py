@@ -4,7 +4,13 @@ Known from the CPU's allocator, read beside the tracker in training steps of tra
 convolutions took up to 78 % of a peak), and from cuDNN's and cuBLAS' documentation.
 """
 
+import functools
+from typing import NamedTuple
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..on_cuda.inside import INSIDE
 
 aten = torch.ops.aten
 NOT_COUNTED = "not counted: workspaces"
@@ -16,10 +22,6 @@ _TAKING |= dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default,
 # Operation -> how many first arguments its kernels copy where they are not contiguous, as an image with channels last.
 _COPYING = {aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2,
             aten._log_softmax_backward_data.default: 2}
-# Operation -> bytes that CUDA's kernels take and give back inside it, as PyTorch's allocator counts them.
-_INSIDE_ON_CUDA = {
-    aten._softmax_backward_data.default: lambda d_out, out, *rest: max(d_out.nbytes, out.nbytes),  # d_out · out
-}
 _HOW = {
     "cpu": "memory.with_workspaces(t, m) adds them after a step under memory.track(…) as t, memory.measure('cpu') as m",
     "cuda": "memory.measure(\"cuda\") has them in its peak",
@@ -32,8 +34,28 @@ def may_take(func):
 
 
 def inside_on_cuda(func):
-    """Return a function of the arguments of `func`, which says what CUDA takes inside; None if nothing is known."""
-    return _INSIDE_ON_CUDA.get(func)
+    """Return a function (gpu, arguments of `func`), which says what CUDA takes inside; None if nothing is known."""
+    return INSIDE.get(func)
+
+
+class Processors(NamedTuple):
+    """What kernels ask of a GPU."""
+
+    capability: tuple
+    processors: int
+
+
+@functools.cache
+def _processors(index):
+    properties = torch.cuda.get_device_properties(index)
+    return Processors((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def gpu_of(tensor):
+    """Return the GPU of a tensor, as a Processors or a Hardware: that of a dry run, or its own; None on a CPU."""
+    if type(tensor) is FakeTensor:
+        return getattr(tensor.fake_mode, "gpu", None)
+    return _processors(tensor.device.index) if tensor.is_cuda else None
 
 
 def takes_workspace(func, args, outputs):

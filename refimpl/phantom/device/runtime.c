@@ -54,7 +54,9 @@ API int cudaGetDeviceProperties(struct properties *p, int device)
     *p = (struct properties){
         .memory = phantom_devices[device].total, .major = phantom_major, .minor = phantom_minor,
         .processors = phantom_processors, .bus = device + 1, .warp_size = 32, .threads_per_block = 1024,
-        .block_size = {1024, 1024, 64}, .grid_size = {0x7fffffff, 65535, 65535}, .threads_per_processor = 2048,
+        .block_size = {1024, 1024, 64}, .grid_size = {0x7fffffff, 65535, 65535}, 
+        .threads_per_processor = phantom_major == 7 && phantom_minor == 5 ? 1024
+            : phantom_major == 12 || (phantom_major == 8 && phantom_minor) ? 1536 : 2048,
         .blocks_per_processor = 32, .registers_per_block = 65536, .registers_per_processor = 65536,
         .shared_per_block = 48 << 10, .shared_per_processor = 228 << 10, .shared_optin = 227 << 10,
         .shared_reserved = 1024, .constants = 65536, .l2_bytes = 50 << 20, .bus_width = 5120, .pitch = 0x7fffffff,

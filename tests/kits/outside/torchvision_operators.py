@@ -20,7 +20,10 @@ if importlib.util.find_spec("torchvision") is None and _ASIDE.is_dir():
 
 def _library_loads():
     """As torchvision does itself: its operators are there afterwards, or the library is not one for this torch."""
-    folder = Path(importlib.util.find_spec("torchvision").origin).parent
+    found = importlib.util.find_spec("torchvision")
+    if found is None:  # it is not installed: nobody asks for its operators
+        return True
+    folder = Path(found.origin).parent
     try:
         for path in folder.glob("_C*.so"):
             torch.ops.load_library(path)

@@ -31,3 +31,15 @@ def test_every_address_and_every_segment_of_drawn_programs(text, tmp_path, monke
         if found.difference is not None:
             wrong[seed] = repr(found)
     assert not wrong and addresses > 50 * PROGRAMS, wrong
+
+
+@pytest.mark.parametrize("text", ["max_split_size_mb:19", "max_non_split_rounding_mb:5", "large_segment_size_mb:5",
+                                  "garbage_collection_threshold:1.5", "per_process_memory_fraction:2",
+                                  "expandable_segments:yes", "roundup_power2_divisions:3"])
+def test_a_setting_that_pytorch_refuses_is_refused_in_its_words(text):
+    with pytest.raises(Exception) as theirs:
+        torch._C._accelerator_setAllocatorSettings(text)
+    with pytest.raises(ValueError, match="PyTorch refuses it: ") as ours:
+        Settings.parse(text)
+    said = str(ours.value).partition("PyTorch refuses it: ")[2]
+    assert said.partition(" in ConfigTokenizer")[0] in str(theirs.value)

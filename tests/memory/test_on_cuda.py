@@ -1,0 +1,128 @@
+"""A dry run for a GPU, on any machine. (tests/phantom/on_device holds all of it to PyTorch on a device.)"""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from refimpl import catalog, memory
+from refimpl.estimate import kernels_of
+from refimpl.memory.on_cuda.attention import choose
+from refimpl.memory.on_cuda.inside import INSIDE
+from refimpl.memory.records import START
+from refimpl.memory.tracking.taking import Processors
+
+aten = torch.ops.aten
+HALF, BF16 = torch.float16, torch.bfloat16
+
+
+def made(function, gpu="h100-sxm"):
+    """[(operation, bytes)] of the storages that a dry run of `function` makes, in order."""
+    return [(r.op, r.nbytes) for r in memory.dry_run(function, gpu=kernels_of(gpu)).records if r.op != START]
+
+
+def tensors(*shapes, dtype=torch.float32):
+    return [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+FP32, FP64 = torch.float32, torch.float64
+CHOICES = [  # read off PyTorch: GPU, type, head sizes of q and v, heads of k, mask, dropout, causal, tokens of q
+    ("h100-sxm", BF16, 64, 64, 8, False, 0.0, True, 512, "cuDNN"),
+    ("h100-sxm", BF16, 264, 264, 8, False, 0.0, True, 512, "efficient"),
+    ("a100-80", BF16, 64, 64, 2, False, 0.0, True, 512, "flash"),
+    ("a100-80", HALF, 20, 20, 8, True, 0.0, False, 512, "math"),
+    ("a100-80", HALF, 20, 20, 8, False, 0.0, True, 512, "flash"),
+    ("a100-80", BF16, 128, 64, 8, False, 0.0, False, 512, "efficient"),
+    ("a100-80", BF16, 64, 64, 8, True, 0.0, False, 512, "efficient"),
+    ("a100-80", BF16, 64, 64, 8, False, 0.0, True, 8, "efficient"),
+    ("a100-80", FP32, 64, 64, 8, False, 0.0, True, 512, "efficient"),
+    ("a100-80", FP64, 64, 64, 8, False, 0.0, True, 512, "math"),
+    ("t4", BF16, 64, 64, 8, False, 0.0, True, 512, "math"), ("t4", HALF, 64, 64, 8, False, 0.1, True, 512, "efficient"),
+    ("rtx-3090", BF16, 256, 256, 8, False, 0.1, False, 512, "efficient")]
+
+
+@pytest.mark.parametrize("case", CHOICES, ids=str)
+def test_the_kernel_of_attention(case):
+    gpu, dtype, size, wide, groups, masked, dropout, causal, rows, kernel = case
+    q, k, v = tensors((2, 8, rows, size), (2, groups, 512, size), (2, groups, 512, wide), dtype=dtype)
+    mask = torch.empty(2, 1, rows, 512, dtype=dtype) if masked else None
+    assert choose(catalog.hardware(gpu), q, k, v, mask, dropout, causal, groups != 8) == kernel
+
+
+@pytest.mark.parametrize(("operation", "args", "nbytes"), [  # read off PyTorch's allocator
+    (aten._scaled_dot_product_flash_attention_backward, [(2, 8, 512, 64)] * 4, 2_129_920),
+    (aten._scaled_dot_product_flash_attention_backward, [(2, 8, 512, 64)] * 2 + [(2, 2, 512, 64)] * 2, 4_227_072),
+    (aten._scaled_dot_product_flash_attention, [(2, 8, 512, 64)] * 3, 4_259_840),
+    (aten._scaled_dot_product_flash_attention, [(2, 8, 1024, 64)] * 3, 0),
+    (aten._scaled_dot_product_efficient_attention, [(2, 4, 512, 264)] * 3, 4_325_376),
+    (aten._scaled_dot_product_efficient_attention_backward, [(2, 4, 512, 264)] * 4, 17_844_736),
+    (aten._softmax_backward_data, [(4, 64)] * 2, 512)])
+def test_what_a_kernel_takes_inside(operation, args, nbytes):
+    given = tensors(*args, dtype=BF16)
+    assert sum(INSIDE[operation.default](Processors((8, 0), 132), *given)) == nbytes
+
+
+def test_sums_of_a_bias_and_of_an_embedding_leave_their_parts():
+    gpu = catalog.hardware("a100-80")
+    x, wide, ids = torch.empty(2048, 512), torch.empty(8192, 512, dtype=BF16), torch.zeros(8, 1024, dtype=torch.int64)
+    assert sum(INSIDE[aten.sum.dim_IntList](gpu, x, [0])) == 8_388_624 and not INSIDE[aten.sum.dim_IntList](gpu, x, [1])
+    assert sum(INSIDE[aten.embedding_dense_backward.default](gpu, wide, ids, 8192)) == 18_854_312
+    assert not INSIDE[aten.embedding_dense_backward.default](gpu, wide, ids[:2], 8192)
+
+
+def test_dropout_norms_and_casts_are_composed_as_on_cuda():
+    def program():
+        x, = tensors((8, 16))
+        F.dropout(x, 0.1)
+        F.rms_norm(x, (16,))
+        with torch.autocast("cpu", BF16):
+            (x @ x.T) ** 2
+
+    assert made(program) == [
+        ("empty", 512), ("native_dropout", 512), ("native_dropout", 128), ("_fused_rms_norm", 512),
+        ("_fused_rms_norm", 32), ("_to_copy", 256), ("_to_copy", 256), ("mm", 128), ("_to_copy", 256), ("pow", 256)]
+
+
+def test_what_a_dry_run_changed_is_as_before_it():
+    def operations():
+        with memory.track() as t, torch.autocast("cpu", BF16):
+            F.dropout(torch.ones(4, 4), 0.5) ** 2, F.rms_norm(torch.ones(4, 4, requires_grad=True), (4,))
+        return [op.name for op in t.ops]
+
+    before = operations()
+    memory.dry_run(lambda: F.dropout(torch.ones(4), 0.1), gpu=kernels_of("a100-80"))
+    assert operations() == before and "bernoulli_" in before and "_to_copy" not in before
+
+
+def test_tensors_that_autograd_does_not_see_are_composed_so_too():
+    def program():
+        with torch.inference_mode():
+            F.scaled_dot_product_attention(*[torch.ones(1, 2, 8, 16, dtype=BF16)] * 3)
+
+    (note,) = memory.dry_run(program, gpu=kernels_of("a100-80")).notes
+    assert note == "attention: the flash kernel, as PyTorch takes it on a100-80"
+
+
+def test_a_gpu_whose_kernels_are_not_known_is_refused():
+    with pytest.raises(ValueError, match="gpu='mi300x': PyTorch's kernels on it are not known; give a GPU of NVIDIA's"):
+        kernels_of("mi300x")
+    with pytest.raises(TypeError, match="gpu='a100-80': expected a GPU's kernels, refimpl.estimate.kernels_of"):
+        memory.dry_run(lambda: None, gpu="a100-80")
+
+
+def test_a_library_that_is_imported_inside_is_told_that_no_tensor_is_fake(tmp_path, monkeypatch):
+    """transformers masks otherwise under fake tensors, whether it is imported before the dry run or in it."""
+    from refimpl.memory.fakes import pytorch
+
+    (tmp_path / "a_library.py").write_text("def is_fake_tensor(x):\n    return True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(pytorch, "_ASKING", (("a_library", "is_fake_tensor"),))
+
+    def program():
+        import a_library
+
+        return a_library.is_fake_tensor(torch.ones(3))
+
+    assert memory.dry_run(program).result is False
+    import a_library
+
+    assert a_library.is_fake_tensor(None)
