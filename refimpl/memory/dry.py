@@ -38,7 +38,7 @@ def dry_run(function, *args, sizes=None, values=None, gpu=None, **kwargs):
     - **As on a GPU.** `gpu`: its kernels, `refimpl.estimate.kernels_of("h100-sxm")`. Tensors stay on "cpu" by name, and
     each operation goes to the kernels that PyTorch takes on CUDA: attention, dropout, norms, what torch.autocast casts,
     what kernels take inside. `.notes` names the kernel of attention. Not so: cuDNN's recurrent layers, workspaces of
-    cuBLAS and cuDNN.
+    cuBLAS and cuDNN, the fast path of nn.TransformerEncoder in eval. One such run at a time in a process.
     - **Declared values.** Where a placeholder would be wrong, and where `.tolist()` reads integers, of which there are
     no placeholders: `values={"train.py:31": False, "experts.py:12": [3, 5]}`.
 
@@ -52,7 +52,7 @@ def dry_run(function, *args, sizes=None, values=None, gpu=None, **kwargs):
     fake = DryMode(Declared(sizes, values), gpu)
     args, kwargs = _fake_copies((args, kwargs), fake)
     tracker = track(*_trackable((args, kwargs)))
-    tracker.notes = fake.notes
+    tracker.notes, tracker.kernels_of = fake.notes, gpu and "cuda"
     there = nullcontext() if gpu is None else as_on_cuda(fake.composites, gpu.casts)
     with _explained(tracker), as_on_real_tensors(fake.notes), there, fake, tracker:
         tracker.result = function(*args, **kwargs)

@@ -300,4 +300,5 @@ class Tracker(StorageMode):
             self._hooks.append(handle)
 
     def _gradient_written(self, leaf):
-        self._role(leaf.grad, GRADIENTS, leaf, "gradient")
+        if leaf.grad is not None:  # an undefined one, of a double backward
+            self._role(leaf.grad, GRADIENTS, leaf, "gradient")

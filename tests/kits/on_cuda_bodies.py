@@ -84,6 +84,10 @@ def inside_that_differs(gpu):
             ((2048, 64), 512), ((4, 1000, 64), 126), ((16384, 32), 8192), ((300, 32), 8), ((7, 32), 3)))
         yield from (F.embedding(ids, x(rows, 96)) for rows in (1000, 50257))
         yield from (x(2048, 640).amax(0), x(2048, 640).mean(0), x(4096, 64).sum(1))
+        yield from (x(2048, 640).norm(dim=0), x(2048, 640).prod(0), x(2048, 640).max(0)[0], x(2048, 640).std(0))
+        for heads in (4, 2):  # in (B, H, T, D)
+            yield F.scaled_dot_product_attention(x(2, 4, 128, 64), *(x(2, heads, 128, 64) for _ in range(2)), None, 0.1,
+                                                 enable_gqa=heads == 2)
         for size, rows, groups in itertools.product((32, 64, 72, 80, 128, 192, 256, 264), (500, 1024), (8, 2)):
             for dropout, masked in ((0.0, True), (0.1, False), (0.0, False)):
                 q = x(2, rows, 8, size).transpose(1, 2)

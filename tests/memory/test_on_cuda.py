@@ -49,12 +49,13 @@ def test_the_kernel_of_attention(case):
 
 
 @pytest.mark.parametrize(("operation", "args", "nbytes"), [  # read off PyTorch's allocator
-    (aten._scaled_dot_product_flash_attention_backward, [(2, 8, 512, 64)] * 4, 2_129_920),
-    (aten._scaled_dot_product_flash_attention_backward, [(2, 8, 512, 64)] * 2 + [(2, 2, 512, 64)] * 2, 4_227_072),
+    (aten._scaled_dot_product_flash_attention_backward, [(2, 8, 512, 64)] * 5, 2_129_920 + 2 * 2**20),
+    (aten._scaled_dot_product_flash_attention_backward, [(2, 8, 512, 64)] * 2 + [(2, 2, 512, 64)] * 2 +
+     [(2, 8, 512, 64)], 4_227_072 + 2 * 2**20),
     (aten._scaled_dot_product_flash_attention, [(2, 8, 512, 64)] * 3, 4_259_840),
     (aten._scaled_dot_product_flash_attention, [(2, 8, 1024, 64)] * 3, 0),
     (aten._scaled_dot_product_efficient_attention, [(2, 4, 512, 264)] * 3, 4_325_376),
-    (aten._scaled_dot_product_efficient_attention_backward, [(2, 4, 512, 264)] * 4, 17_844_736),
+    (aten._scaled_dot_product_efficient_attention_backward, [(2, 4, 512, 264)] * 4, 17_844_736 + 2_162_688),
     (aten._softmax_backward_data, [(4, 64)] * 2, 512)])
 def test_what_a_kernel_takes_inside(operation, args, nbytes):
     given = tensors(*args, dtype=BF16)
@@ -100,6 +101,51 @@ def test_tensors_that_autograd_does_not_see_are_composed_so_too():
 
     (note,) = memory.dry_run(program, gpu=kernels_of("a100-80")).notes
     assert note == "attention: the flash kernel, as PyTorch takes it on a100-80"
+
+
+def test_the_kernel_that_the_program_leaves_is_taken():
+    def program():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            F.scaled_dot_product_attention(*tensors(*[(1, 2, 8, 16)] * 3, dtype=BF16))
+
+    (note, *_) = memory.dry_run(program, gpu=kernels_of("a100-80")).notes
+    assert "the math kernel" in note
+
+
+def test_one_at_a_time():
+    def within():
+        with pytest.raises(RuntimeError, match="a dry run for a GPU is under way in this process"):
+            memory.dry_run(lambda: None, gpu=kernels_of("a100-80"))
+
+    memory.dry_run(within, gpu=kernels_of("t4"))
+    memory.dry_run(lambda: None, gpu=kernels_of("a100-80"))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.RMSprop])
+def test_optimizers_take_foreach_kernels_by_default_and_only_there(make):
+    def program():
+        p = torch.nn.Parameter(torch.empty(64, 64))
+        p.grad = torch.empty_like(p)
+        optimizer = make([p])
+        optimizer.step()
+
+    named = {gpu: {op.name for op in memory.dry_run(program, gpu=gpu).ops} for gpu in (kernels_of("t4"), None)}
+    assert [any(name.startswith("_foreach") for name in names) for names in named.values()] == [True, False]
+
+
+def test_scores_of_16_bits_are_not_copied_for_their_softmax():
+    assert made(lambda: F.softmax(torch.empty(4, 8, dtype=HALF), -1, dtype=FP32)) == [("empty", 64), ("_softmax", 128)]
+    assert ("_to_copy", 128) in made(lambda: F.softmax(torch.empty(4, 8, dtype=BF16), -1, dtype=FP32))
+
+
+def test_a_second_backward_is_read():
+    def program():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
+        x = torch.ones(2, 8, requires_grad=True)
+        gradient, = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+
+    assert memory.dry_run(program).peak.total > 0 < memory.dry_run(program, gpu=kernels_of("t4")).peak.total
 
 
 def test_a_gpu_whose_kernels_are_not_known_is_refused():

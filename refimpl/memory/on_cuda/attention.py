@@ -21,8 +21,10 @@ def choose(gpu, q, k, v, mask, dropout, causal, gqa):
     if not gqa and len({x.shape[:2] for x in (q, k, v)}) > 1:
         return MATH
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    for kernel, can in ((CUDNN, _cudnn), (FLASH, _flash), (EFFICIENT, _efficient)):
-        if can(gpu.capability, q, k, v, mask, dropout, causal, gqa, backward):
+    cuda = torch.backends.cuda  # what `sdpa_kernel` leaves
+    for kernel, can, left in ((CUDNN, _cudnn, cuda.cudnn_sdp_enabled), (FLASH, _flash, cuda.flash_sdp_enabled),
+                              (EFFICIENT, _efficient, cuda.mem_efficient_sdp_enabled)):
+        if left() and can(gpu.capability, q, k, v, mask, dropout, causal, gqa, backward):
             return kernel
     return MATH
 
@@ -63,6 +65,11 @@ def _efficient(capability, q, k, v, mask, dropout, causal, gqa, backward):
 
 def attend(gpu, q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, gqa=False):
     """Do what `scaled_dot_product_attention` does on `gpu`. Returns (output, kernel)."""
+    if VERSION >= (2, 14) and {x.ndim for x in (q, k, v)} == {3}:
+        mask = mask[:, None] if mask is not None and mask.ndim == 3 else mask
+        q, k, v = (x[:, None] for x in (q, k, v))
+        output, kernel = attend(gpu, q, k, v, mask, dropout, causal, scale=scale, gqa=gqa)
+        return output[:, 0], kernel
     kernel = choose(gpu, q, k, v, mask, dropout, causal, gqa)
     if kernel is MATH:
         return aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, None, scale=scale,
@@ -127,12 +134,17 @@ def _splits(parts, processors, tiles):
     return next(n for n in eligible if busy(n) >= 0.85 * best)
 
 
-def inside_flash_backward(gpu, d_out, q, k, *rest):
-    """dQ in fp32, a row's sum of dO · O; of shared heads, dK and dV of each."""
+def _in_rows(*tensors):
+    """Copies of those that do not lie in rows of all heads, (B, T, H, D)."""
+    return [x.nbytes for x in tensors if not x.transpose(1, 2).is_contiguous()]
+
+
+def inside_flash_backward(gpu, d_out, q, k, v, out, *rest):
+    """dQ in fp32, a row's sum of dO · O; of shared heads, dK and dV of each; copies of dO and O."""
     batch, heads, rows, size = q.shape
     shared = [] if heads == k.shape[1] else [batch * k.shape[2] * heads * size * q.element_size()] * 2
     sums = batch * heads * _up(rows, 128) * FP32
-    return sums, sums * _up(size, 32), *shared
+    return *_in_rows(d_out, out), sums, sums * _up(size, 32), *shared
 
 
 def inside_efficient(gpu, q, k, v, *rest):
@@ -156,9 +168,10 @@ def inside_efficient_backward(gpu, d_out, q, k, v, *rest):
     workspace, sums = batch * heads * (dq + dkv), batch * heads * rows * FP32
     shared = [] if heads == k.shape[1] else [batch * heads * keys * n * q.element_size() for n in (size, wide)]
     product = batch * heads * rows * wide * FP32  # of fp32 the sum is taken beforehand
+    copied = _in_rows(d_out)
     if q.dtype is torch.float32 and product + sums > workspace:
-        return *shared, sums, product, sums
-    return *shared, sums, workspace
+        return *copied, *shared, sums, product, sums
+    return *copied, *shared, sums, workspace
 
 
 def _tile(capability, dtype, size):

@@ -5,12 +5,15 @@ several on a CPU. It stands above autograd in PyTorch's list of places, so what 
 has CUDA's formulas, and shapes without memory have no device to run on. Tensors stay on "cpu" by name.
 """
 
+import sys
+import threading
 import warnings
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _foreach_utils
 
 from . import attention
 
@@ -38,7 +41,17 @@ def composites(gpu, notes):
             return aten._fused_rms_norm(x, shape, weight, eps)[0]
         return aten.rms_norm.default.decompose(x, shape, weight, eps)
 
-    return {aten.scaled_dot_product_attention.default: attend, aten.dropout.default: dropout,
+    def fused(operation, kernel):
+        def softmax(x, dim, dtype=None):
+            if x.dtype is torch.float16 and dtype is torch.float32:
+                return kernel(x, dim, True)
+            return operation.decompose(x, dim, dtype)
+
+        return softmax
+
+    return {aten.softmax.int: fused(aten.softmax.int, aten._softmax),
+            aten.log_softmax.int: fused(aten.log_softmax.int, aten._log_softmax),
+            aten.scaled_dot_product_attention.default: attend, aten.dropout.default: dropout,
             aten.rms_norm.default: rms_norm, **KERNELS}
 
 
@@ -63,12 +76,20 @@ KERNELS = {aten._fused_rms_norm.default: _rms_norm, aten._fused_rms_norm_backwar
 RULES = {aten.native_layer_norm.default: _fp32_statistics}
 
 
+DEFAULTS = ("_get_foreach_kernels_supported_devices", "_get_capturable_supported_devices")  # of optimizers, by device
+_under_way = threading.Lock()
+
+
 @contextmanager
 def as_on_cuda(operations, casts):
     """Open a context in which fake tensors go through `operations` (`composites`), torch.autocast casts as on CUDA
     (`casts(library)`), and optimizers take foreach kernels by default. Casts are those of all of the process's tensors
-    on a CPU: run nothing else beside."""
+    on a CPU, so RuntimeError if such a context is open already, in whatever thread."""
+    if not _under_way.acquire(blocking=False):
+        raise RuntimeError("a dry run for a GPU is under way in this process, and its casts are the process's: run one "
+                           "after the other")
     with ExitStack() as stack:
+        stack.callback(_under_way.release)
         library = torch.library.Library("aten", "IMPL")
         stack.callback(library._destroy)
         with warnings.catch_warnings():
@@ -76,18 +97,25 @@ def as_on_cuda(operations, casts):
             for operation, function in operations.items():
                 # What has a kernel of its device is not taken to pieces: autograd's formula is that of the whole.
                 place = "CPU" if operation in KERNELS else "AutogradCPU"
-                library.impl(operation, _for_fakes(operation, function), place)
+                library.impl(operation, _for_fakes(operation, function, operations), place)
             casts(library)
-        supported = _foreach_utils._get_foreach_kernels_supported_devices
-        _foreach_utils._get_foreach_kernels_supported_devices = lambda: [*supported(), "cpu"]
-        stack.callback(setattr, _foreach_utils, "_get_foreach_kernels_supported_devices", supported)
+        for name in DEFAULTS:
+            supported = getattr(sys.modules["torch.optim.optimizer"], name)
+            modules = [each for each in [*sys.modules.values()] if isinstance(each, ModuleType)]
+            having = [each for each in modules if vars(each).get(name) is supported]
+            for module in having:  # by name, in each that imported it
+                stack.callback(setattr, module, name, supported)
+                setattr(module, name, lambda *args, supported=supported, **named: [*supported(*args, **named), "cpu"])
         yield
 
 
-def _for_fakes(operation, function):
+def _for_fakes(operation, function, operations):
     def call(*args, **kwargs):
-        if any(isinstance(each, FakeTensor) for each in args):
-            return function(*args, **kwargs)
+        for each in args:
+            while isinstance(each, torch.Tensor) and is_functorch_wrapped_tensor(each):
+                each = get_unwrapped(each)
+            if isinstance(each, FakeTensor) and getattr(each.fake_mode, "composites", None) is operations:
+                return function(*args, **kwargs)
         return operation.decompose(*args, **kwargs)
 
     return call

@@ -79,6 +79,21 @@ def reduction(gpu, x, dims=None, *rest):
     return *counted, *parts(gpu, x, dims, INDEX if counted else FP32)
 
 
+def norm(gpu, x, power=2, dims=None, *rest):
+    """As `reduction`."""
+    return parts(gpu, x, dims, FP32)
+
+
+def product(gpu, x, dim, *rest):
+    """As `reduction`."""
+    return parts(gpu, x, [dim], FP32)
+
+
+def wide(gpu, x, dims=None, *rest):
+    """A variance, or the place of a maximum: as `reduction`, in 16 bytes (mean, squares, counts; number and place)."""
+    return parts(gpu, x, [dims] if isinstance(dims, int) else dims, 4 * FP32)
+
+
 def largest(gpu, x, dims=None, *rest):
     """A maximum or minimum along the first dimensions: as `reduction`, in the type of the tensor."""
     return parts(gpu, x, dims, x.element_size())
@@ -133,6 +148,10 @@ INSIDE = {
     aten.embedding_dense_backward.default: embedding_backward,
     aten.sum.default: reduction,
     aten.sum.dim_IntList: reduction,
+    aten.linalg_vector_norm.default: norm,
+    aten.prod.dim_int: product,
+    **dict.fromkeys((aten.var.correction, aten.std.correction, aten.argmax.default, aten.argmin.default,
+                     aten.max.dim, aten.min.dim), wide),
     aten.amax.default: largest,
     aten.amin.default: largest,
     aten.mean.dim: reduction,

@@ -91,6 +91,7 @@ class StorageMode(Trace, TorchDispatchMode):
     """Write a Trace. Subclasses say in which phase and module an operation runs."""
 
     only_watches = True  # see in_place.py
+    kernels_of = None  # "cuda" in a dry run for a GPU, whose tensors are on "cpu" by name
     supports_higher_order_operators = True  # torch.cond, flex_attention: seen as one operation
 
     @classmethod
@@ -111,7 +112,7 @@ class StorageMode(Trace, TorchDispatchMode):
     def __exit__(self, *exception):
         super().__exit__(*exception)
         if self._with_workspaces:
-            self.notes.append(note_of(self._with_workspaces, self.device))
+            self.notes.append(note_of(self._with_workspaces, self.kernels_of or self.device))
 
     def _where(self):
         """(phase, module) of the operation that just ran."""
