@@ -66,10 +66,10 @@ def _efficient(capability, q, k, v, mask, dropout, causal, gqa, backward):
 def attend(gpu, q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, gqa=False):
     """Do what `scaled_dot_product_attention` does on `gpu`. Returns (output, kernel)."""
     if VERSION >= (2, 14) and {x.ndim for x in (q, k, v)} == {3}:
-        mask = mask[:, None] if mask is not None and mask.ndim == 3 else mask
-        q, k, v = (x[:, None] for x in (q, k, v))
+        mask = mask.unsqueeze(0) if mask is not None and mask.ndim == 3 else mask
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         output, kernel = attend(gpu, q, k, v, mask, dropout, causal, scale=scale, gqa=gqa)
-        return output[:, 0], kernel
+        return output.squeeze(0), kernel
     kernel = choose(gpu, q, k, v, mask, dropout, causal, gqa)
     if kernel is MATH:
         return aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, None, scale=scale,
