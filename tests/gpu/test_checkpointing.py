@@ -18,6 +18,8 @@ from refimpl.checkpointing import (
     recompute,
     selective,
 )
+from refimpl.memory.trace import Trace
+from refimpl.memory.tracking.taking import WORKSPACE
 from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=256, context_length=256, layers=4, hidden=256, heads=4)
@@ -101,7 +103,14 @@ def test_closed_forms(plan, part, dtype):
             loss.backward()
     assert kept_bytes(CONFIG, 4, 256, plan, part, dtype, "cuda") == kept
     predicted = gpt_peak_bytes(CONFIG, 4, 256, plan, part, dtype, "cuda")
-    assert predicted == pytest.approx(t.peak.total - t.start.total, rel=0.01)
+    assert predicted == pytest.approx(peak_of_tensors(t) - t.start.total, rel=0.01)
+
+
+def peak_of_tensors(t):
+    """The peak without what blocks of threads leave one another for a bias's gradient: it depends on the GPU."""
+    parts = {i for i, record in enumerate(t.records) if record.op == "sum" and record.mark == WORKSPACE}
+    events = [event for event in t.events if event[1] not in parts]
+    return Trace(t.ops, t.records, events, t.first_call, t.device).peak.total
 
 
 @pytest.mark.bytes
