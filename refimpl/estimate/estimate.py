@@ -130,7 +130,10 @@ def _bounded(options):
                     + (", buffers of NCCL" if options.gpus > 1 else ""))
         if options.optimizer.startswith("adam") and options.optimizer != "adamw-fused":
             said.append("counters of Adam are on the host: 4 bytes for each parameter tensor too many")
-    if options.recompute:
+    if options.recompute and hardware is None:
         said.append("blocks that draw random numbers keep the generator's state, which a dry run does not: 5,056 bytes "
-                    "each on a CPU, 16 on CUDA")
+                    "each")
+    elif options.recompute:
+        said.append("states of the random generator are on the host: 5,056 bytes too many for each block that "
+                    "transformers recomputes")
     return said
