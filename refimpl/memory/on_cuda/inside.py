@@ -79,24 +79,18 @@ def reduction(gpu, x, dims=None, *rest):
     return *counted, *parts(gpu, x, dims, INDEX if counted else FP32)
 
 
+def along(nbytes=None):
+    """Make the function of another reduction along the first dimensions: blocks of threads leave numbers of `nbytes`,
+    by default as wide as the tensor's."""
+    def taken(gpu, x, dims=None, *rest):
+        return parts(gpu, x, [dims] if isinstance(dims, int) else dims, nbytes or x.element_size())
+
+    return taken
+
+
 def norm(gpu, x, power=2, dims=None, *rest):
-    """As `reduction`."""
+    """As `reduction`; its power comes first."""
     return parts(gpu, x, dims, FP32)
-
-
-def product(gpu, x, dim, *rest):
-    """As `reduction`."""
-    return parts(gpu, x, [dim], FP32)
-
-
-def wide(gpu, x, dims=None, *rest):
-    """A variance, or the place of a maximum: as `reduction`, in 16 bytes (mean, squares, counts; number and place)."""
-    return parts(gpu, x, [dims] if isinstance(dims, int) else dims, 4 * FP32)
-
-
-def largest(gpu, x, dims=None, *rest):
-    """A maximum or minimum along the first dimensions: as `reduction`, in the type of the tensor."""
-    return parts(gpu, x, dims, x.element_size())
 
 
 def parts(gpu, x, dims, nbytes):
@@ -149,11 +143,10 @@ INSIDE = {
     aten.sum.default: reduction,
     aten.sum.dim_IntList: reduction,
     aten.linalg_vector_norm.default: norm,
-    aten.prod.dim_int: product,
-    **dict.fromkeys((aten.var.correction, aten.std.correction, aten.argmax.default, aten.argmin.default,
-                     aten.max.dim, aten.min.dim), wide),
-    aten.amax.default: largest,
-    aten.amin.default: largest,
+    aten.prod.dim_int: along(FP32),
+    **dict.fromkeys((aten.amax.default, aten.amin.default), along()),
+    **dict.fromkeys((aten.var.correction, aten.std.correction), along(16)),  # mean, squares, two counts
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), along(16)),  # and its place
     aten.mean.dim: reduction,
     aten._scaled_dot_product_flash_attention.default: attention.inside_flash,
     aten._scaled_dot_product_flash_attention_backward.default: attention.inside_flash_backward,
