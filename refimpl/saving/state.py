@@ -85,5 +85,5 @@ def _names(model):
     first = {}
     for name, tensor in every:
         first.setdefault(tensor, spec_of(name, tensor).name)
-    kept = model.state_dict().keys()
+    kept = model.state_dict(keep_vars=True).keys()
     return {whole: first[tensor] for name, tensor in every if name in kept for whole in names_of(name, tensor)}

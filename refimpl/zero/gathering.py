@@ -5,12 +5,15 @@ timing.
 """
 
 import contextlib
+import functools
+import weakref
 from collections import Counter
 
 import torch
 
 from ..memory import mark
 from .casts import Casts
+from .internals.released import release, restore
 from .starting import no_value
 from .store import Stored
 
@@ -32,6 +35,8 @@ class Gathering:
         self._nan = {}  # (dtype, device) → the element that all placeholders expand
         self._users, self._gathered, self._in_flight = Counter(), set(), {}
         self._order, self._seen = [], []  # (bucket, unit) in the order of the last step, and of this one
+        self.computing = 0  # forwards and backwards of the engine that run
+        self.outside, self.held = set(), set()  # buckets that others than their units read; those that stay for them
         for bucket, tensor in whole.items():
             if not tensor.untyped_storage().nbytes():
                 self.hide(bucket)
@@ -39,10 +44,13 @@ class Gathering:
     def gather(self, bucket, unit=None):
         """Return when `bucket` is whole. It stays whole until it has been released as often as it was gathered. `unit`:
         for which it is gathered; without one it is a unit by itself."""
+        kept, use = not self._users[bucket], (bucket, bucket if unit is None else unit)
         self._users[bucket] += 1
-        use = bucket, bucket if unit is None else unit
+        if self.computing and bucket in self.outside - self.held:
+            self.held.add(bucket)
+            self._users[bucket] += 1
         if bucket in self._gathered:
-            if self._users[bucket] == 1:  # `release` had kept it for this use
+            if kept:  # `release` had kept it for this use
                 self._seen.append(use)
                 self._prefetch()
             return
@@ -61,6 +69,24 @@ class Gathering:
         if not self._users[bucket] and bucket in self._gathered and self._next() is not bucket:
             self._free(bucket)
 
+    def read(self, name):
+        """Gather a released parameter that is read, in a forward or backward: from then on it stays whole, in each
+        step, from its first use to the end of backward, as what is in no unit does in FSDP2. Else RuntimeError."""
+        if not self.computing:
+            raise RuntimeError(f"{name} is in shards, and is read or written outside of forward and backward: "
+                               "`with engine.gathered():` makes it whole, with write=True to keep what is written")
+        bucket = next(bucket for bucket in self.whole for slot in bucket.slots if slot.name == name)
+        self.outside.add(bucket)
+        self.gather(bucket)
+        self.release(bucket)
+
+    def release_held(self, before):
+        """End the uses of what a forward without a backward has kept for readers outside of units; `before`: what was
+        kept when it began."""
+        for bucket in self.held - before:
+            self.held.remove(bucket)
+            self.release(bucket)
+
     def release_unused(self):
         """Free all buckets not in use. The next gather then counts as the first of a step."""
         for bucket in list(self._in_flight):  # prefetched but not used
@@ -72,15 +98,13 @@ class Gathering:
 
     def release_all(self):
         """Free everything, also what some forward keeps whole for a backward: the shards are about to change."""
-        self._users.clear()
+        self._users.clear(), self.held.clear()
         self.release_unused()
 
     def end_step(self):
         """Free everything, and remember the order of this step's gathers: the next step prefetches by it."""
         self._order = self._seen
         self.release_all()
-        for nan in self._nan.values():
-            nan.fill_(no_value(nan.dtype))  # in case a released parameter was written to, by `p.zero_()` for example
 
     def live(self):
         """Return the number of elements that are whole or in flight."""
@@ -95,6 +119,9 @@ class Gathering:
         handle = self._in_flight.pop(bucket)
         self._make_room(bucket)
         handle.wait()
+        for slot, view in zip(bucket.slots, self._views[bucket], strict=True):  # not before: who reads it would not wait
+            restore(slot.parameter)
+            slot.parameter.data = view
         self.stored.put(bucket, "parameters", changed=False)
 
     def _launch(self, bucket):
@@ -108,15 +135,13 @@ class Gathering:
                                                        label=bucket.name)
 
     def _make_room(self, bucket):
-        """Give the whole parameters of a bucket bytes, unless they have them: resizing would move them."""
+        """Give a bucket's whole parameters bytes, unless they have them: resizing would move them."""
         whole = mark(self.whole[bucket], "parameters")  # registers it with a tracker before it has bytes
         if whole.untyped_storage().nbytes():
             return
         whole.untyped_storage().resize_(bucket.nbytes)
         if bucket not in self._views:  # after resize_: a storage without bytes has no views
             self._views[bucket] = bucket.views(whole)
-        for slot, view in zip(bucket.slots, self._views[bucket], strict=True):
-            slot.parameter.data = view
 
     @contextlib.contextmanager
     def exact(self):
@@ -162,10 +187,8 @@ class Gathering:
         self._wait(bucket)
 
     def hide(self, bucket):
-        """Release a bucket's whole parameters, which then read as NaN: one element, expanded to their shapes.
-
-        As views of a storage without bytes they would be read at address 0: `print(parameter)` would crash the process.
-        """
+        """Release a bucket's whole parameters: who reads one calls `read` (`internals.released`). Their data are one
+        NaN, expanded: as views of a storage without bytes they would be read at address 0, and end the process."""
         if bucket not in self._placeholders:
             kind = bucket.dtype, bucket.device
             if kind not in self._nan:
@@ -173,6 +196,16 @@ class Gathering:
                 self._nan[kind] = mark(nan, "parameters")
             self._placeholders[bucket] = [self._nan[kind].expand(slot.parameter.shape) for slot in bucket.slots]
         for slot, placeholder in zip(bucket.slots, self._placeholders[bucket], strict=True):
+            restore(slot.parameter)
             slot.parameter.data = placeholder
+            release(slot.parameter, functools.partial(_served, weakref.ref(self), slot.name))
         self.casts.release(self.whole[bucket])
         self.whole[bucket].untyped_storage().resize_(0)
+
+
+def _served(gathering, name):
+    """Let the Gathering serve a reader, if its engine lives."""
+    if gathering() is None:
+        raise RuntimeError(f"{name} was in shards of an engine that is gone: save the model while it lives, by "
+                           "engine.save_weights or in `with engine.gathered():`")
+    gathering().read(name)

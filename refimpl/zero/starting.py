@@ -239,7 +239,7 @@ class FromFile(Start):
     def finish(self):
         """Read all buffers that are saved, and parameters that are in no unit. ValueError for a buffer without values
         that is not saved."""
-        saved = self._model.state_dict().keys()
+        saved = self._model.state_dict(keep_vars=True).keys()
         for parameter in self._whole:
             self._read(parameter, 0, parameter.numel(), parameter.view(-1))
         for name, buffer in self._model.named_buffers():

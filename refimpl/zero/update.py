@@ -78,9 +78,10 @@ class ShardedUpdate:
             own.grad_dtype, own.grad = part.dtype, part
 
     def copy_gradients(self, bucket):
-        """Copy a shard that is part of a whole buffer, which is about to be freed."""
-        if bucket in self.gradients:
-            self.set_gradients(bucket, mark(self.gradients[bucket].clone(), "gradients"))
+        """Copy a shard that is part of a whole buffer, which is about to be freed; one apart may be in a store."""
+        shard = self.gradients.get(bucket)
+        if shard is not None and shard.untyped_storage().nbytes() > shard.nbytes:
+            self.set_gradients(bucket, mark(shard.clone(), "gradients"))
 
     def with_gradients(self):
         """Yield (bucket, pieces) of all buckets, with their gradients."""

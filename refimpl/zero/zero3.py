@@ -19,9 +19,8 @@ import contextlib
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from .backwards import Backwards, is_opaque, tensors_in
+from .backwards import Backwards, is_opaque
 from .quantized.gather import check_codec, quantized_gather
 from .sharded_parameters import ShardedParameters, is_persistent
 from .starting import start
@@ -31,26 +30,9 @@ from .zero2 import ReduceScatterAtOnce, Zero2
 LOOK_AHEAD, MOST_AHEAD = 1, 10_000  # units; above, someone means elements
 
 
-def refuse(name):
-    """Raise RuntimeError about a parameter that no unit has gathered."""
-    raise RuntimeError(f"{name} was read while it was released, as NaN: no unit that holds it was called. Name in "
-                       "`units` the module whose forward reads it")
-
-
 class ReduceByUnit(ReduceScatterAtOnce):
     """Reduces a bucket when the backward of its unit has ended, with zeros for parameters that this rank has not used:
     so all ranks reduce at the same place between their gathers, whatever they used inside the unit."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.gathered_once = set()  # buckets that have been whole in some forward
-
-    def arrived(self, parameter):
-        """Put a complete gradient into its bucket. RuntimeError if it is of what was read as NaN."""
-        bucket, slot = self.place[parameter]
-        if bucket not in self.gathered_once:
-            refuse(slot.name)
-        super().arrived(parameter)
 
     def begin(self, syncing):
         """Begin a backward. `Zero3._backward_begun` adds what buckets wait for, unit by unit."""
@@ -77,9 +59,9 @@ class Zero3(Zero2):
     - `quantized_weights`: a `BlockCodec` in which units are gathered, of `quantized`; by default they travel as they
       are. Shards stay exact, and so does what `gathered` shows. For gradients: `hook=QuantizedReduce()`.
 
-    Outside of forward and backward the model's parameters are released: they read as NaN, and torch refuses or loses
-    what is written to them. `with engine.gathered():` gathers them for a while.
-    RuntimeError in backward names a parameter that a forward read although no unit that holds it was called.
+    A parameter that a forward reads outside of its unit, as a tied head by `F.linear(x, self.embedding.weight)`, is
+    gathered there, and stays whole until backward has ended. Outside of forward and backward RuntimeError names what is
+    read or written; `with engine.gathered():` makes parameters whole for a while.
     """
 
     stage, reducer_type = 3, ReduceByUnit
@@ -97,9 +79,8 @@ class Zero3(Zero2):
         self._backwards = Backwards(self._backward_begun, self._backward_ended)
         self._start = start(model, comm.device, initialize)
         super().__init__(model, comm, *args, **options)
-        self._accumulators = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self.reducer.place}
-        self.reducer.gathered_once.update(bucket for bucket in self.buckets
-                                          if is_persistent(bucket, self.persistence_threshold))
+        with torch._C.DisableTorchFunctionSubclass():  # which would see reads of what is released
+            self._accumulators = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self.reducer.place}
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))  # they resize storages
         for unit in self.units:
             unit.register_forward_pre_hook(before, prepend=True)  # before hooks that read parameters
@@ -127,13 +108,16 @@ class Zero3(Zero2):
         self.gathering.release_unused()
         self._backwards.forward_begins()
         self._backwards.evaluating, backward_follows = not torch.is_grad_enabled(), False
+        self.gathering.computing, held = self.gathering.computing + 1, set(self.gathering.held)
         try:
             output = self.model(*args, **kwargs)
             backward_follows = torch.is_grad_enabled()
             return output
         finally:
             self._backwards.evaluating = False
+            self.gathering.computing -= 1
             if not backward_follows:
+                self.gathering.release_held(held)
                 self.gathering.release_unused()
 
     @contextlib.contextmanager
@@ -160,7 +144,6 @@ class Zero3(Zero2):
     def _before_forward(self, unit, args):
         self._backwards.enter(unit, self.reducer.running)
         for bucket in self.parameters.sharded(unit):
-            self.reducer.gathered_once.add(bucket)
             self.gathering.gather(bucket, unit)
         self.gathering.casts.begin()
 
@@ -176,14 +159,12 @@ class Zero3(Zero2):
                 self.gathering.release(bucket)
 
     def backward(self, output, gradient=None):
-        """Compute gradients as `Zero2.backward` does. RuntimeError names a parameter that was read while it was
-        released, since no unit that holds it was called; of frozen ones, which get no gradients, if the loss is NaN."""
-        away = [bucket.slots[0].name for bucket in self.frozen_buckets if bucket not in self.reducer.gathered_once]
-        if away and any(not isinstance(x, FakeTensor) and x.isnan().any() for x in tensors_in(output)):
-            refuse(" or ".join(away))
+        """Compute gradients as `Zero2.backward` does."""
+        self.gathering.computing += 1
         try:
             super().backward(output, gradient)
         finally:
+            self.gathering.computing -= 1
             self._release_all()
 
     def _run_backward(self, output, gradient):

@@ -1,0 +1,167 @@
+"""Parameters in shards that someone reads outside of their unit, by whatever way: served, or named; never NaN."""
+
+import gc
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from zero_kit import FAST, SGD, WIDTH, batch, equal, farthest, fixed, own_rows, parameters_of
+from zero_steps import tracked
+
+from refimpl.comm import FakeCommunicator
+from refimpl.zero import DataParallel, Zero3
+from refimpl.zero.internals.released import Released
+
+ROWS = 12  # tokens
+
+
+class Stack(nn.Module):
+    """A table, layers, and a reader of the table's weight."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(ROWS, WIDTH).requires_grad_(not frozen), nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        h = self.table(self.ids(x))
+        for layer in self.layers:
+            h = layer(h).tanh()
+        return self.score(self.norm(h))
+
+    def ids(self, x):
+        return (x[:, 1:4] * 3).long().abs() % ROWS
+
+    def score(self, h):
+        return F.linear(h, self.table.weight)
+
+
+class Penalty(Stack):
+    def score(self, h):
+        return super().score(h) + sum(p.square().mean() for p in self.parameters())
+
+
+class Never(Stack):
+    """Nobody calls the table."""
+    def forward(self, x):
+        return self.score(self.norm(self.layers[0](F.embedding(self.ids(x), self.table.weight)).tanh()))
+
+
+class Early(Stack):
+    """The norm's weight is read before the norm is called, and after it."""
+    def forward(self, x):
+        h = self.layers[0](x * self.norm.weight).tanh()
+        return self.score(self.norm(self.layers[2](self.layers[1](h)))) * self.norm.weight.mean()
+
+
+class Closure(Stack):
+    def __init__(self):
+        super().__init__()
+        weight = self.layers[1].weight
+        self.read = lambda: weight
+
+    def score(self, h):
+        return h @ self.read().T
+
+
+class Functional(Stack):
+    def score(self, h):
+        return functional_call(self.layers[0], {"weight": self.layers[2].weight * 2}, (h,))
+
+
+class Recomputed(Stack):
+    def score(self, h):
+        return checkpoint(super().score, h, use_reentrant=False)
+
+
+class Tied(Stack):
+    """Nothing reads it outside: what is served has to be no more than needed."""
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+        self.head.weight = self.table.weight
+
+    def score(self, h):
+        return self.head(h) + h.new_zeros(self.table.weight.shape[0], dtype=self.table.weight.dtype)
+
+
+MODELS = {"tied": Stack, "frozen": lambda: Stack(True), "penalty": Penalty, "never called": Never, "early": Early,
+          "closure": Closure, "functional": Functional, "recomputed": Recomputed,
+          "head": Tied}
+
+
+def made(name):
+    fixed()
+    return MODELS[name]()
+
+
+def train(engine, steps=3):
+    for step in range(steps):
+        with torch.no_grad():
+            engine(batch(step, rows=6))
+        for micro_batch in (0, 1):
+            x = own_rows(engine.comm, batch(step + 5 * micro_batch, rows=6))
+            engine.backward(engine(x).square().mean())
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"look_ahead": 0}], ids=str)
+@on_ranks("world_size")
+def test_it_trains_as_data_parallelism_does(comm, world_size, name, options):
+    """To the bit on one rank; on several, sums of two micro-batches are in another order."""
+    engine = Zero3(made(name), comm, SGD, **options)
+    plain, ours = (parameters_of(train(each)) for each in (DataParallel(made(name), comm, SGD), engine))
+    assert all(p.isfinite().all() for p in plain.values())
+    assert equal(plain, ours) if world_size == 1 else farthest(plain, ours) < 1e-5
+    assert engine.gathering.live() == 0 and not engine.gathering.held
+    assert all(type(p) is Released for p in engine.model.parameters())
+
+
+def test_what_is_read_stays_from_its_first_use_to_the_end_and_nothing_else_does():
+    sizes = {}
+    for name in ("tied", "head"):
+        engine = Zero3(made(name), FakeCommunicator(0, 2), FAST, look_ahead=0)
+        seen = []
+        engine.model.layers[1].register_forward_hook(
+            lambda *_, e=engine, s=seen: s.append(e.model.table.weight.untyped_storage().nbytes() > 4))
+        tracked(engine, batch(0), steps=3)
+        sizes[name] = seen
+        assert {bucket.name for bucket in engine.gathering.outside} == ({"table.weight"} if name == "tied" else set())
+    assert sizes == {"tied": [False, True, True], "head": [False] * 3}  # shapes and dtypes are told without
+
+
+class Unserved(Zero3):
+    """The mutant: a reader gets what is there."""
+    def _hold_parameters(self):
+        super()._hold_parameters()
+        self.gathering.read = lambda name: None
+
+
+def test_unserved_a_reader_would_train_on_nan():
+    engine = train(Unserved(made("tied"), FakeCommunicator(0, 1), FAST), 1)
+    assert any(p.isnan().any() for p in parameters_of(engine).values())
+
+
+def test_an_engine_that_is_gone_is_said():
+    model = made("tied")
+    Zero3(model, FakeCommunicator(0, 1), FAST)
+    gc.collect()
+    with pytest.raises(RuntimeError, match="table.weight (was|is) in shards"):
+        model.table.weight.sum()
+
+
+@pytest.mark.parametrize("write", [lambda p: p.zero_(), lambda p: p.data.zero_(), lambda p: p.copy_(torch.ones(3)),
+                                   lambda p: setattr(p, "data", torch.ones(ROWS, WIDTH)), nn.init.zeros_])
+def test_what_is_written_between_steps_is_refused_by_name(write):
+    engine = train(Zero3(made("tied"), FakeCommunicator(0, 1), FAST), 1)
+    before = parameters_of(engine)
+    with pytest.raises(RuntimeError, match="^table.weight is in shards, and is read or written outside"):
+        write(engine.model.table.weight)
+    assert equal(before, parameters_of(engine))
