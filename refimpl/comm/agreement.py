@@ -64,11 +64,15 @@ def texts_if_other(comm, what, text):
     return gather_texts(comm, text)
 
 
-def check_phase(comm, phase, step, micro_batch, parts=()):
+def check_phase(comm, phase, step, micro_batch, parts=(), written=None):
     """Raise CollectiveMismatch, naming the ranks, if some rank is about to do something else than rank 0, or has begun
-    other collectives: in `comm`, or in communicators of a part of its ranks that all ranks use alike, `parts`."""
-    orders = [comm.order, *(part.order for part in parts)]
-    digest = functools.reduce(lambda one, next: (one * BASE + next) % PRIME, [order.digest for order in orders])
+    other collectives: in `comm`, or in communicators of a part of its ranks that all ranks use alike, `parts`; or if
+    modules wrote other values to a parameter there: `written`, {name: a number of all bits}."""
+    orders, written = [comm.order, *(part.order for part in parts)], written or {}
+    numbers = [order.digest for order in orders]
+    if written:
+        numbers.append(int.from_bytes(hashlib.sha256(json.dumps(written, sort_keys=True).encode()).digest()[:7]))
+    digest = functools.reduce(lambda one, next: (one * BASE + next) % PRIME, numbers)
     mine = [PHASES.index(phase) + len(PHASES) * micro_batch, step, digest]
     gathered = comm.host().all_gather(torch.tensor([mine], dtype=torch.int64), label=f"the check before {phase}")
     if isinstance(gathered, FakeTensor):
@@ -81,6 +85,13 @@ def check_phase(comm, phase, step, micro_batch, parts=()):
         raise CollectiveMismatch(f"ranks {differ} are elsewhere than rank 0: {lines}. Each rank calls backward as "
                                  "often as the others before each step", differ)
     if any(each[2] != checks[0][2] for each in checks):
+        others = [json.loads(each) for each in gather_texts(comm, json.dumps(written))]
+        for name in dict.fromkeys(name for each in others for name in each):
+            if differ := [rank for rank, each in enumerate(others) if each.get(name) != others[0].get(name)]:
+                raise CollectiveMismatch(f"before {phase} in step {step}, a module has written other values to {name} "
+                                         f"on ranks {differ} than on rank 0, or on some ranks alone, as "
+                                         "nn.Embedding(max_norm=…) shortens the rows of its own batch: each rank would "
+                                         "train another model. Write what is alike on all ranks", differ)
         recent = [json.loads(each) for each in gather_texts(comm, json.dumps([order.recent for order in orders]))]
         found = [difference({comm.ranks[rank]: each[i] for rank, each in enumerate(recent)})
                  for i in range(len(orders))]

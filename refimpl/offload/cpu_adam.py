@@ -218,6 +218,10 @@ class HostUpdate:
         buckets = list(self.pieces)
         return zip(buckets, [*buckets[1:], None], strict=True)
 
+    def follow(self, bucket):
+        """Take what a module wrote to its parameters from a bucket's shard into its masters."""
+        self.masters[bucket].follow(self.shards[bucket])
+
     def round_master(self, bucket):
         """Round all of a bucket's masters into its shard."""
         self.masters[bucket].round_into(self.shards[bucket])

@@ -83,6 +83,13 @@ class HostPart:
             self.device_master.copy_(shard[self.n :])
 
     @torch.no_grad()
+    def follow(self, shard):
+        """Take what was written to the shard into the masters, where it is not what they are rounded to."""
+        for master, part in ((self.master, shard[: self.n]), (self.device_master, shard[self.n :])):
+            part = part.to(master.device)
+            master.copy_(torch.where(part == master.to(part.dtype), master, part.to(master.dtype)))
+
+    @torch.no_grad()
     def round_into(self, shard):
         """Round all masters into the shard."""
         shard[: self.n].copy_(self.master)

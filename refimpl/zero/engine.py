@@ -22,6 +22,7 @@ from .internals.as_optimizer import ActsAsOptimizer
 from .internals.elementwise import check_elementwise
 from .internals.norms import clip_grad_norm_
 from .internals.trained import check_frozen, check_parts, trained
+from .internals.writes import Writes
 from .parameters import WholeParameters
 from .persistence import load, load_state_dict, save, save_weights, shards, state_dict
 from .store import Stored, StoredUpdate
@@ -59,10 +60,14 @@ class Engine(ActsAsOptimizer):
         self.reducer = self.reducer_type(self.buckets, within, self.update, reduce_dtype, replicas, hook,
                                          in_flight_bytes)
         self._syncing, self._steps = True, 0
+        self.writes = Writes(comm.world_size == 1, self.parameters.stay(), self.parameters.shards, within.rank)
 
     def check_phase(self, phase):
-        """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch."""
-        check_phase(self.comm, phase, self._steps, self.reducer.micro_batches, self.levels.parts)
+        """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch, and
+        modules wrote the same to parameters on all of them (`internals.writes`)."""
+        self.writes.look()
+        self.writes.settle(self._stored, self.update, lambda digests: check_phase(
+            self.comm, phase, self._steps, self.reducer.micro_batches, self.levels.parts, digests))
 
     def _lay_out(self, named, bucket_bytes):
         """Return the buckets of what is trained, and those of frozen parameters that are in shards."""
@@ -131,6 +136,7 @@ class Engine(ActsAsOptimizer):
         self._steps += 1
         if self.reducer.hook is not None:
             self.reducer.hook.step()
+        self.writes.see()
         self.zero_grad()
 
     def zero_grad(self, set_to_none=True):

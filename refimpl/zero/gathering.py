@@ -35,6 +35,7 @@ class Gathering:
         self._nan = {}  # (dtype, device) → the element that all placeholders expand
         self._users, self._gathered, self._in_flight = Counter(), set(), {}
         self._order, self._seen = [], []  # (bucket, unit) in the order of the last step, and of this one
+        self.writes, self._versions = None, {}  # a `Writes`; parameter → version when it was gathered
         self.computing = 0  # forwards and backwards of the engine that run
         self.outside, self.held = set(), set()  # buckets that others than their units read; those that stay for them
         for bucket, tensor in whole.items():
@@ -119,9 +120,10 @@ class Gathering:
         handle = self._in_flight.pop(bucket)
         self._make_room(bucket)
         handle.wait()
-        for slot, view in zip(bucket.slots, self._views[bucket], strict=True):  # not before: who reads it would not wait
+        for slot, view in zip(bucket.slots, self._views[bucket], strict=True):  # not before: a reader would not wait
             restore(slot.parameter)
             slot.parameter.data = view
+        self.see([bucket])
         self.stored.put(bucket, "parameters", changed=False)
 
     def _launch(self, bucket):
@@ -177,8 +179,16 @@ class Gathering:
                     return
                 self._launch(bucket)
 
+    def see(self, buckets):
+        """Note the versions of whole parameters: what was written to them so far is not to be kept."""
+        self._versions.update((slot.parameter, slot.parameter._version) for bucket in buckets for slot in bucket.slots)
+
     def _free(self, bucket):
         self._gathered.discard(bucket)
+        names = [slot.name for slot in bucket.slots if slot.parameter._version != self._versions[slot.parameter]]
+        if names and self.writes is not None:
+            with self.stored.loaded(bucket, only="parameters"):
+                self.writes.keep(bucket, self.whole[bucket], names)
         self.hide(bucket)
 
     def fetch(self, bucket):

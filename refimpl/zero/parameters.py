@@ -17,6 +17,10 @@ class WholeParameters:
             self.shards[bucket] = bucket.shard(whole, self.comm.rank)
         self.spread()
 
+    def stay(self):
+        """Return {bucket: its whole parameters} of those that are whole between steps: all."""
+        return self.whole
+
     def updated(self, bucket):
         """Launch the all_gather of every rank's updated shard of a bucket; return its Handle."""
         return self.comm.all_gather(self.shards[bucket], out=self.whole[bucket], async_op=True, label=bucket.name)

@@ -101,6 +101,10 @@ class ShardedParameters:
                                                                       - piece.first]) for piece in bucket.pieces(rank)]
         return True
 
+    def stay(self):
+        """Return {bucket: its whole parameters} of those that are whole between steps."""
+        return {bucket: whole for bucket, whole in self.whole.items() if is_persistent(bucket, self.threshold)}
+
     def updated(self, bucket):
         """Launch the all_gather of a bucket that stays whole; others are gathered when a unit computes."""
         if not is_persistent(bucket, self.threshold):

@@ -11,6 +11,7 @@ import torch
 
 from ..memory import mark
 from ..partial_step import groups_before, partial_step
+from .internals.writes import follow
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -117,6 +118,10 @@ class ShardedUpdate:
         """Return [(bucket, the next one or None)]."""
         buckets = list(self.pieces)
         return zip(buckets, [*buckets[1:], None], strict=True)
+
+    def follow(self, bucket):
+        """Take what a module wrote to its parameters from a bucket's shard into its master."""
+        follow(self.masters[bucket], self.shards[bucket])
 
     def round_master(self, bucket):
         """Round a bucket's fp32 master into its 16-bit shard. No-op for a bucket without a master."""

@@ -11,6 +11,7 @@ def gathered(engine, write=False):
     those of all ranks when the context ends, of masters too. All ranks call it; at stages 0 to 2 parameters are
     whole anyway."""
     yield
+    engine.writes.see()
     if write:
         engine.parameters.spread(engine._stored)
         for bucket, master in engine.update.masters.items():
@@ -29,3 +30,4 @@ def publish(engine):
         handle = engine.parameters.updated(bucket)
         if handle is not None:
             handle.wait()
+    engine.writes.see()

@@ -79,6 +79,7 @@ class Zero3(Zero2):
         self._backwards = Backwards(self._backward_begun, self._backward_ended)
         self._start = start(model, comm.device, initialize)
         super().__init__(model, comm, *args, **options)
+        self.gathering.writes = self.writes
         with torch._C.DisableTorchFunctionSubclass():  # which would see reads of what is released
             self._accumulators = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self.reducer.place}
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))  # they resize storages
@@ -132,6 +133,7 @@ class Zero3(Zero2):
                 with super().gathered(write):
                     yield
             finally:
+                self.gathering.see(sharded)
                 for bucket in sharded:
                     self.gathering.release(bucket)
                 self.gathering.release_unused()

@@ -1,0 +1,83 @@
+"""What modules write to their own parameters in forward: kept if all ranks wrote the same, an error by name if not.
+
+`nn.Embedding(max_norm=1)` shortens rows of its weight, others renormalise theirs: under no_grad, in place. That counts
+a tensor's version up. So versions are compared with those of before, when a unit is released and before each phase. A
+rank keeps its part of what was written, in shards and masters, as training without shards would keep all; and a number
+of all bits of it, which the next check of phases compares. (A write through `parameter.data` counts nothing up.)
+"""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+PART, ODD = 2**20, 0x9E3779B97F4A7C15 - 2**64  # elements at a time; a factor whose multiples differ in most bits
+
+
+class Writes:
+    """Follows the parameters of an engine that are whole between its phases; those that are gathered tell it.
+
+    `digests`: {name: a number of all bits} of what was written since the last check; 0 on a rank alone.
+    """
+
+    def __init__(self, alone, whole, shards, rank):
+        self.alone, self.whole, self.shards, self.rank = alone, whole, shards, rank
+        self.digests, self._undo, self._versions = {}, {}, {}
+        self.see()
+
+    def see(self):
+        """Note the versions of whole parameters: what was written so far was the engine's, or is lost."""
+        self._versions = {slot.parameter: slot.parameter._version for bucket in self.whole for slot in bucket.slots}
+
+    def look(self):
+        """Keep what was written to whole parameters."""
+        for bucket, whole in self.whole.items():
+            names = [slot.name for slot in bucket.slots if slot.parameter._version != self._versions[slot.parameter]]
+            if names:
+                self.keep(bucket, whole, names)
+        self.see()
+
+    @torch.no_grad()
+    def keep(self, bucket, whole, names):
+        """Take this rank's part of a bucket's whole parameters, of which `names` were written, into its shard."""
+        if isinstance(whole, FakeTensor):
+            return
+        for slot in bucket.slots:
+            if slot.name in names:
+                self.digests[slot.name] = 0 if self.alone else digest(slot.view(whole))
+        shard, part = self.shards[bucket], bucket.shard(whole, self.rank)
+        if bucket not in self._undo:
+            self._undo[bucket] = None if shard.data_ptr() == part.data_ptr() else shard.clone()
+        if self._undo[bucket] is not None:
+            shard.copy_(part)
+
+    def settle(self, stored, update, agree):
+        """Call `agree(digests)`. If it raises, shards are again as they were; else masters follow them."""
+        digests, undo, self.digests, self._undo = self.digests, self._undo, {}, {}
+        try:
+            agree(digests)
+        except BaseException:
+            for bucket, before in undo.items():
+                if before is not None:
+                    with stored.loaded(bucket, only="parameters"), torch.no_grad():
+                        self.shards[bucket].copy_(before)
+            raise
+        for bucket in undo:
+            if bucket in update.masters:
+                with update.loaded(bucket):
+                    update.follow(bucket)
+
+
+def digest(x):
+    """Return a number of all bits of a tensor, of an order of its own: Σ bᵢ · (odd · i) mod 2⁶⁴."""
+    bits = x.detach().reshape(-1).view(torch.uint8 if x.itemsize == 1 else getattr(torch, f"int{8 * x.itemsize}"))
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for first in range(0, bits.numel(), PART):
+        part = bits[first : first + PART].long()
+        total += (part * (torch.arange(first, first + len(part), device=x.device) * ODD + 1)).sum()
+    return total.item()
+
+
+@torch.no_grad()
+def follow(master, shard):
+    """Let an fp32 master be what was written to its shard, where that differs from what it is rounded to."""
+    shard = shard.to(master.device)
+    master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.to(master.dtype)))
