@@ -51,6 +51,16 @@ def _same_dtype(hiddens, weight, bias):
     return hiddens
 
 
+def sum_dtype(weight_gradient, weight, dtype):
+    """Return the dtype in which dW is summed, if hidden states are of `dtype`; ValueError if that is not known."""
+    wide = torch.promote_types(dtype, torch.float32)
+    known = (wide, weight.dtype) if weight.dtype == dtype else (wide,)
+    if weight_gradient not in (None, *known):
+        raise ValueError(f"weight_gradient={weight_gradient!r} for hidden states of {dtype} and a weight of "
+                         f"{weight.dtype}: expected None or {' or '.join(map(str, dict.fromkeys(known)))}")
+    return weight_gradient or wide
+
+
 def check_targets(targets, V, ignore_index):
     """Raise IndexError for a target outside 0 … V − 1 that is not `ignore_index`; TypeError for other dtypes. A GPU is
     not waited for: there an assertion fails."""

@@ -19,14 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from .call import check_call, flat, refuse_second_derivative
+from .call import check_call, flat, refuse_second_derivative, sum_dtype
 from .rows import Columns, Terms, part_factors, row_losses
+from .sums import WeightSum, scaled
 
 
 @torch._disable_dynamo
 def chunked_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bias=None, reduction="mean", *,
                                  label_smoothing=0.0, z_loss=0.0, softcap=None, chunk_size=None, comm=None,
-                                 vocabulary=None):
+                                 vocabulary=None, weight_gradient=None):
     """Return `F.cross_entropy((hidden @ weight.T + bias).float(), targets, …)`, a scalar in fp32, without the logits.
 
     - `hidden` (…, C), `weight` (V, C), `bias` (V,) or None: in fp64, fp32, bf16 or fp16, all the same. Under autocast
@@ -40,8 +41,12 @@ def chunked_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bia
       `bias` are rows rank·V//n … (rank+1)·V//n − 1; hidden and targets are the same on all ranks, and so are the loss
       and the gradient of hidden. Each chunk has two all_reduces of a few numbers per row; backward sends nothing.
 
-    The weight's gradient is summed in fp32 and rounded once, to the weight's dtype. `chunked_cross_entropy_bytes` gives
-    the bytes. Gradients are computed in forward if grad mode is on and an input requires them.
+    - `weight_gradient`: the dtype in which the weight's gradient is summed: by default fp32 (fp64 for fp64), rounded
+      once, to the weight's dtype; or the weight's own. In 16 bits the sum takes half the bytes, and each of J chunks
+      rounds it: |ΔdW| ≤ J · u · Σ_i |g_i| |h_i|, u = 2⁻⁸ for bf16, 2⁻¹¹ for fp16, whose sums may also be too large.
+
+    `chunked_cross_entropy_bytes` gives the bytes. Gradients are computed in forward if grad mode is on and an input
+    requires them.
 
     Raises ValueError for shapes and options, TypeError for dtypes, IndexError on a CPU for a target outside 0 … V − 1
     (on a GPU an assertion fails), CollectiveMismatch if ranks have different targets, and RuntimeError for
@@ -49,14 +54,15 @@ def chunked_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bia
     """
     loss, _ = multi_token_cross_entropy([hidden], weight, [targets], None, ignore_index, bias, reduction,
                                         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-                                        chunk_size=chunk_size, comm=comm, vocabulary=vocabulary)
+                                        chunk_size=chunk_size, comm=comm, vocabulary=vocabulary,
+                                        weight_gradient=weight_gradient)
     return loss
 
 
 @torch._disable_dynamo
 def multi_token_cross_entropy(hiddens, weight, targets, scales=None, ignore_index=-100, bias=None, reduction="mean", *,
                               label_smoothing=0.0, z_loss=0.0, softcap=None, chunk_size=None, comm=None,
-                              vocabulary=None):
+                              vocabulary=None, weight_gradient=None):
     """Return (Σ_k scales[k] · loss_k, losses (K,) without a graph): K losses of one head, with one gradient of W.
 
     Multi-token prediction has one hidden state for each token ahead: `hiddens`, K tensors (…, C), and `targets`, K
@@ -69,12 +75,13 @@ def multi_token_cross_entropy(hiddens, weight, targets, scales=None, ignore_inde
     scales = [1.0] * len(hiddens) if scales is None else [float(scale) for scale in scales]
     terms, columns = Terms(ignore_index, label_smoothing, z_loss, softcap), Columns.of(comm, len(weight), vocabulary)
     hiddens = check_call(hiddens, weight, targets, scales, bias, reduction, chunk_size, terms, columns)
+    sums = sum_dtype(weight_gradient, weight, hiddens[0].dtype)
     targets = [flat(each) for each in targets]
     N = max(map(len, targets))
     rows = max(1, min(N, chunk_size or default_chunk_size(N, *weight.shape)))
     given = (*hiddens, weight) if bias is None else (*hiddens, weight, bias)
     needed = [torch.is_grad_enabled() and each.requires_grad for each in given]
-    plan = _Plan(targets, tuple(scales), reduction, terms, columns, rows, needed)
+    plan = _Plan(targets, tuple(scales), reduction, terms, columns, rows, needed, sums)
     return _Loss.apply(plan, *given)
 
 
@@ -94,18 +101,18 @@ class _Plan(NamedTuple):
     columns: Columns
     rows: int
     needed: list  # of each tensor given: whether its gradient is
+    sums: torch.dtype  # of dW
 
 
 class _Gradients:
-    """Hold what forward computes for backward: dh of each part in its dtype, dW and db in fp32; None where not needed.
+    """Hold what forward computes for backward: dh of each part in its dtype, sums of dW and db; None where not needed.
 
-    `wide`: fp32, or fp64 for fp64.
+    `wide`, of db: fp32, or fp64 for fp64.
     """
 
-    def __init__(self, given, K, needed, wide):
-        totals = [torch.zeros_like(x, dtype=wide) if need else None
-                  for x, need in zip(given[K:], needed[K:], strict=True)]
-        self.weight, self.bias = totals if len(totals) == 2 else (*totals, None)
+    def __init__(self, given, K, needed, wide, sums):
+        self.weight = WeightSum(given[K], sums) if needed[K] else None
+        self.bias = torch.zeros_like(given[-1], dtype=wide) if len(given) > K + 1 and needed[-1] else None
         self.hiddens = [torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
                         for x, need in zip(given[:K], needed[:K], strict=True)]
 
@@ -122,7 +129,7 @@ class _Loss(torch.autograd.Function):
         hiddens, weight, bias = given[:K], given[K].to(given[0].dtype), given[K + 1] if len(given) > K + 1 else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         factors, ctx.power = part_factors(plan.targets, plan.scales, plan.reduction, plan.terms.ignore_index, wide)
-        found = _Gradients(given, K, plan.needed, wide) if any(plan.needed) else None
+        found = _Gradients(given, K, plan.needed, wide, plan.sums) if any(plan.needed) else None
         losses = torch.zeros(K, dtype=wide, device=weight.device)
         buffers = _Buffers(plan.rows, weight, wide)
         for k, (hidden, targets) in enumerate(zip(hiddens, plan.targets, strict=True)):
@@ -152,11 +159,10 @@ class _Loss(torch.autograd.Function):
             raise RuntimeError("backward a second time through a chunked cross-entropy: its gradients were computed in "
                                "forward and handed over in the first backward. Compute the loss again")
         scale = ctx.power.mul_(gradient)
-        results = [_scaled(dh, scale, dtype, ctx.rows) for dh, dtype in zip(found.hiddens, ctx.dtypes, strict=False)]
-        totals = [found.weight, found.bias][: len(ctx.dtypes) - len(results)]
-        del found
-        while totals:
-            results.append(_scaled(totals.pop(0), scale, ctx.dtypes[len(results)], ctx.rows))
+        K = len(found.hiddens)
+        results = [scaled(dh, scale, dtype, ctx.rows) for dh, dtype in zip(found.hiddens, ctx.dtypes, strict=False)]
+        dw = found.weight and found.weight.handed_on(scale, ctx.dtypes[K], ctx.rows)
+        results += [dw, scaled(found.bias, scale, ctx.dtypes[-1], ctx.rows)][: len(ctx.dtypes) - K]
         return None, *results
 
 
@@ -181,31 +187,10 @@ def _chunk(h_RC, weight_VC, bias_V, targets_R, factor, plan, buffers, found, dh_
         return loss_R.sum()
     if found.bias is not None:
         found.bias.add_(z_RV.sum(0))
-    if narrow_RV.dtype != z_RV.dtype and (dh_RC is not None or z_RV.is_cuda):
+    if narrow_RV.dtype != z_RV.dtype and (dh_RC is not None or z_RV.is_cuda or plan.sums == narrow_RV.dtype):
         narrow_RV.copy_(z_RV)
     if dh_RC is not None:
         torch.mm(narrow_RV, weight_VC, out=dh_RC)
     if found.weight is not None:
-        _add_product(found.weight, z_RV, narrow_RV, h_RC)
+        found.weight.add(z_RV, narrow_RV, h_RC)
     return loss_R.sum()
-
-
-def _add_product(total_VC, z_RV, narrow_RV, h_RC):
-    """Add zᵀ h to a sum in fp32. A GPU multiplies 16-bit matrices into fp32; a CPU's product is of 32-bit matrices."""
-    if h_RC.dtype != total_VC.dtype and h_RC.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total_VC, narrow_RV.T, h_RC, total_VC.dtype, out=total_VC)
-    else:
-        total_VC.addmm_(z_RV.T, h_RC.to(total_VC.dtype))
-
-
-def _scaled(x, scale, dtype, rows):
-    """Return x · scale in `dtype`: in place where that is x's own, else, and for 16 bits, some rows at a time."""
-    if x is None:
-        return None
-    if x.dtype == dtype and x.dtype.itemsize > 2:
-        return x.mul_(scale)
-    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-    for first in range(0, len(x), rows):
-        part = x[first : first + rows]
-        out[first : first + rows] = part.mul_(scale) if x is not out else part.float().mul_(scale)
-    return out

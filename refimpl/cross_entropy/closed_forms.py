@@ -34,21 +34,24 @@ def plain_cross_entropy_bytes(N, V, C, dtype=torch.float32):
     return HeadBytes(saved, N * V * w + saved, 2 * w + max(3 * N * V * w, (N * V + V * C + N * C) * d))
 
 
-def chunked_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, weight_dtype=None, chunk_size=None, bias=False,
-                                label_smoothing=0.0, softcap=None, parts=1, split=False, hidden_needs=True,
-                                weight_needs=True, device="cpu"):
+def chunked_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, weight_dtype=None, weight_gradient=None,
+                                chunk_size=None, bias=False, label_smoothing=0.0, softcap=None, parts=1, split=False,
+                                hidden_needs=True, weight_needs=True, device="cpu"):
     """Return HeadBytes of `chunked_linear_cross_entropy` and its backward, for N rows, all targets in int64.
 
-        saved       K·N·C·d + V·C·w + V·w + 2w            dh; dW and db in fp32; the loss and a factor
+        saved       K·N·C·d + V·C·s + V·w + 2w            dh; sums of dW, s bytes each, and of db; the loss, a factor
         forward     saved − w + 2Kw + chunk
         chunk       R·V·(w + d′) + max(rows, product)     R = chunk_size; d′ = d of 16-bit dtypes, else 0
         rows        R·V·w if softcap + R·(9 + (7 + s)·w)  s = 1 with label_smoothing, + 1 and a byte more with `split`
         product     R·w + max(V·w, R·C·w)                 db of the chunk; the chunk in fp32, for 16 bits on a CPU
-        backward    saved + w + max(R·C·w, V·C·d)         16 bits: dh is scaled in fp32; dW in its own dtype
+        backward    saved + w + R·C·w                     16 bits: rows of dh are scaled in fp32, and of dW, R at most
 
+    s: w, or the bytes of `weight_gradient`. The fp32 sum of a 16-bit weight has half its rows in dW's own memory (see
+    `sums`), V/2 rounded down: C·d bytes more for an odd V.
     d, w: bytes of `dtype` and of fp32 (8 for fp64). Without gradients of hidden, weight or bias their terms are absent.
     `parts` K: losses of one head, each of N rows. `split`: V is this rank's part. `weight_dtype`: the weight's own, if
-    autocast casts it, V·C·d more in forward, and its gradient stays in fp32. No term has N·V.
+    autocast casts it, V·C·d more in forward, and its gradient stays in fp32: in backward its rows are scaled in place.
+    No term has N·V.
     """
     wide = _wide(dtype)
     d, w, half = dtype.itemsize, wide.itemsize, dtype.itemsize == 2
@@ -56,14 +59,18 @@ def chunked_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, weight_dtype=No
     any_needed = hidden_needs or weight_needs
     dh = parts * N * C * d * hidden_needs
     bias = bias and weight_needs
-    saved = dh + (V * C * w + bias * V * w) * weight_needs + 2 * w
+    narrow = half and weight_needs and weight_dtype in (None, dtype)
+    own = narrow and weight_gradient == dtype
+    beside = (V - V // 2) * C * w if narrow and not own else 0
+    total = V * C * d + beside if narrow else V * C * w * weight_needs
+    saved = dh + total + bias * V * w + 2 * w
     vectors = 2 + bool(label_smoothing) + split
     rows = R * (9 + split + (4 + any_needed + vectors) * w) + R * V * w * (softcap is not None) * any_needed
-    product = R * w + max(V * w * bias, R * C * w * (half and weight_needs and device == "cpu"))
+    product = R * w + max(V * w * bias, R * C * w * (half and weight_needs and not own and device == "cpu"))
     cast = V * C * d * (weight_dtype not in (None, dtype))
     forward = saved - w + 2 * parts * w + R * V * (w + d * half) + max(rows, product) + cast
-    narrowed = V * C * d * (half and weight_needs and not cast)
-    backward = saved + w + max(R * C * w * (half and hidden_needs), narrowed)
+    rounded = max(min(R, V - V // 2 * (not own)) * C * w, V * d * bias - beside) * narrow
+    backward = saved + w + max(R * C * w * (half and hidden_needs), rounded)
     return HeadBytes(saved, forward, backward)
 
 

@@ -2,7 +2,9 @@
 
 Forward keeps one number for each row, the logsumexp; backward computes the logits again. That is two matrix products
 more than `chunked_linear_cross_entropy`, less those of the tiles that softmax makes negligible (`skip`). No buffer
-grows with R · V, and nothing but the logsumexp is kept between forward and backward.
+grows with R · V, and nothing but the logsumexp is kept between forward and backward. There dh comes first, whose sums
+in fp32 are freed, then dW. A sum of dW is done when all rows have passed, so the words go block by block: sums in fp32
+of a 16-bit weight, and the cast of a weight under autocast, are those of a block.
 
 With a vocabulary split over ranks each rank's kernels see its own words. A row's logsumexp is that of the ranks'
 logsumexps, two all_reduces of a few numbers for each row; the gradient of hidden is the sum of the ranks', in backward.
@@ -12,24 +14,27 @@ from typing import NamedTuple
 
 import torch
 
-from .call import check_call, flat, refuse_second_derivative
+from .call import check_call, flat, refuse_second_derivative, sum_dtype
 from .closed_forms import HeadBytes
-from .kernels.configs import config_for
+from .kernels.configs import config_for, words_at_once
 from .rows import Columns, Terms, exchange, part_factors
 
 NOTHING = -1.0  # no element is less
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELSEWHERE, IGNORED = -1, -2  # targets that are no column of this rank, if ranks split the columns
+NEVER = -(2**31)  # a target that is ignored, where a block of words has targets of its own
 
 
 @torch._disable_dynamo
 def fused_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bias=None, reduction="mean", *,
-                               label_smoothing=0.0, z_loss=0.0, softcap=None, skip=None, comm=None, vocabulary=None):
+                               label_smoothing=0.0, z_loss=0.0, softcap=None, skip=None, comm=None, vocabulary=None,
+                               weight_gradient=None):
     """Return what `chunked_linear_cross_entropy` does, by Triton kernels. Arguments and errors are the same but for:
 
     - `skip`: leave tiles of the gradient out in which no element is above this in absolute value, such as 2**-12. The
       loss stays the same; `triton_backward` bounds the gradient's error. By default nothing is left out.
-    - dtypes: fp32, bf16 or fp16. The weight's gradient is summed in fp32.
+    - dtypes: fp32, bf16 or fp16. In the bound for `weight_gradient`, J is the number of tiles of rows, N/128 on an
+      H100.
     - device: a GPU, or a CPU with TRITON_INTERPRET=1 in the environment before Triton is imported, in fp32 and fp16.
     - `comm`, `vocabulary`: forward has two all_reduces, and backward one, of the gradient of hidden in its dtype: all
       ranks call both. `split_cross_entropy_traffic` with chunk_size=N gives their bytes.
@@ -39,16 +44,16 @@ def fused_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bias=
     """
     loss, _ = fused_multi_token_cross_entropy(
         [hidden], weight, [targets], None, ignore_index, bias, reduction, label_smoothing=label_smoothing,
-        z_loss=z_loss, softcap=softcap, skip=skip, comm=comm, vocabulary=vocabulary)
+        z_loss=z_loss, softcap=softcap, skip=skip, comm=comm, vocabulary=vocabulary, weight_gradient=weight_gradient)
     return loss
 
 
 @torch._disable_dynamo
 def fused_multi_token_cross_entropy(hiddens, weight, targets, scales=None, ignore_index=-100, bias=None,
                                     reduction="mean", *, label_smoothing=0.0, z_loss=0.0, softcap=None, skip=None,
-                                    comm=None, vocabulary=None):
+                                    comm=None, vocabulary=None, weight_gradient=None):
     """Return what `multi_token_cross_entropy` does, (Σ_k scales[k] · loss_k, losses (K,) without a graph), by Triton
-    kernels: each loss adds to the same gradient of the weight, in fp32. Options and errors are those of
+    kernels: each loss adds to the same gradient of the weight. Options and errors are those of
     `fused_linear_cross_entropy`."""
     if skip is not None and not skip >= 0:
         raise ValueError(f"skip={skip!r}: expected a number of at least 0, or None to leave out nothing")
@@ -61,7 +66,7 @@ def fused_multi_token_cross_entropy(hiddens, weight, targets, scales=None, ignor
     if bias is not None and bias.requires_grad and not weight.requires_grad:
         raise ValueError("bias needs a gradient and weight does not: expected both to, or neither")
     plan = _Plan([flat(each) for each in targets], tuple(scales), reduction, terms, columns,
-                 NOTHING if skip is None else float(skip))
+                 NOTHING if skip is None else float(skip), sum_dtype(weight_gradient, weight, hiddens[0].dtype))
     return _Loss.apply(plan, weight, bias, *hiddens)
 
 
@@ -74,6 +79,7 @@ class _Plan(NamedTuple):
     terms: Terms
     columns: Columns
     skip: float
+    sums: torch.dtype  # of dW
 
     def options(self):
         """Return the terms as operators take them."""
@@ -109,16 +115,83 @@ class _Loss(torch.autograd.Function):
         refuse_second_derivative()
         plan, (weight, bias, *rest) = ctx.plan, ctx.saved_tensors
         hiddens, rest = rest[: len(plan.targets)], rest[len(plan.targets) :]
-        needs_weight, needs_bias, *needs = ctx.needs_input_grad[1:]
-        cast = weight.to(hiddens[0].dtype).contiguous()
-        dw, db = (torch.zeros_like(x, dtype=torch.float32) if need else None
-                  for x, need in ((weight, needs_weight), (bias, needs_bias)))
-        scale = ctx.power * gradient
-        results = [_part(plan, hidden, cast, bias, *rest[2 * k : 2 * k + 2], ctx.factors[k], scale, dw, db, needs[k])
-                   for k, hidden in enumerate(hiddens)]
-        for x, total in ((bias, db), (weight, dw)):
-            results.insert(0, None if total is None else total.mul_(scale).to(x.dtype))
-        return None, *results
+        needs_weight, _, *needs = ctx.needs_input_grad[1:]
+        parts = [_Part(hidden, *rest[2 * k : 2 * k + 2], ctx.factors[k]) for k, hidden in enumerate(hiddens)]
+        head, scale = _Head(weight, bias, hiddens[0].dtype, plan), ctx.power * gradient
+        # Sums of dh are in fp32, all rows of a part: they are rounded, and freed, before dW is there.
+        used, results = zip(*[_hidden(head, part, scale) if need else ([], None)
+                              for part, need in zip(parts, needs, strict=True)], strict=True)
+        return None, *(_weight(head, parts, used, scale) if needs_weight else (None, None)), *results
+
+
+class _Part(NamedTuple):
+    """One of the losses, as backward knows it."""
+
+    hidden: torch.Tensor
+    targets: torch.Tensor
+    lse: torch.Tensor
+    factor: torch.Tensor
+
+
+class _Head(NamedTuple):
+    """A head in blocks of words: a block's weight is cast, and a block's sums of dW are rounded, at a time."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    plan: _Plan
+
+    def blocks(self):
+        """Return slices of words, a single one if the weight is neither cast nor its sums rounded."""
+        V = len(self.weight)
+        apart = self.weight.dtype != self.dtype or self.weight.dtype != self.plan.sums
+        size = words_at_once(V, self.weight.device) if apart else V
+        return [slice(first, min(first + size, V)) for first in range(0, V, size)]
+
+    def add(self, part, block, dh, dw, db, used):
+        """Add a block's part of the gradients of one loss to dh, or to dW and db of these words."""
+        from .kernels.operators import head_backward
+
+        targets, options = part.targets, self.plan.options()
+        if block.start:
+            targets = targets.sub(block.start).masked_fill_(targets == options[0], NEVER)
+            options = (NEVER, *options[1:])
+        weight, bias = (x if x is None else x[block] for x in (self.weight, self.bias))
+        head_backward(part.hidden.contiguous(), weight.to(self.dtype).contiguous(), bias, targets, part.lse,
+                      part.factor, dh, dw, db, used, *options, self.plan.skip)
+
+
+def _hidden(head, part, scale):
+    """Return (which tiles were used, block by block; the gradient of a part's hidden states)."""
+    from .triton_backward import empty_used
+
+    dh, used, plan = torch.zeros(part.hidden.shape, dtype=torch.float32, device=part.hidden.device), [], head.plan
+    config = config_for("hidden", dh.device, head.dtype, plan.terms.softcap is not None)
+    for block in head.blocks():
+        used.append(empty_used(dh, block.stop - block.start, config))
+        head.add(part, block, dh, None, None, used[-1])
+    dh = dh.mul_(part.factor * scale).to(head.dtype)
+    plan.columns.reduce(dh, "sum", "gradient of hidden")
+    return used, dh
+
+
+def _weight(head, parts, used, scale):
+    """Return the gradients of weight and bias, of all parts. `used`: what `_hidden` noted for each, or nothing."""
+    weight, bias, _, plan = head
+    blocks, dw = head.blocks(), torch.empty_like(weight, memory_format=torch.contiguous_format)
+    db = None if bias is None or not bias.requires_grad else torch.zeros_like(bias, dtype=torch.float32)
+    apart = None
+    if dw.dtype != plan.sums:
+        apart = torch.empty_like(dw[: blocks[0].stop], dtype=plan.sums)
+    for k, block in enumerate(blocks):
+        sums = (dw[block] if apart is None else apart[: block.stop - block.start]).zero_()
+        for part, tiles in zip(parts, used, strict=True):
+            head.add(part, block, None, sums, None if db is None else db[block], tiles[k] if tiles else None)
+        sums.mul_(scale)
+        if apart is not None:
+            dw[block] = sums
+    del apart, sums
+    return dw, None if db is None else db.mul_(scale).to(bias.dtype)
 
 
 def _rows(hidden, weight, bias, targets, plan):
@@ -157,36 +230,22 @@ def _over_ranks(lse_N, predicted_N, total_N, targets_N, elsewhere_N, ignored_N, 
     return m_N.add_(sums[0].log()), sums[1], sums[2] if plan.terms.label_smoothing else None
 
 
-def _part(plan, hidden, weight, bias, targets, lse, factor, scale, dw, db, needed):
-    """Add one loss's part to dW and db, in fp32; return the gradient of its hidden states, or None if not needed."""
-    from .kernels.operators import head_backward
-    from .triton_backward import empty_used
-
-    dh = used = None
-    hidden = hidden.contiguous()
-    if needed:
-        dh = torch.zeros_like(hidden, dtype=torch.float32)
-        used = empty_used(hidden, len(weight), config_for("hidden", hidden.device, hidden.dtype,
-                                                          plan.terms.softcap is not None))
-    head_backward(hidden, weight, bias, targets, lse, factor, dh, dw, db, used, *plan.options(), plan.skip)
-    del used
-    if needed:
-        dh = dh.mul_(factor * scale).to(hidden.dtype)
-        plan.columns.reduce(dh, "sum", "gradient of hidden")
-    return dh
-
-
-def fused_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, bias=False, softcap=None, parts=1, split=False,
-                              label_smoothing=0.0, device="cpu"):
+def fused_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, weight_dtype=None, weight_gradient=None, bias=False,
+                              softcap=None, parts=1, split=False, label_smoothing=0.0, device="cpu"):
     """Return HeadBytes of `fused_linear_cross_entropy` and its backward.
 
         saved       4K·N + 4K + 8                   the logsumexp; factors and the loss; K = `parts` losses of one head
-        forward     saved + 4(K − 1) + 12·P·N + 13N P parts of the vocabulary, three numbers each; then together
-        backward    saved + 8 + 4·V·(C + 1) + max(  dW and db in fp32; db only with a bias
-                        (K − 1)·N·C·d + 4·N·C + max(tiles, 4, N·C·d),  a loss's dh in fp32, its factor, then 16 bits
-                        K·N·C·d + V·(C + 1)·d)                         16 bits: dW and db are cast
+        forward     saved + 4(K − 1) + 12·P·N + 13N + V·C·d if cast
+                                                    P parts of the vocabulary, three numbers each; then together
+        backward    saved + 8 + K·tiles + max(      a byte for each tile of logits
+                        (K − 1)·N·C·d + 4·N·C + max(block, 4, N·C·d),
+                                                    a loss's dh in fp32, its factor, then 16 bits
+                        K·N·C·d + V·C·g + 4·V + max(4·B·C if apart + block, 2·V))
+                                                    dW, g bytes each; db with a bias, in fp32, then 16 bits
+        block       8N if B < V + max(N, B·C·d if cast)     its targets; which are ignored, then its weight
 
-    `tiles`: a byte for each tile of logits. No term has N·V but that one. `split`: V is this rank's part; each loss
+    B = `words_at_once` of V. cast: autocast casts the weight, of `weight_dtype`. apart: a 16-bit dW whose sums are in
+    fp32 (`weight_gradient`). If neither, B = V. No term has N·V but `tiles`. `split`: V is this rank's part; each loss
     keeps its targets as columns here, 8N more, and exchanges rows of numbers in forward, 51N or 55N beside `saved`.
     """
     from .triton_backward import empty_used
@@ -195,12 +254,15 @@ def fused_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, bias=False, softc
     hidden = torch.empty(N, C, dtype=dtype, device="meta")
     configs = [config_for(kernel, device, dtype, softcap is not None) for kernel in ("forward", "hidden")]
     P, tiles = empty_parts(hidden, V, configs[0]).nbytes, empty_used(hidden, V, configs[1]).numel()
-    d, half, K = dtype.itemsize, dtype.itemsize == 2, parts
+    d, half, K, kept = dtype.itemsize, dtype.itemsize == 2, parts, weight_dtype or dtype
+    cast, apart = kept != dtype, kept != (weight_gradient or torch.float32)
+    B = min(V, words_at_once(V, device)) if cast or apart else V
+    block = (8 * N + max(N, B * C * d * cast)) if B < V else B * C * d * cast
     row = 4 + 8 * split
     saved = K * row * N + 4 * K + 8
     exchanged = (51 + 4 * bool(label_smoothing)) * N * split
-    forward = saved - row * N + 4 * (K - 1) + max(P + (17 + 9 * split) * N, exchanged)
-    gradients = 4 * (V * C + V * bias)
-    backward = saved + 8 + gradients + max((K - 1) * N * C * d + 4 * N * C + max(tiles, 4, N * C * d * half),
-                                           K * N * C * d + V * (C + bias) * d * half)
-    return HeadBytes(saved, forward, backward)
+    forward = saved - row * N + 4 * (K - 1) + max(P + (17 + 9 * split) * N, exchanged) + V * C * d * cast
+    of_hidden = (K - 1) * N * C * d + 4 * N * C + max(block, 4, N * C * d * half)
+    of_weight = K * N * C * d + V * C * kept.itemsize + 4 * V * bias + max(B * C * 4 * apart + block,
+                                                                           2 * V * bias * (kept.itemsize == 2))
+    return HeadBytes(saved, forward, saved + 8 + K * tiles + max(of_hidden, of_weight))

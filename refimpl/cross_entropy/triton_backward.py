@@ -3,8 +3,9 @@
     dh[i] += g W[j]        by a program for each tile i of rows, which passes over the words
     dW[j] += gᵀ h[i]       by a program for each tile j of words, which passes over the rows
 
-The sums are too wide for registers: they are in memory, in fp32, and belong to one program each, so that no two add to
-the same number, and every run gives the same bits. A tile of g is used for all C features before the next is computed.
+The sums are too wide for registers: they are in memory, in fp32 (dW's may be in 16 bits, rounded by each tile of rows),
+and belong to one program each, so that no two add to the same number, and every run gives the same bits. A tile of g is
+used for all C features before the next is computed.
 
 **Skipping.** Softmax gives most words of a trained model next to nothing. With `skip` δ > 0, a tile in which no element
 of g is above δ in absolute value is left out of both sums. What a row loses is at most its left-out mass,
@@ -35,7 +36,8 @@ def add_product(a_AB, b_ptr, b_rows, b_count, out_ptr, out_rows, out_count, shap
     for first in tl.range(0, shape.C, K):
         b_BK = tl.load(block(b_ptr, b_rows, first, shape, K), inside(b_rows, b_count, first, shape, K), 0.0)
         at, here = block(out_ptr, out_rows, first, shape, K), inside(out_rows, out_count, first, shape, K)
-        total_AK = tl.dot(a_AB.to(b_BK.dtype), b_BK, tl.load(at, here, 0.0), input_precision="ieee")
+        so_far_AK = tl.load(at, here, 0.0).to(tl.float32)
+        total_AK = tl.dot(a_AB.to(b_BK.dtype), b_BK, so_far_AK, input_precision="ieee")
         tl.store(at, total_AK, here)
     tl.debug_barrier()  # another thread of this program may read next what this one has written
 
@@ -107,7 +109,7 @@ def empty_used(hidden, V, config):
 
 def backward(hidden, weight, bias, targets, lse, scale, dh, dw, db, used, shape, loss, skip, configs=None):
     """Add the gradients of the sum of the rows' losses to dh, and those times `scale`, one number, to dW and db: in
-    fp32, None for what is not asked. Write to `used` which tiles of logits were not skipped; None without dh."""
+    fp32, dW in any dtype; None for what is not asked. Write to `used` which tiles were not skipped; None without dh."""
     configs = configs or [config_for(kernel, hidden.device, hidden.dtype, loss.softcap != 0)
                           for kernel in ("hidden", "weight")]
     for launch in backward_launches(hidden, weight, bias, targets, lse, scale, dh, dw, db, used, shape, loss, skip,

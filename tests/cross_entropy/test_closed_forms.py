@@ -9,7 +9,12 @@ from head_kit import head, plain, read
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.cross_entropy import chunked_cross_entropy_bytes, chunked_linear_cross_entropy, default_chunk_size
+from refimpl.cross_entropy import (
+    chunked_cross_entropy_bytes,
+    chunked_linear_cross_entropy,
+    default_chunk_size,
+    multi_token_cross_entropy,
+)
 from refimpl.cross_entropy.closed_forms import plain_cross_entropy_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -51,6 +56,21 @@ def test_frozen(dtype, needs):
     found = read(lambda: chunked_linear_cross_entropy(hidden, weight, targets, chunk_size=16), hidden, weight, targets)
     form = chunked_cross_entropy_bytes(64, 301, 24, dtype, chunk_size=16, hidden_needs=needs[0], weight_needs=needs[1])
     assert found == as_read(form)
+
+
+@pytest.mark.parametrize(("dtype", "shape", "chunk_size"), [
+    (dtype, shape, (7, 32, 200)[(i + j) % 3]) for i, dtype in enumerate([torch.bfloat16, torch.float16])
+    for j, shape in enumerate(SHAPES)])
+def test_sums_in_the_weights_dtype(dtype, shape, chunk_size):
+    N, C, V = shape
+    hidden, weight, targets, bias = head(N, C, V, dtype, bias=True)
+    for b, needs, parts in itertools.product([None, bias], [True, False], [1, 2]):
+        options = {"chunk_size": chunk_size, "weight_gradient": dtype}
+        given = [hidden.detach().clone().requires_grad_(needs) for _ in range(parts)]
+        found = read(lambda: multi_token_cross_entropy(given, weight, [targets] * parts, bias=b, **options)[0],  # noqa: B023
+                     *given, weight, targets, bias)
+        assert found == as_read(chunked_cross_entropy_bytes(N, V, C, dtype, bias=b is not None, hidden_needs=needs,
+                                                            parts=parts, **options))
 
 
 def test_autocast():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from head_kit import EVERYTHING, errors, exact, head, plain, with_gradients
+from head_kit import EVERYTHING, errors, exact, head, plain, sum_bound, with_gradients
 from interpreting import interpreted
 
 from refimpl import memory
@@ -53,6 +53,59 @@ def test_bytes_are_the_closed_forms():
     for ((N, C, V), dtype, bias, parts), taken in zip(cases, found, strict=True):
         form = fused_cross_entropy_bytes(N, V, C, dtype, bias=bias, parts=parts)
         assert taken == (form.saved, form.forward, form.peak) and (form.forward < N * V * 4 or V < 64)
+
+
+WAYS = {"sums in fp32": {}, "its own": {"weight_gradient": torch.float16}, "autocast": {"autocast": True}}
+
+
+def test_bytes_of_blocks_of_words():
+    shapes = itertools.cycle(((20, 40, 203), (40, 8, 30)))
+    of_loss = itertools.cycle(((False, 1), (False, 2), (True, 2), (True, 1)))
+    cases = [(next(shapes), way, *next(of_loss)) for way in [*WAYS] * 3]
+    dtypes = {way: torch.float32 if way == "autocast" else torch.float16 for way in WAYS}
+    found = interpreted([("head_bodies:bytes_read", head(*shape, dtypes[way], bias=bias), {"parts": parts, **WAYS[way]})
+                         for shape, way, bias, parts in cases])
+    for ((N, C, V), way, bias, parts), taken in zip(cases, found, strict=True):
+        given = {"weight_dtype": torch.float32} if way == "autocast" else WAYS[way]
+        form = fused_cross_entropy_bytes(N, V, C, torch.float16, bias=bias, parts=parts, **given)
+        assert taken == (form.saved, form.forward, form.peak), (way, N, V, C, bias, parts)
+    (N, C, V), taken = cases[0][0], found[0]  # a sum of dW beside its cast, as before, is seen
+    assert taken[2] < V * C * 4 < V * C * 6
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING, {"ignore_index": 60}, {"reduction": "sum"}], ids=str)
+def test_numbers_of_blocks_of_words(options):
+    """Words in several blocks, some of which have no target; sums of dW in fp16 stay within their bound."""
+    given = [head(*shape, torch.float16, bias=True) for shape in ((70, 24, 301), (33, 5, 203))]
+    ignored = options.get("ignore_index", -100)
+    given = [(hidden, weight, targets.masked_fill(targets == -100, ignored), bias)
+             for hidden, weight, targets, bias in given]
+    found = interpreted([("head_bodies:loss_and_gradients", each, options | more)
+                         for each in given for more in ({}, {"weight_gradient": torch.float16})])
+    for each, wide, own in zip(given, found[::2], found[1::2], strict=True):
+        assert max(errors(wide, exact(*each, **options))) < 3e-3
+        assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(wide, own, strict=True)) if i != 2)
+        off = (own[2].double() - wide[2].double()).abs()
+        assert off.any() and (off <= sum_bound(*each[:3], -(-len(each[0]) // 32), each[3], **options)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_weight_that_is_not_row_after_row(dtype):
+    """Its gradient was scrambled, without a word."""
+    hidden, weight, targets, _ = head(40, 8, 203, dtype)
+    across = weight.detach().T.contiguous().T.requires_grad_()
+    (found,) = interpreted([("head_bodies:loss_and_gradients", (hidden, across, targets), {})])
+    assert max(errors(found, exact(hidden, weight, targets))) < (2e-6 if dtype == torch.float32 else 3e-3)
+
+
+def test_a_tied_weight_adds_up_over_micro_batches():
+    _, weight, _, _ = head(1, 16, 203, torch.float16)
+    batches, wide = [torch.randint(203, (2, 40)).unbind() for _ in range(2)], weight.detach().double().requires_grad_()
+    for tokens, targets in batches:
+        torch.nn.functional.cross_entropy(wide[tokens] @ wide.T, targets).backward()
+    calls = [("head_bodies:tied", (weight.detach().clone().requires_grad_(), batches), way)
+             for way in ({}, {"weight_gradient": torch.float16})]
+    assert max(errors(interpreted(calls), [wide.grad] * 2)) < 4e-3
 
 
 def test_several_losses_are_their_weighted_sum_and_have_one_gradient_of_the_weight():

@@ -27,12 +27,24 @@ def several(hiddens, weight, targets, scales, bias=None, **options):
     return [*with_gradients(total, weight, bias, *hiddens), losses]
 
 
-def bytes_read(hidden, weight, targets, bias=None, parts=1):
-    """As `read`, of so many losses of one head."""
-    hiddens = [hidden.detach().clone().requires_grad_() for _ in range(parts)]
+def bytes_read(hidden, weight, targets, bias=None, parts=1, autocast=False, **options):
+    """As `read`, of so many losses of one head; under autocast to fp16 with hidden states in that."""
+    hiddens = [hidden.detach().to(torch.float16 if autocast else hidden.dtype, copy=True).requires_grad_()
+               for _ in range(parts)]
+    def compute():
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            return fused_multi_token_cross_entropy(hiddens, weight, [targets] * parts, bias=bias, **options)[0]
+
     with collected():
-        return read(lambda: fused_multi_token_cross_entropy(hiddens, weight, [targets] * parts, bias=bias)[0],
-                    *hiddens, weight, targets, bias)
+        return read(compute, *hiddens, weight, targets, bias)
+
+
+def tied(weight, batches, **options):
+    """The gradient of a weight that is head and embedding, summed over batches of (tokens, targets)."""
+    for tokens, targets in batches:
+        fused_linear_cross_entropy(weight[tokens], weight, targets, **options).backward()
+        assert weight.grad.untyped_storage().nbytes() == weight.nbytes
+    return weight.grad
 
 
 def collected():

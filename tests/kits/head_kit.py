@@ -48,6 +48,15 @@ def errors(found, expected):
             for a, b in zip(found, expected, strict=True)]
 
 
+def sum_bound(hidden, weight, targets, roundings, bias=None, **options):
+    """Elements of J · u · Σ_i |g_i| |h_i|: J roundings of a sum, one of g, one of the other sum in the end."""
+    wide = [x if x is None else x.detach().double() for x in (hidden, weight, bias)]
+    logits = F.linear(*wide).requires_grad_()
+    g = exact(logits, torch.eye(len(weight), dtype=torch.float64), targets, **options)[1]
+    kind = torch.finfo(weight.dtype)
+    return (roundings + 2) * kind.eps / 2 * (g.abs().T @ wide[0].abs()) + kind.smallest_normal * kind.eps
+
+
 def read(compute, *given, upstream=None):
     """(bytes kept after forward, peak of forward, peak of all) above `given`, of `compute().backward(upstream)`."""
     given = [x for x in given if x is not None]

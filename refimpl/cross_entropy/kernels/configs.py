@@ -45,6 +45,15 @@ def config_for(kernel, device, dtype, capped=False):
     return look_up(kernel, "datacenter" if datacenter else "any", dtype.itemsize, capped)
 
 
+def words_at_once(V, device):
+    """Return how many of V words have sums, or a cast, apart from the whole weight at a time: 128 for each of a GPU's
+    multiprocessors, one program's or two's; on a CPU a quarter. Tiles are whole."""
+    if torch.device(device).type == "cpu":
+        return max(1, -(-V // (4 * INTERPRETED.block_v))) * INTERPRETED.block_v
+    here = torch.cuda.is_available()
+    return 128 * (torch.cuda.get_device_properties(device).multi_processor_count if here else 132)
+
+
 def look_up(kernel, chip, itemsize, capped=False):
     """Return the Config for a chip of the table and elements of `itemsize` bytes. `capped`: with a softcap."""
     row = TABLE.get((chip, itemsize)) or TABLE["any", itemsize]

@@ -4,7 +4,7 @@ A kernel that is just launched is invisible to all of these: they see operators.
 shapes of its results without computing them.
 
     refimpl::head_forward      hidden, weight, bias, targets → (parts, 3, N): logsumexp, target's logit, sum of logits
-    refimpl::head_backward     the same, lse, scale; adds to dh, dW, db in fp32, notes which tiles were used
+    refimpl::head_backward     the same, lse, scale; adds to dh, dW and db, notes which tiles were used
 
 The kernels' modules are imported at the first launch: Triton decides when it is imported whether it interprets.
 """
@@ -63,7 +63,7 @@ def _(hidden, weight, bias, targets, *rest):
 def head_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, lse: Tensor, scale: Tensor,
                   dh: Tensor | None, dw: Tensor | None, db: Tensor | None, used: Tensor | None, ignore_index: int,
                   label_smoothing: float, z_loss: float, softcap: float, vocabulary: int, skip: float) -> None:
-    """Add to dh, dW and db, in fp32; None where none is asked. `triton_backward.backward` says more."""
+    """Add to dh and db, in fp32, and dW; None where none is asked. `triton_backward.backward` says more."""
     from ..triton_backward import backward
     from .tile import Loss, Shape
 
