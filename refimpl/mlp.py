@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .feed_forward import activation_of
+from .memory.derivatives import refuse_batched_gradients, refuse_transforms
 
 aten = torch.ops.aten
 
@@ -37,6 +38,7 @@ ACTIVATIONS = {
 }
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 KEEP = ("input", "hidden")
+INSTEAD = "plain linear layers"
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))  # of a Llama's layers, and of our GPT's
 
 
@@ -56,7 +58,8 @@ class MemoryEfficientMLP(nn.Module):
     fp64 is not, as in plain layers.
 
     The linear layers are not called, so hooks on them do not run. Raises ValueError for unknown names and sizes,
-    TypeError for dtypes that differ, RuntimeError for `create_graph=True`.
+    TypeError for dtypes that differ, RuntimeError for `create_graph=True`, a batch of gradients and
+    transforms of torch.func.
     """
 
     def __init__(self, d, hidden, activation="gelu", *, bias=True, keep="input", chunk_size=None, dtype=None,
@@ -111,6 +114,7 @@ class MemoryEfficientMLP(nn.Module):
         if x.shape[-1] != up.in_features:
             raise ValueError(f"x {tuple(x.shape)}: expected (…, {up.in_features})")
         parameters = [p for layer in (up, down, *gate) for p in (layer.weight, layer.bias)]
+        refuse_transforms("MemoryEfficientMLP", INSTEAD, (x, *parameters))
         x_ND = x.to(dtype).reshape(-1, x.shape[-1])
         rows = max(1, min(len(x_ND), self.chunk_size or len(x_ND)))
         trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, *parameters))
@@ -152,9 +156,10 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_ND):
+        refuse_batched_gradients("MemoryEfficientMLP", INSTEAD, dy_ND)
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True for a MemoryEfficientMLP: its gradients have no graph. For second "
-                               "derivatives, use plain linear layers")
+                               f"derivatives, use {INSTEAD}")
         x_ND, *saved = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[1:]
         parameters, kept = saved[: len(needs)], saved[len(needs) :]

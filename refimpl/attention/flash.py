@@ -5,9 +5,9 @@ import math
 import os
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
-from .call.arguments import check_kernel, check_tensors, resolve
+from ..memory.derivatives import refuse_transforms
+from .call.arguments import INSTEAD, check_kernel, check_tensors, resolve
 from .call.packing import resolve_packed
 from .kernels.operators import MAX_STRIDE, attention_forward
 from .reference import AttentionBytes, resolve_shapes
@@ -39,7 +39,7 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=
 
     Raises as the reference does; ValueError for bfloat16 in the interpreter, for a stride of rows or columns of
     2²³ elements and more, and for a `kernel` by name that cannot compute this call; RuntimeError for forward-mode
-    derivatives, and where its backward would be differentiated.
+    derivatives, under torch.func's grad and the like, and where its backward would be differentiated.
     """
     check_kernel(kernel)
     packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "max_seqlen": max_seqlen,
@@ -56,6 +56,9 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=
                              f"is imported, and of hooks (score={score}) those of refimpl.attention.scores, a softcap "
                              "first; kernel='auto' takes tiled_attention elsewhere")
         return tiled_attention(q_BHTD, k_BGSD, v_BGSV, **options, **packing, return_logsumexp=return_logsumexp)
+    given = [x for x in (q_BHTD, k_BGSD, v_BGSV, sinks) if isinstance(x, torch.Tensor)]
+    # An operator would silently take a tensor with a tangent for a constant. It computes right under vmap.
+    refuse_transforms("flash_attention", INSTEAD, given, ["Grad"] * any(x.requires_grad for x in given))
     call, packed = resolve_packed(q_BHTD, k_BGSD, v_BGSV, options, packing)
     check_for_kernels(q_BHTD, k_BGSD, v_BGSV)
     seed = call.seed
@@ -73,14 +76,11 @@ def kernels_run_on(device):
 
 
 def check_for_kernels(q_BHTD, k_BGSD, v_BGSV):
-    """Raise ValueError or RuntimeError for tensors that the reference supports and the kernels do not."""
+    """Raise ValueError for tensors that the reference supports and the kernels do not."""
     for x in (q_BHTD, k_BGSD, v_BGSV):
         if max(x.stride()[2:]) >= MAX_STRIDE:
             raise ValueError(f"a tensor of strides {x.stride()}: expected less than {MAX_STRIDE:,} elements from row "
                              "to row and from column to column; .contiguous() gives a tensor that fits")
-        if unpack_dual(x).tangent is not None:  # an operator would silently treat it as a constant
-            raise RuntimeError("flash_attention has no forward-mode derivative (torch.func.jvp): use "
-                               "reference_attention or memory_efficient_attention")
     if q_BHTD.shape[1] * v_BGSV.shape[3] >= MAX_STRIDE:
         raise ValueError(f"{q_BHTD.shape[1]} heads of {v_BGSV.shape[3]}: expected less than {MAX_STRIDE:,} elements in "
                          "one row of the output; move heads to the batch")

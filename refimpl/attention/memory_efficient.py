@@ -17,7 +17,8 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .call.arguments import resolve, without_autocast
+from ..memory.derivatives import refuse_transforms
+from .call.arguments import INSTEAD, resolve, without_autocast
 from .call.band import tiles
 from .call.philox import dropped, dropped_bytes, runs_of
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
@@ -34,8 +35,10 @@ def memory_efficient_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=N
     - `query_chunk`: 1,024 in the paper's code. `key_chunk`: by default ⌈√S⌉. Chunks of keys that no query of a chunk
       sees are skipped.
 
-    Raises as the reference does, and ValueError for a chunk of no positive size.
+    Raises as the reference does, ValueError for a chunk of no positive size, and RuntimeError under torch.func's grad,
+    vjp, jacrev and hessian, which know no recomputation.
     """
+    refuse_transforms("memory_efficient_attention", INSTEAD, refused=["Grad"])  # the others it computes right
     call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     key_chunk = default_key_chunk(k_BGSD.shape[2]) if key_chunk is None else key_chunk

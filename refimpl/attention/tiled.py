@@ -20,7 +20,8 @@ import math
 
 import torch
 
-from .call.arguments import refuse_second_derivative, resolve, without_autocast
+from ..memory.derivatives import refuse_batched_gradients, refuse_transforms
+from .call.arguments import INSTEAD, refuse_second_derivative, resolve, without_autocast
 from .call.band import tiles
 from .call.dry import in_tiles
 from .call.part import Part, load, store
@@ -39,8 +40,10 @@ def tiled_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=
       window) are skipped.
 
     Raises as the reference does, ValueError for a tile of no positive size, and RuntimeError where its backward would
-    be differentiated: use the reference for that.
+    be differentiated, under transforms of torch.func, for forward-mode derivatives and for a batch of gradients: use
+    the reference for those.
     """
+    refuse_transforms("tiled_attention", INSTEAD, (q_BHTD, k_BGSD, v_BGSV, sinks))
     call = resolve(q_BHTD, k_BGSD, v_BGSV, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, max_seqlen=max_seqlen, max_seqlen_k=max_seqlen_k,
                    score=score, sinks=sinks)
@@ -71,6 +74,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out_BHTV, d_lse_BHT):
+        refuse_batched_gradients("tiled_attention", INSTEAD, d_out_BHTV, d_lse_BHT)
         *saved, seed = ctx.saved_tensors
         call = ctx.call if seed is None else ctx.call.with_seed(seed)
         return *_Gradients.apply(*saved, d_out_BHTV, d_lse_BHT, call, ctx.sizes), None, None, None

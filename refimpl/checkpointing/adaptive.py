@@ -11,7 +11,7 @@ import torch
 
 from ..memory.options import check_options
 from .policies import Recomputing
-from .region import check_keep, checkpointed
+from .region import check_keep, checkpointed, outside_of_graph
 
 
 class AdaptiveCheckpoint(Recomputing):
@@ -34,6 +34,8 @@ class AdaptiveCheckpoint(Recomputing):
 
     So the first blocks are recomputed and the last ones kept. That order is the cheaper one: a block holds its bytes
     from its forward to its backward, so the last blocks have freed theirs before the first ones are recomputed.
+
+    Under torch.compile the blocks run uncompiled, since a graph would repeat one decision; compile each block instead.
 
     The peak of past steps is not used: it tells what this model needed, not what is free. Raises ValueError for a
     threshold or a budget out of range, and TypeError for an unknown option.
@@ -72,6 +74,8 @@ class AdaptiveCheckpoint(Recomputing):
     def _decide(self, index, fn, /, *args, **kwargs):
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a graph would repeat one decision
+            return outside_of_graph(self._decide, index, fn, *args, **kwargs)
         before, left = self._used(), 1 if index is None else self._blocks - index
         cost = self._costs.get(index, max(self._costs.values(), default=0))
         whole = before + left * cost <= self.limit

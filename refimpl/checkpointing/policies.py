@@ -11,6 +11,7 @@ from functools import partial
 from torch import nn
 
 from ..memory.options import check_options
+from .callers import attentions_of
 from .region import OPTIONS, checkpoint, checkpointed
 
 PARTS = ("block", "attention", "attention core", "mlp")
@@ -196,7 +197,8 @@ def selective(blocks, part="attention core", **options):
     `mlp`; `block` is all of it. Returns a Recomputing.
 
     Blocks are modules with `.attention` (a module, its function as `.attention.attention`) and `.mlp`, as those of
-    `refimpl.model`; ValueError for an unknown part or blocks without it. The `options` are those of `checkpoint`;
+    `refimpl.model`. In all others the `attention` is the modules that compute it, with their projections (`callers`),
+    whatever their names. ValueError for an unknown part or blocks without it. The `options` are those of `checkpoint`;
     TypeError for any other.
 
     The core is where scores of s × s are made: it is most of the bytes of a long sequence and few of the operations
@@ -211,14 +213,19 @@ def selective(blocks, part="attention core", **options):
             if part == "block":
                 applied.add(block, **options)
                 continue
-            owner = getattr(block, "attention" if part == "attention core" else part, None)
-            if owner is None or (part == "attention core" and not callable(getattr(owner, "attention", None))):
+            owner = getattr(block, "mlp" if part == "mlp" else "attention", None)
+            owners = [] if owner is None else [owner]
+            if part != "mlp" and not callable(getattr(owner, "attention", None)):  # not a block as our GPT's
+                owners = attentions_of(block) if part == "attention" else []
+            if not owners:
                 raise ValueError(f"a {type(block).__name__} has no {part}: expected .attention, .attention.attention "
-                                 "and .mlp; use recompute(modules) for other models")
-            if part == "attention core":
-                applied.add_function(owner, "attention", **options)
-            else:
-                applied.add(owner, **options)
+                                 "and .mlp, or for 'attention' modules inside whose forward calls "
+                                 "scaled_dot_product_attention or the like; use recompute(modules) for other models")
+            for each in owners:
+                if part == "attention core":
+                    applied.add_function(each, "attention", **options)
+                else:
+                    applied.add(each, **options)
     except BaseException:
         applied.remove()
         raise

@@ -5,7 +5,9 @@ import math
 import torch
 
 from .. import memory
+from ..memory.derivatives import refuse_batched_gradients, refuse_transforms
 
+INSTEAD = "the logits and torch.nn.functional.cross_entropy"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -17,6 +19,7 @@ def flat(targets):
 def check_call(hiddens, weight, targets, scales, bias, reduction, chunk_size, terms, columns):
     """Return hiddens as matrices (N, C), cast as autocast asks; raise ValueError, TypeError or
     IndexError for what cannot be computed."""
+    refuse_transforms("a chunked cross-entropy", INSTEAD, (*hiddens, weight, bias))
     terms.check()
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum'. A loss for each row is not known in "
@@ -76,8 +79,9 @@ def check_targets(targets, V, ignore_index):
                          f"ignore_index={ignore_index}")
 
 
-def refuse_second_derivative():
-    """Raise RuntimeError in a backward under `create_graph=True`."""
+def refuse_second_derivative(gradient):
+    """Raise RuntimeError in a backward under `create_graph=True`, and in one for several gradients at once."""
+    refuse_batched_gradients("a chunked cross-entropy", INSTEAD, gradient)
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True for a chunked cross-entropy: its gradients have no graph. For second "
-                           "derivatives, compute the logits and torch.nn.functional.cross_entropy")
+                           f"derivatives, compute {INSTEAD}")

@@ -112,7 +112,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient, _):
-        refuse_second_derivative()
+        refuse_second_derivative(gradient)
         plan, (weight, bias, *rest) = ctx.plan, ctx.saved_tensors
         hiddens, rest = rest[: len(plan.targets)], rest[len(plan.targets) :]
         needs_weight, _, *needs = ctx.needs_input_grad[1:]

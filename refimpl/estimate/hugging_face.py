@@ -1,6 +1,8 @@
 """A `config.json` of Hugging Face: built by transformers where it can be imported, else by our GPT."""
 
+import inspect
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -86,7 +88,7 @@ def _by_transformers(path, config, options):
     import transformers
 
     return Source(str(path), f"transformers {transformers.__version__}", build, words(options, length),
-                  _unknown(settings, config))
+                  _unknown(settings, config, AutoModelForCausalLM._model_mapping[type(settings)]))
 
 
 def _model(auto, settings, options, path):
@@ -100,9 +102,13 @@ def _model(auto, settings, options, path):
                          f"({str(error).partition('. ')[0]}); give another, or none for its own choice") from error
 
 
-def _unknown(settings, config):
-    """Say which keys of a config.json its class does not know."""
+def _unknown(settings, config, models):
+    """Say which keys of a config.json neither its class nor the code of its models knows. (transformers keeps every
+    key, so a model may read one that its class does not declare: Qwen3-MoE's `head_dim`.)"""
+    models = models if isinstance(models, tuple) else (models,)
+    code = "".join(inspect.getsource(inspect.getmodule(model)) for model in models)
     plain = type(settings)()
     known = HARMLESS | ROTARY | plain.to_dict().keys() | vars(plain).keys() | plain.attribute_map.keys()
     return [f"{key}={config[key]!r} is unknown to {type(settings).__name__}: assumed to change nothing"
-            for key in config if key not in known and not hasattr(type(settings), key)]
+            for key in config if key not in known and not hasattr(type(settings), key)
+            and not re.search(rf"""config\.{re.escape(key)}\b|config, ["']{re.escape(key)}["']""", code)]

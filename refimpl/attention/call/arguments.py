@@ -223,6 +223,9 @@ def empty_outputs(q_BHTD, V=None):
     return q_BHTD.new_empty(B, T, H, V or D).transpose(1, 2), q_BHTD.new_empty((B, H, T), dtype=torch.float32)
 
 
+INSTEAD = "reference_attention"
+
+
 def refuse_second_derivative(name):
     """Raise RuntimeError: the backward of the attention `name` has no derivative."""
     raise RuntimeError(f"{name}'s backward is not differentiable itself: use reference_attention or "
