@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -24,7 +23,6 @@ from .operations import KeepOperations, operations
 
 OPTIONS = ("early_stop", "save", "recompute_context", "keep")  # of `checkpoint`; other keywords go to the function
 OPTIONS_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check")  # refused
-PLAIN = (torch.Tensor, int, float, str, type(None))  # torch.compile cannot list the bases of an int
 ADVICE = ("the function must do the same twice; look for a branch on a counter or a mode, for state that the first "
           "call changes, and for random numbers that are not torch's own")
 
@@ -51,8 +49,8 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
       `keep.pack(tensor)` returns None to leave it as it is, or `(kept, context)`: a tensor that shares no memory with
       it, and anything that `keep.unpack(kept, context)` needs to return it bit for bit, with shape, strides and device.
 
-    Under torch.compile the region becomes part of the graph. With `save`, `recompute_context` or `keep` it is left out
-    of the graph and runs uncompiled; to compile the function nevertheless, give `torch.compile(fn)`.
+    torch.compile breaks its graph around a region and leaves what is inside uncompiled (fullgraph=True is an error). To
+    compile that, too, give `torch.compile(fn)`.
 
     Every other keyword goes to `fn`. If `fn` has keywords of these names itself, give it as a `functools.partial`.
 
@@ -68,6 +66,9 @@ def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontex
 
 def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_context=nullcontext, keep=None):
     """Do what `checkpoint` does, with the function's arguments apart from the options."""
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return outside_of_graph(checkpointed, fn, args, kwargs, early_stop=early_stop, save=save,
+                                recompute_context=recompute_context, keep=keep)
     if not callable(fn):
         raise TypeError(f"checkpoint({type(fn).__name__}, …): expected a function and its arguments, as in "
                         "checkpoint(block, x), not what it returned")
@@ -76,27 +77,17 @@ def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_contex
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     refuse_caches((*args, *kwargs.values()))
-    if torch.compiler.is_compiling():
-        if keep is None and recompute_context is nullcontext and not save:
-            return in_graph(fn, args, kwargs)
-        return outside_of_graph(checkpointed, fn, args, kwargs, early_stop=early_stop, save=save,
-                                recompute_context=recompute_context, keep=keep)
     region = RecomputedRegion(fn, args, kwargs, early_stop, operations(save), recompute_context, keep)
     return region.forward(args, kwargs)
 
 
-def in_graph(fn, args, kwargs):
-    """Call `fn` in the graph that torch.compile is making, marked as to be recomputed.
-
-    No hook sees what a graph saves: PyTorch cuts the whole graph into forward and backward, by the marks of its own
-    checkpoint.
-    """
-    return torch.utils.checkpoint.checkpoint(lambda: fn(*args, **kwargs), use_reentrant=False)
-
-
 @torch._disable_dynamo
 def outside_of_graph(fn, *args, **kwargs):
-    """Call `fn` with all that it calls as plain Python: torch.compile breaks its graph here."""
+    """Call `fn` with all that it calls as plain Python: torch.compile breaks its graph here.
+
+    A graph has no hooks for what it saves. PyTorch's own checkpoint can be part of one, but with backend="eager" it
+    draws other random numbers in backward than in forward, and says nothing.
+    """
     return fn(*args, **kwargs)
 
 
@@ -111,14 +102,10 @@ def refuse_options_of_torch(kwargs, known=()):
 def refuse_caches(arguments):
     """Raise ValueError for a cache of transformers, which a layer changes: both of its calls would add their keys."""
     for value in arguments:
-        if not isinstance(value, PLAIN) and _is_cache(type(value)):
+        if any(each.__module__ == "transformers.cache_utils" for each in type(value).__mro__):
             raise ValueError(f"{type(value).__name__} is a cache, to which a layer adds its keys: a recomputation "
                              "would add them a second time. Training needs none: call the model with use_cache=False, "
                              "or set model.config.use_cache = False")
-
-
-def _is_cache(kind):
-    return any(each.__module__ == "transformers.cache_utils" for each in kind.__mro__)
 
 
 def check_keep(keep):

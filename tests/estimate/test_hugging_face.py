@@ -83,6 +83,27 @@ def test_keys_that_are_unknown_are_named_with_what_was_assumed(written, builder)
     assert any("rope_theta is not given: assumed 10000.0" in each for each in found.assumed) == (builder == "refimpl")
 
 
+HEADS = ["apertus", "cohere", "dots1", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_neox",
+         "granite", "llama", "mistral", "mixtral", "nanochat", "olmo2", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe",
+         "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_dim_that_changes_bytes_is_not_said_to_change_nothing(written, kind):
+    """Also where the model reads it and its class of configs does not declare it, as Qwen3-MoE's."""
+    config = LLAMA | {"model_type": kind, "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1,
+                      "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0}
+    counts, said = set(), set()
+    for head_dim in (16, 64):
+        with torch.device("meta"):
+            source = find(written(config | {"head_dim": head_dim}), Options(sequence=8))
+            counts.add(sum(p.numel() for p in source.build()[0].parameters()))
+        said |= {each for each in source.assumed if "head_dim" in each}
+    assert len(counts) == 1 or not said
+    if kind in ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "glm4_moe"):
+        assert len(counts) == 2, "it is read"
+
+
 @pytest.mark.parametrize(("config", "options", "message"), [
     ({"vocab_size": 3}, {}, r"config\.json has no model_type: expected the config\.json of a model"),
     ({"model_type": "unheard"}, {}, "transformers makes no config of it: .*unheard"),
