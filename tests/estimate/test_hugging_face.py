@@ -83,7 +83,7 @@ def test_keys_that_are_unknown_are_named_with_what_was_assumed(written, builder)
     assert any("rope_theta is not given: assumed 10000.0" in each for each in found.assumed) == (builder == "refimpl")
 
 
-HEADS = ["apertus", "cohere", "dots1", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_neox",
+HEADS = ["apertus", "cohere", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_neox",
          "granite", "llama", "mistral", "mixtral", "nanochat", "olmo2", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe",
          "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"]
 
