@@ -90,11 +90,12 @@ def step(net, call, cast=False):
 
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])
-def compiled(request, monkeypatch):
+def compiled(request):
+    from torch._inductor import config
+
     torch._dynamo.reset()
-    if request.param == "inductor":
-        monkeypatch.setattr(torch._inductor.config, "fallback_random", True)  # random numbers are the uncompiled ones
-    yield partial(torch.compile, backend=request.param), request.param
+    with config.patch(fallback_random=True):  # inductor's random numbers are the uncompiled ones
+        yield partial(torch.compile, backend=request.param), request.param
     torch._dynamo.reset()
 
 
