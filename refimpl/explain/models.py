@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..mlp import NAMES, MemoryEfficientMLP
+from ..mlp import MemoryEfficientMLP
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,8 @@ def _is_whole(module):
 
 
 def _is_known_mlp(module):
-    if isinstance(module, MemoryEfficientMLP) or not any(
-            hasattr(module, names[1]) and hasattr(module, names[2]) for names in NAMES):
-        return False
+    """Tell whether all that a module keeps for backward would not be kept: dropout behind its layers keeps its mask."""
     try:
-        MemoryEfficientMLP.of(module)
+        return not isinstance(module, MemoryEfficientMLP) and not MemoryEfficientMLP.of(module).does_more
     except TypeError:
         return False
-    return True

@@ -22,7 +22,7 @@ def mlps(replay):
     """Compute the hidden layer of every MLP again (`refimpl.mlp.memory_efficient_mlps`)."""
     paths = {path for model in replay.recording.models for path in model.mlps}
     if not paths:
-        return "no MLP here has linear layers of a Llama's names, or our GPT's, and a known activation"
+        return "no MLP here is a module of its own, that drops out nothing and has no hooks"
     return _dropped(replay, paths) or _nothing(replay, "MLPs")
 
 
