@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..feed_forward import FeedForward, run
+from ..memory.derivatives import refuse_batched_gradients
 
 aten = torch.ops.aten
 
@@ -21,6 +22,7 @@ ACTIVATIONS = {
              lambda g, x, out: aten.threshold_backward.grad_input(g, x, 0, grad_input=out)),
 }
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+INSTEAD = "plain linear layers"
 
 
 class Plan(NamedTuple):
@@ -77,9 +79,10 @@ class MLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_ND):
+        refuse_batched_gradients("MemoryEfficientMLP", INSTEAD, dy_ND)
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True for a MemoryEfficientMLP: its gradients have no graph. For second "
-                               "derivatives, use plain linear layers")
+                               f"derivatives, use {INSTEAD}")
         x_ND, *saved = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[1:]
         parameters, kept = saved[: len(needs)], saved[len(needs) :]

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..feed_forward import FeedForward, NotFeedForward, read, run
-from .function import ACTIVATIONS, GATED, MLPFunction, Plan
+from ..memory.derivatives import refuse_transforms
+from .function import ACTIVATIONS, GATED, INSTEAD, MLPFunction, Plan
 from .toy import differs
 
 KEEP = ("input", "hidden")
@@ -36,7 +37,7 @@ class MemoryEfficientMLP(nn.Module):
 
     The linear layers are not called: hooks that are put on them later do not run. Raises ValueError for unknown names
     and sizes, TypeError for dtypes that differ and for a layer that was put in another's place (an adapter's),
-    RuntimeError for `create_graph=True`.
+    RuntimeError for `create_graph=True`, a batch of gradients and transforms of torch.func.
     """
 
     def __init__(self, d, hidden, activation="gelu", *, bias=True, keep="input", chunk_size=None, dtype=None,
@@ -118,6 +119,7 @@ class MemoryEfficientMLP(nn.Module):
         if x.shape[-1] != (d := up.weight.shape[not form.flipped[0]]):
             raise ValueError(f"x {tuple(x.shape)}: expected (…, {d})")
         parameters = [p for layer in layers for p in (layer.weight, getattr(layer, "bias", None))]
+        refuse_transforms("MemoryEfficientMLP", INSTEAD, (x, *parameters))
         x_ND = x.to(dtype).reshape(-1, d)
         rows = max(1, min(len(x_ND), self.chunk_size or len(x_ND)))
         trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, *parameters))
