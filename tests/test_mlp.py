@@ -153,7 +153,7 @@ FAMILIES = {
     "gpt_bigcode": (GPT2, "gelu_tanh"), "starcoder2": (GROUPED, "gelu_tanh"),
     "gpt_neo": ({**SMALL, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}, "gelu_new"),
     "bloom": ({"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, None),
-    "mpt": ({"vocab_size": 256, "d_model": 64, "n_layers": 2, "n_heads": 4}, "gelu"),
+    "mpt": ({"vocab_size": 256, "d_model": 64, "n_layers": 2, "n_heads": 4}, None),
     "falcon_h1": ({**GROUPED, **MAMBA, "mlp_multipliers": [0.5, 2.0]}, None), "deepseek_v4": (GROUPED, None),
     "llama4_text": ({**GROUPED, "num_local_experts": 2, "moe_layers": [], "intermediate_size_mlp": 128}, "swiglu")}
 # Of these a decoder layer calls the linear layers itself, or there is more between them.
