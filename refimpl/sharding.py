@@ -13,7 +13,7 @@ beginnings of the next. Two boxes have a box in common. So elements move between
 import itertools
 import math
 from collections.abc import Hashable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class ShardSpec:
     - `name`, `shape`: of the whole tensor, as in the model that nobody has cut.
     - `offsets`, `lengths`: where this rank's block begins in it, and the block's shape. By default it is the whole.
     - `first`, `end`: elements first … end − 1 of the block are here, in row-major order; by default all of them.
+    - `order`: the dims from the outermost to the innermost, if elements are in another order: (0, 2, 3, 1) of a part of
+      a weight in torch.channels_last.
     - `replicas`: all ranks that hold these elements, this one included, as numbers in the communicator of all ranks
       that hold a part of the model; () if this rank alone does.
     """
@@ -40,6 +42,7 @@ class ShardSpec:
     first: int = 0
     end: int = None
     replicas: tuple = ()
+    order: tuple = ()
 
     def __post_init__(self):
         shape = tuple(self.shape)
@@ -47,6 +50,7 @@ class ShardSpec:
         lengths = shape if self.lengths is None else tuple(self.lengths)
         block = math.prod(lengths)
         filled = {"shape": shape, "offsets": offsets, "lengths": lengths, "replicas": tuple(self.replicas),
+                  "order": tuple(self.order),
                   "end": block if self.end is None else self.end}
         for key, value in filled.items():
             object.__setattr__(self, key, value)
@@ -67,20 +71,23 @@ class ShardSpec:
         if not self.first <= first <= end <= self.end:
             raise ValueError(f"{self.name}: cut to elements [{first}, {end}]: expected a part of [{self.first}, "
                              f"{self.end}], which is here")
-        return ShardSpec(self.name, self.shape, self.offsets, self.lengths, first, end, self.replicas)
+        return replace(self, first=first, end=end)
 
     def boxes(self):
         """Return the elements as [(offsets in the whole, lengths, place)]: each box is contiguous in this rank's flat
         elements, and begins there at `place`."""
-        found, at, strides = [], self.first, _strides(self.lengths)
+        dims = self.order or range(len(self.lengths))
+        sizes, place_of = [self.lengths[dim] for dim in dims], [dims.index(dim) for dim in range(len(dims))]
+        found, at, strides = [], self.first, _strides(sizes)
         while at < self.end:
             # The largest rows (matrices, …) that begin here and end before the end, as many as are in one of the next.
             dim = next((d for d, n in enumerate(strides) if at % n == 0 and at + n <= self.end), 0)
             step = strides[dim] if strides else 1
-            index = [at // n % length for n, length in zip(strides, self.lengths, strict=True)]
-            count = min((self.end - at) // step, self.lengths[dim] - index[dim]) if strides else 1
-            lengths = (*(1,) * dim, count, *self.lengths[dim + 1:]) if strides else ()
-            found.append((tuple(o + i for o, i in zip(self.offsets, index, strict=True)), lengths, at - self.first))
+            index = [at // n % length for n, length in zip(strides, sizes, strict=True)]
+            count = min((self.end - at) // step, sizes[dim] - index[dim]) if strides else 1
+            lengths = (*(1,) * dim, count, *sizes[dim + 1:]) if strides else ()
+            found.append((tuple(o + index[i] for o, i in zip(self.offsets, place_of, strict=True)),
+                          tuple(lengths[i] for i in place_of), at - self.first))
             at += count * step
         return found
 
@@ -187,7 +194,7 @@ def overlaps(a, b):
         low = tuple(map(max, mine[0], theirs[0]))
         size = tuple(min(o + n, p + m) - at for at, o, n, p, m in zip(low, *mine[:2], *theirs[:2], strict=True))
         if all(n > 0 for n in size):
-            found.append((_view(mine, low, size), _view(theirs, low, size)))
+            found.append((_view(mine, low, size, a.order), _view(theirs, low, size, b.order)))
     return found
 
 
@@ -197,14 +204,15 @@ def copy_overlap(target, spec, source, source_spec):
         mine.of(target).copy_(theirs.of(source))
 
 
-def _view(box, low, size):
+def _view(box, low, size, order):
     offsets, lengths, place = box
-    strides = _strides(lengths)
+    strides = _strides(lengths, order)
     return View(place + sum((at - o) * n for at, o, n in zip(low, offsets, strides, strict=True)), size, strides)
 
 
-def _strides(lengths):
-    return tuple(math.prod(lengths[dim + 1:]) for dim in range(len(lengths)))
+def _strides(lengths, order=()):
+    dims = list(order or range(len(lengths)))
+    return tuple(math.prod(lengths[inner] for inner in dims[dims.index(dim) + 1:]) for dim in range(len(lengths)))
 
 
 # --- does each element exist, and once? ------------------------------------------------------------------------------
@@ -255,11 +263,11 @@ def check_replicas(specs):
 def coverage_fault(name, shape, pieces, nowhere):
     """Return a sentence unless `pieces`, [(ShardSpec, words for where it is)], have each element of the tensor once."""
     blocks = {} if math.prod(shape) == 0 or any(spec.numel for spec, _ in pieces) else {
-        ((0,) * len(shape), tuple(shape)): []}
+        ((0,) * len(shape), tuple(shape), ()): []}
     for spec, where in pieces:
         if spec.numel:
-            blocks.setdefault((spec.offsets, spec.lengths), []).append((spec.first, spec.end, where))
-    for (offsets, lengths), spans in blocks.items():
+            blocks.setdefault((spec.offsets, spec.lengths, spec.order), []).append((spec.first, spec.end, where))
+    for (offsets, lengths, _), spans in blocks.items():
         of = "" if lengths == tuple(shape) else f" of its block of {lengths} at {offsets}"
         reached, before = 0, None
         for first, end, where in [*sorted(spans), (math.prod(lengths),) * 2 + (nowhere,)]:
@@ -268,10 +276,10 @@ def coverage_fault(name, shape, pieces, nowhere):
             if first > reached:
                 return f"{name}: elements {reached} … {first - 1}{of} are {nowhere}"
             reached, before = end, where
-    for (a, n), (b, m) in itertools.combinations(blocks, 2):
+    for ((a, n, _), one), ((b, m, _), other) in itertools.combinations(blocks.items(), 2):
         if all(max(i, j) < min(i + k, j + h) for i, k, j, h in zip(a, n, b, m, strict=True)):
-            return (f"{name}: its blocks of {n} at {a}, {blocks[a, n][0][2]}, and of {m} at {b}, {blocks[b, m][0][2]}, "
+            return (f"{name}: its blocks of {n} at {a}, {one[0][2]}, and of {m} at {b}, {other[0][2]}, "
                     "have elements in common")
-    if (there := sum(math.prod(lengths) for _, lengths in blocks)) < math.prod(shape):
+    if (there := sum(math.prod(lengths) for _, lengths, _ in blocks)) < math.prod(shape):
         return f"{name}: {math.prod(shape) - there} of its {math.prod(shape)} elements are {nowhere}"
     return None

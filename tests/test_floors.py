@@ -10,7 +10,7 @@ TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_leng
               "cross_entropy", "mlp", "zero", "offload", "parallel", "compression", "allocator"}
 FLOORS = {**dict.fromkeys(("versions", "phantom"), 0), **dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
-                           "feed_forward", "saving"), 2),
+                           "unseen", "feed_forward", "saving"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
            **dict.fromkeys(("bench", "exercises", "engine", "planner", "estimate", "explain", "rehearse", "cli",
                             "__main__"), 4)}

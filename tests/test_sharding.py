@@ -80,6 +80,23 @@ def test_what_is_each_element_once_has_no_fault_and_without_a_part_it_has(data, 
                 check_specs([*rest, [spec], [spec]])
 
 
+@pytest.mark.parametrize(("shape", "order"), [((2, 3, 2, 2), (0, 2, 3, 1)), ((3, 2, 1, 2, 2), (0, 2, 3, 4, 1))])
+def test_elements_move_between_row_major_and_another_order(shape, order):
+    x = whole(shape)
+    memory, n = x.permute(order).reshape(-1), x.numel()
+    for first, end in itertools.combinations(range(n + 1), 2):
+        mine, other = ShardSpec("x", shape, first=first, end=end, order=order), ShardSpec("x", shape)
+        found, back = torch.full((n,), -1), torch.zeros(end - first, dtype=torch.int64)
+        copy_overlap(found, other, memory[first:end], mine)
+        copy_overlap(back, mine, x.view(-1), other)
+        assert torch.equal(back, memory[first:end]) and sorted(found[found >= 0].tolist()) == sorted(back.tolist())
+        assert torch.equal(found[back], back) and mine.cut(first, end) == mine and len(sharding.overlaps(mine, other)) < 20
+    half = [ShardSpec("x", shape, first=a, end=b, order=order) for a, b in ((0, 5), (5, n))]
+    check_specs([[each] for each in half])
+    with pytest.raises(ValueError, match="x: its blocks .* have elements in common"):
+        check_specs([half[:1], [ShardSpec("x", shape, first=5)]])
+
+
 # --- by name ---------------------------------------------------------------------------------------------------------
 
 

@@ -129,7 +129,8 @@ class Alone:
         """Return the sum over all ranks of `loss`, this rank's share."""
         if self.comm is None:
             return loss
-        return self.comm.all_reduce(torch.as_tensor(loss, dtype=torch.float64, device=self.comm.device)).float()
+        dtype = torch.promote_types(torch.as_tensor(loss).dtype, torch.float32)
+        return self.comm.all_reduce(torch.as_tensor(loss, dtype=torch.float64, device=self.comm.device)).to(dtype)
 
 
 class Connected(Alone):

@@ -19,6 +19,7 @@ from .manifest import SavedStateError
 from .optimizer_state import elements, flat, kind_of, make_state, tensors_of
 from .own import gather_own, scatter_own
 from .sharded import validate_on_all
+from .validity import faults
 
 
 def state_dict(state):
@@ -65,8 +66,12 @@ def load_state_dict(state, sd):
 
     validate_on_all(comm, read)
     description = json.loads(broadcast_text(comm, *texts))
-    if found := differences(description, here):
-        raise SavedStateError(f"the state_dict does not fit what is trained here: {listed(found)}")
+
+    def fits():
+        if found := differences(description, here) or faults(state.optimizer, description):
+            raise SavedStateError(f"the state_dict does not fit what is trained here: {listed(found)}")
+
+    validate_on_all(comm, fits)
     scatter_own(state, sd.get("own"), check=True)
     set_hyperparameters(state, description["groups"])
     scatter_own(state, sd.get("own"))

@@ -97,14 +97,19 @@ def _merged(reports, what):
 
 
 def piece_of(spec):
-    """Return a spec in JSON: [first, end], and the offsets and lengths of a block that is not the whole tensor."""
-    return [spec.first, spec.end, *([] if spec.lengths == spec.shape else [list(spec.offsets), list(spec.lengths)])]
+    """Return a spec in JSON: [first, end]; of a block that is not the whole tensor, or that is in an order of its own,
+    also its offsets, its lengths and that order."""
+    order = [list(spec.order)] if spec.order else []
+    block = [list(spec.offsets), list(spec.lengths)] if order or spec.lengths != spec.shape else []
+    return [spec.first, spec.end, *block, *order]
 
 
 def spec_from(name, shape, piece, replicas=()):
     """Return the ShardSpec of a piece in JSON. ValueError if the tensor has no such part."""
-    first, end, offsets, lengths = piece if len(piece) == 4 else (*piece, None, None)
-    return ShardSpec(name, shape, offsets, lengths, first, end, replicas)
+    first, end, offsets, lengths, order = (*piece, *(None, None, ())[len(piece) - 2 :])
+    if order and sorted(order) != list(range(len(shape))):
+        raise ValueError(f"{name}: order {order}: expected the dims of {shape}")
+    return ShardSpec(name, shape, offsets, lengths, first, end, replicas, order)
 
 
 def located(tensors, pieces):

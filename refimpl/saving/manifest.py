@@ -55,8 +55,11 @@ def remove_others(directory, keep):
 
 
 def read(directory):
-    """Return the manifest. SavedStateError if there is none, if its format is another, or if it was changed."""
+    """Return the manifest. SavedStateError if there is none, if it is a link, if its format is another, or if it was
+    changed."""
     path = directory / NAME
+    if path.is_symlink():
+        raise SavedStateError(f"{path} is a link to {path.resolve()}: copy the whole saved state, or link its folder")
     try:
         with naming(path):
             manifest = json.loads(path.read_bytes())

@@ -7,10 +7,12 @@ is cut as the parameter is, or one number for all of it (step), which all ranks 
 import contextlib
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory import mark
 from .form import DTYPES, name_of
 
+PLAIN = torch.Tensor, torch.nn.Parameter, FakeTensor  # others have bytes of their own, such as blocks and their scales
 NUMBERS = ("step", "mu_product", "eta", "mu")  # keys under which torch's optimizers keep a number in a tensor
 
 
@@ -50,12 +52,12 @@ def kind_of(key, value, shape, name):
     """Return the kind of one value of the optimizer's state of `name`; `shape`: of what the optimizer updates."""
     if value is None or isinstance(value, (bool, int, float)):
         return {"value": value}
-    if isinstance(value, torch.Tensor):
-        if value.shape == shape and key not in NUMBERS:
-            return {"dtype": name_of(value.dtype)}
-        if value.numel() == 1:
-            return {"dtype": name_of(value.dtype), "value": value.item()}
-    shown = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    plain = type(value) in PLAIN
+    if plain and value.shape == shape and key not in NUMBERS:
+        return {"dtype": name_of(value.dtype)}
+    if plain and value.numel() == 1:
+        return {"dtype": name_of(value.dtype), "value": value.item()}
+    shown = f"shape {tuple(value.shape)}" if plain else f"a {type(value).__name__}"
     raise TypeError(f"the optimizer's state {key!r} of {name} is {shown}: expected a number, or a tensor of the shape "
                     f"{tuple(shape)}, which can be cut into pieces")
 

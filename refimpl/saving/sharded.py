@@ -46,6 +46,7 @@ from .form import MANIFEST, mismatch, name_of
 from .manifest import SavedStateError
 from .optimizer_state import elements, flat, make_state, state_of, tensors_of
 from .own import OWN, is_own, names_in, other_own, own_tensors
+from .validity import faults
 
 # --- save ------------------------------------------------------------------------------------------------------------
 
@@ -208,6 +209,8 @@ def _check(state, directory, manifest, here):
         if manifest["world_size"] == comm.world_size:  # then they are loaded
             expected["rng/cpu"] = "uint8", torch.get_rng_state().shape
         check_header(folder / file, expected, may_have - expected.keys())
+    if found := faults(state.optimizer, manifest):
+        raise SavedStateError(f"{path} does not fit what is trained here: {listed(found)}")
 
 
 @torch.no_grad()

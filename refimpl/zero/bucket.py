@@ -19,16 +19,29 @@ MOST, LEAST, PARTS = 25 * 2**20, 2**20, 16  # bytes of a bucket by default, and 
 
 
 class Slot(NamedTuple):
-    """Where one parameter lies in its bucket: elements first … end − 1."""
+    """Where one parameter lies in its bucket: elements first … end − 1. `order`: of its dims, see `order_of`."""
 
     name: str
     parameter: torch.nn.Parameter
     first: int
     end: int
+    order: tuple = ()
 
     def view(self, flat):
-        """Return the parameter's part of a flat tensor of the bucket, in the parameter's shape."""
-        return flat[self.first : self.end].view(self.parameter.shape)
+        """Return the parameter's part of a flat tensor of the bucket, in the parameter's shape and memory format."""
+        part, shape = flat[self.first : self.end], self.parameter.shape
+        if not self.order:
+            return part.view(shape)
+        return part.view([shape[dim] for dim in self.order]).permute([*map(self.order.index, range(len(shape)))])
+
+
+def order_of(parameter):
+    """Return the dims from the outermost to the innermost if a parameter is in torch.channels_last (or _3d); else ().
+    It lies in its bucket in that order."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
+    if last is None or parameter.is_contiguous() or not parameter.is_contiguous(memory_format=last):
+        return ()
+    return (0, *range(2, parameter.dim()), 1)
 
 
 class Piece(NamedTuple):
@@ -48,7 +61,7 @@ class Bucket:
     def __init__(self, named_parameters, world_size):
         self.slots, end = [], 0
         for name, parameter in named_parameters:
-            self.slots.append(Slot(name, parameter, end, end + parameter.numel()))
+            self.slots.append(Slot(name, parameter, end, end + parameter.numel(), order_of(parameter)))
             end = aligned(end + room_of(parameter), parameter.itemsize)
         first = self.slots[0].parameter
         self.dtype, self.device, self.world_size = first.dtype, first.device, world_size

@@ -82,7 +82,8 @@ class DataParallel(Engine):
 
     - `model`: the same on every rank. Rank 0's parameters and buffers are broadcast, once; parameters move to buckets.
     - `optimizer`: makes one from an iterable of parameters, or of groups: `partial(torch.optim.AdamW, lr=1e-3)`. Stages
-      1 to 3 call it three times more, to try it on small tensors; TypeError for one that cannot take pieces.
+      1 to 3 call it some times more, to try it on small tensors, at the start and along with each step (`internals`);
+      TypeError or RuntimeError for one that cannot take pieces.
     - `groups`: for several param groups, a function of the named parameters that returns a list of dicts as torch takes
       them; by default all parameters are in one group.
     - `bucket_bytes`: bytes of gradients that one collective moves; a larger tensor has a bucket of its own. By default

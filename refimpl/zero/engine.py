@@ -18,14 +18,16 @@ from ..sharding import spec_of
 from .bucket import buckets_of, default_bucket_bytes
 from .hook import attach
 from .hybrid import holders, levels_of
+from .internals.alongside import Companion
 from .internals.as_optimizer import ActsAsOptimizer
-from .internals.elementwise import check_elementwise
+from .internals.elementwise import check_elementwise, computes_nothing
 from .internals.norms import clip_grad_norm_
 from .internals.trained import check_frozen, check_parts, trained
 from .internals.writes import Writes
 from .parameters import WholeParameters
 from .persistence import load, load_state_dict, save, save_weights, shards, state_dict
 from .store import Stored, StoredUpdate
+from .update import ShardedUpdate
 from .written import gathered
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -61,6 +63,8 @@ class Engine(ActsAsOptimizer):
                                          in_flight_bytes)
         self._syncing, self._steps = True, 0
         self.writes = Writes(comm.world_size == 1, self.parameters.stay(), self.parameters.shards, within.rank)
+        watched = isinstance(self.update, ShardedUpdate) and not computes_nothing(named)  # CPUAdam is known
+        self._companion = Companion(optimizer, groups, named) if watched else None
 
     def check_phase(self, phase):
         """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch, and
@@ -129,9 +133,12 @@ class Engine(ActsAsOptimizer):
             self.reducer.take_all()
 
     def step(self):
-        """Update the parameters, on all ranks alike, and drop the gradients."""
+        """Update the parameters, on all ranks alike, and drop the gradients. RuntimeError on all ranks, before anything
+        is written, if the optimizer no longer treats each element by itself."""
         self.reducer.check_reduced()
         self.check_phase("step")
+        if self._companion is not None:
+            self._companion.step(self.param_groups)
         self.update.step(used_on_any_rank(self.comm, self.reducer.place, self.reducer.used), self.parameters.updated)
         self._steps += 1
         if self.reducer.hook is not None:

@@ -18,7 +18,8 @@ def shards(engine):
     found = []
     for bucket in engine.buckets:
         for piece, own in engine.update.pieces[bucket]:
-            found.append(Shard(spec(engine, piece), own.detach().view(-1), "parameters", bucket.dtype, own,
+            values = own.detach().view(-1) if own.is_contiguous() else own.detach()  # whole, in channels_last
+            found.append(Shard(spec(engine, piece), values, "parameters", bucket.dtype, own,
                                owned(engine, bucket, piece), bucket))
     for bucket in engine.frozen_buckets:
         for piece, part in engine.parameters.frozen_pieces[bucket]:
@@ -35,6 +36,8 @@ def spec(engine, piece):
     """Return the ShardSpec of a piece. In hybrid sharding all replicas hold it."""
     name = piece.slot.name
     cut = engine.specs[name].cut(piece.first, piece.end)
+    if engine.stage:  # before, all is whole
+        cut = dataclasses.replace(cut, order=piece.slot.order)
     return dataclasses.replace(cut, replicas=engine.holders[name]) if name in engine.holders else cut
 
 
@@ -60,7 +63,7 @@ def owned_gradients(engine):
         for piece, own in pairs:
             part = None if own.grad is None else owned(engine, bucket, piece)
             if part is not None:
-                yield own.grad.view(-1)[part.first - piece.first : part.end - piece.first]
+                yield own.grad.reshape(-1)[part.first - piece.first : part.end - piece.first]
 
 
 def _rest(engine):
@@ -147,5 +150,7 @@ def _load(engine, doing, load, source, hook):
     engine.check_phase(doing)
     state = training_state(engine, hook)
     engine._steps = load(state, source)
+    if engine._companion is not None:
+        engine._companion.go_to(engine._steps, engine.param_groups)
     engine.zero_grad()
     publish(engine)

@@ -120,7 +120,7 @@ class Reducer:
             raise TypeError(f"the gradient of {slot.name} is {gradient.layout}: expected a dense one, as nn.Embedding "
                             "gives with sparse=False")
         if (bucket not in self.flat and gradient.numel() == bucket.numel and gradient.is_contiguous()
-                and gradient.dtype == self.buffer_dtype(bucket) and owns_storage(gradient)):
+                and not slot.order and gradient.dtype == self.buffer_dtype(bucket) and owns_storage(gradient)):
             self.flat[bucket] = mark(gradient, "gradients").view(-1)
             return gradient
         return slot.view(self.buffer(bucket)).copy_(gradient)

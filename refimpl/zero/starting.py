@@ -7,7 +7,7 @@
 A unit is made whole, initialized, and cut; its shard stays. With shards of S₁, S₂ … bytes and whole units of U₁, U₂ …,
 the start takes at its peak max_i (S₁ + … + Sᵢ + Uᵢ): all shards and one unit. `closed_forms.start_bytes` counts it.
 Before the first unit is made, the engine tries its optimizer on small tensors (`internals/elementwise.py`). The trial
-takes about 1.5 MB for a moment, however large the model is, and frees them.
+takes about 4 MB for a moment, however large the model is, and frees them.
 """
 
 import difflib

@@ -90,6 +90,25 @@ def test_nothing_is_removed_for_a_manifest_that_cannot_be_read(tmp_path):
     assert {path.name for path in tmp_path.glob("step-*")} == {current.name, begun}
 
 
+def test_a_link_to_a_manifest_is_none_and_one_to_its_folder_is(tmp_path):
+    alone().train(1).save(tmp_path / "saved")
+    (tmp_path / "folder").symlink_to(tmp_path / "saved")
+    assert found_in(tmp_path / "folder")["step"] == 1
+    path = tmp_path / "saved" / "manifest.json"
+    for elsewhere in (tmp_path / "other.json", tmp_path / "saved" / "other.json"):
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        holder = alone(seed=7)
+        before = holder.state_dict()
+        with pytest.raises(SavedStateError, match=r"manifest.json is a link to .*other.json: copy the whole"):
+            holder.load(tmp_path / "saved")
+        assert differing(holder.state_dict(), before) == []
+        path.unlink()
+        elsewhere.rename(path)
+    alone().train(2).save(tmp_path / "folder")
+    assert found_in(tmp_path / "saved")["step"] == 2
+
+
 def test_a_manifest_shows_any_change(tmp_path):
     manifest.commit(tmp_path, {"format": manifest.FORMAT, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}})
     assert manifest.read(tmp_path) == {"format": 2, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}}

@@ -93,7 +93,7 @@ def test_a_dry_run_takes_the_same(hidden, dtype):
 
 
 def test_the_allocator_reads_no_more(monkeypatch):
-    """Without the trial of the optimizer, which takes 1.5 MB for a moment, however large the model is."""
+    """Without the trial of the optimizer, which takes 4 MB for a moment, however large the model is."""
     monkeypatch.setattr(engines, "check_elementwise", lambda *given: None)
     comm, model = FakeCommunicator(3, 8), on_meta(LARGER)
     with memory.measure("cpu") as m:

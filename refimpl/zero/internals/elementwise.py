@@ -3,26 +3,29 @@
 A rank has flat pieces of tensors, a bucket at a time. Adam updates an element by that element's gradients alone, and
 gives the same numbers on pieces. Adafactor and Muon look at rows and columns, LAMB and LARS at a tensor's norm, others
 at the norm of everything: pieces would train another model, without a word. Nobody can list them all. So the optimizer
-makes three steps on small tensors, whole, and on the same tensors in the shards of two ranks, as in training.
+makes three steps on small tensors, whole, and on the same tensors in the shards of three ranks, as in training.
+
+Optimizers that quantise their states do so in blocks, of tensors that are large enough and fill them: torchao's from
+4,096 elements on, in blocks of 128, 256 or 2,048. So one of the tensors fills such blocks, and no shard of it does.
+What an optimizer keeps of a piece has to be of the piece's size, or one number: else it could not be saved.
 
 The bound: in fp64 all elementwise optimizers of torch, timm and transformers agree to the bit. A kernel that computes
 the last elements of a tensor otherwise than those before would differ by 1e-15 of an update, one that computes in fp32
 by 1e-7. All that look at other elements differ by 2e-3 and more of the largest update. 1e-5 is far from either.
 """
 
-import contextlib
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import optimizer as hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import phantom
+from ...saving.optimizer_state import kind_of
+from ...unseen import unseen
 from ..bucket import buckets_of
 from ..update import ShardedUpdate
 
-RANKS, STEPS = 2, 3
+RANKS, STEPS = 3, 3
 SIZES = (131, 129), (33, 17, 3, 2), (7, 5, 3, 2)  # some optimizers look at rows and columns of 128 and more alone
+BLOCKS = {1: (8192,), 2: (128, 128)}, (32, 16, 16)  # by dimensions, and of more: blocks of up to 2,048 elements
 BOUND = 1e-5  # of a tensor's largest update
 LEAST_LR = 1e-6  # at a lower one (0 before a warmup) the update would drown in rounding
 
@@ -34,11 +37,10 @@ def check_elementwise(optimizer, groups, named):
     Nothing is changed, and no random number is used up. An optimizer that adds noise is refused: pieces get another
     noise. On a device that computes nothing the trial runs on the CPU; one that cannot run there is not tried.
     """
-    device, given = named[0][1].device, _kinds_of_groups(groups, named)
-    elsewhere = device.type == "meta" or isinstance(named[0][1], FakeTensor) or phantom.running()
-    name = getattr(getattr(optimizer, "func", optimizer), "__name__", type(optimizer).__name__)
+    device, given, name = named[0][1].device, kinds_of_groups(groups, named), name_of(optimizer)
+    elsewhere = computes_nothing(named)
     for dtype in (torch.float64, torch.float32):  # not every kernel takes fp64
-        with _unseen():
+        with unseen():
             trial = _Trial(optimizer, given, "cpu" if elsewhere else device, dtype)
             try:
                 whole = trial.whole()
@@ -47,7 +49,7 @@ def check_elementwise(optimizer, groups, named):
                 continue
             try:
                 differ = trial.differ(whole, trial.in_pieces())
-                said = "updates an element by others of its tensor or of other tensors" if differ else None
+                said = "updates an element by others of its tensor or of other tensors" if differ else trial.wrong
             except Exception as error:
                 said = f"raises {type(error).__name__} on pieces of tensors ({error})"
         if said:
@@ -59,15 +61,28 @@ def check_elementwise(optimizer, groups, named):
                         "optimizer whose step() takes dense gradients and no closure, such as AdamW") from reason
 
 
-def _kinds_of_groups(groups, named):
-    """Return [(param group, numbers of dimensions)]: groups that differ in floats alone, which are not 0, are one."""
+def computes_nothing(named):
+    """Tell whether the model's device has no values: in a dry run, or on a device without kernels."""
+    return named[0][1].device.type == "meta" or isinstance(named[0][1], FakeTensor) or phantom.running()
+
+
+def name_of(optimizer):
+    """Return the name of what makes an optimizer."""
+    return getattr(getattr(optimizer, "func", optimizer), "__name__", type(optimizer).__name__)
+
+
+def kinds_of_groups(groups, named):
+    """Return [(number of a param group, its options, {number of dimensions: name of a parameter})]: groups that differ
+    in floats alone, which are not 0, are one."""
     given = [{"params": [p for _, p in named]}] if groups is None else groups(named)
-    kinds = {}
-    for group in given:
+    kinds, names = {}, {p: name for name, p in named}
+    for number, group in enumerate(given):
         options = {key: value for key, value in group.items() if key != "params"}
         kind = repr(sorted((key, _kind(value)) for key, value in options.items()))
-        kinds.setdefault(kind, (options, set()))[1].update(p.dim() for p in group["params"])
-    return [(options, sorted(dims)) for options, dims in kinds.values()]
+        dims = kinds.setdefault(kind, (number, options, {}))[-1]
+        for p in group["params"]:
+            dims.setdefault(p.dim(), names[p])
+    return list(kinds.values())
 
 
 def _kind(value):
@@ -82,21 +97,21 @@ class _Trial:
 
     def __init__(self, optimizer, kinds, device, dtype):
         self.make, generator = optimizer, torch.Generator().manual_seed(0)
-        self.groups, self.start, self.gradients = [], [], []
-        for options, dims in kinds:
-            shapes = [(*sizes, *[1] * dim)[:dim] for dim in dims for sizes in SIZES[dim > 2 :][:2]]
+        self.groups, self.start, self.gradients, self.wrong = [], [], [], None
+        for _, options, dims in kinds:
+            shapes = [(*sizes, *[1] * dim)[:dim] for dim in sorted(dims)
+                      for sizes in (*SIZES[dim > 2 :][:2], *([BLOCKS[0].get(dim, BLOCKS[1])] if dim else []))]
             self.groups.append((options, range(len(self.start), len(self.start) + len(shapes))))
             for shape in shapes:
-                self.start.append(_uneven(shape, generator).to(device, dtype))
-                gradients = [_across(self.start[-1].cpu(), _uneven(shape, generator)),
-                             *(_uneven(shape, generator) for _ in range(1, STEPS))]
+                self.start.append(uneven(shape, generator).to(device, dtype))
+                gradients = [_across(self.start[-1].cpu(), uneven(shape, generator)),
+                             *(uneven(shape, generator) for _ in range(1, STEPS))]
                 self.gradients.append([each.to(device, dtype) for each in gradients])
 
     def _optimizer(self, groups):
         made = self.make(groups)
         for group in made.param_groups:
-            if isinstance(lr := group.get("lr"), (int, float, torch.Tensor)) and lr < LEAST_LR:
-                group["lr"] = lr * 0 + 1e-3
+            raise_lr(group)
         return made
 
     def _groups_of(self, parameters):
@@ -128,6 +143,7 @@ class _Trial:
                 for bucket in buckets:
                     update.add_gradients(bucket, bucket.shard(gradients[step][bucket], rank))
                 update.step(set(parameters), lambda bucket: None)
+            self.wrong = self.wrong or _kept_otherwise(update)
         for bucket in buckets:
             found |= {slot.name: view for slot, view in zip(bucket.slots, bucket.views(full[bucket]), strict=True)}
         return [found[name] for name, _ in named]
@@ -141,17 +157,34 @@ class _Trial:
 
     def differ(self, whole, pieces):
         """Tell whether one of the tensors is not the same, but for rounding."""
-        return not all(bool(self._difference(*each) <= BOUND) for each in zip(self.start, whole, pieces, strict=True))
-
-    @staticmethod
-    def _difference(start, whole, pieces):
-        """Return the largest difference, over the largest update; what p itself is rounded by is no difference."""
-        rounding = 8 * torch.finfo(start.dtype).eps * start.abs()
-        apart = ((whole - pieces).abs() - rounding).clamp(min=0).max()
-        return apart / (whole - start).abs().max().clamp(min=torch.finfo(start.dtype).tiny)
+        return not all(bool(difference(*each) <= BOUND) for each in zip(self.start, whole, pieces, strict=True))
 
 
-def _uneven(shape, generator):
+def difference(start, whole, pieces):
+    """Return the largest difference of two updates, over the largest update; what p itself is rounded by is none."""
+    rounding = 8 * torch.finfo(start.dtype).eps * start.abs()
+    apart = ((whole - pieces).abs() - rounding).clamp(min=0).max()
+    return apart / (whole - start).abs().max().clamp(min=torch.finfo(start.dtype).tiny)
+
+
+def _kept_otherwise(update):
+    """Return words on the first state of a piece that could not be saved or cut in another way; None if all can."""
+    try:
+        for pairs in update.pieces.values():
+            for _, own in pairs:
+                for key, value in update.optimizer.state.get(own, {}).items():
+                    kind_of(key, value, own.shape, "a piece")
+    except TypeError as error:
+        return f"cannot be saved, stored or loaded on other ranks ({error})"
+
+
+def raise_lr(group):
+    """Give a param group a learning rate at which an update can be seen."""
+    if isinstance(lr := group.get("lr"), (int, float, torch.Tensor)) and lr < LEAST_LR:
+        group["lr"] = lr * 0 + 1e-3
+
+
+def uneven(shape, generator):
     """Return random numbers of other magnitudes in each row and column."""
     numbers = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float64)
     for dim, size in enumerate(shape):
@@ -168,19 +201,3 @@ def _across(tensor, gradient):
     rows, tensor = gradient.reshape(len(gradient), -1) if gradient.dim() > 1 else gradient.view(1, -1), tensor.double()
     along = tensor.reshape(rows.shape)
     return (rows - along * (rows * along).sum(1, keepdim=True) / along.square().sum(1, keepdim=True)).view(tensor.shape)
-
-
-@contextlib.contextmanager
-def _unseen():
-    """Let nothing outside see the trial: no tracker, no dry run, no hook of all optimizers, no random number."""
-    generator, before = torch.default_generator, torch.default_generator.get_state()
-    seen = [(each, dict(each)) for each in (hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks)]
-    try:
-        for each, _ in seen:
-            each.clear()
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        for each, had in seen:
-            each.update(had)
-        generator.set_state(before)

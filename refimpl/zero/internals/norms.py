@@ -17,8 +17,8 @@ from ..persistence import owned_gradients
 def clip_grad_norm_(engine, max_norm, norm_type=2.0):
     """Scale all gradients so that their norm, over all parameters on all ranks of `world`, is at most `max_norm`.
 
-    Returns the norm before, an fp32 scalar; it is NaN or inf if a gradient is. All ranks call it, between the last
-    backward and the step. ValueError for a `norm_type` that is not above 0.
+    Returns the norm before, a scalar in fp32, in fp64 if there are parameters in fp64; it is NaN or inf if a gradient
+    is. All ranks call it, between the last backward and the step. ValueError for a `norm_type` that is not above 0.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -28,6 +28,8 @@ def clip_grad_norm_(engine, max_norm, norm_type=2.0):
     alone = not engine.stage and engine.world is engine.comm  # every rank has all gradients
     counted = itertools.chain.from_iterable(engine.gradients()) if alone else owned_gradients(engine)
     norm = global_norm(engine.world, counted, norm_type, alone)
+    if not any(bucket.dtype == torch.float64 for bucket in engine.buckets):
+        norm = norm.float()
     for gradients in engine.gradients():
         clip_(gradients, norm, max_norm)
     return norm
@@ -44,12 +46,12 @@ def local_power(gradients, norm_type, device):
 
 
 def global_norm(comm, gradients, norm_type, replicated):
-    """Return ‖g‖_p over all ranks of `comm`, an fp32 scalar. `gradients`: an iterable of those that this rank counts.
+    """Return ‖g‖_p over all ranks of `comm`, an fp64 scalar. `gradients`: an iterable of those that this rank counts.
     `replicated`: every rank counts all of them, so nothing is sent."""
     total = local_power(gradients, norm_type, comm.device)
     if not replicated:
         total = comm.all_reduce(total, "max" if norm_type == math.inf else "sum")
-    return (total if norm_type == math.inf else total ** (1 / norm_type)).float()
+    return total if norm_type == math.inf else total ** (1 / norm_type)
 
 
 @torch.no_grad()

@@ -4,12 +4,13 @@ import torch
 
 from ...comm.agreement import check_model
 from ...sharding import check_ranks
+from ..bucket import order_of
 
 
 def trained(model, optimizer, store=None, update=None):
     """Return ([(name, parameter)] of what is trained, and of what is frozen). TypeError or ValueError for an optimizer
-    that is made already, a store or an update of shards that are not there, a model without trained parameters, and
-    one on the meta device."""
+    that is made already, a store or an update of shards that are not there, a model without trained parameters, one
+    with complex ones, and one on the meta device."""
     if store is not None:
         raise TypeError(f"store={store!r}: DataParallel has no shards to store; use Zero1, Zero2 or Zero3")
     if update is not None:
@@ -22,6 +23,9 @@ def trained(model, optimizer, store=None, update=None):
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
     if on_meta := [name for name, p in named if p.device.type == "meta"]:
         raise ValueError(f"{on_meta[0]} is on the meta device: Zero3 gives such a model its values, unit by unit")
+    if found := [name for name, p in named if p.requires_grad and p.is_complex()]:
+        raise TypeError(f"{found[0]} is complex, and gradients are averaged, cut and saved as real numbers: keep it "
+                        "as a real parameter, torch.view_as_real(x), and compute with torch.view_as_complex of it")
     return [(name, p) for name, p in named if p.requires_grad], [(name, p) for name, p in named if not p.requires_grad]
 
 
@@ -37,7 +41,7 @@ def check_parts(engine):
     larger `world`, unless every element is on one rank, or on ranks that name each other as replicas."""
     comm, model, world = engine.comm, engine.model, engine.world
     specs = [engine.specs[name] for name, _ in model.named_parameters()]
-    check_model(comm, [f"{spec.name} {spec.shape} {spec.offsets} {spec.lengths} {p.dtype}"
+    check_model(comm, [f"{spec.name} {spec.shape} {spec.offsets} {spec.lengths} {p.dtype} {order_of(p)}"
                        for spec, p in zip(specs, model.parameters(), strict=True)])
     if world is not comm:
         check_ranks(world, specs, not comm.rank)  # the others have the same

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from odd_optimizers import Codes, InBlocks, Keeping
 from optimizer_classes import optimizers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -102,6 +103,26 @@ def test_matrices_alone(make):
         check_elementwise(make, None, named((4, 3)))
 
 
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (4, 3, 1, 1)])
+@pytest.mark.parametrize("how", [{}, {"block": 128}, {"block": 2048}, {"least": 0}, {"block": 128, "least": 0}])
+def test_what_quantises_large_tensors_alone_is_refused(how, shape):
+    with pytest.raises(TypeError, match=f"InBlocks {REFUSED}"):
+        check_elementwise(functools.partial(InBlocks, **how), None, named(shape))
+
+
+@pytest.mark.parametrize(("kept", "said"), [
+    (lambda p: p.as_subclass(Codes), "a Codes"), (lambda p: torch.zeros(p.numel() // 2), "shape"),
+    (lambda p: torch.zeros(p.numel() + 1), "shape"), (lambda p: [p], "a list"), (torch.square, None),
+    (torch.sum, None), (lambda p: p.bfloat16(), None), (lambda p: None, None)])
+def test_what_keeps_states_that_cannot_be_cut_is_refused(kept, said):
+    make, given = functools.partial(Keeping, kept=kept), named((4, 3))
+    if said is None:
+        return check_elementwise(make, None, given)
+    with pytest.raises(TypeError, match=rf"Keeping cannot be saved, stored or loaded .*'kept' of a piece is {said}.*: "
+                       r"expected a number, or a tensor of the shape .* at stage 0"):
+        check_elementwise(make, None, given)
+
+
 @pytest.mark.parametrize("make", ENGINES)
 def test_an_engine_refuses_before_it_changes_anything(make):
     model = nn.Linear(4, 3)
@@ -125,7 +146,7 @@ def test_nothing_outside_sees_it():
     try:
         with memory.track() as t, torch.device("meta"):
             check_elementwise(make, None, given)
-        assert t.peak.total == 0 and not t.ops and not heard and len(made) == 3
+        assert t.peak.total == 0 and not t.ops and not heard and len(made) == 4
         with pytest.raises(TypeError):
             check_elementwise(functools.partial(Noisy, lr=0.1), None, given)
         assert torch.equal(torch.get_rng_state(), before)

@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+from rank_pool import on_ranks
+from torch import nn
+from zero_kit import ENGINES, SGD
 
 from refimpl.zero.internals.norms import clip_, local_power
 
@@ -44,3 +47,25 @@ def test_what_is_large_does_not_overflow_on_its_way_and_a_tiny_norm_divides_noth
     torch.nn.utils.clip_grad_norm_([parameter], 1e-7)
     clip_([ours], torch.linalg.vector_norm(ours), 1e-7)
     assert torch.equal(ours, parameter.grad)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_the_norm_of_gradients_in_fp64_is_in_fp64(comm, stage):
+    for dtype, expected in ((torch.float64, torch.float64), (torch.float32, torch.float32),
+                            (torch.bfloat16, torch.float32)):
+        torch.manual_seed(0)
+        model, x = nn.Linear(40, 30).to(dtype), torch.randn(2, 40).to(dtype)
+        engine = ENGINES[stage](model, comm, SGD)
+        plain = nn.Linear(40, 30).to(dtype)
+        with engine.gathered():
+            plain.load_state_dict(model.state_dict())
+        engine.backward(engine.forward(x).square().mean())
+        plain(x).square().mean().backward()
+        norm, theirs = engine.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert norm.dtype == expected and norm.item() == pytest.approx(theirs.item(), rel={8: 1e-14, 4: 1e-6, 2: 1e-2}[
+            dtype.itemsize])
+        again = engine.clip_grad_norm_(1.0).item()
+        assert again == pytest.approx(0.1, rel={8: 1e-4, 4: 1e-4, 2: 1e-2}[dtype.itemsize])
+        if dtype == torch.float64:
+            assert again == pytest.approx(0.1 * norm.item() / (norm.item() + 1e-6), rel=1e-14)

@@ -10,6 +10,20 @@ from refimpl.zero import DataParallel
 from refimpl.zero.internals.trained import trained
 
 
+class Complex(nn.Module):
+    def __init__(self, trained=True):
+        super().__init__()
+        self.phases = nn.Parameter(torch.ones(3, dtype=torch.complex64), trained)
+        self.layer = nn.Linear(3, 3)
+
+
+def test_complex_parameters_that_are_frozen_stay_whole():
+    for make in ENGINES:
+        engine = make(Complex(trained=False), FakeCommunicator(0, 1), SGD)
+        with engine.gathered():
+            assert engine.model.phases.is_complex() and engine.model.phases.real.sum() == 3
+
+
 def test_what_is_trained_and_what_is_frozen():
     ours, frozen = trained(Frozen(), SGD)
     assert [name for name, _ in ours] == ["0.weight", "0.bias", "4.weight"]
@@ -19,12 +33,14 @@ def test_what_is_trained_and_what_is_frozen():
 @pytest.mark.parametrize(("model", "options", "error", "said"), [
     (Frozen, {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, TypeError, "optimizer is an SGD already"),
     (Frozen, {"store": Elsewhere()}, TypeError, "store=.*: DataParallel has no shards to store; use Zero1, Zero2 or Z"),
+    (Complex, {}, TypeError, r"phases is complex, .* keep it as a real parameter, torch.view_as_real\(x\)"),
     (nn.Tanh, {}, ValueError, "no parameter of the model requires a gradient"),
     (lambda: nn.Linear(2, 2, device="meta"), {}, ValueError,
      "weight is on the meta device: Zero3 gives such a model its values")])
 def test_what_is_refused(model, options, error, said):
-    with pytest.raises(error, match=said):
-        DataParallel(model(), FakeCommunicator(0, 1), **options)
+    for make in ENGINES if not options and error is TypeError else [DataParallel]:
+        with pytest.raises(error, match=said):
+            make(model(), FakeCommunicator(0, 1), **options)
 
 
 @pytest.mark.parametrize("make", ENGINES)
