@@ -1,4 +1,4 @@
-"""Saved states that somebody changed: what no optimizer of this class can have is refused by name, with all as it was."""
+"""Saved states that somebody changed: what no optimizer of this class can have is refused by name."""
 
 import copy
 import functools
@@ -78,10 +78,11 @@ def test_amsgrad_that_was_not_there_needs_a_state_that_was_not():
 
 @pytest.mark.parametrize(("optimizer", "key", "value", "said"), [
     ("momentum", "momentum", -0.5, "ValueError: Invalid momentum value"),
-    ("momentum", "momentum", NAN, "momentum of its"), ("momentum", "dampening", 0.3, None), ("momentum", "nesterov", True, None),
+    ("momentum", "momentum", NAN, "momentum of its"), ("momentum", "dampening", 0.3, None),
+    ("momentum", "nesterov", True, None),
     (torch.optim.RMSprop, "alpha", -1.0, "Invalid alpha value"), (torch.optim.RMSprop, "centered", True, "'grad_avg'"),
     (torch.optim.RMSprop, "momentum", 0.9, "'momentum_buffer'"), (torch.optim.Rprop, "etas", (1.5, 1.2), "Invalid"),
-    (torch.optim.Adagrad, "lr_decay", -1.0, "Invalid lr_decay"), (torch.optim.NAdam, "momentum_decay", -1.0, "Invalid")])
+    (torch.optim.Adagrad, "lr_decay", -1.0, "Invalid"), (torch.optim.NAdam, "momentum_decay", -1.0, "Invalid")])
 def test_of_other_classes(optimizer, key, value, said):
     sd = alone(optimizer=optimizer).train(2).state_dict()
     sd["param_groups"][0][key] = value
