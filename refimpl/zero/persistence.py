@@ -85,7 +85,8 @@ def training_state(engine, hook=True):
     if kept is not None and not kept.state_tensors():
         kept = None  # nothing to save
     if kept is not None:
-        about["own"] = kept.about
+        last = sum(bool(slot.order) for bucket in engine.buckets for slot in bucket.slots)
+        about["own"] = f"{kept.about}, {last} parameters in channels_last" if last else kept.about
     own = kept.state_tensors() if kept is not None else {} if hook else None
     groups = [[engine.specs[name].name for name in names] for names in engine.update.group_names]
     return TrainingState(engine.world, shards(engine), engine.optimizer, groups, engine.model, engine._steps,

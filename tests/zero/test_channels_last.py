@@ -13,6 +13,8 @@ from zero_kit import ENGINES, copied, equal, parameters_of
 
 from refimpl.comm import FakeCommunicator
 from refimpl.comm.errors import CollectiveMismatch
+from refimpl.compression import GradientCompressor
+from refimpl.saving import SavedStateError
 
 LAST, ADAMW, ALONE = torch.channels_last, functools.partial(torch.optim.AdamW, lr=1e-2), FakeCommunicator(0, 1)
 
@@ -82,6 +84,19 @@ def test_saved_in_one_cut_and_format_and_loaded_in_another(tmp_path, world_size,
     expected = []
     saves()
     loads(sd=expected[0])
+
+
+def test_what_a_hook_keeps_is_of_one_format(tmp_path):
+    def made(memory_format):
+        model = nn.Conv2d(8, 8, 3).to(memory_format=memory_format)
+        return ENGINES[1](model, ALONE, torch.optim.SGD, hook=GradientCompressor("int8"))
+    engine = made(LAST)
+    engine.backward(engine.forward(torch.ones(1, 8, 5, 5)).square().mean())
+    engine.step()
+    engine.save(tmp_path)
+    made(LAST).load(tmp_path)
+    with pytest.raises(SavedStateError, match="of 1 ranks, 1 parameters in channels_last, saved on 1 ranks; here"):
+        made(torch.contiguous_format).load(tmp_path)
 
 
 @on_ranks(2)
