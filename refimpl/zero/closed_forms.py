@@ -63,7 +63,8 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
     for bucket in buckets:
         low, shard = bucket.dtype in LOW, bucket.shard_numel
         stays = all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)
-        held = (bucket.numel if stage < 3 else 0) + (shard if stage == 3 else 0) + bucket.numel * (stage == 3 and stays)
+        rounded = stage == 3 and low and not stays  # for each gather, from the master
+        held = bucket.numel * (stage < 3 or stays) + shard * (stage == 3 and not rounded)
         parameters += held * bucket.dtype.itemsize
         placeholders |= {(bucket.dtype, bucket.device): bucket.dtype.itemsize} if stage == 3 and not stays else {}
         cut = stage >= 2 or stage == 1 and reduce_dtype not in (None, bucket.dtype)  # the buffer is freed
@@ -86,7 +87,8 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
 def start_bytes(model, world_size, *, units=None, persistence_threshold=0):
     """Return the bytes (parameters, masters and buffers) that `Zero3` holds at its peak while it gives a model on the
     meta device its values by a function: max_i (S₁ + … + Sᵢ + Uᵢ), the shards so far and one whole unit, or all shards
-    and the masters of 16-bit ones. Temporary tensors of that function come on top."""
+    and the masters of 16-bit ones that stay whole; those of the others are their shards. Temporary tensors of that
+    function come on top."""
     units = default_units(model) if units is None else units
     trained = _layout(model, world_size, 3, None, units, persistence_threshold)
     buckets = [*trained, *frozen_buckets(model, units, world_size, persistence_threshold)]
@@ -98,14 +100,16 @@ def start_bytes(model, world_size, *, units=None, persistence_threshold=0):
         while whole:
             bucket = next(iter(whole))
             stays = all(p.numel() < persistence_threshold for p in bucket.parameters)
-            held += bucket.shard_numel * bucket.dtype.itemsize if bucket not in cut else 0
+            master = bucket.dtype in LOW and bucket in trained and not stays
+            held += bucket.shard_numel * (4 if master else bucket.dtype.itemsize) if bucket not in cut else 0
             waiting = {each.dtype for each in buckets if each not in cut and each not in whole}
             peak = max(peak, held + sum(each.nbytes for each in whole) + _elements(waiting) + _elements(expanded))
             held += bucket.nbytes if stays and bucket not in cut else 0
             expanded |= set() if stays else {bucket.dtype}
             cut.add(bucket)
             del whole[bucket]
-    masters = sum(4 * bucket.shard_numel for bucket in trained if bucket.dtype in LOW)
+    masters = sum(4 * bucket.shard_numel for bucket in trained if bucket.dtype in LOW and all(
+        p.numel() < persistence_threshold for p in bucket.parameters))
     return max(peak, held + masters + _elements(expanded))
 
 

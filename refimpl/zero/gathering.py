@@ -117,9 +117,10 @@ class Gathering:
         return self._order[done][0] if self._order[:done] == self._seen and done < len(self._order) else None
 
     def _wait(self, bucket):
-        handle = self._in_flight.pop(bucket)
+        handle, shard = self._in_flight.pop(bucket)
         self._make_room(bucket)
         handle.wait()
+        del shard
         for slot, view in zip(bucket.slots, self._views[bucket], strict=True):  # not before: a reader would not wait
             restore(slot.parameter)
             slot.parameter.data = view
@@ -128,13 +129,17 @@ class Gathering:
 
     def _launch(self, bucket):
         self.stored.get(bucket, "parameters")
-        shard = mark(self.shards[bucket], "parameters")  # a tracker that began after the engine has not met it
+        shard = self.shards[bucket]
+        if shard.dtype == bucket.dtype:
+            mark(shard, "parameters")  # a tracker that began after the engine has not met it
+        else:
+            shard = mark(shard.to(bucket.dtype), "parameters")  # of a master
         if self.quantized is not None:  # `_wait` makes room
-            self._in_flight[bucket] = self.quantized.launch(shard, self.whole[bucket], bucket.name)
+            self._in_flight[bucket] = self.quantized.launch(shard, self.whole[bucket], bucket.name), shard
             return
         self._make_room(bucket)
         self._in_flight[bucket] = self.comm.all_gather(shard, out=self.whole[bucket], async_op=True,
-                                                       label=bucket.name)
+                                                       label=bucket.name), shard
 
     def _make_room(self, bucket):
         """Give a bucket's whole parameters bytes, unless they have them: resizing would move them."""

@@ -24,6 +24,13 @@ def default_in_flight_bytes(buckets):
     return max(there) if there else min(SMALL, 2 * max((bucket.nbytes for bucket in buckets), default=0))
 
 
+def check_dense(name, gradient):
+    """Raise TypeError for a sparse gradient."""
+    if gradient.layout is not torch.strided:
+        raise TypeError(f"the gradient of {name} is {gradient.layout}: expected a dense one, as nn.Embedding gives "
+                        "with sparse=False")
+
+
 class Reducer:
     """Puts gradients into buckets, and reduces one when it is complete. A stage says how: `reduce(bucket)` launches the
     collective of `flat[bucket]`, and `reduced(bucket, result)` gets what it returned: with `replicas`, after these have
@@ -116,9 +123,7 @@ class Reducer:
     def placed(self, parameter, gradient):
         """Return the gradient in its bucket's buffer; one that fills the bucket alone becomes the buffer."""
         bucket, slot = self.place[parameter]
-        if gradient.layout is not torch.strided:
-            raise TypeError(f"the gradient of {slot.name} is {gradient.layout}: expected a dense one, as nn.Embedding "
-                            "gives with sparse=False")
+        check_dense(slot.name, gradient)
         if (bucket not in self.flat and gradient.numel() == bucket.numel and gradient.is_contiguous()
                 and not slot.order and gradient.dtype == self.buffer_dtype(bucket) and owns_storage(gradient)):
             self.flat[bucket] = mark(gradient, "gradients").view(-1)

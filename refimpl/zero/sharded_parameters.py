@@ -6,6 +6,7 @@ from ..memory import mark
 from .gathering import Gathering
 from .parameters import broadcast_rest
 from .units import frozen_buckets, modules_of_units, parameters_of_units, unit_buckets
+from .update import LOW
 
 
 def is_persistent(bucket, threshold):
@@ -40,8 +41,10 @@ class ShardedParameters:
         """Return the buckets of a unit that are whole only while they are gathered."""
         return [bucket for bucket in self.of_unit[unit] if not is_persistent(bucket, self.threshold)]
 
-    def hold(self, stored, look_ahead, limit):
-        """Give the parameters values, unit by unit, and cut them."""
+    def hold(self, stored, look_ahead, limit, in_fp32=False):
+        """Give the parameters values, unit by unit, and cut them. `in_fp32`: shards of what is trained in 16 bits are
+        its masters, and are rounded for each gather."""
+        self.in_fp32 = in_fp32
         self.shards, self.whole, self.frozen_pieces, start = {}, {}, {}, self.start
         self.gathering = Gathering(self.comm, self.shards, self.whole, look_ahead, limit, stored)
         stored.keep("parameters", lambda bucket: [] if is_persistent(bucket, self.threshold) else [self.shards[bucket]])
@@ -85,10 +88,14 @@ class ShardedParameters:
         if not whole.untyped_storage().nbytes() and whole.numel():
             return False
         if bucket not in self.shards:
-            self.shards[bucket] = mark(torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=bucket.device),
-                                       "parameters")
+            master = self.in_fp32 and not stays and bucket in self.units_of and bucket.dtype in LOW
+            shard = torch.zeros(bucket.shard_numel, dtype=torch.float32 if master else bucket.dtype,
+                                device=bucket.device)
+            self.shards[bucket] = mark(shard, "optimizer state" if master else "parameters")
         if self.start and self.start.reads_shards_of(bucket):
-            self.start.read(bucket.pieces(rank), self.shards[bucket])
+            read = torch.zeros_like(self.shards[bucket], dtype=bucket.dtype)
+            self.start.read(bucket.pieces(rank), mark(read, "parameters"))
+            self.shards[bucket].copy_(read)
             if stays:
                 self.comm.all_gather(self.shards[bucket], out=whole, label=bucket.name)
         else:

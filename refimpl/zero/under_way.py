@@ -3,14 +3,15 @@
 Units 1 … n run one after the other; a more are gathered ahead. Unit k has U_k bytes; a rank's shard of them is S_k. Its
 largest layer's gradients have m_k bytes. At stage 3, while unit k's backward runs, these are alive:
 
-    S_1 + … + S_n                    shards of parameters
+    S_1 + … + S_n                    shards of parameters; of 16-bit ones none, which are rounded from their masters
     U_k + U_(k−1) + … + U_(k−a)      units that are whole, or on their way
-    U_k                              the bucket that fills with the unit's gradients
-    m_k                              gradients that autograd has made, and nobody has copied yet
+    G_k                              gradients that autograd has made so far, up to U_k without padding
     W_k                              buckets on the wire: of k+1, k+2, …, as many as `in_flight_bytes` lets be
     S_(k+1) + … + S_n                shards of gradients that have been reduced
 
-and the peak is the largest sum of all k. At stage 2 parameters are whole, and buckets are not of units. At stage 1
+and at its end, when its parameters have gone, the bucket U_k that its gradients are moved to, in place of the first
+U_k. The peak is the largest sum of all k. At stage 2 parameters are whole, buckets are not of units, and fill while
+autograd makes gradients, of which those of one layer are there besides. At stage 1
 reduced buckets stay whole, too. A tensor that is used twice, such as an embedding's weight that is the head's, has one
 gradient more: it waits in autograd from the head's backward to the embedding's.
 
@@ -107,7 +108,7 @@ class _Step:
             self.waits[p] += 1
         complete = [p for p in reversed(layer) if not self.uses[p]]  # a bias before its weight
         used_before = _bytes(p for p in complete if self.waits[p] > 1)
-        self.now[MADE] = _bytes(complete) + used_before  # and their sums with what waits
+        self.now[MADE] = _bytes(complete) + used_before + (self.now[MADE] if self.stage == 3 else 0)  # and sums
         self.now[WAITING] += _bytes(p for p in layer if self.uses[p])
         self.look()
         self.now[MADE], self.now[WAITING] = self.now[MADE] - used_before, self.now[WAITING] - used_before
@@ -117,6 +118,9 @@ class _Step:
     def put(self, p):
         """Put a gradient into its bucket; one that fills it becomes the buffer."""
         bucket = self.place[p]
+        if self.stage == 3:  # there it waits for the end of its unit
+            self.missing[bucket].discard(p)
+            return
         if bucket not in self.filling:
             self.filling.add(bucket)
             self.now[FILLING] += bucket.nbytes
@@ -125,8 +129,7 @@ class _Step:
         self.now[MADE] -= p.nbytes * (bucket.numel != p.numel())
         self.missing[bucket].discard(p)
         for bucket in itertools.takewhile(lambda bucket: not self.missing[bucket], list(self.missing)):
-            if self.stage < 3:  # there a bucket is launched when its unit has ended
-                self.launch(bucket)
+            self.launch(bucket)
 
     def launch(self, bucket):
         """Reduce a bucket, if it is complete: its shard is made, and the whole is freed when the collective ends."""
@@ -136,6 +139,12 @@ class _Step:
         if self.stage == 1:  # in place, and it stays
             return
         self.wait_until(self.in_flight_bytes - bucket.nbytes)
+        if self.stage == 3:  # gradients move to their bucket, or are it
+            self.now[FILLING] += bucket.nbytes
+            fills = bucket.parameters[0].numel() == bucket.numel
+            self.now[MADE] -= bucket.nbytes * fills
+            self.look()
+            self.now[MADE] -= 0 if fills else _bytes(bucket.parameters)
         self.now[REDUCED] += bucket.shard_numel * bucket.dtype.itemsize
         self.look()
         self.now[FILLING] -= bucket.nbytes

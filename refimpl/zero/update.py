@@ -21,8 +21,9 @@ class ShardedUpdate:
 
     - `pieces[bucket]`: [(Piece, Parameter)]. The optimizer updates the Parameter, a view of the bucket's master, if it
       has one, or else of its shard.
-    - `masters[bucket]`: the fp32 copy of a 16-bit shard. It is rounded into the shard after each step. With a `device`,
-      such as the host, each shard has a copy there, which is updated in its place.
+    - `masters[bucket]`: the fp32 copy of a 16-bit shard. It is rounded into the shard after each step. (At stage 3 the
+      shard itself is fp32, if it stays on the device: it is rounded for each gather.) With a `device`, such as the
+      host, each shard has a copy there, which is updated in its place.
     - `gradients[bucket]`: this rank's shard of the averaged gradients, on the same device.
     - `group_names`: the names of the whole parameters in each param group, also of those that this rank has no part of.
     """
@@ -38,7 +39,7 @@ class ShardedUpdate:
 
     def _held(self, bucket):
         """Return what holds a bucket's elements: its master, made here, or its shard."""
-        shard, low = self.shards[bucket], bucket.dtype in LOW
+        shard, low = self.shards[bucket], self.shards[bucket].dtype in LOW
         if bucket not in self.masters and (low or self.device is not None):
             master = torch.empty_like(shard, dtype=torch.float32 if low else None, device=self.device).copy_(shard)
             self.masters[bucket] = mark(master, "optimizer state")

@@ -22,6 +22,7 @@ from torch import nn
 
 from .backwards import Backwards, is_opaque
 from .quantized.gather import check_codec, quantized_gather
+from .reducer import check_dense
 from .sharded_parameters import ShardedParameters, is_persistent
 from .starting import start
 from .units import default_units
@@ -32,7 +33,22 @@ LOOK_AHEAD, MOST_AHEAD = 1, 10_000  # units; above, someone means elements
 
 class ReduceByUnit(ReduceScatterAtOnce):
     """Reduces a bucket when the backward of its unit has ended, with zeros for parameters that this rank has not used:
-    so all ranks reduce at the same place between their gathers, whatever they used inside the unit."""
+    so all ranks reduce at the same place between their gathers, whatever they used inside the unit. Gradients stay
+    where autograd has made them until then: the bucket's buffer comes when the unit's parameters have gone."""
+
+    def take(self, parameter):
+        """Leave the gradient; `launch` moves it."""
+        check_dense(self.place[parameter][1].name, parameter.grad)
+
+    def launch(self, bucket):
+        """Move the bucket's gradients to its buffer, and launch its collective."""
+        self.wait_until(self.in_flight_bytes - bucket.nbytes)  # before it takes bytes itself
+        for slot in bucket.slots:
+            gradient, slot.parameter.grad = slot.parameter.grad, None
+            if gradient is not None:
+                self.views[slot.parameter] = self.placed(slot.parameter, gradient)
+            del gradient
+        super().launch(bucket)
 
     def begin(self, syncing):
         """Begin a backward. `Zero3._backward_begun` adds what buckets wait for, unit by unit."""
@@ -78,6 +94,7 @@ class Zero3(Zero2):
         self._limits, self._codec = (look_ahead, max_live_parameters), quantized_weights
         self._backwards = Backwards(self._backward_begun, self._backward_ended)
         self._start = start(model, comm.device, initialize)
+        self._in_fp32 = options.get("store") is None and options.get("update") is None
         super().__init__(model, comm, *args, **options)
         self.gathering.writes = self.writes
         with torch._C.DisableTorchFunctionSubclass():  # which would see reads of what is released
@@ -94,7 +111,7 @@ class Zero3(Zero2):
 
     def _hold_parameters(self):
         quantized = quantized_gather(self.levels.shards, self._codec)
-        self.parameters.hold(self._stored, *self._limits)
+        self.parameters.hold(self._stored, *self._limits, in_fp32=self._in_fp32)
         self.gathering.quantized = quantized  # from the first forward on
 
     @property

@@ -47,7 +47,7 @@ class Writes:
         if bucket not in self._undo:
             self._undo[bucket] = None if shard.data_ptr() == part.data_ptr() else shard.clone()
         if self._undo[bucket] is not None:
-            shard.copy_(part)
+            follow(shard, part)
 
     def settle(self, stored, update, agree):
         """Call `agree(digests)`. If it raises, shards are again as they were; else masters follow them."""
