@@ -5,7 +5,8 @@ storages, though, and one storage is often saved by several operations, as it is
 handed to the technique once, whole, and every tensor on it becomes a View of what the technique made of it.
 
 Three kinds are never touched, since their owner keeps them and a second copy could only cost: parameters and buffers of
-the model with their views and casts, leaves that want a gradient, and the tensors that the model was called with.
+the model with their views, leaves that want a gradient, and the tensors that the model was called with. A cast of a
+parameter, as autocast makes one of each weight, has no owner in backward: it is made again from the parameter.
 """
 
 import weakref
@@ -20,8 +21,9 @@ from torch.utils import _pytree as pytree
 from .report import Report
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+CAST = "ToCopyBackward0"
 ALIASES = {"TBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0",
-           "PermuteBackward0", "ExpandBackward0", "AliasBackward0", "ToCopyBackward0"}  # ToCopy: a cast
+           "PermuteBackward0", "ExpandBackward0", "AliasBackward0", CAST}
 
 
 class Stored:
@@ -91,6 +93,25 @@ class Whole:
                                f"operation: {self.tensor.dtype} {list(self.tensor.shape)} is at version "
                                f"{self.tensor._version}, expected version {self.version}")
         return self.tensor
+
+
+class Recast:
+    """A cast of a parameter, or a view of one, that is made again; RuntimeError if the parameter was changed since."""
+
+    __slots__ = ("dtype", "layout", "parameter", "version")
+
+    def __init__(self, parameter, tensor):
+        self.parameter, self.version, self.dtype = parameter, parameter._version, tensor.dtype
+        self.layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self):
+        """Return the tensor."""
+        if self.parameter._version != self.version:
+            raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
+                               f"operation: a parameter {list(self.parameter.shape)}, of which a cast was saved, is at "
+                               f"version {self.parameter._version}, expected version {self.version}")
+        with torch.no_grad():
+            return self.parameter.detach().to(self.dtype).as_strided(*self.layout)
 
 
 class SavedStorages:
@@ -192,6 +213,11 @@ class SavedStorages:
         if self._is_owned(tensor, storage):
             if storage._cdata not in self._left:
                 self.report.owned += nbytes
+            owner, steps = self._made_of(tensor.grad_fn)
+            if owner is not None and steps.count(CAST) == 1 and steps[-1] == CAST and (
+                    nbytes == owner.numel() * tensor.itemsize):
+                _remember(self._left, storage)
+                return Recast(owner, tensor)
         elif storage._cdata not in self._left:
             kind, after, stored = self._store(tensor, nbytes)
             self.report.add(kind, nbytes, after, stored)
@@ -221,14 +247,17 @@ class SavedStorages:
         if storage._cdata in self._owned or storage._cdata in self._callers:
             return True
         base = tensor._base if tensor._is_view() else tensor
-        return (base.is_leaf and base.requires_grad) or self._is_cast_of_owned(tensor.grad_fn)
+        return (base.is_leaf and base.requires_grad) or self._made_of(tensor.grad_fn)[0] is not None
 
-    def _is_cast_of_owned(self, node):
-        """Tell whether the tensor made by `node` is a parameter after nothing but views and casts."""
+    def _made_of(self, node):
+        """Return the parameter of which `node` is nothing but views and casts, or None, and these, the last first."""
+        steps = []
         while node is not None and type(node).name(node) in ALIASES:
+            steps.append(type(node).name(node))
             ((node, _),) = node.next_functions
         leaf = getattr(node, "variable", None)  # AccumulateGrad has it, the node of a leaf
-        return leaf is not None and type(leaf) in PLAIN and leaf.untyped_storage()._cdata in self._owned
+        owned = leaf is not None and type(leaf) in PLAIN and leaf.untyped_storage()._cdata in self._owned
+        return leaf if owned else None, steps
 
 
 def has_storage(tensor):

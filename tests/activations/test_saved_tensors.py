@@ -421,3 +421,39 @@ def test_a_nested_tensor_is_kept_as_it_is(linear):
         y = linear(rows)
         return torch.nested.to_padded_tensor(y * y, 0).sum()
     check_gradient(loss, linear.weight, compress_activations(linear, smallest=0))
+
+
+class Hoarding(Copies):
+    """The mutant: casts of weights stay from forward to backward."""
+    def _made_of(self, node):
+        owner, steps = super()._made_of(node)
+        return owner, [*steps, *steps]
+
+
+def test_casts_of_weights_are_made_again_and_take_no_bytes_from_forward_to_backward():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 62), nn.Tanh(), nn.Linear(62, 64, bias=False))
+    x, between = torch.randn(4, 64, requires_grad=True), {}
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().sum()
+
+    expected = torch.autograd.grad(loss(), [x, *model.parameters()])
+    for make in (Copies, Hoarding):
+        with memory.track(model, x) as t:
+            with make(model):
+                kept = loss()
+            between[make] = t.now.total
+            assert all(map(torch.equal, torch.autograd.grad(kept, [x, *model.parameters()]), expected))
+        del kept
+    assert between[Hoarding] - between[Copies] == 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+
+
+def test_a_parameter_that_changed_after_its_cast_was_saved_is_refused(linear, x):
+    with Copies(linear):
+        y = x.bfloat16() @ linear.weight.to(torch.bfloat16).t()
+    with torch.no_grad():
+        linear.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"a parameter \[\d+, 16\], of which a cast was saved, is at version"):
+        y.sum().backward()
