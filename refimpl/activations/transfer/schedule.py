@@ -34,7 +34,7 @@ class TransferSchedule:
         self._transfer, self._depth = transfer, depth
         self._order = []  # weak references to the Offloaded, in the order of sending
         self._leaving = deque()  # (flat, its version, ticket, weak reference to the Offloaded)
-        self._backward = None  # autograd's id of the backward that fetches
+        self._backward = self._first = None  # autograd's id of the backward that fetches; what it took first
         self._lock = threading.RLock()  # autograd has one thread for each CUDA device
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -66,7 +66,10 @@ class TransferSchedule:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def take(self, stored):
-        """Return the content on the device and prefetch what was sent before it. RuntimeError if it was overwritten."""
+        """Return the content on the device and prefetch what was sent before it. RuntimeError if it was overwritten.
+
+        Nothing is fetched ahead of what a backward takes first: that is the loss's, logits as a rule, and there most
+        steps have their peak."""
         with self._lock:
             self.wait()
             if stored.overwritten:
@@ -74,9 +77,11 @@ class TransferSchedule:
                 raise RuntimeError("one of the variables needed for gradient computation has been modified by an "
                                    f"inplace operation while it was copied to the host: {stored.described} is at "
                                    f"version {now}, expected version {then}")
-            self._begin(torch._C._current_graph_task_id())
+            if self._begin(torch._C._current_graph_task_id()):
+                self._first = stored.index
             self._fetch(stored)
-            self._fetch_ahead(stored.index)
+            if stored.index != self._first:
+                self._fetch_ahead(stored.index)
             self._transfer.wait(stored.ticket)
             flat, stored.taken = stored.copy, stored.taken + 1
             if stored.taken == stored.views:  # all operations that saved it have taken it
@@ -86,14 +91,15 @@ class TransferSchedule:
             return flat
 
     def _begin(self, task):
-        """Schedule `forget` for the end of a backward, at its first `take`."""
+        """Schedule `forget` for the end of a backward, at its first `take`; return whether it is that."""
         if task == self._backward:
-            return
+            return False
         self.forget()
         self._backward = task
         if task != -1:
             schedule = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(schedule()))
+        return True
 
     def _fetch(self, stored):
         if stored.copy is None:
