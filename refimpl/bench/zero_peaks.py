@@ -13,6 +13,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import torch
 
@@ -170,8 +171,9 @@ def theirs(units, comm, model, way):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if way == "masters" else {}
+    holders = Counter(p for module in model.modules() for p in module._parameters.values())
     for module in blocks(model) if units == "blocks" else default_units(model):
-        if module is not model:
+        if module is not model and all(holders[p] == 1 for p in module.parameters()):  # what is tied is the root's
             fully_shard(module, **policy)
     fully_shard(model, **policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

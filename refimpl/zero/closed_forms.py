@@ -86,9 +86,8 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
 
 def start_bytes(model, world_size, *, units=None, persistence_threshold=0):
     """Return the bytes (parameters, masters and buffers) that `Zero3` holds at its peak while it gives a model on the
-    meta device its values by a function: max_i (S₁ + … + Sᵢ + Uᵢ), the shards so far and one whole unit, or all shards
-    and the masters of 16-bit ones that stay whole; those of the others are their shards. Temporary tensors of that
-    function come on top."""
+    meta device its values by a function: max_i (S₁ + … + Sᵢ + Uᵢ), the shards so far and one whole unit, or the masters
+    that then take the place of 16-bit shards. Temporary tensors of that function come on top."""
     units = default_units(model) if units is None else units
     trained = _layout(model, world_size, 3, None, units, persistence_threshold)
     buckets = [*trained, *frozen_buckets(model, units, world_size, persistence_threshold)]
@@ -100,17 +99,19 @@ def start_bytes(model, world_size, *, units=None, persistence_threshold=0):
         while whole:
             bucket = next(iter(whole))
             stays = all(p.numel() < persistence_threshold for p in bucket.parameters)
-            master = bucket.dtype in LOW and bucket in trained and not stays
-            held += bucket.shard_numel * (4 if master else bucket.dtype.itemsize) if bucket not in cut else 0
+            held += bucket.shard_numel * bucket.dtype.itemsize if bucket not in cut else 0
             waiting = {each.dtype for each in buckets if each not in cut and each not in whole}
             peak = max(peak, held + sum(each.nbytes for each in whole) + _elements(waiting) + _elements(expanded))
             held += bucket.nbytes if stays and bucket not in cut else 0
             expanded |= set() if stays else {bucket.dtype}
             cut.add(bucket)
             del whole[bucket]
-    masters = sum(4 * bucket.shard_numel for bucket in trained if bucket.dtype in LOW and all(
-        p.numel() < persistence_threshold for p in bucket.parameters))
-    return max(peak, held + masters + _elements(expanded))
+    stay = [all(p.numel() < persistence_threshold for p in bucket.parameters) for bucket in trained]
+    for bucket, stays in sorted(zip(trained, stay, strict=True), key=lambda pair: pair[1]):
+        if bucket.dtype in LOW:  # its master, in place of its shard unless it stays whole
+            peak = max(peak, held + 4 * bucket.shard_numel + _elements(expanded))
+            held += (4 if stays else 2) * bucket.shard_numel
+    return max(peak, held + _elements(expanded))
 
 
 def _elements(dtypes):

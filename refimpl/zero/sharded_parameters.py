@@ -44,7 +44,6 @@ class ShardedParameters:
     def hold(self, stored, look_ahead, limit, in_fp32=False):
         """Give the parameters values, unit by unit, and cut them. `in_fp32`: shards of what is trained in 16 bits are
         its masters, and are rounded for each gather."""
-        self.in_fp32 = in_fp32
         self.shards, self.whole, self.frozen_pieces, start = {}, {}, {}, self.start
         self.gathering = Gathering(self.comm, self.shards, self.whole, look_ahead, limit, stored)
         stored.keep("parameters", lambda bucket: [] if is_persistent(bucket, self.threshold) else [self.shards[bucket]])
@@ -63,6 +62,9 @@ class ShardedParameters:
         if start:
             start.finish()
         self._broadcast_rest()
+        for bucket in self.trained if in_fp32 else ():
+            if bucket.dtype in LOW and not is_persistent(bucket, self.threshold):
+                self.shards[bucket] = mark(self.shards[bucket].float(), "optimizer state")
 
     def _broadcast_rest(self):
         broadcast_rest(self.model, self.levels.comm, (*self.trained, *self.frozen))
@@ -88,14 +90,10 @@ class ShardedParameters:
         if not whole.untyped_storage().nbytes() and whole.numel():
             return False
         if bucket not in self.shards:
-            master = self.in_fp32 and not stays and bucket in self.units_of and bucket.dtype in LOW
-            shard = torch.zeros(bucket.shard_numel, dtype=torch.float32 if master else bucket.dtype,
-                                device=bucket.device)
-            self.shards[bucket] = mark(shard, "optimizer state" if master else "parameters")
+            self.shards[bucket] = mark(torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=bucket.device),
+                                       "parameters")
         if self.start and self.start.reads_shards_of(bucket):
-            read = torch.zeros_like(self.shards[bucket], dtype=bucket.dtype)
-            self.start.read(bucket.pieces(rank), mark(read, "parameters"))
-            self.shards[bucket].copy_(read)
+            self.start.read(bucket.pieces(rank), self.shards[bucket])
             if stays:
                 self.comm.all_gather(self.shards[bucket], out=whole, label=bucket.name)
         else:

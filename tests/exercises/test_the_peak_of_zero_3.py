@@ -13,15 +13,15 @@ def predict(layers, nbytes, world_size, ahead):
     return most, (gathered + layers) * (world_size - 1) * nbytes // world_size
 
 
-def highest(units, largest, world_size, *, shards_of_gradients=True):
+def highest(units, world_size, *, shards_of_gradients=True):
     before = [0, *units]
-    return max(sum(units) // world_size + 2 * unit + before[k] + largest[k]
+    return max(sum(units) // world_size + 2 * unit + before[k]
                + (sum(units[k + 1:]) // world_size if shards_of_gradients else 0) for k, unit in enumerate(units))
 
 
-def of_the_largest(units, largest, world_size):
+def of_the_largest(units, world_size):
     """As if the largest unit decided, whatever is whole beside it."""
-    return sum(units) // world_size + 3 * max(units) + max(largest)
+    return sum(units) // world_size + 3 * max(units)
 
 
 RIGHT = [(page.first, predict), (page.second, highest)]
@@ -32,5 +32,5 @@ WRONG = [
      "the bytes held are right; you say 196,608 are sent, a rank sends 135,168"),
     (page.second, of_the_largest, "bytes of parameters and gradients"),
     (page.second, partial(highest, shards_of_gradients=False), "bytes of parameters and gradients"),
-    (page.second, lambda units, largest, n: sum(units), "4 ranks: you say")]
+    (page.second, lambda units, n: sum(units), "4 ranks: you say")]
 test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
