@@ -34,10 +34,12 @@ MADE, WAITING, REDUCED = "gradients just made", "gradient of a tensor used twice
 
 
 def under_way_bytes(model, world_size, stage, *, look_ahead=1, in_flight_bytes=None, bucket_bytes=None, units=None,
-                    order=None):
+                    order=None, outside=()):
     """Return {what: bytes} of parameters and gradients at the moment of a step, the third or a later one, when they are
     most. Arguments as the engine's; `stage` 1 to 3, else ValueError. `order`: the model's modules in the order of their
-    forwards, by default that in which the model has them. At stage 3 only that of units matters."""
+    forwards, by default that in which the model has them. At stage 3 only that of units matters. `outside`: parameters
+    that the model itself reads after all units, as a head tied by `F.linear(x, self.embedding.weight)` does: at stage 3
+    they stay whole until backward has ended."""
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage!r}: expected 1, 2 or 3 (at stage 0 parameters and gradients are whole)")
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -50,7 +52,7 @@ def under_way_bytes(model, world_size, stage, *, look_ahead=1, in_flight_bytes=N
         buckets = buckets_of(named, world_size,
                              default_bucket_bytes(named, stage) if bucket_bytes is None else bucket_bytes)
     step = _Step(buckets, stage, default_in_flight_bytes(buckets) if in_flight_bytes is None else in_flight_bytes)
-    step.run(modules, look_ahead)
+    step.run(modules, look_ahead, list(outside))
     return step.most
 
 
@@ -68,12 +70,15 @@ class _Step:
         if sum(self.now.values()) > sum(self.most.values()):
             self.most = {what: nbytes for what, nbytes in self.now.items() if nbytes}
 
-    def run(self, modules, look_ahead):
+    def run(self, modules, look_ahead, outside):
         """Go through forward, in which only whole parameters change, and backward."""
+        self.stay = list(dict.fromkeys(self.place[p] for p in outside)) if self.stage == 3 else []
         own = {unit: list(dict.fromkeys(self.place[p] for p in _parameters(inside) if p in self.place))
                for unit, inside in modules.items()}
         self.uses = Counter(p for inside in modules.values() for p in _parameters(inside))
+        self.uses.update(outside)
         whole = self.gathered(own, look_ahead)
+        self.make(outside)
         for unit in reversed(modules):
             if unit in whole:
                 self.hold(whole[unit])
@@ -98,7 +103,7 @@ class _Step:
 
     def hold(self, buckets):
         """Have these buckets' parameters whole, and no others."""
-        self.now[WHOLE] = _bytes(buckets)
+        self.now[WHOLE] = _bytes(dict.fromkeys([*buckets, *self.stay]))
         self.look()
 
     def make(self, layer):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 from zero_kit import ADAMW, ENGINES
 from zero_steps import GradientsKept, ParametersKept, stack, tracked
 
@@ -9,6 +10,20 @@ from refimpl.bench import zero_models
 from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
 from refimpl.zero.under_way import MADE, REDUCED, SHARDS, WHOLE, WIRE, under_way_bytes
+
+
+class TiedByARead(zero_models.SequentialGPT):
+    """The head reads the table's weight, and the table's unit knows nothing of it."""
+
+    def __init__(self):
+        super().__init__(256, 64, 4, 4, 16)
+        del self.head
+
+    def forward(self, tokens, targets):
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        logits = F.linear(self.norm(self.blocks(x)), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODELS = {
@@ -36,7 +51,8 @@ def measured(model, stage, make=None, **options):
     """Bytes of parameters and gradients at the highest moment of a third step, all on rank 0 of 4. The tracker counts a
     gradient that waits in autograd, of a table that is used twice, as a temporary tensor; others here are smaller."""
     tables = {p.nbytes for p in model.parameters() if len(p) == 256}
-    tied = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+    tied = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))) or isinstance(
+        model, TiedByARead)
     t = tracked((make or ENGINES[stage])(model, FakeCommunicator(0, 4), ADAMW, **options), X, X, steps=3)
     of = {name: t.timeline.nbytes[:, i] for i, name in enumerate(t.timeline.categories)}
     waiting = of["temporaries"] // max(tables) * max(tables)
@@ -49,6 +65,15 @@ def test_the_highest_moment_is_that_of_the_closed_form(name, stage, options):
     model = MODELS[name]()
     said = under_way_bytes(model, 4, stage, order=order_of(model), **options)
     assert sum(said.values()) == measured(model, stage, **options)
+
+
+@pytest.mark.parametrize(("stage", "options"), WAYS, ids=map(str, WAYS))
+def test_what_is_read_outside_of_its_unit_stays_and_is_counted(stage, options):
+    model = TiedByARead()
+    order = order_of(model)
+    said, less = (sum(under_way_bytes(model, 4, stage, order=order, outside=outside, **options).values())
+                  for outside in ([model.embedding.weight], []))
+    assert said == measured(model, stage, **options) and (less < said or stage < 3)
 
 
 def test_it_says_what_is_there():
