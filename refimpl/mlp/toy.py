@@ -6,10 +6,10 @@ from itertools import product
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..feed_forward import shallow
+from ..unseen import unseen
 
 # keep, chunk_size, dtype (None: the weights' own), under autocast; the largest error by the largest number
 TRIALS = (("input", None, None, False), ("hidden", 4, torch.float64, False), ("input", None, None, True))
@@ -37,8 +37,7 @@ def differs(mlp, form, replaced):
     under autocast. Of `mlp` nothing is called but modules without weights, nothing is changed, and the state of the
     random numbers is that of before.
     """
-    with (_disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([]),
-          torch.autocast("cpu", enabled=False)):
+    with unseen(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for training, (keep, chunk_size, dtype, autocast) in product((True, False), TRIALS):
             toy = _toy(mlp, form, dtype)
             dtype = next(toy.parameters()).dtype
