@@ -69,14 +69,18 @@ def allocators():
 
 def least_capacity(trace, make):
     """Return the least capacity in bytes, to 0.5 %, with which a replay does not fail."""
+    def fails(capacity):
+        try:
+            return replay(trace, make(capacity)).failure is not None
+        except ValueError:  # below the largest request
+            return True
+
     low, high = trace.peak, replay(trace, make(PLENTY)).peak
+    while fails(high):  # where there is an end, best fit chooses other holes than in plenty
+        high += int(0.005 * low)
     while high - low > 0.005 * low:
         middle = (low + high) // 2
-        try:
-            fails = replay(trace, make(middle)).failure is not None
-        except ValueError:  # below the largest request
-            fails = True
-        low, high = (middle, high) if fails else (low, middle)
+        low, high = (middle, high) if fails(middle) else (low, middle)
     return high
 
 
