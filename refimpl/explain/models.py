@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..feed_forward import read
 from ..mlp import MemoryEfficientMLP
 
 
@@ -85,8 +86,10 @@ def _is_whole(module):
 
 
 def _is_known_mlp(module):
-    """Tell whether all that a module keeps for backward would not be kept: dropout behind its layers keeps its mask."""
+    """Tell whether all that a module keeps for backward would not be kept: dropout behind its layers keeps its mask. It
+    is read alone: a toy, on which `of` would try it, would take bytes of the program's."""
     try:
-        return not isinstance(module, MemoryEfficientMLP) and not MemoryEfficientMLP.of(module).does_more
+        return not isinstance(module, MemoryEfficientMLP) and not MemoryEfficientMLP._of(
+            module, read(module), "input", None).does_more
     except TypeError:
         return False
