@@ -188,13 +188,25 @@ class Gathering:
         """Note the versions of whole parameters: what was written to them so far is not to be kept."""
         self._versions.update((slot.parameter, slot.parameter._version) for bucket in buckets for slot in bucket.slots)
 
+    def keep_written(self, buckets=None):
+        """Take what modules have written to buckets, by default to all that are whole, into their shards. RuntimeError
+        if they were gathered in fewer bits."""
+        for bucket in self._gathered if buckets is None else buckets:
+            names = [slot.name for slot in bucket.slots if slot.parameter._version != self._versions[slot.parameter]]
+            if names and self.quantized is not None:
+                raise RuntimeError(f"a module has written to {names[0]}, which was gathered in fewer bits: its shard "
+                                   "would lose its exact numbers. Use Zero3 without quantized_weights")
+            if names and self.writes is not None:
+                with self.stored.loaded(bucket, only="parameters"):
+                    self.writes.keep(bucket, self.whole[bucket], names)
+                self.see([bucket])
+
     def _free(self, bucket):
         self._gathered.discard(bucket)
-        names = [slot.name for slot in bucket.slots if slot.parameter._version != self._versions[slot.parameter]]
-        if names and self.writes is not None:
-            with self.stored.loaded(bucket, only="parameters"):
-                self.writes.keep(bucket, self.whole[bucket], names)
-        self.hide(bucket)
+        try:
+            self.keep_written([bucket])
+        finally:
+            self.hide(bucket)
 
     def fetch(self, bucket):
         """Make a bucket whole, outside of steps, until `hide`."""

@@ -23,6 +23,7 @@ def gathered(engine, write=False):
 def publish(engine):
     """Bring the parameters up to date after a load has written to masters, or to this rank's shards."""
     if engine.stage == 3:
+        engine.gathering.see(engine.parameters.whole)  # a module's writes from before the load are not to be kept
         engine.gathering.end_step()  # what a forward without a backward has left whole
     for bucket in engine.buckets if engine.stage else ():
         with engine.update.loaded(bucket):

@@ -143,6 +143,7 @@ class Zero3(Zero2):
         """Gather all parameters, to be read. What is written to them is lost, unless `write`: then rank 0's values are
         those of all ranks when the context ends, of shards and masters too. All ranks call it."""
         sharded = [bucket for bucket in self.parameters.whole if not is_persistent(bucket, self.persistence_threshold)]
+        self.gathering.keep_written()
         with self.gathering.exact():
             for bucket in sharded:
                 self.gathering.gather(bucket)

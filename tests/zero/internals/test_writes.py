@@ -14,6 +14,7 @@ from refimpl.offload import CPUAdam
 from refimpl.zero import DataParallel, Zero3
 from refimpl.zero.gathering import Gathering
 from refimpl.zero.internals.writes import digest
+from refimpl.zero.quantized import BlockCodec
 from refimpl.zero.store import StoredUpdate
 
 
@@ -135,6 +136,31 @@ def test_what_ranks_write_differently_is_named_and_shards_are_as_before(comm, wo
     if stage == 3:
         engine.zero_grad()
         assert equal(before, parameters_of(engine))
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks(2)
+def test_what_a_forward_alone_wrote_is_kept_when_all_is_gathered_and_does_not_survive_a_load(comm, reshards):
+    engine = Zero3(made("renormalised"), comm, SGD, reshard_after_forward=reshards)
+    train(engine, torch.float32, 1)
+    with torch.no_grad(), engine.gathered(write=True):
+        engine.model.last.weight.fill_(3.0)
+    saved = engine.state_dict()
+    engine(own_rows(comm, batch(3, rows=6)))
+    assert farthest({"w": parameters_of(engine)["last.weight"].norm(dim=1)}, {"w": torch.ones(WIDTH)}) < 1e-5
+    engine.check_phase("load")
+    engine(own_rows(comm, batch(4, rows=6)))  # it stays whole, or its last unit does
+    engine.load_state_dict(saved)
+    assert (parameters_of(engine)["last.weight"] == 3.0).all()
+
+
+@on_ranks(2)
+def test_what_is_gathered_in_fewer_bits_is_not_to_be_written(comm):
+    engine = Zero3(made("renormalised"), comm, SGD, quantized_weights=BlockCodec(8, 16))
+    before = parameters_of(engine)
+    with pytest.raises(RuntimeError, match="a module has written to last.weight, which was gathered in fewer bits"):
+        train(engine, torch.float32, 1)
+    assert equal(before, parameters_of(engine))
 
 
 class Lost(Gathering):
