@@ -124,6 +124,40 @@ def test_it_trains_as_data_parallelism_does(comm, world_size, name, options):
     assert all(type(p) is Released for p in engine.model.parameters())
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 32, "max_position_embeddings": 32}
+OTHERS = {  # model: (class, options, what is read outside of its unit)
+    "deberta-v2": ("AutoModelForMaskedLM", {
+        **SIZES, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        {"deberta.encoder.rel_embeddings.weight"}),
+    "prophetnet": ("AutoModelForSeq2SeqLM", {
+        **SIZES, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_encoder_layers": 2, "num_decoder_layers": 2,
+        "num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2, "dropout": 0.0, "attention_dropout": 0.0,
+        "activation_dropout": 0.0},
+        {"prophetnet.decoder.ngram_embeddings.weight", "prophetnet.decoder.position_embeddings.weight"})}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", OTHERS)
+@on_ranks("world_size")
+def test_models_that_read_a_table_which_they_do_not_call(comm, world_size, kind):
+    transformers = pytest.importorskip("transformers")
+    name, options, read = OTHERS[kind]
+    found = []
+    for make in (DataParallel, Zero3):
+        fixed()
+        engine = make(getattr(transformers, name).from_config(transformers.AutoConfig.for_model(kind, **options)), comm,
+                      SGD)
+        for step in range(3):
+            tokens = torch.randint(2, 60, (6, 12), generator=torch.Generator().manual_seed(step))
+            mine = own_rows(comm, tokens)
+            engine.backward(engine(input_ids=mine, labels=mine).loss)
+            engine.step()
+        found.append(parameters_of(engine))
+    assert equal(*found) if world_size == 1 else farthest(*found) < 1e-6
+    assert {bucket.name for bucket in engine.gathering.outside} == read
+
+
 def test_what_is_read_stays_from_its_first_use_to_the_end_and_nothing_else_does():
     sizes = {}
     for name in ("tied", "head"):
