@@ -24,13 +24,13 @@ def offload_activations(model, *, depth=2, smallest=SMALLEST, only=None, transfe
     `c.report` tells which storages were copied and which stayed, and `c.report.host` the bytes that were copied.
 
     - `depth`: how many storages may be on their way out at once, and how many are fetched ahead: device memory for
-      time.
+      time. With 0 the computation waits for each copy, and the device holds what it does with PyTorch's `save_on_cpu`.
     - `smallest`: storages of fewer bytes stay. `only`: patterns of module names, e.g. `"blocks.*"`; None: all.
     - `transfer`: the object that makes the copies, with the methods of `Rehearsal`. Default: CUDA's, pinned memory.
 
     What is changed in place while it is being copied is refused in backward, as PyTorch does without hooks.
 
-    Raises ValueError for a depth below 1, a threshold below 0 and a pattern that no module has; TypeError for a model
+    Raises ValueError for a depth below 0, a threshold below 0 and a pattern that no module has; TypeError for a model
     that is no module and a transfer without its methods; RuntimeError when entered twice at once.
     """
     return OffloadActivations(model, depth, smallest, only, transfer)
@@ -41,8 +41,8 @@ class OffloadActivations(SavedStorages):
 
     def __init__(self, model, depth, smallest, only, transfer):
         super().__init__(model, smallest, only)
-        if type(depth) is not int or depth < 1:
-            raise ValueError(f"depth={depth!r}: expected an integer of at least 1, the storages copied at once")
+        if type(depth) is not int or depth < 0:
+            raise ValueError(f"depth={depth!r}: expected an integer of at least 0, the storages copied at once")
         for name in ("offloads", "to_host", "to_device", "wait"):
             if transfer is not None and not callable(getattr(transfer, name, None)):
                 raise TypeError(f"transfer={transfer!r} has no method {name}: expected an object that makes the "

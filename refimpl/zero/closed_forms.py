@@ -28,7 +28,7 @@ from ..saving.durable import safetensors_bytes, widest_first
 from ..saving.form import part_name
 from ..sharding import spec_of
 from .bucket import buckets_of, default_bucket_bytes
-from .units import default_units, frozen_buckets, parameters_of_units, unit_buckets
+from .units import default_units, frozen_buckets, large_heads, parameters_of_units, unit_buckets
 from .update import LOW
 
 STAGES = (0, 1, 2, 3)
@@ -123,9 +123,9 @@ def step_traffic(model, world_size, stage, *, rank=0, micro_batches=1, clips=0, 
     """Return the Traffic (bytes by collective) that `rank` sends in one step; for stage 3 in the second or a later one.
 
     Stages 0 and 1 with `no_sync` around all micro-batches but the last. Stage 3 for units that run one after the other
-    in the order of `units`. Each is gathered twice for a micro-batch, except the last one, since backward begins where
-    forward ends, an `nn.Embedding`, since its gradient needs indices alone, and units before the first that has
-    something to train: these are gathered once.
+    in the order of `units`. Each is gathered twice for a micro-batch. These are gathered once: the last one, since
+    backward begins where forward ends, unless it is a large head (`units.large_heads`), which is freed in between; an
+    `nn.Embedding`, since its gradient needs indices alone; and units before the first that has something to train.
     """
     N, buckets = world_size, _layout(model, world_size, stage, bucket_bytes, units, persistence_threshold)
     wire = {bucket: bucket.numel * (reduce_dtype or bucket.dtype).itemsize for bucket in buckets}
@@ -229,7 +229,7 @@ def _frozen_layout(model, world_size, stage, units, persistence_threshold):
 
 def gathers(model, buckets, units=None, persistence_threshold=0):
     """Return the buckets, of all that stage 3 has, that one forward and backward gather, in order; one used twice in a
-    row is gathered once. `step_traffic` says for which models."""
+    row is gathered once, unless it is a large head (`units.large_heads`). `step_traffic` says for which models."""
     units = default_units(model) if units is None else units
     parameters = parameters_of_units(units)
     place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
@@ -239,7 +239,8 @@ def gathers(model, buckets, units=None, persistence_threshold=0):
         own = dict.fromkeys(place[p] for p in parameters[unit] if p in place)
         wanted += [bucket for bucket in own
                    if not all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)]
-    return [bucket for i, bucket in enumerate(wanted) if not i or bucket is not wanted[i - 1]]
+    freed = large_heads(model, buckets)
+    return [bucket for i, bucket in enumerate(wanted) if not i or bucket is not wanted[i - 1] or bucket in freed]
 
 
 def _check_stage(stage):

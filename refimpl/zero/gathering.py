@@ -24,7 +24,8 @@ class Gathering:
 
     `look_ahead`: units that are prefetched while one computes, in the order in which the last step gathered them.
     `limit`: elements that may be whole or in flight when a prefetch begins.
-    `quantized`: a QuantizedGather, which then gathers in place of `comm`.
+    `quantized`: a QuantizedGather, which then gathers in place of `comm`. `large_heads`: buckets that do not stay whole
+    between two uses in a row.
     """
 
     def __init__(self, comm, shards, whole, look_ahead, limit, stored=None):
@@ -36,6 +37,7 @@ class Gathering:
         self._users, self._gathered, self._in_flight = Counter(), set(), {}
         self._order, self._seen = [], []  # (bucket, unit) in the order of the last step, and of this one
         self.writes, self._versions = None, {}  # a `Writes`; parameter → version when it was gathered
+        self.large_heads = set()
         self.computing = 0  # forwards and backwards of the engine that run
         self.outside, self.held = set(), set()  # buckets that others than their units read; those that stay for them
         for bucket, tensor in whole.items():
@@ -64,10 +66,12 @@ class Gathering:
         self._prefetch()
 
     def release(self, bucket):
-        """End one use of `bucket`. The last use frees it, unless it is also the next to be used."""
+        """End one use of `bucket`. The last use frees it, unless it is also the next to be used, and no large head:
+        that would be there with the gradients of logits, where activations are most."""
         if self._users[bucket]:
             self._users[bucket] -= 1
-        if not self._users[bucket] and bucket in self._gathered and self._next() is not bucket:
+        stays = self._next() is bucket and bucket not in self.large_heads
+        if not self._users[bucket] and bucket in self._gathered and not stays:
             self._free(bucket)
 
     def read(self, name):
@@ -132,12 +136,13 @@ class Gathering:
         shard = self.shards[bucket]
         if shard.dtype == bucket.dtype:
             mark(shard, "parameters")  # a tracker that began after the engine has not met it
-        else:
-            shard = mark(shard.to(bucket.dtype), "parameters")  # of a master
         if self.quantized is not None:  # `_wait` makes room
+            shard = mark(shard.to(bucket.dtype), "parameters")
             self._in_flight[bucket] = self.quantized.launch(shard, self.whole[bucket], bucket.name), shard
             return
         self._make_room(bucket)
+        if shard.dtype != bucket.dtype:  # a master: it is rounded where it will be in the whole
+            shard = bucket.shard(self.whole[bucket], self.comm.rank).copy_(shard)
         self._in_flight[bucket] = self.comm.all_gather(shard, out=self.whole[bucket], async_op=True,
                                                        label=bucket.name), shard
 
@@ -225,7 +230,8 @@ class Gathering:
         for slot, placeholder in zip(bucket.slots, self._placeholders[bucket], strict=True):
             restore(slot.parameter)
             slot.parameter.data = placeholder
-            release(slot.parameter, functools.partial(_served, weakref.ref(self), slot.name))
+            if slot.parameter.numel():
+                release(slot.parameter, functools.partial(_served, weakref.ref(self), slot.name))
         self.casts.release(self.whole[bucket])
         self.whole[bucket].untyped_storage().resize_(0)
 

@@ -5,7 +5,7 @@ import torch
 from ..memory import mark
 from .gathering import Gathering
 from .parameters import broadcast_rest
-from .units import frozen_buckets, modules_of_units, parameters_of_units, unit_buckets
+from .units import frozen_buckets, large_heads, modules_of_units, parameters_of_units, unit_buckets
 from .update import LOW
 
 
@@ -46,6 +46,7 @@ class ShardedParameters:
         its masters, and are rounded for each gather."""
         self.shards, self.whole, self.frozen_pieces, start = {}, {}, {}, self.start
         self.gathering = Gathering(self.comm, self.shards, self.whole, look_ahead, limit, stored)
+        self.gathering.large_heads = large_heads(self.model, (*self.trained, *self.frozen))
         stored.keep("parameters", lambda bucket: [] if is_persistent(bucket, self.threshold) else [self.shards[bucket]])
         modules, held = modules_of_units(list(self.of_unit)), {p for bucket in (*self.trained, *self.frozen)
                                                                for p in bucket.parameters}

@@ -27,6 +27,7 @@ from torch import nn
 from .bucket import buckets_of, default_bucket_bytes
 from .reducer import default_in_flight_bytes
 from .units import default_units, modules_of_units, unit_buckets
+from .update import LOW
 
 SHARDS, WHOLE = "shards of parameters", "parameters whole or on their way"
 FILLING, WIRE = "buckets that fill or stay", "buckets on the wire"
@@ -94,7 +95,8 @@ class _Step:
         if self.stage < 3:
             return dict.fromkeys(own, self.buckets)
         released = {(bucket.dtype, bucket.device): bucket.dtype.itemsize for bucket in self.buckets}  # show one element
-        self.now[SHARDS] = _bytes(self.buckets) // self.buckets[0].world_size + sum(released.values())
+        held = sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in self.buckets if bucket.dtype not in LOW)
+        self.now[SHARDS] = held + sum(released.values())
         gathers = [*own, *(unit for unit in reversed(own) if type(unit) is not nn.Embedding)]
         whole = [_whole(own, gathers[i:], look_ahead) for i in range(len(gathers))]
         for buckets in whole[: len(own)]:

@@ -69,6 +69,16 @@ def default_units(model):
     return list(found)
 
 
+def large_heads(model, buckets):
+    """Return the set of buckets that have more elements than half of the largest of the model's `blocks`, and hold none
+    of theirs, as the head of a large vocabulary and its table; without blocks none. (Half: a smaller one is not worth
+    one more collective.)"""
+    inside = [list(block.parameters()) for block in blocks(model)]
+    largest = max((sum(p.numel() for p in each) for each in inside), default=0)
+    known = {p for each in inside for p in each}
+    return {bucket for bucket in buckets if 2 * bucket.numel > largest > 0 and known.isdisjoint(bucket.parameters)}
+
+
 def blocks(model):
     """Return the modules that repeat in a model, in its order, whatever holds them:
 

@@ -1,11 +1,14 @@
 """Bytes and traffic of every stage, as measured and in closed form: no byte of difference."""
 
+import dataclasses
+
 import pytest
 import torch
-from zero_kit import BUCKET, gpt
-from zero_steps import STATES, gpt_engine, states_of, traced_gpt
+from zero_kit import ADAMW, BUCKET, CONFIG, gpt, token_batches
+from zero_steps import STATES, gpt_engine, states_of, traced, traced_gpt
 
-from refimpl.comm import launch
+from refimpl.comm import FakeCommunicator, launch
+from refimpl.zero import Zero3
 from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
 
 
@@ -22,6 +25,25 @@ def test_bytes_and_traffic_are_those_of_the_closed_forms(world_size, micro_batch
             assert {name: now[name] for name in STATES} == dict(expected), stage
             assert dict(sent) == dict(step_traffic(model, world_size, stage, rank=rank, micro_batches=micro_batches,
                                                    bucket_bytes=BUCKET)), stage
+
+
+@pytest.mark.parametrize(("vocabulary", "stays"), [(64, True), (192, True), (224, False), (1024, False)])
+def test_a_large_head_is_freed_before_backward(vocabulary, stays):
+    """So its bytes are not there with the gradients of logits; one more gather is the price."""
+    model, nbytes = gpt(dataclasses.replace(CONFIG, vocab_size=vocabulary, tied=False)), []
+    engine = Zero3(model, FakeCommunicator(0, 4), ADAMW)
+    (head,) = engine.parameters.of_unit[model.head]
+
+    def gradients():
+        for tokens in token_batches(1, 2)[0]:
+            loss = engine(tokens, tokens)
+            nbytes.append(engine.gathering.whole[head].untyped_storage().nbytes())
+            engine.backward(loss)
+
+    for _ in range(3):
+        _, sent, _ = traced(engine, gradients)
+    assert nbytes[1:] == 5 * [stays * head.nbytes]  # the first step does not know what comes next
+    assert dict(sent) == dict(step_traffic(model, 4, 3, micro_batches=2))
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])

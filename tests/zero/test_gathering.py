@@ -58,6 +58,15 @@ def test_the_first_step_gathers_when_needed_the_second_prefetches():
     assert begun() == [0, 1, 2, 1, 0]  # the last one stays for backward
 
 
+def test_a_large_head_does_not_stay_for_backward():
+    gathering, buckets, begun = made()
+    gathering.large_heads = {buckets[2]}
+    whole = forward_and_backward(gathering, buckets)
+    begun()
+    assert forward_and_backward(gathering, buckets)[:3] == [[True, True, True], [False, True, True], whole[2]]
+    assert begun() == [0, 1, 2, 2, 1, 0]
+
+
 @pytest.mark.parametrize(("options", "ahead"), [
     ({"look_ahead": 0}, [[0], [1], [2], [], [1], [0]]), ({"look_ahead": 1}, [[0, 1], [2], [], [1], [0], []]),
     ({"limit": 16}, [[0, 1], [], [2], [], [1, 0], []])], ids=str)

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 from zero_kit import ADAMW, ENGINES
-from zero_steps import GradientsKept, ParametersKept, stack, tracked
+from zero_steps import GradientsKept, ParametersKept, most, stack, tracked
 
+from refimpl import memory
 from refimpl.bench import zero_models
 from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
+from refimpl.zero import Zero3
 from refimpl.zero.under_way import MADE, REDUCED, SHARDS, WHOLE, WIRE, under_way_bytes
 
 
@@ -67,6 +69,15 @@ def test_the_highest_moment_is_that_of_the_closed_form(name, stage, options):
     assert sum(said.values()) == measured(model, stage, **options)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("look_ahead", [0, 1, 3])
+def test_of_16_bit_parameters_there_are_no_shards_beside_their_masters(name, look_ahead):
+    """Nor while they are gathered: each is rounded where it will be in the whole."""
+    model = MODELS[name]().bfloat16()
+    said = under_way_bytes(model, 4, 3, order=order_of(model), look_ahead=look_ahead)
+    assert sum(said.values()) == measured(model, 3, look_ahead=look_ahead)
+
+
 @pytest.mark.parametrize(("stage", "options"), WAYS, ids=map(str, WAYS))
 def test_what_is_read_outside_of_its_unit_stays_and_is_counted(stage, options):
     model = TiedByARead()
@@ -74,6 +85,15 @@ def test_what_is_read_outside_of_its_unit_stays_and_is_counted(stage, options):
     said, less = (sum(under_way_bytes(model, 4, stage, order=order, outside=outside, **options).values())
                   for outside in ([model.embedding.weight], []))
     assert said == measured(model, stage, **options) and (less < said or stage < 3)
+
+
+def test_a_dry_run_sees_reads_outside_too():
+    def readings():
+        model = TiedByARead()
+        x = torch.zeros(1, 4, dtype=torch.int64)
+        return most(tracked(Zero3(model, FakeCommunicator(0, 4), ADAMW), x, x, steps=3), "parameters")
+
+    assert memory.dry_run(readings).result == readings()
 
 
 def test_it_says_what_is_there():

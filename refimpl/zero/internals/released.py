@@ -8,6 +8,7 @@ hooks are told; for all else `served` gathers it. Other tensors are not slowed d
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that show elements
@@ -16,7 +17,7 @@ ASKED = {"size", "dim", "numel", "stride", "element_size", "storage_offset", "ne
          "retain_grad", "__hash__", "__len__"}  # and is_contiguous, is_complex, _is_view, …
 
 
-class Released(nn.Parameter):
+class Released:
     """A parameter whose elements are away. `release` makes one of a Parameter, and `restore` a Parameter again."""
 
     @classmethod
@@ -24,7 +25,7 @@ class Released(nn.Parameter):
         kwargs = kwargs or {}
         if not _asks(func):
             for x in pytree.tree_leaves((args, kwargs)):
-                if type(x) is Released:
+                if isinstance(x, Released):
                     x._served()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -33,16 +34,28 @@ class Released(nn.Parameter):
         return f"Parameter of shape {tuple(self.shape)}, in shards"
 
 
+class ReleasedParameter(Released, nn.Parameter):
+    """One that is a Parameter else."""
+
+
+class ReleasedFake(Released, FakeTensor):
+    """One of a dry run, where parameters are FakeTensors."""
+
+
+AWAY = {nn.Parameter: ReleasedParameter, FakeTensor: ReleasedFake}
+THERE = {away: there for there, away in AWAY.items()}
+
+
 def release(parameter, served):
     """Let `served()` be called before anyone uses the parameter's elements: it restores it, or raises."""
-    if type(parameter) is nn.Parameter:  # of a dry run it is another class, and has no elements anyway
-        parameter._served, parameter.__class__ = served, Released
+    if type(parameter) in AWAY:
+        parameter._served, parameter.__class__ = served, AWAY[type(parameter)]
 
 
 def restore(parameter):
     """Make it a Parameter again: its elements are there."""
-    if type(parameter) is Released:
-        parameter.__class__ = nn.Parameter
+    if type(parameter) in THERE:
+        parameter.__class__ = THERE[type(parameter)]
         del parameter._served
 
 

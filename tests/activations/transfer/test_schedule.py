@@ -61,7 +61,7 @@ def case(lazy):
     return Case(lazy, depth=2)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_at_most_depth_storages_are_on_their_way_out(lazy, depth):
     case = Case(lazy, depth)
     assert case.alive == list(range(6 - depth, 6))
@@ -70,13 +70,13 @@ def test_at_most_depth_storages_are_on_their_way_out(lazy, depth):
     assert case.alive == [] and lazy.numbers("out") == list(range(6))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_they_come_back_in_reverse_order_once_each(lazy, depth):
     Case(lazy, depth).backward()
     assert lazy.numbers("in") == [5, 4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_depth_of_them_are_fetched_ahead(lazy, depth):
     """When storage i is handed over, i − 1 … i − depth are on their way, and no others; of the first one, the loss's,
     none."""

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from refimpl.bench import engines
+from refimpl.bench import engines, zero_peaks
 from refimpl.comm import launch
 from refimpl.model import GPTConfig
 
@@ -57,3 +57,10 @@ def test_one_rank_of_a_model_of_7b(bench, ours, theirs):
     share = 16 * size / engines.WORLD
     assert 0.95 * share < found[ours]["allocated"] < 1.6 * share, found
     assert found[ours]["allocated"] <= found[theirs]["allocated"] and found[ours]["seconds"] < 10
+
+
+@pytest.mark.parametrize("name", ["GPT-J 254M", "T5 223M"])
+def test_peaks_beside_fsdp2(name):
+    """With 16-bit parameters and fp32 masters. A head that stays whole until backward takes 1.028, of GPT-J."""
+    ours, theirs = (zero_peaks.peaks(name, "masters", engine) for engine in ("ours", "units"))
+    assert ours["requested"] < 0.985 * theirs["requested"] and ours["reserved"] < theirs["reserved"], (ours, theirs)

@@ -121,7 +121,7 @@ def test_it_trains_as_data_parallelism_does(comm, world_size, name, options):
     assert all(p.isfinite().all() for p in plain.values())
     assert equal(plain, ours) if world_size == 1 else farthest(plain, ours) < 1e-5
     assert engine.gathering.live() == 0 and not engine.gathering.held
-    assert all(type(p) is Released for p in engine.model.parameters())
+    assert all(isinstance(p, Released) for p in engine.model.parameters())
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "max_position_embeddings": 32}
