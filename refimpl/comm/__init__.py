@@ -8,6 +8,7 @@ Order of reading: `paper` (the idea in one screen), then
     two_level       all_reduce inside machines, then between them
     communicator    the collectives, over torch.distributed
     launch          a function on N ranks; the processes themselves are in `refimpl.ranks`
+    simulate        N ranks in one process, with real arithmetic, for small tensors; `turns`: they run one at a time
     fake            a communicator without the other ranks, for dry runs
     matching        debug mode: ranks that call different collectives are named
     handle          a collective under way
@@ -31,11 +32,13 @@ from .handle import Handle
 from .launch import launch
 from .link import Link
 from .ring import ring_all_reduce
+from .simulate import SimulatedCommunicator, simulate
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 from .tree import tree_all_reduce
 from .two_level import two_level_all_reduce
 
 __all__ = [
     "COLLECTIVES", "CollectiveMismatch", "Communicator", "Delay", "FakeCommunicator", "Handle", "Link", "RankError",
-    "Traffic", "compute", "launch", "ring_all_reduce", "ring_traffic", "tree_all_reduce", "two_level_all_reduce",
+    "SimulatedCommunicator", "Traffic", "compute", "launch", "ring_all_reduce", "ring_traffic", "simulate",
+    "tree_all_reduce", "two_level_all_reduce",
 ]

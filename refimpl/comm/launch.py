@@ -52,7 +52,7 @@ def launch(fn, world_size, *args, device=None, timeout=60, limit=None, debug=Non
     `timeout` is then that of a single collective, `limit` has no effect, and torchrun ends the other ranks when one
     fails; the error of a collective holds the last ones that its rank began.
     """
-    _check(fn, world_size, timeout=timeout, limit=limit)
+    check(fn, world_size, timeout=timeout, limit=limit)
     world_size = int(world_size)
     timeout, limit = (float("inf") if seconds is None else float(seconds) for seconds in (timeout, limit))
     debug = os.environ.get("REFIMPL_COMM_DEBUG") == "1" if debug is None else bool(debug)
@@ -133,9 +133,10 @@ def _backend(apart):
     return NCCL if phantom.pretending() or (apart and not phantom.running()) else "gloo"
 
 
-def _check(fn, world_size, **seconds):
+def check(fn, world_size, caller="launch", **seconds):
+    """Raise TypeError or ValueError for what `launch`, or another caller, cannot run."""
     if not callable(fn):
-        raise TypeError(f"launch({type(fn).__name__}, …): expected a function fn(comm, *args)")
+        raise TypeError(f"{caller}({type(fn).__name__}, …): expected a function fn(comm, *args)")
     if not isinstance(world_size, Integral) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: expected an integer of at least 1")
     for name, value in seconds.items():

@@ -20,18 +20,18 @@ TAG = 1  # of headers between two ranks; the tensors that they describe have tag
 def check_match(comm, collective, x=None, op=None, src=0):
     """Raise CollectiveMismatch on every rank of `comm` unless all ranks make the same call."""
     with unseen():
-        mine = _encode(_describe(collective, x, op, src if collective == "broadcast" else None))
+        mine = _encode(described(collective, x, op, src if collective == "broadcast" else None))
         headers = torch.empty(comm.world_size * HEADER, dtype=torch.uint8)
         all_gather_single(headers, mine, group=comm._group)
         calls = {comm.ranks[i]: _decode(header) for i, header in enumerate(headers.split(HEADER))}
     if len(set(calls.values())) > 1:
-        raise _mismatch(calls)
+        raise mismatch(calls)
 
 
 def send_header(comm, x, dst):
     """Send the description of x ahead of x. Returns torch's work, to be waited for later."""
     with unseen():
-        return dist.isend(_encode(_describe("send", x)), group=comm._group, group_dst=dst, tag=TAG)
+        return dist.isend(_encode(described("send", x)), group=comm._group, group_dst=dst, tag=TAG)
 
 
 class CheckedReceive:
@@ -62,16 +62,17 @@ class CheckedReceive:
 
     def _begin(self):
         self._reading.wait()
-        if (sent := _decode(self._header)) != _describe("send", self._like):
+        if (sent := _decode(self._header)) != described("send", self._like):
             me, them = self._comm.ranks[self._comm.rank], self._comm.ranks[self._src]
             raise CollectiveMismatch(f"ranks {them} and {me} do not match:\n  rank {them}: {sent}\n"
-                                     f"  rank {me}: {_describe('recv', self._like)}", (them, me))
+                                     f"  rank {me}: {described('recv', self._like)}", (them, me))
         # A batch of one, because the send is one: NCCL uses other connections for batches than for single messages.
         self._works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, self._landing, group=self._comm._group,
                                                          group_peer=self._src)])
 
 
-def _describe(collective, x=None, op=None, src=None):
+def described(collective, x=None, op=None, src=None):
+    """Return the text of what a rank is about to do."""
     parts = [collective]
     if x is not None:
         parts.append(f"of shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')} on {x.device.type}")
@@ -91,7 +92,8 @@ def _decode(header):
     return bytes(header.tolist()).decode(errors="replace").rstrip()
 
 
-def _mismatch(calls):
+def mismatch(calls):
+    """Return the CollectiveMismatch of {rank: what it is about to do}, which are not the same."""
     usual, count = Counter(calls.values()).most_common(1)[0]
     if 2 * count <= len(calls):  # no majority: compare with the lowest rank
         usual = calls[min(calls)]
