@@ -34,11 +34,11 @@ def check_model(comm, lines):
     if isinstance(gathered, FakeTensor):
         return
     fingerprints = gathered.tolist()
-    differ = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
-    if differ:
-        counts = {rank: each[0] for rank, each in enumerate(fingerprints)}
-        raise CollectiveMismatch(f"ranks {differ} have another model than rank 0 (parameters on each rank: {counts}): "
-                                 "build the same modules in the same order, in the same dtype, on every rank", differ)
+    if differ := comm.differing(fingerprints):
+        counts = {rank: each[0] for rank, each in zip(comm.ranks, fingerprints, strict=True)}
+        raise CollectiveMismatch(f"ranks {differ} have another model than rank {comm.ranks[0]} (parameters on each "
+                                 f"rank: {counts}): build the same modules in the same order, in the same dtype, on "
+                                 "every rank", differ)
 
 
 def check_same(comm, what, text):
@@ -47,9 +47,9 @@ def check_same(comm, what, text):
     texts = texts_if_other(comm, what, text)
     if texts is None:
         return
-    differ = [rank for rank, each in enumerate(texts) if each != texts[0]]
-    raise CollectiveMismatch(f"ranks {differ} have another {what} than rank 0: "
-                             + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(texts))
+    differ = comm.differing(texts)
+    raise CollectiveMismatch(f"ranks {differ} have another {what} than rank {comm.ranks[0]}: "
+                             + "; ".join(f"rank {rank}: {each}" for rank, each in zip(comm.ranks, texts, strict=True))
                              + f". Give every rank the same {what}", differ)
 
 
@@ -78,18 +78,17 @@ def check_phase(comm, phase, step, micro_batch, parts=(), written=None):
     if isinstance(gathered, FakeTensor):
         return
     checks = gathered.tolist()
-    differ = [rank for rank, each in enumerate(checks) if each[:2] != checks[0][:2]]
-    if differ:
+    if differ := comm.differing([each[:2] for each in checks]):
         lines = "; ".join(f"rank {rank}: {PHASES[packed % len(PHASES)]} of micro-batch {packed // len(PHASES)} in step "
-                          f"{step}" for rank, (packed, step, _) in enumerate(checks))
-        raise CollectiveMismatch(f"ranks {differ} are elsewhere than rank 0: {lines}. Each rank calls backward as "
-                                 "often as the others before each step", differ)
+                          f"{step}" for rank, (packed, step, _) in zip(comm.ranks, checks, strict=True))
+        raise CollectiveMismatch(f"ranks {differ} are elsewhere than rank {comm.ranks[0]}: {lines}. Each rank calls "
+                                 "backward as often as the others before each step", differ)
     if any(each[2] != checks[0][2] for each in checks):
         others = [json.loads(each) for each in gather_texts(comm, json.dumps(written))]
         for name in dict.fromkeys(name for each in others for name in each):
-            if differ := [rank for rank, each in enumerate(others) if each.get(name) != others[0].get(name)]:
+            if differ := comm.differing([each.get(name) for each in others]):
                 raise CollectiveMismatch(f"before {phase} in step {step}, a module has written other values to {name} "
-                                         f"on ranks {differ} than on rank 0, or on some ranks alone, as "
+                                         f"on ranks {differ} than on rank {comm.ranks[0]}, or on some ranks alone, as "
                                          "nn.Embedding(max_norm=…) shortens the rows of its own batch: each rank would "
                                          "train another model. Write what is alike on all ranks", differ)
         recent = [json.loads(each) for each in gather_texts(comm, json.dumps([order.recent for order in orders]))]

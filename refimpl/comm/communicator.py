@@ -214,6 +214,19 @@ class Communicator(Buffers):
         """Set this communicator's counts to zero. Those of the communicator that it was split from do not change."""
         self._sent = dict.fromkeys(COLLECTIVES, 0)
 
+    @property
+    def place(self):
+        """Return this rank for an error, by its number in the world: "rank 1 of 4"; in a sub-group "rank 6 (1 of 2 in
+        its group)"."""
+        of = f"of {self.world_size}"
+        if self.ranks == tuple(range(self.world_size)):
+            return f"rank {self.rank} {of}"
+        return f"rank {self.ranks[self.rank]} ({self.rank} {of} in its group)"
+
+    def differing(self, values):
+        """Return the ranks, by their numbers in the world, whose value, of one from each rank, is not the first's."""
+        return [self.ranks[rank] for rank, each in enumerate(values) if each != values[0]]
+
     def __repr__(self):
         of = f" (world ranks {', '.join(map(str, self.ranks))})" if self._parent is not None else ""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size}{of}, {self.device})"

@@ -27,7 +27,8 @@ def gather_results(comm, work):
         raise own
     failed = [rank for rank, (error, _) in enumerate(answers) if error]
     if failed:
-        raise RankError("; ".join(f"rank {rank} raised {answers[rank][0]}" for rank in failed), failed)
+        raise RankError("; ".join(f"rank {comm.ranks[rank]} raised {answers[rank][0]}" for rank in failed),
+                        [comm.ranks[rank] for rank in failed])
     return [result for _, result in answers]
 
 

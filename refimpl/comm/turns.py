@@ -1,5 +1,6 @@
 """Threads that run one at a time: one that waits for others gives its turn to the next that can go on."""
 
+import contextlib
 import random
 import threading
 
@@ -34,12 +35,11 @@ class Turns:
 
         def work(rank):
             try:
-                self._sleep(rank)
-                results[rank] = fn(rank)
-                self._returned.append(rank)
-            except Stopped:
-                pass
-            except BaseException as error:
+                with contextlib.suppress(Stopped):
+                    self._sleep(rank)
+                    results[rank] = fn(rank)
+                    self._returned.append(rank)
+            except BaseException as error:  # all are the caller's to see
                 self.failure = self.failure or (rank, error)
             finally:
                 self._pass_on(rank)

@@ -62,7 +62,7 @@ class Columns(NamedTuple):
                              "when comm is given")
         first, end = (rank * V // comm.world_size for rank in (comm.rank, comm.rank + 1))
         if end - first != v:
-            raise ValueError(f"weight has {v} rows on rank {comm.rank} of {comm.world_size}: expected {end - first}, "
+            raise ValueError(f"weight has {v} rows on {comm.place}: expected {end - first}, "
                              f"rows {first} … {end - 1} of {V}")
         return cls(first, v, V, comm)
 
@@ -160,6 +160,6 @@ def exchange(sums, targets_R, elsewhere_R, ignored_R, columns):
     elif not same.all():
         comm, row = columns.comm, int(same.logical_not().nonzero()[0])
         raise CollectiveMismatch(
-            f"rank {comm.rank} of {comm.world_size} has other targets than the rest of its group: {int((~same).sum())} "
-            f"rows of {len(same)} differ, the first is row {row}. Ranks that split a vocabulary compute with the same "
-            "batch: give them the same hidden states and targets", [comm.rank])
+            f"{comm.place} has other targets than the rest of its group: {int((~same).sum())} rows "
+            f"of {len(same)} differ, the first is row {row}. Ranks that split a vocabulary compute with the same "
+            "batch: give them the same hidden states and targets", [comm.ranks[comm.rank]])

@@ -88,10 +88,10 @@ class SequenceParallelAttention:
         if isinstance(gathered, FakeTensor):
             return
         shapes = [tuple(each) for each in gathered.tolist()]
-        differ = [rank for rank, each in enumerate(shapes) if each != shapes[0]]
-        if differ:
-            raise CollectiveMismatch(f"ranks {differ} have other numbers of rows or tokens than rank 0: (rows, tokens) "
-                                     f"on each rank: {dict(enumerate(shapes))}. Cut one batch on all ranks: "
+        if differ := self.comm.differing(shapes):
+            raise CollectiveMismatch(f"ranks {differ} have other numbers of rows or tokens than rank "
+                                     f"{self.comm.ranks[0]}: (rows, tokens) on each rank: "
+                                     f"{dict(zip(self.comm.ranks, shapes, strict=True))}. Cut one batch on all ranks: "
                                      "attention.shard(tokens), which can pad it", differ)
 
 

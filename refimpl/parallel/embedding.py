@@ -33,7 +33,7 @@ class VocabularyParallelEmbedding(nn.Module):
         self.first, self.end = part(V, comm)
         if len(weight) != self.end - self.first:
             raise ValueError(f"weight has {len(weight)} rows: expected {self.end - self.first}, rows {self.first} … "
-                             f"{self.end - 1} of {V}, on rank {comm.rank} of {comm.world_size}")
+                             f"{self.end - 1} of {V}, on {comm.place}")
         self.weight, self.comm, self.V, self.padding_idx = weight, comm, V, padding_idx
 
     @classmethod

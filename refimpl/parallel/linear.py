@@ -70,8 +70,7 @@ class ColumnParallelLinear(nn.Module):
         return found
 
     def extra_repr(self):
-        rank = f"rank {self.comm.rank} of {self.comm.world_size}"
-        return f"{self.in_features}, {self.features}, parts={self.parts}, {rank}"
+        return f"{self.in_features}, {self.features}, parts={self.parts}, {self.comm.place}"
 
 
 class Siblings:
@@ -206,7 +205,7 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y.add_(self.bias.to(y.dtype))
 
     def extra_repr(self):
-        return f"{self.in_features}, {self.features}, rank {self.comm.rank} of {self.comm.world_size}"
+        return f"{self.in_features}, {self.features}, {self.comm.place}"
 
 
 def is_transposed(linear):

@@ -157,7 +157,7 @@ class PartitionedInputs:
         if not torch.equal(bit_sum(flat), layout.known.checksum):
             described = f"{str(flat.dtype).removeprefix('torch.')} {list(layout.shape)}"
             raise UnequalInputs(
-                f"rank {self.comm.rank} of {self.comm.world_size}: the input of a recomputed region, {described}, is "
+                f"{self.comm.place}: the input of a recomputed region, {described}, is "
                 "not what this rank computed with in the forward, now that it is gathered from the parts of all ranks: "
                 "some rank had another input, or changed it. Give all ranks of this communicator the same batch and "
                 "the same random state; under sequence_parallel a rank has 1/n of the tokens already, so leave `keep` "

@@ -50,7 +50,8 @@ def _report(state, saving):
     numbers = {group: i for i, group in enumerate(dict.fromkeys(shard.group for shard in state.shards))}
     owned = [(shard.spec.name, shard) for shard in state.shards if shard.owned is not None]
     known = {name for name, _ in owned}
-    return {"groups": groups, "places": [(name, numbers[shard.group]) for name, shard in owned],
+    return {"rank": state.comm.ranks[state.comm.rank], "groups": groups,
+            "places": [(name, numbers[shard.group]) for name, shard in owned],
             "tensors": [(name, {"shape": list(shard.spec.shape), "dtype": name_of(shard.dtype), "held":
                                 name_of(shard.values.dtype), "trained": shard.own is not None})
                         for name, shard in owned],
@@ -77,21 +78,21 @@ def _check_reports(reports, saving):
             if name not in known:
                 raise ValueError(f"{name} is in {where}, and no rank owns a part of it: one has to, also of a tensor "
                                  "without elements")
-    for rank, report in enumerate(reports):
+    for report in reports:
         mine, first = ([group["hyperparameters"] for group in each["groups"]] for each in (report, reports[0]))
         if len(mine) != len(first) or saving and repr(mine) != repr(first):
-            raise RuntimeError(f"rank {rank} has param groups with {mine}, rank 0 with {first}: expected the same "
-                               "hyper-parameters on all ranks")
+            raise RuntimeError(f"rank {report['rank']} has param groups with {mine}, rank {reports[0]['rank']} with "
+                               f"{first}: expected the same hyper-parameters on all ranks")
 
 
 def _merged(reports, what):
     """Merge what each rank said of its tensors. RuntimeError if two ranks say another thing of one."""
     found = {}
-    for rank, report in enumerate(reports):
+    for report in reports:
         for name, each in report[what]:
             if found.setdefault(name, each) != each:
                 said = "optimizer state" if what == "states" else "description"
-                raise RuntimeError(f"rank {rank} has another {said} of {name} than ranks before it: {each}, "
+                raise RuntimeError(f"rank {report['rank']} has another {said} of {name} than ranks before it: {each}, "
                                    f"{found[name]}")
     return found
 

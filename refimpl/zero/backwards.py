@@ -9,12 +9,14 @@ up by itself what the module contributes to a tensor that others take as well, s
 order of additions, and other last bits.
 """
 
+import bisect
 import dataclasses
 from collections import defaultdict, deque
 
 import torch
 from torch.utils import _pytree as pytree
 
+LEAF = 2**63  # the sequence number of a sum into a leaf is above
 KEPT = 1000  # calls of a module without gradients that are remembered, in case they are recomputed
 
 
@@ -27,6 +29,7 @@ class Call:
     forward: int
     begin: int
     end: int = -1
+    late: tuple = ()  # autograd's sequence numbers of what was computed after the output: first, last
 
 
 class Backwards:
@@ -43,6 +46,7 @@ class Backwards:
         self._forward, self._current = 0, 0  # the number of the last forward; of the one whose backward runs
         self._place, self._stack = 0, []  # the number of calls' ends so far; calls that have begun
         self._open = []  # calls whose backward has begun
+        self._late = []  # calls that computed more after their output
         self._without_graph = defaultdict(lambda: deque(maxlen=KEPT))  # module → calls that may be recomputed
         self.evaluating = False  # whether calls without gradients are not to be recomputed
 
@@ -70,9 +74,26 @@ class Backwards:
             self._without_graph[call.module].append(call)
         if not torch.is_grad_enabled() or not tensors:
             return False
+        made = 1 + max(x.grad_fn._sequence_nr() if x.grad_fn is not None else -1 for x in tensors)
+        if 0 < made < torch._C._autograd._get_sequence_nr():
+            call.late = made, torch._C._autograd._get_sequence_nr() - 1
+            self._late.append(call)
         if recomputed or not in_backward:
             torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: self._begin(call), mode="any")
         return True
+
+    def begin_early(self, output):
+        """Before a backward: let it begin those of modules that computed more after their output, of which the loss
+        depends by another way (`self.balance = …`), with the last thing that they computed."""
+        if not self._late:
+            return
+        nodes = sorted(_graph(tensors_in(output)), key=lambda node: node._sequence_nr())
+        numbers = [node._sequence_nr() for node in nodes]
+        for call in self._late:
+            first, last = call.late
+            found = bisect.bisect_right(numbers, last) - 1
+            if found >= 0 and numbers[found] >= first:
+                nodes[found].register_prehook(lambda _, call=call: self._begin(call))
 
     def is_recomputed_later(self, module):
         """Tell whether a call without gradients may still be recomputed in this backward, and then have one, too."""
@@ -89,10 +110,13 @@ class Backwards:
     def forget(self):
         """Forget all calls without gradients: no recomputation follows."""
         self._without_graph.clear()
+        self._late = []
 
     def _begin(self, call):
         self._current = call.forward
         self._end_after(call)
+        if call in self._open:  # with what it computed after its output
+            return
         self._open.append(call)
         self._begun(call.module)
 
@@ -107,6 +131,17 @@ class Backwards:
     def _next(self):
         self._place += 1
         return self._place
+
+
+def _graph(tensors):
+    """Return the set of autograd's operations that these depend on, but the sums into leaves."""
+    found, ahead = set(), [x.grad_fn for x in tensors if x.grad_fn is not None]
+    while ahead:
+        node = ahead.pop()
+        if node not in found and node._sequence_nr() < LEAF:
+            found.add(node)
+            ahead += [before for before, _ in node.next_functions if before is not None]
+    return found
 
 
 def tensors_in(output):

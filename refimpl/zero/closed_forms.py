@@ -17,7 +17,6 @@ count the padding of buckets, Adam's step counters and the checks between ranks,
 from collections import Counter
 
 import torch
-from torch import nn
 
 from ..comm.agreement import agreement_traffic
 from ..comm.traffic import Traffic, ring_traffic
@@ -28,7 +27,14 @@ from ..saving.durable import safetensors_bytes, widest_first
 from ..saving.form import part_name
 from ..sharding import spec_of
 from .bucket import buckets_of, default_bucket_bytes
-from .units import default_units, frozen_buckets, large_heads, parameters_of_units, unit_buckets
+from .units import (
+    default_units,
+    frozen_buckets,
+    large_heads,
+    parameters_of_units,
+    reads_weights_in_backward,
+    unit_buckets,
+)
 from .update import LOW
 
 STAGES = (0, 1, 2, 3)
@@ -235,7 +241,7 @@ def gathers(model, buckets, units=None, persistence_threshold=0):
     place = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
     wanted, trains = [], [any(p.requires_grad for p in parameters[unit]) for unit in units]
     first = trains.index(True)  # no gradient reaches units before it
-    for unit in [*units, *(unit for unit in reversed(units[first:]) if type(unit) is not nn.Embedding)]:
+    for unit in [*units, *(unit for unit in reversed(units[first:]) if reads_weights_in_backward(unit))]:
         own = dict.fromkeys(place[p] for p in parameters[unit] if p in place)
         wanted += [bucket for bucket in own
                    if not all(slot.parameter.numel() < persistence_threshold for slot in bucket.slots)]

@@ -39,7 +39,7 @@ class Gathering:
         self.writes, self._versions = None, {}  # a `Writes`; parameter → version when it was gathered
         self.large_heads = set()
         self.computing = 0  # forwards and backwards of the engine that run
-        self.outside, self.held = set(), set()  # buckets that others than their units read; those that stay for them
+        self.outside, self.held = {}, set()  # buckets that others than their units read; those that stay for them
         for bucket, tensor in whole.items():
             if not tensor.untyped_storage().nbytes():
                 self.hide(bucket)
@@ -49,7 +49,7 @@ class Gathering:
         for which it is gathered; without one it is a unit by itself."""
         kept, use = not self._users[bucket], (bucket, bucket if unit is None else unit)
         self._users[bucket] += 1
-        if self.computing and bucket in self.outside - self.held:
+        if self.computing and bucket in self.outside and bucket not in self.held:
             self.held.add(bucket)
             self._users[bucket] += 1
         if bucket in self._gathered:
@@ -81,9 +81,17 @@ class Gathering:
             raise RuntimeError(f"{name} is in shards, and is read or written outside of forward and backward: "
                                "`with engine.gathered():` makes it whole, with write=True to keep what is written")
         bucket = next(bucket for bucket in self.whole for slot in bucket.slots if slot.name == name)
-        self.outside.add(bucket)
+        self.outside[bucket] = None
         self.gather(bucket)
         self.release(bucket)
+
+    def hold_again(self):
+        """Gather what others than their units read, for the backward of a forward after which another backward has
+        ended: that has released it."""
+        for bucket in self.outside:
+            if bucket not in self.held:
+                self.gather(bucket)
+                self.release(bucket)
 
     def release_held(self, before):
         """End the uses of what a forward without a backward has kept for readers outside of units; `before`: what was

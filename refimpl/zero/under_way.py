@@ -22,11 +22,9 @@ layers and norms do. `tests/zero/test_under_way.py` holds it to the byte.
 import itertools
 from collections import Counter
 
-from torch import nn
-
 from .bucket import buckets_of, default_bucket_bytes
 from .reducer import default_in_flight_bytes
-from .units import default_units, modules_of_units, unit_buckets
+from .units import default_units, modules_of_units, reads_weights_in_backward, unit_buckets
 from .update import LOW
 
 SHARDS, WHOLE = "shards of parameters", "parameters whole or on their way"
@@ -97,7 +95,7 @@ class _Step:
         released = {(bucket.dtype, bucket.device): bucket.dtype.itemsize for bucket in self.buckets}  # show one element
         held = sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in self.buckets if bucket.dtype not in LOW)
         self.now[SHARDS] = held + sum(released.values())
-        gathers = [*own, *(unit for unit in reversed(own) if type(unit) is not nn.Embedding)]
+        gathers = [*own, *(unit for unit in reversed(own) if reads_weights_in_backward(unit))]
         whole = [_whole(own, gathers[i:], look_ahead) for i in range(len(gathers))]
         for buckets in whole[: len(own)]:
             self.hold(buckets)

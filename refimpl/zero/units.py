@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from .bucket import Bucket
+from .internals.released import PLAIN
 
 
 def unit_buckets(named, units, world_size, persistence_threshold=0):
@@ -30,7 +31,7 @@ def frozen_buckets(model, units, world_size, persistence_threshold=0):
     that are in no unit, or that have fewer elements than `persistence_threshold` stay whole."""
     in_units = {p for parameters in parameters_of_units(units).values() for p in parameters}
     named = [(name, p) for name, p in model.named_parameters() if not p.requires_grad and p in in_units
-             and type(p) is nn.Parameter and p.layout is torch.strided and p.numel() >= max(1, persistence_threshold)]
+             and type(p) in PLAIN and p.layout is torch.strided and p.numel() >= max(1, persistence_threshold)]
     return unit_buckets(named, units, world_size)
 
 
@@ -67,6 +68,14 @@ def default_units(model):
 
     walk(model)
     return list(found)
+
+
+def reads_weights_in_backward(unit):
+    """Tell whether a unit's backward may read its parameters. A plain nn.Embedding's needs indices alone; one with a
+    forward of its own, or with somebody's hooks, may compute anything with its weight."""
+    hooks = (*unit._forward_pre_hooks.values(), *unit._forward_hooks.values())
+    return type(unit) is not nn.Embedding or "forward" in vars(unit) or any(
+        not str(getattr(hook, "__module__", "")).startswith(__package__.partition(".")[0] + ".") for hook in hooks)
 
 
 def large_heads(model, buckets):

@@ -18,14 +18,13 @@ is in that storage and comes back with it; a new tensor in `parameter.data` woul
 import contextlib
 
 import torch
-from torch import nn
 
 from .backwards import Backwards, is_opaque
 from .quantized.gather import check_codec, quantized_gather
 from .reducer import check_dense
 from .sharded_parameters import ShardedParameters, is_persistent
 from .starting import start
-from .units import default_units
+from .units import default_units, reads_weights_in_backward
 from .zero2 import ReduceScatterAtOnce, Zero2
 
 LOOK_AHEAD, MOST_AHEAD = 1, 10_000  # units; above, someone means elements
@@ -182,12 +181,14 @@ class Zero3(Zero2):
         """Compute gradients as `Zero2.backward` does."""
         self.gathering.computing += 1
         try:
+            self.gathering.hold_again()
             super().backward(output, gradient)
         finally:
             self.gathering.computing -= 1
             self._release_all()
 
     def _run_backward(self, output, gradient):
+        self._backwards.begin_early(output)
         super()._run_backward(output, gradient)
         self._backwards.end_all()
 
@@ -200,13 +201,13 @@ class Zero3(Zero2):
             self.reducer.missing[bucket].update(
                 slot.parameter for slot in bucket.slots
                 if torch._C._will_engine_execute_node(self._accumulators[slot.parameter]))
-        if type(unit) is not nn.Embedding:  # its backward does not read the weight
+        if reads_weights_in_backward(unit):
             for bucket in self.parameters.sharded(unit):
                 self.gathering.gather(bucket, unit)
 
     def _backward_ended(self, unit):
         """Release a unit, and reduce its gradients, unless some are still to come."""
-        for bucket in self.parameters.sharded(unit) if type(unit) is not nn.Embedding else ():
+        for bucket in self.parameters.sharded(unit) if reads_weights_in_backward(unit) else ():
             self.gathering.release(bucket)
         for bucket in self._trained_buckets(unit):
             if bucket in self.reducer.unlaunched and not self.reducer.missing[bucket] and not any(

@@ -30,9 +30,9 @@ def check_same(found, expected, comm):
     if not _all(same, "targets differ between the ranks of a tensor-parallel group"):
         row = int(same.logical_not().nonzero()[0])
         raise CollectiveMismatch(
-            f"rank {comm.rank} of {comm.world_size} has other targets than the rest of its group: {int((~same).sum())} "
-            f"rows of {len(same)} differ, the first is row {row}. Ranks that split a vocabulary compute with the same "
-            "batch: give them the same tokens and targets", [comm.rank])
+            f"{comm.place} has other targets than the rest of its group: {int((~same).sum())} rows "
+            f"of {len(same)} differ, the first is row {row}. Ranks that split a vocabulary compute with the same "
+            "batch: give them the same tokens and targets", [comm.ranks[comm.rank]])
 
 
 def local_rows(ids, first, end):
@@ -48,7 +48,7 @@ def check_columns(logits, comm, V, part):
         raise TypeError(f"logits are {logits.dtype}: expected a floating-point dtype")
     if logits.dim() == 0 or logits.shape[-1] != end - first:
         raise ValueError(f"logits {tuple(logits.shape)}: expected {end - first} columns, {first} … {end - 1} of {V}, "
-                         f"on rank {comm.rank} of {comm.world_size}")
+                         f"on {comm.place}")
 
 
 def refuse_second_derivatives(what):

@@ -63,18 +63,18 @@ def check_batch(comm, schedule, first, last, inputs, targets):
     if isinstance(comm, FakeCommunicator):  # a rank alone, in a dry run
         return (digest,)
     everyones = everyones.tolist()
-    _check_rows([each[:2] for each in everyones], schedule)
+    _check_rows(dict(zip(comm.ranks, (each[:2] for each in everyones), strict=True)), schedule)
     return tuple(each[2] for each in everyones)
 
 
 def _check_rows(everyones, schedule):
-    for rank, each in enumerate(everyones):
+    for rank, each in everyones.items():
         for what, rows in zip(("inputs", "targets"), each, strict=True):
             if rows == 0:
                 raise ValueError(f"rank {rank} has no {what}, and has the {'first' if what == 'inputs' else 'last'} "
                                  f"stage: give it train_step({what}=…), with at least one row")
-    found = {rank: max(each) for rank, each in enumerate(everyones)}
-    numbers = {rows for each in everyones for rows in each if rows > 0}
+    found = {rank: max(each) for rank, each in everyones.items()}
+    numbers = {rows for each in everyones.values() for rows in each if rows > 0}
     if len(numbers) > 1:
         raise ValueError(f"ranks have batches of different numbers of rows, {found} (−1: none): expected one batch, "
                          "the same on all ranks")

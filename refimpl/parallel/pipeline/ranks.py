@@ -24,14 +24,14 @@ def _check(comm, schedule, everyones):
     if len(schedule.ranks) != comm.world_size:
         raise ValueError(f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, and there are "
                          f"{comm.world_size}: expected one for as many")
-    differ = [rank for rank, each in enumerate(everyones) if each["schedule"] != everyones[0]["schedule"]]
-    if differ:
-        raise ValueError(f"ranks {differ} have another schedule than rank 0: "
-                         f"{everyones[differ[0]]['schedule'][:2]}, and {everyones[0]['schedule'][:2]}")
+    if differ := comm.differing([each["schedule"] for each in everyones]):
+        raise ValueError(f"ranks {differ} have another schedule than rank {comm.ranks[0]}: "
+                         f"{everyones[comm.ranks.index(differ[0])]['schedule'][:2]}, and "
+                         f"{everyones[0]['schedule'][:2]}")
     for rank, each in enumerate(everyones):
         stages = tuple(sorted(map(int, each["stages"])))
         if stages != schedule.stages_of(rank):
-            raise ValueError(f"rank {rank} has stages {stages}: schedule {schedule.name} has "
+            raise ValueError(f"rank {comm.ranks[rank]} has stages {stages}: schedule {schedule.name} has "
                              f"{schedule.stages_of(rank)} there")
     dtypes = {int(s): set(found) for each in everyones for s, found in each["stages"].items() if found}
     first = min(dtypes, default=None)

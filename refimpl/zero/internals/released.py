@@ -4,6 +4,9 @@ A parameter's tensor stays the same object while its elements come and go. While
 whose `__torch_function__` sees each use of it from Python, by whatever name or list it was found: a head that is tied
 by `F.linear(x, self.embedding.weight)`, a penalty over `self.parameters()`, a `functional_call`. Shapes, dtypes and
 hooks are told; for all else `served` gathers it. Other tensors are not slowed down.
+
+Not seen is what torch calls no `__torch_function__` for: `torch.tensor(p)`, DLPack, and the transforms of torch.func on
+a parameter itself (`vmap(f)(p)`). These read NaN.
 """
 
 import torch
@@ -44,6 +47,7 @@ class ReleasedFake(Released, FakeTensor):
 
 AWAY = {nn.Parameter: ReleasedParameter, FakeTensor: ReleasedFake}
 THERE = {away: there for there, away in AWAY.items()}
+PLAIN = (*AWAY, *THERE)  # classes of parameters that hold one dense tensor
 
 
 def release(parameter, served):
