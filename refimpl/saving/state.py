@@ -47,8 +47,9 @@ class TrainingState:
         self.shards = [shard for shard in self.shards if shard.kind != "buffers" or shard.spec.name in kept]
         for name, parts in self.by_name.items():
             if any(overlaps(a.spec, b.spec) for a, b in itertools.combinations(parts, 2)):
-                raise ValueError(f"two shards of {name} on {self.comm.place}: expected one of each tensor, or "
-                                 "parts that have no element in common")
+                rank = self.comm.ranks[self.comm.rank]
+                raise ValueError(f"two shards of {name} on rank {rank}: expected one of each tensor, or parts that "
+                                 "have no element in common")
 
     @property
     def by_name(self):
