@@ -11,8 +11,8 @@ from refimpl.activations.saved_tensors import SavedStorages
 from refimpl.activations.transfer.schedule import TransferSchedule
 
 MODELS = {"gpt2": {"n_layer": 4},
-          "llama": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8,
-                    "vocab_size": 8000}}
+          "llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
+                    "vocab_size": 1024}}
 
 
 def above(around, autocast, kind="gpt2"):
@@ -49,8 +49,10 @@ def test_it_takes_what_save_on_cpu_takes_and_what_is_asked_to_stay(kind, autocas
     theirs = above(lambda model: save_on_cpu(pin_memory=True), autocast, kind)
     assert offloaded(depth=0, smallest=0) <= theirs
     assert offloaded(depth=0) <= theirs + contexts[-1].report.after.total  # small storages stay
-    leaving = 4 * 1024 * 512 * 2 if kind == "llama" and autocast else 1e-4 * theirs  # x of the head
-    assert offloaded(depth=1, smallest=0) <= theirs + leaving
+    more = offloaded(depth=1, smallest=0) - theirs
+    if kind == "llama" and autocast:
+        assert more == pytest.approx(4 * 1024 * 256 * 2, abs=1e-4 * theirs)  # x of the head is on its way
+    assert more <= 1e-4 * theirs or kind == "llama" and autocast
 
 
 def test_mutants_that_fetch_ahead_of_the_loss_or_keep_casts_take_more():
