@@ -3,7 +3,7 @@
 import contextlib
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.variable import ImperativeEngine, Variable
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,14 +16,27 @@ def unseen():
     generator, before = torch.default_generator, torch.default_generator.get_state()
     of_all = [vars(place)[name] for place in (optimizers, modules) for name in vars(place)
               if name.startswith("_global_") and name.endswith(("hooks", "hooks_always_called"))]
-    seen = [(each, dict(each)) for each in of_all if isinstance(each, dict)]
+    seen, engine = [(each, dict(each)) for each in of_all if isinstance(each, dict)], Variable._execution_engine
     try:
+        Variable._execution_engine = ImperativeEngine()  # a tracker's tells what backward's formulas took
         for each, _ in seen:
             each.clear()
         with (_disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(),
-              saved_tensors_hooks(lambda x: x, lambda x: x)):
+              _own_hooks()):
             yield
     finally:
+        Variable._execution_engine = engine
         for each, had in seen:
             each.update(had)
         generator.set_state(before)
+
+
+@contextlib.contextmanager
+def _own_hooks():
+    """Save tensors by hooks that change nothing: those around it do not see them. A tracker sees what enters the class
+    `saved_tensors_hooks`. An operation's output, were it kept as it is, would keep itself alive."""
+    torch._C._autograd._push_saved_tensors_default_hooks(torch.Tensor.detach, lambda x: x)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()

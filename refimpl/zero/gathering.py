@@ -13,7 +13,7 @@ import torch
 
 from ..memory import mark
 from .casts import Casts
-from .internals.released import release, restore
+from .internals.released import Unread, release, restore
 from .starting import no_value
 from .store import Stored
 
@@ -73,6 +73,15 @@ class Gathering:
         stays = self._next() is bucket and bucket not in self.large_heads
         if not self._users[bucket] and bucket in self._gathered and not stays:
             self._free(bucket)
+
+    def unread(self):
+        """Return a context in which an operation on what stands for released parameters is a RuntimeError."""
+        def names(shape):
+            found = [slot.name for bucket in self._placeholders for slot in bucket.slots
+                     if slot.parameter.numel() == shape.numel()]
+            return ", ".join(found[:3]) or "?"
+
+        return Unread(self._nan.values, names)
 
     def read(self, name):
         """Gather a released parameter that is read, in a forward or backward: from then on it stays whole, in each

@@ -18,6 +18,7 @@ is in that storage and comes back with it; a new tensor in `parameter.data` woul
 import contextlib
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .backwards import Backwards, is_opaque
 from .quantized.gather import check_codec, quantized_gather
@@ -75,7 +76,8 @@ class Zero3(Zero2):
       are. Shards stay exact, and so does what `gathered` shows. For gradients: `hook=QuantizedReduce()`.
 
     A parameter that a forward reads outside of its unit, as a tied head by `F.linear(x, self.embedding.weight)`, is
-    gathered there, and stays whole until backward has ended. Outside of forward and backward RuntimeError names what is
+    gathered there, and stays whole until backward has ended. What no gather can serve is refused in the first step
+    (`internals.released`). Outside of forward and backward RuntimeError names what is
     read or written; `with engine.gathered():` makes parameters whole for a while.
     """
 
@@ -127,7 +129,8 @@ class Zero3(Zero2):
         self._backwards.evaluating, backward_follows = not torch.is_grad_enabled(), False
         self.gathering.computing, held = self.gathering.computing + 1, set(self.gathering.held)
         try:
-            output = self.model(*args, **kwargs)
+            with self._unread():
+                output = self.model(*args, **kwargs)
             backward_follows = torch.is_grad_enabled()
             return output
         finally:
@@ -154,6 +157,11 @@ class Zero3(Zero2):
                 for bucket in sharded:
                     self.gathering.release(bucket)
                 self.gathering.release_unused()
+
+    def _unread(self):
+        """Return what refuses reads of parameters that no gather serves: in the first step, on real tensors."""
+        first = not self._steps and not any(isinstance(p, FakeTensor) for p in self.reducer.place)
+        return self.gathering.unread() if first else contextlib.nullcontext()
 
     # --- around each unit --------------------------------------------------------------------------------------------
 
@@ -182,7 +190,8 @@ class Zero3(Zero2):
         self.gathering.computing += 1
         try:
             self.gathering.hold_again()
-            super().backward(output, gradient)
+            with self._unread():
+                super().backward(output, gradient)
         finally:
             self.gathering.computing -= 1
             self._release_all()

@@ -163,7 +163,7 @@ def twin_of(func, args):
     """Return the operation that autograd would call in place of `func` if no mode were on, or `func`."""
     if func is aten.add.Tensor:
         ran = getattr(_now, "ran", None)
-        return aten.add_.Tensor if ran is not None and ran == _running() and _accumulates(*args) else func
+        return aten.add_.Tensor if ran is not None and ran == _running() and _accumulates(args) else func
     if func in _TWINS and type(args[0]) is FakeTensor:
         fresh = getattr(_now, "fresh", None)
         return _TWINS[func] if fresh == (args[0].untyped_storage()._cdata, _running()) else func
@@ -178,12 +178,13 @@ def note_zeros(zeros):
             _now.fresh = zeros.untyped_storage()._cdata, _running()
 
 
-def _accumulates(so_far, gradient):
-    """Tell whether the engine adds `gradient` to `so_far` in place."""
-    held, readings = _held(so_far), getattr(_now, "readings", None)
+def _accumulates(args):
+    """Tell whether the engine adds the gradient args[1] to the sum so far, args[0], in place."""
+    held, readings = _held(args), getattr(_now, "readings", None)
     if readings is not None:  # being calibrated
         readings.append(held)
         return False
+    so_far, gradient = args
     return (not torch.is_grad_enabled() and type(so_far) in _VANILLA and type(gradient) in _VANILLA
             and held == calibrate(type(so_far) is FakeTensor)
             and so_far.layout is torch.strided and not so_far._is_zerotensor()
@@ -201,9 +202,11 @@ def _dense(tensor):
     return True
 
 
-def _held(tensor):
-    """Count what holds the tensor, its storage and its Python object, this function and its callers included."""
-    return (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), sys.getrefcount(tensor))
+def _held(args):
+    """Count what holds the tensor args[0], its storage and its Python object, this function and its callers included.
+    They pass `args` on: where dynamo runs frames, as after an error in it, a call holds its arguments once more."""
+    return (args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
+            sys.getrefcount(args[0]))
 
 
 @functools.cache

@@ -5,15 +5,18 @@ whose `__torch_function__` sees each use of it from Python, by whatever name or 
 by `F.linear(x, self.embedding.weight)`, a penalty over `self.parameters()`, a `functional_call`. Shapes, dtypes and
 hooks are told; for all else `served` gathers it. Other tensors are not slowed down.
 
-Not seen is what torch calls no `__torch_function__` for: `torch.tensor(p)`, DLPack, and the transforms of torch.func on
-a parameter itself (`vmap(f)(p)`). These read NaN.
+There are reads for which torch calls no `__torch_function__`: `torch.tensor(p)`, transforms of torch.func of a
+parameter itself (`vmap(f)(p)`), and those of a backward. In an engine's first step `Unread`, a dispatch mode, refuses
+them. DLPack, and a later step that goes another way, read NaN.
 """
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+aten = torch.ops.aten
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that show elements
 ASKED = {"size", "dim", "numel", "stride", "element_size", "storage_offset", "nelement", "ndimension", "get_device",
          "untyped_storage", "data_ptr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
@@ -47,6 +50,7 @@ class ReleasedFake(Released, FakeTensor):
 
 AWAY = {nn.Parameter: ReleasedParameter, FakeTensor: ReleasedFake}
 THERE = {away: there for there, away in AWAY.items()}
+SEEN = (torch.Tensor, nn.Parameter, ReleasedParameter)
 PLAIN = (*AWAY, *THERE)  # classes of parameters that hold one dense tensor
 
 
@@ -70,3 +74,30 @@ def _asks(func):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute not in VALUES
     return name in ASKED or name.startswith(("is_", "_is_")) and name != "is_nonzero"
+
+
+class Unread(TorchDispatchMode):
+    """Refuses each operation that reads the elements of what stands for parameters that are away, with RuntimeError.
+
+    - `placeholders()`: the tensors that stand for them; `names(shape)`: names of parameters that may be meant.
+    """
+
+    only_watches = True  # see memory.tracking.in_place
+
+    def __init__(self, placeholders, names):
+        super().__init__()
+        self._placeholders, self._names = placeholders, names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        away = {_storage(x) for x in self._placeholders()}
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) in SEEN and x.layout is torch.strided]
+        read = [x for x in tensors if _storage(x) in away]
+        if read and func is not aten.expand.default:  # by which `Gathering.hide` makes them
+            raise RuntimeError(f"{func} reads a parameter in shards, which no gather serves there: one of shape "
+                               f"{tuple(read[0].shape)}, such as {self._names(read[0].shape)}. torch.tensor(p) and "
+                               "vmap(f)(p) or grad(f)(p) of torch.func do so: give them p.clone()")
+        return func(*args, **kwargs or {})
+
+
+def _storage(x):
+    return x.untyped_storage()._cdata

@@ -1,5 +1,8 @@
 """A tracked program takes what it takes untracked: the allocator alone reads it, in a run of its own."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -199,3 +202,32 @@ def test_a_function_of_the_users_may_set_any_attribute():
     with memory.track(body, x) as t:
         Named.apply(body(x)).square().sum().backward()
     assert t.now["gradients"] == body.weight.nbytes
+
+
+AFTER_AN_ERROR = """
+import torch
+from refimpl import memory
+from refimpl.checkpointing import recompute
+
+def peak():
+    x, heads = torch.ones(64, 64, requires_grad=True), [torch.ones(64, 64, requires_grad=True) for _ in range(4)]
+    with memory.track(x, *heads) as t:
+        h = x * 2
+        sum((h @ head).sum() for head in heads).backward()
+    return t.peak.total
+
+blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)]
+before, net = peak(), torch.nn.Sequential(*blocks)
+recompute(net)
+try:
+    torch.compile(net, backend="eager", fullgraph=True)(torch.ones(2, 4))
+except torch._dynamo.exc.Unsupported:
+    print(before, peak())
+"""
+
+
+def test_what_dynamo_leaves_behind_after_an_error_changes_no_reading():
+    """From then on it runs each frame of Python, where a call holds its arguments once more."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", AFTER_AN_ERROR], capture_output=True, text=True)
+    before, after = done.stdout.split()
+    assert before == after, done.stderr[-2000:]

@@ -1,5 +1,6 @@
 """Parameters in shards that someone reads outside of their unit, by whatever way: served, or named; never NaN."""
 
+import contextlib
 import gc
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_kit import FAST, SGD, WIDTH, batch, equal, farthest, fixed, own_rows, parameters_of
 from zero_steps import tracked
 
-from refimpl.comm import FakeCommunicator
+from refimpl.comm import FakeCommunicator, simulate
 from refimpl.zero import DataParallel, Zero3
 from refimpl.zero.internals.released import Released
 
@@ -178,7 +179,10 @@ class Unserved(Zero3):
         self.gathering.read = lambda name: None
 
 
-def test_unserved_a_reader_would_train_on_nan():
+def test_unserved_a_reader_is_refused_and_without_that_it_would_train_on_nan(monkeypatch):
+    with pytest.raises(RuntimeError, match="reads a parameter in shards.* such as table.weight"):
+        train(Unserved(made("tied"), FakeCommunicator(0, 1), FAST), 1)
+    monkeypatch.setattr(Zero3, "_unread", lambda self: contextlib.nullcontext())
     engine = train(Unserved(made("tied"), FakeCommunicator(0, 1), FAST), 1)
     assert any(p.isnan().any() for p in parameters_of(engine).values())
 
@@ -199,3 +203,38 @@ def test_what_is_written_between_steps_is_refused_by_name(write):
     with pytest.raises(RuntimeError, match="^table.weight is in shards, and is read or written outside"):
         write(engine.model.table.weight)
     assert equal(before, parameters_of(engine))
+
+
+UNSEEN = {
+    "vmap": lambda w: torch.func.vmap(lambda row: row.clamp(min=0).sum())(w).sum(),
+    "grad": lambda w: torch.func.grad(lambda w: w.clamp(min=0).square().sum())(w).sum(),
+    "torch.tensor": lambda w: (torch.tensor(w) > 0).sum()}
+
+
+class Reads(Stack):
+    """A read of a layer's weight, before the layer is called, for which torch calls no `__torch_function__`."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def forward(self, x):
+        return super().forward(x) * self.read(self.layers[1].weight)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_function_of_torch_sees_is_refused_in_the_first_step(name, world_size):
+    def step(comm, read):
+        engine = Zero3(Reads(read), comm, SGD)
+        before = parameters_of(engine)
+        try:
+            engine.backward(engine(own_rows(comm, batch(0, rows=6))).sum())
+        except RuntimeError as error:
+            assert "layers.1.weight" in str(error) and "reads a parameter in shards" in str(error)
+            return equal(parameters_of(engine), before)
+        return "nothing was said"
+
+    assert simulate(step, world_size, UNSEEN[name]) == [True] * world_size
+    assert simulate(step, world_size, lambda w: UNSEEN[name](w.clone())) == ["nothing was said"] * world_size
