@@ -8,6 +8,7 @@ its ranks compare before a forward), `sequence` (and its tokens), `partitioned` 
 Of long sequences: `paper_ring` (the idea in one screen), `order` (who has which tokens), `pair` and `ring`, `gathered`,
 `ulysses` (three ways to attend to all of them), `context` (a model, from outside), `context_forms` (bytes, traffic).
 Of consecutive layers on each rank: the package `pipeline`, whose `paper` is the idea in one screen.
+That what is cut computes what the whole does: the package `proof`, on a toy of the model's class.
 """
 
 from .context import SequenceParallelAttention, context_parallel
@@ -17,13 +18,14 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .pair import AttentionPair, dense_pair
 from .partitioned import PartitionedInputs
 from .pipeline import PipelineParallelStage, pipeline
+from .proof import CannotShrink, CutDiffers
 from .ring import ring_attention
 from .sequence import sequence_parallel
 from .tensor import tensor_parallel
 from .ulysses import ulysses_attention
 from .vocabulary import vocabulary_parallel_cross_entropy
 
-__all__ = ["AttentionPair", "ColumnParallelLinear", "PartitionedInputs", "PipelineParallelStage", "RowParallelLinear",
-           "SequenceParallelAttention", "VocabularyParallelEmbedding", "context_parallel", "dense_pair",
-           "gathered_attention", "pipeline", "ring_attention", "sequence_parallel", "tensor_parallel",
-           "ulysses_attention", "vocabulary_parallel_cross_entropy"]
+__all__ = ["AttentionPair", "CannotShrink", "ColumnParallelLinear", "CutDiffers", "PartitionedInputs",
+           "PipelineParallelStage", "RowParallelLinear", "SequenceParallelAttention", "VocabularyParallelEmbedding",
+           "context_parallel", "dense_pair", "gathered_attention", "pipeline", "ring_attention", "sequence_parallel",
+           "tensor_parallel", "ulysses_attention", "vocabulary_parallel_cross_entropy"]

@@ -14,12 +14,14 @@ import copy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..attention.tiled import tiled_attention
 from ..comm import CollectiveMismatch
 from ..model import GPT, Attention, softmax_attention
 from .gathered import gathered_attention
 from .inner import check_dropout
 from .order import check_order, in_order, positions, shard
 from .pair import dense_pair
+from .proof.context import prove_context
 from .ring import ring_attention
 from .ulysses import ulysses_attention
 
@@ -34,7 +36,8 @@ class SequenceParallelAttention:
     - `order`: "plain" or "zig-zag"; see `order`. By default zig-zag, in which causal attention is as much work on each
       rank; for Ulysses plain, which has no other.
     - `attention`: what computes it. For a ring an `AttentionPair`; else any function (q, k, v) -> out. By default
-      dense; in a model, for Ulysses and gathered, the model's own.
+      dense; in a model, for Ulysses and gathered, the model's own; with a window,
+      a score hook or sinks, in tiles.
 
     ValueError for an unknown method or order, and for Ulysses in zig-zag order.
     """
@@ -53,7 +56,8 @@ class SequenceParallelAttention:
     def __call__(self, q_BHTD, k_BGTD, v_BGTD, *, causal=False, dropout_p=0.0, **options):
         """Return attention of this rank's tokens. Raises as the method does."""
         check_dropout(dropout_p)
-        attention = self.attention or (dense_pair if self.method == "ring" else softmax_attention)
+        attention = self.attention or (dense_pair if self.method == "ring" else tiled_attention if options
+                                       else softmax_attention)
         if self.method != "ulysses":
             options["order"] = self.order
         return METHODS[self.method](q_BHTD, k_BGTD, v_BGTD, self.comm, causal=causal, attention=attention, **options)
@@ -119,8 +123,10 @@ def context_parallel(model, attention):
                 module.set_attention(attention.within(module.attention))
         model.register_forward_pre_hook(_Positions(attention, model.config.context_length), with_kwargs=True)
     elif getattr(getattr(model, "config", None), "_attn_implementation", None) is not None:
-        from .hugging_face import give_attention
+        from .hugging_face import check, give_attention
 
+        check(model)
+        prove_context(model, attention, give_attention)
         give_attention(model, attention)
     else:
         raise ValueError(f"how {type(model).__name__} computes attention is not known: call attention(q, k, v, "

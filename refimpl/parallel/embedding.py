@@ -40,20 +40,27 @@ class VocabularyParallelEmbedding(nn.Module):
     def of(cls, embedding, comm, name="weight"):
         """Return this rank's part of an `nn.Embedding`, which stays as it is. `name`: of its weight in the whole model.
 
+        A subclass that computes by `super().forward(tokens)`, as Gemma's scaled embedding, keeps its forward.
         ValueError for `max_norm`, `scale_grad_by_freq` and `sparse`; TypeError for other classes.
         """
         (first, end), whole = cls.cut(embedding, comm, name), embedding.weight
         weight = nn.Parameter(whole.detach()[first:end].clone(), requires_grad=whole.requires_grad)
         largest = -(-len(whole) // comm.world_size) * whole.shape[1]
         set_spec(weight, ShardSpec(name, tuple(whole.shape), (first, 0), tuple(weight.shape)), (name,), largest)
-        return cls(weight, comm, embedding.num_embeddings, padding_idx=embedding.padding_idx)
+        made = cls(weight, comm, embedding.num_embeddings, padding_idx=embedding.padding_idx)
+        if type(embedding).forward is nn.Embedding.forward:
+            return made
+        made.__dict__ |= {key: value for key, value in vars(embedding).items() if key not in vars(made)}
+        made._buffers.update(embedding._buffers)
+        made.__class__ = type(type(embedding).__name__, (_Asked, type(embedding), _Between), {})
+        return made
 
     @staticmethod
     def cut(embedding, comm, name="weight"):
         """Return (first, end) of this rank's rows. Raises what `of` raises."""
-        if type(embedding).forward is not nn.Embedding.forward or "weight" not in embedding._parameters:
-            raise TypeError(f"{name} is of {type(embedding).__name__}: expected an nn.Embedding, with its own forward "
-                            "and a plain weight; leave it out of the plan to keep it whole")
+        if not isinstance(embedding, nn.Embedding) or [*embedding._parameters] != ["weight"]:
+            raise TypeError(f"{name} is of {type(embedding).__name__}: expected an nn.Embedding, or a subclass that "
+                            "computes by it and has no other parameter; leave it out of the plan to keep it whole")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option) not in (None, False):
                 raise ValueError(f"{name} has {option}={getattr(embedding, option)}, which needs all rows at once or a "
@@ -69,6 +76,26 @@ class VocabularyParallelEmbedding(nn.Module):
     def extra_repr(self):
         """Say which rows are here."""
         return f"rows {self.first} … {self.end - 1} of {self.V}, {self.weight.shape[1]}"
+
+
+class _Between(VocabularyParallelEmbedding, nn.Embedding):
+    """Stands between a subclass of nn.Embedding and nn.Embedding: its `super().forward` looks up this rank's rows."""
+
+    def forward(self, tokens):
+        self.looked_up = True
+        return super().forward(tokens)
+
+
+class _Asked:
+    """Stands before such a subclass. TypeError if its forward has not looked up rows by `super().forward`."""
+
+    def forward(self, tokens):
+        self.looked_up = False
+        output = super().forward(tokens)
+        if not self.looked_up:
+            raise TypeError(f"{type(self).__name__} does not look up rows by super().forward(tokens), and has some of "
+                            "them alone: leave it out of the plan to keep it whole")
+        return output
 
 
 class _Lookup(torch.autograd.Function):

@@ -18,7 +18,7 @@ from .order import by_rank, check_order, in_order, spans
 
 @torch._disable_dynamo
 def gathered_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="plain", attention=softmax_attention,
-                       window=None, cu_seqlens=None, dropout_p=0.0, **options):
+                       window=None, cu_seqlens=None, sinks=None, dropout_p=0.0, **options):
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D).
 
     - `attention`: any (q, k, v) -> out, with the options that are given. With `causal` it needs an option of that name,
@@ -26,6 +26,8 @@ def gathered_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="pla
     - `causal`, `order`: which tokens are before which; see `order`.
     - `window`: with `causal`, how many tokens before it a token sees, besides itself.
     - `cu_seqlens`: packed sequences, in positions of the whole sequence: a list, 0 and where each one ends.
+
+    - `sinks`: (H,), learned, if the attention has that option: one more input with a gradient, of this rank's tokens.
 
     A rank sends (N−1)/N of the bytes of all k and v in forward and again in backward, and then (N−1)/N of those of
     their gradients (fp32 or wider). ValueError for dropout, a window that is not causal, and an odd T in zig-zag order.
@@ -37,7 +39,7 @@ def gathered_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="pla
         raise ValueError(f"window={window!r} without causal=True over gathered keys: a query in the middle would need "
                          "a mask that is aligned to neither end; use ulysses_attention")
     pieces = _pieces(comm, q_BHTD.shape[2], causal, order, window, cu_seqlens)
-    return _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, comm, order, pieces, attention, causal, options)
+    return _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, sinks, comm, order, pieces, attention, causal, options)
 
 
 def _pieces(comm, T, causal, order, window, cu_seqlens):
@@ -69,26 +71,27 @@ def _packing(first, end, cu_seqlens, causal):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, comm, order, pieces, attention, causal, options):
-        ctx.save_for_backward(*compact(q, k, v))
+    def forward(ctx, q, k, v, sinks, comm, order, pieces, attention, causal, options):
+        ctx.save_for_backward(*compact(q, k, v), *[] if sinks is None else [sinks])
         ctx.given = comm, order, pieces, attention, causal, options
         ctx.autocast = torch.is_autocast_enabled(q.device.type)
-        return _computed(q, *_gather(k, v, comm, order), *ctx.given[2:])
+        return _computed(q, *_gather(k, v, comm, order), sinks, *ctx.given[2:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        (q, k, v), (comm, order, *how) = ctx.saved_tensors, ctx.given
-        inputs = [x.detach().requires_grad_() for x in (q, *_gather(k, v, comm, order))]
+        (q, k, v, *sinks), (comm, order, *how) = ctx.saved_tensors, ctx.given
+        inputs = [x.detach().requires_grad_() for x in (q, *_gather(k, v, comm, order), *sinks)]
         with torch.enable_grad(), torch.autocast(q.device.type, enabled=ctx.autocast):
-            out = _computed(*inputs, *how)
-        dq, *d_kv = torch.autograd.grad(out, inputs, d_out)
+            out = _computed(*inputs, *[] if sinks else [None], *how)
+        dq, dk, dv, *d_sinks = torch.autograd.grad(out, inputs, d_out)
         del inputs, out
-        return dq, *_scatter(*d_kv, comm, order), *[None] * 6
+        return dq, *_scatter(dk, dv, comm, order), *(d_sinks or [None]), *[None] * 6
 
 
-def _computed(q, k, v, pieces, attention, causal, options):
+def _computed(q, k, v, sinks, pieces, attention, causal, options):
     """Call the attention for each piece of the queries."""
+    options = options if sinks is None else {**options, "sinks": sinks}
     outs = [call(attention, q[:, :, rows], k[:, :, keys], v[:, :, keys], causal, **options, **own)
             for rows, keys, own in pieces]
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)

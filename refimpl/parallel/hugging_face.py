@@ -5,11 +5,12 @@ import itertools
 from torch import nn
 from transformers import AttentionInterface
 
+from ..attention.scores import Softcap
 from .inner import options_of
 
 NAMES = (f"refimpl_context_parallel_{number}" for number in itertools.count())
 KNOWN = ("position_ids", "cache_position", "use_cache", "output_attentions", "num_items_in_batch", "is_causal",
-         "position_embeddings", "return_dict", "shift_labels")  # that say nothing of attention
+         "position_embeddings", "return_dict", "labels", "shift_labels")  # that say nothing of attention
 
 LAYERS = ("full_attention", "sliding_attention")
 MASKED = ("attention_mask of a part of a sequence: expected none; pad at the end of rows, with targets −100 (causal "
@@ -21,11 +22,6 @@ def give_attention(model, attention):
 
     ValueError for a model that cannot be given one.
     """
-    base = getattr(model, model.base_model_prefix, model)
-    if "position_ids" not in options_of(base):
-        raise ValueError(f"{type(base).__name__}.forward takes no position_ids, so its positions cannot be given from "
-                         "outside")
-    _check_tokens_are_alone(model)
     name, before = next(NAMES), model.config._attn_implementation
     AttentionInterface.register(name, _function(attention))
     model.set_attn_implementation(name)
@@ -37,8 +33,12 @@ def give_attention(model, attention):
     return model
 
 
-def _check_tokens_are_alone(model):
+def check(model):
     """Raise ValueError for a model in which something else than its attention looks at other tokens or at positions."""
+    base = getattr(model, model.base_model_prefix, model)
+    if "position_ids" not in options_of(base):
+        raise ValueError(f"{type(base).__name__}.forward takes no position_ids, so its positions cannot be given from "
+                         "outside")
     config, kind = model.config.get_text_config(), type(model).__name__
     for name, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.RNNBase)):
@@ -55,14 +55,15 @@ def _check_tokens_are_alone(model):
 
 def _function(attention):
     def attend(module, query, key, value, attention_mask=None, *, dropout=0.0, scaling=None, sliding_window=None,
-               **others):
+               softcap=None, s_aux=None, **others):
         """Return (out (B, T, H, D), None), as the registry's functions do."""
         if attention_mask is not None:
             raise ValueError(MASKED)
         unknown = [name for name, given in others.items() if not (given is None or given is False or name in KNOWN)]
         if unknown:
             raise ValueError(f"{type(module).__name__} gives its attention {unknown[0]}: what that does to a split "
-                             "sequence is not known; expected scaling, sliding_window and is_causal alone")
+                             "sequence is not known; expected scaling, sliding_window, softcap, s_aux and is_causal "
+                             "alone")
         causal = others.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         if scaling is not None and scaling != query.shape[-1] ** -0.5:
@@ -70,6 +71,10 @@ def _function(attention):
         length = query.shape[2] * attention.comm.world_size
         windowed = sliding_window is not None and sliding_window < length
         options = {"window": sliding_window - 1} if windowed else {}  # theirs counts the token itself
+        if softcap is not None:
+            options["score"] = Softcap(softcap)
+        if s_aux is not None:
+            options["sinks"] = s_aux
         out = attention(query, key, value, causal=causal, dropout_p=dropout, **options)
         return out.transpose(1, 2).contiguous(), None
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..sharding import ShardSpec, set_spec
 from .conjugate import enter, leave, leave_sequence, sequence_sum, whole_sequence
-from .vocabulary import gather_logits, part
+from .vocabulary import gather_logits, own_features, part
 
 
 class ColumnParallelLinear(nn.Module):
@@ -181,13 +181,14 @@ class RowParallelLinear(nn.Module):
     - `linear`: the whole layer, an `nn.Linear` or transformers' `Conv1D`. Its values are copied.
     - `name`: of the layer in the whole model, for the specs of its weights.
     - `heads`: of the inputs; heads are not cut.
+    - `of_whole`: x is (…, C), the same on all ranks, and each takes its own features of it.
 
     Every rank holds the whole bias, and adds it to the sum.
     """
 
-    def __init__(self, linear, comm, name="", *, heads=None):
+    def __init__(self, linear, comm, name="", *, heads=None, of_whole=False):
         super().__init__()
-        self.comm, self.sequence = comm, False
+        self.comm, self.sequence, self.of_whole = comm, False, of_whole
         self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
         begin, end = row_cut(linear, comm, name, heads)
         self.weight = _block(linear.weight, 0 if self.transposed else 1, begin, end, f"{name}.weight", (),
@@ -200,6 +201,7 @@ class RowParallelLinear(nn.Module):
     @torch._disable_dynamo
     def forward(self, x):
         """Map this rank's inputs (…, C / N) to the output, the same on all ranks."""
+        x = own_features(x, self.comm) if self.of_whole else x
         y = F.linear(x, self.weight.t() if self.transposed else self.weight)
         y = leave_sequence(y, self.comm) if self.sequence else leave(y, self.comm)
         return y if self.bias is None else y.add_(self.bias.to(y.dtype))

@@ -8,6 +8,8 @@ A plan is {name of modules: style}. In a name `*` stands for one part, such as a
     row           a linear layer by its input features        (rowwise)
     vocabulary    an embedding by its tokens                  (embedding_rowwise)
     head          a linear layer by its output features, the logits, which are gathered (colwise_gather_output)
+    gathered      any linear layer by its output features, which are gathered  (colwise_gather_output, in a model)
+    row of whole  a linear layer by its input features, of which all ranks have all (rowwise_split_input)
     whole         not split, but used on this rank's heads alone, such as a norm of each head: its gradient is summed
                   over the ranks (replicated_with_grad_allreduce)
 
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..model import GPT
+from .pipeline.anatomy import anatomy_of
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Splits a linear layer by its input features, which are those of so many `heads`."""
+    """Splits a linear layer by its input features, which are those of so many `heads`. `of_whole`: every rank has all
+    of them, and takes its own."""
 
     heads: int | None = None
+    of_whole: bool = False
 
 
-STYLES = ("column", "row", "vocabulary", "head", "whole")
-OTHER_NAMES = {"colwise": "column", "rowwise": "row", "embedding_rowwise": "vocabulary", "colwise_rep": "head",
+STYLES = ("column", "row", "vocabulary", "head", "gathered", "row of whole", "whole")
+OTHER_NAMES = {"colwise": "column", "rowwise": "row", "rowwise_split_input": "row of whole",
+               "embedding_rowwise": "vocabulary", "colwise_rep": "head",
                "colwise_gather_output": "head", "replicated_with_grad_allreduce": "whole"}
 REGIONS = (("blocks", "norm"), ("model.layers", "model.norm"), ("transformer.h", "transformer.ln_f"))
 
@@ -75,7 +81,9 @@ def _plan_of_gpt2(model, config):
 
 def _plan_of_hugging_face(model, config):
     base = model.base_model_prefix + "." if hasattr(model, model.base_model_prefix) else ""
-    return {**{base + name: style for name, style in config.base_model_tp_plan.items()}, **_ends(model)}
+    plan = {base + name: "gathered" if style == "colwise_gather_output" else style
+            for name, style in config.base_model_tp_plan.items()}
+    return {**plan, **_ends(model)}
 
 
 def _ends(model):
@@ -98,7 +106,7 @@ def matched(model, plan):
         here = [name for name in names if regex.fullmatch(name)]
         if not here:
             raise ValueError(f"the plan's {pattern!r} matches no module; there are {_listed(names[1:])}")
-        style = {"column": Column(), "row": Row()}.get(style, style)
+        style = {"column": Column(), "row": Row(), "row of whole": Row(of_whole=True)}.get(style, style)
         for name in here:
             if found.setdefault(name, style) != style:
                 raise ValueError(f"{name}: the plan's {pattern!r} says {style}, and another of its names "
@@ -107,11 +115,15 @@ def matched(model, plan):
 
 
 def region_of(model):
-    """Return the names of the list of blocks and of the norm after it. ValueError if they are not known."""
+    """Return the names of the list of blocks and of the norm after it. ValueError if they are not known, or as
+    `anatomy_of`."""
     names = {name for name, _ in model.named_modules()}
     for region in REGIONS:
         if names.issuperset(region):
             return region
+    if hasattr(model, "get_output_embeddings"):
+        anatomy = anatomy_of(model)
+        return anatomy.layers, anatomy.after
     raise ValueError(f"where the blocks of {type(model).__name__} begin and end is not known: give region=(name of the "
                      "list of blocks, name of the norm after it)")
 

@@ -13,6 +13,7 @@ Models" (Korthikanti et al. 2022), section 4.2.2.
 
 import functools
 import inspect
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,7 +23,7 @@ from .conjugate import own_rows, whole_sequence
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .plan import region_of
 from .random import OwnRandom
-from .tensor import sum_gradients, tensor_parallel
+from .tensor import proven_sums, split_as, sum_gradients
 
 
 def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=False):
@@ -39,8 +40,19 @@ def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=Fals
         raise ValueError(f"{type(model).__name__} has adapters of peft, which read all tokens, and a rank has some of "
                          "them: use tensor_parallel")
     blocks, norm = region_of(model) if region is None else region
-    tensor_parallel(model, comm, plan, loss_parallel=loss_parallel)
-    return split_tokens(model, comm, model.get_submodule(blocks), model.get_submodule(norm))
+    tokens = _Tokens(blocks, norm)
+    summed = proven_sums(model, comm, plan, loss_parallel, tokens)
+    return tokens(split_as(model, comm, plan, loss_parallel, summed), comm)
+
+
+class _Tokens(NamedTuple):
+    """Splits the tokens between layers, after the layers."""
+
+    blocks: str
+    norm: str
+
+    def __call__(self, model, comm):
+        return split_tokens(model, comm, model.get_submodule(self.blocks), model.get_submodule(self.norm))
 
 
 def split_tokens(model, comm, blocks, norm):
@@ -58,7 +70,7 @@ def split_tokens(model, comm, blocks, norm):
         block.register_forward_pre_hook(here.remember, with_kwargs=True)
         for first in block.children():
             first.register_forward_pre_hook(here.recall)
-        for parent in [module for module in block.modules() if _reads_all(module)]:
+        for parent in _readers(block):
             name = next(iter(inspect.signature(parent.forward).parameters))
             parent.register_forward_pre_hook(functools.partial(here.gather, name), with_kwargs=True)
         for layer in block.modules():
@@ -70,8 +82,12 @@ def split_tokens(model, comm, blocks, norm):
     return model
 
 
-def _reads_all(module):
-    return any(isinstance(child, ColumnParallelLinear) for child in module.children())
+def _readers(block):
+    """Return the modules of a block that read all tokens: those that call layers by columns, and of layers that the
+    block calls itself, as OPT's, each one."""
+    columns = {module: [child for child in module.children() if isinstance(child, ColumnParallelLinear)]
+               for module in block.modules()}
+    return [*columns.pop(block), *(module for module, found in columns.items() if found)]
 
 
 class Region:

@@ -18,6 +18,7 @@ from ..sharding import set_spec, spec_of
 from .embedding import VocabularyParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, column_cuts, features_of, row_cut
 from .plan import Column, Row, matched, plan_of
+from .proof.ranks import prove
 from .random import OwnRandom
 from .same_batch import SameBatch
 from .vocabulary import vocabulary_parallel_cross_entropy
@@ -42,9 +43,29 @@ def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
     cannot be shared out, and a model that is split already; TypeError for a layer of another class. CollectiveMismatch
     if ranks give different models, and in a forward if they give it different batches.
     """
+    return split_as(model, comm, plan, loss_parallel, proven_sums(model, comm, plan, loss_parallel))
+
+
+def proven_sums(model, comm, plan=None, loss_parallel=False, then=None):
+    """Prove that a model of transformers, split by its plan and cut further by `then(toy, comm)`, computes what it does
+    whole. Returns the names of modules whose gradients have to be summed besides. Raises as `tensor_parallel`."""
     if any(isinstance(module, SPLIT) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} is split already: expected a whole model")
-    styles = matched(model, plan_of(model) if plan is None else plan)
+    matched(model, plan_of(model) if plan is None else plan)  # what is no plan of this model is said first
+    if comm.world_size == 1 or isinstance(model, GPT):
+        return ()
+    def cut(toy, comm, summed):
+        split = split_as(toy, comm, plan, loss_parallel, summed)
+        return split if then is None else then(split, comm)
+
+    proven = prove(model, ("tensor", repr(plan), loss_parallel, then), cut, strict=plan is None)
+    return () if proven is None else proven.summed
+
+
+def split_as(model, comm, plan, loss_parallel, summed=()):
+    """Split a model, unproven, by its plan. `summed`: names of modules that are in no plan, and whose gradients are of
+    this rank's part."""
+    styles = matched(model, {**(plan_of(model) if plan is None else plan), **dict.fromkeys(summed, "whole")})
     _check(model, comm, styles)
     for name in [name for name, style in styles.items() if style == "whole"]:
         sum_gradients(model.get_submodule(name).parameters(), comm)
@@ -137,7 +158,8 @@ def _heads(model, name, style):
     if isinstance(style, Column) and style.heads or isinstance(style, Row) and style.heads:
         return style.heads
     width = getattr(_parent(model, _outer(name)), "head_dim", None)
-    if not isinstance(width, int) or style in ("vocabulary", "head"):
+    if not isinstance(width, int) or style in ("vocabulary", "head", "gathered") or (
+            getattr(style, "of_whole", False)):
         return None
     features = features_of(model.get_submodule(name), name)[0 if isinstance(style, Row) else 1]
     if features % width:
@@ -148,10 +170,10 @@ def _heads(model, name, style):
 def _split(module, comm, name, style, heads):
     if style == "vocabulary":
         return VocabularyParallelEmbedding.of(module, comm, f"{name}.weight")
-    if style == "head":
+    if style in ("head", "gathered"):
         return ColumnParallelLinear(module, comm, name, gather_output=True)
     if isinstance(style, Row):
-        return RowParallelLinear(module, comm, name, heads=heads)
+        return RowParallelLinear(module, comm, name, heads=heads, of_whole=style.of_whole)
     return ColumnParallelLinear(module, comm, name, parts=style.parts, heads=heads)
 
 

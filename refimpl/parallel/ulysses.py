@@ -16,11 +16,12 @@ from .inner import call, check_dropout, check_shapes
 
 @torch._disable_dynamo
 def ulysses_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, attention=softmax_attention, dropout_p=0.0,
-                      **options):
+                      sinks=None, **options):
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D). Tokens are in plain order: with
     heads apart, causal attention is as much work on every rank.
 
     - `attention`: any (q, k, v) -> out, with the options that are given: `window`, `cu_seqlens` and others.
+    - `sinks`: (H,), of all heads, if the attention has that option; it gets those of this rank's.
 
     Key heads are repeated until N divides them (`repeats`). A rank sends (N−1)/N of the bytes of its q, k, v and output
     in forward, and as much in backward. ValueError if N does not divide the query heads, and for dropout.
@@ -28,6 +29,8 @@ def ulysses_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, attention=s
     check_shapes(q_BHTD, k_BGTD, v_BGTD)
     check_dropout(dropout_p)
     H, G, N = q_BHTD.shape[1], k_BGTD.shape[1], comm.world_size
+    if sinks is not None:
+        options["sinks"] = sinks[comm.rank * H // N : (comm.rank + 1) * H // N] if H % N == 0 else sinks
     if N == 1:
         return call(attention, q_BHTD, k_BGTD, v_BGTD, causal, **options)
     times = repeats(H, G, N)

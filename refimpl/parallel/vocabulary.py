@@ -49,16 +49,37 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, comm, V):
         ctx.part = part(V, comm)
-        n, widest = comm.world_size, -(-V // comm.world_size)
-        padded = F.pad(logits, (0, widest - logits.shape[-1]), value=float("-inf"))
-        found = comm.all_gather(padded.unsqueeze(0), label="logits")  # (n, …, widest)
-        widths = [end - first for first, end in (part(V, (rank, n)) for rank in range(n))]
-        return torch.cat([found[rank, ..., :width] for rank, width in enumerate(widths)], -1)
+        return _gathered(logits, comm, V)
 
     @staticmethod
     def backward(ctx, gradient):
         first, end = ctx.part
         return gradient[..., first:end].clone(memory_format=torch.contiguous_format), None, None
+
+
+def own_features(x, comm):
+    """Return this rank's columns of x (…, V), which is the same on all ranks: the conjugate of `gather_logits`."""
+    return _Own.apply(x, comm) if comm.world_size > 1 else x
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm, ctx.V = comm, x.shape[-1]
+        first, end = part(ctx.V, comm)
+        return x[..., first:end].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _gathered(gradient, ctx.comm, ctx.V), None
+
+
+def _gathered(columns, comm, V):
+    n, widest = comm.world_size, -(-V // comm.world_size)
+    padded = F.pad(columns, (0, widest - columns.shape[-1]), value=float("-inf"))
+    found = comm.all_gather(padded.unsqueeze(0), label="logits")  # (n, …, widest)
+    widths = [end - first for first, end in (part(V, (rank, n)) for rank in range(n))]
+    return torch.cat([found[rank, ..., :width] for rank, width in enumerate(widths)], -1)
 
 
 # --- cross-entropy ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Models that others wrote, tiny, whose sequence is split: what the ranks of test_context_outside.py do."""
 
+import functools
+
 import torch
 from outside.models import GROUPED, SMALL, causal, masked
 from tensor_outside_kit import TINY_OPT
@@ -11,7 +13,9 @@ GEMMA = {**GROUPED, "sliding_window": 4}
 MODELS = {"bert": masked("bert"), "modernbert": masked("modernbert", local_attention=4, global_attn_every_n_layers=2),
           "opt": TINY_OPT, "gpt_neox": causal("gpt_neox", **SMALL),
           "gemma3": causal("gemma3_text", **GEMMA, layer_types=["sliding_attention", "full_attention"]),
-          "qwen3": causal("qwen3", **GROUPED)}
+          "qwen3": causal("qwen3", **GROUPED),
+          "gemma2": causal("gemma2", **GEMMA, attn_logit_softcapping=2.0),
+          "gpt_oss": causal("gpt_oss", **GEMMA, num_local_experts=4, num_experts_per_tok=2)}
 
 
 def distance(comm, name, method, wrong=False):
@@ -22,6 +26,7 @@ def distance(comm, name, method, wrong=False):
     tokens = torch.randint(1, 61, (2, 16), generator=torch.Generator().manual_seed(0))
     attention = SequenceParallelAttention(comm, method, attention=None if method == "ring" else reference_attention)
     if wrong:
+        attention.attention = functools.partial(reference_attention)  # another one, so that it is proven anew
         attention.positions = lambda length, device=None: torch.arange(length)
     with torch.no_grad():
         expected = model(input_ids=tokens).logits

@@ -9,6 +9,7 @@ from torch import nn
 
 from refimpl.model import GPT, GPTConfig
 from refimpl.parallel import sequence_parallel, tensor_parallel
+from refimpl.parallel.pipeline.stages import Elsewhere
 
 V, ROWS, T = 61, 3, 7  # a vocabulary and a number of tokens that no number of ranks divides
 SIZES = {"vocab_size": V, "context_length": 16, "layers": 2, "hidden": 32, "heads": 4}
@@ -96,5 +97,7 @@ def distances(comm, name, split, dtype):
 
 
 def bodies(model):
-    """Return the blocks of a model."""
-    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    """Return the blocks of a model, of a stage those that are there."""
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    here = [block for block in blocks if not isinstance(block, Elsewhere)]
+    return here if len(here) < len(blocks) else blocks

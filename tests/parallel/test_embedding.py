@@ -6,7 +6,7 @@ from rank_pool import on_ranks
 from torch import nn
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator
+from refimpl.comm import FakeCommunicator, simulate
 from refimpl.parallel.embedding import VocabularyParallelEmbedding
 from refimpl.parallel.vocabulary import part, vocabulary_traffic
 
@@ -51,16 +51,48 @@ def test_a_head_may_share_the_rows():
     assert split.weight.grad.abs().sum(1).gt(0).all() and "rows 0 … 100 of 101, 8" in repr(split)
 
 
-class Other(nn.Embedding):
+class Scaled(nn.Embedding):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.by = nn.Buffer(torch.tensor(2.0))
+
     def forward(self, tokens):
-        return 2 * super().forward(tokens)
+        return self.by * super().forward(tokens)
+
+
+class Direct(nn.Embedding):
+    def forward(self, tokens):
+        return 2 * nn.functional.embedding(tokens, self.weight)
+
+
+class Added(nn.Embedding):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.bias = nn.Parameter(torch.zeros(sizes[1]))
+
+
+def scaled(comm):
+    torch.manual_seed(0)
+    whole, tokens = Scaled(V, C), torch.arange(V)
+    split, (first, end) = VocabularyParallelEmbedding.of(whole, comm), part(V, comm)
+    expected, found = whole(tokens), split(tokens)
+    (expected * tokens[:, None]).sum().backward()
+    (found * tokens[:, None]).sum().backward()
+    assert isinstance(split, Scaled) and split.weight.nbytes == (end - first) * C * 4
+    return torch.equal(expected, found) and torch.equal(whole.weight.grad[first:end], split.weight.grad)
+
+
+def test_a_subclass_computes_what_it_does_with_the_rows_of_all_ranks():
+    assert simulate(scaled, 3) == [True] * 3
+    with pytest.raises(TypeError, match=r"Direct does not look up rows by super\(\).forward"):
+        VocabularyParallelEmbedding.of(Direct(V, C), FakeCommunicator(0, 2))(torch.tensor([1]))
 
 
 @pytest.mark.parametrize(("make", "error", "said"), [
     (lambda: nn.Embedding(V, C, max_norm=1.0), ValueError, r"wte has max_norm=1\.0"),
     (lambda: nn.Embedding(V, C, scale_grad_by_freq=True), ValueError, "wte has scale_grad_by_freq=True"),
     (lambda: nn.Embedding(V, C, sparse=True), ValueError, "wte has sparse=True"),
-    (lambda: Other(V, C), TypeError, "wte is of Other"),
+    (lambda: Added(V, C), TypeError, "wte is of Added"),
     (lambda: nn.Embedding(1, C), ValueError, "1 rows cannot be split over 2 ranks")])
 def test_embeddings_that_cannot_be_split(make, error, said):
     with pytest.raises(error, match=said):

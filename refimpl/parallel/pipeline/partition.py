@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...memory import mark
+from .proof import prove_stages
 from .stages import layers_of, stage_of
 
 STYLES = ("parameters", "uniform", "cost")
@@ -30,7 +31,8 @@ def partition(model, stages, style="parameters", *, example=None):
     - `example`: for "cost", the inputs of a micro-batch: a tensor, or a tuple of them.
 
     ValueError for another style, for no example, and for more stages than layers; TypeError for a model whose layers
-    are not known.
+    are not known. A decoder of transformers is proven first, see `proof`: CutDiffers if stages of its class would not
+    compute what it does whole.
     """
     ends = cuts(model, stages, style, example=example)
     return [stage_of(model, first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -44,6 +46,8 @@ def cuts(model, stages, style="parameters", *, example=None):
     if not isinstance(stages, int) or isinstance(stages, bool) or not 1 <= stages <= layers:
         raise ValueError(f"stages={stages!r} of a model of {layers} layers: expected 1 to {layers}, one layer or more "
                          "in each")
+    if stages > 1:
+        prove_stages(model)
     if style == "uniform":
         return [layers // stages * (s + 1) + min(s + 1, layers % stages) for s in range(stages)]
     singles = [stage_of(model, i, i + 1) for i in range(layers)]

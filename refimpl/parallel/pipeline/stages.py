@@ -1,4 +1,4 @@
-"""A model as a run of layers, and a stage of it: our GPT, nn.Sequential, decoders of Hugging Face.
+"""A model as a run of layers, and a stage of it: our GPT, nn.Sequential, decoders of transformers.
 
 A stage is the model itself without what other stages have. Its parameters keep the names that they have in the model,
 so that the states of all stages together are the model's. It is called with the model's inputs if it is the first one,
@@ -6,13 +6,14 @@ else with the x of the one before; the last one takes targets, too, and returns 
 """
 
 import copy
+import functools
 from collections import OrderedDict
 
+import torch
 from torch import nn
 
 from ...model import GPT
-
-FRONT, BACK, ALL = ("wte", "wpe", "drop", "embed_tokens"), ("ln_f", "norm"), ("rotary_emb",)  # of Hugging Face's bases
+from .anatomy import anatomy_of, beside
 
 
 class Some(nn.ModuleList):
@@ -30,6 +31,11 @@ class Some(nn.ModuleList):
 def layers_of(model):
     """Return how many layers a model has. TypeError for one whose layers are not known."""
     return len(_kind(model).layers(model))
+
+
+def is_decoder(model):
+    """Tell whether a model is a decoder of transformers, whose stages are made by what its class computes."""
+    return _kind(model) is _OfDecoder
 
 
 def stage_of(model, first, end):
@@ -98,27 +104,63 @@ class _OfSequential:
         return nn.Sequential(OrderedDict(layers[i] for i in chosen)).train(model.training)
 
 
-# --- Hugging Face's decoders -----------------------------------------------------------------------------------------
+# --- decoders of transformers ----------------------------------------------------------------------------------------
 
 
-class NoPositions(nn.Module):
-    """Stands where a decoder adds positions: a later stage's x has them already."""
+class Elsewhere(nn.Module):
+    """Stands where a layer of another stage is, and passes x on: layers count from 0 in each stage. It has what the
+    layer has, but modules, parameters and hooks: its number, and of which kind it is."""
 
-    def forward(self, ids):
-        return ids.new_zeros((), dtype=self.dtype)
+    def __init__(self, layer, returns):
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(layer).items() if name not in vars(self)})
+        self.returns, self.arrives, self.passes = returns, None, False
+
+    def __call__(self, *args, **kwargs):
+        x = args[0] if args else kwargs["hidden_states"]
+        if self.arrives is not None:
+            x = self.arrives
+        if self.passes:
+            self.arrives = x
+        return (x, *(None,) * (self.returns - 1)) if self.returns else x
+
+
+class Nothing(nn.Module):
+    """Stands where another stage computes something, and returns what it is given to compute with; of ids, a zero."""
+
+    def forward(self, *args, **kwargs):
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        return next((x for x in given if x.dim() > 2), None) if any(x.dim() > 2 for x in given) else (
+            torch.zeros((), device=given[0].device))
 
 
 class DecoderStage:
-    """Some layers of a decoder with a language model's head, as a class before the model's own."""
+    """Some layers of a decoder with a language model's head, as a class before the model's own.
+
+    What the model does before its layers, it does in each stage; what comes of it goes unused in later ones, whose
+    first layer's stand-in takes the x that has arrived. In earlier ones the last layer's hands x out.
+    """
 
     def forward(self, x, targets=None, **options):
         """Map tokens, or the x of the stage before, to x; or to the logits, or with labels to the model's mean loss.
         `options`: the model's own, as position_ids."""
-        given = {"use_cache": False, **options, "input_ids" if self.is_first else "inputs_embeds": x}
-        if not self.is_last:
-            return getattr(self, self.base_model_prefix)(**given).last_hidden_state
-        out = super().forward(**given, labels=targets)
-        return out.logits if targets is None else out.loss
+        layers, given = self.get_submodule(self.anatomy.layers), {"use_cache": False, **options}
+        try:
+            if self.is_first:
+                given["input_ids"] = x
+            else:
+                layers[0].arrives = x
+                given["inputs_embeds"] = x.new_zeros(()).expand_as(x)  # one number; who writes to it is told
+            if self.is_last:
+                out = super().forward(**given, labels=targets)
+                return out.logits if targets is None else out.loss
+            layers[-1].passes = True
+            self.get_submodule(self.anatomy.base)(**given)
+            return layers[-1].arrives
+        finally:
+            for layer in (layers[0], layers[-1]):
+                if isinstance(layer, Elsewhere):
+                    layer.arrives, layer.passes = None, False
 
     @staticmethod
     def count_targets(labels):
@@ -129,38 +171,48 @@ class DecoderStage:
 class _OfDecoder:
     @staticmethod
     def layers(model):
-        base = getattr(model, model.base_model_prefix)
-        return next(child for child in base.children() if isinstance(child, nn.ModuleList))
+        return model.get_submodule(anatomy_of(model).layers)
 
-    @classmethod
-    def stage(cls, model, chosen):
-        base, layers = getattr(model, model.base_model_prefix), cls.layers(model)
+    @staticmethod
+    def stage(model, chosen):
+        anatomy = anatomy_of(model)
+        layers, known = model.get_submodule(anatomy.layers), {*anatomy.first, *anatomy.last, *anatomy.all}
+        for name, _ in beside(model, anatomy.layers):
+            if name not in known:
+                raise TypeError(f"{type(model).__name__} has {name}, which others of its class have not, and it is not "
+                                "known whether its first stage needs that, or its last: build the stages yourself, and "
+                                "give PipelineParallelStage each one")
         first, last = 0 in chosen, len(layers) - 1 in chosen
-        others = {}
-        for name, child in base.named_children():
-            if child is layers:
-                others[name] = Some(layers, chosen)
-            elif name in FRONT and not first:
-                others[name] = None if child is base.get_input_embeddings() else _through(child, layers)
-            elif name in BACK and not last:
-                others[name] = nn.Identity()
-            elif name not in (*FRONT, *BACK, *ALL):
-                raise TypeError(f"{type(base).__name__} has {name}, and it is not known whether its first stage needs "
-                                "that, or its last: build the stages yourself, and give PipelineParallelStage each one")
-        children = {model.base_model_prefix: without(base, **others)}
-        stage = without(model, **children, **{} if last else {"lm_head": None})
-        stage.__class__ = type(f"{type(model).__name__}Stage", (DecoderStage, type(model)), {})
-        stage.is_first, stage.is_last = first, last
+        gone = [*anatomy.first * (not first), *anatomy.last * (not last)]
+        some = nn.ModuleList(layer if i in chosen else Elsewhere(layer, anatomy.returns)
+                             for i, layer in enumerate(layers))
+        others = {anatomy.layers: some, **{name: _instead(model, name) for name in gone}}
+        stage = _replaced(model, others)
+        stage.__class__ = _stage_class(type(model))
+        stage.anatomy, stage.is_first, stage.is_last = anatomy, first, last
         return stage
 
 
-def _through(child, layers):
-    """Return what stands in place of a module before the first layer."""
-    if not isinstance(child, nn.Embedding):
-        return nn.Identity()
-    nothing = NoPositions()
-    nothing.dtype = child.weight.dtype
-    return nothing
+@functools.cache
+def _stage_class(cls):
+    return type(f"{cls.__name__}Stage", (DecoderStage, cls), {})
+
+
+def _replaced(module, others, prefix=""):
+    """Return a module that shares all with `module`, but for its submodules of these names."""
+    children = {}
+    for name, child in module.named_children():
+        full = prefix + name
+        if full in others:
+            children[name] = others[full]
+        elif any(other.startswith(f"{full}.") for other in others):
+            children[name] = _replaced(child, others, f"{full}.")
+    return without(module, **children)
+
+
+def _instead(model, name):
+    """Return what stands in place of a module that another stage has."""
+    return None if "." not in name else Nothing()  # the head, and what else is beside the decoder, is not called
 
 
 def _kind(model):
@@ -168,9 +220,8 @@ def _kind(model):
         return _OfGPT
     if type(model) is nn.Sequential:
         return _OfSequential
-    base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
-    if base is not None and hasattr(model, "lm_head") and any(isinstance(c, nn.ModuleList) for c in base.children()):
+    if hasattr(model, "get_output_embeddings"):
         return _OfDecoder
     raise TypeError(f"the layers of {type(model).__name__} are not known: expected our GPT, an nn.Sequential, or a "
-                    "decoder of Hugging Face as GPT-2 and Llama; or build the stages yourself, and give "
+                    "decoder of transformers as GPT-2 and Llama; or build the stages yourself, and give "
                     "PipelineParallelStage each one")

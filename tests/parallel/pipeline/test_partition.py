@@ -112,7 +112,7 @@ def test_models_whose_layers_are_not_known():
             partition(model, 1)
     model = HF["llama"]()
     model.model.extra = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="LlamaModel has extra"):
+    with pytest.raises(TypeError, match="LlamaForCausalLM has model.extra, which others of its class have not"):
         partition(model, 2)
 
 

@@ -1,0 +1,288 @@
+"""Cuts of models that others wrote are held to the whole: what is wrong is refused by name, what is right is not."""
+
+import warnings
+
+import pytest
+import torch
+from net_kit import LLAMA, on_meta
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from refimpl.comm import FakeCommunicator, simulate
+from refimpl.parallel import (
+    CannotShrink,
+    CutDiffers,
+    SequenceParallelAttention,
+    context,
+    context_parallel,
+    tensor_parallel,
+)
+from refimpl.parallel.pipeline import partition, proof, stages
+from refimpl.parallel.pipeline.proof import prove_stages
+from refimpl.parallel.proof import once, ranks
+from refimpl.parallel.proof.compare import Computed, difference
+from refimpl.parallel.proof.toys import tokens_of, toy_of
+from refimpl.parallel.tensor import proven_sums, split_as
+
+THREE = FakeCommunicator(0, 3)
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch):
+    monkeypatch.setattr(once, "_found", {})
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+BY_LAYER = ["gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "gpt_oss", "qwen2", "qwen3", "ministral", "cwm",
+            "smollm3", "vaultgemma"]
+BEFORE = ["granite", "granitemoe", "hyperclovax", "nanochat"]
+SETTINGS = {**{kind: {"use_sliding_window": True, "max_window_layers": 2} for kind in ("qwen2", "qwen3")},
+            **{kind: {"embedding_multiplier": 12.0} for kind in ("granite", "granitemoe", "hyperclovax")}}
+
+
+class Renumbered(nn.ModuleList):
+    """Layers of a stage that count from 0, as without stand-ins."""
+
+    def __init__(self, layers, chosen):
+        super().__init__([layers[i] for i in chosen])
+
+
+def first_of_its_own(model, first, end):
+    """The mutant in which layers count from 0 in each stage."""
+    stage, anatomy = stages.stage_of(model, first, end), stages.anatomy_of(model)
+    if not stage.is_first:
+        layers = stage.get_submodule(anatomy.layers)
+        kept = [layer for layer in layers if not isinstance(layer, stages.Elsewhere)]
+        marks = [layer for layer in layers if isinstance(layer, stages.Elsewhere)]
+        order = [marks[0], *kept, *marks[1:]] if stage.is_last else [marks[0], *kept, marks[-1]]
+        stage.get_submodule(anatomy.layers)._modules = {str(i): layer for i, layer in enumerate(order)}
+    return stage
+
+
+@pytest.mark.parametrize("kind", [*BY_LAYER, *BEFORE])
+def test_stages_of_models_that_know_layers_by_number_and_that_scale_before_them(kind):
+    prove_stages(on_meta(kind, **SETTINGS.get(kind, {})))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "olmo3", "qwen2"])
+def test_layers_that_count_from_0_in_each_stage_are_seen(kind, monkeypatch):
+    monkeypatch.setattr(proof, "stage_of", first_of_its_own)
+    with pytest.raises(CutDiffers, match=r"what model\.layers\.\d\S* returns differs by"):
+        prove_stages(on_meta(kind, **SETTINGS.get(kind, {})))
+
+
+@pytest.mark.parametrize("kind", ["granite", "hyperclovax", "nanochat"])
+def test_what_is_done_before_the_layers_and_again_in_each_stage_is_seen(kind, monkeypatch):
+    class Again(stages.DecoderStage):
+        def forward(self, x, targets=None):
+            layers = self.get_submodule(self.anatomy.layers)
+            if not self.is_first:
+                layers[0].__class__ = AsItCame
+                given = {"inputs_embeds": x}
+            else:
+                given = {"input_ids": x}
+            if self.is_last:
+                out = super(stages.DecoderStage, self).forward(**given, use_cache=False, labels=targets)
+                return out.logits if targets is None else out.loss
+            layers[-1].passes = True
+            self.get_submodule(self.anatomy.base)(**given, use_cache=False)
+            x, layers[-1].arrives = layers[-1].arrives, None
+            return x
+
+    class AsItCame(stages.Elsewhere):
+        pass
+
+    monkeypatch.setattr(stages, "_stage_class", lambda cls: type("Stage", (Again, cls), {}))
+    with pytest.raises(CutDiffers, match=r"what model\.layers\.\d\S* returns differs by"):
+        prove_stages(on_meta(kind, **SETTINGS.get(kind, {})))
+
+
+def test_a_loss_that_looks_at_all_layers_is_refused():
+    config = MixtralConfig(**LLAMA, num_local_experts=4, num_key_value_heads=2, output_router_logits=True)
+    with pytest.raises(CutDiffers, match="its loss differs by .*output_router_logits=True adds to the loss"):
+        partition(MixtralForCausalLM(config), 2)
+    config.output_router_logits = False
+    assert len(partition(MixtralForCausalLM(config), 2)) == 2
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    ("zamba2", r"what model\.layers\.6\.shared_transformer\.\S+ returns differs"), ("ctrl", "cannot be computed in"),
+    ("xlm", "cannot be computed in"), ("git", "a toy of GitForCausalLM cannot be trained")])
+def test_stages_that_would_be_wrong_are_refused(kind, said):
+    model = on_meta(kind)
+    before = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        partition(model, 2)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt_neox", "bloom", "falcon", "gptj", "phi", "bert", "mamba"])
+def test_models_of_other_layouts_have_stages(kind):
+    prove_stages(on_meta(kind))
+
+
+def test_a_stage_keeps_no_message_alive():
+    parts = partition(LlamaForCausalLM(LlamaConfig(**LLAMA)), 3)
+    x = parts[0](torch.ones(1, 4, dtype=torch.int64))
+    parts[1](x)
+    for part in parts:
+        assert all(layer.arrives is None for layer in part.model.layers if isinstance(layer, stages.Elsewhere))
+    broken = RuntimeError("out of memory")
+    parts[1].model.layers[1].register_forward_pre_hook(lambda *given: (_ for _ in ()).throw(broken))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        parts[1](x)
+    assert all(layer.arrives is None for layer in parts[1].model.layers if isinstance(layer, stages.Elsewhere))
+
+
+# --- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi", "phi3", "olmo2",
+                                  "olmo3", "glm", "qwen3", "cohere", "granite"])
+def test_plans_of_models_are_proven(kind):
+    assert proven_sums(on_meta(kind), THREE, None, False) == ()
+
+
+def test_what_a_plan_leaves_out_is_summed():
+    """Apertus' activation has two parameters in each layer; its plan does not name them."""
+    assert proven_sums(on_meta("apertus"), THREE, None, False) == ("model.layers.*.mlp.act_fn",)
+
+    def trained(comm):
+        torch.manual_seed(0)
+        toy, _ = toy_of(on_meta("apertus"))
+        tokens = tokens_of(toy.config)
+        whole = toy(input_ids=tokens, labels=tokens)
+        whole.loss.backward()
+        expected = {name: p.grad for name, p in toy.named_parameters() if "act_fn" in name}
+        split = tensor_parallel(toy.requires_grad_(), comm)
+        split.zero_grad()
+        split(input_ids=tokens, labels=tokens).loss.backward()
+        return max((p.grad - expected[name]).abs().max().item() for name, p in split.named_parameters()
+                   if "act_fn" in name)
+
+    assert max(simulate(trained, 3)) < 1e-6
+
+
+PLAN = {"model.layers.*.self_attn.q_proj": "column", "model.layers.*.self_attn.k_proj": "column",
+        "model.layers.*.self_attn.v_proj": "column", "model.layers.*.self_attn.o_proj": "row"}
+
+
+def test_norms_of_heads_that_a_plan_omits_are_summed():
+    assert proven_sums(on_meta("qwen3"), THREE, PLAN, False) == ("model.layers.*.self_attn.k_norm",
+                                                                 "model.layers.*.self_attn.q_norm")
+
+
+def test_one_norm_for_each_head_is_refused():
+    model = on_meta("stablelm", qk_layernorm=True)
+    with pytest.raises(CutDiffers, match=r"StableLmForCausalLM(, cut over 3 ranks, would not| cannot be cut over 3)"):
+        tensor_parallel(model, THREE, PLAN)
+    assert proven_sums(on_meta("stablelm"), THREE, PLAN, False) == ()
+
+
+def test_a_parameter_that_nobody_sums_is_seen(monkeypatch):
+    monkeypatch.setattr("refimpl.parallel.tensor.sum_gradients", lambda parameters, comm: None)
+    with pytest.raises(CutDiffers, match=r"the gradient of model\.layers\.0\.self_attn\.[qk]_norm\.weight differs"):
+        proven_sums(on_meta("qwen3"), THREE, None, False)
+
+
+def test_a_class_of_four_heads_is_cut_over_two_and_four_ranks():
+    plan = {"transformer.h.*.mlp.fc_in": "column", "transformer.h.*.mlp.fc_out": "row"}
+
+    def cut(toy, comm, summed):
+        return split_as(toy, comm, plan, False, summed)
+
+    assert ranks.prove(on_meta("codegen"), "codegen", cut).ranks == (2, 4)
+
+
+class Own(nn.Module):
+    """A model of a user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def test_a_model_of_which_there_is_no_toy_is_cut_with_a_line_that_says_so():
+    with pytest.warns(UserWarning, match="Own is cut, and it was not checked against the whole: Own has no config"):
+        tensor_parallel(Own(), THREE, {"up": "column", "down": "row"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor_parallel(Own(), FakeCommunicator(0, 1), {"up": "column", "down": "row"})  # nothing is cut
+
+
+def test_a_class_whose_toy_cannot_be_built_is_refused_before_anything_is_cut():
+    class Fixed(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            if config.hidden_size != 64:
+                raise ValueError("hidden_size has to be 64")
+
+    model = Fixed(LlamaConfig(**LLAMA | {"num_attention_heads": 8}))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as here, pytest.raises(CannotShrink, match="hidden_size has to be 64"):
+        here.setattr("refimpl.parallel.proof.toys.HEADS", (12,))
+        tensor_parallel(model, THREE)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+# --- a part of a sequence --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["gathered", "ulysses"])
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "gemma3_text", "mistral"])
+def test_windows_caps_and_sinks_of_a_split_sequence(kind, method):
+    context_parallel(on_meta(kind), SequenceParallelAttention(THREE, method))
+
+
+def test_sinks_without_a_gradient_are_seen(monkeypatch):
+    real = context.METHODS["gathered"]
+    monkeypatch.setitem(context.METHODS, "gathered",
+                        lambda *given, sinks=None, **options: real(*given, sinks=sinks.detach(), **options))
+    with pytest.raises(CutDiffers, match=r"the gradient of model\.layers\.0\.self_attn\.sinks differs"):
+        context_parallel(on_meta("gpt_oss"), SequenceParallelAttention(THREE, "gathered"))
+
+
+# --- how it is compared ----------------------------------------------------------------------------------------------
+
+
+def test_the_first_that_differs_is_named():
+    x = torch.ones(3, dtype=torch.float64)
+    whole = Computed({"a": x, "b": x, "c": x}, {"loss": x}, {"w": x, "v": x, "u": None})
+    assert difference(whole, whole) is None
+    for where, at, what in ((0, "b", "what b returns"), (1, "loss", "its loss"), (2, "v", "the gradient of v"),
+                            (2, "u", "the gradient of u")):
+        other = Computed(*map(dict, whole))
+        other[where][at] = x + torch.tensor([0, 1e-6, 0])
+        assert difference(whole, other).startswith(what)
+        other[where][at] = x * float("nan")
+        assert difference(whole, other).startswith(what)
+        if at != "u":
+            other[where][at] = x + torch.tensor([0, 1e-12, 0])
+            assert difference(whole, other) is None
+
+
+def test_it_is_found_out_once_for_a_class_and_what_is_small_of_its_config(monkeypatch):
+    calls = []
+    monkeypatch.setattr(proof, "_prove", calls.append)
+    for settings in ({}, {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 64,
+                          "intermediate_size": 22016}):
+        prove_stages(on_meta("llama", **settings))
+    assert len(calls) == 1
+    prove_stages(on_meta("llama", rms_norm_eps=1e-3))
+    prove_stages(on_meta("qwen3"))
+    assert len(calls) == 3
+
+
+def test_a_proof_takes_less_than_two_seconds(monkeypatch):
+    import time
+
+    for kind in ("llama", "gemma3_text", "qwen3"):
+        model, begin = on_meta(kind), time.perf_counter()
+        prove_stages(model)
+        proven_sums(model, THREE, None, False)
+        assert time.perf_counter() - begin < 4  # two proofs
