@@ -30,6 +30,7 @@ from ..parallel.pipeline import schedule as schedule_of
 from ..parallel.pipeline.batches import count_targets
 from ..parallel.pipeline.partition import cuts
 from ..parallel.plan import region_of
+from ..parallel.proof.loss import prove_loss
 from ..parallel.sequence import split_tokens
 from ..zero import DataParallel, Zero1, Zero2, Zero3
 from .division import Division, layers_of
@@ -63,7 +64,8 @@ def together(model, mesh, optimizer=ADAMW, *, zero=1, micro_batches=1, schedule=
     ends = cuts(model, order.stages, style)
     check(model, mesh, zero, order, ends, sequence, recompute, loss)
     tp, cp, pp, data = (mesh.get_parallel_group(*axes) for axes in (("tp",), ("cp",), ("pp",), ("dp", "cp")))
-    loss = loss or loss_of(model)
+    if loss is None and (loss := loss_of(model)) is not None:
+        prove_loss(model, loss_of)
     values = values_of(model, seed, weights)
     attention = SequenceParallelAttention(cp, context) if mesh.cp > 1 else None
     if attention is not None:

@@ -51,13 +51,24 @@ class ParallelEngine:
             raise RuntimeError("train_step after train_step: call step() or zero_grad() first; for a larger batch give "
                                "together(micro_batches=…)")
         check_batch(self.mesh, tokens, targets)
-        if self.attention is not None:
-            tokens, targets = (self.attention.shard(x, pad=pad) if needed and x is not None else None
-                               for needed, x, pad in zip(self.needs, (tokens, targets), (0, -100), strict=True))
+        tokens, targets = self._own(tokens, targets)
         self.stepped = False
         with self.engine.collect() if self.mesh.pp > 1 else contextlib.nullcontext():
             loss = self.pipe.train_step(tokens, targets)
         return self._mean(loss)
+
+    def evaluate(self, tokens=None, targets=None):
+        """Return the mean loss of a batch over all ranks, on all ranks, without gradients and in eval mode. Arguments
+        are `train_step`'s."""
+        check_batch(self.mesh, tokens, targets)
+        return self._mean(self.pipe.evaluate(*self._own(tokens, targets)))
+
+    def _own(self, tokens, targets):
+        """Return what this rank has of a batch: with context parallelism a part of each sequence."""
+        if self.attention is None:
+            return tokens, targets
+        return [self.attention.shard(x, pad=pad) if needed and x is not None else None
+                for needed, x, pad in zip(self.needs, (tokens, targets), (0, -100), strict=True)]
 
     def expect(self, rows, length, hidden, dtype):
         """Say what goes between stages, for a dry run: x of a batch of so many rows and tokens."""

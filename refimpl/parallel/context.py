@@ -14,9 +14,9 @@ import copy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..attention.tiled import tiled_attention
 from ..comm import CollectiveMismatch
 from ..model import GPT, Attention, softmax_attention
+from .dense import dense_attention
 from .gathered import gathered_attention
 from .inner import check_dropout
 from .order import check_order, in_order, positions, shard
@@ -37,7 +37,7 @@ class SequenceParallelAttention:
       rank; for Ulysses plain, which has no other.
     - `attention`: what computes it. For a ring an `AttentionPair`; else any function (q, k, v) -> out. By default
       dense; in a model, for Ulysses and gathered, the model's own; with a window,
-      a score hook or sinks, in tiles.
+      a softcap or sinks `dense_attention`, which has the matrix in memory. Yours gets `window`, `softcap` and `sinks`.
 
     ValueError for an unknown method or order, and for Ulysses in zig-zag order.
     """
@@ -56,7 +56,7 @@ class SequenceParallelAttention:
     def __call__(self, q_BHTD, k_BGTD, v_BGTD, *, causal=False, dropout_p=0.0, **options):
         """Return attention of this rank's tokens. Raises as the method does."""
         check_dropout(dropout_p)
-        attention = self.attention or (dense_pair if self.method == "ring" else tiled_attention if options
+        attention = self.attention or (dense_pair if self.method == "ring" else dense_attention if options
                                        else softmax_attention)
         if self.method != "ulysses":
             options["order"] = self.order

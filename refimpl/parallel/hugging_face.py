@@ -5,7 +5,6 @@ import itertools
 from torch import nn
 from transformers import AttentionInterface
 
-from ..attention.scores import Softcap
 from .inner import options_of
 
 NAMES = (f"refimpl_context_parallel_{number}" for number in itertools.count())
@@ -72,7 +71,7 @@ def _function(attention):
         windowed = sliding_window is not None and sliding_window < length
         options = {"window": sliding_window - 1} if windowed else {}  # theirs counts the token itself
         if softcap is not None:
-            options["score"] = Softcap(softcap)
+            options["softcap"] = softcap
         if s_aux is not None:
             options["sinks"] = s_aux
         out = attention(query, key, value, causal=causal, dropout_p=dropout, **options)

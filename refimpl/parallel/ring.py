@@ -17,7 +17,7 @@ from .pair import dense_pair
 
 @torch._disable_dynamo
 def ring_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="plain", scale=None, attention=dense_pair,
-                   window=None, cu_seqlens=None, score=None, sinks=None, dropout_p=0.0):
+                   window=None, cu_seqlens=None, softcap=None, sinks=None, dropout_p=0.0):
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D) in q's dtype.
 
     - `causal`, `order`: which tokens are before which; see `order`. In zig-zag order T is even.
@@ -27,11 +27,11 @@ def ring_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="plain",
     the bytes of k and v in forward, and in backward; there also N times those of their gradients (fp32 or wider).
 
     Every rank calls it with as many rows and tokens: one with others is named, as it is for other collectives.
-    ValueError for `window`, `cu_seqlens`, `score` and `sinks`, dropout, and an odd T in zig-zag order. Liu et al. 2023,
-    section 3.
+    ValueError for `window`, `cu_seqlens`, `softcap` and `sinks`, dropout, and an odd T in zig-zag order. Liu et al.
+    2023, section 3.
     """
-    if score is not None or sinks is not None:
-        what = f"score={score!r}" if score is not None else "sinks"
+    if softcap is not None or sinks is not None:
+        what = f"softcap={softcap!r}" if softcap is not None else "sinks"
         raise ValueError(f"{what} in ring attention: its pair of functions knows no such option; use "
                          "gathered_attention or ulysses_attention")
     if window is not None or cu_seqlens is not None:

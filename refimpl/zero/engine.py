@@ -22,7 +22,7 @@ from .internals.alongside import Companion
 from .internals.as_optimizer import ActsAsOptimizer
 from .internals.elementwise import check_elementwise, computes_nothing
 from .internals.norms import clip_grad_norm_
-from .internals.trained import check_frozen, check_parts, trained
+from .internals.trained import check_frozen, check_optimizer, check_parts, trained
 from .internals.writes import Writes
 from .parameters import WholeParameters
 from .persistence import load, load_state_dict, save, save_weights, shards, state_dict
@@ -59,6 +59,7 @@ class Engine(ActsAsOptimizer):
         self._hold_parameters()
         make = update or (self.update_type if store is None else StoredUpdate)
         self.update = make(self.buckets, self.parameters.shards, within.rank, optimizer, groups, named, self._stored)
+        check_optimizer(comm, self.optimizer)
         self.reducer = self.reducer_type(self.buckets, within, self.update, reduce_dtype, replicas, hook,
                                          in_flight_bytes)
         self._syncing, self._steps = True, 0

@@ -6,7 +6,7 @@ import torch
 from outside.models import GROUPED, SMALL, causal, masked
 from tensor_outside_kit import TINY_OPT
 
-from refimpl.attention import reference_attention
+from refimpl.attention import Softcap, reference_attention
 from refimpl.parallel import SequenceParallelAttention, context_parallel
 
 GEMMA = {**GROUPED, "sliding_window": 4}
@@ -18,15 +18,19 @@ MODELS = {"bert": masked("bert"), "modernbert": masked("modernbert", local_atten
           "gpt_oss": causal("gpt_oss", **GEMMA, num_local_experts=4, num_experts_per_tok=2)}
 
 
+def capped(*qkv, softcap=None, **options):
+    return reference_attention(*qkv, score=None if softcap is None else Softcap(softcap), **options)
+
+
 def distance(comm, name, method, wrong=False):
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     for p in model.parameters():
         p.data += 0.1 * torch.randn(p.shape)  # as they begin, tokens hardly see each other
     tokens = torch.randint(1, 61, (2, 16), generator=torch.Generator().manual_seed(0))
-    attention = SequenceParallelAttention(comm, method, attention=None if method == "ring" else reference_attention)
+    attention = SequenceParallelAttention(comm, method, attention=None if method == "ring" else capped)
     if wrong:
-        attention.attention = functools.partial(reference_attention)  # another one, so that it is proven anew
+        attention.attention = functools.partial(capped)  # another one, so that it is proven anew
         attention.positions = lambda length, device=None: torch.arange(length)
     with torch.no_grad():
         expected = model(input_ids=tokens).logits

@@ -20,7 +20,7 @@ from .batches import check_batch, cut
 from .catalogue import schedule as schedule_of
 from .instructions import INPUT
 from .mailbox import Mailbox
-from .messages import route
+from .messages import route, route_forwards
 from .partition import build, partition
 from .ranks import check_stages
 from .split import SplitBackward
@@ -120,6 +120,29 @@ class PipelineParallelStage:
             step.take(turn, i == self._ends[turn.instruction[1]])
         mailbox.finish()
         self._ties.end()
+        return step.loss
+
+    @torch.no_grad()
+    def evaluate(self, inputs=None, targets=None):
+        """Return the mean loss of a batch as `train_step` does, without gradients: stages compute in eval mode,
+        forwards alone, one micro-batch after the other. Arguments and errors are `train_step`'s. All ranks call it.
+        """
+        first, last, m = 0 in self.stages, self.schedule.stages - 1 in self.stages, self.schedule.micro_batches
+        check_batch(self.comm, self.schedule, first, last, inputs, targets)
+        shapes = dict(self._expected or {})
+        mailbox = Mailbox(self._messages, shapes, self._expected is not None, self.comm.device)
+        step = Step(self, cut(inputs, m) if first else None, cut(targets, m) if last else None, mailbox, trains=False)
+        units = [getattr(unit, "model", unit) for unit in self.stages.values()]
+        modes = {module: module.training for unit in units for module in unit.modules()}
+        try:
+            for module in modes:
+                module.training = False
+            for turn in route_forwards(self.schedule, self.comm.rank):
+                step.take(turn, False)
+            mailbox.finish()
+        finally:
+            for module, training in modes.items():
+                module.training = training
         return step.loss
 
     def call(self, stage, *args):

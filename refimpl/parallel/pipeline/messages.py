@@ -13,7 +13,7 @@ and no circle of ranks waits for each other.
 
 from typing import NamedTuple
 
-from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
+from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT, Instruction
 from .simulate import simulate
 
 
@@ -80,6 +80,19 @@ def route(schedule, rank):
             left[later[0]].append(message)
     return [Turn(instruction, *needed(schedule, instruction), *made(schedule, instruction), tuple(places[rank][i]),
                  tuple(left[i])) for i, instruction in enumerate(schedule.ranks[rank])]
+
+
+def route_forwards(schedule, rank):
+    """Return the Turns of a rank for forwards alone: one micro-batch after the other, each through the stages in order.
+    A rank makes room for a message when it needs it, and keeps what it sends until the end."""
+    turns = []
+    for k in range(schedule.micro_batches):
+        for s in schedule.stages_of(rank):
+            instruction = Instruction(FORWARD, s, k)
+            message, source = needed(schedule, instruction)
+            room = () if source in (None, rank) else ((source, message),)
+            turns.append(Turn(instruction, message, source, *made(schedule, instruction), room, ()))
+    return turns
 
 
 def _rooms(schedule, rank):

@@ -15,10 +15,11 @@ class Step:
     """Runs the instructions of one step. `loss`: the sum of the scaled losses so far, on the last stage's rank.
 
     `inputs`, `targets`: of each micro-batch, a tuple of tensors, on the ranks of the first and of the last stage.
+    `trains`: whether forwards make graphs.
     """
 
-    def __init__(self, pipe, inputs, targets, mailbox):
-        self.pipe, self.inputs, self.targets, self.mailbox = pipe, inputs, targets, mailbox
+    def __init__(self, pipe, inputs, targets, mailbox, trains=True):
+        self.pipe, self.inputs, self.targets, self.mailbox, self.trains = pipe, inputs, targets, mailbox, trains
         self.loss = None
         self.weights = None if targets is None else weights_of(targets, pipe.count, pipe.total)
         self._in_flight = {}  # (stage, micro-batch) -> (what came in, ends of its graph), until FULL or B
@@ -45,10 +46,11 @@ class Step:
         """Return the outputs of a stage; keep the ends of its graph."""
         is_last = stage == self.pipe.schedule.stages - 1
         x = self.inputs[k] if stage == 0 else self._leaves(stage, k, arrived)
-        with torch.enable_grad(), self._recording(stage, k):
+        with torch.set_grad_enabled(self.trains), self._recording(stage, k):
             out = self._loss(stage, k, x) if is_last else self.pipe.call(stage, *x)
         out = list(out) if isinstance(out, (tuple, list)) else [out]
-        self._in_flight[stage, k] = x, [torch.autograd.graph.get_gradient_edge(y) for y in out if y.requires_grad]
+        if self.trains:
+            self._in_flight[stage, k] = x, [torch.autograd.graph.get_gradient_edge(y) for y in out if y.requires_grad]
         return out
 
     def _loss(self, stage, k, x):
@@ -62,7 +64,7 @@ class Step:
 
     def _leaves(self, stage, k, arrived):
         """Return what arrived as the begin of a graph."""
-        return [x.detach().requires_grad_(needs_gradient)
+        return [x.detach().requires_grad_(needs_gradient and self.trains)
                 for x, (_, needs_gradient, _) in zip(arrived, self.mailbox.shapes[stage, k], strict=True)]
 
     def _recording(self, stage, k):

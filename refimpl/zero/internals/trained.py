@@ -2,7 +2,7 @@
 
 import torch
 
-from ...comm.agreement import check_model
+from ...comm.agreement import check_model, check_same
 from ...sharding import check_ranks
 from ..bucket import order_of
 
@@ -34,6 +34,23 @@ def check_frozen(frozen):
     if thawed := [name for name, p in frozen if p.requires_grad]:
         raise RuntimeError(f"{thawed[0]} requires a gradient now, and did not when the engine was made: it is in "
                            "no bucket and has no optimizer state. Make a new engine of the model")
+
+
+def check_optimizer(comm, optimizer):
+    """Raise CollectiveMismatch, naming the ranks and what they have, if optimizers are of another class or have other
+    settings: shards of one tensor would follow different rules."""
+    groups = [{name: _plain(value) for name, value in group.items() if name != "params"}
+              for group in optimizer.param_groups]
+    check_same(comm, "optimizer", f"{type(optimizer).__name__} {groups}")
+
+
+def _plain(value):
+    """Return a setting as it is alike on all ranks; of an object its class, as its text may be of this process."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def check_parts(engine):

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from refimpl.comm import FakeCommunicator, simulate
+from refimpl.engine import together
+from refimpl.mesh import Mesh
 from refimpl.parallel import (
     CannotShrink,
     CutDiffers,
@@ -133,6 +135,19 @@ def test_a_stage_keeps_no_message_alive():
     with pytest.raises(RuntimeError, match="out of memory"):
         parts[1](x)
     assert all(layer.arrives is None for layer in parts[1].model.layers if isinstance(layer, stages.Elsewhere))
+
+
+def test_a_loss_of_more_than_logits_is_refused_by_together():
+    def mixtral(balances):
+        return MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4, num_key_value_heads=2,
+                                                output_router_logits=balances))
+
+    mesh = Mesh(dp=2).connect(FakeCommunicator(0, 2))
+    with pytest.raises(CutDiffers, match="returns a loss of .*output_router_logits=True adds what balances experts"):
+        together(mixtral(True), mesh)
+    together(mixtral(False), mesh)
+    together(mixtral(True), mesh, loss=lambda logits, targets: nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten()))
 
 
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
