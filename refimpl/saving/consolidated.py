@@ -18,7 +18,7 @@ from .form import DTYPES, KIND, STATE_DICT, Each, mismatch, name_of
 from .manifest import SavedStateError
 from .optimizer_state import elements, flat, kind_of, make_state, tensors_of
 from .own import gather_own, scatter_own
-from .sharded import validate_on_all
+from .sharded import compare_values, validate_on_all
 from .validity import faults
 
 
@@ -86,9 +86,11 @@ def save_weights(state, path, dtype=torch.bfloat16):
     Rank 0 writes it, a tensor at a time, under a temporary name, and renames it when it is on the disk. A tensor with
     several names is written once: load it by `safetensors.torch.load_model(model, path)` or by
     `model.load_state_dict(load_file(path), strict=False)`. Masters are rounded once, from fp32. All ranks call it.
+    RuntimeError, before anything is written, if replicas have other values.
     """
     comm, path = state.comm, Path(path)
     description, reports = describe(state)
+    compare_values(state, reports)
     own = {name: DTYPES[about["dtype"]] for kind in ("rest", "parameters") for name, about in description[kind].items()}
     written = {name: dtype if dtype and each.is_floating_point else each for name, each in own.items()}
     wanted = widest_first(_tensors({**description, "states": {}}, _in_order(reports)), lambda each: written[each[0]])

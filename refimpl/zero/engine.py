@@ -22,6 +22,7 @@ from .internals.alongside import Companion
 from .internals.as_optimizer import ActsAsOptimizer
 from .internals.elementwise import check_elementwise, computes_nothing
 from .internals.norms import clip_grad_norm_
+from .internals.replicas import check_replicas
 from .internals.trained import check_frozen, check_optimizer, check_parts, trained
 from .internals.writes import Writes
 from .parameters import WholeParameters
@@ -138,6 +139,7 @@ class Engine(ActsAsOptimizer):
         is written, if the optimizer no longer treats each element by itself."""
         self.reducer.check_reduced()
         self.check_phase("step")
+        check_replicas(self)
         if self._companion is not None:
             self._companion.step(self.param_groups)
         self.update.step(used_on_any_rank(self.comm, self.reducer.place, self.reducer.used), self.parameters.updated)

@@ -67,7 +67,7 @@ def test_ranks_that_do_not_see_the_same_files(tmp_path):
     check_other_folders(BY_HAND, tmp_path)
 
 
-def other(comm, folder, what):
+def other(comm, folder, what, weights=False):
     """Save a state of which a replica on the last rank differs, after one that is right; what is said of it."""
     holder = Holder(comm, BY_COLUMNS, tp=2).train(1)
     holder.save(folder)
@@ -87,7 +87,7 @@ def other(comm, folder, what):
             shard.values[-1] += 1
     holder.step = 2
     try:
-        holder.save(folder)
+        holder.save_weights(folder / "weights") if weights else holder.save(folder)
     except RuntimeError as error:
         return type(error).__name__, str(error)
 
@@ -100,6 +100,15 @@ def test_replicas_that_differ_are_named_and_not_saved(tmp_path, what, said):
                              "ranks [3] differ from rank 2's. Broadcast it from one of them; did all of them reduce "
                              "its gradient?")}
     assert alone(seed=7).load(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("what", ["value", "places"])
+def test_weights_of_replicas_that_differ_are_not_written(tmp_path, what):
+    answers = launch(other, 4, tmp_path, what, True)
+    assert {kind for kind, _ in answers} == {"RuntimeError"}
+    assert all("norm.weight is not the same on ranks [2, 3], its replicas: parameters" in said for _, said in answers)
+    assert not (tmp_path / "weights").exists()
+    assert launch(other, 4, tmp_path, "state", True) == [None] * 4 and (tmp_path / "weights").exists()
 
 
 def test_of_buffers_the_owner_counts(tmp_path):
