@@ -29,6 +29,8 @@ class ShardSpec:
     - `name`, `shape`: of the whole tensor, as in the model that nobody has cut.
     - `offsets`, `lengths`: where this rank's block begins in it, and the block's shape. By default it is the whole.
     - `first`, `end`: elements first … end − 1 of the block are here, in row-major order; by default all of them.
+    - `fused`: (dim, n) if that dim of the whole is n equal parts side by side, as gate and up in one weight, and the
+      block is the same range of each: its offset counts from where a part begins, its length is of all n together.
     - `order`: the dims from the outermost to the innermost, if elements are in another order: (0, 2, 3, 1) of a part of
       a weight in torch.channels_last.
     - `replicas`: all ranks that hold these elements, this one included, as numbers in the communicator of all ranks
@@ -43,6 +45,7 @@ class ShardSpec:
     end: int = None
     replicas: tuple = ()
     order: tuple = ()
+    fused: tuple = ()
 
     def __post_init__(self):
         shape = tuple(self.shape)
@@ -50,11 +53,17 @@ class ShardSpec:
         lengths = shape if self.lengths is None else tuple(self.lengths)
         block = math.prod(lengths)
         filled = {"shape": shape, "offsets": offsets, "lengths": lengths, "replicas": tuple(self.replicas),
-                  "order": tuple(self.order),
+                  "order": tuple(self.order), "fused": tuple(self.fused),
                   "end": block if self.end is None else self.end}
         for key, value in filled.items():
             object.__setattr__(self, key, value)
-        if not len(shape) == len(offsets) == len(lengths) or any(
+        if self.fused:
+            dim, n = self.fused
+            if self.order or lengths[dim] % n or shape[dim] % n:
+                raise ValueError(f"{self.name}: {n} parts side by side in dim {dim} of {shape}, of which {lengths} are "
+                                 "here: expected equal parts in row-major order")
+            self.apart(*self.fused)  # which checks the sizes
+        elif not len(shape) == len(offsets) == len(lengths) or any(
                 begin < 0 or length < 0 or begin + length > size
                 for begin, length, size in zip(offsets, lengths, shape, strict=True)):
             raise ValueError(f"{self.name}: a block of {lengths} at {offsets}: expected a part of {shape}")
@@ -73,9 +82,35 @@ class ShardSpec:
                              f"{self.end}], which is here")
         return replace(self, first=first, end=end)
 
+    def apart(self, dim, n):
+        """Return the same elements of a whole whose dim is two: which of n equal parts, and where in it. ValueError for
+        a block that is in several parts and has not all of them whole."""
+        def two(sizes, both):
+            return (*sizes[:dim], *both, *sizes[dim + 1:])
+
+        size, begin, length = self.shape[dim] // n, self.offsets[dim], self.lengths[dim]
+        if self.order:
+            raise ValueError(f"{self.name}: order {self.order} of a whole with {n} parts side by side in dim {dim}")
+        if self.fused or length == self.shape[dim]:
+            offsets, lengths = (0, begin), (n, length // n)
+        else:
+            offsets, lengths = (begin // size, begin % size), (1, length)
+        return replace(self, shape=two(self.shape, (n, size)), offsets=two(self.offsets, offsets),
+                       lengths=two(self.lengths, lengths), fused=())
+
+    def block(self, whole):
+        """Return the block of a whole tensor, a view of it unless parts are fused."""
+        if self.fused:
+            dim, n = self.fused
+            return self.apart(dim, n).block(whole.unflatten(dim, (n, -1))).flatten(dim, dim + 1)
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))]
+
     def boxes(self):
         """Return the elements as [(offsets in the whole, lengths, place)]: each box is contiguous in this rank's flat
         elements, and begins there at `place`."""
+        if self.fused:
+            dim, n = self.fused
+            return [each for box in self.apart(dim, n).boxes() for each in _together(box, dim, self.shape[dim] // n)]
         dims = self.order or range(len(self.lengths))
         sizes, place_of = [self.lengths[dim] for dim in dims], [dims.index(dim) for dim in range(len(dims))]
         found, at, strides = [], self.first, _strides(sizes)
@@ -204,6 +239,16 @@ def copy_overlap(target, spec, source, source_spec):
         mine.of(target).copy_(theirs.of(source))
 
 
+def _together(box, dim, size):
+    """Yield boxes of a whole in which a box's dims `dim` (which part) and the next (where in its `size`) are one."""
+    offsets, lengths, place = box
+    inner = math.prod(lengths[dim + 1:])
+    for i, index in enumerate(itertools.product(*map(range, lengths[:dim + 1]))):
+        *outer, part = (o + at for o, at in zip(offsets, index, strict=False))
+        yield ((*outer, part * size + offsets[dim + 1], *offsets[dim + 2:]), (*(1,) * dim, *lengths[dim + 1:]),
+               place + i * inner)
+
+
 def _view(box, low, size, order):
     offsets, lengths, place = box
     strides = _strides(lengths, order)
@@ -262,6 +307,9 @@ def check_replicas(specs):
 
 def coverage_fault(name, shape, pieces, nowhere):
     """Return a sentence unless `pieces`, [(ShardSpec, words for where it is)], have each element of the tensor once."""
+    for fused in {spec.fused for spec, _ in pieces if spec.fused}:
+        pieces = [(spec.apart(*fused), where) for spec, where in pieces]
+        shape = pieces[0][0].shape
     blocks = {} if math.prod(shape) == 0 or any(spec.numel for spec, _ in pieces) else {
         ((0,) * len(shape), tuple(shape), ()): []}
     for spec, where in pieces:

@@ -50,7 +50,7 @@ class FromRandom:
         unit = self._unit_of(whole)
         if unit != self.unit:
             self.unit, self.made = unit, self._make(unit)
-        parameter.copy_(block_of(self.made[whole], spec))
+        parameter.copy_(spec.block(self.made[whole]))
 
     def names(self, name):
         """Return all names that the whole model has for a tensor of this name."""
@@ -86,8 +86,9 @@ class FromFile:
                 return self.otherwise(name, parameter)
             if stored is None:
                 raise KeyError(f"{self.path} has no {spec.name}: expected a file of the whole model")
-            part = tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.lengths, strict=True))
-            parameter.copy_(file.get_slice(stored)[part])
+            stored = file.get_slice(stored)
+            parameter.copy_(spec.block(stored[:]) if spec.fused else stored[
+                tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.lengths, strict=True))])
 
 
 def give_values(module, device, values):
@@ -110,8 +111,3 @@ def _zeros(module):
     """Stand for values in a dry run."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         tensor.zero_()
-
-
-def block_of(whole, spec):
-    """Return the block of a whole tensor that a spec describes."""
-    return whole[tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.lengths, strict=True))]

@@ -52,6 +52,7 @@ class VocabularyParallelEmbedding(nn.Module):
             return made
         made.__dict__ |= {key: value for key, value in vars(embedding).items() if key not in vars(made)}
         made._buffers.update(embedding._buffers)
+        made._modules.update(embedding._modules)
         made.__class__ = type(type(embedding).__name__, (_Asked, type(embedding), _Between), {})
         return made
 

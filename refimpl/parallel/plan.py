@@ -10,8 +10,13 @@ A plan is {name of modules: style}. In a name `*` stands for one part, such as a
     head          a linear layer by its output features, the logits, which are gathered (colwise_gather_output)
     gathered      any linear layer by its output features, which are gathered  (colwise_gather_output, in a model)
     row of whole  a linear layer by its input features, of which all ranks have all (rowwise_split_input)
+    experts       a module whose parameters are split, and whose output is a part of a sum (moe_tp_experts)
+    shared key    a linear layer that is whole, whose last features all heads read as one key (mla_kv_a_proj)
     whole         not split, but used on this rank's heads alone, such as a norm of each head: its gradient is summed
                   over the ranks (replicated_with_grad_allreduce)
+
+A name may be a parameter's, of a module with a forward of its own, as the weights of all experts: "column" and "row"
+are then its last dim but one and its last, "packed column" and "packed row" the same of two equal parts side by side.
 
 A column may say more: `Column(parts=…, heads=…)`, as ColumnParallelLinear takes them.
 """
@@ -42,10 +47,14 @@ class Row:
     of_whole: bool = False
 
 
-STYLES = ("column", "row", "vocabulary", "head", "gathered", "row of whole", "whole")
+STYLES = ("column", "row", "vocabulary", "head", "gathered", "row of whole", "whole", "packed column", "packed row",
+          "experts", "shared key")
 OTHER_NAMES = {"colwise": "column", "rowwise": "row", "rowwise_split_input": "row of whole",
                "embedding_rowwise": "vocabulary", "colwise_rep": "head",
-               "colwise_gather_output": "head", "replicated_with_grad_allreduce": "whole"}
+               "colwise_gather_output": "head", "replicated_with_grad_allreduce": "whole",
+               "packed_colwise": "packed column", "packed_rowwise": "packed row", "moe_tp_experts": "experts",
+               "mla_kv_a_proj": "shared key"}
+NOT_SPLIT = ("replicate", "local_params")  # what else transformers says of modules
 REGIONS = (("blocks", "norm"), ("model.layers", "model.norm"), ("transformer.h", "transformer.ln_f"))
 
 
@@ -82,8 +91,9 @@ def _plan_of_gpt2(model, config):
 def _plan_of_hugging_face(model, config):
     base = model.base_model_prefix + "." if hasattr(model, model.base_model_prefix) else ""
     plan = {base + name: "gathered" if style == "colwise_gather_output" else style
-            for name, style in config.base_model_tp_plan.items()}
-    return {**plan, **_ends(model)}
+            for name, style in config.base_model_tp_plan.items() if style not in NOT_SPLIT}
+    names = _names(model)
+    return {**{name: style for name, style in plan.items() if _matches(name, names)}, **_ends(model)}
 
 
 def _ends(model):
@@ -96,22 +106,34 @@ def _ends(model):
 def matched(model, plan):
     """Return {name: style} of the modules that a plan names, in the model's order. ValueError for a name that matches
     no module, for an unknown style, and for a module of two styles."""
-    found, names = {}, [name for name, _ in model.named_modules()]
+    found, names = {}, _names(model)
     for pattern, style in plan.items():
         style = OTHER_NAMES.get(style, style) if isinstance(style, str) else style
         if not isinstance(style, (Column, Row)) and style not in STYLES:
             raise ValueError(f"{pattern}: style {style!r}: expected one of {', '.join((*STYLES, *OTHER_NAMES))}, or a "
                              "Column or Row")
-        regex = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
-        here = [name for name in names if regex.fullmatch(name)]
+        here = _matches(pattern, names)
         if not here:
-            raise ValueError(f"the plan's {pattern!r} matches no module; there are {_listed(names[1:])}")
-        style = {"column": Column(), "row": Row(), "row of whole": Row(of_whole=True)}.get(style, style)
+            raise ValueError(f"the plan's {pattern!r} matches no module; there are "
+                             f"{_listed([name for name in names if names[name]][1:])}")
         for name in here:
+            if names[name]:
+                style = {"column": Column(), "row": Row(), "row of whole": Row(of_whole=True)}.get(style, style)
             if found.setdefault(name, style) != style:
                 raise ValueError(f"{name}: the plan's {pattern!r} says {style}, and another of its names "
                                  f"{found[name]}: expected one style for each module")
     return {name: found[name] for name in names if name in found}
+
+
+def _names(model):
+    """Return {name: whether it is a module's, and not a parameter's}."""
+    return {**dict.fromkeys((name for name, _ in model.named_modules()), True),
+            **dict.fromkeys((name for name, _ in model.named_parameters()), False)}
+
+
+def _matches(pattern, names):
+    regex = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+    return [name for name in names if regex.fullmatch(name)]
 
 
 def region_of(model):

@@ -16,6 +16,7 @@ from ..comm.agreement import check_model
 from ..model import GPT
 from ..sharding import set_spec, spec_of
 from .embedding import VocabularyParallelEmbedding
+from .experts import cut_of, split_experts, split_parameter, split_shared_key
 from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, column_cuts, features_of, row_cut
 from .plan import Column, Row, matched, plan_of
 from .proof.ranks import prove
@@ -70,10 +71,17 @@ def split_as(model, comm, plan, loss_parallel, summed=()):
     for name in [name for name, style in styles.items() if style == "whole"]:
         sum_gradients(model.get_submodule(name).parameters(), comm)
         del styles[name]
+    parameters, experts, keys = _apart(model, comm, styles)
     heads_of = {name: _heads(model, name, style) for name, style in styles.items()}
     tied, made = _tied(model, styles), {}
     _check_cuts(model, comm, styles, heads_of)  # before anything is split
     _start_alike(model, comm)
+    for name, style in parameters.items():
+        split_parameter(model, comm, name, style)
+    for name in experts:
+        split_experts(model.get_submodule(name), comm)
+    for name in keys:
+        split_shared_key(model.get_submodule(name), comm, model.config.qk_rope_head_dim)
     for name, style in styles.items():  # one by one, so that no more than one layer is here whole and in part
         whole = model.get_submodule(name)
         made[name] = _split(whole, comm, name, style, heads_of[name]).train(whole.training)
@@ -93,6 +101,22 @@ def split_as(model, comm, plan, loss_parallel, summed=()):
     model.register_forward_pre_hook(SameBatch(comm, model), prepend=True, with_kwargs=True)
     model.__deepcopy__ = _refuse_copy
     return model
+
+
+def _apart(model, comm, styles):
+    """Take from `styles` what is not a layer that is replaced: ({name of a parameter: style}, names of experts, names
+    of layers with a shared key). ValueError for what cannot be split so."""
+    modules = {name for name, _ in model.named_modules()}
+    parameters = {name: styles.pop(name) for name in [*styles] if name not in modules}
+    for name, style in parameters.items():
+        cut_of(model, comm, name, style)
+    found = [[name for name, style in styles.items() if style == kind] for kind in ("experts", "shared key")]
+    for name in (*found[0], *found[1]):
+        if styles.pop(name) == "shared key" and not hasattr(model.config, "qk_rope_head_dim"):
+            raise ValueError(f"{name}: style 'shared key' needs the model's config.qk_rope_head_dim")
+    if packed := [name for name, style in styles.items() if style in ("packed column", "packed row")]:
+        raise ValueError(f"{packed[0]} is a module: 'packed column' is a parameter's style; give a Column(parts=…)")
+    return parameters, *found
 
 
 def _check(model, comm, styles):

@@ -99,18 +99,20 @@ def _merged(reports, what):
 
 def piece_of(spec):
     """Return a spec in JSON: [first, end]; of a block that is not the whole tensor, or that is in an order of its own,
-    also its offsets, its lengths and that order."""
-    order = [list(spec.order)] if spec.order else []
-    block = [list(spec.offsets), list(spec.lengths)] if order or spec.lengths != spec.shape else []
-    return [spec.first, spec.end, *block, *order]
+    also its offsets, its lengths, that order, and of fused parts which dim has how many."""
+    more = [list(spec.order), list(spec.fused)] if spec.fused else [list(spec.order)] if spec.order else []
+    block = [list(spec.offsets), list(spec.lengths)] if more or spec.lengths != spec.shape else []
+    return [spec.first, spec.end, *block, *more]
 
 
 def spec_from(name, shape, piece, replicas=()):
     """Return the ShardSpec of a piece in JSON. ValueError if the tensor has no such part."""
-    first, end, offsets, lengths, order = (*piece, *(None, None, ())[len(piece) - 2 :])
+    first, end, offsets, lengths, order, fused = (*piece, *(None, None, (), ())[len(piece) - 2 :])
+    if fused and not (len(fused) == 2 and fused[0] < len(shape) and fused[1] > 1):
+        raise ValueError(f"{name}: fused {fused}: expected a dim of {shape} and how many parts it has")
     if order and sorted(order) != list(range(len(shape))):
         raise ValueError(f"{name}: order {order}: expected the dims of {shape}")
-    return ShardSpec(name, shape, offsets, lengths, first, end, replicas, order)
+    return ShardSpec(name, shape, offsets, lengths, first, end, replicas, order, fused)
 
 
 def located(tensors, pieces):

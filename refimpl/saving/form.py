@@ -108,7 +108,7 @@ DTYPE = Leaf("the name of a dtype, such as float32", lambda x: isinstance(x, str
 PLAIN = Leaf("a number, a string, or a list of them", is_plain)
 HASH = Leaf("a SHA-256", lambda x: isinstance(x, str) and len(x) == 64)
 COUNTS = Leaf("a list of counts", lambda x: isinstance(x, list) and all(map(COUNT.fits, x)))
-PIECE = Leaf("[first, end], or [first, end, offsets, lengths]", lambda x: isinstance(x, list) and len(x) in (2, 4, 5)
+PIECE = Leaf("[first, end], or [first, end, offsets, lengths]", lambda x: isinstance(x, list) and len(x) in (2, 4, 5, 6)
              and all(map(COUNT.fits, x[:2])) and all(map(COUNTS.fits, x[2:])))
 KIND = Leaf("a dtype, or a value that fits its dtype", lambda x: mismatch(x, {"dtype": DTYPE}) is None
             or _is_number_of(x))

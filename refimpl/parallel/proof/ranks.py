@@ -119,8 +119,7 @@ def _on_rank(comm, toy, tokens, cut, run):
 
 def _part(spec, gradients):
     gradient = gradients[spec.name]
-    return None if gradient is None else gradient[
-        tuple(slice(begin, begin + length) for begin, length in zip(spec.offsets, spec.lengths, strict=True))]
+    return None if gradient is None else spec.block(gradient)
 
 
 def _summed(ranks):

@@ -58,7 +58,7 @@ def check_parts(engine):
     larger `world`, unless every element is on one rank, or on ranks that name each other as replicas."""
     comm, model, world = engine.comm, engine.model, engine.world
     specs = [engine.specs[name] for name, _ in model.named_parameters()]
-    check_model(comm, [f"{spec.name} {spec.shape} {spec.offsets} {spec.lengths} {p.dtype} {order_of(p)}"
+    check_model(comm, [f"{spec.name} {spec.shape} {spec.offsets} {spec.lengths} {spec.fused} {p.dtype} {order_of(p)}"
                        for spec, p in zip(specs, model.parameters(), strict=True)])
     if world is not comm:
         check_ranks(world, specs, not comm.rank)  # the others have the same
