@@ -150,7 +150,7 @@ class _Sizes:
             return 2 * self.ranks, 2 * self.ranks
         kv = self.kv if isinstance(self.kv, int) and self.kv > 0 else self.heads
         if kv in (1, self.heads):
-            return 2 * self.ranks, min(kv, 2 * self.ranks)
+            return 2 * self.ranks, 1 if kv == 1 else 2 * self.ranks
         together = self.heads // kv
         return self.ranks * next(n for n in range(min(together, 8), 0, -1) if together % n == 0), self.ranks
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from net_kit import LLAMA, on_meta
+from net_kit import LLAMA, Quarters, on_meta
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
@@ -17,13 +17,16 @@ from refimpl.parallel import (
     SequenceParallelAttention,
     context,
     context_parallel,
+    sequence_parallel,
     tensor_parallel,
 )
 from refimpl.parallel.pipeline import partition, proof, stages
 from refimpl.parallel.pipeline.proof import prove_stages
+from refimpl.parallel.plan import region_of
 from refimpl.parallel.proof import once, ranks
 from refimpl.parallel.proof.compare import Computed, difference
 from refimpl.parallel.proof.toys import tokens_of, toy_of
+from refimpl.parallel.sequence import _Tokens
 from refimpl.parallel.tensor import proven_sums, split_as
 
 THREE = FakeCommunicator(0, 3)
@@ -202,12 +205,9 @@ def test_a_parameter_that_nobody_sums_is_seen(monkeypatch):
 
 
 def test_a_class_of_four_heads_is_cut_over_two_and_four_ranks():
-    plan = {"transformer.h.*.mlp.fc_in": "column", "transformer.h.*.mlp.fc_out": "row"}
-
-    def cut(toy, comm, summed):
-        return split_as(toy, comm, plan, False, summed)
-
-    assert ranks.prove(on_meta("codegen"), "codegen", cut).ranks == (2, 4)
+    model = Quarters(LlamaConfig(**LLAMA | {"num_key_value_heads": 4}))
+    proven = ranks.prove(model, "quarters", lambda toy, comm, summed: split_as(toy, comm, None, False, summed))
+    assert proven == ((2, 4), ())
 
 
 class Own(nn.Module):
@@ -243,6 +243,27 @@ def test_a_class_whose_toy_cannot_be_built_is_refused_before_anything_is_cut():
         here.setattr("refimpl.parallel.proof.toys.HEADS", (12,))
         tensor_parallel(model, THREE)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+# --- tokens between split layers -------------------------------------------------------------------------------------
+
+OPT = {"model.decoder.layers.*.self_attn.q_proj": "column", "model.decoder.layers.*.self_attn.k_proj": "column",
+       "model.decoder.layers.*.self_attn.v_proj": "column", "model.decoder.layers.*.self_attn.out_proj": "row",
+       "model.decoder.layers.*.fc1": "column", "model.decoder.layers.*.fc2": "row"}
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("phi", None), ("gpt_neox", None), ("opt", OPT), ("gemma2", None),
+                                            ("phi3", None)])
+def test_tokens_of_models_whose_region_nobody_named(kind, plan):
+    model = on_meta(kind)
+    assert proven_sums(model, THREE, plan, False, _Tokens(*region_of(model))) == ()
+
+
+def test_a_norm_that_sees_all_tokens_and_is_summed_is_seen():
+    """OLMo-2's norms of q and k read what is gathered: their gradients are whole on each rank already."""
+    model = on_meta("olmo2")
+    with pytest.raises(CutDiffers, match=r"the gradient of model\.layers\.0\.self_attn\.q_norm\.weight differs"):
+        sequence_parallel(model, THREE)
 
 
 # --- a part of a sequence --------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from net_kit import LLAMA, on_meta
+from net_kit import LLAMA, Quarters, on_meta
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
@@ -21,15 +21,15 @@ def test_ratios_patterns_and_flags_are_kept():
 
 
 @pytest.mark.parametrize(("heads", "kv", "expected"), [(32, 32, (6, 6)), (32, 8, (12, 3)), (32, 1, (6, 1)),
-                                                       (64, 4, (24, 3)), (14, 2, (21, 3)), (12, 12, (6, 6))])
+                                                       (64, 4, (24, 3)), (14, 2, (21, 3)), (4, 4, (6, 6))])
 def test_three_ranks_can_share_the_heads(heads, kv, expected):
     small = shrunk(LlamaConfig(hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=kv))
     assert (small.num_attention_heads, small.num_key_value_heads) == expected
 
 
 def test_a_class_that_allows_no_three_is_cut_for_four():
-    toy, ranks = toy_of(on_meta("codegen"))
-    assert ranks == 4 and toy.config.n_head % 4 == 0
+    toy, ranks = toy_of(Quarters(LlamaConfig(**LLAMA | {"num_key_value_heads": 4})))
+    assert ranks == 4 and toy.config.num_attention_heads == toy.config.num_key_value_heads == 8
     assert toy_of(on_meta("llama"))[1] == 3
 
 
