@@ -8,7 +8,8 @@ SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class InDouble(TorchFunctionMode):
-    """A mode in which a dtype that an operation is given is fp64 wherever it is a smaller one.
+    """A mode in which a dtype that an operation is given is fp64 wherever it is a smaller one, and so is what is made
+    in the default dtype.
 
     So two computations of the same differ by 1e-14 or so, and what differs by more is a difference in what they do.
     """
@@ -17,4 +18,7 @@ class InDouble(TorchFunctionMode):
         args = tuple(torch.float64 if isinstance(x, torch.dtype) and x in SINGLE else x for x in args)
         kwargs = {name: torch.float64 if isinstance(x, torch.dtype) and x in SINGLE else x
                   for name, x in (kwargs or {}).items()}
-        return (torch.Tensor.double if func in CASTS else func)(*args, **kwargs)
+        made = (torch.Tensor.double if func in CASTS else func)(*args, **kwargs)
+        new = type(made) is torch.Tensor and made.dtype in SINGLE and not any(
+            isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
+        return made.double() if new else made

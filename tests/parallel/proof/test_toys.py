@@ -6,8 +6,12 @@ from net_kit import LLAMA, Quarters, on_meta
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from refimpl.comm import FakeCommunicator
+from refimpl.parallel.pipeline.proof import prove_stages
+from refimpl.parallel.proof import once
 from refimpl.parallel.proof.double import InDouble
 from refimpl.parallel.proof.toys import LENGTH, CannotShrink, shrunk, tokens_of, toy_of
+from refimpl.parallel.tensor import proven_sums
 
 
 def test_ratios_patterns_and_flags_are_kept():
@@ -56,7 +60,20 @@ def test_values_are_in_fp64_wherever_a_model_asks_for_less():
     with InDouble():
         assert x.float().dtype == x.to(torch.float32).dtype == torch.zeros(2, dtype=torch.bfloat16).dtype == x.dtype
         assert torch.equal(x.softmax(-1, dtype=torch.float32), torch.full_like(x, 0.5))
+        assert torch.ones(2).dtype == torch.tensor(0.5).dtype == torch.linspace(0, 1, 3).dtype == x.dtype
+        assert torch.tensor(1).dtype == torch.arange(3).dtype == torch.int64
     assert x.float().dtype == torch.float32
+
+
+def test_the_default_dtype_of_a_user_changes_no_proof(monkeypatch):
+    monkeypatch.setattr(once, "_found", {})
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for kind in ("gemma3_text", "gpt2"):
+            prove_stages(on_meta(kind))
+            assert proven_sums(on_meta(kind), FakeCommunicator(0, 3)) == ()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class Wide(LlamaForCausalLM):
