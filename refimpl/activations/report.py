@@ -1,6 +1,7 @@
 """What became of the storages that autograd saved: bytes before and after, by kind, and what was left and why."""
 
 import weakref
+from html import escape
 
 from ..memory import Ledger, beside
 from ..memory.ledger import human
@@ -65,4 +66,4 @@ class Report:
     def _repr_html_(self):
         table, *notes = beside(before=self.before, after=self.after)._repr_html_(), *str(self).split("\n")
         first = len(str(beside(before=self.before, after=self.after)).split("\n"))
-        return table + "".join(f"<p>{note}</p>" for note in notes[first:])
+        return table + "".join(f"<p>{escape(note)}</p>" for note in notes[first:])

@@ -5,6 +5,7 @@ import io
 import json
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from ..memory.ledger import human
 
@@ -42,13 +43,14 @@ def page(explanation, picture, timeline):
     """Return the page as text: the picture is in it, `timeline` is the file beside it."""
     moment, run = explanation.moment, explanation.run
     where = (f"after <code>{escape(moment.operation)}</code> in <code>{escape(moment.module or 'no module')}</code>, "
-             f"{moment.phase}")
+             f"{escape(moment.phase)}")
     encoded = base64.b64encode(picture).decode()
-    parts = [f"<h1>{escape(Path(run.name).name)}</h1><p>{escape(run.words)}. Peak on {explanation.trace.device}: "
+    device = escape(str(explanation.trace.device))
+    parts = [f"<h1>{escape(Path(run.name).name)}</h1><p>{escape(run.words)}. Peak on {device}: "
              f"<b>{human(moment.ledger.total)}</b>, {where}.</p>",
              f"<img alt=\"Bytes by category at the peak, and after every operation\" "
              f"src=\"data:image/png;base64,{encoded}\">",
-             f"<p><a href=\"{timeline}\">Every tensor, over time</a></p>",
+             f"<p><a href=\"{escape(quote(timeline))}\">Every tensor, over time</a></p>",
              _section("The ledger at the peak", [(name, nbytes) for name, nbytes in moment.ledger.items()])]
     parts += [_section(f"By {by}", explanation.top(by)) for by in ("module", "line", "tensor")]
     rest = explanation.arithmetic

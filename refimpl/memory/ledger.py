@@ -6,6 +6,7 @@ Bytes are integers everywhere; MiB and GiB appear only in what a person reads.
 import difflib
 import functools
 from collections.abc import Mapping
+from html import escape
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
@@ -172,12 +173,12 @@ class Table:
 
     def _repr_html_(self):
         titles = ["", *self.headers()] + ([""] if len(self.columns) == 1 else [])
-        head = "".join(f"<th style='text-align:right'>{title}</th>" for title in titles)
+        head = "".join(f"<th style='text-align:right'>{escape(title)}</th>" for title in titles)
         body = ""
         for name, cells in self._cells():
             tag = "th" if name == "total" else "td"
-            cells = "".join(f"<{tag} style='text-align:right'>{cell}</{tag}>" for cell in cells)
-            body += f"<tr><{tag} style='text-align:left'>{name}</{tag}>{cells}</tr>"
+            cells = "".join(f"<{tag} style='text-align:right'>{escape(cell)}</{tag}>" for cell in cells)
+            body += f"<tr><{tag} style='text-align:left'>{escape(name)}</{tag}>{cells}</tr>"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

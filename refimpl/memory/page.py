@@ -25,7 +25,8 @@ def to_html(trace, path, title="Memory over a training step"):
     OSError if `path` cannot be written.
     """
     data = json.dumps(page_data(trace), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    before, after = TEMPLATE.read_text(encoding="utf-8").replace("TITLE", escape(title)).split("DATA", 1)
+    before, after = (part.replace("TITLE", escape(title))
+                     for part in TEMPLATE.read_text(encoding="utf-8").split("DATA", 1))
     path = Path(path)
     path.write_text(before + data + after, encoding="utf-8")
     return path

@@ -122,8 +122,9 @@ class Trace:
 
     def _repr_html_(self):
         moment = self.peak_moment()
-        where = f"<code>{moment.operation}</code> in <code>{moment.module or 'no module'}</code>, {moment.phase}"
-        return f"<p>peak on {self.device}, after {where}</p>{moment.ledger._repr_html_()}" + "".join(
+        where = (f"<code>{escape(moment.operation)}</code> in <code>{escape(moment.module or 'no module')}</code>, "
+                 f"{escape(moment.phase)}")
+        return f"<p>peak on {escape(str(self.device))}, after {where}</p>{moment.ledger._repr_html_()}" + "".join(
             f"<p>note: {escape(note)}</p>" for note in self.notes)
 
     def plot(self, predicted=None, **labels):

@@ -1,11 +1,14 @@
 """The HTML page: what it shows is the trace's, it needs nothing else, and it does not grow with the trace."""
 
+import html
 import json
 import re
 
 import numpy as np
 import pytest
 
+from refimpl import memory
+from refimpl.memory.ledger import Ledger, Table
 from refimpl.memory.page import COLUMNS, TENSORS, moments
 from refimpl.memory.trace import Line, Op, StorageRecord, Trace
 
@@ -35,6 +38,30 @@ def test_every_byte_of_every_moment_is_the_traces(trace, tmp_path):
     assert "loss = model(tokens, tokens)" in data["strings"][line] and "refimpl/model.py" in data["strings"][source]
     tables = {title: rows for title, rows, _ in data["tables"]}
     assert tables["By line"] == [list(row) for row in trace.top(40, by="line")]
+
+
+EVIL = "<img src=x onerror=alert(1)>&'"
+
+
+def test_what_a_file_from_elsewhere_names_is_text_in_a_notebook_and_on_a_page(trace, tmp_path):
+    path = trace.save(tmp_path / "trace.jsonl")
+    text = path.read_text(encoding="utf-8")
+    for name in ("cpu", "parameters", "blocks.1.mlp.up", "forward"):
+        text = text.replace(name, json.dumps(EVIL, ensure_ascii=False)[1:-1])
+    path.write_text(text, encoding="utf-8")
+    theirs = memory.load(path)
+    both = memory.beside(mine=trace, theirs=theirs)
+    for shown_as in (theirs._repr_html_(), theirs.peak._repr_html_(), both._repr_html_(),
+                     Ledger({EVIL: 5})._repr_html_(), Table({EVIL: Ledger({"x": 1})})._repr_html_(),
+                     theirs.to_html(tmp_path / "t.html", title=EVIL).read_text(encoding="utf-8")):
+        assert "<img" not in shown_as
+    assert "&lt;img" in theirs._repr_html_()
+
+
+@pytest.mark.parametrize("title", ["TRAIN_DATA.py", "DATA", "TITLE", "</title><script>", "DATA TITLE DATA"])
+def test_a_title_may_be_any_text(trace, tmp_path, title):
+    text, data = shown(trace.to_html(tmp_path / "t.html", title=title))
+    assert f"<title>{html.escape(title)}</title>" in text and len(data["columns"]) == len(trace.timeline)
 
 
 def test_a_long_trace_makes_no_long_page_and_keeps_its_peak(tmp_path):
