@@ -108,16 +108,17 @@ def naming(path):
     except OSError as error:
         if error.errno is None and str(path) not in str(error):  # that of another library
             raise type(error)(f"{path}: {error}") from None
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
 
 
 @contextlib.contextmanager
 def replacing(path):
-    """Give the name of a file to write and sync. It is put in the place of `path`, atomically, when the context ends;
-    after an error it is removed."""
-    temporary = f"{path}.tmp"
+    """Give the name of a new, empty file to write and sync. It is put in the place of `path`, atomically, when the
+    context ends; after an error it is removed."""
+    temporary = f"{path}.{os.urandom(4).hex()}.tmp"
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
         yield temporary
         os.replace(temporary, path)

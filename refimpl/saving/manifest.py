@@ -5,8 +5,8 @@
     directory/step-00000020-…                   what a save that is running, or was killed, has written so far
 
 The new folder is beside the old one until the manifest has been replaced; then the old one is removed. So the disk
-needs room for two. A folder that the manifest does not name is left over from a save that was killed: the next save
-removes it.
+needs room for two. A folder that a whole manifest does not name is left over from a save that was killed: the next save
+removes it. Where the manifest is missing or not whole, nothing is removed before the new state is.
 """
 
 import hashlib
@@ -15,8 +15,10 @@ import os
 import re
 import reprlib
 import shutil
+import stat
+import warnings
 
-from .durable import make_folder, naming, sha256_of, sync_folder, write_atomically
+from .durable import naming, sha256_of, sync_folder, write_atomically
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -30,12 +32,14 @@ class SavedStateError(RuntimeError):
 
 def begin(directory, step):
     """Make a new, empty folder in `directory` and return its name. Folders that killed saves have left are removed
-    first, to make room."""
-    make_folder(directory)
-    if not (directory / NAME).exists():
-        remove_others(directory, None)
-    elif (named := _folder_named(directory)) is not None:
-        remove_others(directory, named)
+    first, to make room, if the manifest that does not name them is whole; else a warning says that they stay. The
+    caller holds the lock of `directory`."""
+    try:
+        remove_others(directory, read(directory)["folder"])
+    except (SavedStateError, OSError) as error:
+        if found := _folders(directory):
+            warnings.warn(f"{directory} has {found[0].name}, and no whole manifest ({error}): nothing is removed "
+                          "before this save is whole", stacklevel=2)
     folder = f"step-{step:08d}-{os.urandom(4).hex()}"
     (directory / folder).mkdir()
     sync_folder(directory)
@@ -43,15 +47,27 @@ def begin(directory, step):
 
 
 def commit(directory, manifest):
-    """Make the files that `manifest` names the saved state. They have to be on the disk already."""
+    """Make the files that `manifest` names the saved state. They have to be on the disk already: SavedStateError if
+    their folder is not there."""
+    folder = directory / manifest["folder"]
+    if not folder.is_dir() or folder.is_symlink():
+        raise SavedStateError(f"{folder} has gone: somebody has removed what this save has written")
     write_atomically(directory / NAME, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
 
 
 def remove_others(directory, keep):
-    """Remove the folders of all saves but `keep`."""
-    for path in sorted(directory.iterdir()):
-        if FOLDER.fullmatch(path.name) and path.name != keep:
+    """Remove the folders of all saves but `keep`, and what killed saves have left of manifests."""
+    for path in _folders(directory):
+        if path.name != keep:
             shutil.rmtree(path)
+    for path in directory.glob(f"{NAME}.*.tmp"):
+        path.unlink()
+
+
+def _folders(directory):
+    """Return the folders of saves; a link is none."""
+    return [path for path in sorted(directory.iterdir())
+            if FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def read(directory):
@@ -60,6 +76,8 @@ def read(directory):
     path = directory / NAME
     if path.is_symlink():
         raise SavedStateError(f"{path} is a link to {path.resolve()}: copy the whole saved state, or link its folder")
+    if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):
+        raise SavedStateError(f"{path} is no file")
     try:
         with naming(path):
             manifest = json.loads(path.read_bytes())
@@ -88,14 +106,6 @@ def verify(path, about):
     found = sha256_of(path)
     if found != about["sha256"]:
         raise SavedStateError(f"{path} is damaged: its SHA-256 is {found}, expected {about['sha256']}")
-
-
-def _folder_named(directory):
-    """Return the folder that the manifest names; None if it cannot be read, and then nothing may be removed."""
-    try:
-        return json.loads((directory / NAME).read_bytes())["folder"]
-    except UNREADABLE:
-        return None
 
 
 def _digest(manifest):

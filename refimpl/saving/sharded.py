@@ -28,6 +28,7 @@ All ranks have to see one file system. Nothing is unpickled. One group is loaded
 time, so no copy of everything is made.
 """
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -41,8 +42,9 @@ from ..sharding import overlaps
 from . import manifest as manifests
 from .coverage import check_coverage, check_header, check_inside, expected_in, file_of, readable
 from .description import describe, differences, listed, located, piece_of, set_hyperparameters
-from .durable import raw_bytes, sync_folder, widest_first, write_tensors
+from .durable import make_folder, raw_bytes, sync_folder, widest_first, write_tensors
 from .form import MANIFEST, mismatch, name_of
+from .lock import only_save
 from .manifest import SavedStateError
 from .optimizer_state import elements, flat, make_state, state_of, tensors_of
 from .own import OWN, is_own, names_in, other_own, own_tensors
@@ -56,12 +58,25 @@ def save(state, directory):
 
     TypeError for an optimizer whose state cannot be cut into pieces. RuntimeError if ranks disagree: in
     hyper-parameters, in the optimizer's state of a tensor, in the values of replicas. ValueError unless each element is
-    one rank's. If a rank fails (OSError for a full disk), it raises that, and the others a RankError naming it.
+    one rank's. RuntimeError too if another job saves there. If a rank fails (OSError for a full disk), it raises that,
+    and the others a RankError naming it.
     """
     comm, directory = state.comm, Path(directory)
     first = comm.rank == 0
     description, reports = describe(state, saving=True)
-    name = gather_results(comm, lambda: manifests.begin(directory, state.step) if first else None)[0]
+    with contextlib.ExitStack() as lock:
+        name = gather_results(comm, lambda: _begin(directory, state.step, lock) if first else None)[0]
+        _save(state, directory, name, description, reports)
+
+
+def _begin(directory, step, lock):
+    make_folder(directory)
+    lock.enter_context(only_save(directory))
+    return manifests.begin(directory, step)
+
+
+def _save(state, directory, name, description, reports):
+    comm, first = state.comm, state.comm.rank == 0
     written = gather_results(comm, lambda: _write(state, directory / name))
     _check_replicas(reports, [hashes for _, hashes in written])
     files = {file_of(rank): {**about, "pieces": report["pieces"]}

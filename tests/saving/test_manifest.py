@@ -110,8 +110,12 @@ def test_a_link_to_a_manifest_is_none_and_one_to_its_folder_is(tmp_path):
 
 
 def test_a_manifest_shows_any_change(tmp_path):
-    manifest.commit(tmp_path, {"format": manifest.FORMAT, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}})
-    assert manifest.read(tmp_path) == {"format": 2, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}}
+    given = {"format": manifest.FORMAT, "step": 3, "lr": 0.1, "nested": {"b": [1, 2], "a": None}, "folder": "step-x"}
+    with pytest.raises(SavedStateError, match="step-x has gone: somebody has removed what this save has written"):
+        manifest.commit(tmp_path, given)
+    (tmp_path / "step-x").mkdir()
+    manifest.commit(tmp_path, given)
+    assert manifest.read(tmp_path) == given
     text = (tmp_path / "manifest.json").read_text()
     for old, new in (("3", "4"), ("0.1", "0.2"), ("null", "true"), ("1", "3")):
         (tmp_path / "manifest.json").write_text(text.replace(old, new, 1))
