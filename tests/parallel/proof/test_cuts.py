@@ -23,8 +23,8 @@ from refimpl.parallel import (
 from refimpl.parallel.pipeline import partition, proof, stages
 from refimpl.parallel.pipeline.proof import prove_stages
 from refimpl.parallel.plan import region_of
-from refimpl.parallel.proof import once, ranks
-from refimpl.parallel.proof.compare import Computed, difference
+from refimpl.parallel.proof import once, ranks, toys
+from refimpl.parallel.proof.compare import Computed, computed, difference
 from refimpl.parallel.proof.toys import tokens_of, toy_of
 from refimpl.parallel.sequence import _Tokens
 from refimpl.parallel.tensor import proven_sums, split_as
@@ -160,6 +160,32 @@ def test_a_loss_of_more_than_logits_is_refused_by_together():
                                   "olmo3", "glm", "qwen3", "cohere", "granite"])
 def test_plans_of_models_are_proven(kind):
     assert proven_sums(on_meta(kind), THREE, None, False) == ()
+
+
+SERVED = ["llama", "gpt2", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3", "apertus", "mixtral", "qwen2_moe",
+          "olmoe", "deepseek_v2", "llama4_text", "cohere", "glm", "granite_swa"]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", SERVED)
+def test_on_two_and_four_ranks(kind, n):
+    """The proof is on three: here with as many heads as four can share."""
+    def find(model):
+        toy = toys._built(model, toys.shrunk(model.config, ranks=4))
+        tokens = tokens_of(toy.config)
+        with torch.enable_grad():
+            whole = computed(toy, lambda: ranks.forward(toy, tokens))
+            return ranks._compared(model, toy, n, whole, tokens, lambda toy, comm, summed: split_as(
+                toy, comm, None, False, summed), ranks._all_tokens, summed)
+
+    model = on_meta(kind)
+    summed = proven_sums(model, THREE)
+    assert once.once(f"on {n}", model, find) == (None, ())
+
+
+def test_norms_over_heads_that_a_class_lays_out_by_head_are_refused():
+    with pytest.raises(CutDiffers, match="CohereForCausalLM cannot be cut over 3 ranks: RuntimeError: The size of"):
+        tensor_parallel(on_meta("cohere", use_qk_norm=True), THREE)
 
 
 def test_what_a_plan_leaves_out_is_summed():
