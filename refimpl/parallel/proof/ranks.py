@@ -1,5 +1,6 @@
 """A model that is cut over ranks is held to the whole, once for each class: a toy of it, on simulated ranks."""
 
+import copy
 import re
 import warnings
 from typing import NamedTuple
@@ -57,7 +58,8 @@ def whole_of(model, **options):
     toy, ranks = toy_of(model, **options)
     tokens = tokens_of(toy.config)
     try:
-        return toy, ranks, tokens, computed(toy, lambda: forward(toy, tokens))
+        whole = copy.deepcopy(toy)  # which may keep what it has seen, as rotary tables that grow
+        return toy, ranks, tokens, computed(whole, lambda: forward(whole, tokens))
     except Exception as error:
         raise CannotShrink(f"a toy of {type(model).__name__} cannot be trained: {said(error)}") from error
 

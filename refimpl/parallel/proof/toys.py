@@ -60,7 +60,7 @@ def toy_of(model, window=SIZES["window"]):
         try:
             toy = _built(model, shrunk(config, head, ranks, window))
             with InDouble(), torch.no_grad():
-                toy(input_ids=tokens_of(toy.config), use_cache=False)
+                copy.deepcopy(toy)(input_ids=tokens_of(toy.config), use_cache=False)  # some keep what they saw
             return toy, ranks
         except Exception as error:  # whatever a class says of sizes that do not divide
             first = first or error
@@ -110,6 +110,7 @@ class _Sizes:
         if not isinstance(self.hidden, int):
             self.hidden = None
             return
+        self.rotary = repr([value for key, value in self.of.items() if "rope" in key])
         stated = next((self.of[key] for key in ("head_dim", "kv_channels", "v_head_dim")
                        if isinstance(self.of.get(key), int)), None)
         self.heads = self.heads if isinstance(self.heads, int) and self.heads > 0 else None
@@ -132,6 +133,8 @@ class _Sizes:
         """Return the value of a key in the toy's config."""
         known = dict(zip(self.named.values(), (self.small_hidden, self.small_layers, self.small_heads, self.small_kv,
                                                SIZES["vocab"]), strict=True))
+        if key == "original_max_position_embeddings" and type(value) is int:
+            return self._position(value, "longrope" in self.rotary)
         if key in known and isinstance(value, int):
             return known[key] if key != self.named["num_key_value_heads"] or value == self.kv else self._scaled(value)
         if key.endswith("token_id"):
@@ -167,7 +170,7 @@ class _Sizes:
         if key in GROUPS:
             return min(value, GROUPS[key])
         if "position" in key or key in ("n_ctx", "seq_length", "max_seq_len", "max_sequence_length"):
-            return self._position(value)
+            return self._position(value, "dynamic" in self.rotary and key == "max_position_embeddings")
         if "vocab" in words:
             return min(value, SIZES["vocab"])
         if any(word in key for word in ("head_dim", "rotary", "kv_channels", "d_head", "head_size")):
@@ -185,7 +188,11 @@ class _Sizes:
         scaled = heads * self.small_heads / (self.heads or 2 * self.ranks)
         return int(scaled) if scaled == int(scaled) and scaled else heads
 
-    def _position(self, value):
+    def _position(self, value, bound=False):
+        """`bound`: rotary embeddings are others from there on, so a toy's sequence has to go beyond it, and the first
+        parts of it not."""
+        if bound:
+            return LENGTH - 2
         most = max(self.of.get("max_position_embeddings") or 0, value)
         return value if value <= SIZES["positions"] else max(2, SIZES["positions"] * value // most)
 
@@ -199,7 +206,7 @@ class _Sizes:
                 short = max(1, math.floor(len(value) * self.head / self.width)) if key.endswith("factor") else None
                 value = list(value[:short]) if short else [max(1, round(x * self.head / self.width)) for x in value]
             elif key == "original_max_position_embeddings":
-                value = self._position(value)
+                value = self._position(value, "longrope" in self.rotary)
             found[key] = value
         return found
 

@@ -301,6 +301,20 @@ def test_windows_caps_and_sinks_of_a_split_sequence(kind, method):
     context_parallel(on_meta(kind), SequenceParallelAttention(THREE, method))
 
 
+ROPES = {"dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+         "longrope": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 1e4,
+                      "original_max_position_embeddings": 64}}
+
+
+@pytest.mark.parametrize("order", ["plain", "zig-zag"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_tables_that_follow_the_longest_position_are_refused(kind, order):
+    """A rank sees positions of its own tokens, and would take another table than ranks with later ones."""
+    config = LlamaConfig(**LLAMA, rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
+    with pytest.raises(CutDiffers, match="LlamaForCausalLM, cut over 3 ranks, would not compute what it does whole"):
+        context_parallel(LlamaForCausalLM(config), SequenceParallelAttention(THREE, "ring", order=order))
+
+
 def test_sinks_without_a_gradient_are_seen(monkeypatch):
     real = context.METHODS["gathered"]
     monkeypatch.setitem(context.METHODS, "gathered",
