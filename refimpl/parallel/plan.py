@@ -55,7 +55,6 @@ OTHER_NAMES = {"colwise": "column", "rowwise": "row", "rowwise_split_input": "ro
                "packed_colwise": "packed column", "packed_rowwise": "packed row", "moe_tp_experts": "experts",
                "mla_kv_a_proj": "shared key"}
 NOT_SPLIT = ("replicate", "local_params")  # what else transformers says of modules
-REGIONS = (("blocks", "norm"), ("model.layers", "model.norm"), ("transformer.h", "transformer.ln_f"))
 
 
 def plan_of(model):
@@ -139,10 +138,8 @@ def _matches(pattern, names):
 def region_of(model):
     """Return the names of the list of blocks and of the norm after it. ValueError if they are not known, or as
     `anatomy_of`."""
-    names = {name for name, _ in model.named_modules()}
-    for region in REGIONS:
-        if names.issuperset(region):
-            return region
+    if isinstance(model, GPT):
+        return "blocks", "norm"
     if hasattr(model, "get_output_embeddings"):
         anatomy = anatomy_of(model)
         return anatomy.layers, anatomy.after

@@ -20,6 +20,7 @@ from .experts import cut_of, split_experts, split_parameter, split_shared_key
 from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, column_cuts, features_of, row_cut
 from .plan import Column, Row, matched, plan_of
 from .proof.ranks import prove
+from .proof.toys import CannotShrink
 from .random import OwnRandom
 from .same_batch import SameBatch
 from .vocabulary import vocabulary_parallel_cross_entropy
@@ -56,11 +57,24 @@ def proven_sums(model, comm, plan=None, loss_parallel=False, then=None):
     if comm.world_size == 1 or isinstance(model, GPT):
         return ()
     def cut(toy, comm, summed):
+        _check_fits(toy, plan)
         split = split_as(toy, comm, plan, loss_parallel, summed)
         return split if then is None else then(split, comm)
 
     proven = prove(model, ("tensor", repr(plan), loss_parallel, then), cut, strict=plan is None)
     return () if proven is None else proven.summed
+
+
+def _check_fits(toy, plan):
+    """Raise CannotShrink for a user's plan that a toy cannot follow: of a layer that it has not, or of real sizes."""
+    try:
+        styles = {} if plan is None else matched(toy, plan)
+    except ValueError as error:
+        raise CannotShrink(f"a toy has not all that the plan names: {error}") from error
+    for name, style in styles.items():
+        parts, heads = getattr(style, "parts", None), getattr(style, "heads", None)
+        if parts and sum(parts) != features_of(toy.get_submodule(name), name)[1] or isinstance(style, Row) and heads:
+            raise CannotShrink(f"the plan has the real sizes of {name}, {style}, and a toy others")
 
 
 def split_as(model, comm, plan, loss_parallel, summed=()):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..proof.double import InDouble
+from ..proof.loss import shifts
 from ..proof.once import once
 from ..proof.toys import tokens_of, toy_of
 
@@ -20,7 +21,7 @@ from ..proof.toys import tokens_of, toy_of
 class Anatomy(NamedTuple):
     """`layers`: name of the list of layers. `first`, `last`, `all`: names of modules beside it, by the stages that need
     them. `returns`: how many things a layer returns in a tuple, x the first; 0 if it returns x. `after`: name of what
-    is called first after the layers."""
+    is called first after the layers. `shifts`: whether the model scores a token on the one before it."""
 
     layers: str
     first: tuple
@@ -28,6 +29,7 @@ class Anatomy(NamedTuple):
     all: tuple
     returns: int
     after: str
+    shifts: bool = True
 
     @property
     def base(self):
@@ -38,7 +40,7 @@ class Anatomy(NamedTuple):
 def anatomy_of(model):
     """Return the Anatomy of a decoder of transformers with a language model's head. TypeError for a model that has no
     such head, or no list of layers that are called one after the other; CannotShrink if no toy of it can be made."""
-    return once("anatomy", model, _anatomy)
+    return vars(model).get("anatomy") or once("anatomy", model, _anatomy)  # a stage has that of its model
 
 
 def _anatomy(model):
@@ -53,7 +55,7 @@ def _anatomy(model):
         weights = any(True for _ in module.parameters()) or isinstance(module, nn.Dropout)
         found["first" if last < begin and weights else "last" if first > end else "all"].append(name)
     after = min((name for name in calls if calls[name][0] > end), key=lambda name: calls[name][0])
-    return Anatomy(layers, *map(tuple, found.values()), max(kind for _, _, kind in inside), after)
+    return Anatomy(layers, *map(tuple, found.values()), max(kind for _, _, kind in inside), after, shifts(toy))
 
 
 def _list_of(model, calls):

@@ -1,12 +1,15 @@
 """A decoder in stages is held to the whole, once for each class: a toy of it, in as many stages as it has layers, and
 in three."""
 
+import copy
+
 import torch
 
 from ..proof.compare import CutDiffers, computed, difference
 from ..proof.once import once
 from ..proof.ranks import said, whole_of
-from ..proof.toys import described
+from ..proof.toys import described, tokens_of
+from .batches import weights_of
 from .stages import is_decoder, layers_of, stage_of
 
 BY_HAND = "Build the stages yourself, and give PipelineParallelStage each one"
@@ -22,30 +25,45 @@ def prove_stages(model):
 
 def _prove(model):
     with torch.enable_grad():
-        toy, _, tokens, whole = whole_of(model)
+        toy, *_ = whole_of(model)
+        tokens = tokens_of(toy.config)
+        labels = tokens.clone()
+        labels[0, 3:] = -100  # so two micro-batches have unlike numbers of targets
+        other = copy.deepcopy(toy)
+        whole = computed(other, lambda: _results(other(input_ids=tokens, labels=labels, use_cache=False)))
+        first = {name: x[:1] for name, x in whole.outputs.items() if x.dim() > 2 and len(x) == len(tokens)}  # a row
+        whole = whole._replace(outputs=first)
         for stages in sorted({layers_of(toy), min(layers_of(toy), 3)}):
-            differs = difference(whole, _computed_in(stages, toy, tokens))
+            differs = difference(whole, _computed_in(stages, toy, tokens, labels))
             if differs is not None:
                 raise CutDiffers(f"{type(model).__name__} in {stages} stages would not compute what it does whole: "
                                  f"{differs}, found on {described(toy)}. {_advice(toy)}")
 
 
-def _computed_in(stages, toy, tokens):
+def _results(output):
+    return {"logits": output.logits, "loss": output.loss}
+
+
+def _computed_in(stages, toy, tokens, labels):
     layers = layers_of(toy)
     ends = [layers * (i + 1) // stages for i in range(stages)]
     try:
         parts = [stage_of(toy, first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
-        return computed(toy, lambda: _chained(parts, tokens))
+        return computed(toy, lambda: _chained(parts, tokens, labels))
     except Exception as error:
         raise CutDiffers(f"{type(toy).__name__} cannot be computed in {stages} stages: {said(error)}. "
                          f"{BY_HAND}") from error
 
 
-def _chained(parts, tokens):
-    x = tokens
-    for part in parts[:-1]:
-        x = part(x)
-    return {"logits": parts[-1](x), "loss": parts[-1](x, tokens)}
+def _chained(parts, tokens, labels):
+    """Compute row by row, as micro-batches, weighted as the executor weighs them."""
+    logits, weights, loss = [], weights_of([(row,) for row in labels.split(1)], parts[-1].count_targets), 0
+    for row, targets, weight in zip(tokens.split(1), labels.split(1), weights, strict=True):
+        for part in parts[:-1]:
+            row = part(row)
+        logits.append(parts[-1](row))
+        loss = loss + parts[-1](row, targets) * weight
+    return {"logits": torch.cat(logits), "loss": loss}
 
 
 def _advice(toy):

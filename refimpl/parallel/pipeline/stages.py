@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ...model import GPT
+from ..proof.changes import is_known
 from .anatomy import anatomy_of, beside
 
 
@@ -69,6 +70,7 @@ class GPTStage(GPT):
     def forward(self, x, targets_BT=None, *, positions_BT=None):
         """Map tokens, or the x (B, T, C) of the stage before, to x; or to the logits, or the mean loss.
         `positions_BT`: as GPT takes them, where a sequence is cut over ranks."""
+        _refuse_more(self, targets_BT)
         x_BTC = self.embed(x, positions_BT=positions_BT) if self.is_first else x
         rotation = self.rotation(x_BTC, positions_BT=positions_BT)
         for block in self.blocks:
@@ -114,15 +116,24 @@ class Elsewhere(nn.Module):
     def __init__(self, layer, returns):
         super().__init__()
         self.__dict__.update({name: value for name, value in vars(layer).items() if name not in vars(self)})
-        self.returns, self.arrives, self.passes = returns, None, False
+        self.returns, self.arrives, self.passes, self.calls = returns, None, False, 0
 
     def __call__(self, *args, **kwargs):
+        self.calls += 1
         x = args[0] if args else kwargs["hidden_states"]
         if self.arrives is not None:
             x = self.arrives
         if self.passes:
             self.arrives = x
         return (x, *(None,) * (self.returns - 1)) if self.returns else x
+
+
+def _refuse_more(stage, targets):
+    """Raise TypeError for a second input of a stage that is not the last one: it would be taken for targets."""
+    if targets is not None and not stage.is_last:
+        raise TypeError(f"{type(stage).__name__}: a first stage takes tokens alone, and got {tuple(targets.shape)} "
+                        "beside them: a mask or positions would not reach the later stages. Pad at the end of rows, "
+                        "with targets −100")
 
 
 class Nothing(nn.Module):
@@ -144,7 +155,11 @@ class DecoderStage:
     def forward(self, x, targets=None, **options):
         """Map tokens, or the x of the stage before, to x; or to the logits, or with labels to the model's mean loss.
         `options`: the model's own, as position_ids."""
+        _refuse_more(self, targets)
         layers, given = self.get_submodule(self.anatomy.layers), {"use_cache": False, **options}
+        others = [layer for layer in layers if isinstance(layer, Elsewhere)]
+        for layer in others:
+            layer.calls = 0
         try:
             if self.is_first:
                 given["input_ids"] = x
@@ -153,19 +168,21 @@ class DecoderStage:
                 given["inputs_embeds"] = x.new_zeros(()).expand_as(x)  # one number; who writes to it is told
             if self.is_last:
                 out = super().forward(**given, labels=targets)
-                return out.logits if targets is None else out.loss
-            layers[-1].passes = True
-            self.get_submodule(self.anatomy.base)(**given)
-            return layers[-1].arrives
+            else:
+                layers[-1].passes = True
+                self.get_submodule(self.anatomy.base)(**given)
+            if any(layer.calls != 1 for layer in others):
+                raise RuntimeError(f"{type(self).__name__} has not called each of its {len(layers)} layers once: what "
+                                   "another stage has to do would be left out, or be done twice. A model that skips "
+                                   "layers (layerdrop, num_hidden_layers below its list) has no stages")
+            return layers[-1].arrives if not self.is_last else out.logits if targets is None else out.loss
         finally:
-            for layer in (layers[0], layers[-1]):
-                if isinstance(layer, Elsewhere):
-                    layer.arrives, layer.passes = None, False
+            for layer in others:
+                layer.arrives, layer.passes = None, False
 
-    @staticmethod
-    def count_targets(labels):
-        """Count the terms of the model's loss: it shifts labels by one, and leaves out those of −100."""
-        return int((labels[..., 1:] != -100).sum())
+    def count_targets(self, labels):
+        """Count the terms of the model's loss, without those of −100: a causal one shifts labels by one."""
+        return int((labels[..., int(self.anatomy.shifts):] != -100).sum())
 
 
 class _OfDecoder:
@@ -182,6 +199,7 @@ class _OfDecoder:
                 raise TypeError(f"{type(model).__name__} has {name}, which others of its class have not, and it is not "
                                 "known whether its first stage needs that, or its last: build the stages yourself, and "
                                 "give PipelineParallelStage each one")
+        _refuse_changed(model, anatomy)
         first, last = 0 in chosen, len(layers) - 1 in chosen
         gone = [*anatomy.first * (not first), *anatomy.last * (not last)]
         some = nn.ModuleList(layer if i in chosen else Elsewhere(layer, anatomy.returns)
@@ -191,6 +209,18 @@ class _OfDecoder:
         stage.__class__ = _stage_class(type(model))
         stage.anatomy, stage.is_first, stage.is_last = anatomy, first, last
         return stage
+
+
+def _refuse_changed(model, anatomy):
+    """Raise TypeError for what somebody has put around the model or what holds its layers: each stage would do it."""
+    outer = [anatomy.layers.rsplit(".", n)[0] for n in range(1, anatomy.layers.count(".") + 1)]
+    for name, module in (("", model), *((name, model.get_submodule(name)) for name in outer)):
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if not name else ()
+        theirs = [hook for hook in hooks if not is_known(hook)]
+        if theirs or "forward" in vars(module):
+            has = "a hook" if theirs else "a forward of its own"
+            raise TypeError(f"{name or type(model).__name__} has {has}, which each stage would run: divide the model "
+                            "first, and give it to the stages that need it")
 
 
 @functools.cache

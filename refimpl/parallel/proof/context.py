@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from .compare import Computed, computed
-from .double import InDouble
+from .loss import shifts
 from .ranks import prove, weights_of
-from .toys import LENGTH, tokens_of
+from .toys import LENGTH
 
 
 def prove_context(model, attention, give):
@@ -20,23 +20,12 @@ def prove_context(model, attention, give):
     def cut(toy, comm, summed):
         own = copy.copy(attention)
         own.comm = comm
-        toy.attention_of_parts, toy.shifts = own, _shifts(toy)
+        toy.attention_of_parts, toy.shifts = own, toy.get_output_embeddings() is not None and shifts(toy)
         return give(toy, own)
 
     # A ring refuses a window that is shorter than the sequence when it meets one, and a real sequence may be shorter.
     window = {"window": LENGTH} if attention.method == "ring" else {}
     prove(model, ("context", attention.method, attention.order, attention.attention), cut, run=_run, **window)
-
-
-def _shifts(toy):
-    """Tell whether a model scores a token on the one before it, as causal models do."""
-    if toy.get_output_embeddings() is None:
-        return False
-    with torch.no_grad(), InDouble():
-        tokens = tokens_of(toy.config)
-        output = toy(input_ids=tokens, labels=tokens)
-        own = F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
-    return not torch.isclose(own, output.loss, rtol=1e-9)
 
 
 def _run(toy, comm, tokens):

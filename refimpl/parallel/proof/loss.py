@@ -1,5 +1,6 @@
 """A model of transformers is scored by its logits alone, once that has been held to the loss that it returns."""
 
+import copy
 import warnings
 
 import torch
@@ -8,8 +9,8 @@ from torch.nn import functional as F
 from .compare import CutDiffers
 from .double import InDouble
 from .once import once
-from .ranks import whole_of
-from .toys import CannotShrink, described
+from .ranks import said, whole_of
+from .toys import CannotShrink, described, tokens_of
 
 
 def prove_loss(model, loss_of):
@@ -34,3 +35,16 @@ def prove_loss(model, loss_of):
     except CannotShrink as error:
         warnings.warn(f"{type(model).__name__} is scored by its logits, and it was not checked whether its loss is "
                       f"more than that: {error}", stacklevel=3)
+
+
+def shifts(toy):
+    """Tell whether a model with a language model's head scores a token on the one before it, as causal ones do.
+    CannotShrink for one that takes no targets for its tokens."""
+    with torch.no_grad(), InDouble():
+        tokens, toy = tokens_of(toy.config), copy.deepcopy(toy)
+        try:
+            output = toy(input_ids=tokens, labels=tokens, use_cache=False)
+        except Exception as error:  # whatever a class says of targets
+            raise CannotShrink(f"a toy of {type(toy).__name__} cannot be trained: {said(error)}") from error
+        own = F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
+    return not torch.isclose(own, output.loss, rtol=1e-9).item()

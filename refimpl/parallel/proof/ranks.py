@@ -9,6 +9,7 @@ import torch
 
 from ...comm import simulate
 from ...sharding import spec_of
+from .changes import changes
 from .compare import Computed, CutDiffers, computed, difference
 from .once import once
 from .toys import CannotShrink, described, tokens_of, toy_of
@@ -27,15 +28,20 @@ def prove(model, question, cut, *, run=None, strict=True, **toy):
     loss and every gradient. Returns Proven. `run(toy, comm, tokens)`: what a rank computes, as Computed, if it is not
     given all tokens. `toy`: options of `toy_of`.
 
-    CutDiffers if it does not. If no toy can be made: CannotShrink, or unless `strict` a warning and None.
+    CutDiffers if it does not. If no toy can be made: CannotShrink, or unless `strict` a warning and None. A warning,
+    too, for a model that somebody has changed since its class made it.
     """
     try:
-        return once(question, model, lambda model: _prove(model, cut, run or _all_tokens, toy))
+        found = once(question, model, lambda model: _prove(model, cut, run or _all_tokens, toy))
     except CannotShrink as error:
         if strict:
             raise
         warnings.warn(f"{type(model).__name__} is cut, and it was not checked against the whole: {error}", stacklevel=4)
         return None
+    if changed := changes(model):
+        warnings.warn(f"{type(model).__name__} is cut, and what was checked against the whole is its class: {changed}",
+                      stacklevel=4)
+    return found
 
 
 def _prove(model, cut, run, options):
@@ -89,6 +95,8 @@ def _compared(model, toy, n, whole, tokens, cut, run, summed):
     try:
         found = simulate(_on_rank, n, toy, tokens, lambda toy, comm: cut(toy, comm, summed), run)
     except Exception as error:
+        if isinstance(error.__cause__, CannotShrink):
+            raise error.__cause__ from error
         raise CutDiffers(f"{type(model).__name__} cannot be cut over {n} ranks: "
                          f"{said(error.__cause__ or error)}") from error
     parts = [lambda name, gradients, specs=specs: _part(specs[name], gradients) for _, specs in found]

@@ -24,7 +24,7 @@ import torch
 from .double import InDouble
 
 SIZES = {"vocab": 96, "positions": 48, "window": 4, "experts": 6, "chosen": 2}
-LENGTH, LAYERS, MOST, MOST_NUMBERS = 12, 4, 16, 8_000_000
+LENGTH, LAYERS, MOST, MOST_NUMBERS = 12, 4, 32, 8_000_000
 HEADS = (8, 12, 16, 20, 24, 32)  # sizes of a head, tried in this order
 SHORT = ("window", "chunk", "local_attention", "floor")  # in names of lengths that a toy's sequence exceeds
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
@@ -179,6 +179,8 @@ class _Sizes:
             return self._scaled(value)
         if value == self.hidden:
             return self.small_hidden
+        if "shared" in words and "layers" in words and self.layers:
+            return min(value, 2)  # the last two, which come after each kind
         if value == self.layers and "layers" in words:
             return self.small_layers
         return value if value < 64 else 12 * max(1, round(value * self.small_hidden / self.hidden / 12))
@@ -221,7 +223,9 @@ class _Sizes:
             return self.layers
         need = LAYERS
         for key, value in self.of.items():
-            if isinstance(value, (list, tuple)) and len(value) == self.layers and not self._numbers_layers(value):
+            if isinstance(value, (list, tuple)) and self._numbers_layers(value):
+                need = max(need, min(value) + 2)
+            elif isinstance(value, (list, tuple)) and len(value) == self.layers:
                 need = max(need, 2 + max(value.index(each) + 1 for each in value))
             elif type(value) is int and value <= MOST and any(word in key for word in EVERY):
                 need = max(need, value + 2)

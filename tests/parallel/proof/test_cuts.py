@@ -6,11 +6,21 @@ import pytest
 import torch
 from net_kit import LLAMA, Quarters, on_meta
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
-from refimpl.comm import FakeCommunicator, simulate
+from refimpl.checkpointing import recompute
+from refimpl.comm import FakeCommunicator, RankError, simulate
 from refimpl.engine import together
 from refimpl.mesh import Mesh
+from refimpl.mlp import memory_efficient_mlps
+from refimpl.model import GPT, GPTConfig
 from refimpl.parallel import (
     CannotShrink,
     CutDiffers,
@@ -20,10 +30,11 @@ from refimpl.parallel import (
     sequence_parallel,
     tensor_parallel,
 )
-from refimpl.parallel.pipeline import partition, proof, stages
+from refimpl.parallel.pipeline import partition, pipeline, proof, stages
 from refimpl.parallel.pipeline.proof import prove_stages
-from refimpl.parallel.plan import region_of
+from refimpl.parallel.plan import Column, Row, region_of
 from refimpl.parallel.proof import once, ranks, toys
+from refimpl.parallel.proof.changes import changes
 from refimpl.parallel.proof.compare import Computed, computed, difference
 from refimpl.parallel.proof.toys import tokens_of, toy_of
 from refimpl.parallel.sequence import _Tokens
@@ -125,6 +136,70 @@ def test_stages_that_would_be_wrong_are_refused(kind, said):
 @pytest.mark.parametrize("kind", ["opt", "gpt_neox", "bloom", "falcon", "gptj", "phi", "bert", "mamba"])
 def test_models_of_other_layouts_have_stages(kind):
     prove_stages(on_meta(kind))
+
+
+def llama(layers=4, **settings):
+    return LlamaForCausalLM(LlamaConfig(**LLAMA | {"num_hidden_layers": layers, "num_key_value_heads": 2} | settings))
+
+
+@pytest.mark.parametrize("make", [llama, lambda: GPT(GPTConfig(vocab_size=256, context_length=16, layers=2, hidden=16,
+                                                               heads=2))])
+def test_a_mask_beside_the_tokens_of_a_pipeline_is_refused(make):
+    """A first stage would take it for targets, and later ones would not have it."""
+    tokens = torch.randint(3, 256, (4, 8))
+    with pytest.raises(RankError, match=r"a first stage takes tokens alone, and got \(2, 8\) beside them"):
+        simulate(lambda comm: pipeline(make(), comm, "1f1b", 2).train_step(
+            (tokens, torch.ones_like(tokens)) if comm.rank == 0 else None, tokens if comm.rank else None), 2)
+
+
+def scored(comm):
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32)
+    model, tokens = BertForMaskedLM(config).double().eval(), torch.randint(3, 64, (4, 8))
+    labels = torch.full_like(tokens, -100)
+    labels[:2, 0], labels[2:] = tokens[:2, 0], tokens[2:]  # of the first micro-batch the first tokens alone
+    expected = model(input_ids=tokens, labels=labels).loss.item()
+    pipe = pipeline(model, comm, "1f1b", 2)
+    return [None if x is None else x.item() - expected for x in (pipe.evaluate(tokens, labels),
+                                                                 pipe.train_step(tokens, labels))]
+
+
+def test_targets_of_a_loss_that_does_not_shift_are_counted_as_it_does():
+    assert simulate(scored, 2)[1] == pytest.approx([0, 0], abs=1e-5)
+
+
+def test_counts_of_targets_are_proven(monkeypatch):
+    monkeypatch.setattr(stages.DecoderStage, "count_targets", lambda self, labels: int((labels != -100).sum()))
+    with pytest.raises(CutDiffers, match="its loss differs by"):
+        prove_stages(on_meta("llama"))
+
+
+def test_a_model_that_skips_layers_in_training_has_no_stages():
+    opt = on_meta("opt", hidden_size=16, word_embed_proj_dim=16, ffn_dim=32, num_attention_heads=2, num_hidden_layers=4,
+                  vocab_size=64, layerdrop=0.5)
+    first, last = partition(type(opt)(opt.config), 2)
+    x, said_so = torch.randn(2, 4, 16, requires_grad=True), 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        try:
+            loss = last.train()(x, torch.ones(2, 4, dtype=torch.int64))
+            assert torch.autograd.grad(loss, x)[0].any()
+        except RuntimeError as error:
+            assert "has not called each of its 4 layers once" in str(error)
+            said_so += 1
+    assert 0 < said_so < 20 and first.train()
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "base"])
+def test_what_each_stage_would_do_again_is_refused(change):
+    model = llama()
+    if change == "hook":
+        model.register_forward_hook(lambda module, args, output: None)
+    else:
+        part = model if change == "forward" else model.model
+        part.forward = part.forward
+    with pytest.raises(TypeError, match="which each stage would run: divide the model first"):
+        partition(model, 2)
 
 
 def test_a_stage_keeps_no_message_alive():
@@ -269,6 +344,69 @@ def test_a_class_whose_toy_cannot_be_built_is_refused_before_anything_is_cut():
         here.setattr("refimpl.parallel.proof.toys.HEADS", (12,))
         tensor_parallel(model, THREE)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+class Scaled(LlamaForCausalLM):
+    def __init__(self, config, power=0.0):
+        super().__init__(config)
+        self.power = power
+
+
+def hooked(model):
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, args: args)
+
+
+def swapped(model):
+    model.model.layers[0].mlp.act_fn = nn.Softmax(-1)
+
+
+def added(model):
+    model.model.layers[0].mlp.gain = nn.Parameter(torch.ones(()))
+
+
+def patched(model):
+    model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
+
+
+def shorter(model):
+    model.model.layers = model.model.layers[:3]
+
+
+CHANGES = {shorter: "layers.3 is gone", hooked: "layers.1.mlp.down_proj has a hook",
+           swapped: "layers.0.mlp.act_fn is Softmax, and SiLU",
+           added: "the shape of gain of model.layers.0.mlp", patched: "layers.0.mlp has a forward of its own"}
+
+
+@pytest.mark.parametrize("cut", ["tensor", "tokens", "context"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_somebody_has_changed_is_said_since_the_proof_is_of_the_class(change, cut):
+    model = llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    change(model)
+    with pytest.warns(UserWarning, match=rf"what was checked against the whole is its class: .*{CHANGES[change]}"):
+        {"tensor": tensor_parallel, "tokens": sequence_parallel, "context": lambda model, comm: context_parallel(
+            model, SequenceParallelAttention(comm))}[cut](model, THREE)
+
+
+def test_an_argument_of_a_constructor_is_a_change_and_what_refimpl_does_is_none():
+    with pytest.warns(UserWarning, match="power of the model is 1.0, and 0.0 as its class makes it"):
+        tensor_parallel(Scaled(LlamaConfig(**LLAMA), power=1.0), FakeCommunicator(0, 2))
+    model = llama()
+    recompute(model.model.layers)
+    memory_efficient_mlps(model)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    tensor_parallel(model, FakeCommunicator(0, 2))
+    assert changes(model) is None  # nor is a layer that is split
+
+
+@pytest.mark.parametrize("plan", [
+    {"model.layers.6.mlp.up_proj": "column", "model.layers.6.mlp.down_proj": "row"},
+    {"model.layers.*.mlp.up_proj": Column(parts=(128,)), "model.layers.*.mlp.down_proj": "row"},
+    {"model.layers.*.self_attn.o_proj": Row(4),
+     **{f"model.layers.*.self_attn.{name}_proj": "column" for name in "qkv"}}])
+def test_a_plan_that_a_toy_cannot_follow_is_taken_unchecked_and_that_is_said(plan):
+    with pytest.warns(UserWarning, match="not checked against the whole: (a toy has not all|the plan has the real)"):
+        tensor_parallel(llama(8), FakeCommunicator(0, 2), plan)
 
 
 # --- tokens between split layers -------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""What somebody has changed in a model since its class made it of its config: a proof on a toy does not speak of it."""
+
+import copy
+import re
+
+import torch
+
+HOME = __name__.partition(".")[0]
+
+
+def changes(model):
+    """Return a text that names the first of a model's modules that is not as its class makes it of its config: of
+    another class, new or gone, with other parameters, settings, hooks or a forward of its own; None if there is none.
+    What refimpl has put there does not count."""
+    try:
+        with torch.device("meta"):
+            made = type(model)(copy.deepcopy(model.config))
+    except Exception as error:
+        return f"{type(model).__name__} cannot be made of its config again ({type(error).__name__})"
+    expected = {name: _described(module) for name, module in made.named_modules()}
+    for name, module in model.named_modules():
+        if any(HOME in type(each).__module__.split(".")[:1] for each in _path(model, name)):
+            continue
+        found = _described(module)
+        if name not in expected:
+            return f"{name}, {type(module).__name__}, is new"
+        if hooked := [hook for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+                      if not is_known(hook)]:
+            return f"{name or 'the model'} has a hook, {getattr(hooked[0], '__name__', type(hooked[0]).__name__)}"
+        if "forward" in vars(module) and type(module.forward).__module__.partition(".")[0] != HOME:
+            return f"{name or 'the model'} has a forward of its own"
+        for what in {**found, **expected[name]}:
+            if found.get(what) != expected[name].get(what):
+                return (f"{what} of {name or 'the model'} is {found.get(what)}, and {expected[name].get(what)} as its "
+                        "class makes it")
+    names = {name for name, _ in model.named_modules()}
+    return next((f"{name} is gone" for name in expected if name not in names), None)
+
+
+def is_known(thing):
+    """Tell whether a hook or a forward is one of refimpl's, or of transformers', as of gradient checkpointing."""
+    of = (getattr(thing, "__module__", ""), type(thing).__module__, type(getattr(thing, "__self__", 0)).__module__)
+    return any(str(name).partition(".")[0] in (HOME, "transformers") for name in of)
+
+
+def _path(model, name):
+    """Return the modules from the model to the one of this name."""
+    return [model.get_submodule(name[:m.start()]) for m in re.finditer(r"\.|$", name)]
+
+
+def _described(module):
+    """Return {what: value}: its class, its parameters' shapes, and what its constructor was told, as far as it shows.
+    """
+    plain = {key: value for key, value in vars(module).items() if not key.startswith("_") and value is not None
+             and type(value) in (bool, int, float, str) and key != "training" and "checkpoint" not in key}
+    shapes = {f"the shape of {key}": tuple(p.shape) for key, p in module._parameters.items() if p is not None}
+    return {"the class": type(module).__name__, **shapes, **plain}
