@@ -117,3 +117,6 @@ if __name__ == "__main__":
     gpu = Processors(capability, 132)
     for each in (*attention_that_differs(gpu), *inside_that_differs(gpu)):
         print(*each)
+    # torch 2.11 ends with SIGABRT where the device's thread lets go of the mode after Python's end began. It takes this
+    # backward, which holds nothing of Python's, once it has let go.
+    torch.ones((), device="cuda", requires_grad=True).backward()
