@@ -22,6 +22,7 @@ from .durable import naming, sha256_of, sync_folder, write_atomically
 
 FORMAT = 2
 NAME = "manifest.json"
+ROOM = 2**20  # bytes of a manifest, beyond those of the files that it names
 UNREADABLE = ValueError, KeyError, TypeError, RecursionError  # what junk in place of JSON may raise
 FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")  # what a save makes and may remove
 
@@ -80,6 +81,9 @@ def read(directory):
         raise SavedStateError(f"{path} is no file")
     try:
         with naming(path):
+            if (size := path.stat().st_size) > (most := _largest(directory)):
+                raise SavedStateError(f"{path} is damaged: it has {size:,} bytes, and the files that it names have "
+                                      f"{most - ROOM:,}, whose headers say more than a manifest")
             manifest = json.loads(path.read_bytes())
         found, expected = manifest["format"], manifest.pop("sha256", None)
         digest = _digest(manifest)
@@ -94,6 +98,11 @@ def read(directory):
         raise SavedStateError(f"{path} was changed after it was written: its SHA-256 is {digest}, expected "
                               f"{reprlib.repr(expected)}")
     return manifest
+
+
+def _largest(directory):
+    """Return the most bytes that a manifest can have: of each part of a tensor it says less than the file's header."""
+    return ROOM + sum(path.stat().st_size for folder in _folders(directory) for path in folder.glob("rank-*"))
 
 
 def verify(path, about):

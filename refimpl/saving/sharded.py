@@ -238,6 +238,8 @@ def _check(state, directory, manifest, here):
         if manifest["world_size"] == comm.world_size:  # then they are loaded
             expected["rng/cpu"] = "uint8", torch.get_rng_state().shape
         check_header(folder / file, expected, may_have - expected.keys())
+    if manifest["world_size"] == comm.world_size:
+        _check_generators(comm, folder / file_of(comm.rank))
     if found := faults(state.optimizer, manifest):
         raise SavedStateError(f"{path} does not fit what is trained here: {listed(found)}")
 
@@ -282,8 +284,27 @@ def _copy(stored, part, views, tensors):
                 mine.of(target).copy_(read.as_strided(theirs.size, theirs.stride))
 
 
+def _states_in(stored, device):
+    """Yield (name, device, state) of the generators in a file, as far as this rank has them."""
+    for each in dict.fromkeys((torch.device("cpu"), device)):
+        if (name := f"rng/{each.type}") in stored.keys():
+            yield name, each, stored.get_tensor(name)
+
+
+def _check_generators(comm, path):
+    """Try the states in a file with generators of their own. SavedStateError if one cannot be."""
+    with readable(path, lambda error: SavedStateError(f"{path} is no safetensors file: {error}")) as stored:
+        for name, device, state in _states_in(stored, comm.device):
+            try:
+                torch.Generator(device).set_state(state)
+            except (RuntimeError, TypeError) as error:
+                raise SavedStateError(f"{path} has {name}, which no generator can have: {error}") from None
+
+
 def _restore_generators(comm, folder):
     with _open(folder / file_of(comm.rank)) as stored:
-        torch.set_rng_state(stored.get_tensor("rng/cpu"))
-        if comm.device.type == "cuda" and "rng/cuda" in stored.keys():
-            torch.cuda.set_rng_state(stored.get_tensor("rng/cuda"), comm.device)
+        for _, device, state in _states_in(stored, comm.device):
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(state, device)
+            else:
+                torch.set_rng_state(state)

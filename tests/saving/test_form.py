@@ -14,8 +14,8 @@ from refimpl.saving import SavedStateError
 from refimpl.saving import manifest as manifests
 from refimpl.saving.form import Each, Leaf, is_number, is_plain, mismatch
 
-JUNK = (None, True, -1, 3, 2**62, 10**400, 0.5, float("nan"), "", "Tensor", "load", "float64", "../x", [], [0, 1], [[]],
-        {}, {"x": None}, {"value": 1, "dtype": "bool"})
+JUNK = (None, True, -1, 3, 2**62, 2**63, 10**400, 0.5, float("nan"), "", "Tensor", "load", "float64", "../x", "<b>&",
+        "\x1b[2J\r\u202e", [], [0, 1], [[]], {}, {"x": None}, {"value": 1, "dtype": "bool"})
 FORM = {"name": Leaf("a string", lambda x: isinstance(x, str)), "more?": [Each(Leaf("a number", is_number))]}
 
 
@@ -109,14 +109,6 @@ def as_it_says(sd, manifest):
         {"params": group["parameters"], **group["hyperparameters"]} for group in manifest["groups"]]}
 
 
-def forget(holder, sd):
-    """A hyper-parameter that a load has brought and nobody knows stays: before the next one it goes."""
-    for group in holder.optimizer.param_groups:
-        for key in group.keys() - sd["param_groups"][0].keys():
-            del group[key]
-    return sd
-
-
 def number(kind):
     return torch.tensor(kind["value"], dtype=getattr(torch, kind["dtype"])) if "dtype" in kind else kind["value"]
 
@@ -135,7 +127,7 @@ def loaded(holder, tree, change, load, least, said=""):
             refused += 1
         else:
             yield path, content, exactly(holder.state_dict())
-            holder.load_state_dict(forget(holder, other))
+            holder.load_state_dict(other)
     assert refused > least
 
 
@@ -164,6 +156,19 @@ def test_a_manifest_that_is_deep(saved, tmp_path):
     nested = functools.reduce(lambda inner, _: [inner], range(300), 0)
     written(folder, tmp_path / "x", {**manifest, "defaults": {"lr": nested}})
     with pytest.raises(SavedStateError, match=r"defaults.lr is \[\[.*: expected a number, a string, or a list of them"):
+        holder.load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_manifest_that_is_larger_than_its_files_is_not_read(saved, tmp_path, inside):
+    (folder, manifest), holder = saved, alone(build=few)
+    written(folder, tmp_path / "x", {**manifest, "optimizer": "x" * 2 * 10**6})
+    held = (tmp_path / "x" / manifests.NAME).stat().st_size
+    if not inside:
+        with (tmp_path / "x" / manifests.NAME).open("a") as file:
+            file.truncate(2**33)  # 8 GiB, of which the disk holds the first two million
+        held = 2**33
+    with pytest.raises(SavedStateError, match=f"is damaged: it has {held:,} bytes, and the files that it names have"):
         holder.load(tmp_path / "x")
 
 

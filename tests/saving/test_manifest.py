@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 from saving_kit import Holder, alone, differing
@@ -70,6 +72,58 @@ def test_killed_at_any_moment_the_old_or_the_new_one_is_whole(two, tmp_path, mom
     alone().train(3).save(folder)  # and the next save works, and leaves nothing else there
     assert found_in(folder)["step"] == 3
     assert sorted(os.listdir(folder)) == ["manifest.json", json.loads((folder / "manifest.json").read_text())["folder"]]
+
+
+POINTS = """
+import os, sys
+import torch
+from saving_kit import alone
+
+torch.set_num_threads(1)
+folder, other, points = sys.argv[1], sys.argv[2], int(sys.argv[3])
+holder = alone().train(2)
+calls = [0]
+
+def counting(stop):
+    def each(frame, event, what):  # every call, return, and call of C, in our code and in libraries'
+        calls[0] += 1
+        if calls[0] == stop:
+            os.kill(os.getpid(), 9)
+    return each
+
+def saved(where, stop):
+    if not (child := os.fork()):
+        sys.setprofile(counting(stop))
+        holder.save(where)
+        sys.setprofile(None)
+        os.write(write, calls[0].to_bytes(8, "little"))
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+alone().train(1).save(other)  # what is imported at the first time is there
+read, write = os.pipe()
+saved(other, 0)
+total = int.from_bytes(os.read(read, 8), "little")
+for point in range(points):
+    last = point == points - 1  # then the save has returned, or is about to: calls differ by a few
+    assert saved(folder, 1 + (total - 1) * point // (points - 1)) in (9, 0 if last else 9), point
+    print(alone(seed=7).load(folder).step)
+    alone().train(1).save(folder)
+print(total)
+"""
+
+
+@pytest.mark.parametrize("points", [12, 100])
+def test_killed_at_points_of_a_save_that_are_as_far_apart(two, tmp_path, points):
+    for name in ("saved", "other"):
+        shutil.copytree(two[1][0], tmp_path / name)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", POINTS, tmp_path / "saved", tmp_path / "other",
+                           str(points)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH":
+                           os.pathsep.join(sys.path)}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *steps, total = map(int, done.stdout.split())
+    assert len(steps) == points and total > 1000
+    assert set(steps) == {1, 2} and steps == sorted(steps)  # the old one, from some point on the new one
 
 
 def test_room_is_made_before_it_is_needed(tmp_path):

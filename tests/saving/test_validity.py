@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 from rank_pool import on_ranks
-from refused_kit import rewritten
+from refused_kit import hashed, rewritten
+from safetensors.torch import load_file, save_file
 from saving_kit import alone, differing, make, train
 
 from refimpl.saving import SavedStateError
@@ -21,6 +22,7 @@ OPTIONS = {  # of a param group: what is said
     ("betas", (1.0, 0.9)): "Invalid beta parameter", ("betas", (0.9, -0.1)): "Invalid beta parameter",
     ("betas", (0.9, 1.5)): "Invalid beta parameter", ("eps", -1e-8): "Invalid epsilon value", ("eps", NAN): "eps of",
     ("weight_decay", -0.1): "Invalid weight_decay", ("weight_decay", INF): "weight_decay of its param group 0 is inf",
+    ("more", 3): "more of its param group 0 is 3, and no param group here has one", ("initial_lr", 0.1): None,
     ("amsgrad", False): None, ("maximize", True): None, ("lr", 0.0): None, ("betas", (0.0, 0.5)): None}
 STATES = {  # of one parameter: what is said
     **{("step", value): r"step of up.weight is .*: expected a count" for value in (NAN, INF, -7.0, 2.5, -0.5)},
@@ -109,6 +111,15 @@ def first_step(value):
     return rewritten(lambda content: next(iter(content["states"].values()))["step"].update(value=value))
 
 
+def no_generator(folder):
+    """A file whose generator's state is as long as one, and none; only rank 1 reads it."""
+    path = next(folder.glob("step-*/rank-00001*"))
+    tensors = load_file(path)
+    tensors["rng/cpu"].fill_(255)
+    save_file(tensors, path)
+    hashed(path)
+
+
 def flipped(content):
     content["groups"][1]["hyperparameters"]["amsgrad"] = True
 
@@ -122,13 +133,14 @@ def test_of_files_all_ranks_say_the_same_and_nothing_changes(comm, stage, tmp_pa
     for number, (change, said) in enumerate((
             (first_lr(NAN), "lr of its param group 0 is nan"), (first_lr(-1.0), "lr of its param group 0 is -1.0"),
             (first_step(NAN), "step of .* is nan: expected a count"), (first_step(-7.0), "step of .* is -7.0"),
-            (rewritten(flipped), "'max_exp_avg_sq'"))):
+            (rewritten(flipped), "'max_exp_avg_sq'"), (no_generator, "rng/cpu, which no generator can have"))):
         folder = tmp_path / str(number)
         if comm.rank == 0:
             shutil.copytree(tmp_path / "whole", folder)
             change(folder)
         comm.barrier()
-        with pytest.raises(SavedStateError, match=f"manifest.json does not fit what is trained here: .*{said}"):
+        where = "(manifest.json does not fit what is trained here: |rank-00001)"
+        with pytest.raises(SavedStateError, match=f"{where}.*{said}"):
             engine.load(folder)
         assert differing(engine.state_dict(), before) == []
     engine.load(tmp_path / "whole")

@@ -1,5 +1,6 @@
 """Cuts of models that others wrote are held to the whole: what is wrong is refused by name, what is right is not."""
 
+import time
 import warnings
 
 import pytest
@@ -492,11 +493,10 @@ def test_it_is_found_out_once_for_a_class_and_what_is_small_of_its_config(monkey
     assert len(calls) == 3
 
 
-def test_a_proof_takes_less_than_two_seconds(monkeypatch):
-    import time
-
+def test_a_proof_takes_less_than_two_seconds():
+    """By the processor's clock: a neighbour's load doubles the wall's."""
     for kind in ("llama", "gemma3_text", "qwen3"):
-        model, begin = on_meta(kind), time.perf_counter()
+        model, begin = on_meta(kind), time.process_time()
         prove_stages(model)
         proven_sums(model, THREE, None, False)
-        assert time.perf_counter() - begin < 4  # two proofs
+        assert time.process_time() - begin < 4  # two proofs
