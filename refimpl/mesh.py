@@ -21,8 +21,6 @@ import math
 from dataclasses import dataclass
 from numbers import Integral
 
-from .memory.figure import MemoryFigure
-
 AXES = ("tp", "cp", "dp", "pp")  # the fastest first
 LEVELS = ("shards", "replicas")  # of dp, the faster first
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999999")
@@ -175,6 +173,8 @@ class Mesh:
                              "print(mesh) leaves out the middle")
         across, down = self._across_and_down()
         kinds, rows = [across, *reversed(down)], self.groups(across)
+        from .ground.figure import MemoryFigure  # which loads matplotlib
+
         figure = MemoryFigure(figsize=(0.6 + (0.45 * len(rows[0]) + 0.5) * len(kinds), 0.8 + 0.32 * len(rows)),
                               layout="constrained", facecolor="white")
         figure.labels = [f"groups of {kind}" for kind in kinds]

@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
     quick_interpreter.quicken()
 
+from refimpl import memory
 from refimpl.model import GPT, GPTConfig
 
 # On a busy machine threads that wait for each other take a hundred times as long as one that does all the work.
@@ -112,3 +113,12 @@ def trained():
         optimizer.zero_grad()
 
     return model, optimizer, step
+
+
+@pytest.fixture
+def trace(trained):
+    """The trace of a first step of `trained`."""
+    model, optimizer, step = trained
+    with memory.track(model, optimizer) as t:
+        step()
+    return t

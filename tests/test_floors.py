@@ -1,14 +1,18 @@
 """The house: a file imports only from floors below its own, and no technique imports another (refimpl/__init__.py)."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tools import closures
+
 PACKAGE = Path(__file__).parent.parent / "refimpl"
 TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_length", "activations", "attention",
               "cross_entropy", "mlp", "zero", "offload", "parallel", "compression", "allocator"}
-FLOORS = {**dict.fromkeys(("versions", "phantom"), 0), **dict.fromkeys(("memory", "comm", "ranks"), 1),
+FLOORS = {**dict.fromkeys(("versions", "phantom", "ground"), 0), **dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
                            "unseen", "feed_forward", "saving"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
@@ -79,3 +83,34 @@ def test_an_import_is_found_wherever_it_stands(text, found, tmp_path):
     ("model", "zero", "above"), ("attention", "bench", "above"), ("zero", "unheard_of", "no floor")])
 def test_what_runs_upward_or_across_is_named(here, there, words):
     assert words in wrong(here, there)
+
+
+LIGHT = ("zero", "parallel", "parallel.pipeline", "attention", "offload", "comm", "cross_entropy", "checkpointing",
+         "allocator", "accumulation", "mesh")
+HEAVY = {"matplotlib", "PIL", "transformers", "peft", "timm", "refimpl.memory.tracker"}
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_a_technique_loads_neither_a_meter_nor_a_picture(name):
+    code = f"import sys, refimpl.{name}; print(*sys.modules, sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          cwd=PACKAGE.parent)
+    assert HEAVY & set(done.stdout.split()) == set()
+
+
+@pytest.mark.parametrize("name", closures.STARTS)
+def test_what_stands_behind_a_technique_is_little(name):
+    files, lines, modules = closures.STARTS[name]
+    found = closures.read(name)
+    assert found[0] <= files and found[1] <= lines and closures.loaded(name) <= modules
+
+
+def test_a_reader_s_way_leads_to_the_file_that_defines_a_name(tmp_path, monkeypatch):
+    for name, text in (("a.py", "from .b import x\nfrom .c.d import z\ndef f():\n    from .e import picture"),
+                       ("b/__init__.py", "from .inner import y as x"), ("b/inner.py", "y = 1"), ("c/__init__.py", ""),
+                       ("c/d.py", "import torch\nz = 2"), ("e.py", "picture = 3")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(closures, "PACKAGE", tmp_path)
+    assert {path.relative_to(tmp_path).as_posix() for path in closures.closure(tmp_path / "a.py")} == {
+        "a.py", "b/inner.py", "c/d.py"}

@@ -23,8 +23,8 @@ from refimpl.comm import FakeCommunicator, ring_traffic
 from refimpl.cross_entropy import chunked_cross_entropy_bytes, plain_cross_entropy_bytes
 from refimpl.engine.closed_forms import axis_traffic, rank_bytes
 from refimpl.engine.refused import bytes_sent
+from refimpl.ground.ledger import human
 from refimpl.memory import korthikanti_terms
-from refimpl.memory.ledger import human
 from refimpl.mesh import Mesh
 from refimpl.mlp import mlp_bytes, plain_mlp_saved_bytes
 from refimpl.model import GPT, GPTConfig

@@ -6,7 +6,7 @@ can be cut into micro-batches, each with its own forward and backward. The optim
 
 import torch
 
-from ..memory import Ledger
+from ..ground.ledger import Ledger
 from .batches import count_targets, cut, weights
 from .ranks import Engine, ranks_of
 from .sums import GradientSums

@@ -14,8 +14,7 @@ from numbers import Integral, Real
 import torch
 from tqdm import tqdm
 
-from .. import memory
-from ..memory.ledger import human
+from ..ground.ledger import human
 
 
 @dataclass(frozen=True)
@@ -136,13 +135,17 @@ def _valley(low, high, sizes, fits, peaks):
 
 
 def _dry(step, rows, args):
-    return memory.dry_run(step, rows, *args).peak.total
+    from ..memory import dry_run
+
+    return dry_run(step, rows, *args).peak.total
 
 
 def _probe(step, rows, args, device):
     """Return the peak of a real run, or None if it ran out of memory; everything it allocated is then freed."""
+    from ..memory import measure
+
     _empty(device)  # else memory cached by an earlier run would count as reserved
-    reading = memory.measure(device)
+    reading = measure(device)
     try:
         with reading:
             step(rows, *args)

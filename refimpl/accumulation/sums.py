@@ -5,7 +5,7 @@ bf16 has 8 significant bits. Once a sum is 256 times as large as a summand, addi
 parameter. As soon as autograd has computed a parameter's gradient, it is added to the sum and freed.
 """
 
-from .. import memory
+from ..ground.marks import mark
 
 
 class GradientSums:
@@ -46,7 +46,7 @@ class GradientSums:
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
-            self._sums[parameter] = memory.mark(gradient.to(self._dtype), "gradients")
+            self._sums[parameter] = mark(gradient.to(self._dtype), "gradients")
 
     def check_kept(self):
         """Raise RuntimeError if a gradient that autograd wrote into `.grad` in the last backward is gone."""
@@ -62,7 +62,7 @@ class GradientSums:
         """Start the sum of a parameter without a gradient: zeros, in the place and dtype of its sum."""
         summed = any(each is parameter for each in self.parameters)
         dtype = self._dtype if summed else gradient_dtype(parameter)
-        zeros = memory.mark(parameter.detach().new_zeros(parameter.shape, dtype=dtype), "gradients")
+        zeros = mark(parameter.detach().new_zeros(parameter.shape, dtype=dtype), "gradients")
         if summed:
             self._sums[parameter] = zeros
         else:
@@ -73,7 +73,7 @@ class GradientSums:
         """Round each sum once into its parameter's `.grad`, in the gradient's own dtype, and free the sum."""
         while self._sums:
             parameter, total = self._sums.popitem()
-            parameter.grad = memory.mark(total.to(gradient_dtype(parameter)), "gradients")
+            parameter.grad = mark(total.to(gradient_dtype(parameter)), "gradients")
 
 
 def _check_present(parameter):

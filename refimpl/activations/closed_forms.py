@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..memory.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
+from ..ground.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
 from .codecs import cast_bytes, group_bytes, mask_bytes
 from .compress import METHODS, ROUNDED
 from .compress import SMALLEST as SMALLEST_COMPRESSED

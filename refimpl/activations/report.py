@@ -3,8 +3,7 @@
 import weakref
 from html import escape
 
-from ..memory import Ledger, beside
-from ..memory.ledger import human
+from ..ground.ledger import Ledger, beside, human
 
 
 class Report:

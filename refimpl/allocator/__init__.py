@@ -7,10 +7,10 @@ rule), `expandable`, `device`; `holes` and `pool` (first fit and best fit on rea
 `defragment`, `regions` (against holes: moving what is live, and keeping apart what lives long).
 """
 
+from ..ground.lazy import lazily
 from .caching import CachingAllocator
 from .defragment import defragment
 from .device import OutOfMemory
-from .drawing import segment_map
 from .pool import GPUMemoryPool, PoolExhausted
 from .record import record
 from .recorded import compare
@@ -29,6 +29,7 @@ from .static import (
 )
 from .trace import AllocationTrace, DamagedTrace
 
+__getattr__ = lazily(__name__, segment_map=".drawing")
 __all__ = [
     "ActivationReuseOptimizer", "AllocationTrace", "CachingAllocator", "DamagedTrace", "GPUMemoryPool", "OutOfMemory",
     "OverlappingPlan", "PoolExhausted", "Settings", "Snapshot", "StaticPlan", "capacity_of", "compare", "defragment",

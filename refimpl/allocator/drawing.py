@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from ..memory.figure import UNITS, MemoryFigure, colour
+from ..ground.figure import UNITS, MemoryFigure, colour
 from .snapshot import SEGMENT_EVENTS
 
 FREE = "#EDEDED"

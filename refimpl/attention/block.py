@@ -10,7 +10,7 @@ instead: the bytes of a layer are linear in the sequence.
 import torch
 from torch import nn
 
-from ..memory import block_terms
+from ..ground.activation_bytes import block_terms
 from ..model import MLP, GPTConfig, built_in, norm_of
 from ..rotary import rotate, rotation_table
 from .call.arguments import check_cu_seqlens

@@ -6,8 +6,8 @@ import math
 import torch
 from matplotlib.patches import Patch, Rectangle
 
-from ..memory.figure import MemoryFigure
-from ..memory.ledger import human
+from ..ground.figure import MemoryFigure
+from ..ground.ledger import human
 from .call.band import tiles
 from .reference import resolve_shapes
 

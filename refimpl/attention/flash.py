@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from ..memory.derivatives import refuse_transforms
+from ..ground.derivatives import refuse_transforms
 from .call.arguments import INSTEAD, check_kernel, check_tensors, resolve
 from .call.packing import resolve_packed
 from .kernels.operators import MAX_STRIDE, attention_forward

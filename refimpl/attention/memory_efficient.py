@@ -17,7 +17,7 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..memory.derivatives import refuse_transforms
+from ..ground.derivatives import refuse_transforms
 from .call.arguments import INSTEAD, resolve, without_autocast
 from .call.band import tiles
 from .call.philox import dropped, dropped_bytes, runs_of

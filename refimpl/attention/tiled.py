@@ -20,7 +20,7 @@ import math
 
 import torch
 
-from ..memory.derivatives import refuse_batched_gradients, refuse_transforms
+from ..ground.derivatives import refuse_batched_gradients, refuse_transforms
 from .call.arguments import INSTEAD, refuse_second_derivative, resolve, without_autocast
 from .call.band import tiles
 from .call.dry import in_tiles

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ..comm import launch
 from ..comm.backend.versions import all_gather_single, reduce_scatter_single
-from ..memory.ledger import human
+from ..ground.ledger import human
 from .record import row
 from .runner import BAR_DELAY, Comparison, compare
 

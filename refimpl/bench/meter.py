@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from .. import memory
-from ..memory.ledger import human
+from ..ground.ledger import human
 from ..model import GPT, GPTConfig
 from . import outside
 from .record import CHECKOUT, row

@@ -9,7 +9,7 @@ from functools import partial
 import psutil
 import torch
 
-from ..memory.options import check_options
+from ..ground.options import check_options
 from .policies import Recomputing
 from .region import check_keep, checkpointed, outside_of_graph
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..memory import activation_terms, block_terms
-from ..memory.activation_bytes import kept_on, norm_terms
+from ..ground.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
 from .schedule import costs, plan_peak
 
 CORE = ("queries and keys", "values", "causal mask", "softmax output", "softmax dropout mask", "softmax dropout output")

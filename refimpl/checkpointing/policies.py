@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from ..memory.options import check_options
+from ..ground.options import check_options
 from .callers import attentions_of
 from .region import OPTIONS, checkpoint, checkpointed
 

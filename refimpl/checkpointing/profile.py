@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from .. import memory
 from .region import checkpoint
 from .schedule import costs
 
@@ -39,9 +38,11 @@ def profile_chain(functions, x, *args, unit="flops", **kwargs):
 
 def _bytes(call, existing):
     """Return (a, s, p, q, r) of one stage, in the symbols of `schedule`, and its output, the next stage's input."""
-    with memory.track(existing) as dropping:
+    from ..memory import track
+
+    with track(existing) as dropping:
         following = checkpoint(call)
-    with memory.track(existing) as keeping:
+    with track(existing) as keeping:
         y = call()
         kept, a = keeping.now.total - keeping.start.total, y.untyped_storage().nbytes()
         end = _End.apply(y)

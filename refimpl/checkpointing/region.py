@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from ..memory.rerun import Environment
+from ..ground.rerun import Environment
 from .operations import KeepOperations, operations
 
 OPTIONS = ("early_stop", "save", "recompute_context", "keep")  # of `checkpoint`; other keywords go to the function

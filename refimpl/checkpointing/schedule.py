@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..memory.options import check_options
+from ..ground.options import check_options
 from .chain import stages_of
 
 

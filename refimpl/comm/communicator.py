@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from .. import phantom
-from ..memory.spans import started
-from ..ranks.report import names
+from ..ground.spans import started
+from ..ranks.errors import names
 from .backend import pairwise
 from .backend.buffers import IN_PLACE, Buffers
 from .backend.groups import check_members, check_peer, host_group, new_group

@@ -1,6 +1,6 @@
 """The exceptions that a caller of `launch` can catch."""
 
-from ..ranks import RankError
+from ..ranks.errors import RankError
 
 
 class CollectiveMismatch(RankError):

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from functools import lru_cache
 
-from ..ranks.report import names
+from ..ranks.errors import names
 
 KEPT = 64  # collectives, as text
 PLACES = KEPT + 8  # for texts: a rank may begin a few more while the caller copies its page

@@ -3,8 +3,7 @@
 A rank keeps the order of each of its communicators on a page of its record, which the caller can read (`ranks.signs`).
 """
 
-from ..ranks import RankError
-from ..ranks.report import names
+from ..ranks.errors import RankError, names
 from .errors import CollectiveMismatch
 from .order import PAGE, Order, difference
 

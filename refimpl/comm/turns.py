@@ -6,8 +6,7 @@ import threading
 
 import torch
 
-from ..ranks import RankError
-from ..ranks.report import names
+from ..ranks.errors import RankError, names
 from .errors import CollectiveMismatch
 
 

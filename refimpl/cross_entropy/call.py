@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from .. import memory
-from ..memory.derivatives import refuse_batched_gradients, refuse_transforms
+from ..ground.derivatives import refuse_batched_gradients, refuse_transforms
+from ..ground.tensors import is_dry
 
 INSTEAD = "the logits and torch.nn.functional.cross_entropy"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -69,7 +69,7 @@ def check_targets(targets, V, ignore_index):
     not waited for: there an assertion fails."""
     if targets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"targets are {targets.dtype}: expected ids in int64 or int32")
-    if memory.is_dry(targets) or targets.is_meta:
+    if is_dry(targets) or targets.is_meta:
         return
     inside = ((targets >= 0) & (targets < V)).logical_or_(targets == ignore_index)
     if targets.is_cuda:

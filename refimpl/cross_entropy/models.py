@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .. import memory
+from ..ground.tensors import is_dry
 from ..model import GPT
 from .chunked import chunked_linear_cross_entropy
 
@@ -114,7 +114,7 @@ def changed(model, hidden, found):
     wherever it fits, also if less of it fits better, unless nothing has moved.
     """
     said = Change.said(model.config)
-    if memory.is_dry(hidden) or not hidden.numel():
+    if is_dry(hidden) or not hidden.numel():
         return said if found is not hidden else Change()
     parts = dict.fromkeys([said, Change(said.factor), Change(1.0, said.softcap), Change()])
     if found.shape == hidden.shape:

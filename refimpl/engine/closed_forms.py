@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.traffic import ring_traffic
-from ..memory import Ledger
+from ..ground.ledger import Ledger
 from ..parallel.closed_forms import split_block_terms
 from ..parallel.pipeline.partition import balanced
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import memory
 from ..comm import FakeCommunicator, Traffic
+from ..ground.ledger import Ledger
 from ..parallel.pipeline import schedule as schedule_of
 from ..parallel.pipeline import validate
 from ..parallel.pipeline.partition import cuts
@@ -37,7 +37,7 @@ class DryRank:
 
     rank: int
     coordinates: dict
-    peak: memory.Ledger
+    peak: Ledger
     traffic: dict
     trace: object
     busiest: int
@@ -64,7 +64,9 @@ def dry_rank(build, mesh, rank, rows, length=None, *, optimizer=ADAMW, max_norm=
     traced = traced if schedule == "1f1b" and mesh.pp > 1 and not every else micro_batches
     options |= {"optimizer": optimizer, "schedule": schedule, "micro_batches": traced}
     size = (rows, rows // micro_batches * traced, length)
-    trace = memory.dry_run(_step, build, mesh, rank, size, max_norm, options)
+    from ..memory import dry_run
+
+    trace = dry_run(_step, build, mesh, rank, size, max_norm, options)
     before, between, after, place = trace.result
     traffic = {axis: after[axis] - before[axis] for axis in after}
     for axis, in_step in ((axis, between[axis] - before[axis]) for axis in after if axis in ("tp", "cp", "pp")):

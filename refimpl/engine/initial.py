@@ -15,7 +15,7 @@ import hashlib
 import torch
 from safetensors import safe_open
 
-from ..memory.dry import is_dry
+from ..ground.tensors import is_dry
 from ..model import GPT
 from ..parallel.pipeline import build
 from ..sharding import spec_of

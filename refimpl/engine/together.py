@@ -22,7 +22,7 @@ import functools
 import torch
 
 from ..checkpointing import recompute as recompute_each
-from ..memory.dry import is_dry
+from ..ground.tensors import is_dry
 from ..model import GPT
 from ..parallel import SequenceParallelAttention, context_parallel, tensor_parallel
 from ..parallel.pipeline import PipelineParallelStage

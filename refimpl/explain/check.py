@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..memory.ledger import Ledger
+from ..ground.ledger import Ledger
 from .explanation import Explanation
 from .run import run as run_script
 from .script import Function, Script

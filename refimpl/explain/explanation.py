@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from functools import cached_property
 
-from ..memory.ledger import human
+from ..ground.ledger import human
 from ..memory.records import BUILD
 from ..versions import misfit
 from .arithmetic import arithmetic

@@ -4,7 +4,7 @@ Categories say who keeps a storage; these say what is in it. They are read from 
 a log_softmax is a row of logits, a matrix of the shape of a softmax over keys is one of attention scores.
 """
 
-from ..memory.ledger import (
+from ..ground.ledger import (
     ACTIVATIONS,
     BUFFERS,
     GRADIENTS,

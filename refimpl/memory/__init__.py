@@ -9,21 +9,28 @@ for techniques that run a function again, `options` for those that take options;
 how it hears of modules, finds lines, stays out of autograd's way and follows compiled code.
 """
 
-from .activation_bytes import activation_bytes, activation_terms, block_terms, korthikanti_bytes, korthikanti_terms
+from ..ground.activation_bytes import (
+    activation_bytes,
+    activation_terms,
+    block_terms,
+    korthikanti_bytes,
+    korthikanti_terms,
+)
+from ..ground.figure import plot
+from ..ground.ledger import CATEGORIES, Ledger, beside, human
+from ..ground.marks import mark
+from ..ground.state_bytes import bytes_per_parameter, model_state_bytes
+from ..ground.step_bytes import training_step_bytes, training_step_moments
+from ..ground.tensors import is_dry
 from .allocator import Reading, measure
 from .chrome import export_chrome
-from .dry import dry_run, is_dry
-from .figure import plot
-from .ledger import CATEGORIES, Ledger, beside, human
+from .dry import dry_run
 from .records import Line
-from .state_bytes import bytes_per_parameter, model_state_bytes
-from .step_bytes import training_step_bytes, training_step_moments
 from .timeline import Moment, Timeline
 from .top import Held
 from .trace import Trace
 from .trace_file import load
 from .tracker import Tracker, track
-from .tracking.storages import mark
 from .workspaces import with_workspaces
 
 __all__ = [

@@ -4,7 +4,7 @@ and the largest storages, each from "b" to "e"."""
 import json
 from pathlib import Path
 
-from .figure import phases
+from ..ground.figure import phases
 from .top import module_of, tensor_of
 
 LARGEST = 300  # storages

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType
 
 import torch
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeCopyMode, UnsupportedOperatorException
 
 from .fakes.declared import Declared
 from .fakes.mode import KNOWN, DryMode, note_where
@@ -57,11 +57,6 @@ def dry_run(function, *args, sizes=None, values=None, gpu=None, **kwargs):
     with _explained(tracker), as_on_real_tensors(fake.notes), there, fake, tracker:
         tracker.result = function(*args, **kwargs)
     return tracker
-
-
-def is_dry(tensor):
-    """Tell whether `tensor` is a fake one of a dry run. (The compiler has others, through which it reads a program.)"""
-    return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, DryMode)
 
 
 # What an error of PyTorch's says when a step cannot be run on fake tensors -> (what it means, what to do).

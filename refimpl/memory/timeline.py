@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .ledger import Ledger
+from ..ground.ledger import Ledger
 
 
 class Moment(NamedTuple):

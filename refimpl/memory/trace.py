@@ -5,8 +5,8 @@ from html import escape
 
 import numpy as np
 
+from ..ground.ledger import CATEGORIES, PARAMETERS
 from . import top
-from .ledger import CATEGORIES, PARAMETERS
 from .records import BACKWARD, BUILD, END, FORWARD, START, STEP, Line, Op, StorageRecord, category_of
 from .timeline import Moment, Timeline
 
@@ -129,7 +129,7 @@ class Trace:
 
     def plot(self, predicted=None, **labels):
         """Draw this trace in the figure of every page; see `memory.plot`."""
-        from .figure import plot
+        from ..ground.figure import plot
 
         return plot(self, predicted=predicted, **labels)
 

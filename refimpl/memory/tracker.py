@@ -19,14 +19,15 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
+from ..ground.ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
+from ..ground.marks import mark_of
+from ..ground.tensors import tensors_in
 from .records import BACKWARD, FORWARD, STEP
 from .trace import Trace
 from .tracking import listeners
 from .tracking.in_place import calibrate
 from .tracking.owners import Owners
-from .tracking.storages import StorageMode, mark_of
-from .tracking.tensors import tensors_in
+from .tracking.storages import StorageMode
 
 
 def track(*objects):

@@ -8,7 +8,7 @@ its workspace.
 from bisect import bisect_left
 from collections import Counter
 
-from .ledger import human
+from ..ground.ledger import human
 from .trace import StorageRecord, Trace
 from .tracking.taking import NOT_COUNTED, WORKSPACE
 

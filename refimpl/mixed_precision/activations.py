@@ -2,13 +2,13 @@
 
 Autocast leaves the residual stream in fp32, since embeddings are looked up in fp32 and fp32 + 16 bits is fp32. So the
 norms keep fp32 inputs; the matrix products keep 16-bit ones, and 16-bit casts of their weights until backward. Symbols
-as in `memory.block_terms`: s sequence, b batch, h hidden, a heads, g key/value heads, f MLP hidden, L layers,
+as in `block_terms`: s sequence, b batch, h hidden, a heads, g key/value heads, f MLP hidden, L layers,
 v vocabulary, e bytes of the low dtype.
 """
 
 import torch
 
-from .. import memory
+from ..ground.activation_bytes import activation_terms, block_terms
 from .internals.support import check_dtype
 
 NORMS = ("norm inputs", "norm statistics", "RMSNorm x/σ")
@@ -42,13 +42,13 @@ def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, dev
     would be multiplied by e as well. With a gate, x is cast twice, for the gate and for the up projection (only casts
     of weights are cached), e·sbh more. On CUDA the softmax runs in fp32, and its output is kept in fp32 and as a 16-bit
     cast: 4·abs² + e·abs². ValueError for another dtype than bfloat16 or float16, for `post_norms`, and as in
-    `memory.block_terms`.
+    `block_terms`.
     """
     check_dtype(dtype)
     if config.post_norms:
         raise ValueError("post_norms=True: this closed form covers norms of the residual stream alone, which is fp32; "
                          "use memory.dry_run")
-    low, high = (memory.block_terms(config, batch, sequence, each, device) for each in (dtype, torch.float32))
+    low, high = (block_terms(config, batch, sequence, each, device) for each in (dtype, torch.float32))
     block = {**low, **{name: high[name] for name in NORMS if name in high}}
     if config.gated:
         block["MLP input"] *= 2
@@ -56,7 +56,7 @@ def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, dev
         block["softmax output"] = high["softmax output"]
         block.pop("softmax dropout output", None)
         block["softmax cast"] = low["softmax output"]
-    outside = memory.activation_terms(config, batch, sequence, torch.float32, device)
+    outside = activation_terms(config, batch, sequence, torch.float32, device)
     outside["head input"] = dtype.itemsize * batch * sequence * config.hidden
     return {**outside, "blocks": config.layers * sum(block.values()),
             "weight casts": weight_cast_bytes(config, dtype, biases=False)}

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..feed_forward import FeedForward, run
-from ..memory.derivatives import refuse_batched_gradients
+from ..ground.derivatives import refuse_batched_gradients
 
 aten = torch.ops.aten
 

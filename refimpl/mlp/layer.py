@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..feed_forward import FeedForward, NotFeedForward, read, run
-from ..memory.derivatives import refuse_transforms
+from ..ground.derivatives import refuse_transforms
 from .function import ACTIVATIONS, GATED, INSTEAD, MLPFunction, Plan
 from .toy import differs
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..memory import is_dry
+from ..ground.tensors import is_dry
 from .compiling import CannotCompile, compiled
 
 CHUNK = 2**18  # elements of a 16-bit gradient that are cast, and then used: they stay in a cache in between

@@ -4,7 +4,7 @@ import math
 
 from ..comm.agreement import SAME_BYTES
 from ..comm.traffic import Traffic, ring_traffic
-from ..memory import block_terms
+from ..ground.activation_bytes import block_terms
 
 ON_ALL_RANKS = ("norm inputs", "norm statistics", "RMSNorm x/σ", "qkv input", "MLP input", "attention dropout mask",
                 "MLP dropout mask")  # of `block_terms`: what heads and features do not cut, and tokens do

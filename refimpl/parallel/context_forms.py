@@ -15,7 +15,7 @@ twice, as heads and as tokens; its logsumexp is that of an attention like FlashA
 import torch
 
 from ..comm.traffic import Traffic, ring_traffic
-from ..memory import activation_terms, block_terms
+from ..ground.activation_bytes import activation_terms, block_terms
 from .order import check_order
 from .ulysses import repeats
 

@@ -9,7 +9,8 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..memory import is_dry, mark
+from ..ground.marks import mark
+from ..ground.tensors import is_dry
 from .inner import check_dropout, check_shapes, compact
 from .order import check_order
 from .pair import dense_pair

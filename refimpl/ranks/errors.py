@@ -1,4 +1,4 @@
-"""The exception that a caller of ranks can catch."""
+"""The exception that a caller of ranks can catch, and how messages name ranks."""
 
 
 class RankError(RuntimeError):
@@ -19,3 +19,9 @@ class RankError(RuntimeError):
 
     def __reduce__(self):
         return type(self), (*self.args, self.ranks)
+
+
+def names(ranks):
+    """Format ranks: "rank 1"; "ranks 0, 2 and 3"."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

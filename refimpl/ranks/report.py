@@ -5,7 +5,7 @@ import pickle
 import re
 import signal
 
-from .errors import RankError
+from .errors import RankError, names
 from .worker import TORCH_DISTRIBUTED, Failure
 
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -112,9 +112,3 @@ def show(frames):
         source = linecache.getline(file, line).strip()
         lines += [f'  File "{file}", line {line}, in {name}'] + ([f"    {source}"] if source else [])
     return "\n".join(lines)
-
-
-def names(ranks):
-    """Format ranks: "rank 1"; "ranks 0, 2 and 3"."""
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

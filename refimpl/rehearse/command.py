@@ -8,7 +8,7 @@ from pathlib import Path
 from ..allocator.command import size
 from ..estimate.command import number
 from ..explain.script import check_file
-from ..memory.ledger import human
+from ..ground.ledger import human
 from .run import CannotRehearse, device, rehearse
 
 EXAMPLE = """examples:

@@ -12,9 +12,10 @@ where it is loaded, and `optimizer_state` which tensors a shard has. What is rea
 manifest or a state_dict has the form that it should have, and `coverage` that each element is in one file.
 """
 
-from .consolidated import load_state_dict, save_weights, state_dict
+from ..ground.lazy import lazily
 from .manifest import SavedStateError
-from .sharded import load, save
 from .state import TrainingState
 
+__getattr__ = lazily(__name__, save=".sharded", load=".sharded", **dict.fromkeys(
+    ("load_state_dict", "save_weights", "state_dict"), ".consolidated"))
 __all__ = ["SavedStateError", "TrainingState", "load", "load_state_dict", "save", "save_weights", "state_dict"]

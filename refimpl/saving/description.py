@@ -17,8 +17,6 @@ from .form import DTYPES, name_of, tensor_of
 from .optimizer_state import state_of
 
 SHOWN = 4  # differences that an error lists
-# What torch's schedulers write to param groups: a state may be loaded before they are made.
-SCHEDULED = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
 def describe(state, saving=False):
@@ -188,9 +186,7 @@ def _other_kinds(saved, here, defaults):
             yield key, "missing"
     for key, value in saved.items():
         known = [_kind(group[key]) for group in (here, defaults) if key in group]
-        if not known and key not in SCHEDULED:
-            yield key, f"{reprlib.repr(value)}, and no param group here has one: give it to the optimizer, too"
-        elif known and _kind(value) not in known:
+        if known and _kind(value) not in known:
             yield key, f"{reprlib.repr(value)}: expected {' or '.join(dict.fromkeys(known))}"
 
 

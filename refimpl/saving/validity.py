@@ -7,12 +7,16 @@ too, as one of a kernel for GPUs alone, only numbers are checked.
 
 import inspect
 import math
+import reprlib
 
 import torch
 
 from ..unseen import unseen
 from .description import _plain_items
 from .form import DTYPES, is_number, name_of
+
+# What torch's schedulers write to param groups: a state may be loaded before they are made.
+SCHEDULED = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
 def faults(optimizer, saved):
@@ -28,8 +32,9 @@ def faults(optimizer, saved):
                   for name, kinds in states.items() for key, kind in kinds.items()
                   if "value" in kind and not _can_be(key, kind["value"])]
         if not found:
+            new = options.keys() - now.keys() - saved["defaults"].keys() - set(SCHEDULED)
             found += _tried(optimizer, here, now, options, f"its param group {number}", {
-                name: (saved["parameters"][name], kinds) for name, kinds in states.items()})
+                name: (saved["parameters"][name], kinds) for name, kinds in states.items()}, sorted(new))
     return found
 
 
@@ -42,8 +47,9 @@ def _can_be(key, value):
     return _is_finite(value) and (key != "step" or is_number(value) and value >= 0 and value == int(value))
 
 
-def _tried(optimizer, group, now, options, where, states):
-    """Return what toys of a param group say to the saved options, and to each kind of state; `now`: its options."""
+def _tried(optimizer, group, now, options, where, states, new):
+    """Return what toys of a param group say to the saved options, and to each kind of state; `now`: its options;
+    `new`: those that are saved and not here, which a step may write."""
     dim, seen = group["params"][0].dim() if group["params"] else 1, set()
     for name, (about, kinds) in states.items() or {"": ({"held": "float32", "shape": [2]}, None)}.items():
         dtype, shape = DTYPES[about["held"]], (1 if math.prod(about["shape"]) <= 1 else 2,) * dim
@@ -52,11 +58,14 @@ def _tried(optimizer, group, now, options, where, states):
             continue
         seen.add(kind)
         try:
-            _kept(optimizer, now, dtype, shape)
+            _, written = _kept(optimizer, now, dtype, shape)
         except Exception:  # the host cannot run it
             continue
+        if unknown := [key for key in new if key not in written]:
+            return [f"{unknown[0]} of {where} is {reprlib.repr(options[unknown[0]])}, and the optimizer here has none: "
+                    "give it to the optimizer, too"]
         try:
-            natural = _kept(optimizer, options, dtype, shape)
+            natural, _ = _kept(optimizer, options, dtype, shape)
         except Exception as error:
             return [f"{where} cannot be: {type(error).__name__}: {error}"]
         try:
@@ -72,7 +81,7 @@ def _tried(optimizer, group, now, options, where, states):
 
 @unseen()
 def _kept(optimizer, options, dtype, shape, kinds=None):
-    """Return the state after a step of a toy that begins with the state `kinds`."""
+    """Return the state after a step of a toy that begins with the state `kinds`, and its param group."""
     known, toy = inspect.signature(type(optimizer)).parameters, torch.nn.Parameter(torch.ones(shape, dtype=dtype))
     made = type(optimizer)([toy], **{key: value for key, value in options.items() if key in known})
     made.param_groups[0].update({**options, **({"capturable": False} if "capturable" in options else {})})
@@ -82,4 +91,4 @@ def _kept(optimizer, options, dtype, shape, kinds=None):
                                 else torch.tensor(kind["value"], dtype=held))
     toy.grad = torch.ones_like(toy)
     made.step()
-    return made.state[toy]
+    return made.state[toy], made.param_groups[0]

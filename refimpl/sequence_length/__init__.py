@@ -5,7 +5,7 @@ Read in this order: `paper` (chunks, the idea in one screen), then `polynomial` 
 which `chunked` rests on.
 """
 
-from ..memory import training_step_bytes
+from ..ground.step_bytes import training_step_bytes
 from .cache import carried_bytes, chunked_step_bytes
 from .chunked import ChunkedSequenceProcessor
 from .longest import LongestSequence, longest_sequence

@@ -8,9 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from .. import memory
-from ..memory import Ledger
-from ..memory.step_bytes import backward_moments, step_states
+from ..ground.ledger import Ledger
+from ..ground.marks import mark
+from ..ground.step_bytes import backward_moments, step_states, training_step_bytes
 
 CARRIED = "keys and values"  # their category in a Ledger, and that of their gradients
 
@@ -36,12 +36,12 @@ class Carried:
         """Return the whole tensor of K or V that `new` is a part of. `where`: (layer, 0 for K or 1 for V)."""
         layer, which = where
         if self._values[layer][which] is None:
-            self._values[layer][which] = memory.mark(new.new_empty(self._shape), CARRIED)
+            self._values[layer][which] = mark(new.new_empty(self._shape), CARRIED)
         return self._values[layer][which]
 
     def need_gradients(self):
         """Allocate the sums of gradients, as zeros."""
-        self.gradients = [[memory.mark(torch.zeros_like(value), CARRIED) for value in pair] for pair in self._values]
+        self.gradients = [[mark(torch.zeros_like(value), CARRIED) for value in pair] for pair in self._values]
 
     @contextmanager
     def chunk(self, first, last, store):
@@ -154,14 +154,14 @@ def chunked_step_bytes(config, batch_size, sequence, chunk_size, dtype=torch.flo
     """Predict the bytes of a training step with `ChunkedSequenceProcessor` at its peak: a Ledger.
 
     The peak is in the backward of one of the last two chunks. The last chunk attends to all keys. The chunk before it
-    runs when all gradients are in memory. With the moments m of a chunk (`memory.step_bytes.backward_moments`):
+    runs when all gradients are in memory. With the moments m of a chunk (`step_bytes.backward_moments`):
 
         states + inputs + 2 · carried_bytes + max over m and both chunks        (1 · carried_bytes if truncated)
 
-    It is exact for the models of `memory.training_step_moments`, and raises ValueError for the others.
+    It is exact for the models of `training_step_moments`, and raises ValueError for the others.
     """
     if sequence <= chunk_size:
-        return memory.training_step_bytes(config, batch_size, sequence, dtype, optimizer, device)
+        return training_step_bytes(config, batch_size, sequence, dtype, optimizer, device)
     states, e = step_states(config, batch_size, sequence, dtype, optimizer), dtype.itemsize
     last, gradients, table = (sequence - 1) % chunk_size + 1, states["gradients"], e * config.vocab_size * config.hidden
     # In the embedding's backward: with a tied head, both gradients of the table and their sum come on top of `.grad`.

@@ -16,7 +16,7 @@ from numbers import Integral
 
 import torch
 
-from ..memory.rerun import Environment
+from ..ground.rerun import Environment
 from .cache import Carried
 
 GRADIENTS = ("full", "truncated")

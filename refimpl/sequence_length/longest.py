@@ -14,9 +14,7 @@ from numbers import Real
 import numpy as np
 from tqdm import tqdm
 
-from .. import memory
-from ..memory import Ledger
-from ..memory.ledger import human
+from ..ground.ledger import Ledger, human
 from .polynomial import Quadratic
 
 ALIKE = 12  # dry runs with one and the same peak, the lengths doubling: a step that pads would have grown by then
@@ -112,8 +110,10 @@ class _DryRun:
     """Makes a dry run of one length. Keeps its operations, the bytes after each, the peak's ledger and its place."""
 
     def __init__(self, step, length, args):
+        from ..memory import dry_run
+
         try:
-            trace = memory.dry_run(step, length, *args)
+            trace = dry_run(step, length, *args)
         except Exception as error:
             error.add_note(f"raised in a dry run of {length:,} tokens by longest_sequence. If that is longer than the "
                            "model accepts, give longest=")

@@ -20,8 +20,8 @@ import torch
 
 from ..comm.agreement import agreement_traffic
 from ..comm.traffic import Traffic, ring_traffic
-from ..memory import Ledger
-from ..memory.state_bytes import STATES
+from ..ground.ledger import Ledger
+from ..ground.state_bytes import STATES
 from ..saving.coverage import file_of
 from ..saving.durable import safetensors_bytes, widest_first
 from ..saving.form import part_name

@@ -11,7 +11,7 @@ from collections import Counter
 
 import torch
 
-from ..memory import mark
+from ..ground.marks import mark
 from .casts import Casts
 from .internals.released import Unread, release, restore
 from .starting import no_value

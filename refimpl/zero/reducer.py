@@ -11,7 +11,7 @@ import weakref
 import torch
 
 from ..comm.backend.versions import owns_storage
-from ..memory import mark
+from ..ground.marks import mark
 from .hybrid import AcrossReplicas
 
 SMALL = 2**20  # bytes that may be on the wire of a CPU while it computes

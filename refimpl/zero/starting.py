@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..memory import mark
+from ..ground.marks import mark
 
 
 def start(model, device, initialize=None):

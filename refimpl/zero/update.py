@@ -9,7 +9,7 @@ import contextlib
 
 import torch
 
-from ..memory import mark
+from ..ground.marks import mark
 from ..partial_step import groups_before, partial_step
 from .internals.writes import follow
 

@@ -10,7 +10,7 @@ which together is what an all_reduce sends: 2Ψ, as before. Bytes with Adam in f
 et al. 2020), sections 5.1 and 7. `update` has the optimizer on shards, `WholeParameters.updated` the all_gather.
 """
 
-from ..memory import mark
+from ..ground.marks import mark
 from .engine import Engine
 from .internals.in_shards import InShards
 from .reducer import Reducer

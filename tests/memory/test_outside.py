@@ -6,10 +6,10 @@ from outside_programs import PROGRAMS
 from outside_reading import read_alone, read_tracked, warmed_up
 
 from refimpl import memory
-from refimpl.memory.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from refimpl.ground.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from refimpl.ground.tensors import tensors_in
 from refimpl.memory.tracking import storages
 from refimpl.memory.tracking.taking import NOT_COUNTED
-from refimpl.memory.tracking.tensors import tensors_in
 from refimpl.memory.workspaces import WORKSPACE
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

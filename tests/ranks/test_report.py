@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from refimpl.comm import CollectiveMismatch
-from refimpl.ranks.report import blame, died, explained, hung, names, show, threads, waiting_in
+from refimpl.ranks.errors import names
+from refimpl.ranks.report import blame, died, explained, hung, show, threads, waiting_in
 from refimpl.ranks.watch import Rank
 from refimpl.ranks.worker import TORCH_DISTRIBUTED, Failure
 from refimpl.ranks.world import World

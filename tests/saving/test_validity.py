@@ -22,7 +22,7 @@ OPTIONS = {  # of a param group: what is said
     ("betas", (1.0, 0.9)): "Invalid beta parameter", ("betas", (0.9, -0.1)): "Invalid beta parameter",
     ("betas", (0.9, 1.5)): "Invalid beta parameter", ("eps", -1e-8): "Invalid epsilon value", ("eps", NAN): "eps of",
     ("weight_decay", -0.1): "Invalid weight_decay", ("weight_decay", INF): "weight_decay of its param group 0 is inf",
-    ("more", 3): "more of its param group 0 is 3, and no param group here has one", ("initial_lr", 0.1): None,
+    ("more", 3): "more of its param group 0 is 3, and the optimizer here has none", ("initial_lr", 0.1): None,
     ("amsgrad", False): None, ("maximize", True): None, ("lr", 0.0): None, ("betas", (0.0, 0.5)): None}
 STATES = {  # of one parameter: what is said
     **{("step", value): r"step of up.weight is .*: expected a count" for value in (NAN, INF, -7.0, 2.5, -0.5)},

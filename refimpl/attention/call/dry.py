@@ -7,7 +7,7 @@ peak. The next call of these shapes takes as much at once, and gives it back.
 
 import torch
 
-from ... import memory
+from ...ground.tensors import is_dry
 
 _taken = {}  # what is computed, on which shapes -> bytes at the peak, above its arguments
 
@@ -19,14 +19,16 @@ def in_tiles(kind, tensors, options, compute):
     `options` (hashable), has been before.
     """
     like = tensors[0]
-    if not memory.is_dry(like):
+    if not is_dry(like):
         compute(lambda shape: True)
         return
     key = kind, options, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in tensors)
     if key in _taken:
         torch.empty(_taken[key], dtype=torch.uint8, device=like.device)
         return
+    from ...memory import track
+
     seen = set()
-    with memory.track(*tensors) as tracker:
+    with track(*tensors) as tracker:
         compute(lambda shape: not (shape in seen or seen.add(shape)))
     _taken[key] = tracker.peak.total - tracker.now.total

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ... import memory
+from ...ground.marks import mark
 from .tensors import NAMED, check_out, describe, resolved, same_memory
 
 IN_PLACE = ("all_reduce", "broadcast")  # torch reads from and writes to one tensor
@@ -30,7 +30,7 @@ class Buffers:
     def _result(self, out, shape, x, collective):
         """Return `out`, or a new tensor if it is None. Raises TypeError or ValueError if `out` does not fit."""
         if out is None:
-            return memory.mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
+            return mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
         if out is x and collective in IN_PLACE and x.is_contiguous():  # fast path
             return out
         if not isinstance(out, Tensor):
@@ -45,7 +45,7 @@ class Buffers:
         if x.is_contiguous() and not self._staged(x):
             return x
         there = x.to("cpu", copy=True) if self._staged(x) else x
-        return memory.mark(there.contiguous(), "communication")
+        return mark(there.contiguous(), "communication")
 
     def _landing(self, out):
         """Return `out`, or a new tensor like it if the backend cannot write to `out`."""
@@ -53,7 +53,7 @@ class Buffers:
         if out.is_contiguous() and not (staged or out.is_neg() or out.is_conj()):
             return out.detach() if out.requires_grad else out
         device = "cpu" if staged else out.device
-        return memory.mark(torch.empty(out.shape, dtype=out.dtype, device=device), "communication")
+        return mark(torch.empty(out.shape, dtype=out.dtype, device=device), "communication")
 
     def _staged(self, x):
         """Tell whether x is copied through host memory, as gloo needs it for CUDA tensors."""

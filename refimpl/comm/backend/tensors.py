@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ... import memory
+from ...ground.marks import mark
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
        "product": dist.ReduceOp.PRODUCT}
@@ -43,7 +43,7 @@ def same_memory(a, b):
 def resolved(x):
     """Return x with lazy conjugation or negation done: `z.conj()` holds z's numbers, and a bit to conjugate them."""
     if x.is_conj() or x.is_neg():
-        return memory.mark(x.resolve_conj().resolve_neg(), "communication")
+        return mark(x.resolve_conj().resolve_neg(), "communication")
     return x
 
 

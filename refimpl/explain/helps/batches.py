@@ -1,6 +1,6 @@
 """A batch in parts (`refimpl.accumulation`): activations of one part, and gradients that wait for the others."""
 
-from ...memory.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES
+from ...ground.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES
 from ...memory.records import STEP
 from .found import Found
 

@@ -1,6 +1,6 @@
 """Recomputation: what a module made in forward is dropped when it returns, and made again when its backward begins."""
 
-from ...memory.ledger import ACTIVATIONS
+from ...ground.ledger import ACTIVATIONS
 from ...memory.records import BACKWARD
 from ..replay import inside
 from .found import RETAINED, Found

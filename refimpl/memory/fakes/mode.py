@@ -69,6 +69,8 @@ class DryMode(FakeTensorMode):
     """FakeTensorMode that answers. `notes`: a line for each placeholder given. `gpu`: the GPU by whose kernels the
     tensors on "cpu" are computed; None for a CPU's."""
 
+    is_dry_run = True  # by which `is_dry` knows it
+
     def __init__(self, declared=None, gpu=None):
         super().__init__()
         self.notes, self.gpu = [], gpu

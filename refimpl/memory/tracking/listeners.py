@@ -17,7 +17,6 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.variable import Variable
-from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_buffer_registration_hook,
@@ -27,37 +26,29 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...ground.marks import meters, tell
 from . import compiled
 from .in_place import PYTHON, WatchedEngine
 
-_trackers = []  # the active ones, outermost first
 _installed = ExitStack()
 
 
 def subscribe(tracker):
     """Send every event to `tracker` until `unsubscribe`."""
-    if not _trackers:
+    if not meters:
         try:
             _install()
         except BaseException:
             _installed.close()
             raise
-    _trackers.append(tracker)
+    meters.append(tracker)
 
 
 def unsubscribe(tracker):
     """Stop sending to `tracker`. When the last one leaves, PyTorch is as it was."""
-    _trackers.remove(tracker)
-    if not _trackers:
+    meters.remove(tracker)
+    if not meters:
         _installed.close()
-
-
-def tell(event, *args):
-    """Call the method `event` of every active tracker. Not in code that is being compiled: that runs as one piece."""
-    if is_compiling():
-        return
-    for tracker in _trackers:
-        getattr(tracker, event)(*args)
 
 
 def _install():

@@ -16,36 +16,13 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ledger import category_name
+from ...ground.marks import mark_of
+from ...ground.tensors import PLAIN, dense_parts
 from ..records import START, Op, StorageRecord
 from ..trace import Trace
-from . import listeners
 from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
 from .lines import Lines
 from .taking import WORKSPACE, gpu_of, inside_on_cuda, may_take, note_of, takes_workspace
-from .tensors import PLAIN, dense_parts
-
-_marks = {}  # storage key -> (weak reference, category); outlives any tracker
-
-
-def mark(tensor, category):
-    """Give the storage of `tensor` a category, e.g. `"communication"`, in every tracker now and later. Returns
-    `tensor`.
-
-    Views share the mark. It ends with the storage.
-    """
-    for dense in dense_parts(tensor):
-        storage = dense.untyped_storage()
-        key = storage._cdata
-        _marks[key] = weakref.ref(storage, lambda _, key=key: _marks.pop(key, None)), category_name(category)
-        listeners.tell("marked", dense)
-    return tensor
-
-
-def mark_of(storage):
-    """Return the category that `storage` was marked with, or None."""
-    return _marks.get(storage._cdata, (None, None))[1]
-
 
 _STRIDED = torch.strided
 # Questions that fake tensors ask of the dispatcher, and the optimizer's notes to the profiler.

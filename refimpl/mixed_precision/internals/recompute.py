@@ -2,7 +2,7 @@
 
 `torch.utils.checkpoint` restores `torch.autocast`, which it knows, and not us. While a region is open anywhere, two of
 its functions are wrapped: those that take what will be recomputed. The techniques of this project recompute in a
-`memory.rerun.Environment`. For any other, and for a thread, wrap the function by hand: `keep_precision(function)`.
+`ground.rerun.Environment`. For any other, and for a thread, wrap the function by hand: `keep_precision(function)`.
 """
 
 import functools
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch.utils.checkpoint
 
-from ...memory import rerun
+from ...ground import rerun
 from .regions import AutocastRegion, set_stack, state
 
 _lock = threading.Lock()

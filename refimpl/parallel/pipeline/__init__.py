@@ -8,8 +8,8 @@ parts), `partition` and `stages` (which layers are whose), `tied`, `ranks` (whet
 (stages that take a known time).
 """
 
+from ...ground.lazy import lazily
 from .catalogue import BUILDERS, idle_time, in_flight, schedule
-from .drawing import draw
 from .executor import PipelineParallelStage, pipeline
 from .instructions import Instruction, Schedule
 from .partition import build, partition
@@ -17,6 +17,7 @@ from .simulate import Costs, simulate
 from .split import SplitBackward
 from .validate import DeadlockError, ScheduleError, validate
 
+__getattr__ = lazily(__name__, draw=".drawing")
 __all__ = ["BUILDERS", "Costs", "DeadlockError", "Instruction", "PipelineParallelStage", "Schedule", "ScheduleError",
            "SplitBackward", "build", "draw", "idle_time", "in_flight", "partition", "pipeline", "schedule",
            "simulate", "validate"]

@@ -6,8 +6,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
-from ...memory.figure import UNITS, MemoryFigure
-from ...memory.gantt import PALETTE
+from ...ground.figure import UNITS, MemoryFigure
+from ...ground.gantt import PALETTE
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward, whole", INPUT: "gradient of the input",

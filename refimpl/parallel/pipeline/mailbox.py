@@ -2,7 +2,7 @@
 
 import torch
 
-from ... import memory
+from ...ground.marks import mark
 
 HEADER = 64  # int64 numbers
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -72,7 +72,7 @@ class Mailbox:
         if target == self.comm.rank:
             self._coming[message] = tensors
             return
-        tensors = [memory.mark(x.detach().to(self.comm.device), "communication") for x in tensors]
+        tensors = [mark(x.detach().to(self.comm.device), "communication") for x in tensors]
         if message.kind == "activation" and not self.known:
             tensors.insert(0, header_of(self.shapes[message[1:]], message))
         self._leaving[message] = [self.comm.send(x, target, async_op=True, label=str(message)) for x in tensors]
@@ -93,5 +93,5 @@ class Mailbox:
         shapes = self.shapes[place if message.kind == "activation" else (message.stage + 1, message.micro_batch)]
         rooms = [torch.empty(shape, dtype=dtype, device=self.comm.device) for dtype, needs_gradient, shape in shapes
                  if needs_gradient or message.kind == "activation"]
-        self._coming[message] = [self.comm.recv(room, source, out=memory.mark(room, "communication"), async_op=True,
+        self._coming[message] = [self.comm.recv(room, source, out=mark(room, "communication"), async_op=True,
                                                 label=str(message)) for room in rooms]

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...memory import mark
+from ...ground.marks import mark
 from .proof import prove_stages
 from .stages import layers_of, stage_of
 

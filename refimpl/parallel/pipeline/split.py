@@ -27,8 +27,7 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...comm.backend.versions import watched
-from ...memory import mark
-from ...memory.tracking.storages import mark_of
+from ...ground.marks import mark, mark_of
 from .leaves import LARGE, applies, rule_of, tell_trackers
 
 

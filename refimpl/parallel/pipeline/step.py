@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from ...memory.spans import computing
+from ...ground.spans import computing
 from .batches import weights_of
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
 

@@ -8,7 +8,8 @@ import torch
 from training_step import train
 
 from refimpl import memory
-from refimpl.memory import step_bytes, training_step_bytes, training_step_moments
+from refimpl.ground import step_bytes
+from refimpl.memory import training_step_bytes, training_step_moments
 from refimpl.model import GPTConfig
 
 GPT2 = {"vocab_size": 300, "context_length": 512, "layers": 2, "hidden": 64, "heads": 4}

@@ -5,8 +5,8 @@ import pickle
 import pytest
 import torch
 
-from refimpl.memory import spans
-from refimpl.memory.spans import Recording, Span, SpanRecorder, started
+from refimpl.ground import spans
+from refimpl.ground.spans import Recording, Span, SpanRecorder, started
 
 X = torch.zeros(4)
 

@@ -5,8 +5,8 @@ import torch
 from training_step import OPTIMIZERS
 
 from refimpl import memory
+from refimpl.ground.state_bytes import PRECISIONS, STATES
 from refimpl.memory import bytes_per_parameter, model_state_bytes
-from refimpl.memory.state_bytes import PRECISIONS, STATES
 from refimpl.model import GPT
 
 from ..conftest import SMALL

@@ -42,3 +42,8 @@ def dense_parts(tensor):
     else:
         return (tensor,) if tensor.layout is torch.strided else ()
     return tuple(dense for part in parts for dense in dense_parts(part))
+
+
+def is_dry(tensor):
+    """Tell whether `tensor` is a fake one of a dry run. (The compiler has others, through which it reads a program.)"""
+    return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "is_dry_run", False)

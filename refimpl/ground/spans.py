@@ -18,8 +18,6 @@ import math
 import time
 from typing import NamedTuple
 
-from .gantt import gantt
-
 COMPUTE = "compute"  # the lane of what a rank computes
 _active = []  # recorders, the innermost one last
 
@@ -68,6 +66,8 @@ class Recording:
 
     def plot(self, trace=None):
         """Return a Gantt chart, over the bytes of a tracker that ran at the same time."""
+        from .gantt import gantt  # which loads matplotlib
+
         return gantt(sorted(self.spans, key=lambda span: span.begin), trace, self.lanes)
 
 

@@ -1,0 +1,42 @@
+"""Marks: a technique says what a tensor is for, and every meter knows it by that.
+
+A meter puts itself into `meters` while it counts, and is told of each mark. Without a meter a mark costs a weak
+reference.
+"""
+
+import weakref
+
+from torch.compiler import is_compiling
+
+from .ledger import category_name
+from .tensors import dense_parts
+
+meters = []  # those that count now, outermost first
+_marks = {}  # storage key -> (weak reference, category); outlives any meter
+
+
+def mark(tensor, category):
+    """Give the storage of `tensor` a category, e.g. `"communication"`, in every tracker now and later. Returns
+    `tensor`.
+
+    Views share the mark. It ends with the storage.
+    """
+    for dense in dense_parts(tensor):
+        storage = dense.untyped_storage()
+        key = storage._cdata
+        _marks[key] = weakref.ref(storage, lambda _, key=key: _marks.pop(key, None)), category_name(category)
+        tell("marked", dense)
+    return tensor
+
+
+def mark_of(storage):
+    """Return the category that `storage` was marked with, or None."""
+    return _marks.get(storage._cdata, (None, None))[1]
+
+
+def tell(event, *args):
+    """Call the method `event` of every meter. Not in code that is being compiled: that runs as one piece."""
+    if is_compiling():
+        return
+    for meter in meters:
+        getattr(meter, event)(*args)
