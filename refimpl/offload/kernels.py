@@ -125,13 +125,17 @@ class CompiledKernel:
 
 @functools.cache
 def _library():
-    """Return the compiled kernel. CannotCompile if it cannot be had, or lacks a dtype."""
+    """Return the compiled kernel. CannotCompile if it cannot be had, or lacks a function or a dtype."""
     library = compiled()
     pointer = ctypes.c_void_p
-    library.step.argtypes = [pointer, pointer, pointer, pointer, ctypes.c_int32, pointer, ctypes.c_int32,
-                             ctypes.c_int64, _Step, pointer]
-    library.step.restype = None
-    if not library.has_half():
+    try:
+        step, has_half = library.step, library.has_half
+    except AttributeError as error:
+        raise CannotCompile(f"the compiled kernel lacks a function ({error}): set CXX to another compiler") from error
+    step.argtypes = [pointer, pointer, pointer, pointer, ctypes.c_int32, pointer, ctypes.c_int32, ctypes.c_int64, _Step,
+                     pointer]
+    step.restype = None
+    if not has_half():
         raise CannotCompile("the compiler has no 16-bit floats: use g++ 12 or clang++ 15, or newer ones")
     return library
 

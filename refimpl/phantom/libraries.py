@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -36,7 +37,7 @@ def build(torch, version):
     not."""
     if (found := shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")) is None:
         raise CannotBuild("no C compiler is on PATH: install gcc (apt install gcc, or conda install gcc), or set CC")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "refimpl"
+    cache = _cache()
     said = [version, *map(str, (torch, os.path.realpath(found), os.stat(found).st_mtime_ns)), *FLAGS,
             *(path.read_text() for path in (*SOURCES, Path(__file__)))]
     folder = cache / f"phantom-{hashlib.sha256(chr(0).join(said).encode()).hexdigest()[:20]}"
@@ -51,6 +52,15 @@ def build(torch, version):
         raise CannotBuild(f"{cache} cannot be written or read ({error}): set XDG_CACHE_HOME to a directory that can") \
             from error
     return folder
+
+
+def _cache():
+    said = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(said) if os.path.isabs(said) else Path.home() / ".cache") / "refimpl"
+    except RuntimeError as error:
+        raise CannotBuild("there is no home directory to keep the device in: set XDG_CACHE_HOME to an absolute path, "
+                          "to a directory of your own") from error
 
 
 def _make(cc, libraries, out):
@@ -114,9 +124,13 @@ def _keep(made, folder):
 
 
 def _check(folder):
-    """Raise CannotBuild if the libraries are another user's, or not as they were built: they are about to be loaded."""
-    if os.stat(folder).st_uid != os.getuid():
+    """Raise CannotBuild if the libraries are another user's, if others can write there, or if they are not as they were
+    built: they are about to be loaded."""
+    status = os.stat(folder)
+    if status.st_uid != os.getuid():
         raise CannotBuild(f"{folder} belongs to another user: set XDG_CACHE_HOME to a directory of your own")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CannotBuild(f"others than you can write to {folder}: delete it")
     for line in (folder / "files").read_text().splitlines():
         expected, _, name = line.partition(" ")
         if _hash(folder / name) != expected:

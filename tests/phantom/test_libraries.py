@@ -1,6 +1,7 @@
 """What is built for a torch: its imports are read, each has an answer, and what is loaded is what was built."""
 
 import os
+import pwd
 import subprocess
 import sys
 
@@ -65,9 +66,24 @@ def test_what_is_not_as_it_was_built_is_not_loaded(tmp_path, cache, monkeypatch)
         file.write(b"more")
     with pytest.raises(libraries.CannotBuild, match=f"libcudart.so.13 is not as it was built: delete {folder}"):
         libraries.build(torch, "2.99.0")
+    folder.chmod(0o777)
+    with pytest.raises(libraries.CannotBuild, match=f"others than you can write to {folder}: delete it"):
+        libraries.build(torch, "2.99.0")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(libraries.CannotBuild, match="belongs to another user: set XDG_CACHE_HOME"):
         libraries.build(torch, "2.99.0")
+
+
+def test_a_relative_cache_is_not_used_and_without_a_home_directory_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = libraries.build(fake_torch(tmp_path / "torch"), "2.99.0")
+    assert folder.parent == tmp_path / "home" / ".cache" / "refimpl" and not (tmp_path / "relative").exists()
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
+    with pytest.raises(libraries.CannotBuild, match="there is no home directory .*: set XDG_CACHE_HOME"):
+        libraries.build(tmp_path / "torch", "2.99.0")
 
 
 @pytest.mark.parametrize(("environment", "soname", "words"), [
