@@ -10,6 +10,7 @@ In the order of reading:
     watch           the caller's side: start the ranks, hear what they say, notice how they end
     signs           for how long no rank has gone on; memory that a rank shares with the caller
     report          from failed ranks to one RankError that names who began it
+    crowded         errors of a machine that is full, as a sentence
     output          what ranks print, labelled, in rank order
     pickling        functions, arguments and results as bytes; the variable that cannot be pickled
     forkserver      the caller's side of the process that forks ranks

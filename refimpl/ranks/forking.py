@@ -1,7 +1,8 @@
 """The server's side: a process that has imported torch once, and forks ranks from then on, in milliseconds each.
 
 It computes nothing. It waits for requests on its channels (see `forkserver`, which starts it), forks a rank for each,
-reports how ranks end, and kills the ranks of a channel that closes. A rank's child processes are killed with it.
+reports how ranks end, and kills the ranks of a channel that closes. A rank's child processes are killed with it. When
+its owner has ended, it kills all ranks and ends: a process that the owner has forked may hold the channels open.
 """
 
 import contextlib
@@ -23,23 +24,26 @@ REQUEST = struct.Struct("i")  # rank
 STARTED = -1
 OPEN = b"O"  # the server's first message on a channel
 FDS = 8  # the most file descriptors in a request
+OWNER_EVERY = 1  # seconds between two looks whether the owner is there
 
 
-def serve(fd, modules):
-    """Import `modules`, then fork ranks until the owner is gone. `fd`: the socket on which channels arrive."""
+def serve(fd, modules, owner):
+    """Import `modules`, then fork ranks until the owner, a pid, is gone. `fd`: the socket on which channels arrive."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in modules:
         importlib.import_module(name)
+        if os.getppid() != owner:
+            return
     gc.collect()
     gc.freeze()  # else a collection in a rank would write to, and so copy, the pages of all imported objects
-    Server(socket.socket(fileno=fd)).run()
+    Server(socket.socket(fileno=fd), owner).run()
 
 
 class Server:
     """Forks ranks on request, reports how they end, and kills the ranks of a channel that closes."""
 
-    def __init__(self, requests):
-        self._requests = requests
+    def __init__(self, requests, owner):
+        self._requests, self._owner = requests, owner
         self._ranks = {}  # pid -> (channel, rank)
         self._closed = set()  # channels whose launch is over, until their last rank has ended
         self._selector = selectors.DefaultSelector()
@@ -56,8 +60,10 @@ class Server:
     def run(self):
         self._requests.sendall(b"R")
         while self._requests.fileno() != -1 or self._channels:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(OWNER_EVERY):
                 key.data(key.fileobj)
+            if os.getppid() != self._owner:
+                return self._kill_all()
 
     def _accept(self, requests):
         message, fds, *_ = socket.recv_fds(requests, 1, 1)
@@ -138,6 +144,11 @@ class Server:
             self._closed.discard(channel)
             self._channels.discard(channel)
             channel.close()
+
+    def _kill_all(self):
+        for pid in self._ranks:
+            _kill(os.kill, pid)
+            _kill(os.killpg, pid)  # with the processes that it started
 
     @staticmethod
     def _tell(channel, *event):

@@ -13,6 +13,7 @@ caller killed), all its ranks are killed.
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -80,7 +81,7 @@ class ForkServer:
         self._freshness, self._modules, self._owner = freshness, modules, os.getpid()
         self._socket, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = {sys.path!r}; from refimpl.ranks.forking import serve; " \
-               f"serve({theirs.fileno()}, {sorted(modules)!r})"
+               f"serve({theirs.fileno()}, {sorted(modules)!r}, {os.getpid()})"
         # Neither numpy's threads nor an initialized CUDA driver survive a fork. (An import may ask for GPUs.)
         environment = {**KEEP_FREED, **os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._log = tempfile.TemporaryFile()  # the server's own output, such as its last error
@@ -152,6 +153,20 @@ def last_words():
     """Return the output of the fork server, whether it runs or has just ended."""
     with _lock:
         return _current.last_words() if _current is not None else ""
+
+
+def how_it_ended():
+    """Say how the fork server has ended, in brackets."""
+    with _lock:
+        process = _current and _current._process
+    try:
+        status = process.wait(1) if process else None
+    except subprocess.TimeoutExpired:
+        status = None
+    if status is None:
+        return ""
+    said = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f" ({said}{'; the kernel does that too when memory runs out' * (status == -signal.SIGKILL)})"
 
 
 def fork_rank(channel, rank, fds):

@@ -5,6 +5,7 @@ import pickle
 import re
 import signal
 
+from .crowded import TOO_MANY, more_open_files
 from .errors import RankError, names
 from .worker import TORCH_DISTRIBUTED, Failure
 
@@ -22,6 +23,9 @@ def died(rank, when, hint=""):
     what += " after it had returned, while others ran" if rank.value is not None else " before it returned"
     if number == signal.SIGKILL:
         what += "; the kernel does that too when memory runs out"
+    if number == signal.SIGBUS:
+        what += "; the kernel does that when a mapped file was cut short, or its file system is full: for the " \
+                "workers of a DataLoader that is /dev/shm (df -h /dev/shm; docker run --shm-size)"
     if "Received data size doesn't match" in errors:
         what += f"; tensors of different sizes met in a collective: {hint}"
     # gloo aborts the process on an invalid message, so another rank may be to blame.
@@ -40,6 +44,8 @@ def blame(failures, dead, explain=lambda: None):
     first, *others = sorted(failures, key=lambda f: (f.consequence, f.rank not in dead, f.when))
     message = f"rank {first.rank} {first.what}"
     message += "".join(f"\nrank {f.rank}, too, {f.what.splitlines()[0]}" for f in others if not f.consequence)
+    if TOO_MANY in first.what:
+        message += f"\n{more_open_files()}"
     message += f"\n\n{first.text}" if first.text else ""
     try:
         cause = pickle.loads(first.exception) if first.exception else None

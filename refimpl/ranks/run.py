@@ -2,10 +2,11 @@
 
 import os
 import pickle
+import resource
 import socket
 import sys
-import tempfile
 
+from .crowded import open_files_named, temporary_file
 from .errors import RankError
 from .pickling import pack
 from .signs import shared_records
@@ -21,14 +22,12 @@ def run(fn, world, args=(), timeout=60, limit=float("inf")):
     means never. See `comm.launch` for what is copied and what is raised.
     """
     packed, sources = pack(fn, args)
-    with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener, tempfile.TemporaryFile() as payload, \
+    with open_files_named(world.size), socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener, \
             shared_records(world.size) as (records, read_records):
         setup = pickle.dumps(Setup(world, listener.getsockname()[1], _directory(), list(sys.path), dict(os.environ),
-                                   sources))
-        for part in (LENGTH.pack(len(setup)), setup, packed):
-            payload.write(part)
-        payload.flush()
-        with Ranks(world, payload, records, listener, read_records) as ranks:
+                                   sources, resource.getrlimit(resource.RLIMIT_NOFILE)))
+        with temporary_file(LENGTH.pack(len(setup)), setup, packed) as payload, \
+                Ranks(world, payload, records, listener, read_records) as ranks:
             return [unpack(rank, value) for rank, value in enumerate(ranks.results(timeout, limit))]
 
 

@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack, suppress
 
 from .forking import EVENT, STARTED
-from .forkserver import fork_rank, last_words, open_channel
+from .forkserver import fork_rank, how_it_ended, last_words, open_channel
 from .output import STREAMS, RankOutput
 from .report import blame, died, explained, hung
 from .signs import RECORD, Signs
@@ -254,9 +254,18 @@ class Ranks:
             rank.status = status
             if not self._leaving and rank.failure is None:
                 self._fail(rank, died(rank, time.monotonic(), self._world.hint))
+        if over:
+            self._kill_groups()
         if over and not self._leaving:
-            raise RuntimeError("the process that forks ranks has ended, and the ranks with it; the next launch starts "
-                               f"another\n{last_words()}".rstrip())
+            raise RuntimeError(f"the process that forks ranks has ended{how_it_ended()}, and the ranks with it; the "
+                               f"next launch starts another\n{last_words()}".rstrip())
+
+    def _kill_groups(self):
+        """Kill what ranks have started, if the fork server has ended before it could: the ranks end with it."""
+        for rank in self._ranks:
+            if rank.pid and rank.status is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(rank.pid, signal.SIGKILL)
 
     @staticmethod
     def _fail(rank, failure):

@@ -8,6 +8,7 @@ import linecache
 import mmap
 import os
 import pickle
+import resource
 import signal
 import socket
 import struct
@@ -40,6 +41,7 @@ class Setup:
     path: list
     environment: dict
     sources: dict  # file name -> lines, of code not in a file (a notebook's cell)
+    open_files: tuple  # limits, soft and hard
 
 
 @dataclass
@@ -110,11 +112,14 @@ def read_payload(fd):
 
 
 def prepare(rank, setup):
-    """Take over the caller's directory, environment, import path and sources; take this rank's share of the cores."""
+    """Take over the caller's directory, environment, import path, sources and limit of open files; take this rank's
+    share of the cores."""
     os.chdir(setup.directory)
     os.environ.clear()
     os.environ.update(setup.environment)
     sys.path[:] = setup.path
+    if setup.open_files != resource.getrlimit(resource.RLIMIT_NOFILE):
+        resource.setrlimit(resource.RLIMIT_NOFILE, setup.open_files)
     linecache.cache.update({name: (sum(map(len, lines)), None, lines, name) for name, lines in setup.sources.items()})
     torch.cuda.manual_seed_all(torch.initial_seed())  # when CUDA begins, which draws a seed for each process
     np.random.seed()  # noqa: NPY002  a fork copies the state, so all ranks would draw the same numbers

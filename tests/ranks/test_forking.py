@@ -5,15 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
 import pytest
 import torch
+from patience import in_time, patiently
 from rank_pool import failure, gone
 
 from refimpl.comm import launch
-from refimpl.ranks import forkserver
+from refimpl.ranks import World, forkserver, run
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what an import does to a driver, a fork inherits")
 
@@ -63,3 +65,48 @@ def test_what_a_rank_started_ends_with_it(tmp_path):
     assert gone(launch(fn, 2, False))
     failure("was killed by SIGKILL", fn, 1, True)
     assert gone([int((tmp_path / "True 0").read_text())])
+
+
+def caller(rank, folder, number, forks):
+    """Launch two ranks from this one, with a server of its own, which this rank's server does not know. They write who
+    they are, and end this process."""
+    forkserver.PRELOADED, forkserver._current, forkserver._imported_by_caller = ("torch",), None, set
+    pid = os.getpid()
+
+    def fork():
+        """Start a process that has all that this one has open, and stays."""
+        while not (folder / "0").exists():
+            time.sleep(0.01)
+        child = os.fork()
+        if not child:
+            os.setsid()
+            time.sleep(100)
+            os._exit(0)
+        (folder / "forked").write_text(f"{child}")
+
+    def fn(rank):
+        (folder / f"{rank}").write_text(f"{os.getpid()} {os.getppid()} {subprocess.Popen(['sleep', '100']).pid}")
+        while rank == 1 and not all((folder / name).exists() for name in ("0", "forked")[:1 + forks]):
+            time.sleep(0.01)
+        time.sleep(0.1)  # what was begun is written
+        os.kill(pid, number) if rank == 1 else None
+        time.sleep(100)
+
+    threading.Thread(target=fork, daemon=True).start() if forks else None
+    run(fn, World(2))
+
+
+@pytest.mark.parametrize(("number", "forks"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
+@patiently
+def test_a_caller_that_is_killed_leaves_no_process_also_where_another_has_its_files_open(number, forks, tmp_path):
+    with pytest.raises(RuntimeError, match=f"rank 0 was killed by {number.name}"):
+        run(caller, World(1), (tmp_path, number, forks))
+    pids = {path.name: [int(pid) for pid in path.read_text().split()] for path in tmp_path.iterdir()}
+    try:
+        with in_time(5):
+            assert gone(pids["0"] + pids["1"], 20) and len(set(pids["0"] + pids["1"])) == 5
+    finally:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        for pid in pids.get("forked", []):
+            os.kill(pid, signal.SIGKILL)

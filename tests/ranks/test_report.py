@@ -43,7 +43,11 @@ def ended(status, value=None, errors=b"", stacks=b""):
     (signal.SIGTERM, None, "was killed by SIGTERM (signal 15) before it returned"),
     (signal.SIGSEGV | 0x80, None, "was killed by SIGSEGV (signal 11) before it returned"),  # with a core dump
     (signal.SIGKILL, None,
-     "was killed by SIGKILL (signal 9) before it returned; the kernel does that too when memory runs out")])
+     "was killed by SIGKILL (signal 9) before it returned; the kernel does that too when memory runs out"),
+    (signal.SIGBUS, None,
+     f"was killed by SIGBUS (signal {signal.SIGBUS:d}) before it returned; the kernel does that when a mapped file was "
+     "cut short, or its file system is full: for the workers of a DataLoader that is /dev/shm (df -h /dev/shm; docker "
+     "run --shm-size)")])
 def test_how_a_rank_ended(status, value, what):
     failure = ended(status, value)
     assert (failure.rank, failure.what, failure.when, failure.consequence) == (2, what, 7.0, False)

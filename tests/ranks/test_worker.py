@@ -22,7 +22,7 @@ def raised(function):
 
 
 def test_a_payload_is_read_from_a_shared_file_whatever_its_position(tmp_path):
-    setup = Setup("a world", 1, "/", [], {}, {})
+    setup = Setup("a world", 1, "/", [], {}, {}, (64, 64))
     head = pickle.dumps(setup)
     with open(tmp_path / "payload", "w+b") as file:
         file.write(LENGTH.pack(len(head)) + head + b"the function")
