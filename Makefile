@@ -20,11 +20,13 @@
 #   WORKERS=                 the tests one by one, as on a machine with a GPU
 #   VENV=folder              another environment than .venv
 
-PYTHON      ?= python3 python3.13 python3.12 python3.11
 CONSTRAINTS ?= constraints.txt
 # Two processes share the tests, file by file in this order: a file's fixtures are made once, a notebook has one kernel.
 # Not where there is a GPU: its driver counts the bytes of all processes together.
 WORKERS     ?= $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile --no-loadscope-reorder)
+
+# A checkout, and PYTHON, may lie in a folder whose name has spaces, quotes, any letters: a word for the shell.
+QUOTED      = '$(subst ','\'',$(1))'
 
 VENV       ?= .venv
 ifneq ($(words $(VENV)),1)
@@ -35,10 +37,14 @@ INSTALLED  := $(VENV)/.installed
 UNFINISHED := $(VENV).unfinished
 NOTEBOOKS  := $(sort $(wildcard notebooks/*.ipynb))
 
+PYTHONS    := python3 python3.13 python3.12 python3.11
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-FOUND       = $(firstword $(foreach p,$(PYTHON),$(shell $(p) -c '$(NEW_ENOUGH)' >/dev/null 2>&1 && echo $(p))))
+NAMED      := $(if $(PYTHON),$(call QUOTED,$(PYTHON)))
+IS_NEW      = $(shell $(1) -c '$(NEW_ENOUGH)' >/dev/null 2>&1 && echo yes)
+FOUND       = $(if $(NAMED),$(if $(call IS_NEW,$(NAMED)),$(NAMED)),$(firstword $(foreach p,$(PYTHONS),$(if \
+              $(call IS_NEW,$(p)),$(p)))))
 TOO_OLD     = refimpl needs Python 3.11 or newer, but $(FIRST) $(ITS_VERSION); install one, or name one with make PYTHON=/path/to/python
-FIRST       = $(firstword $(PYTHON))
+FIRST       = $(or $(NAMED),$(firstword $(PYTHONS)))
 ITS_VERSION = $(shell $(FIRST) -c 'import sys; print("is %d.%d.%d" % sys.version_info[:3])' 2>/dev/null || echo does not run)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -78,7 +84,7 @@ test-2.11 test-2.14: test-%:
 	$(MAKE) test VENV=.venv-$* CONSTRAINTS=constraints-$*.txt TIMES=build/times-$*.json
 
 # Operations on tensors of at most NUMBERS bytes have numbers in tests/gpu, whose bytes depend on counts.
-PHANTOM = PYTHONPATH=tests/kits:$(CURDIR) .venv-phantom/bin/python -m pytest $(WORKERS) -p on_phantom
+PHANTOM = PYTHONPATH=tests/kits:$(call QUOTED,$(CURDIR)) .venv-phantom/bin/python -m pytest $(WORKERS) -p on_phantom
 phantom-venv:
 	$(MAKE) .venv-phantom/.installed VENV=.venv-phantom CONSTRAINTS=constraints-2.14.txt OVERRIDES=overrides-phantom.txt
 test-phantom: phantom-venv
@@ -133,5 +139,5 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	{ echo "the set-up of $(VENV) did not end: see the words above. Without a network pip finds no package: give it one, or a"; \
 	  echo "folder of wheels (PIP_NO_INDEX=1 PIP_FIND_LINKS=folder), and run make again. It begins anew."; exit 1; }
 	@$(IN_VENV) tools/fit.py
-	@echo "$(CURDIR) $(CONSTRAINTS)" >$@
+	@printf '%s\n' $(call QUOTED,$(CURDIR) $(CONSTRAINTS)) >$@
 	@rm $(UNFINISHED)

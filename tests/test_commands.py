@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -144,6 +145,47 @@ def test_each_version_has_a_venv_of_its_own(checkout):
     done = make(checkout, "-n", "test-versions", python=NEW)
     for venv, constraints in ((".venv-2.11", "constraints-2.11.txt"), (".venv-2.14", "constraints-2.14.txt")):
         assert f"make test VENV={venv} CONSTRAINTS={constraints}" in done.stdout
+
+
+TARGETS = re.search(r"^\.PHONY: ((?:.+\\\n)*.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].replace("\\\n", "")
+
+
+@pytest.fixture
+def anywhere(checkout):
+    """The checkout, in a folder whose name has what a shell reads otherwise."""
+    folder = checkout / "it's a höuse, \"模型\" $x"
+    files = list(checkout.iterdir())
+    folder.mkdir()
+    for path in files:
+        path.rename(folder / path.name)
+    return folder
+
+
+@pytest.mark.parametrize("target", [*TARGETS.split(), ".venv/.installed"])
+def test_each_command_reads_as_words_wherever_the_checkout_lies(anywhere, target):
+    done = make(anywhere, "-n", "--no-print-directory", target, python=NEW)
+    assert done.returncode == 0 and done.stderr == ""
+    words = shlex.split(done.stdout, comments=True)
+    runs = [word for word in words if word.startswith("PYTHONPATH=")]
+    assert set(runs) <= {f"PYTHONPATH=tests/kits:{anywhere}"} and len(runs) == done.stdout.count("-p on_phantom")
+    assert ("phantom" in target and target != "phantom-venv") == bool(runs)
+
+
+def test_a_set_up_is_done_once_wherever_the_checkout_lies(anywhere):
+    for expected in (True, False):
+        done = make(anywhere, ".venv/.installed", python=NEW)
+        assert done.returncode == 0 and ("pip runs" in done.stdout) is expected
+    assert (anywhere / ".venv" / ".installed").read_text() == f"{anywhere} constraints.txt\n"
+
+
+def test_a_python_that_is_named_may_lie_anywhere(anywhere):
+    make(anywhere, "help", python=NEW)  # writes it
+    named = anywhere / "bin" / "python of mine"
+    (anywhere / "bin" / "python3").rename(named)
+    said = "PYTHON=" + str(named).replace("$", "$$")  # as make has it
+    assert shlex.split(make(anywhere, "-n", "gpu", said).stdout) == [str(named), "tools/gpu.py"]
+    done = make(anywhere, "-n", "gpu", f"{said} too")
+    assert done.returncode != 0 and "python of mine too' does not run" in done.stderr
 
 
 @pytest.mark.parametrize(("fits", "aside"), [(True, False), (False, True)])

@@ -144,6 +144,27 @@ def test_each_job_has_a_target_below_its_limit():
         assert job["target"] == minutes[tier]["target"] <= minutes[tier]["limit"] < job["limit"]
 
 
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+# What an action's version is in its own repository.
+COMMITS = {("actions/checkout", "v4.2.2"): "11bd71901bbe5b1630ceea73d27597364c9af683",
+           ("actions/setup-python", "v5.6.0"): "a26af69be951a213d495a4c3e4e4022e16d87065",
+           ("actions/upload-artifact", "v4.6.2"): "ea165f8d65b6e75b540449e92b4886f43607fa02"}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_can_only_read_and_runs_no_action_that_another_can_change(path):
+    """A tag can be moved to other code; a commit cannot."""
+    text = path.read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert not any("permissions" in job for job in workflow["jobs"].values())
+    used = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert used and all(re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}", each) for each in used)
+    pinned = re.findall(r"uses: (\S+)@(\w+) # (v\d+\.\d+\.\d+)$", text, re.MULTILINE)
+    assert [f"{action}@{commit}" for action, commit, _ in pinned] == used, "the version is not beside it"
+    assert all(COMMITS[action, version] == commit for action, commit, version in pinned)
+
+
 def test_make_and_conda_set_the_same_environment():
     exported = dict(re.findall(r"^export (\w+) = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     del exported["PIP_DISABLE_PIP_VERSION_CHECK"]  # of the set-up alone
