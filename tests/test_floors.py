@@ -12,7 +12,8 @@ from tools import closures
 PACKAGE = Path(__file__).parent.parent / "refimpl"
 TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_length", "activations", "attention",
               "cross_entropy", "mlp", "zero", "offload", "parallel", "compression", "allocator"}
-FLOORS = {**dict.fromkeys(("versions", "phantom", "ground"), 0), **dict.fromkeys(("memory", "comm", "ranks"), 1),
+FLOORS = {**dict.fromkeys(("versions", "phantom", "ground", "papers"), 0),
+          **dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
                            "unseen", "feed_forward", "saving"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
@@ -114,3 +115,9 @@ def test_a_reader_s_way_leads_to_the_file_that_defines_a_name(tmp_path, monkeypa
     monkeypatch.setattr(closures, "PACKAGE", tmp_path)
     assert {path.relative_to(tmp_path).as_posix() for path in closures.closure(tmp_path / "a.py")} == {
         "a.py", "b/inner.py", "c/d.py"}
+
+
+def test_each_paper_has_its_line_in_the_order_of_reading():
+    listed = [line.split()[0] for line in ast.get_docstring(closures.parsed(PACKAGE / "papers" / "__init__.py"))
+              .splitlines() if line.startswith("    ")]
+    assert sorted(listed) == sorted(path.stem for path in (PACKAGE / "papers").glob("[a-z]*.py")) and len(listed) == 20

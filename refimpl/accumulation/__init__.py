@@ -1,8 +1,8 @@
 """Gradient accumulation: the gradient of a large batch with the activations of one micro-batch.
 
-Read in this order: `paper` (the idea in one screen), then `batches` (how a batch is cut, and how its parts are
-weighted), `accumulate`, `sums` (low-precision gradients summed in fp32), `ranks` (several processes, one reduction per
-step), and `find` (the largest micro-batch that fits).
+Read in this order: `papers/accumulation` (the idea in one screen), then `batches` (how a batch is cut, and how its
+parts are weighted), `accumulate`, `sums` (low-precision gradients summed in fp32), `ranks` (several processes, one
+reduction per step), and `find` (the largest micro-batch that fits).
 """
 
 from .accumulate import accumulate, accumulation_bytes

@@ -1,8 +1,8 @@
 """Saved tensors in fewer bytes, or elsewhere: compression and host offload of what autograd keeps for backward.
 
-Read `paper` (the idea in one screen), then `saved_tensors` (each storage once), `codecs` and `compress`, then `offload`
-with `transfer/schedule` (when a storage is copied) and `transfer/streams` (how). `closed_forms` predicts the bytes,
-`report` tells what was done.
+Read `papers/activations` (the idea in one screen), then `saved_tensors` (each storage once), `codecs` and `compress`,
+then `offload` with `transfer/schedule` (when a storage is copied) and `transfer/streams` (how). `closed_forms` predicts
+the bytes, `report` tells what was done.
 """
 
 from .closed_forms import (

@@ -1,10 +1,10 @@
 """The allocator: why memory is free and a request fails, what is reserved, and what the settings do.
 
-Order of reading: `paper` (a caching allocator in one screen); `settings`, `blocks`, `caching` (PyTorch's, rule by
-rule), `expandable`, `device`; `holes` and `pool` (first fit and best fit on real tensors); `trace`, `replay`;
-`snapshot`, `rewind`, `recorded` (PyTorch's own recordings, read and replayed), `record` (written),
-`drawing`; `paper_static` (a static plan in one screen), `static` (plans, an arena that runs a step);
-`defragment`, `regions` (against holes: moving what is live, and keeping apart what lives long).
+Order of reading: `papers/caching_allocator` (a caching allocator in one screen); `settings`, `blocks`, `caching`
+(PyTorch's, rule by rule), `expandable`, `device`; `holes` and `pool` (first fit and best fit on real tensors); `trace`,
+`replay`; `snapshot`, `rewind`, `recorded` (PyTorch's own recordings, read and replayed), `record` (written), `drawing`;
+`papers/static_plan` (a static plan in one screen), `static` (plans, an arena that runs a step); `defragment`, `regions`
+(against holes: moving what is live, and keeping apart what lives long).
 """
 
 from ..ground.lazy import lazily

@@ -4,7 +4,8 @@
                device has no memory: large free segments, then all free segments, go back, and once more
     free       at once, or when the streams that used it are done; then it joins its free neighbours
 
-The rules are those of c10/cuda/CUDACachingAllocator, torch 2.11 to 2.14. `paper` has them in one screen.
+The rules are those of c10/cuda/CUDACachingAllocator, torch 2.11 to 2.14. `papers/caching_allocator` has them in one
+screen.
 """
 
 from . import expandable

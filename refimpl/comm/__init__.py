@@ -1,6 +1,6 @@
 """Real ranks from a notebook's cell, and collectives that count their bytes.
 
-Order of reading: `paper` (the idea in one screen), then
+Order of reading: `papers/collectives` (the idea in one screen), then
 
     traffic         what each collective sends as a ring: the closed forms, and the mapping that holds the counts
     ring            all_reduce from nothing but send and recv, where 2(N−1)/N comes from

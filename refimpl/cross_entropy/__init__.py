@@ -1,9 +1,9 @@
 """The loss of a language model's head, without its logits.
 
-Order of reading: `paper` (the idea in one screen), then `rows` (the loss and gradient of some rows of logits),
-`chunked` (all rows, some at a time: what users call; several losses; a vocabulary split over ranks), `sums` (the
-weight's gradient while it adds up), `closed_forms` (its bytes, and those of the head with logits), `models` (in models
-of transformers, and our GPT). Then the same by Triton kernels: `fused` (what users call), `triton_forward`,
+Order of reading: `papers/cross_entropy` (the idea in one screen), then `rows` (the loss and gradient of some rows of
+logits), `chunked` (all rows, some at a time: what users call; several losses; a vocabulary split over ranks), `sums`
+(the weight's gradient while it adds up), `closed_forms` (its bytes, and those of the head with logits), `models` (in
+models of transformers, and our GPT). Then the same by Triton kernels: `fused` (what users call), `triton_forward`,
 `triton_backward`; one level down, `kernels` is what these share. `call` checks arguments.
 """
 

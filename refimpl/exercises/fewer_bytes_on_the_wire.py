@@ -4,7 +4,7 @@ import torch
 
 from ..comm import launch
 from ..comm.two_level import levels, two_level_traffic
-from ..compression import paper
+from ..papers import compression as paper
 from . import verdict
 
 NUMEL, RATIO, STEPS = 4000, 0.01, 6

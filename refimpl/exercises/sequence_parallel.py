@@ -6,7 +6,7 @@ from torch.nn.functional import gelu, linear
 
 from .. import memory
 from ..comm import FakeCommunicator, launch
-from ..parallel.paper import Split
+from ..papers.tensor_parallel import Split
 from . import verdict
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from ..allocator import paper_static
+from ..papers import static_plan as paper_static
 from . import verdict
 
 

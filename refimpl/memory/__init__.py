@@ -1,9 +1,9 @@
 """Where the bytes are: a tracker that counts every tensor storage by category, the allocator's own reading, and a dry
 run.
 
-Order of reading: `paper` (the idea in one screen), then the instruments: `ledger` (categories and bytes), `tracker` and
-the `trace` that it writes (of `records`, read as a `timeline` and by `top`, kept in a `trace_file`), `allocator`,
-`dry`, `workspaces` (tracker and allocator laid over each other). Then the closed forms: `state_bytes`,
+Order of reading: `papers/meter` (the idea in one screen), then the instruments: `ledger` (categories and bytes),
+`tracker` and the `trace` that it writes (of `records`, read as a `timeline` and by `top`, kept in a `trace_file`),
+`allocator`, `dry`, `workspaces` (tracker and allocator laid over each other). Then the closed forms: `state_bytes`,
 `activation_bytes`, `step_bytes`. `figure`, `gantt` and `chrome` draw; `spans` records who waited for whom. `rerun` is
 for techniques that run a function again, `options` for those that take options; `tracking/` is the tracker's machinery:
 how it hears of modules, finds lines, stays out of autograd's way and follows compiled code.

@@ -1,9 +1,9 @@
 """Mixed precision, from scratch: low-precision operations, a loss scale, fp32 master weights, a dtype for each part.
 
-Each works by itself, on the model, the optimizer or the loss that you give it. Read `paper` (the idea in one screen),
-then `autocasting` (with the tables of `internals/lists`), then `scaler`, `masters` and `optimizer`, then `plan`;
-`activations` predicts what autocast saves. `internals/` is machinery: kernels below Python, the state of a thread,
-checks.
+Each works by itself, on the model, the optimizer or the loss that you give it. Read `papers/mixed_precision` (the idea
+in one screen), then `autocasting` (with the tables of `internals/lists`), then `scaler`, `masters` and `optimizer`,
+then `plan`; `activations` predicts what autocast saves. `internals/` is machinery: kernels below Python, the state of a
+thread, checks.
 """
 
 from .activations import autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes

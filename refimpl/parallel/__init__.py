@@ -2,13 +2,14 @@
 the sequence, for one that is longer than a device: each rank has all weights, and a part of the tokens; and the layers:
 each rank has some of them, whole.
 
-Order of reading: `paper` (the idea in one screen), `conjugate` (what goes between ranks), `linear` (layers by columns,
-by rows), `vocabulary` (logits and loss), `embedding`, `plan` and `tensor` (a model, from outside), `same_batch` (what
-its ranks compare before a forward), `sequence` (and its tokens), `partitioned` (and the inputs of recomputed regions).
-Of long sequences: `paper_ring` (the idea in one screen), `order` (who has which tokens), `pair` and `ring`, `gathered`,
-`ulysses` (three ways to attend to all of them), `context` (a model, from outside), `context_forms` (bytes, traffic).
-Of consecutive layers on each rank: the package `pipeline`, whose `paper` is the idea in one screen.
-That what is cut computes what the whole does: the package `proof`, on a toy of the model's class.
+Order of reading: `papers/tensor_parallel` (the idea in one screen), `conjugate` (what goes between ranks), `linear`
+(layers by columns, by rows), `vocabulary` (logits and loss), `embedding`, `plan` and `tensor` (a model, from outside),
+`same_batch` (what its ranks compare before a forward), `sequence` (and its tokens), `partitioned` (and the inputs of
+recomputed regions). Of long sequences: `papers/ring_attention` (the idea in one screen), `order` (who has which
+tokens), `pair` and `ring`, `gathered`, `ulysses` (three ways to attend to all of them), `context` (a model, from
+outside), `context_forms` (bytes, traffic). Of consecutive layers on each rank: `papers/pipeline` (the idea in one
+screen), and the package `pipeline`. That what is cut computes what the whole does: the package `proof`, on a toy of the
+model's class.
 """
 
 from .context import SequenceParallelAttention, context_parallel

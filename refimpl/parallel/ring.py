@@ -1,7 +1,8 @@
 """Ring attention: keys and values go around behind the computation; outputs of blocks are merged by their logsumexp.
 
-What `paper_ring` does, for any attention with a pair (forward → out and logsumexp; backward for a given logsumexp), for
-grouped heads, 16-bit tensors, and attention that is not causal. Outputs and gradients are summed in fp32 or wider.
+What `papers/ring_attention` does, for any attention with a pair (forward → out and logsumexp; backward for a given
+logsumexp), for grouped heads, 16-bit tensors, and attention that is not causal. Outputs and gradients are summed in
+fp32 or wider.
 """
 
 import math

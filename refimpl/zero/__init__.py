@@ -14,8 +14,8 @@ The four classes are used alike; each docstring says what its class adds. `engin
 and `eval()`. Buckets should be small beside the model (`bucket_bytes`, by default a sixteenth of the gradients): until
 a bucket is full, stage 2 holds its whole gradients.
 
-Order of reading: `paper` (the idea in one screen), then `bucket` (parameters side by side), `engine` (what a step is),
-`reducer` (gradients on their way) and `data_parallel` (averaged whole), `zero1` with `update` (the optimizer on
+Order of reading: `papers/zero` (the idea in one screen), then `bucket` (parameters side by side), `engine` (what a step
+is), `reducer` (gradients on their way) and `data_parallel` (averaged whole), `zero1` with `update` (the optimizer on
 shards), `zero2` (gradients in shards), `zero3` (parameters in shards) with `sharded_parameters`, `units` (which modules
 go together), `gathering` (which are whole at the moment), `backwards` (when a unit's backward ends), `casts`
 (autocast's copies of weights) and `starting` (a model that never exists whole), `hybrid` (states cut among the ranks of

@@ -7,11 +7,12 @@ from paper_kit import MODELS, built, gradients, same
 from ragged_kit import whole
 
 from refimpl import memory
-from refimpl.accumulation import accumulate, paper
+from refimpl.accumulation import accumulate
+from refimpl.papers import accumulation as paper
 
 
 def test_the_file_is_one_screen():
-    check_paper("accumulation")
+    check_paper("accumulation", "accumulation")
 
 
 @pytest.mark.parametrize("name", MODELS)

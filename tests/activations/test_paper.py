@@ -9,15 +9,16 @@ from one_screen import check_paper
 from paper_kit import MODELS, built, gradients, same
 
 from refimpl import memory
-from refimpl.activations import compress_activations, paper
+from refimpl.activations import compress_activations
 from refimpl.activations.codecs import encode_groups
+from refimpl.papers import activations as paper
 
 GROUPS = 8 * 32 * 256 // 128  # of the log-probabilities, the largest storage
 MASKS = {"gpt": 2 * 32 * 32 - 2 * 32 * 32 // 8, "llama": 0}  # two causal masks in bytes, not bits; SDPA saves none
 
 
 def test_the_file_is_one_screen():
-    check_paper("activations")
+    check_paper("activations", "activations")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

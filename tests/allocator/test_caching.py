@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_screen import check_paper
 
-from refimpl.allocator import CachingAllocator, OutOfMemory, Settings, paper
+from refimpl.allocator import CachingAllocator, OutOfMemory, Settings
 from refimpl.allocator.device import VirtualDevice
 from refimpl.allocator.settings import MIB
+from refimpl.papers import caching_allocator as paper
 
 CONFIGS = ["", "expandable_segments:True", "max_split_size_mb:20", "max_split_size_mb:32,roundup_power2_divisions:8",
            "garbage_collection_threshold:0.3"]
@@ -89,7 +90,7 @@ def test_another_rule_gives_other_addresses(name):
 
 
 def test_one_screen_that_is_read_first():
-    check_paper("allocator")
+    check_paper("allocator", "caching_allocator")
 
 
 @pytest.mark.parametrize("config", CONFIGS)

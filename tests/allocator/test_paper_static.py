@@ -7,16 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_screen import check_paper
 
-from refimpl.allocator import paper_static, plan_static
+from refimpl.allocator import plan_static
 from refimpl.allocator.static import Lifetimes
 from refimpl.allocator.trace import ALLOC
+from refimpl.papers import static_plan as paper_static
 
 BOXES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(1, 9)).map(
     lambda box: (box[0], box[0] + box[1], box[2])), max_size=30)
 
 
 def test_one_screen():
-    check_paper("allocator", "paper_static")
+    check_paper("allocator", "static_plan")
 
 
 @given(BOXES)

@@ -9,8 +9,9 @@ from one_screen import check_paper
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.attention import paper, reference_attention, tiled_attention
+from refimpl.attention import reference_attention, tiled_attention
 from refimpl.model import GPT, GPTConfig
+from refimpl.papers import flash_attention as paper
 
 TILE = 16
 hardened = functools.partial(tiled_attention, causal=True, query_tile=TILE, key_tile=TILE)
@@ -78,4 +79,4 @@ def test_in_our_gpt():
 
 
 def test_one_screen_that_is_read_first():
-    check_paper("attention")
+    check_paper("attention", "flash_attention")

@@ -6,9 +6,10 @@ import torch
 from interpreting import interpreted
 from one_screen import check_paper
 
-from refimpl.attention import paper_triton, reference_attention
+from refimpl.attention import reference_attention
 from refimpl.bench.compiler.compiled import Case
 from refimpl.bench.compiler.processes import compile_each
+from refimpl.papers import flash_attention_triton as paper_triton
 
 TILES = [(16, 16), (32, 16), (16, 32)]
 
@@ -31,7 +32,7 @@ def test_the_same_bits_and_bytes_as_the_hardened_kernel(tile):
 @pytest.mark.parametrize("D", [32, 64])
 def test_wider_heads_with_its_own_tiles(D):
     given = inputs(20, D)
-    (out, _), = interpreted([("refimpl.attention.paper_triton:attention", given, {})])
+    (out, _), = interpreted([("refimpl.papers.flash_attention_triton:attention", given, {})])
     torch.testing.assert_close(out, reference_attention(*given, causal=True), rtol=1e-5, atol=2e-6)
 
 
@@ -41,7 +42,8 @@ def test_it_compiles_for_a_gpu():
     for dtype, D in (("fp16", 64), ("bf16", 128)):
         tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}:16")
         sizes = {"lse_ptr": "*fp32:16", "T": "i32", "c": "fp32", "D": D, "M": paper_triton.M, "N": paper_triton.N}
-        cases.append(Case("refimpl.attention.paper_triton:forward_kernel", {**tensors, **sizes}, paper_triton.WARPS, 3))
+        kernel = f"{paper_triton.__name__}:forward_kernel"
+        cases.append(Case(kernel, {**tensors, **sizes}, paper_triton.WARPS, 3))
     for compiled in compile_each(cases):
         assert compiled.faults() == [] and compiled.spill_bytes == 0 and compiled.instructions["HGMMA"] > 0
 
@@ -53,4 +55,4 @@ def test_one_that_holds_the_matrix_fails_here():
 
 
 def test_one_screen():
-    check_paper("attention", "paper_triton", also={"triton"})
+    check_paper("attention", "flash_attention_triton", also={"triton"})

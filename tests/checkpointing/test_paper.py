@@ -11,14 +11,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.checkpointing import checkpoint, paper, reentrant_checkpoint, run_chain
+from refimpl.checkpointing import checkpoint, reentrant_checkpoint, run_chain
 from refimpl.checkpointing.schedule import costs, optimal_schedule, plan_peak, plan_time, time_peak_curve
+from refimpl.papers import recomputation as paper
 
 X = 4 * 32 * 64 * 4  # bytes of a block's input (B, T, C)
 
 
 def test_the_file_is_one_screen():
-    check_paper("checkpointing")
+    check_paper("checkpointing", "recomputation")
 
 
 class Chain(nn.Module):

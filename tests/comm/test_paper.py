@@ -29,4 +29,4 @@ def test_in_a_process_of_its_own(name, found):
 
 
 def test_one_screen_that_is_read_first():
-    check_paper("comm")
+    check_paper("comm", "collectives")

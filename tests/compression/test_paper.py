@@ -10,14 +10,15 @@ from torch import nn
 from zero_kit import SGD, equal
 
 from refimpl.comm.agreement import agreement_traffic
-from refimpl.compression import GradientCompressor, paper
+from refimpl.compression import GradientCompressor
+from refimpl.papers import compression as paper
 from refimpl.zero import DataParallel
 
 RATIO, STEPS = 0.1, 6
 
 
 def test_it_is_one_screen():
-    check_paper("compression")
+    check_paper("compression", "compression")
 
 
 def layers():

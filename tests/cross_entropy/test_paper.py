@@ -7,7 +7,8 @@ import torch
 from head_kit import exact, head, read, with_gradients
 from one_screen import check_paper
 
-from refimpl.cross_entropy import chunked_cross_entropy_bytes, chunked_linear_cross_entropy, paper
+from refimpl.cross_entropy import chunked_cross_entropy_bytes, chunked_linear_cross_entropy
+from refimpl.papers import cross_entropy as paper
 
 pytestmark = pytest.mark.core
 FAULTS = {
@@ -27,7 +28,7 @@ def both(chunk_size, dtype=torch.float32, N=90, C=16, V=203):
 
 
 def test_it_is_one_screen():
-    check_paper("cross_entropy")
+    check_paper("cross_entropy", "cross_entropy")
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 32, 90, 1000])

@@ -4,8 +4,8 @@ from itertools import accumulate
 
 from exercises_kit import graded
 
-from refimpl.allocator import paper_static
 from refimpl.exercises import static_memory_plan as page
+from refimpl.papers import static_plan as paper_static
 
 
 def closed(boxes):

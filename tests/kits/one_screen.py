@@ -1,4 +1,4 @@
-"""What every `paper.py` promises: one screen, nothing else of refimpl, and the first place in its package."""
+"""What every paper promises: one screen, nothing else of refimpl, and a place in the order of reading."""
 
 import ast
 import sys
@@ -7,10 +7,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "refimpl"
 
 
-def check_paper(package, name="paper", also=()):
-    """Fail unless refimpl/<package>/<name>.py has at most 90 lines of 120 characters, docstrings included, and imports
-    nothing but torch, Python's own and `also`; and unless `paper` stands first in the package's order of reading."""
-    lines = (PACKAGE / package / f"{name}.py").read_text().splitlines()
+def check_paper(package, name, also=()):
+    """Fail unless refimpl/papers/<name>.py has at most 90 lines of 120 characters, docstrings included, and imports
+    nothing but torch, Python's own and `also`; and unless refimpl/<package> names a paper first in its order of
+    reading, and this one somewhere."""
+    lines = (PACKAGE / "papers" / f"{name}.py").read_text().splitlines()
     assert len(lines) <= 90 and max(map(len, lines)) <= 120
     rooms = set()
     for node in ast.walk(ast.parse("\n".join(lines))):
@@ -21,6 +22,7 @@ def check_paper(package, name="paper", also=()):
             rooms.add(node.module.partition(".")[0])
     assert rooms <= {"torch", *sys.stdlib_module_names, *also}, rooms
     said = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
-    files = {path.stem for path in (PACKAGE / package).glob("*.py")}
+    papers = {f"papers/{path.stem}" for path in (PACKAGE / "papers").glob("*.py")}
+    files = papers | {path.stem for path in (PACKAGE / package).glob("*.py")}
     named = [word for word in said.split("`")[1::2] if word in files]
-    assert named[0] == "paper", named
+    assert named[0] in papers and f"papers/{name}" in named, named

@@ -4,10 +4,11 @@ import math
 from unittest import mock
 
 from refimpl import memory
-from refimpl.attention import paper_triton, reference_attention
+from refimpl.attention import reference_attention
 from refimpl.attention.kernels.configs import Config
 from refimpl.attention.kernels.tile import Problem
 from refimpl.attention.triton_forward import forward
+from refimpl.papers import flash_attention_triton as paper_triton
 
 
 def read(attention, q, k, v, **options):

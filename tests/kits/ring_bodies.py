@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from zero_kit import ADAMW
 
-from refimpl.comm import Communicator, paper, ring_all_reduce, ring_traffic
+from refimpl.comm import Communicator, ring_all_reduce, ring_traffic
 from refimpl.model import GPT, GPTConfig
-from refimpl.zero.paper import Zero
+from refimpl.papers import collectives as paper
+from refimpl.papers.zero import Zero
 
 SIZES = (0, 12, 24, 1200)  # elements: 1, 2, 3 and 4 ranks divide them
 CONFIG = GPTConfig(vocab_size=64, context_length=16, layers=2, hidden=32, heads=4, tied=False)

@@ -8,8 +8,8 @@ from one_screen import check_paper
 from outside.models import GROUPED, causal
 
 from refimpl import memory
-from refimpl.memory import paper
 from refimpl.model import GPT, GPTConfig
+from refimpl.papers import meter as paper
 
 WITHIN = 0.005  # of the allocator's peak
 
@@ -107,4 +107,4 @@ def test_it_leaves_no_hook_behind():
 
 
 def test_one_screen_that_is_read_first():
-    check_paper("memory")
+    check_paper("memory", "meter")

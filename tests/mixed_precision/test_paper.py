@@ -9,15 +9,16 @@ from one_screen import check_paper
 from paper_kit import MODELS, built, gradients, same
 
 from refimpl import memory
-from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, autocast, paper
+from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, autocast
 from refimpl.mixed_precision.internals.lists import FP32, FP32_RESULT, LOW, POLICIES
+from refimpl.papers import mixed_precision as paper
 
 LOW_DTYPES = [torch.bfloat16, torch.float16]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 def test_the_file_is_one_screen():
-    check_paper("mixed_precision")
+    check_paper("mixed_precision", "mixed_precision")
 
 
 def step(name, around, dtype=None):

@@ -13,7 +13,8 @@ from zero_kit import copied, farthest
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
-from refimpl.offload import CPUAdam, paper
+from refimpl.offload import CPUAdam
+from refimpl.papers import offload as paper
 from refimpl.zero import Zero2
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
@@ -21,7 +22,7 @@ STEPS = 6
 
 
 def test_it_is_one_screen():
-    check_paper("offload")
+    check_paper("offload", "offload")
 
 
 def layers(dtype):

@@ -21,7 +21,7 @@ from refimpl import memory
 from refimpl.comm import ring_traffic
 from refimpl.memory import block_terms, korthikanti_bytes, korthikanti_terms
 from refimpl.model import GPTConfig
-from refimpl.parallel import paper
+from refimpl.papers import tensor_parallel as paper
 from refimpl.parallel.closed_forms import same_batch_traffic
 
 ON_ALL_RANKS = {"norm inputs", "norm statistics", "RMSNorm x/σ", "qkv input", "MLP input", "attention dropout mask",
@@ -217,8 +217,8 @@ PROGRAM = """
 import json
 import torch
 from torch import nn
-from refimpl.comm.paper import launch
-from refimpl.parallel.paper import Split
+from refimpl.papers.collectives import launch
+from refimpl.papers.tensor_parallel import Split
 
 def halves(ring, sequence):
     torch.manual_seed(0)
@@ -251,4 +251,4 @@ def test_on_the_ring_of_one_screen():
 
 
 def test_one_screen_that_is_read_first():
-    check_paper("parallel")
+    check_paper("parallel", "tensor_parallel")

@@ -12,7 +12,7 @@ from users_kit import function_of
 
 from refimpl import memory
 from refimpl.model import softmax_attention
-from refimpl.parallel import paper_ring
+from refimpl.papers import ring_attention as paper_ring
 
 B, H, T, D, ITEM = 2, 3, 16, 4, 8  # T: tokens of all ranks; bytes of an element
 CASES = pytest.mark.parametrize(("N", "zigzag"), [(N, zigzag) for N in (1, 2, 4) for zigzag in (False, True)])
@@ -135,4 +135,4 @@ def test_the_zig_zag_order_gives_all_ranks_the_same_work(N):
 
 
 def test_one_screen():
-    check_paper("parallel", "paper_ring")
+    check_paper("parallel", "ring_attention")

@@ -11,7 +11,8 @@ from refimpl import memory
 from refimpl.attention import reference_attention
 from refimpl.comm import CollectiveMismatch, FakeCommunicator
 from refimpl.model import softmax_attention
-from refimpl.parallel import AttentionPair, dense_pair, gathered_attention, paper_ring, ring, ring_attention
+from refimpl.papers import ring_attention as paper_ring
+from refimpl.parallel import AttentionPair, dense_pair, gathered_attention, ring, ring_attention
 from refimpl.parallel.order import by_rank, in_order, positions, shard, spans
 from refimpl.parallel.ulysses import repeats
 

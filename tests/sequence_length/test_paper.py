@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.sequence_length import ChunkedSequenceProcessor, carried_bytes, paper
+from refimpl.papers import sequence_length as paper
+from refimpl.sequence_length import ChunkedSequenceProcessor, carried_bytes
 
 LENGTH = 64
 
 
 def test_the_file_is_one_screen():
-    check_paper("sequence_length")
+    check_paper("sequence_length", "sequence_length")
 
 
 class InChunks(nn.Module):

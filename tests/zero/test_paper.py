@@ -20,7 +20,7 @@ from refimpl import memory
 from refimpl.comm import launch
 from refimpl.comm.agreement import agreement_traffic
 from refimpl.model import GPT, GPTConfig
-from refimpl.zero import paper
+from refimpl.papers import zero as paper
 
 STEPS, ITEM = 3, 8  # bytes of an element
 CONFIG = GPTConfig(vocab_size=64, context_length=16, layers=3, hidden=32, heads=4, tied=False)
@@ -220,4 +220,4 @@ def test_padding_changes_no_number(comm, world_size):
 
 
 def test_one_screen_that_is_read_first():
-    check_paper("zero")
+    check_paper("zero", "zero")

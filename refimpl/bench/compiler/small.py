@@ -3,9 +3,9 @@ the exercises grade with."""
 
 import torch
 
-from ...attention import paper_triton
 from ...attention.kernels.configs import DELTA
 from ...attention.triton_backward import delta_launch
+from ...papers import flash_attention_triton as paper_triton
 from .compiled import Case, as_launched
 from .table import BATCH, HEADS, LENGTH, TARGETS
 

@@ -1,11 +1,11 @@
 """Pipeline parallelism: each rank has some consecutive layers; micro-batches flow through them in a schedule.
 
-Order of reading: `paper` (1F1B on real ranks, in one screen), `instructions` (a schedule as data), `schedules`,
-`zero_bubble` and `v_shapes` (eight orders), `catalogue` (their names, what each costs in closed form), `validate`,
-`paper_simulator` (a step without ranks, in one screen), `simulate` and `drawing`. Then what runs them: `executor` and
-`step`, `messages` and `mailbox` (what goes between ranks, and when it is freed), `batches`, `split` (a backward in two
-parts), `partition` and `stages` (which layers are whose), `tied`, `ranks` (whether ranks fit together), `sleeping`
-(stages that take a known time).
+Order of reading: `papers/pipeline` (1F1B on real ranks, in one screen), `instructions` (a schedule as data),
+`schedules`, `zero_bubble` and `v_shapes` (eight orders), `catalogue` (their names, what each costs in closed form),
+`validate`, `papers/pipeline_simulator` (a step without ranks, in one screen), `simulate` and `drawing`. Then what runs
+them: `executor` and `step`, `messages` and `mailbox` (what goes between ranks, and when it is freed), `batches`,
+`split` (a backward in two parts), `partition` and `stages` (which layers are whose), `tied`, `ranks` (whether ranks fit
+together), `sleeping` (stages that take a known time).
 """
 
 from ...ground.lazy import lazily

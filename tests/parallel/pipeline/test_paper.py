@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from refimpl import memory
 from refimpl.model import GPT, GPTConfig
-from refimpl.parallel.pipeline import PipelineParallelStage, paper, partition, schedule
+from refimpl.papers import pipeline as paper
+from refimpl.parallel.pipeline import PipelineParallelStage, partition, schedule
 from refimpl.parallel.pipeline.messages import message_traffic
 
 ROWS, T = 3, 4
@@ -111,4 +112,4 @@ def test_all_forwards_first_has_the_same_numbers_and_fails_here():
 
 
 def test_one_screen_that_is_read_first():
-    check_paper("parallel/pipeline")
+    check_paper("parallel/pipeline", "pipeline")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_screen import check_paper
 
-from refimpl.parallel.pipeline import paper_simulator as paper
+from refimpl.papers import pipeline_simulator as paper
 from refimpl.parallel.pipeline.catalogue import BUILDERS, idle_time, schedule
 from refimpl.parallel.pipeline.instructions import Instruction, Schedule
 from refimpl.parallel.pipeline.simulate import Costs, simulate
@@ -63,5 +63,5 @@ def test_a_deadlock_names_where_ranks_are():
 
 
 def test_it_is_one_screen_by_itself():
-    check_paper("parallel/pipeline", "paper_simulator")
+    check_paper("parallel/pipeline", "pipeline_simulator")
     assert "torch" not in Path(paper.__file__).read_text()

@@ -5,7 +5,8 @@ from one_screen import check_paper
 
 from refimpl.comm import launch
 from refimpl.comm.two_level import levels
-from refimpl.zero.quantized import BlockCodec, paper
+from refimpl.papers import quantized_zero as paper
+from refimpl.zero.quantized import BlockCodec
 from refimpl.zero.quantized.gather import QuantizedGather
 from refimpl.zero.quantized.reduce import Ranks, reduce_scatter
 
@@ -13,7 +14,7 @@ n, CODEC = 16 * 256, BlockCodec()  # sizes that need no padding
 
 
 def test_it_is_one_screen():
-    check_paper("zero/quantized")
+    check_paper("zero/quantized", "quantized_zero")
 
 
 def beside(comm):
