@@ -8,6 +8,7 @@ import torch
 
 from .allocator import command as replay
 from .bench import __main__ as bench
+from .elsewhere.text import one_line, print_raw, print_text
 from .estimate import command as estimate
 from .explain import check
 from .explain import command as explain
@@ -15,10 +16,22 @@ from .rehearse import command as rehearse
 from .versions import untested
 
 
+class Parser(argparse.ArgumentParser):
+    """Prints its help and its errors on any terminal: an error is one line, whatever the shell gave."""
+
+    def error(self, message):
+        """Print the usage and the error, and end with status 2."""
+        super().error(one_line(message))
+
+    def _print_message(self, message, file=None):
+        if message:
+            print_raw(message, file or sys.stderr, end="")
+
+
 def main(arguments=None):
     """Run the command in `arguments` (default: the shell's). Without a command, print the help."""
     called = "refimpl" if Path(sys.argv[0]).name == "refimpl" else "python -m refimpl"
-    parser = argparse.ArgumentParser(prog=called, description="Techniques that save memory when training "
+    parser = Parser(prog=called, description="Techniques that save memory when training "
                                      "a large language model. The course is in notebooks/: make lab.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     benches = commands.add_parser("bench", help="run a technique beside its peer, and print or record the readings",
@@ -56,7 +69,7 @@ def main(arguments=None):
     chosen = parser.parse_args(arguments)
     if "run" in chosen:
         if said := untested(torch.__version__):
-            print(said, file=sys.stderr)
+            print_text(said, file=sys.stderr)
         chosen.run(chosen, chosen.parser)
     else:
         parser.print_help()

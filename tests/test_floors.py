@@ -12,7 +12,7 @@ from tools import closures
 PACKAGE = Path(__file__).parent.parent / "refimpl"
 TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_length", "activations", "attention",
               "cross_entropy", "mlp", "zero", "offload", "parallel", "compression", "allocator"}
-FLOORS = {**dict.fromkeys(("versions", "phantom", "ground", "papers"), 0),
+FLOORS = {**dict.fromkeys(("versions", "phantom", "ground", "papers", "elsewhere"), 0),
           **dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
                            "unseen", "feed_forward", "saving"), 2),

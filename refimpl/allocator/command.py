@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 
+from ..elsewhere.text import one_line, print_text, refuse
 from .recorded import compare
 from .replay import explain
 from .rewind import capacity_of, line, trace_of
@@ -41,12 +42,12 @@ def size(text):
 
 
 def run(arguments, parser):
-    """Print the replay of a snapshot. Ends with the parser's error if the file, a size or a setting is none."""
+    """Print the replay of a snapshot. Ends with one line and status 2 if the file or a setting is none."""
     try:
         for line in lines(arguments):
-            print(line)
+            print_text(line)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        refuse(parser, error)
 
 
 def lines(arguments):
@@ -62,9 +63,9 @@ def lines(arguments):
     at = int(np.argmax(trace.live_bytes)) if failed is None else failure_in(snapshot, trace)
     yield from by_line(live_at(trace, at + 1), "at the peak" if failed is None else "when a request failed, with it")
     yield ""
-    yield (f"device {snapshot.device}, settings {snapshot.settings or 'none'}; by the rules of "
+    yield (f"device {snapshot.device}, settings {one_line(snapshot.settings) or 'none'}; by the rules of "
            f"torch {recorded.version}: {compare(snapshot, recorded)!r}")
-    yield f"replayed with {capacity:,} bytes, settings {text or 'none'}:"
+    yield f"replayed with {capacity:,} bytes, settings {one_line(text) or 'none'}:"
     if trace.peak > capacity:
         yield (f"no setting can help: {trace.peak:,} bytes are live at once, so {trace.peak - capacity:,} bytes "
                "must go, of the lines above")
@@ -72,7 +73,7 @@ def lines(arguments):
     yield repr(explain(trace, capacity=capacity, settings=Settings.parse(text, version=recorded.version)))
     yield f"no allocator could do with less than {trace.peak:,} bytes"
     if ignored := sorted({item[0] for item in items(text)} & WITHOUT_EFFECT):
-        yield f"{', '.join(ignored)}: without an effect on addresses, and ignored"
+        yield f"{one_line(', '.join(ignored))}: without an effect on addresses, and ignored"
 
 
 def of_segments(snapshot, path):
@@ -96,7 +97,8 @@ def by_line(live, when):
         bytes_of[name] += nbytes
     yield f"live {when}: {total:,} bytes in {len(live):,} blocks"
     for name, nbytes in bytes_of.most_common(LINES):
-        yield f"{nbytes:>17,}  {nbytes / max(total, 1):>6.1%}  {count[name]:>6,} ×  {name or 'no line was recorded'}"
+        yield (f"{nbytes:>17,}  {nbytes / max(total, 1):>6.1%}  {count[name]:>6,} ×  "
+               f"{one_line(name) or 'no line was recorded'}")
     if len(bytes_of) > LINES:
         rest = total - sum(nbytes for _, nbytes in bytes_of.most_common(LINES))
         yield f"{rest:>17,}  {rest / total:>6.1%}  {len(bytes_of) - LINES:>6,} other lines"

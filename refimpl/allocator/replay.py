@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ..elsewhere.text import one_line
 from .caching import CachingAllocator
 from .device import OutOfMemory
 from .settings import MIB, Settings
@@ -81,7 +82,8 @@ class Failure:
                  f"{self.limit:,} bytes are reserved, {self.free:,} of these free, the largest hole has "
                  f"{self.largest:,}"]
         for name, category, nbytes in self.neighbours:
-            lines.append(f"  beside it: {nbytes:,} bytes of {category or 'no category'}, {name or 'unknown'}")
+            lines.append(f"  beside it: {nbytes:,} bytes of {one_line(category) or 'no category'}, "
+                         f"{one_line(name) or 'unknown'}")
         for settings, helps in self.cures.items():
             lines.append(f"  {settings}: {'goes on' if helps else 'fails, too'}")
         return "\n".join(lines)

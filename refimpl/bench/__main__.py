@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..elsewhere.text import print_text
 from . import NAMES, record
 
 
@@ -49,16 +50,16 @@ def run_one(name, device, to_record, folder):
     """Run one bench and print its rows. With `to_record`, write each row as soon as it is measured."""
     settings, rows = importlib.import_module(f".{name}", __package__).run(device)
     reading = record.describe(name, settings, [], where_it_ran(settings, device))
-    print(f"{name} on {reading['device']['name']}, torch {reading['versions']['torch']}", flush=True)
+    print_text(f"{name} on {reading['device']['name']}, torch {reading['versions']['torch']}", flush=True)
     try:
         for each in rows:
             reading["rows"].append(each)
             if to_record:
                 record.write(reading, folder, partial=True)
     finally:
-        print(table(reading["rows"]), flush=True)
+        print_text(table(reading["rows"]), flush=True)
     if to_record:
-        print(f"written to {record.write(reading, folder)}", flush=True)
+        print_text(f"written to {record.write(reading, folder)}", flush=True)
 
 
 def where_it_ran(settings, device):

@@ -1,8 +1,8 @@
 """`refimpl estimate MODEL`: the bytes of a rank by category, without a GPU and without memory."""
 
 import argparse
-import json
 
+from ..elsewhere.text import print_json, print_text, refuse
 from .estimate import estimate
 from .options import CHOICES, Options
 from .report import as_json, as_text
@@ -43,11 +43,11 @@ def stage(text):
 
 
 def run(arguments, parser):
-    """Print an estimate. Ends with the parser's error, status 2, if there is no such model or training."""
+    """Print an estimate. Ends with one line and status 2 if there is no such model or training."""
     given = {name: value for name, value in vars(arguments).items()
              if name in Options.__dataclass_fields__ and value is not None}
     try:
         found = estimate(arguments.model, **given)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(json.dumps(as_json(found), indent=2, ensure_ascii=False) if arguments.json else as_text(found))
+        refuse(parser, error)
+    print_json(as_json(found)) if arguments.json else print_text(as_text(found))

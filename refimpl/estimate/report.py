@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+from ..elsewhere.text import one_line
 from ..memory import human
 from .estimate import LIBRARIES
 from .options import OPTIMIZERS, PRECISIONS
@@ -12,7 +13,7 @@ def as_text(found):
     options = found.options
     zero = "a plain loop" if options.is_plain else f"ZeRO {options.zero}" if options.zero else "data parallel"
     ranks = "one GPU" if options.gpus == 1 else f"each of {options.gpus} GPUs"
-    lines = [f"{found.name}: {found.parameters:,} parameters, built by {found.built_by}",
+    lines = [f"{one_line(found.name)}: {found.parameters:,} parameters, built by {found.built_by}",
              f"{found.shape} on {ranks}, {zero}" + (", every block recomputed" if options.recompute else ""),
              f"{options.precision}: {PRECISIONS[options.precision]}",
              f"{options.optimizer}: {OPTIMIZERS[options.optimizer]}",
@@ -22,7 +23,7 @@ def as_text(found):
              + ("" if options.is_plain else ", the model whole on every rank"),
              f"reserved by PyTorch's allocator: {human(found.reserved)}"]
     lines += [f"exact: {each}" for each in found.exact] + [f"bounded: {each}" for each in found.bounded]
-    lines += [f"assumed: {each}" for each in found.assumed]
+    lines += [f"assumed: {one_line(each)}" for each in found.assumed]
     return "\n".join(lines + ([verdict(found)] if found.gpu else []))
 
 

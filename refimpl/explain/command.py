@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ..elsewhere.text import one_line, print_text, refuse
 from .explanation import Explanation
 from .helps import TECHNIQUES
 from .run import run as run_script
@@ -39,7 +40,7 @@ def run(arguments, parser):
     try:
         script = Script(arguments.script, arguments.arguments)
     except OSError as error:
-        parser.error(str(error))
+        refuse(parser, error)
 
     before = _without(arguments) if arguments.switch else {}
 
@@ -69,12 +70,12 @@ def say(made, folder=None, before=None):
     `before`: what the JSON of a run without the switched technique has, to compare with.
     """
     explanation = Explanation(made)
-    print(f"\n{explanation}", flush=True)
+    print_text(f"\n{explanation}", flush=True)
     if made.switched is not None:
-        print(f"\n{_compared(explanation, made.switched, before)}")
+        print_text(f"\n{_compared(explanation, made.switched, before)}")
     if folder is not None:
         for path in write(explanation, folder):
-            print(f"wrote {path}")
+            print_text(f"wrote {one_line(path)}")
 
 
 def _compared(explanation, switched, before):

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from functools import cached_property
 
+from ..elsewhere.text import one_line
 from ..ground.ledger import human
 from ..memory.records import BUILD
 from ..versions import misfit
@@ -86,11 +87,12 @@ class Explanation:
         return found
 
     def __str__(self):
-        head = f"{self.run.name}: {self.run.words}"
+        head = one_line(f"{self.run.name}: {self.run.words}")
+        notes = [f"note: {one_line(note)}" for note in self.notes]
         if self.is_empty:
-            return "\n".join([head, "it made no tensor in this process", *(f"note: {note}" for note in self.notes)])
+            return "\n".join([head, "it made no tensor in this process", *notes])
         moment = self.moment
-        where = f"after {moment.operation} in {moment.module or 'no module'}, {moment.phase}"
+        where = one_line(f"after {moment.operation} in {moment.module or 'no module'}, {moment.phase}")
         parts = [head, f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}"]
         parts += [f"by {by}\n{_rows(self.top(by))}" for by in VIEWS]
         if self.arithmetic:
@@ -98,7 +100,7 @@ class Explanation:
         if self.helps:
             parts.append(f"what would help here, each alone, of these {moment.ledger.total:,} bytes\n"
                          f"{_helps(self.helps, moment.ledger.total)}")
-        return "\n\n".join(parts + [f"note: {note}" for note in self.notes])
+        return "\n\n".join(parts + notes)
 
     def as_dict(self):
         """Return all of it as lists, dicts, strings and numbers."""
@@ -120,7 +122,7 @@ class Explanation:
 
 def _rows(rows):
     width = max((len(f"{nbytes:,}") for _, nbytes in rows), default=0)
-    return "\n".join(f"  {nbytes:>{width},}  {name}" for name, nbytes in rows)
+    return "\n".join(f"  {nbytes:>{width},}  {one_line(name)}" for name, nbytes in rows)
 
 
 def _indented(text):

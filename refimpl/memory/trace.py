@@ -5,6 +5,7 @@ from html import escape
 
 import numpy as np
 
+from ..elsewhere.text import one_line
 from ..ground.ledger import CATEGORIES, PARAMETERS
 from . import top
 from .records import BACKWARD, BUILD, END, FORWARD, START, STEP, Line, Op, StorageRecord, category_of
@@ -116,9 +117,9 @@ class Trace:
 
     def __repr__(self):
         moment = self.peak_moment()
-        where = f"{moment.operation} in {moment.module or 'no module'}, {moment.phase}"
-        return f"peak on {self.device}, after {where}:\n{moment.ledger!r}" + "".join(
-            f"\nnote: {note}" for note in self.notes)
+        where = one_line(f"{moment.operation} in {moment.module or 'no module'}, {moment.phase}")
+        return f"peak on {one_line(self.device)}, after {where}:\n{moment.ledger!r}" + "".join(
+            f"\nnote: {one_line(note)}" for note in self.notes)
 
     def _repr_html_(self):
         moment = self.peak_moment()

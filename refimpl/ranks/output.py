@@ -50,5 +50,11 @@ class RankOutput:
             # itself.
             _, rewritten, line = line.rstrip("\r").rpartition("\r")
             if not rewritten or line.strip():
-                print(f"[rank {rank}] {line}", file=getattr(sys, stream))
+                _print(f"[rank {rank}] {line}", getattr(sys, stream))
         self._lines[rank].clear()
+
+
+def _print(text, file):
+    """Print also what `file` has no letters for, as `\\u2192`."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=file)

@@ -1,11 +1,11 @@
 """`refimpl rehearse SCRIPT --on h100,t4`: what a training script takes on GPUs that are not there."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from ..allocator.command import size
+from ..elsewhere.text import one_line, print_json, print_text, refuse
 from ..estimate.command import number
 from ..explain.script import check_file
 from ..ground.ledger import human
@@ -63,21 +63,22 @@ def run(arguments, parser):
         if arguments.snapshot and not Path(arguments.snapshot).absolute().parent.is_dir():
             raise ValueError(f"--snapshot {arguments.snapshot}: there is no such folder")
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        refuse(parser, error)
     options = {key: getattr(arguments, key) for key in ("world", "rank", "steps", "numbers", "snapshot")}
     found = {}
     try:
         for name, each in devices.items():
             if len(devices) > 1:
-                print(f"{name}:", file=sys.stderr if arguments.json else None, flush=True)
+                print_text(f"{name}:", file=sys.stderr if arguments.json else None, flush=True)
             found[name] = rehearse(arguments.script, arguments.arguments, on=each, **options,
                                    stdout=sys.stderr if arguments.json else None)
     except CannotRehearse as error:
-        sys.exit(f"refimpl rehearse: {error}")
+        print_text(f"refimpl rehearse: {error}", file=sys.stderr)
+        sys.exit(1)
     if arguments.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
     else:
-        print("\n".join(["", *lines(found, devices, arguments.numbers)]))
+        print_text("\n".join(["", *lines(found, devices, arguments.numbers)]))
     sys.exit(max(each["status"] for each in found.values()))
 
 
@@ -94,13 +95,13 @@ def lines(found, devices, numbers):
     for name, each in found.items():
         if each["out of memory"]:
             failed = each["out of memory"]
-            yield f"\n{name}: {failed['line'] or 'no line of the script'}\n{failed['message']}"
+            yield f"\n{name}: {one_line(failed['line'] or 'no line of the script')}\n{failed['message']}"
     first = max(found.values(), key=lambda each: each["made"])
-    yield "\n" + made(first)
+    yield "\n" + one_line(made(first))
     if unknown := [name for name, each in devices.items() if not each["context"]]:
         yield (f"note: what CUDA's context takes of {', '.join(unknown)} was not read, and is in what is left: of an "
                "H200 it was 527 MiB")
-    yield from (f"note: {note}" for note in notes(first, numbers))
+    yield from (f"note: {one_line(note)}" for note in notes(first, numbers))
     yield first["words"] if not numbers else first["words"].replace("bytes only, no numbers,", "numbers from the CPU,")
 
 
