@@ -235,7 +235,8 @@ def test_a_push_is_drawn_by_pytest(tmp_path):
 def test_the_core_has_each_technique_s_paper_and_two_of_its_tests():
     core = tomllib.loads((ROOT / "tests" / "core.toml").read_text())
     tests = [*(ROOT / "tests").rglob("test_*.py")]
-    of = {path.relative_to(ROOT / "tests").parts[0] for path in tests if re.search(r"^ +check_paper\(", path.read_text(), re.M)}
+    of = {path.relative_to(ROOT / "tests").parts[0] for path in tests
+          if re.search(r"^ +check_paper\(", path.read_text(), re.MULTILINE)}
     assert of - {"memory", "comm"} <= set(core["techniques"]) and {"memory", "comm"} <= set(core["ground"])
     held = "".join(path.read_text() for path in tests)
     for path in (ROOT / "refimpl" / "papers").glob("[a-z]*.py"):

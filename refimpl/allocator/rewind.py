@@ -85,7 +85,7 @@ def _put(ranges, new, event):
                 del ranges[other.address]
                 new = Range(min(new.address, other.address), max(new.end, other.end), new.stream, True,
                             segment=new.segment or other.segment)
-    if new.address in ranges:
+    if any(each.address < new.end and new.address < each.end for each in ranges.values()):
         raise DamagedTrace(f"event {event} gives {new.address:#x} back, which has memory afterwards")
     ranges[new.address] = new
 
@@ -129,9 +129,14 @@ def _holding(ranges, address):
 
 
 def _find_ends(start, snapshot, settings):
-    """Find sizes that are not known: a block ends where another begins behind it, if nothing could be between."""
+    """Find sizes that are not known: a block ends where another begins behind it, if nothing could be between.
+    DamagedTrace for a block without memory."""
     open_ends = sorted(at for at, (_, size, _, _) in start.live.items() if size is None)
     known, ranges = sorted(start.live), [each.address for each in start.ranges]
+    for at in known:
+        i = bisect_right(ranges, at) - 1
+        if i < 0 or at >= start.ranges[i].end:
+            raise DamagedTrace(f"the block at {at:#x} is live when the recording begins, and no segment is there")
     for entry in snapshot.entries:
         at, i = entry.get("addr"), 0
         if entry["action"] == "alloc" and (i := bisect_left(open_ends, at)):

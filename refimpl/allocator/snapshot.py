@@ -21,15 +21,22 @@ import zlib
 from functools import cached_property
 from pathlib import Path
 
+from ..elsewhere.files import opened
+from .fields import (  # noqa: F401 - others read the names of events here
+    EVENTS,
+    OTHERS,
+    SEGMENT_EVENTS,
+    check_apart,
+    check_entry,
+    check_list,
+    check_segment,
+    check_whole,
+)
 from .trace import DamagedTrace
+from .unpickled import load
 
-EVENTS = ("alloc", "free_requested", "free_completed", "oom")
-SEGMENT_EVENTS = {"segment_alloc": 1, "segment_free": -1, "segment_map": 1, "segment_unmap": -1}  # what is reserved
-OTHERS = {"snapshot", "user_defined"}  # marks of the user's, without memory
 LIVE = {"active_allocated", "active_awaiting_free", "active_pending_free"}  # states of a block; the last before 2.1
-INT, TEXT = (int,), (str,)
-SEGMENT_FIELDS = {"address": INT, "total_size": INT, "stream": INT, "segment_type": TEXT, "blocks": (list,)}
-BLOCK_FIELDS = {"size": INT, "requested_size": INT, "state": TEXT}
+LIMIT, UNPACKED = 2**30, 2**26  # bytes of a file, and of what one that is packed holds
 
 
 @dataclasses.dataclass
@@ -55,25 +62,25 @@ class Snapshot:
         DamagedTrace, with the field, if it is no such file, was cut, or is of a version with other fields.
         """
         path = Path(path)
-        with _open(path, "rb") as file:
-            try:
-                found = _Data(file).load()
-            except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError,
-                    MemoryError, OverflowError, OSError, zlib.error) as error:
-                raise DamagedTrace(f"{path} is not a whole file of torch.cuda.memory._dump_snapshot: "
-                                   f"{error}") from error
-        _check(found, str(path), {"segments": (list,), "device_traces": (list,)})
-        traces = found["device_traces"]
+        try:
+            found = load(_read(path))
+        except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError,
+                MemoryError, OverflowError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
+            raise DamagedTrace(f"{path} is not a whole file of torch.cuda.memory._dump_snapshot: {error}") from error
+        check_whole(found, str(path))
+        traces, seen = found["device_traces"], set()
         if device is None:
             device = next((i for i, entries in enumerate(traces) if entries), 0)
         if not 0 <= device < max(1, len(traces)):
             raise ValueError(f"device={device}: {path} has {len(traces)} devices")
+        for i, segment in enumerate(found["segments"]):
+            check_segment(segment, f"{path}: segments[{i}]", seen)
         segments = [segment for segment in found["segments"] if segment.get("device", 0) == device]
-        for i, segment in enumerate(segments):
-            _check_segment(segment, f"{path}: segments[{i}]")
+        check_apart(segments, path)
         entries = traces[device] if traces else []
+        check_list(entries, f"{path}: device_traces[{device}]")
         for i, entry in enumerate(entries):
-            _check_entry(entry, f"{path}: device_traces[{device}][{i}]")
+            check_entry(entry, f"{path}: device_traces[{device}][{i}]", seen)
         resolved = dict(found.get("allocator_settings", {}))
         settings = resolved.pop("PYTORCH_CUDA_ALLOC_CONF", "")
         return cls(segments, [each for each in entries if each["action"] not in OTHERS], settings, device, resolved)
@@ -117,36 +124,13 @@ def _open(path, mode):
     return gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)
 
 
-class _Data(pickle.Unpickler):
-    """Reads dicts, lists, tuples, text and numbers; a pickle that asks for anything else is refused."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a snapshot is made of dicts, lists and numbers")
-
-
-def _check(found, where, fields):
-    if not isinstance(found, dict):
-        raise DamagedTrace(f"{where} is a {type(found).__name__}: expected a dict with {', '.join(fields)}")
-    for field, kinds in fields.items():
-        if not isinstance(found.get(field), kinds):
-            raise DamagedTrace(f"{where}.{field} is {found.get(field, 'missing')!r}: expected {kinds[0].__name__}, "
-                               "as in snapshots of torch 2.1 and later")
-
-
-def _check_segment(segment, where):
-    _check(segment, where, SEGMENT_FIELDS)
-    for i, block in enumerate(segment["blocks"]):
-        _check(block, f"{where}.blocks[{i}]", BLOCK_FIELDS)
-    inside = sum(block["size"] for block in segment["blocks"])
-    if inside != segment["total_size"]:
-        raise DamagedTrace(f"{where}.blocks have {inside} bytes, its total_size is {segment['total_size']}")
-
-
-def _check_entry(entry, where):
-    _check(entry, where, {"action": TEXT})
-    action = entry["action"]
-    if action in OTHERS:
-        return
-    if action not in (*EVENTS, *SEGMENT_EVENTS):
-        raise DamagedTrace(f"{where}.action is {action!r}: expected {', '.join((*EVENTS, *SEGMENT_EVENTS))}")
-    _check(entry, where, {"device_free" if action == "oom" else "addr": INT, "size": INT, "stream": INT})
+def _read(path):
+    """Return the bytes of a file, unpacked."""
+    with opened(path, LIMIT) as file:
+        if path.suffix != ".gz":
+            return file.read()
+        with gzip.GzipFile(fileobj=file) as packed:
+            data = packed.read(UNPACKED + 1)
+    if len(data) > UNPACKED:
+        raise ValueError(f"it holds more than {UNPACKED:,} bytes when it is unpacked: unpack it, if you trust it")
+    return data

@@ -2,11 +2,14 @@
 
 import inspect
 import json
+import math
 import re
 from pathlib import Path
 
 import torch
 
+from ..elsewhere.files import text_of
+from ..elsewhere.text import shown
 from ..versions import misfit
 from . import our_gpt
 from .models import Source, of_gpt, tokens, tokens_of, words
@@ -22,6 +25,12 @@ HARMLESS = {
 }  # fmt: skip
 # Keys that transformers turns into its own `rope_parameters`.
 ROTARY = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"}
+
+LIMIT, DEEP, LONG = 2**22, 20, 10**5  # bytes of a file; lists and dicts in each other; entries of one
+# What is counted, by the last word of its key, and how many of it any model has.
+COUNTS = {**dict.fromkeys(("layer", "layers", "block", "blocks", "experts", "stages", "depth", "depths", "codebooks",
+                           "towers"), 10**4), "labels": LONG}
+SIZES = {*COUNTS, "size", "dim", "head", "heads", "embd", "inner", "positions", "embeddings"}  # none is negative
 
 
 def source(text, options):
@@ -48,13 +57,37 @@ def read(path):
         raise FileNotFoundError(f"no file {path}: expected a name of the catalog (refimpl.catalog.model_names()), a "
                                 "config.json, or file.py:function")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        config = json.loads(text_of(path, LIMIT))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no model_type: expected the config.json of a model of Hugging Face, with "
                          "\"model_type\": \"llama\" or the like")
+    _check(path, config)
     return config
+
+
+def _check(path, config, sizes=()):
+    """Refuse at once what would be built for hours, or is loaded from elsewhere. ValueError names the key. `sizes`:
+    last words of keys of which none is negative."""
+    todo = [("config", config, 0)]
+    while todo:
+        key, value, depth = todo.pop()
+        expected = None
+        if isinstance(value, (dict, list)):
+            if depth == DEEP or len(value) > LONG:
+                raise ValueError(f"{path}: {shown(key)[1:-1]} has more than {LONG:,} entries, or is deeper than {DEEP}")
+            inside = value.items() if isinstance(value, dict) else ((key, each) for each in value)
+            todo += [(name, each, depth + 1) for name, each in inside]
+        elif isinstance(value, (int, float)):
+            word = key.rpartition("_")[2]
+            least, most = 0 if word in sizes else -2**53, COUNTS.get(word, 2**53)
+            if not least <= value <= most and abs(value) != math.inf:
+                expected = f"at most {most:,}" if value > most else f"a number, at least {least:,}"
+        elif key.endswith("attn_implementation") and "/" in str(value):
+            expected = "one of transformers' own: nothing is downloaded for an estimate"
+        if expected is not None:
+            raise ValueError(f"{path}: {shown(key)[1:-1]}={shown(value)}: expected {expected}")
 
 
 def _by_our_gpt(path, config, options, assumed):
@@ -65,6 +98,7 @@ def _by_our_gpt(path, config, options, assumed):
 def _by_transformers(path, config, options):
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _check(path, config, SIZES)  # our GPT checks its own
     given = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     try:
         settings = AutoConfig.for_model(config["model_type"], **given)
@@ -73,8 +107,8 @@ def _by_transformers(path, config, options):
     except Exception as error:
         raise ValueError(f"{path}: transformers makes no config of it: {error}") from error
     if type(settings) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"{path}: model_type={config['model_type']!r} has no AutoModelForCausalLM; for another model "
-                         "give file.py:function, with a function that returns it and its batch")
+        raise ValueError(f"{path}: model_type={shown(config['model_type'])} has no AutoModelForCausalLM; for another "
+                         "model give file.py:function, with a function that returns it and its batch")
     text = settings.get_text_config()
     length = tokens_of(options, getattr(text, "max_position_embeddings", None), path)
     if length is None:
@@ -109,6 +143,6 @@ def _unknown(settings, config, models):
     code = "".join(inspect.getsource(inspect.getmodule(model)) for model in models)
     plain = type(settings)()
     known = HARMLESS | ROTARY | plain.to_dict().keys() | vars(plain).keys() | plain.attribute_map.keys()
-    return [f"{key}={config[key]!r} is unknown to {type(settings).__name__}: assumed to change nothing"
+    return [f"{key}={shown(config[key])} is unknown to {type(settings).__name__}: assumed to change nothing"
             for key in config if key not in known and not hasattr(type(settings), key)
             and not re.search(rf"""config\.{re.escape(key)}\b|config, ["']{re.escape(key)}["']""", code)]

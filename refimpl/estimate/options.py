@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import catalog
+from ..elsewhere.text import shown
 
 PRECISIONS = {
     "fp32": "weights, gradients and optimizer states in fp32",
@@ -30,6 +31,7 @@ BUILDERS = {
 }
 CPU = "cpu"
 USUAL = "h100-sxm"  # whose kernels are taken if none is named, and for a GPU whose are not known
+MOST = {"batch": 2**20, "sequence": 2**30, "gpus": 2**17}
 CHOICES = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "attention": ATTENTIONS, "builder": BUILDERS}
 
 
@@ -62,6 +64,8 @@ class Options:
             value = getattr(self, name)
             if (type(value) is not int or value < 1) and not (name == "sequence" and value is None):
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+            if value is not None and value > MOST[name]:
+                raise ValueError(f"{name}={shown(value)}: expected at most {MOST[name]:,}")
         if type(self.zero) is not int or self.zero not in range(4):
             raise ValueError(f"zero={self.zero!r}: expected a stage of ZeRO: 0 (data parallel), 1, 2 or 3")
         for name, known in CHOICES.items():

@@ -2,6 +2,7 @@
 
 import re
 
+from ..elsewhere.text import shown
 from ..model import GPTConfig
 
 LLAMA = {"vocab_size": "vocab_size", "max_position_embeddings": "context_length", "num_hidden_layers": "layers",
@@ -33,12 +34,12 @@ def config_of(path, config, harmless):
     """
     kind = config["model_type"]
     if kind not in FAMILIES:
-        raise ValueError(f"{path}: model_type={kind!r}: our GPT stands in for {', '.join(FAMILIES)}; install "
+        raise ValueError(f"{path}: model_type={shown(kind)}: our GPT stands in for {', '.join(FAMILIES)}; install "
                          "transformers for others")
     names, fixed = FAMILIES[kind]
     for key, values in ONLY.items():
         if config.get(key, values[0]) not in values:
-            raise ValueError(f"{path}: {key}={config[key]!r}: our GPT has {' or '.join(map(repr, values))} alone; "
+            raise ValueError(f"{path}: {key}={shown(config[key])}: our GPT has {' or '.join(map(repr, values))} alone; "
                              "install transformers")
     missing = [key for key, name in names.items() if name in REQUIRED and config.get(key) is None]
     if missing:
@@ -50,7 +51,7 @@ def config_of(path, config, harmless):
     try:
         return GPTConfig(**{**fixed, **fields}), assumed + said
     except (TypeError, ValueError) as error:
-        meant = [f"{key}={config[key]!r}, " for key, name in names.items()
+        meant = [f"{key}={shown(config[key])}, " for key, name in names.items()
                  if config.get(key) is not None and re.search(rf"\b{name}=", str(error))]
         raise ValueError(f"{path}: {''.join(meant)}{error}") from error
 
@@ -59,7 +60,8 @@ def _assumed(kind, names, config, harmless):
     said = [f"{key} is not given: assumed {getattr(GPTConfig, name)}"
             for key, name in names.items() if config.get(key) is None and name in ("norm_eps", "rotary_base")]
     known = {*names, *ONLY, *SAME, *DROPOUTS, *harmless}
-    said += [f"{key}={config[key]!r} is unknown here: assumed to change nothing" for key in config if key not in known]
+    said += [f"{key}={shown(config[key])} is unknown here: assumed to change nothing" for key in config
+             if key not in known]
     if kind == "mistral" and config.get("sliding_window"):
         said.append(f"sliding_window={config['sliding_window']} is not built: attention sees all tokens; that changes "
                     "the size of a mask alone")
@@ -71,6 +73,9 @@ def _dropout(path, kind, config):
     assumed = 0.1 if kind == "gpt2" else 0.0
     places = DROPOUTS[:3] if kind == "gpt2" else DROPOUTS[3:]
     given = {place: config.get(place, assumed) for place in places}
+    for place, value in given.items():
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            raise ValueError(f"{path}: {place}={shown(value)}: expected a share from 0 to below 1")
     if len({value > 0 for value in given.values()}) > 1 or (kind != "gpt2" and any(given.values())):
         said = ", ".join(f"{place}={value}" for place, value in given.items())
         raise ValueError(f"{path}: {said}: our GPT has dropout in all places or in none; install transformers, or set "
