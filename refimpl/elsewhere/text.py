@@ -52,9 +52,10 @@ def print_json(found):
 
 def refuse(parser, error):
     """End a command with one line that says why, and status 2. `parser`: the argparse parser of the command."""
-    print_text(f"{parser.prog}: error: {_cut(one_line(error))}", file=sys.stderr)
+    print_text(f"{parser.prog}: error: {short(one_line(error))}", file=sys.stderr)
     sys.exit(2)
 
 
-def _cut(text, most=2000):
+def short(text, most=2000):
+    """Leave out the middle of a long text."""
     return text if len(text) <= most else f"{text[:most // 2]} … {text[-most // 2:]}"

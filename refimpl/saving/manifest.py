@@ -18,6 +18,7 @@ import shutil
 import stat
 import warnings
 
+from ..elsewhere.text import one_line, short
 from .durable import naming, sha256_of, sync_folder, write_atomically
 
 FORMAT = 2
@@ -29,6 +30,9 @@ FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")  # what a save makes and may rem
 
 class SavedStateError(RuntimeError):
     """A saved state cannot be loaded; the message names the file. The engine is unchanged."""
+
+    def __init__(self, message):
+        super().__init__(short(one_line(message)))  # names in a file may be anything
 
 
 def begin(directory, step):

@@ -124,6 +124,7 @@ def loaded(holder, tree, change, load, least, said=""):
             load(content)
         except SavedStateError as error:
             assert exactly(holder.state_dict()) == before and said in str(error), path
+            assert str(error).isprintable() and len(str(error)) <= 2003, path
             refused += 1
         else:
             yield path, content, exactly(holder.state_dict())

@@ -12,6 +12,7 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _MEMORY = str(Path(__file__).parents[1]) + os.sep
+_METERS = _MEMORY, str(Path(__file__).parents[2] / "ground") + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
@@ -38,15 +39,15 @@ class Place:
 
     @property
     def is_of_the_meters(self):
-        """Whether it is in refimpl.memory."""
-        return self.path.startswith(_MEMORY)
+        """Whether it is in refimpl.memory, or in what that stands on."""
+        return self.path.startswith(_METERS)
 
     @property
     def is_of_the_program(self):
         """Whether it is neither PyTorch's, nor Python's, nor that of the meters."""
         if self.path.startswith(_LIBRARIES):
-            return not self.path.startswith((_TORCH, _MEMORY))
-        return not self.path.startswith((_TORCH, _MEMORY, _STANDARD, "<frozen"))
+            return not self.path.startswith((_TORCH, *_METERS))
+        return not self.path.startswith((_TORCH, *_METERS, _STANDARD, "<frozen"))
 
 
 def running():
