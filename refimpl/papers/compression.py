@@ -19,7 +19,7 @@ import torch
 
 
 class TopK:
-    """Averages gradients over the ranks of `comm`: of refimpl.comm, or the ring in its `paper.py`. `ratio` is ρ."""
+    """Averages gradients over the ranks of `comm`: of refimpl.comm, or the ring of `collectives`. `ratio` is ρ."""
 
     def __init__(self, comm, ratio):
         self.comm, self.ratio, self.residual = comm, ratio, {}

@@ -1,5 +1,4 @@
-"""FlashAttention's forward in one screen of Triton: `flash_attention.py` as a kernel, in which a tile is in a GPU's
-registers.
+"""FlashAttention's forward in one screen of Triton: `flash_attention` as a kernel, a tile of it in a GPU's registers.
 
 A kernel runs as many programs at once, and each is told its number. Here program (i, h) computes the output of the i-th
 tile of M queries of head h: it loads them once, passes over tiles of N keys, and writes M rows of O and of L. A tile of

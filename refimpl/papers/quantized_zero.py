@@ -43,7 +43,7 @@ def decoded_sum(payloads):
 
 
 def gather(comm, shard):
-    """Return every rank's shard (n,), decoded: (N·n,). `comm`: of refimpl.comm, or the ring in its `paper.py`."""
+    """Return every rank's shard (n,), decoded: (N·n,). `comm`: of refimpl.comm, or the ring of `collectives`."""
     payloads = comm.all_gather(encode(shard)).view(comm.world_size, -1)
     return torch.cat([decode(payload) for payload in payloads])
 

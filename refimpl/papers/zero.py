@@ -73,7 +73,7 @@ class Unit:
 
 class Zero:
     """Train by `loss.backward()` and `step()`, in turn. `units`: modules of a model that all ranks build alike. They
-    have each parameter once in all, and return one tensor each. `comm`: of refimpl.comm, or the ring in its `paper.py`.
+    have each parameter once in all, and return one tensor each. `comm`: of refimpl.comm, or the ring of `collectives`.
     `optimizer`: makes one from a list of parameters. Adam treats each element by itself, so flat shards will do."""
 
     def __init__(self, units, comm, optimizer, stage):
