@@ -32,11 +32,11 @@ def gather_results(comm, work):
     return [result for _, result in answers]
 
 
-def broadcast_text(comm, text=None):
-    """Return rank 0's text, on all ranks."""
-    text = text.encode() if comm.rank == 0 else b""
-    length = comm.host().broadcast(torch.tensor(len(text)), 0)
-    return _text(comm.host().broadcast(_tensor(text, int(length)), 0))
+def broadcast_text(comm, text=None, src=0):
+    """Return rank src's text, on all ranks."""
+    text = text.encode() if comm.rank == src else b""
+    length = comm.host().broadcast(torch.tensor(len(text)), src)
+    return _text(comm.host().broadcast(_tensor(text, int(length)), src))
 
 
 def gather_texts(comm, text):

@@ -97,13 +97,13 @@ class ParallelEngine:
         self.engine.zero_grad()
         self.stepped = True
 
-    def save(self, directory):
+    def save(self, directory, *, shared=True):
         """Save all state in `directory`, for any mesh to load: see `saving.save`."""
-        self.engine.save(directory)
+        self.engine.save(directory, shared=shared)
 
-    def load(self, directory):
+    def load(self, directory, *, shared=None):
         """Load what any mesh has saved: see `saving.load`."""
-        self.engine.load(directory)
+        self.engine.load(directory, shared=shared)
 
     def save_weights(self, path, dtype=torch.bfloat16):
         """Write the whole model to one safetensors file: see `saving.save_weights`."""

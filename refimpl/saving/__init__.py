@@ -8,8 +8,9 @@ An engine describes what a rank holds as a `TrainingState`, a list of `refimpl.s
 
 Those that load return the step. Read `state` and `sharded` first, then `consolidated`. Beneath: `durable` writes files
 that survive a crash, `manifest` makes a folder of them one saved state, `description` says what has to be the same
-where it is loaded, and `optimizer_state` which tensors a shard has. What is read may be damaged: `form` checks that a
-manifest or a state_dict has the form that it should have, and `coverage` that each element is in one file.
+where it is loaded, and `optimizer_state` which tensors a shard has. Hosts that share no folder keep their parts by
+`own_disks`. What is read may be damaged: `checks` finds that before anything is changed. `form` says which form a
+manifest or a state_dict has, and `coverage` that each element is in one file.
 """
 
 from ..ground.lazy import lazily

@@ -16,9 +16,10 @@ from .description import describe, differences, listed, located, set_hyperparame
 from .durable import make_folder, replacing, widest_first, write_tensors
 from .form import DTYPES, KIND, STATE_DICT, Each, mismatch, name_of
 from .manifest import SavedStateError
+from .on_all import validate_on_all
 from .optimizer_state import elements, flat, kind_of, make_state, tensors_of
 from .own import gather_own, scatter_own
-from .sharded import compare_values, validate_on_all
+from .sharded import compare_values
 from .validity import faults
 
 

@@ -121,7 +121,7 @@ MANIFEST = {
     "defaults": Each(PLAIN), "groups": [{"parameters": [STRING], "hyperparameters": Each(PLAIN)}],
     "parameters": Each({"shape": [COUNT], "dtype": DTYPE, "held": DTYPE}),
     "rest": Each({"shape": [COUNT], "dtype": DTYPE}), "states": Each(Each(KIND)),
-    "files": Each({"bytes": COUNT, "sha256": HASH, "pieces": Each(PIECE)}),
+    "files": Each({"bytes": COUNT, "sha256": HASH, "pieces": Each(PIECE)}), "hosts?": [STRING],
 }
 STATE_DICT = {"model": Each(TENSOR), "optimizer": Each(Each(STATE)), "class": STRING, "step": COUNT,
               "param_groups": [Each(PLAIN, {"params": [STRING]})],

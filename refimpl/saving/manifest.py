@@ -24,7 +24,9 @@ from .durable import naming, sha256_of, sync_folder, write_atomically
 FORMAT = 2
 NAME = "manifest.json"
 ROOM = 2**20  # bytes of a manifest, beyond those of the files that it names
+HOSTS = 1000  # that have files of one saved state
 UNREADABLE = ValueError, KeyError, TypeError, RecursionError  # what junk in place of JSON may raise
+FETCHED = "fetched-"  # what a load makes of files from other hosts, and removes
 FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")  # what a save makes and may remove
 
 
@@ -40,30 +42,37 @@ def begin(directory, step):
     first, to make room, if the manifest that does not name them is whole; else a warning says that they stay. The
     caller holds the lock of `directory`."""
     try:
-        remove_others(directory, read(directory)["folder"])
+        apart = [path.parent.name for path in directory.glob(f"step-*/{NAME}")]  # of `own_disks`
+        remove_others(directory, read(directory)["folder"], *apart)
     except (SavedStateError, OSError) as error:
         if found := _folders(directory):
             warnings.warn(f"{directory} has {found[0].name}, and no whole manifest ({error}): nothing is removed "
                           "before this save is whole", stacklevel=2)
-    folder = f"step-{step:08d}-{os.urandom(4).hex()}"
+    folder = new_name(step)
     (directory / folder).mkdir()
     sync_folder(directory)
     return folder
 
 
+def new_name(step):
+    """Return the name of a new folder."""
+    return f"step-{step:08d}-{os.urandom(4).hex()}"
+
+
 def commit(directory, manifest):
     """Make the files that `manifest` names the saved state. They have to be on the disk already: SavedStateError if
-    their folder is not there."""
+    their folder is not there. One that names "hosts" is written beside its files (`own_disks`)."""
     folder = directory / manifest["folder"]
     if not folder.is_dir() or folder.is_symlink():
         raise SavedStateError(f"{folder} has gone: somebody has removed what this save has written")
-    write_atomically(directory / NAME, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
+    path = (folder if "hosts" in manifest else directory) / NAME
+    write_atomically(path, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
 
 
-def remove_others(directory, keep):
-    """Remove the folders of all saves but `keep`, and what killed saves have left of manifests."""
-    for path in _folders(directory):
-        if path.name != keep:
+def remove_others(directory, *keep):
+    """Remove the folders of all saves but `keep`, and what killed saves and loads have left."""
+    for path in (*_folders(directory), *directory.glob(f"{FETCHED}*")):
+        if path.name not in keep:
             shutil.rmtree(path)
     for path in directory.glob(f"{NAME}.*.tmp"):
         path.unlink()
@@ -105,8 +114,11 @@ def read(directory):
 
 
 def _largest(directory):
-    """Return the most bytes that a manifest can have: of each part of a tensor it says less than the file's header."""
-    return ROOM + sum(path.stat().st_size for folder in _folders(directory) for path in folder.glob("rank-*"))
+    """Return the most bytes that a manifest can have: of each part of a tensor it says less than the file's header. One
+    beside its files says that of all hosts, too."""
+    there = [(path, 1) for folder in _folders(directory) for path in folder.glob("rank-*")]
+    there += [(path, HOSTS) for path in directory.glob("rank-*")]
+    return ROOM + sum(path.stat().st_size * times for path, times in there)
 
 
 def verify(path, about):

@@ -24,8 +24,9 @@ those that were saved, on any number of ranks; random numbers are, on the number
 replicas are equal, so a save compares their SHA-256: a sum could be equal by chance, and a rounding of its own on one
 rank is the beginning of two different models. Of buffers the owner's count, as those of batch norm differ anyway.
 
-All ranks have to see one file system. Nothing is unpickled. One group is loaded and one tensor read or written at a
-time, so no copy of everything is made.
+All ranks have to see one file system, or `own_disks` keeps the files of each host on its own. Each host verifies the
+files that its ranks read: what one host reads well may be damaged on another. Nothing is unpickled. One group is loaded
+and one tensor read or written at a time, so no copy of everything is made.
 """
 
 import contextlib
@@ -39,34 +40,40 @@ import torch
 
 from ..comm.texts import gather_results
 from ..sharding import overlaps
+from . import fetching, own_disks
+from . import hosts as of_ranks
 from . import manifest as manifests
-from .coverage import check_coverage, check_header, check_inside, expected_in, file_of, readable
-from .description import describe, differences, listed, located, piece_of, set_hyperparameters
+from .checks import check_files, check_manifest, files_read, names_read, states_in, stored_in
+from .coverage import file_of, readable
+from .description import describe, piece_of, set_hyperparameters
 from .durable import make_folder, raw_bytes, sync_folder, widest_first, write_tensors
-from .form import MANIFEST, mismatch, name_of
 from .lock import only_save
 from .manifest import SavedStateError
+from .on_all import validate_on_all
 from .optimizer_state import elements, flat, make_state, state_of, tensors_of
-from .own import OWN, is_own, names_in, other_own, own_tensors
-from .validity import faults
+from .own import OWN, own_tensors
 
 # --- save ------------------------------------------------------------------------------------------------------------
 
 
-def save(state, directory):
-    """Save a `TrainingState` in `directory`, in place of one that is there. All ranks call it, between steps.
+def save(state, directory, shared=True):
+    """Save a `TrainingState` in `directory`, in place of one that is there. All ranks call it, between steps. With
+    shared=False hosts see no common folder: `directory` is on each host's own disk (`own_disks`).
 
     TypeError for an optimizer whose state cannot be cut into pieces. RuntimeError if ranks disagree: in
     hyper-parameters, in the optimizer's state of a tensor, in the values of replicas. ValueError unless each element is
     one rank's. RuntimeError too if another job saves there. If a rank fails (OSError for a full disk), it raises that,
     and the others a RankError naming it.
     """
-    comm, directory = state.comm, Path(directory)
-    first = comm.rank == 0
+    comm, directory, first = state.comm, Path(directory), state.comm.rank == 0
     description, reports = describe(state, saving=True)
     with contextlib.ExitStack() as lock:
-        name = gather_results(comm, lambda: _begin(directory, state.step, lock) if first else None)[0]
-        _save(state, directory, name, description, reports)
+        if shared:
+            name = gather_results(comm, lambda: _begin(directory, state.step, lock) if first else None)[0]
+        else:
+            description["hosts"] = hosts = of_ranks.hosts_of(comm)
+            name, first = own_disks.begin(comm, hosts, directory, state.step, lock), of_ranks.is_first(hosts, comm.rank)
+        _save(state, directory, name, description, reports, first)
 
 
 def _begin(directory, step, lock):
@@ -75,21 +82,29 @@ def _begin(directory, step, lock):
     return manifests.begin(directory, step)
 
 
-def _save(state, directory, name, description, reports):
-    comm, first = state.comm, state.comm.rank == 0
+def _save(state, directory, name, description, reports, first):
+    """Write on all ranks; then the `first` rank, with shared=False that of each host, makes it the saved state."""
+    comm = state.comm
     written = gather_results(comm, lambda: _write(state, directory / name))
     _check_replicas(reports, [hashes for _, hashes in written])
     files = {file_of(rank): {**about, "pieces": report["pieces"]}
              for rank, ((about, _), report) in enumerate(zip(written, reports, strict=True))}
     gather_results(comm, lambda: _commit(directory, name, description, files) if first else None)
-    gather_results(comm, lambda: manifests.remove_others(directory, name) if first else None)
+    gather_results(comm, lambda: _end(directory, name) if first else None)
+
+
+def _end(directory, name):
+    """Remove what was saved before; all of the new state is on the disk."""
+    manifests.remove_others(directory, name)
+    if (directory / name / manifests.NAME).exists():  # it needs none beside the folder
+        (directory / manifests.NAME).unlink(missing_ok=True)
 
 
 def _write(state, folder):
     """Write and sync this rank's file. Return {"bytes", "sha256"} of it, and {shard: {key: SHA-256}} of replicas."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}, which rank 0 has made, is not there: save to a file system that all ranks "
-                                "share")
+                                "share; or save(…, shared=False) to a disk of each host, all hosts having other names")
     items = [(shard, key, x.dtype) for shard in state.shards if shard.owned is not None or _is_compared(shard)
              for key, x in tensors_of(state, shard).items()]
     items, generators = widest_first(items, lambda item: item[2]), _generators(state.comm.device)
@@ -161,14 +176,14 @@ def _generators(device):
 
 
 def _commit(directory, name, description, files):
-    """Write the manifest, on rank 0: what all ranks have written becomes the saved state."""
+    """Write the manifest: what all ranks have written becomes the saved state."""
     manifests.commit(directory, {"format": manifests.FORMAT, "folder": name, **description, "files": files})
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def load(state, directory):
+def load(state, directory, shared=None):
     """Load what any number of ranks, however they cut the model, saved in `directory`; return the step. All ranks call
     it. Afterwards masters are right, and 16-bit parameters not yet rounded from them.
 
@@ -179,77 +194,52 @@ def load(state, directory):
     SavedStateError on all ranks, before anything is changed: for a manifest or a file that is missing, truncated or
     damaged, which it names; for elements that are in no file or in two; for another model, optimizer, param groups or
     format, with what differs. `description` says how parameters of 16 bits are loaded.
+
+    What was saved with shared=False is found by itself; a host copies what it lacks from those that have it. With
+    shared=False here it also copies parts of a state that one host alone has, whoever saved it.
     """
-    comm, directory = state.comm, Path(directory)
-    manifest = _read(comm, directory)
+    comm, directory, hosts = state.comm, Path(directory), of_ranks.hosts_of(state.comm)
+    apart = shared is False or shared is None and any(gather_results(comm, lambda: own_disks.is_there(directory)))
+    manifest, holders = own_disks.read(comm, hosts, directory) if apart else (_read(comm, directory, hosts), None)
     here, _ = describe(state)
-    validate_on_all(comm, lambda: _check(state, directory, manifest, here))
-    gather_results(comm, lambda: _restore(state, directory / manifest["folder"], manifest))
+    path = (directory / manifest["folder"] if apart else directory) / manifests.NAME
+    validate_on_all(comm, lambda: check_manifest(state, path, manifest, here))
+    reads = files_read(state, manifest, hosts)
+    moves = fetching.transfers(hosts, holders, reads) if apart else []
+    mine = of_ranks.share(() if apart else manifest["files"], fetching.read_here(hosts, reads, moves), hosts, comm.rank)
+    folder = directory / manifest["folder"]
+    validate_on_all(comm, lambda: check_files(state, path, folder, manifest, mine, hosts))
+    with fetching.fetched(comm, hosts, folder, manifest, moves, lambda files: names_read(state, manifest, files)) as at:
+        gather_results(comm, lambda: _restore(state, at, manifest))
     return manifest["step"]
 
 
-def _read(comm, directory):
+def _read(comm, directory, hosts):
     """Read the manifest; all ranks have to read the same one."""
     manifest = None
 
     def work():
         nonlocal manifest
-        manifest = manifests.read(directory)
+        with of_ranks.naming_host(hosts, comm.rank):
+            manifest = manifests.read(directory)
         return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
+    found = gather_results(comm, (directory / manifests.NAME).exists)
+    if any(found) and not all(found):
+        lacking = of_ranks.named(comm, hosts, [rank for rank, each in enumerate(found) if not each])
+        raise SavedStateError(f"{directory / manifests.NAME} is missing on {lacking}, and there on the others: mount "
+                              "one folder on all hosts, or load(…, shared=False), which copies what a host lacks")
     if len(set(validate_on_all(comm, work))) > 1:
         raise SavedStateError(f"ranks read different files at {directory / manifests.NAME}: load from a file system "
                               "that all ranks share, while nobody saves there")
     return manifest
 
 
-def validate_on_all(comm, check):
-    """Call `check()` on each rank and return [its result on each rank]. If it raises SavedStateError on one rank, all
-    ranks raise that."""
-    def work():
-        try:
-            return None, check()
-        except SavedStateError as error:
-            return str(error), None
-    answers = gather_results(comm, work)
-    for error, _ in answers:
-        if error:
-            raise SavedStateError(error)
-    return [answer for _, answer in answers]
-
-
-def _check(state, directory, manifest, here):
-    """Check that the manifest is whole, the model the same, and the files as they were written. Each rank checks a part
-    of the files."""
-    comm, path = state.comm, directory / manifests.NAME
-    if wrong := mismatch(manifest, MANIFEST) or check_coverage(manifest):
-        raise SavedStateError(f"{path} is damaged: {wrong}")
-    folder = directory / manifest["folder"]
-    if found := differences(manifest, here):
-        raise SavedStateError(f"{path} does not fit what is trained here: {listed(found)}")
-    if wrong := other_own(state, manifest["about"].get("own"), manifest["world_size"]):
-        raise SavedStateError(f"{path} {wrong}")
-    for file, about in sorted(manifest["files"].items())[comm.rank :: comm.world_size]:
-        check_inside(directory, folder / file)
-        manifests.verify(folder / file, about)
-        expected, may_have = expected_in(manifest, file), {"rng/cpu", "rng/cuda"}
-        expected |= {name: (name_of(x.dtype), x.shape) for name, x in own_tensors(state).items()}
-        may_have |= {name for name in names_in(folder / file) if is_own(name) and state.own is None}
-        if manifest["world_size"] == comm.world_size:  # then they are loaded
-            expected["rng/cpu"] = "uint8", torch.get_rng_state().shape
-        check_header(folder / file, expected, may_have - expected.keys())
-    if manifest["world_size"] == comm.world_size:
-        _check_generators(comm, folder / file_of(comm.rank))
-    if found := faults(state.optimizer, manifest):
-        raise SavedStateError(f"{path} does not fit what is trained here: {listed(found)}")
-
-
 @torch.no_grad()
 def _restore(state, folder, manifest):
     """Read what this rank holds: a group at a time, of it a file at a time, and one slice of it."""
     set_hyperparameters(state, manifest["groups"])
-    stored = located({**manifest["rest"], **manifest["parameters"]},
-                     {file: about["pieces"] for file, about in manifest["files"].items()})
+    stored = stored_in(manifest)
     with state.one_group() as load:
         for group, shards in itertools.groupby(state.shards, key=lambda shard: shard.group):
             load(group)
@@ -284,26 +274,9 @@ def _copy(stored, part, views, tensors):
                 mine.of(target).copy_(read.as_strided(theirs.size, theirs.stride))
 
 
-def _states_in(stored, device):
-    """Yield (name, device, state) of the generators in a file, as far as this rank has them."""
-    for each in dict.fromkeys((torch.device("cpu"), device)):
-        if (name := f"rng/{each.type}") in stored.keys():
-            yield name, each, stored.get_tensor(name)
-
-
-def _check_generators(comm, path):
-    """Try the states in a file with generators of their own. SavedStateError if one cannot be."""
-    with readable(path, lambda error: SavedStateError(f"{path} is no safetensors file: {error}")) as stored:
-        for name, device, state in _states_in(stored, comm.device):
-            try:
-                torch.Generator(device).set_state(state)
-            except (RuntimeError, TypeError) as error:
-                raise SavedStateError(f"{path} has {name}, which no generator can have: {error}") from None
-
-
 def _restore_generators(comm, folder):
     with _open(folder / file_of(comm.rank)) as stored:
-        for _, device, state in _states_in(stored, comm.device):
+        for _, device, state in states_in(stored, comm.device):
             if device.type == "cuda":
                 torch.cuda.set_rng_state(state, device)
             else:

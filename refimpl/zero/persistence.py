@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import torch
 
@@ -100,19 +101,19 @@ def _loaded(engine, bucket):
     return engine._stored.loaded(bucket) if bucket in engine.frozen_buckets else engine.update.loaded(bucket)
 
 
-def save(engine, directory):
+def save(engine, directory, *, shared=True):
     """Save all state in `directory`, for any stage on any number of ranks to load: see `saving.save`. RuntimeError on
     all ranks if there are gradients."""
-    saving.save(_between_steps(engine, "save"), directory)
+    saving.save(_between_steps(engine, "save"), directory, shared)
 
 
-def load(engine, directory, *, hook=True):
+def load(engine, directory, *, hook=True, shared=None):
     """Load what an engine of any stage saved on any number of ranks: see `saving.load`. Gradients are dropped.
 
     What a communication hook kept is loaded into the same hook, on as many ranks: SavedStateError for another. With
     hook=False it is left.
     """
-    _load(engine, "load", saving.load, directory, hook)
+    _load(engine, "load", functools.partial(saving.load, shared=shared), directory, hook)
 
 
 def state_dict(engine):

@@ -142,11 +142,11 @@ class Holder:
         for x in tensors:
             x.untyped_storage().resize_(0)
 
-    def save(self, directory):
-        saving.save(self.state, directory)
+    def save(self, directory, **how):
+        saving.save(self.state, directory, **how)
 
-    def load(self, directory):
-        self.step = saving.load(self.state, directory)
+    def load(self, directory, **how):
+        self.step = saving.load(self.state, directory, **how)
         return self
 
     def save_weights(self, path, *dtype):

@@ -1,0 +1,50 @@
+"""Says which ranks are on one host, and so see the same files."""
+
+import contextlib
+import socket
+
+from ..comm.texts import gather_results
+from .manifest import SavedStateError
+
+
+def hosts_of(comm):
+    """Return [the name of each rank's host]. All ranks call it."""
+    return gather_results(comm, socket.gethostname)
+
+
+def on_host(hosts, host):
+    """Return the ranks on a host."""
+    return [rank for rank, each in enumerate(hosts) if each == host]
+
+
+def is_first(hosts, rank):
+    """Tell whether this is the first rank of its host."""
+    return hosts.index(hosts[rank]) == rank
+
+
+def named(comm, hosts, ranks):
+    """Return ranks for an error, by their numbers in the world: "rank 0 (hosta), ranks 2, 3 (hostb)"."""
+    found = []
+    for host in dict.fromkeys(hosts[rank] for rank in ranks):
+        numbers = [str(comm.ranks[rank]) for rank in ranks if hosts[rank] == host]
+        found.append(f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)} ({host})")
+    return ", ".join(found)
+
+
+@contextlib.contextmanager
+def naming_host(hosts, rank):
+    """Name this rank's host in a SavedStateError, if there are several hosts."""
+    try:
+        yield
+    except SavedStateError as error:
+        raise SavedStateError(f"on {hosts[rank]}: {error}" if len(set(hosts)) > 1 else str(error)) from None
+
+
+def share(files, reads, hosts, rank):
+    """Return the files that this rank verifies. Each host verifies what its ranks read there, `reads[rank]`, split over
+    them; the first host also what is in `files` and nobody reads."""
+    ranks = on_host(hosts, hosts[rank])
+    wanted = set().union(*(reads[each] for each in ranks))
+    if ranks[0] == 0:
+        wanted |= set(files).difference(*reads)
+    return sorted(wanted)[ranks.index(rank) :: len(ranks)]
