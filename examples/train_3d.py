@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from refimpl import saving
 from refimpl.data import TextData
 from refimpl.engine import launch, together
 from refimpl.mesh import Mesh
@@ -27,7 +28,8 @@ def train(mesh, options):
     with torch.device("meta"):  # a rank makes its own part, once it is known
         model = GPT(CONFIG)
     engine = together(model, mesh, ADAMW, micro_batches=options.micro_batches, recompute=True)
-    if (options.directory / "manifest.json").exists():
+    saving.check_shared(mesh.comm, options.directory)  # now, not when the last step is done
+    if saving.exists(mesh.comm, options.directory):
         engine.load(options.directory)
     batches = TextData().batches(options.rows // mesh.dp, CONFIG.context_length, rank=mesh.here["dp"],
                                  world_size=mesh.dp, device=mesh.comm.device, epochs=None)
@@ -37,8 +39,8 @@ def train(mesh, options):
         engine.step()
         if mesh.comm.rank == 0:
             print(f"step {engine.steps}: loss {loss.item():.4f}", flush=True)
+    engine.save_weights(options.directory / "model.safetensors")  # first: it needs rank 0's disk alone
     engine.save(options.directory)
-    engine.save_weights(options.directory / "model.safetensors")
 
 
 if __name__ == "__main__":

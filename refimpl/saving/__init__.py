@@ -5,6 +5,7 @@ An engine describes what a rank holds as a `TrainingState`, a list of `refimpl.s
     save(state, directory)      load(state, directory)         each rank writes what it owns, reads what it has
     state_dict(state)           load_state_dict(state, sd)     the whole on rank 0
     save_weights(state, path)                                  the model alone, in one file
+    check_shared(comm, folder)  exists(comm, folder)           before training: do all ranks see it, is a state there?
 
 Those that load return the step. Read `state` and `sharded` first, then `consolidated`. Beneath: `durable` writes files
 that survive a crash, `manifest` makes a folder of them one saved state, `description` says what has to be the same
@@ -17,6 +18,8 @@ from ..ground.lazy import lazily
 from .manifest import SavedStateError
 from .state import TrainingState
 
-__getattr__ = lazily(__name__, save=".sharded", load=".sharded", **dict.fromkeys(
-    ("load_state_dict", "save_weights", "state_dict"), ".consolidated"))
-__all__ = ["SavedStateError", "TrainingState", "load", "load_state_dict", "save", "save_weights", "state_dict"]
+__getattr__ = lazily(
+    __name__, **dict.fromkeys(("load", "save"), ".sharded"), **dict.fromkeys(("check_shared", "exists"), ".shared"),
+    **dict.fromkeys(("load_state_dict", "save_weights", "state_dict"), ".consolidated"))
+__all__ = ["SavedStateError", "TrainingState", "check_shared", "exists", "load", "load_state_dict", "save",
+           "save_weights", "state_dict"]
