@@ -25,6 +25,7 @@ from .backend.tensors import NAMED, as_bytes, check_out, reduction
 from .backend.versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
 from .backend.wire import Wire
 from .handle import Handle, landed
+from .hosts.facts import Hosts
 from .link import Link
 from .matching import CheckedReceive, check_match, send_header
 from .order import Order
@@ -44,10 +45,10 @@ class Communicator(Buffers):
     """
 
     def __init__(self, rank, world_size, device="cpu", group=None, *, ranks=None, debug=False, parent=None,
-                 pages=None):
+                 pages=None, hosts=None):
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.ranks = tuple(ranks or range(world_size))
-        self._group, self._debug, self._parent, self._host = group, debug, parent, None
+        self._group, self._debug, self._parent, self._host, self._hosts = group, debug, parent, None, hosts
         self._pages = parent._pages if pages is None and parent is not None else iter(pages or ())  # for orders
         self.order = Order(next(self._pages, None)).name(zlib.crc32(getattr(group, "group_name", "").encode()),
                                                          names(self.ranks))
@@ -204,6 +205,13 @@ class Communicator(Buffers):
         if self.link is not None:
             group.link = self.link
         return group
+
+    @property
+    def hosts(self):
+        """On which host each rank of the world is, and what that host has (`hosts.facts.Hosts`)."""
+        if self._hosts is None:
+            self._hosts = self._parent.hosts if self._parent is not None else Hosts.one(max(self.ranks) + 1)
+        return self._hosts
 
     @property
     def traffic(self):

@@ -78,12 +78,16 @@ def _collective(order, number):
 
 def waits(records):
     """Return {rank: the collective that it waits in, its number, and its group if that is not the world}."""
-    found = {}
-    for rank, record in enumerate(records):
-        for order in orders(record).values():
-            if order.waiting > 0:
-                group = "" if order.ranks == names(range(len(records))) else f" of the group of {order.ranks}"
-                found[rank] = _collective(order, order.waiting) + group
+    return {rank: told for rank, record in enumerate(records) if (told := waits_in(record, len(records)))}
+
+
+def waits_in(record, world_size):
+    """Return the collective that a rank waits in, of one record; "" for none."""
+    found = ""
+    for order in orders(record).values():
+        if order.waiting > 0:
+            group = "" if order.ranks == names(range(world_size)) else f" of the group of {order.ranks}"
+            found = _collective(order, order.waiting) + group
     return found
 
 

@@ -1,50 +1,127 @@
-"""The same call in a world that torchrun made: no process is started, and every worker gets every result."""
+"""The same call in a world that torchrun, SLURM or MPI made: no process is started, and every worker gets every result.
+
+Each rank watches the others through torch's store (`hosts.watch`), as `launch` watches its ranks on one machine: so the
+error of each rank names the rank that failed, and its host.
+"""
 
 import atexit
 import datetime
+import itertools
 import os
+import traceback
 
 import torch
 import torch.distributed as dist
 
 from ..ranks import RankError
 from ..ranks.run import unpack
-from ..ranks.signs import RECORD
+from ..ranks.signs import RECORD, keep_record
 from ..ranks.worker import UnpicklableResult, from_distributed, pickled_result
 from .communicator import Communicator
+from .hosts import joining, schedulers, sockets
+from .hosts.notes import Failure
+from .hosts.watch import Watch
 from .records import last_collectives, pages
+
+FILES = 1800.0  # seconds that a collective may take at most: others wait in it for a rank that saves or loads
+TRACE = 3000  # characters of the traceback that other ranks see
+FOLDER = os.path.dirname(__file__)
+
+_hosts = None  # of the world, once its ranks have met
+_launches = itertools.count(1)
 
 
 def inside_torchrun():
-    """Tell whether torchrun started this process."""
+    """Tell whether torchrun started this process, or SLURM or MPI among others, whose variables then become its."""
+    os.environ.update(schedulers.variables())
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
     """Run `fn(comm, *args)` in this worker; return what all ranks returned. `devices`: of the ranks on this machine.
 
-    ValueError if torchrun's world has another size; RankError if `fn` raises here.
+    ValueError if torchrun's world has another size, and for GPUs without LOCAL_RANK; RankError for ranks that do not
+    meet or that differ in what has to be alike, and if `fn` raises, here or on another rank.
     """
-    rank, world, local = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    global _hosts
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != world:
         raise ValueError(f"world_size={world_size}, but torchrun made a world of {world}: give that, or take "
                          "int(os.environ['WORLD_SIZE'])")
-    device = torch.device(devices[local])
+    device = torch.device(devices[_local_rank(rank, devices)])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        seconds = min(timeout, 365 * 24 * 3600)
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=seconds))
-        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    record = bytearray(RECORD)
-    comm = Communicator(rank, world, device, dist.group.WORLD, debug=debug, pages=pages(record))
-    try:
-        value = pickled_result(fn(comm, *args))
-    except UnpicklableResult as error:
-        raise RankError(f"rank {rank} returned an unpicklable value: {error}", [rank]) from error
-    except Exception as error:
-        began = f"\n{last_collectives(record)}" if from_distributed(error, [os.path.dirname(__file__)]) else ""
-        raise RankError(f"rank {rank} raised {type(error).__name__}: {error}{began}", [rank]) from error
-    results = [None] * world
-    dist.all_gather_object(results, value)
+    store = store_of(rank, world)
+    if _hosts is None:
+        _hosts = joining.meet(store, rank, world, backend)
+    prefix, record = f"launch {next(_launches)}", keep_record(bytearray(RECORD))
+    watch = Watch(dist.PrefixStore(prefix, store), lambda: dist.PrefixStore(prefix, store.clone()), rank, _hosts,
+                  record, timeout)
+    with watch:
+        try:
+            if not dist.is_initialized():
+                connect(backend, store, rank, world, timeout)
+            comm = Communicator(rank, world, device, dist.group.WORLD, debug=debug, pages=pages(record), hosts=_hosts)
+            value = pickled_result(fn(comm, *args))
+            watch.returned()
+            results = [None] * world
+            dist.all_gather_object(results, value)
+        except BaseException as error:
+            raise_for(error, watch, rank, record)
+            raise
     return [unpack(rank, result) for rank, result in enumerate(results)]
+
+
+def _local_rank(rank, devices):
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if any(device.startswith("cuda") for device in devices) and len(devices) > 1:
+        raise ValueError(f"RANK={rank} is set and LOCAL_RANK is not, so no rank knows its GPU, and all would take "
+                         "cuda:0: set LOCAL_RANK to the rank's number on its host, from 0 on, as torchrun does")
+    return 0
+
+
+def store_of(rank, world):
+    """Return torch's store: that of a world which is connected already, or a new one."""
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore("refimpl", store)
+    return dist.PrefixStore(f"refimpl {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}",
+                            joining.open_store(rank, world))
+
+
+def connect(backend, store, rank, world, timeout):
+    """Connect this rank to all others. The timeout of a collective is only the last resort: `Watch` knows sooner."""
+    seconds = min(max(timeout, FILES), 365 * 24 * 3600)
+    with sockets.noted():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world,
+                                timeout=datetime.timedelta(seconds=seconds))
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def raise_for(error, watch, rank, record):
+    """Tell the others of an exception of this rank, and raise what it should see: its own, as a RankError, or that of
+    the rank to blame. Returns for what is not an Exception, once the others know of it."""
+    here, hosts = watch.hosts.tell([rank]), watch.hosts
+    if watch.verdict and type(error) is RankError and error.ranks == tuple(watch.verdict.ranks):
+        raise error  # of the verdict itself
+    consequence = from_distributed(error, [FOLDER]) or watch.interrupted and isinstance(error, KeyboardInterrupt)
+    began = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}\n{last_collectives(record)}".rstrip()
+    began = hosts.in_text(f"rank {rank} raised {began}") if consequence else ""
+    if consequence and (better := watch.error(began)):
+        raise better from error
+    if isinstance(error, UnpicklableResult):
+        what = f"returned an unpicklable value: {error}"
+    elif isinstance(error, Exception):
+        what = f"raised {type(error).__name__}: {hosts.in_text(str(error))}"
+    else:
+        what = f"ended by {type(error).__name__}{f' {error}' if str(error) else ''}"
+    of_others = isinstance(error, RankError) and error.ranks and rank not in error.ranks
+    kind = type(error).__name__ if isinstance(error, RankError) else "RankError"
+    trace = "".join(traceback.format_exception(error))[-TRACE:]
+    watch.failed(Failure(f"{here} {what}", list(error.ranks) if of_others else [rank], kind,
+                         f"where it was raised:\n{trace}", consequence=bool(consequence or of_others)))
+    if isinstance(error, Exception):
+        more = began.partition("\n")[2]
+        raise RankError(f"{here} {what}" + (f"\n{more}" if more else ""),
+                        error.ranks if of_others else [rank]) from error

@@ -22,6 +22,7 @@ TICKS = 0.02  # seconds: twice what CPU time is counted in
 
 
 _record = None  # of this process, if it is a rank
+_patience = 0.0  # seconds for which this process may do nothing at the moment
 
 
 class Signs:
@@ -76,8 +77,13 @@ def map_record(fd, rank):
 
 def take_record(fd, rank):
     """Return the memory of the record of this process, which is that rank: `beat` writes to it."""
+    return keep_record(map_record(fd, rank))
+
+
+def keep_record(memory):
+    """Take `memory` for the record of this process; return it."""
     global _record
-    _record = map_record(fd, rank)
+    _record = memory
     return _record
 
 
@@ -86,3 +92,20 @@ def beat():
     if _record is not None:
         place = RECORD - BEATS.size
         BEATS.pack_into(_record, place, BEATS.unpack_from(_record, place)[0] + 1)
+
+
+@contextmanager
+def patient(seconds):
+    """Let this rank go without a sign for so long in this context, as it waits for a disk. Under torchrun alone: there
+    `timeout` is for what takes no disk."""
+    global _patience
+    before, _patience = _patience, max(seconds, _patience)
+    try:
+        yield
+    finally:
+        _patience = before
+
+
+def patience():
+    """Return the seconds that `patient` has given this rank."""
+    return _patience

@@ -72,7 +72,12 @@ def test_a_collective_that_takes_too_long_tells_what_its_rank_began(tmp_path):
             comm.all_gather(torch.ones(2), label="blocks.0")
         launch(fn, 2, timeout=6)
     """)
-    assert done.returncode != 0 and "RankError: rank 0 raised RuntimeError: " in done.stderr
+    assert done.returncode != 0
+    assert ("RankError: no rank computed or ended a collective for 6 s: rank 1 has been outside of collectives for "
+            in done.stderr)
+    assert "s; rank 0 waits in all_gather of blocks.0, (2,) float32 (#2)" in done.stderr
+    assert "where rank 1 was:" in done.stderr and "time.sleep(60)" in done.stderr
+    assert "rank 0 raised RuntimeError: " in done.stderr
     told = done.stderr[done.stderr.index("the last collectives that this rank began with ranks 0 and 1 (2 in all):"):]
     assert [line.split("]:")[-1].strip() for line in told.splitlines()[1:4]] == [
         "#1 all_reduce of gradients, (3,) float32, op sum", "#2 all_gather of blocks.0, (2,) float32",

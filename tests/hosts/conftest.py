@@ -22,7 +22,7 @@ def nothing_is_left():
     zygote()
     before = there()
     yield
-    until = time.monotonic() + 2
-    while there() != before and time.monotonic() < until:  # who has told how a rank ended ends some ms later
-        time.sleep(0.01)
+    until = time.monotonic() + 3  # who waits for a host's process in the zygote ends after it
+    while there() != before and time.monotonic() < until:
+        time.sleep(0.02)
     assert there() == before
