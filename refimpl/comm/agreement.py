@@ -25,10 +25,10 @@ CHECK_BYTES = 3 * 8  # phase and micro-batch, step, hash, as int64
 SAME_BYTES = 16  # of a text's hash
 
 
-def check_model(comm, lines):
+def check_model(comm, lines, about=""):
     """Raise CollectiveMismatch, naming the ranks, if parameters differ from rank 0's in name, shape, dtype or order:
-    `lines` has a text that says so of each."""
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()[:16]
+    `lines` has a text that says so of each; or if the text `about` the model does."""
+    digest = hashlib.sha256("\n".join([*lines, about]).encode()).digest()[:16]
     gathered = comm.host().all_gather(torch.tensor([[len(lines), *digest]], dtype=torch.int64),
                                       label="the model's fingerprint")
     if isinstance(gathered, FakeTensor):
@@ -37,8 +37,8 @@ def check_model(comm, lines):
     if differ := comm.differing(fingerprints):
         counts = {rank: each[0] for rank, each in zip(comm.ranks, fingerprints, strict=True)}
         raise CollectiveMismatch(f"ranks {differ} have another model than rank {comm.ranks[0]} (parameters on each "
-                                 f"rank: {counts}): build the same modules in the same order, in the same dtype, on "
-                                 "every rank", differ)
+                                 f"rank: {counts}): build the same modules in the same order, in the same dtype, by "
+                                 "the same code, on every rank", differ)
 
 
 def check_same(comm, what, text):
@@ -64,14 +64,15 @@ def texts_if_other(comm, what, text):
     return gather_texts(comm, text)
 
 
-def check_phase(comm, phase, step, micro_batch, parts=(), written=None):
+def check_phase(comm, phase, step, micro_batch, parts=(), written=None, settings=None):
     """Raise CollectiveMismatch, naming the ranks, if some rank is about to do something else than rank 0, or has begun
     other collectives: in `comm`, or in communicators of a part of its ranks that all ranks use alike, `parts`; or if
-    modules wrote other values to a parameter there: `written`, {name: a number of all bits}."""
-    orders, written = [comm.order, *(part.order for part in parts)], written or {}
+    modules wrote other values to a parameter there: `written`, {name: a number of all bits}; or if it is about to do it
+    with other `settings`, {name: value}."""
+    orders, written, settings = [comm.order, *(part.order for part in parts)], written or {}, settings or {}
     numbers = [order.digest for order in orders]
-    if written:
-        numbers.append(int.from_bytes(hashlib.sha256(json.dumps(written, sort_keys=True).encode()).digest()[:7]))
+    for each in filter(None, (written, settings)):
+        numbers.append(int.from_bytes(hashlib.sha256(json.dumps(each, sort_keys=True).encode()).digest()[:7]))
     digest = functools.reduce(lambda one, next: (one * BASE + next) % PRIME, numbers)
     mine = [PHASES.index(phase) + len(PHASES) * micro_batch, step, digest]
     gathered = comm.host().all_gather(torch.tensor([mine], dtype=torch.int64), label=f"the check before {phase}")
@@ -84,7 +85,10 @@ def check_phase(comm, phase, step, micro_batch, parts=(), written=None):
         raise CollectiveMismatch(f"ranks {differ} are elsewhere than rank {comm.ranks[0]}: {lines}. Each rank calls "
                                  "backward as often as the others before each step", differ)
     if any(each[2] != checks[0][2] for each in checks):
-        others = [json.loads(each) for each in gather_texts(comm, json.dumps(written))]
+        told = [json.loads(each) for each in gather_texts(comm, json.dumps([written, settings]))]
+        if other := other_settings(comm, [each for _, each in told]):
+            raise CollectiveMismatch(f"before {phase} in step {step}, {other[0]}", other[1])
+        others = [each for each, _ in told]
         for name in dict.fromkeys(name for each in others for name in each):
             if differ := comm.differing([each.get(name) for each in others]):
                 raise CollectiveMismatch(f"before {phase} in step {step}, a module has written other values to {name} "
@@ -98,6 +102,18 @@ def check_phase(comm, phase, step, micro_batch, parts=(), written=None):
         raise CollectiveMismatch(f"before {phase} in step {step}, {text}\nEach rank has to run the same units in the "
                                  "same order: none may leave out a layer that others run (LayerDrop, an early exit)",
                                  differ)
+
+
+def other_settings(comm, settings):
+    """Return (text, ranks that differ) of the first setting that is not the same on all ranks, or None. `settings`:
+    {name: value} of each rank."""
+    for name in dict.fromkeys(name for each in settings for name in each):
+        values = [each.get(name) for each in settings]
+        if differ := comm.differing(values):
+            return (f"ranks {differ} have another {name} than rank {comm.ranks[0]}: "
+                    + "; ".join(f"rank {rank}: {value}" for rank, value in zip(comm.ranks, values, strict=True))
+                    + ". Each would train another model: give every rank the same"), differ
+    return None
 
 
 def used_on_any_rank(comm, parameters, used):

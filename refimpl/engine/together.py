@@ -18,10 +18,12 @@ After "Efficient Large-Scale Language Model Training on GPU Clusters Using Megat
 
 import copy
 import functools
+import os
 
 import torch
 
 from ..checkpointing import recompute as recompute_each
+from ..comm.same_model import check_same_model
 from ..ground.tensors import is_dry
 from ..model import GPT
 from ..parallel import SequenceParallelAttention, context_parallel, tensor_parallel
@@ -66,6 +68,7 @@ def together(model, mesh, optimizer=ADAMW, *, zero=1, micro_batches=1, schedule=
     tp, cp, pp, data = (mesh.get_parallel_group(*axes) for axes in (("tp",), ("cp",), ("pp",), ("dp", "cp")))
     if loss is None and (loss := loss_of(model)) is not None:
         prove_loss(model, loss_of)
+    check_same_model(mesh.comm, model, seed=seed, weights=_bytes_of(weights))
     values = values_of(model, seed, weights)
     attention = SequenceParallelAttention(cp, context) if mesh.cp > 1 else None
     if attention is not None:
@@ -105,6 +108,11 @@ def values_of(model, seed, weights):
     if weights is not None:
         raise ValueError(f"weights={weights!r} of a model that has values: build it in `with torch.device(\"meta\"):`")
     return None
+
+
+def _bytes_of(weights):
+    """Return how large a file is that each rank reads, or None."""
+    return os.path.getsize(weights) if weights is not None and os.path.isfile(weights) else None
 
 
 def last_norm(stage):

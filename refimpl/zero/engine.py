@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..comm.agreement import check_phase, used_on_any_rank
+from ..comm.agreement import check_phase, check_same, used_on_any_rank
 from ..sharding import spec_of
 from .bucket import buckets_of, default_bucket_bytes
 from .hook import attach
@@ -23,7 +23,7 @@ from .internals.as_optimizer import ActsAsOptimizer
 from .internals.elementwise import check_elementwise, computes_nothing
 from .internals.norms import clip_grad_norm_
 from .internals.replicas import check_replicas
-from .internals.trained import check_frozen, check_optimizer, check_parts, trained
+from .internals.trained import check_frozen, check_optimizer, check_parts, settings_of, trained
 from .internals.writes import Writes
 from .parameters import WholeParameters
 from .persistence import load, load_state_dict, save, save_weights, shards, state_dict
@@ -48,6 +48,7 @@ class Engine(ActsAsOptimizer):
         self.model, self.comm, self.world = model, comm, comm if world is None else world
         self.levels = levels_of(comm, shards, replicas, self.stage)
         named, self._frozen = trained(model, optimizer, *((None, None) if self.stage else (store, update)))
+        check_same(comm, "engine", f"{type(self).__name__}, bucket_bytes={bucket_bytes}, reduce_dtype={reduce_dtype}")
         self.buckets, self.frozen_buckets = self._lay_out(named, bucket_bytes)
         self.specs = {name: spec_of(name, x) for name, x in (*model.named_parameters(), *model.named_buffers())}
         check_parts(self)
@@ -63,17 +64,17 @@ class Engine(ActsAsOptimizer):
         check_optimizer(comm, self.optimizer)
         self.reducer = self.reducer_type(self.buckets, within, self.update, reduce_dtype, replicas, hook,
                                          in_flight_bytes)
-        self._syncing, self._steps = True, 0
+        self._syncing, self._steps, self.clipped = True, 0, {}
         self.writes = Writes(comm.world_size == 1, self.parameters.stay(), self.parameters.shards, within.rank)
         watched = isinstance(self.update, ShardedUpdate) and not computes_nothing(named)  # CPUAdam is known
         self._companion = Companion(optimizer, groups, named) if watched else None
 
-    def check_phase(self, phase):
-        """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch, and
-        modules wrote the same to parameters on all of them (`internals.writes`)."""
+    def check_phase(self, phase, settings=None):
+        """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch, with
+        the same `settings`, and modules wrote the same to parameters on all of them (`internals.writes`)."""
         self.writes.look()
         self.writes.settle(self._stored, self.update, lambda digests: check_phase(
-            self.comm, phase, self._steps, self.reducer.micro_batches, self.levels.parts, digests))
+            self.comm, phase, self._steps, self.reducer.micro_batches, self.levels.parts, digests, settings))
 
     def _lay_out(self, named, bucket_bytes):
         """Return the buckets of what is trained, and those of frozen parameters that are in shards."""
@@ -138,7 +139,7 @@ class Engine(ActsAsOptimizer):
         """Update the parameters, on all ranks alike, and drop the gradients. RuntimeError on all ranks, before anything
         is written, if the optimizer no longer treats each element by itself."""
         self.reducer.check_reduced()
-        self.check_phase("step")
+        self.check_phase("step", settings_of(self))
         check_replicas(self)
         if self._companion is not None:
             self._companion.step(self.param_groups)

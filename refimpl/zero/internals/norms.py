@@ -25,6 +25,8 @@ def clip_grad_norm_(engine, max_norm, norm_type=2.0):
         raise ValueError(f"norm_type={norm_type}: expected a number above 0, or inf")
     engine.reducer.check_reduced()
     engine.check_phase("clip_grad_norm_")
+    number = max_norm if isinstance(max_norm, (int, float)) else "a tensor"
+    engine.clipped = {"norm_type": norm_type, "max_norm": number}
     alone = not engine.stage and engine.world is engine.comm  # every rank has all gradients
     counted = itertools.chain.from_iterable(engine.gradients()) if alone else owned_gradients(engine)
     norm = global_norm(engine.world, counted, norm_type, alone)

@@ -11,9 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...comm import CollectiveMismatch, FakeCommunicator
+from ...comm.agreement import other_settings
 from ...comm.texts import gather_results
 from ..persistence import spec
 from ..store import DeviceMemory
+from .trained import settings_of
 
 EVERY = 100  # steps
 CHUNK = 2**16  # elements that are in fp64 at once
@@ -25,11 +27,16 @@ FAR_16_BIT = 3e-2
 
 def check_replicas(engine):
     """Raise CollectiveMismatch on all ranks, with its name and the ranks, for a parameter whose replicas differ, in
-    value or in the gradient of this step. No-op in other steps, and where no rank of `world` holds what others do."""
+    value or in the gradient of this step, and for an optimizer's setting that does. No-op in other steps, and where no
+    rank of `world` holds what others do."""
     if engine.world is engine.comm or engine._steps % EVERY or isinstance(engine.world, FakeCommunicator):
         return
-    found = gather_results(engine.world, lambda: _described(engine))
-    if text := difference(found):
+    found = gather_results(engine.world, lambda: [settings_of(engine), _described(engine)])
+    common = set.intersection(*(set(settings) for settings, _ in found))  # a stage may lack another's param group
+    if other := other_settings(engine.world, [{name: settings[name] for name in settings if name in common}
+                                              for settings, _ in found]):
+        raise CollectiveMismatch(*other)
+    if text := difference([lines for _, lines in found]):
         raise CollectiveMismatch(*text)
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from ...comm.agreement import check_model, check_same
+from ...comm.same_model import code_of, text_of
 from ...sharding import check_ranks
 from ..bucket import order_of
 
@@ -44,6 +45,16 @@ def check_optimizer(comm, optimizer):
     check_same(comm, "optimizer", f"{type(optimizer).__name__} {groups}")
 
 
+def settings_of(engine):
+    """Return {name: value} of how the last gradients were clipped, of the optimizer's class and of its settings by now,
+    which a scheduler changes. A tensor's value stays out: a GPU would be waited for."""
+    found = {**engine.clipped, "optimizer": type(engine.optimizer).__name__}
+    for number, group in enumerate(engine.optimizer.param_groups):
+        found |= {f"{name} in param group {number}": "a tensor" if isinstance(value, torch.Tensor) else _plain(value)
+                  for name, value in group.items() if name != "params"}
+    return found
+
+
 def _plain(value):
     """Return a setting as it is alike on all ranks; of an object its class, as its text may be of this process."""
     if isinstance(value, torch.Tensor):
@@ -59,6 +70,6 @@ def check_parts(engine):
     comm, model, world = engine.comm, engine.model, engine.world
     specs = [engine.specs[name] for name, _ in model.named_parameters()]
     check_model(comm, [f"{spec.name} {spec.shape} {spec.offsets} {spec.lengths} {spec.fused} {p.dtype} {order_of(p)}"
-                       for spec, p in zip(specs, model.parameters(), strict=True)])
+                       for spec, p in zip(specs, model.parameters(), strict=True)], text_of(model) + code_of(model))
     if world is not comm:
         check_ranks(world, specs, not comm.rank)  # the others have the same
