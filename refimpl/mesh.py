@@ -21,6 +21,11 @@ import math
 from dataclasses import dataclass
 from numbers import Integral
 
+from .comm.two_level import warn_of_crossing
+
+HOST = "host"
+ADVICE = {"tp": "its activations go to and fro in every layer: make tp divide the ranks of each host",
+          "shards": "shards=\"host\" takes as many as share one"}
 AXES = ("tp", "cp", "dp", "pp")  # the fastest first
 LEVELS = ("shards", "replicas")  # of dp, the faster first
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999999")
@@ -35,7 +40,8 @@ class Mesh:
     MixedParallelConfig.
 
     - `dp`, `tp`, `pp`, `cp`: ranks of one group of data, tensor, pipeline and context parallelism.
-    - `shards`: ranks of dp among which ZeRO cuts its states; by default all of them. It divides dp.
+    - `shards`: ranks of dp among which ZeRO cuts its states; by default all of them. It divides dp. "host": as many as
+      share a host, which is known when the mesh is connected.
 
     A kind of group is an axis: "tp", "cp", "dp" or "pp"; or a level of dp: "shards" or "replicas". Several kinds
     together are a group over all of them. TypeError for a size that is no integer; ValueError for one below 1, and for
@@ -50,7 +56,7 @@ class Mesh:
 
     def __post_init__(self):
         given = {axis: getattr(self, axis) for axis in ("dp", "tp", "pp", "cp")}
-        given |= {} if self.shards is None else {"shards": self.shards}
+        given |= {} if self.shards in (None, HOST) else {"shards": self.shards}
         for name, size in given.items():
             if not isinstance(size, Integral) or isinstance(size, bool):
                 raise TypeError(f"Mesh({name}={size!r}): expected an integer, the number of ranks in a group")
@@ -69,7 +75,7 @@ class Mesh:
     @property
     def sizes(self):
         """Return {kind: ranks of its group}, the axes from the fastest on, then the levels of dp."""
-        shards = self.dp if self.shards is None else self.shards
+        shards = self.dp if self.shards in (None, HOST) else self.shards
         return {**{axis: getattr(self, axis) for axis in AXES}, "shards": shards, "replicas": self.dp // shards}
 
     def coordinates(self, rank):
@@ -206,8 +212,11 @@ class ConnectedMesh(Mesh):
             raise ValueError(f"{mesh!r} has {product} = {mesh.world_size} ranks, and the communicator has "
                              f"{comm.world_size}: choose sizes whose product is {comm.world_size}, or launch "
                              f"{mesh.world_size} ranks")
+        mesh = _on_hosts(mesh, comm)
         super().__init__(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.shards)
         self.__dict__.update(comm=comm, here=self.coordinates(comm.rank), _made={})
+        for kind in ("tp", *(("shards",) if self.shards else ())):
+            warn_of_crossing(comm, f"{mesh!r}, {kind}", _in_world(mesh, comm, kind), ADVICE[kind])
         for kinds in (*((axis,) for axis in AXES), ("dp", "cp"), *((level,) for level in LEVELS)):
             self.get_parallel_group(*kinds)
 
@@ -229,6 +238,21 @@ class ConnectedMesh(Mesh):
         """Return the group of this rank, or of `rank`, as numbers in `comm`, which `ShardSpec.replicas` takes. All
         ranks of a tensor-parallel group hold the same weight of a norm: its replicas are `mesh.ranks("tp")`."""
         return super().ranks(*kinds, rank=self.comm.rank if rank is None else rank)
+
+
+def _in_world(mesh, comm, kind):
+    """Return the groups of a kind, as ranks of the world."""
+    return [[comm.ranks[rank] for rank in group] for group in mesh.groups(kind)]
+
+
+def _on_hosts(mesh, comm):
+    """Return the mesh, with as many shards as share a host if they are "host"."""
+    if mesh.shards != HOST:
+        return mesh
+    meshes = [Mesh(mesh.dp, mesh.tp, mesh.pp, mesh.cp, shards) for shards in range(mesh.dp, 0, -1)
+              if mesh.dp % shards == 0]
+    return next(each for each in meshes if all(len(comm.hosts.groups(group)) == 1
+                                               for group in _in_world(each, comm, "shards")))
 
 
 def _elided(items):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rank_pool import on_ranks
 
 from refimpl.comm import FakeCommunicator
+from refimpl.comm.hosts.facts import Hosts
 from refimpl.mesh import AXES, LEVELS, Mesh
 
 KINDS, LARGE = (*AXES, *LEVELS), Mesh(dp=8, tp=4, pp=32)
@@ -180,3 +181,23 @@ def test_the_mesh_as_a_figure():
     assert Mesh(tp=2)._repr_png_().startswith(b"\x89PNG") and LARGE._repr_png_() is None
     with pytest.raises(ValueError, match="has 1024 ranks: expected at most 256 in a figure"):
         LARGE.draw()
+
+
+@pytest.mark.parametrize(("names", "axes", "shards"), [
+    ("aabb", {"dp": 4}, 2), ("aaaa", {"dp": 4}, 4), ("abbc", {"dp": 4}, 1), ("aabb", {"dp": 2, "tp": 2}, 1),
+    ("aaaabbbb", {"dp": 4, "tp": 2}, 2)])
+def test_shards_are_as_many_as_share_a_host(names, axes, shards):
+    comm = FakeCommunicator(0, len(names))
+    comm._hosts = Hosts([{"host": name, "address": name} for name in names])
+    mesh = Mesh(**axes, shards="host")
+    assert mesh.sizes["replicas"] == 1 and repr(mesh).endswith("shards=host)")
+    assert mesh.connect(comm).sizes["shards"] == shards
+
+
+def test_fast_axes_over_hosts_are_warned_of():
+    comm = FakeCommunicator(0, 4)
+    comm._hosts = Hosts([{"host": name, "address": name} for name in "abbc"])
+    with pytest.warns(UserWarning, match=r"tp: rank 0 \(a\) and rank 1 \(b\) are on several hosts"):
+        Mesh(dp=2, tp=2).connect(comm)
+    with pytest.warns(UserWarning, match=r"shards: rank 0 \(a\) and rank 1 \(b\) .* shards=\"host\""):
+        Mesh(dp=4, shards=2).connect(comm)

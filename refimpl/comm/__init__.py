@@ -17,8 +17,10 @@ Order of reading: `papers/collectives` (the idea in one screen), then
     timeline        what was computed, what was on the wire meanwhile, and what was waited for
     order           which collectives a rank has begun, in what order; two orders told apart
     records         the orders of ranks that hang, were killed, or returned too early
+    same_model      models that differ are named before they are cut
     texts           results and exceptions of each rank, told to all
-    torchrun        the same call under torchrun
+    torchrun        the same call under torchrun, SLURM and MPI
+    hosts/          ranks on several hosts: who is where, who differs, who failed
     drawing         collectives as a picture
     backend/        machinery: which tensors gloo and NCCL take, messages between ranks, the link's queues, sub-groups,
                     torch's versions

@@ -20,6 +20,7 @@ from ..ground.spans import started
 from ..ranks.errors import names
 from .backend import pairwise
 from .backend.buffers import IN_PLACE, Buffers
+from .backend.by_host import ByHost
 from .backend.groups import check_members, check_peer, host_group, new_group
 from .backend.tensors import NAMED, as_bytes, check_out, reduction
 from .backend.versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
@@ -58,8 +59,9 @@ class Communicator(Buffers):
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
         whole = self._nccl or phantom.pretending()  # messages would wait for ranks that are not there
+        messages = self._messages() if group is not None else pairwise
         self._gather, self._scatter = ((all_gather_single, reduce_scatter_single) if whole else
-                                       (pairwise.all_gather, pairwise.reduce_scatter))
+                                       (messages.all_gather, messages.reduce_scatter))
         if self._nccl and world_size > 1:
             self._meet()  # NCCL connects a group in its first call; if that were a send, it would wait for all ranks
 
@@ -241,6 +243,13 @@ class Communicator(Buffers):
 
     def __deepcopy__(self, memo):
         return self  # connections cannot be copied; so `memory.dry_run(step, comm)` counts in `comm` itself
+
+    def _messages(self):
+        """Return what moves chunks by messages: of several hosts with several ranks, each chunk once to each host."""
+        places = list(self.hosts.groups(self.ranks).values())
+        if len(places) == 1 or len(places) == self.world_size:
+            return pairwise
+        return ByHost([[self.ranks.index(rank) for rank in ranks] for ranks in places])
 
     # --- how a collective runs -----------------------------------------------------------------------------------
 

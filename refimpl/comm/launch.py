@@ -47,10 +47,13 @@ def launch(fn, world_size, *args, device=None, timeout=60, limit=None, debug=Non
     `world_size`, `device`, `timeout` or `limit`, and TypeError for an `fn` or argument that cannot be pickled; the
     message names the variable.
 
-    Under `torchrun` (RANK, WORLD_SIZE and MASTER_ADDR are in the environment) no process is started: each of its
-    workers calls `fn` in the world that torchrun made, over however many machines, and gets the results of all ranks.
-    `timeout` is then that of a single collective, `limit` has no effect, and torchrun ends the other ranks when one
-    fails; the error of a collective holds the last ones that its rank began.
+    Under `torchrun` (RANK, WORLD_SIZE and MASTER_ADDR are in the environment), and as one of several tasks of SLURM or
+    processes of MPI, no process is started: each calls `fn` in the world that is there, over however many hosts, and
+    gets the results of all ranks. Ranks that do not come together, or differ in a version or in the script, are named
+    by a RankError before `fn` is called. `timeout` is as above, but that what ranks print is no sign, and that a save
+    or a load may take half an hour; `limit` has no effect. When a rank fails, is killed, hangs or returns early, each
+    rank raises a RankError that names it and its host, and a rank that waits elsewhere is interrupted; one that is
+    stopped, or a host that is cut off, is named after 30 s without a word.
     """
     check(fn, world_size, timeout=timeout, limit=limit)
     world_size = int(world_size)

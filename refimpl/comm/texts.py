@@ -8,21 +8,26 @@ import json
 
 import torch
 
+from ..ranks.signs import patient
 from .errors import RankError
 
+FILES = 1800.0  # seconds that a rank may wait for its disk
 
-def gather_results(comm, work):
+
+def gather_results(comm, work, label=""):
     """Call `work()` on each rank and return [its result on each rank], on all ranks. Results pass through JSON.
 
-    If `work` raises on some ranks, all ranks raise: those ranks their own exception, the others a RankError that names
-    them. `work` must not call a collective.
+    `label`: what ranks have done that the others wait for, such as "save: files are written". A rank may take FILES
+    seconds for it. If `work` raises on some ranks, all ranks raise: those ranks their own exception, the others a
+    RankError that names them. `work` must not call a collective.
     """
     text = own = None
     try:
-        text = json.dumps([None, work()])
+        with patient(FILES):
+            text = json.dumps([None, work()])
     except Exception as error:
         own, text = error, json.dumps([f"{type(error).__name__}: {error}", None])
-    answers = [json.loads(each) for each in gather_texts(comm, text)]
+    answers = [json.loads(each) for each in gather_texts(comm, text, label)]
     if own:
         raise own
     failed = [rank for rank, (error, _) in enumerate(answers) if error]
@@ -39,11 +44,11 @@ def broadcast_text(comm, text=None, src=0):
     return _text(comm.host().broadcast(_tensor(text, int(length)), src))
 
 
-def gather_texts(comm, text):
+def gather_texts(comm, text, label=""):
     """Return [each rank's text], on all ranks."""
     text = text.encode()
-    lengths = comm.host().all_gather(torch.tensor([len(text)])).tolist()
-    rows = comm.host().all_gather(_tensor(text, max(lengths))[None])
+    lengths = comm.host().all_gather(torch.tensor([len(text)]), label=label).tolist()
+    rows = comm.host().all_gather(_tensor(text, max(lengths))[None], label=label)
     return [_text(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -22,8 +22,8 @@ from .hosts import joining, schedulers, sockets
 from .hosts.notes import Failure
 from .hosts.watch import Watch
 from .records import last_collectives, pages
+from .texts import FILES
 
-FILES = 1800.0  # seconds that a collective may take at most: others wait in it for a rank that saves or loads
 TRACE = 3000  # characters of the traceback that other ranks see
 FOLDER = os.path.dirname(__file__)
 

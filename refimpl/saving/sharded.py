@@ -85,7 +85,7 @@ def _begin(directory, step, lock):
 def _save(state, directory, name, description, reports, first):
     """Write on all ranks; then the `first` rank, with shared=False that of each host, makes it the saved state."""
     comm = state.comm
-    written = gather_results(comm, lambda: _write(state, directory / name))
+    written = gather_results(comm, lambda: _write(state, directory / name), "save: files that are written")
     _check_replicas(reports, [hashes for _, hashes in written])
     files = {file_of(rank): {**about, "pieces": report["pieces"]}
              for rank, ((about, _), report) in enumerate(zip(written, reports, strict=True))}
@@ -210,7 +210,7 @@ def load(state, directory, shared=None):
     folder = directory / manifest["folder"]
     validate_on_all(comm, lambda: check_files(state, path, folder, manifest, mine, hosts))
     with fetching.fetched(comm, hosts, folder, manifest, moves, lambda files: names_read(state, manifest, files)) as at:
-        gather_results(comm, lambda: _restore(state, at, manifest))
+        gather_results(comm, lambda: _restore(state, at, manifest), "load: files that are read")
     return manifest["step"]
 
 

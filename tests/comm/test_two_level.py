@@ -7,6 +7,7 @@ import torch
 from rank_pool import on_ranks
 
 from refimpl.comm import FakeCommunicator, Link, launch, ring_all_reduce, tree_all_reduce, two_level_all_reduce
+from refimpl.comm.hosts.facts import Hosts
 from refimpl.comm.traffic import Traffic
 from refimpl.comm.tree import tree_seconds, tree_traffic
 from refimpl.comm.two_level import levels, ring_seconds, two_level_seconds, two_level_traffic
@@ -98,3 +99,14 @@ def test_the_rings_bytes_are_those_of_two_levels_and_its_steps_are_more():
 def test_tree_and_ring_agree(comm):
     x = torch.arange(10.0) * (comm.rank + 1)
     assert torch.equal(ring_all_reduce(comm, x), tree_all_reduce(comm, x))
+
+
+@pytest.mark.parametrize(("names", "S"), [("aaaa", 4), ("aabb", 2), ("abbc", 1), ("abab", 1), ("aaabbb", 3)])
+def test_levels_follow_the_hosts(names, S):
+    comm = FakeCommunicator(0, len(names))
+    comm._hosts = Hosts([{"host": name, "address": name} for name in names])
+    intra, inter = levels(comm)
+    assert (intra.world_size, inter.world_size) == (S, len(names) // S)
+    if names == "abbc":
+        with pytest.warns(UserWarning, match=r"levels\(comm, 2\): rank 0 \(a\) and rank 1 \(b\) are on .*or give 1"):
+            levels(comm, 2)

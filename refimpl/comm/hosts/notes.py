@@ -4,6 +4,7 @@ The store outlives a rank, so what it has left there is read when it is gone. A 
 clock in it, since clocks of hosts differ: it has a count, and readers note when that last changed.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -106,10 +107,8 @@ class Own:
         if now - self._quiet_since > LOOK_AT_CHILDREN and now - self._children_at > LOOK_AT_CHILDREN:
             self._children_at, self._children = now, 0.0
             for child in self._process.children(recursive=True):
-                try:
+                with contextlib.suppress(psutil.Error):  # it has just ended
                     self._children += sum(child.cpu_times()[:2])
-                except psutil.Error:  # it has just ended
-                    continue
         mine = time.clock_gettime(time.pthread_getcpuclockid(self.writer)) if self.writer else 0.0
         return sum(times[:4]) + self._children - mine
 
