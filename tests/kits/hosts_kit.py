@@ -344,6 +344,7 @@ class Zygote:
         atexit.register(self.close)
 
     def close(self):
+        atexit.unregister(self.close)
         self._socket.close()
         self._process.wait()
 

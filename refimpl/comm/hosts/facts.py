@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ...ranks import RankError
-from ...ranks.report import names
+from ...ranks.errors import RankError, names
 
 PACKAGE = Path(__file__).resolve().parents[2]
 # What ranks have to have in common, with what to do where they have not.

@@ -14,7 +14,7 @@ import time
 
 import torch.distributed as dist
 
-from ...ranks import RankError
+from ...ranks.errors import RankError
 from .facts import Hosts, facts_here
 from .schedulers import PORT
 

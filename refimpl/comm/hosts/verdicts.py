@@ -3,7 +3,7 @@
 Each rank reads the same notes, so each comes to the same verdict; the first one that is written counts.
 """
 
-from ...ranks import RankError
+from ...ranks.errors import RankError
 from ..errors import CollectiveMismatch
 from ..records import deadlock, deserted, mismatch
 from .notes import Failure
