@@ -50,7 +50,7 @@ def ranks_of(model, parameters, comm):
         raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for one "
                         "process alone")
     ranks = _case(model, parameters, comm)
-    ranks.together = any(getattr(each, "sequence_is_split", False) for each in (
+    ranks.together = any(getattr(each, "_sequence_is_split", False) for each in (
         model, getattr(model, "model", None), getattr(model, "module", None)))
     return ranks
 

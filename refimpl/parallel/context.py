@@ -114,7 +114,7 @@ def context_parallel(model, attention):
     if not isinstance(attention, SequenceParallelAttention):
         raise TypeError(f"attention={attention!r}: expected a SequenceParallelAttention(comm), which also cuts the "
                         "tokens of each batch: attention.shard(tokens)")
-    if getattr(model, "sequence_is_split", False):
+    if getattr(model, "_sequence_is_split", False):
         raise ValueError(f"{type(model).__name__} has its sequence split already: expected a model that attends to the "
                          "tokens it is given")
     if isinstance(model, GPT):
@@ -131,7 +131,7 @@ def context_parallel(model, attention):
     else:
         raise ValueError(f"how {type(model).__name__} computes attention is not known: call attention(q, k, v, "
                          "causal=True) in its attention, and use attention.positions(length) for its positions")
-    model.sequence_is_split = True  # what `accumulate` asks: each micro-batch needs all ranks, with targets or not
+    model._sequence_is_split = True  # what `accumulate` asks: each micro-batch needs all ranks, with targets or not
     return model
 
 

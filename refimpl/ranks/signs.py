@@ -103,6 +103,7 @@ def patient(seconds):
     try:
         yield
     finally:
+        beat()  # before the patience ends: who reads its end sees this, too
         _patience = before
 
 

@@ -212,7 +212,7 @@ def test_engines_on_four_ranks_of_one_sequence():
 
 def unmarked(model, attention):
     """The mutant that does not say so: a rank does not run a micro-batch in which it has no target."""
-    context_parallel(model, attention).sequence_is_split = False
+    context_parallel(model, attention)._sequence_is_split = False
 
 
 def test_a_rank_without_targets_takes_part():

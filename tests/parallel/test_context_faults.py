@@ -104,7 +104,7 @@ def test_a_refusal_leaves_the_model_as_it_was(make, words):
     before = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
     with pytest.raises(ValueError, match=words):
         context_parallel(model, split())
-    assert not hasattr(model, "sequence_is_split") and not model._forward_pre_hooks
+    assert not hasattr(model, "_sequence_is_split") and not model._forward_pre_hooks
     assert before == [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
 
 

@@ -83,6 +83,7 @@ class Own:
 
     def refresh(self):
         """Bring it up to date; return whether the record has changed."""
+        given = patience()  # first: the record tells that it has ended
         now, note, content = time.monotonic(), self.note, bytes(self.record)
         digest = zlib.crc32(content)
         used = self._cpu_seconds(now)
@@ -94,7 +95,7 @@ class Own:
         changed, note.digest = digest != note.digest, digest
         note.count, note.quiet, note.doing, note.since = note.count + 1, now - self._quiet_since, doing, \
             now - self._doing_since
-        note.at, note.patience = self._stack() if note.quiet > 2 else "", patience()
+        note.at, note.patience = self._stack() if note.quiet > 2 else "", given
         return changed
 
     def packed_record(self):

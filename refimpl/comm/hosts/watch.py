@@ -36,7 +36,7 @@ class Watch:
         self.size, self._timeout, self._every = len(hosts.facts), timeout, max(EVERY, len(hosts.facts) / 64)
         self._own, self._others, self._records = Own(record, self.size), Others(), [b""] * self.size
         self.verdict = self._lost = None
-        self._known_at, self._suspicion, self._answered = 0.0, "", time.monotonic()
+        self._known_at, self._suspicion, self._idle, self._answered = 0.0, "", None, time.monotonic()
         self._terminated, self._terminated_at = terminated.Terminated(), 0.0
         self._asks = self._raises = self.interrupted = False  # for records; the main thread has come to its end
         self._wake, self._read, self._over = threading.Event(), threading.Condition(), threading.Event()
@@ -155,7 +155,7 @@ class Watch:
         if self._timeout == float("inf") or self._over.is_set():
             return
         me = self._own.note
-        found = verdicts.does_not_go_on(self._others, self.hosts, self._timeout, self._records_now())
+        found = self._twice(verdicts.does_not_go_on(self._others, self.hosts, self._timeout, self._records_now()))
         if not found and me.quiet > verdicts.SILENT / 3:
             found = verdicts.went_silent(self._others, self.hosts)
         if not found and self._judges():
@@ -167,6 +167,14 @@ class Watch:
             self._own.note.failure = found
             self._conclude(found)
             self._wake.set()
+
+    def _twice(self, found):
+        """Return a finding once each rank has said it again: a note may be older than what has just ended the wait."""
+        counts = [note.count for note in self._others.notes]
+        self._idle = (self._idle or counts) if found else None
+        again = found and all(now > before or note.returned for now, before, note in zip(
+            counts, self._idle, self._others.notes, strict=True))
+        return found if again else None
 
     def _weigh(self, found):
         """Take a failure that was written for the verdict. A rank that was ended by SIGTERM may not be the one that
