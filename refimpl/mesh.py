@@ -21,8 +21,6 @@ import math
 from dataclasses import dataclass
 from numbers import Integral
 
-from .comm.two_level import warn_of_crossing
-
 HOST = "host"
 ADVICE = {"tp": "its activations go to and fro in every layer: make tp divide the ranks of each host",
           "shards": "shards=\"host\" takes as many as share one"}
@@ -216,7 +214,8 @@ class ConnectedMesh(Mesh):
         super().__init__(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.shards)
         self.__dict__.update(comm=comm, here=self.coordinates(comm.rank), _made={})
         for kind in ("tp", *(("shards",) if self.shards else ())):
-            warn_of_crossing(comm, f"{mesh!r}, {kind}", _in_world(mesh, comm, kind), ADVICE[kind])
+            if comm.rank == 0:
+                comm.hosts.warn_of_crossing(f"{mesh!r}, {kind}", _in_world(mesh, comm, kind), ADVICE[kind])
         for kinds in (*((axis,) for axis in AXES), ("dp", "cp"), *((level,) for level in LEVELS)):
             self.get_parallel_group(*kinds)
 

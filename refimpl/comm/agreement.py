@@ -85,9 +85,10 @@ def check_phase(comm, phase, step, micro_batch, parts=(), written=None, settings
         raise CollectiveMismatch(f"ranks {differ} are elsewhere than rank {comm.ranks[0]}: {lines}. Each rank calls "
                                  "backward as often as the others before each step", differ)
     if any(each[2] != checks[0][2] for each in checks):
+        from .same_model import check_settings
+
         told = [json.loads(each) for each in gather_texts(comm, json.dumps([written, settings]))]
-        if other := other_settings(comm, [each for _, each in told]):
-            raise CollectiveMismatch(f"before {phase} in step {step}, {other[0]}", other[1])
+        check_settings(comm, [each for _, each in told], f"before {phase} in step {step}, ")
         others = [each for each, _ in told]
         for name in dict.fromkeys(name for each in others for name in each):
             if differ := comm.differing([each.get(name) for each in others]):
@@ -102,18 +103,6 @@ def check_phase(comm, phase, step, micro_batch, parts=(), written=None, settings
         raise CollectiveMismatch(f"before {phase} in step {step}, {text}\nEach rank has to run the same units in the "
                                  "same order: none may leave out a layer that others run (LayerDrop, an early exit)",
                                  differ)
-
-
-def other_settings(comm, settings):
-    """Return (text, ranks that differ) of the first setting that is not the same on all ranks, or None. `settings`:
-    {name: value} of each rank."""
-    for name in dict.fromkeys(name for each in settings for name in each):
-        values = [each.get(name) for each in settings]
-        if differ := comm.differing(values):
-            return (f"ranks {differ} have another {name} than rank {comm.ranks[0]}: "
-                    + "; ".join(f"rank {rank}: {value}" for rank, value in zip(comm.ranks, values, strict=True))
-                    + ". Each would train another model: give every rank the same"), differ
-    return None
 
 
 def used_on_any_rank(comm, parameters, used):

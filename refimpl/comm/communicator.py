@@ -20,13 +20,11 @@ from ..ground.spans import started
 from ..ranks.errors import names
 from .backend import pairwise
 from .backend.buffers import IN_PLACE, Buffers
-from .backend.by_host import ByHost
 from .backend.groups import check_members, check_peer, host_group, new_group
 from .backend.tensors import NAMED, as_bytes, check_out, reduction
 from .backend.versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
 from .backend.wire import Wire
 from .handle import Handle, landed
-from .hosts.facts import Hosts
 from .link import Link
 from .matching import CheckedReceive, check_match, send_header
 from .order import Order
@@ -49,7 +47,8 @@ class Communicator(Buffers):
                  pages=None, hosts=None):
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.ranks = tuple(ranks or range(world_size))
-        self._group, self._debug, self._parent, self._host, self._hosts = group, debug, parent, None, hosts
+        self._group, self._debug, self._parent, self._host = group, debug, parent, None
+        self._hosts = hosts if parent is None else parent._hosts
         self._pages = parent._pages if pages is None and parent is not None else iter(pages or ())  # for orders
         self.order = Order(next(self._pages, None)).name(zlib.crc32(getattr(group, "group_name", "").encode()),
                                                          names(self.ranks))
@@ -59,7 +58,11 @@ class Communicator(Buffers):
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
         whole = self._nccl or phantom.pretending()  # messages would wait for ranks that are not there
-        messages = self._messages() if group is not None else pairwise
+        messages = pairwise
+        if self._hosts is not None and self._hosts.several:
+            from .backend.by_host import ByHost
+
+            messages = ByHost.of(self) or pairwise
         self._gather, self._scatter = ((all_gather_single, reduce_scatter_single) if whole else
                                        (messages.all_gather, messages.reduce_scatter))
         if self._nccl and world_size > 1:
@@ -212,7 +215,9 @@ class Communicator(Buffers):
     def hosts(self):
         """On which host each rank of the world is, and what that host has (`hosts.facts.Hosts`)."""
         if self._hosts is None:
-            self._hosts = self._parent.hosts if self._parent is not None else Hosts.one(max(self.ranks) + 1)
+            from .hosts.facts import Hosts
+
+            self._hosts = Hosts.one(max(self.ranks) + 1)
         return self._hosts
 
     @property
@@ -243,13 +248,6 @@ class Communicator(Buffers):
 
     def __deepcopy__(self, memo):
         return self  # connections cannot be copied; so `memory.dry_run(step, comm)` counts in `comm` itself
-
-    def _messages(self):
-        """Return what moves chunks by messages: of several hosts with several ranks, each chunk once to each host."""
-        places = list(self.hosts.groups(self.ranks).values())
-        if len(places) == 1 or len(places) == self.world_size:
-            return pairwise
-        return ByHost([[self.ranks.index(rank) for rank in ranks] for ranks in places])
 
     # --- how a collective runs -----------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from .. import phantom
 from ..ranks import World, run
 from .communicator import Communicator
 from .records import deadlock, deserted, mismatch, pages, waits
-from .torchrun import inside_torchrun, run_under_torchrun
 
+# Variables of whoever has started this process among others: torchrun, SLURM, Open MPI, others' MPI.
+STARTED = {"RANK", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
 NCCL = "cpu:gloo,cuda:nccl"
 
 
@@ -59,10 +60,20 @@ def launch(fn, world_size, *args, device=None, timeout=60, limit=None, debug=Non
     world_size = int(world_size)
     timeout, limit = (float("inf") if seconds is None else float(seconds) for seconds in (timeout, limit))
     debug = os.environ.get("REFIMPL_COMM_DEBUG") == "1" if debug is None else bool(debug)
-    if inside_torchrun():
+    if STARTED & set(os.environ) and inside_torchrun():
+        from .torchrun import run_under_torchrun
+
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         return run_under_torchrun(fn, world_size, args, *place(ranks_here, device), timeout, debug)
     return run(fn, ConnectedWorld(*place(world_size, device), debug), args, timeout, limit)
+
+
+def inside_torchrun():
+    """Tell whether torchrun started this process, or SLURM or MPI among others, whose variables then become its."""
+    from .hosts import schedulers
+
+    os.environ.update(schedulers.variables())
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 class ConnectedWorld(World):

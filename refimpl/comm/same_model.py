@@ -13,7 +13,7 @@ import re
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .agreement import other_settings, texts_if_other
+from .agreement import texts_if_other
 from .errors import CollectiveMismatch
 from .texts import gather_texts
 
@@ -39,6 +39,26 @@ def check_same_model(comm, model, **also):
         text = f"{text}. {more[0]}"
     raise CollectiveMismatch(f"the models differ: {text}. Build the same modules, by the same code, with the same seed "
                              "or weights, on every rank", ranks)
+
+
+def check_settings(comm, settings, before="", common=False):
+    """Raise CollectiveMismatch if a setting is not the same on all ranks; from {name: value} of each. `common`: of
+    those that all have, as a stage of a pipeline may lack another's param group."""
+    names = set.intersection(*map(set, settings)) if common else set().union(*settings)
+    if other := other_settings(comm, [{name: each[name] for name in each if name in names} for each in settings]):
+        raise CollectiveMismatch(before + other[0], other[1])
+
+
+def other_settings(comm, settings):
+    """Return (text, ranks that differ) of the first setting that is not the same on all ranks, or None. `settings`:
+    {name: value} of each rank."""
+    for name in dict.fromkeys(name for each in settings for name in each):
+        values = [each.get(name) for each in settings]
+        if differ := comm.differing(values):
+            return (f"ranks {differ} have another {name} than rank {comm.ranks[0]}: "
+                    + "; ".join(f"rank {rank}: {value}" for rank, value in zip(comm.ranks, values, strict=True))
+                    + ". Each would train another model: give every rank the same"), differ
+    return None
 
 
 def text_of(model):

@@ -8,22 +8,21 @@ import json
 
 import torch
 
-from ..ranks.signs import patient
 from .errors import RankError
-
-FILES = 1800.0  # seconds that a rank may wait for its disk
 
 
 def gather_results(comm, work, label=""):
     """Call `work()` on each rank and return [its result on each rank], on all ranks. Results pass through JSON.
 
-    `label`: what ranks have done that the others wait for, such as "save: files are written". A rank may take FILES
-    seconds for it. If `work` raises on some ranks, all ranks raise: those ranks their own exception, the others a
+    `label`: what ranks have done that the others wait for, such as "save: files are written". A rank may take half
+    an hour for it. If `work` raises on some ranks, all ranks raise: those ranks their own exception, the others a
     RankError that names them. `work` must not call a collective.
     """
+    from .hosts.patience import patient
+
     text = own = None
     try:
-        with patient(FILES):
+        with patient():
             text = json.dumps([None, work()])
     except Exception as error:
         own, text = error, json.dumps([f"{type(error).__name__}: {error}", None])

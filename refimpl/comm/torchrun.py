@@ -18,23 +18,17 @@ from ..ranks.run import unpack
 from ..ranks.signs import RECORD, keep_record
 from ..ranks.worker import UnpicklableResult, from_distributed, pickled_result
 from .communicator import Communicator
-from .hosts import joining, schedulers, sockets
+from .hosts import joining, sockets
 from .hosts.notes import Failure
+from .hosts.patience import FILES
 from .hosts.watch import Watch
 from .records import last_collectives, pages
-from .texts import FILES
 
 TRACE = 3000  # characters of the traceback that other ranks see
 FOLDER = os.path.dirname(__file__)
 
 _hosts = None  # of the world, once its ranks have met
 _launches = itertools.count(1)
-
-
-def inside_torchrun():
-    """Tell whether torchrun started this process, or SLURM or MPI among others, whose variables then become its."""
-    os.environ.update(schedulers.variables())
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):

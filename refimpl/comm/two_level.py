@@ -12,8 +12,6 @@ with fewer steps. Its sum is that of a ring, in another order. As hybrid shardin
 distributed SGD" (Mikami et al. 2018), section 3.2, and NCCL's and Horovod's hierarchical all_reduce.
 """
 
-import warnings
-
 from torch.nn import functional as F
 
 from .traffic import Traffic, ring_traffic
@@ -30,8 +28,9 @@ def levels(comm, ranks_per_machine=None):
         S = ranks_in_a_row(comm)
     if not isinstance(S, int) or S < 1 or N % S:
         raise ValueError(f"ranks_per_machine={S!r} of {N} ranks: expected a divisor of {N}")
-    warn_of_crossing(comm, f"levels(comm, {S})", [comm.ranks[first:first + S] for first in range(0, N, S)],
-                     f"leave ranks_per_machine out, or give {ranks_in_a_row(comm)}")
+    if comm.rank == 0:
+        comm.hosts.warn_of_crossing(f"levels(comm, {S})", [comm.ranks[first:first + S] for first in range(0, N, S)],
+                                    f"leave ranks_per_machine out, or give {ranks_in_a_row(comm)}")
     first = comm.rank // S * S
     return comm.split(range(first, first + S)), comm.split(range(comm.rank % S, N, S))
 
@@ -42,15 +41,6 @@ def ranks_in_a_row(comm):
     N = comm.world_size
     return next(S for S in range(N, 0, -1) if N % S == 0 and not any(
         len(comm.hosts.groups(comm.ranks[first:first + S])) > 1 for first in range(0, N, S)))
-
-
-def warn_of_crossing(comm, what, groups, advice):
-    """Warn, on the first rank, if one of the groups (of ranks of the world) that should have fast links is on several
-    hosts."""
-    crossing = [group for group in groups if len(comm.hosts.groups(group)) > 1]
-    if crossing and comm.rank == 0:
-        warnings.warn(f"{what}: {comm.hosts.tell(crossing[0])} are on several hosts, and exchange over the cable what "
-                      f"is meant for the links within one; {advice}", stacklevel=3)
 
 
 def two_level_all_reduce(intra, inter, x, op="sum"):

@@ -22,7 +22,6 @@ TICKS = 0.02  # seconds: twice what CPU time is counted in
 
 
 _record = None  # of this process, if it is a rank
-_patience = 0.0  # seconds for which this process may do nothing at the moment
 
 
 class Signs:
@@ -92,21 +91,3 @@ def beat():
     if _record is not None:
         place = RECORD - BEATS.size
         BEATS.pack_into(_record, place, BEATS.unpack_from(_record, place)[0] + 1)
-
-
-@contextmanager
-def patient(seconds):
-    """Let this rank go without a sign for so long in this context, as it waits for a disk. Under torchrun alone: there
-    `timeout` is for what takes no disk."""
-    global _patience
-    before, _patience = _patience, max(seconds, _patience)
-    try:
-        yield
-    finally:
-        beat()  # before the patience ends: who reads its end sees this, too
-        _patience = before
-
-
-def patience():
-    """Return the seconds that `patient` has given this rank."""
-    return _patience

@@ -26,6 +26,18 @@ def test_who_is_elsewhere_is_named_on_all_ranks(comm):
         assert error.value.ranks == ranks
 
 
+@on_ranks(3)
+def test_other_settings_are_named_with_what_each_rank_has(comm):
+    settings = {"optimizer": "AdamW", "lr in param group 0": 0.1 + 0.1 * (comm.rank == 2)}
+    assert check_phase(comm, "step", 3, 1, settings={"optimizer": "AdamW"}) is None
+    words = r"ranks \[2\] have another lr in param group 0 than rank 0: rank 0: 0.1; rank 1: 0.1; rank 2: 0.2"
+    with pytest.raises(CollectiveMismatch, match=words) as error:
+        check_phase(comm, "step", 3, 1, settings=settings)
+    assert error.value.ranks == (2,)
+    with pytest.raises(CollectiveMismatch, match="another max_norm than rank 0: rank 0: None; rank 1: 1.0"):
+        check_phase(comm, "step", 3, 1, settings={"max_norm": 1.0} if comm.rank else {})
+
+
 def specs_of(*parameters):
     return [f"{spec_of(name, p)} {p.dtype}" for name, p in parameters]
 

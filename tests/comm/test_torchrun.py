@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from refimpl.comm import launch
+from refimpl.comm.torchrun import _local_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,3 +96,12 @@ def test_the_world_sizes_have_to_agree(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="world_size=2, but torchrun made a world of 4"):
         launch(print, 2)
+
+
+def test_ranks_on_gpus_have_to_know_which(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK=1 is set and LOCAL_RANK is not, so no rank knows its GPU"):
+        _local_rank(1, ["cuda:0", "cuda:1"])
+    assert _local_rank(1, ["cpu", "cpu"]) == _local_rank(1, ["cuda:0"]) == 0
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert _local_rank(5, ["cuda:0", "cuda:1"]) == 1

@@ -14,17 +14,8 @@ def there():
     return {child.pid for child in psutil.Process().children(recursive=True)}, mounts, socket.if_nameindex()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zygote_ends():
-    """Other folders' tests count what this process has started, too."""
-    yield
-    if zygote.cache_info().currsize:
-        zygote().close()
-        zygote.cache_clear()
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left(zygote_ends):
+def nothing_is_left():
     if missing():
         yield
         return

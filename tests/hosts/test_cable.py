@@ -45,8 +45,8 @@ launch(fn, N)
 
 
 @pytest.mark.parametrize("ranks", [(1, 2, 1), (3, 1), (4, 4), (2, 2)], ids=str)
-@pytest.mark.parametrize(("kind", "later"), [("all_gather", 0), ("all_gather", 1), ("reduce_scatter", 0),
-                                             ("reduce_scatter", 1), ("levels", 0)])
+@pytest.mark.parametrize(("kind", "later"), [("levels", 0), ("all_gather", 0), ("all_gather", 1),
+                                             ("reduce_scatter", 0), ("reduce_scatter", 1)])
 def test_a_chunk_goes_once_to_each_host(tmp_path, ranks, kind, later):
     names = ("hosta", "hostb", "hostc")[:len(ranks)]
     with Hosts(tmp_path / "h", *names) as hosts:

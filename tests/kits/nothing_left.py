@@ -7,6 +7,7 @@ import threading
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+import hosts_kit
 import psutil
 import pytest
 import rank_pool
@@ -22,9 +23,10 @@ servers = []  # fork servers that other tests use
 
 def find_processes():
     """Child processes of this one, at any depth; but for fork servers, which stay to be used again, the pool's ranks,
-    and Python's own tracker of resources, which stays once anybody has used multiprocessing."""
+    the process that forks ranks into hosts, and Python's own tracker of resources, which stays once anybody has used
+    multiprocessing."""
     pids = {server._process.pid for server in (forkserver._current, *servers) if server is not None}
-    pids |= {resource_tracker._resource_tracker._pid} | rank_pool.pids()
+    pids |= {resource_tracker._resource_tracker._pid} | rank_pool.pids() | hosts_kit.pids()
     return [child for child in psutil.Process().children(recursive=True) if child.pid not in pids]
 
 

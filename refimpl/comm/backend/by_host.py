@@ -38,6 +38,14 @@ class ByHost:
         self._here = {rank: ranks for ranks in places for rank in ranks}
         self._numbers, self._relays, self._thread = itertools.count(), queue.SimpleQueue(), None
 
+    @classmethod
+    def of(cls, comm):
+        """Return what serves a communicator; None if its hosts have one rank each, or it has one host."""
+        places = list(comm.hosts.groups(comm.ranks).values())
+        if len(places) in (1, comm.world_size):
+            return None
+        return cls([[comm.ranks.index(rank) for rank in ranks] for ranks in places])
+
     def relay(self, chunk, ranks):
         """Return which of a host's ranks takes a chunk for them: its own, or one in turn."""
         return chunk if chunk in ranks else ranks[chunk % len(ranks)]

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveMismatch
-from ..hosts.sockets import noted
 from .versions import all_gather_single
 
 
@@ -48,6 +47,8 @@ def _make(comm, members, most, backend=None):
         dist.new_group([comm.ranks[comm.rank]], use_local_synchronization=True)
     # By default torch would end a wait in a sub-group after half an hour, whatever the world's timeout is.
     timeout = comm._group._get_backend(comm._group._device_types[0]).options._timeout
+    from ..hosts.sockets import noted
+
     with noted():
         return dist.new_group([comm.ranks[rank] for rank in members], timeout, backend, use_local_synchronization=True)
 

@@ -7,6 +7,7 @@ import platform
 import re
 import socket
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -103,6 +104,12 @@ class Hosts:
             return match[0]
         hosts = ", ".join(self.groups(ranks))
         return f"{match[0]} on {hosts}" if rest.startswith(" (") else f"{match[0]} ({hosts})"
+
+    def warn_of_crossing(self, what, groups, advice):
+        """Warn if one of the groups, ranks of the world that should have fast links, is on several hosts."""
+        if self.several and (crossing := [group for group in groups if len(self.groups(group)) > 1]):
+            warnings.warn(f"{what}: {self.tell(crossing[0])} are on several hosts, and exchange over the cable what is "
+                          f"meant for the links within one; {advice}", stacklevel=3)
 
     def check(self):
         """Raise RankError, the same on all ranks, for what differs and must not."""

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 import psutil
 import torch
 
-from ...ranks.signs import IDLE_SHARE, RECORD, TICKS, patience
+from ...ranks.signs import IDLE_SHARE, RECORD, TICKS
 from ..records import waits_in
+from .patience import patience
 
 FRAMES = 4  # of the main thread's stack, where it is quiet
 LOOK_AT_CHILDREN = 5.0  # seconds

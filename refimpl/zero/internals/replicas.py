@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...comm import CollectiveMismatch, FakeCommunicator
-from ...comm.agreement import other_settings
 from ...comm.texts import gather_results
 from ..persistence import spec
 from ..store import DeviceMemory
@@ -31,11 +30,10 @@ def check_replicas(engine):
     rank of `world` holds what others do."""
     if engine.world is engine.comm or engine._steps % EVERY or isinstance(engine.world, FakeCommunicator):
         return
+    from ...comm.same_model import check_settings
+
     found = gather_results(engine.world, lambda: [settings_of(engine), _described(engine)])
-    common = set.intersection(*(set(settings) for settings, _ in found))  # a stage may lack another's param group
-    if other := other_settings(engine.world, [{name: settings[name] for name in settings if name in common}
-                                              for settings, _ in found]):
-        raise CollectiveMismatch(*other)
+    check_settings(engine.world, [settings for settings, _ in found], common=True)
     if text := difference([lines for _, lines in found]):
         raise CollectiveMismatch(*text)
 

@@ -3,7 +3,6 @@
 import torch
 
 from ...comm.agreement import check_model, check_same
-from ...comm.same_model import code_of, text_of
 from ...sharding import check_ranks
 from ..bucket import order_of
 
@@ -67,6 +66,8 @@ def _plain(value):
 def check_parts(engine):
     """Raise CollectiveMismatch if ranks with the same data do not train the same model; ValueError, on all ranks of a
     larger `world`, unless every element is on one rank, or on ranks that name each other as replicas."""
+    from ...comm.same_model import code_of, text_of
+
     comm, model, world = engine.comm, engine.model, engine.world
     specs = [engine.specs[name] for name, _ in model.named_parameters()]
     check_model(comm, [f"{spec.name} {spec.shape} {spec.offsets} {spec.lengths} {spec.fused} {p.dtype} {order_of(p)}"
