@@ -17,7 +17,8 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..ground.derivatives import refuse_transforms
+from ..ground.derivatives import TRANSFORMS, refuse_transforms
+from ..versions import minor_of
 from .call.arguments import INSTEAD, resolve, without_autocast
 from .call.band import tiles
 from .call.philox import dropped, dropped_bytes, runs_of
@@ -25,6 +26,7 @@ from .reference import AttentionBytes, resolve_shapes, wide_dtype
 from .tiled import check_sizes
 
 _checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Philox has no state
+KNOWS_TRANSFORMS = minor_of(torch.__version__) >= (2, 13)  # torch's checkpoint: Jvp and Vmap, and computes them right
 
 
 def memory_efficient_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0,
@@ -36,9 +38,12 @@ def memory_efficient_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=N
       sees are skipped.
 
     Raises as the reference does, ValueError for a chunk of no positive size, and RuntimeError under torch.func's grad,
-    vjp, jacrev and hessian, which know no recomputation.
+    vjp, jacrev and hessian, which know no recomputation; before torch 2.13 also under jvp, jacfwd and vmap.
     """
-    refuse_transforms("memory_efficient_attention", INSTEAD, refused=["Grad"])  # the others it computes right
+    if KNOWS_TRANSFORMS:
+        refuse_transforms("memory_efficient_attention", INSTEAD, refused=["Grad"])
+    else:
+        refuse_transforms("memory_efficient_attention", INSTEAD, (q_BHTD, k_BGSD, v_BGSD), TRANSFORMS)
     call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=dropout_p, seed=seed,
                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     key_chunk = default_key_chunk(k_BGSD.shape[2]) if key_chunk is None else key_chunk

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from refimpl.attention import flash_attention, memory_efficient_attention, reference_attention
 from refimpl.attention.flash import kernels_run_on
+from refimpl.attention.memory_efficient import KNOWS_TRANSFORMS
 from refimpl.attention.tiled import tiled_attention
 from refimpl.cross_entropy import chunked_linear_cross_entropy
 from refimpl.mlp import MemoryEfficientMLP
@@ -81,9 +82,10 @@ TRANSFORMS = {
     "jacobian": lambda f, *x: functional.jacobian(f, tuple(x)),
     "vectorized jacobian": lambda f, *x: functional.jacobian(f, tuple(x), vectorize=True),
     "autograd's hessian": lambda f, *x: functional.hessian(loss(f), tuple(x))}
+BY_VERSION = set() if KNOWS_TRANSFORMS else {"jvp", "jacfwd", "vmap", "forward mode"}
 RIGHT = {name: {"jacobian"} for name in FUNCTIONS} | {
     "memory_efficient_attention": TRANSFORMS.keys() - {"grad", "vjp", "jacrev", "hessian", "grad of grad",
-                                                       "vmap of grad"}}
+                                                       "vmap of grad"} - BY_VERSION}
 RIGHT_FOR_KERNELS = {"vmap", "is_grads_batched", "jacobian", "vectorized jacobian"}
 
 
