@@ -308,7 +308,7 @@ class Run:
 def _environment():
     kept = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH") if key in os.environ}
     return {**kept, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'kits'}", "OMP_NUM_THREADS": "1", "TMPDIR": "/tmp",
-            "OMP_WAIT_POLICY": "passive"}
+            "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _child_of(pid):

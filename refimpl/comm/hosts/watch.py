@@ -35,6 +35,7 @@ class Watch:
         self._main_store, self._again, self.rank, self.hosts = store, again, rank, hosts
         self.size, self._timeout, self._every = len(hosts.facts), timeout, max(EVERY, len(hosts.facts) / 64)
         self._own, self._others, self._records = Own(record, self.size), Others(), [b""] * self.size
+        self._spins = "nccl" in hosts.facts[rank].get("backend", "")  # who waits for a GPU is never quiet
         self.verdict = self._lost = None
         self._known_at, self._suspicion, self._idle, self._answered = 0.0, "", None, time.monotonic()
         self._terminated, self._terminated_at = terminated.Terminated(), 0.0
@@ -156,7 +157,7 @@ class Watch:
             return
         me = self._own.note
         found = self._twice(verdicts.does_not_go_on(self._others, self.hosts, self._timeout, self._records_now()))
-        if not found and me.quiet > verdicts.SILENT / 3:
+        if not found and (self._spins or me.quiet > verdicts.SILENT / 3):
             found = verdicts.went_silent(self._others, self.hosts)
         if not found and self._judges():
             suspicion = verdicts.stuck(self._others.notes, self._records_now(), self.hosts)
@@ -210,7 +211,8 @@ class Watch:
             note = self._own.note
             if self._lost or time.monotonic() - self._answered > 4 * self._every:
                 self._own.refresh()  # the other thread waits for the store, or has ended
-                if self._store_is_lost() and note.quiet > verdicts.SILENT and self._timeout < float("inf"):
+                quiet = self._spins or note.quiet > verdicts.SILENT
+                if self._store_is_lost() and quiet and self._timeout < float("inf"):
                     self._conclude(self._without_store())
             if self.verdict is None or self._raises or note.returned:
                 continue
