@@ -69,7 +69,7 @@ def test_an_own_name_that_stands_for_itself_alone(tmp_path):
     for each in done.values():
         assert "RankError: rank 1 (hostb): there the host's own name stands for 127.0.1.1, which other hosts cannot " \
                "reach (\"Connection refused\" would follow). Set GLOO_SOCKET_IFNAME to the interface" in each.text
-    assert "(eth0), or let /etc/hosts" in done["hostb"].text
+        assert "(eth0), or let /etc/hosts" in each.text
     done = said(tmp_path / "set", own_address={"hostb": "127.0.1.1"}, GLOO_SOCKET_IFNAME="eth0")
     assert {each.code for each in done.values()} == {0}
 

@@ -29,7 +29,8 @@ def facts_here(rank, world_size, backend, address):
     return {"rank": rank, "host": socket.gethostname(), "address": address, "pid": os.getpid(),
             "world_size": world_size, "ranks_here": int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
             "python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__.partition("+")[0],
-            "refimpl": _digest_of_package(), "backend": backend, "script": _digest_of_script(), "named": own_address()}
+            "refimpl": _digest_of_package(), "backend": backend, "script": _digest_of_script(), "named": own_address(),
+            "interface": interface_of(address)}
 
 
 @functools.cache
@@ -127,12 +128,12 @@ class Hosts:
             raise RankError(
                 f"{self.tell(astray)}: there the host's own name stands for {first['named'] or 'no address'}, which "
                 "other hosts cannot reach (\"Connection refused\" would follow). Set GLOO_SOCKET_IFNAME to the "
-                f"interface that leads to the others ({interface_of(first['address'])}), or let /etc/hosts say its "
+                f"interface that leads to the others ({first['interface']}), or let /etc/hosts say its "
                 "address in place of 127.0.1.1", astray)
 
 
 def interface_of(address):
-    """Return the name of this host's interface with an address; of another host's, how to find it."""
+    """Return the name of this host's interface with an address, or how to find it."""
     import psutil
 
     found = [name for name, all_of in psutil.net_if_addrs().items() if address in (each.address for each in all_of)]

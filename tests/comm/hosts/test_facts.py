@@ -5,7 +5,7 @@ import pytest
 from refimpl.comm import FakeCommunicator, RankError
 from refimpl.comm.hosts.facts import ALIKE, Hosts
 
-SAME = dict.fromkeys(ALIKE, "1") | {"named": "10.0.0.1"}
+SAME = dict.fromkeys(ALIKE, "1") | {"named": "10.0.0.1", "interface": "eth0"}
 
 
 def hosts(*names, **more):
