@@ -59,7 +59,7 @@ def test_a_caller_who_cannot_print_gets_that_error_and_no_process_is_left(proces
         print("something")
         time.sleep(1000)
 
-    closed = mock.Mock(write=mock.Mock(side_effect=BrokenPipeError("nobody reads")))
+    closed = mock.Mock(encoding="utf-8", write=mock.Mock(side_effect=BrokenPipeError("nobody reads")))
     with contextlib.redirect_stdout(closed), pytest.raises(BrokenPipeError, match="nobody reads"):
         launch(fn, 3)
     assert processes_left() == []
