@@ -1,15 +1,13 @@
 """Says which ranks are on one host, and so see the same files."""
 
 import contextlib
-import socket
 
-from ..comm.texts import gather_results
 from .manifest import SavedStateError
 
 
 def hosts_of(comm):
-    """Return [the name of each rank's host]. All ranks call it."""
-    return gather_results(comm, socket.gethostname)
+    """Return [the name of each rank's host], with its address where two have one name."""
+    return [comm.hosts.of(rank) for rank in comm.ranks]
 
 
 def on_host(hosts, host):

@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 from ..comm.texts import gather_results
+from . import hosts as of_ranks
 from . import own_disks
 from .durable import make_folder
-from .hosts import hosts_of, named
+from .hosts import named
 from .manifest import NAME
 
 WAIT = 10.0  # seconds: a network file system may answer from its cache for so long
@@ -27,7 +28,7 @@ def check_shared(comm, folder, seconds=WAIT):
 
     Rank 0 makes a file, and the folder if it is not there. The others look for that file for up to `seconds`.
     """
-    folder, hosts, made = Path(folder).absolute(), hosts_of(comm), []
+    folder, hosts, made = Path(folder).absolute(), of_ranks.hosts_of(comm), []
     try:
         name = gather_results(comm, lambda: _make_probe(folder, made) if comm.rank == 0 else None)[0]
         answers = gather_results(comm, lambda: _look(folder / name, seconds))

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import shutil
-import socket
 from unittest import mock
 
 from rank_pool import pooled
@@ -22,9 +21,8 @@ def host_of(rank, per_host):
 @contextlib.contextmanager
 def on_hosts(comm, per_host, folder):
     """In a rank: so many ranks share a host's name, and a disk. Gives the folder, by the path that it has there."""
-    name = host_of(comm.rank, per_host)
-    with mock.patch.object(socket, "gethostname", lambda: name):
-        yield folder / name / "saved"
+    with threads_on_hosts(per_host):
+        yield folder / host_of(comm.rank, per_host) / "saved"
 
 
 @contextlib.contextmanager
