@@ -13,6 +13,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from .. import phantom
 from ..ranks import RankError
 from ..ranks.run import unpack
 from ..ranks.signs import RECORD, keep_record
@@ -45,6 +46,8 @@ def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
     device = torch.device(devices[_local_rank(rank, devices)])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if phantom.pretending():
+        return _run_pretended(fn, rank, world, args, device, backend, debug)
     store = store_of(rank, world)
     if _hosts is None:
         _hosts = joining.meet(store, rank, world, backend)
@@ -64,6 +67,19 @@ def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
             raise_for(error, watch, rank, record)
             raise
     return [unpack(rank, result) for rank, result in enumerate(results)]
+
+
+def _run_pretended(fn, rank, world, args, device, backend, debug):
+    """Run `fn` as one rank of a world whose others are not there: there is nobody to meet, or to watch."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    comm = Communicator(rank, world, device, dist.group.WORLD, debug=debug, pages=pages(bytearray(RECORD)))
+    try:
+        value = pickled_result(fn(comm, *args))
+    except Exception as error:
+        raise RankError(f"rank {rank} raised {type(error).__name__}: {error}", [rank]) from error
+    return [unpack(each, value) for each in range(world)]
 
 
 def _local_rank(rank, devices):
