@@ -268,8 +268,8 @@ def in_two_workers(folder, *options):
     (folder / "test_b.py").write_text(BESIDE + IN_THE_OTHER)
     workers = re.search(r"-n 2[-a-z ]+", (ROOT / "Makefile").read_text())[0].split()
     command = [sys.executable, "-m", "pytest", "-p", "xdist", *workers, "-p", "no:cacheprovider", *options, "."]
-    done = subprocess.run(command, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, cwd=folder,
-                          capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
+                          cwd=folder, capture_output=True, text=True)
     ran = [line.split() for line in (folder / "ran").read_text().splitlines()]
     return done.stdout + done.stderr, [(name, float(start), float(end)) for name, start, end in ran]
 

@@ -1,6 +1,7 @@
 """What a push runs: a draw of fixed size that covers; and the table of what a run took."""
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -223,7 +224,8 @@ def test_a_push_is_drawn_by_pytest(tmp_path):
     """By the real hooks: two runs draw the same, which is less than everything, and its times are written."""
     def collected(*options):
         done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", *options, "tests/test_floors.py",
-                               "tests/accumulation"], cwd=ROOT, capture_output=True, text=True)
+                               "tests/accumulation"], cwd=ROOT, capture_output=True, text=True,
+                              env=os.environ | {"PYTEST_ADDOPTS": ""})
         return [line for line in done.stdout.splitlines() if "::" in line]
 
     everything, push = collected(), collected("--tier", "push")
