@@ -1,13 +1,13 @@
 """The command line: `refimpl`, or `python -m refimpl`."""
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
 import torch
 
 from .allocator import command as replay
-from .bench import __main__ as bench
 from .elsewhere.text import one_line, print_raw, print_text
 from .estimate import command as estimate
 from .explain import check
@@ -28,6 +28,15 @@ class Parser(argparse.ArgumentParser):
             print_raw(message, file or sys.stderr, end="")
 
 
+def benchmarks(checkout=Path(__file__).parents[1]):
+    """Return the command of the benchmarks, which a checkout has beside the package. Exits where there are none."""
+    if not (checkout / "benchmarks" / "__main__.py").exists():
+        sys.exit("refimpl bench: the benchmarks are not in the installed package. They are in the folder benchmarks/ "
+                 "of the repository: clone it, and run `refimpl bench` there")
+    sys.path.insert(0, str(checkout))  # before a benchmarks/ of the caller's
+    return importlib.import_module("benchmarks.__main__")
+
+
 def main(arguments=None):
     """Run the command in `arguments` (default: the shell's). Without a command, print the help."""
     called = "refimpl" if Path(sys.argv[0]).name == "refimpl" else "python -m refimpl"
@@ -37,8 +46,10 @@ def main(arguments=None):
     benches = commands.add_parser("bench", help="run a technique beside its peer, and print or record the readings",
                                   description="Run a technique beside its peer.",
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    bench.add_arguments(benches)
-    benches.set_defaults(run=bench.run, parser=benches)
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["bench"]:
+        bench = benchmarks()
+        bench.add_arguments(benches)
+        benches.set_defaults(run=bench.run, parser=benches)
     replays = commands.add_parser("replay", help="replay a CUDA memory snapshot: what is reserved, and why a request "
                                   "failed", description="Replay a CUDA memory snapshot on the caching allocator.")
     replay.add_arguments(replays)

@@ -81,7 +81,7 @@ def imported_by_ranks():
     """Return the modules that tests have imported by now, and that the process which forks ranks imports once for all:
     in each rank transformers would take 1.7 s of a core, and refimpl.zero 0.17 s."""
     names = [name for name in sys.modules if name.split(".")[0] in ("refimpl", "outside", "peft")
-             and not name.startswith(("refimpl.bench", "refimpl.exercises", "refimpl.cli"))]
+             and not name.startswith(("benchmarks", "exercises", "refimpl.cli"))]
     if "outside.models" in names:
         names += ["timm", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
     if "adapters_kit" in sys.modules:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from allocator_kit import random_trace
 
+from benchmarks import NAMES, record
 from refimpl import allocator, cli
-from refimpl.bench import NAMES, record
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +32,7 @@ def test_the_installed_command_is_the_same(monkeypatch, capsys):
 
 def test_bench_runs_a_bench(monkeypatch, capsys):
     rows = [record.row("ours", "theirs", "s", 1.0, 2.0)]
-    monkeypatch.setattr(importlib.import_module("refimpl.bench.comm"), "run", lambda device: ({}, rows))
+    monkeypatch.setattr(importlib.import_module("benchmarks.comm"), "run", lambda device: ({}, rows))
     cli.main(["bench", "comm"])
     assert capsys.readouterr().out.splitlines()[-1].split() == "ours 1 s theirs 2 s 0.5000".split()
 
@@ -42,6 +42,12 @@ def test_its_help_describes_every_bench(capsys):
         cli.main(["bench", "--help"])
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert done.value.code == 0 and [[name, line] for name, line in NAMES.items()] == lines[-len(NAMES) - 1 : -1]
+
+
+def test_an_installed_package_says_where_the_benchmarks_are(tmp_path):
+    with pytest.raises(SystemExit) as done:
+        cli.benchmarks(tmp_path)
+    assert "benchmarks/ of the repository" in done.value.code and "\n" not in done.value.code
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

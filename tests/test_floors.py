@@ -11,14 +11,13 @@ from tools import closures
 
 PACKAGE = Path(__file__).parent.parent / "refimpl"
 TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_length", "activations", "attention",
-              "cross_entropy", "mlp", "zero", "offload", "parallel", "compression", "allocator"}
+              "cross_entropy", "mlp", "zero", "offload", "tensor", "context", "pipeline", "compression", "allocator"}
 FLOORS = {**dict.fromkeys(("versions", "phantom", "ground", "papers", "elsewhere"), 0),
           **dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
-                           "unseen", "feed_forward", "saving"), 2),
+                           "unseen", "feed_forward", "saving", "proof"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
-           **dict.fromkeys(("bench", "exercises", "engine", "planner", "estimate", "explain", "rehearse", "cli",
-                            "__main__"), 4)}
+          **dict.fromkeys(("engine", "planner", "estimate", "explain", "rehearse", "cli", "parallel", "__main__"), 4)}
 GROUND = {"comm": {"ranks", "memory"}, "memory": set(), "ranks": {"memory"}}  # what stands on what on floor 1
 
 
@@ -68,10 +67,10 @@ def test_imports_go_down():
 
 
 @pytest.mark.parametrize(("text", "found"), [
-    ("from ..zero import Zero1", {"zero"}), ("from .. import bench", {"bench"}),
+    ("from ..zero import Zero1", {"zero"}), ("from .. import engine", {"engine"}),
     ("import refimpl.zero.zero1", {"zero"}),
     ("def f():\n    from ..model import GPT", {"model"}), ("from .schedule import x\nimport torch", {"checkpointing"}),
-    ("from refimpl.bench.record import row", {"bench"})])
+    ("from refimpl.engine.dry import x", {"engine"})])
 def test_an_import_is_found_wherever_it_stands(text, found, tmp_path):
     path = tmp_path / "refimpl" / "checkpointing" / "region.py"
     path.parent.mkdir(parents=True)
@@ -81,12 +80,12 @@ def test_an_import_is_found_wherever_it_stands(text, found, tmp_path):
 
 @pytest.mark.parametrize(("here", "there", "words"), [
     ("zero", "checkpointing", "does not import another"), ("memory", "comm", "does not stand on"),
-    ("model", "zero", "above"), ("attention", "bench", "above"), ("zero", "unheard_of", "no floor")])
+    ("model", "zero", "above"), ("attention", "engine", "above"), ("zero", "unheard_of", "no floor")])
 def test_what_runs_upward_or_across_is_named(here, there, words):
     assert words in wrong(here, there)
 
 
-LIGHT = ("zero", "parallel", "parallel.pipeline", "attention", "offload", "comm", "cross_entropy", "checkpointing",
+LIGHT = ("zero", "tensor", "context", "pipeline", "attention", "offload", "comm", "cross_entropy", "checkpointing",
          "allocator", "accumulation", "mesh")
 HEAVY = {"matplotlib", "PIL", "transformers", "peft", "timm", "refimpl.memory.tracker"}
 

@@ -17,7 +17,7 @@ import nbformat
 import psutil
 import pytest
 
-from refimpl.bench import NAMES, smoke
+from benchmarks import NAMES, smoke
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,7 +26,7 @@ class cuda:
     is_available = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 0)
 """
-# A row at once, and then what it was told to do; each row is on disk before the next is read, as in refimpl.bench.
+# A row at once, and then what it was told to do; each row is on disk before the next is read, as in benchmarks.
 BENCH = """
 import json, os, pathlib, sys, time
 name, out = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--out") + 1]) / "cpu"
@@ -59,7 +59,7 @@ def checkout(tmp_path):
     assert changed == 1
     tool.write_text(text)
     for name, text in {"torch.py": TORCH, "triton.py": "__version__ = '0'\n", "refimpl/__init__.py": "",
-                       "refimpl/bench/__init__.py": "", "refimpl/bench/__main__.py": BENCH,
+                       "benchmarks/__init__.py": "", "benchmarks/__main__.py": BENCH,
                        "tests/gpu/test_one.py": "def test_it():\n    pass\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -207,7 +207,7 @@ def test_a_run_that_is_cut_has_written_what_it_had(how, checkout):
     run.communicate(timeout=30)
     assert rows(checkout) == {"smoke.json": 2, "attention.json": 2, "meter.partial.json": 1}
     if how == signal.SIGKILL:  # nobody was left to end the job
-        subprocess.run(["pkill", "-KILL", "-f", f"refimpl.bench meter --record --out {checkout}"], check=True)
+        subprocess.run(["pkill", "-KILL", "-f", f"benchmarks meter --record --out {checkout}"], check=True)
     assert "attention" in (checkout / "out" / "summary.txt").read_text()
 
 

@@ -84,3 +84,14 @@ def test_git_ignores_them_and_every_page_can_be_copied(tmp_path):
     for each in sorted((ROOT / "notebooks").glob("*.ipynb")):
         copy = learn.copy_page(each, tmp_path)
         assert sources(copy) == sources(each)
+
+
+def test_a_copy_reaches_the_graders(tmp_path):
+    link = tmp_path / "learn" / "exercises"
+    for _ in range(2):
+        learn.reach_exercises(tmp_path / "learn")
+        assert (link / "zero_3.py").exists()
+    link.unlink()
+    link.symlink_to(tmp_path / "moved")  # a checkout that is elsewhere now
+    learn.reach_exercises(tmp_path / "learn")
+    assert (link / "zero_3.py").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.record import measurement
 from refimpl import cli
 from refimpl.attention import (
     attention_flops,
@@ -18,8 +19,8 @@ from refimpl.attention import (
 )
 from refimpl.attention.cache import DEEPSEEK, HEADS, LAYERS, gqa_cache_bytes, mla_cache_bytes
 from refimpl.attention.kernels import configs
-from refimpl.bench.record import measurement
 from refimpl.comm import FakeCommunicator, ring_traffic
+from refimpl.context.closed_forms import attention_traffic, context_activation_bytes, idle_share
 from refimpl.cross_entropy import chunked_cross_entropy_bytes, plain_cross_entropy_bytes
 from refimpl.engine.closed_forms import axis_traffic, rank_bytes
 from refimpl.engine.refused import bytes_sent
@@ -29,10 +30,9 @@ from refimpl.mesh import Mesh
 from refimpl.mlp import mlp_bytes, plain_mlp_saved_bytes
 from refimpl.model import GPT, GPTConfig
 from refimpl.offload.closed_forms import cpu_adam_bytes, cpu_adam_traffic, host_store_traffic
-from refimpl.parallel import tensor_parallel
-from refimpl.parallel.closed_forms import ON_ALL_RANKS, block_traffic
-from refimpl.parallel.context_forms import attention_traffic, context_activation_bytes, idle_share
-from refimpl.parallel.pipeline import Costs, in_flight, schedule, simulate, validate
+from refimpl.pipeline import Costs, in_flight, schedule, simulate, validate
+from refimpl.tensor import tensor_parallel
+from refimpl.tensor.closed_forms import ON_ALL_RANKS, block_traffic
 from refimpl.zero.bucket import buckets_of, default_bucket_bytes
 from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
 from refimpl.zero.quantized import BlockCodec

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "refimpl"
-STARTS = {"zero/zero1": (55, 5650, 96), "attention/flash": (22, 2800, 30), "parallel/linear": (32, 4000, 108),
+STARTS = {"zero/zero1": (55, 5650, 96), "attention/flash": (22, 2800, 30), "tensor/linear": (32, 4000, 108),
           "accumulation/accumulate": (30, 3000, 53)}  # files, lines, loaded: at most
 
 

@@ -125,7 +125,7 @@ def jobs_of(step: str, measurements: Path, seconds: float) -> dict[str, list[str
         pages = sorted(ROOT.glob("notebooks/*.ipynb"))
         return {page.stem: [*nbval, str(page.relative_to(ROOT)), f"--junitxml={BUILD}/{page.stem}.xml"]
                 for page in pages}
-    return {step: [sys.executable, "-m", "refimpl.bench", step, "--record", "--out", str(measurements)]}
+    return {step: [sys.executable, "-m", "benchmarks", step, "--record", "--out", str(measurements)]}
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nbformat
 
+EXERCISES = Path(__file__).resolve().parents[1] / "notebooks" / "exercises"
 KEY = "refimpl_page"  # in a copy's metadata: the SHA-256 of the page that it was made of
 
 
@@ -61,11 +62,21 @@ def numbered(notebook: nbformat.NotebookNode, page: Path, folder: Path) -> Path 
     raise FileExistsError(f"{folder} has 999 copies of {page.name}: remove those that you do not need")
 
 
+def reach_exercises(folder: Path) -> None:
+    """Let pages in `folder` import the graders, as the pages beside notebooks/exercises do."""
+    link = folder / "exercises"
+    if not link.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)  # of a checkout that was moved
+        link.symlink_to(EXERCISES, target_is_directory=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="the folder that the copies go into")
     chosen = parser.parse_args()
+    reach_exercises(chosen.out)
     for page in chosen.pages:
         written = copy_page(page, chosen.out)
         if written is not None and written.name != page.name:

@@ -22,8 +22,8 @@ import torch
 
 from ..comm.traffic import ring_traffic
 from ..ground.ledger import Ledger
-from ..parallel.closed_forms import split_block_terms
-from ..parallel.pipeline.partition import balanced
+from ..pipeline.partition import balanced
+from ..tensor.closed_forms import split_block_terms
 
 SUMS = 4  # fp32 numbers of each token that the loss sends: a maximum, and three sums
 STATES = {4: 8, 2: 12}  # bytes of Adam for a parameter of so many: two moments; in 16 bits an fp32 master, too
@@ -63,7 +63,7 @@ def axis_traffic(config, mesh, pp, rows, micro_batches, *, dtype=torch.float32, 
     """Predict {axis: bytes} that a rank of stage `pp` sends in a step, over tp, pp and dp, without checks and padding.
 
     `rows`: of a place on dp. The mesh's tp has to divide heads and vocabulary, its cp the tokens; cp itself is
-    `parallel.context_forms`'.
+    `context.closed_forms`'.
     """
     part, e = parts_of(config, mesh.pp)[pp], dtype.itemsize
     tokens = rows // micro_batches * config.context_length // mesh.cp

@@ -5,8 +5,8 @@ import itertools
 
 from torch import nn
 
-from ..parallel.pipeline.stages import Elsewhere, part_of, stage_of
-from ..parallel.pipeline.tied import shared
+from ..pipeline.stages import Elsewhere, part_of, stage_of
+from ..pipeline.tied import shared
 from ..sharding import names_of, room_of, set_apart, set_spec, spec_of
 
 

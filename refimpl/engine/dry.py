@@ -18,9 +18,9 @@ import torch
 
 from ..comm import FakeCommunicator, Traffic
 from ..ground.ledger import Ledger
-from ..parallel.pipeline import schedule as schedule_of
-from ..parallel.pipeline import validate
-from ..parallel.pipeline.partition import cuts
+from ..pipeline import schedule as schedule_of
+from ..pipeline import validate
+from ..pipeline.partition import cuts
 from .together import ADAMW, together
 
 WHOLE = "all"  # of the mesh: norms, losses, checks

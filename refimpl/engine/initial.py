@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from ..ground.tensors import is_dry
 from ..model import GPT
-from ..parallel.pipeline import build
+from ..pipeline import build
 from ..sharding import spec_of
 
 

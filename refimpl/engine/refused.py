@@ -15,8 +15,8 @@ What stages 2 and 3 save there, a pipeline's layers over p ranks have saved alre
 from torch import nn
 
 from ..mesh import ConnectedMesh
-from ..parallel.pipeline.instructions import INPUT
-from ..parallel.pipeline.stages import stage_of
+from ..pipeline.instructions import INPUT
+from ..pipeline.stages import stage_of
 
 
 def units_sent(stage, micro_batches):

@@ -24,16 +24,17 @@ import torch
 
 from ..checkpointing import recompute as recompute_each
 from ..comm.same_model import check_same_model
+from ..context import SequenceParallelAttention, context_parallel
 from ..ground.tensors import is_dry
 from ..model import GPT
-from ..parallel import SequenceParallelAttention, context_parallel, tensor_parallel
-from ..parallel.pipeline import PipelineParallelStage
-from ..parallel.pipeline import schedule as schedule_of
-from ..parallel.pipeline.batches import count_targets
-from ..parallel.pipeline.partition import cuts
-from ..parallel.plan import region_of
-from ..parallel.proof.loss import prove_loss
-from ..parallel.sequence import split_tokens
+from ..pipeline import PipelineParallelStage
+from ..pipeline import schedule as schedule_of
+from ..pipeline.batches import count_targets
+from ..pipeline.partition import cuts
+from ..proof.loss import prove_loss
+from ..tensor import tensor_parallel
+from ..tensor.plan import region_of
+from ..tensor.sequence import split_tokens
 from ..zero import DataParallel, Zero1, Zero2, Zero3
 from .division import Division, layers_of
 from .initial import FromFile, FromRandom, give_values, on_meta

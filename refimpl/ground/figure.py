@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..ground.ledger import CATEGORIES, Ledger, human
+from .ledger import CATEGORIES, Ledger, human
 
 # After Okabe and Ito's palette, told apart with any colour vision. A category that somebody marked takes a grey.
 COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#F0E442", "#009E73", "#7A6A9B", "#D55E00"),

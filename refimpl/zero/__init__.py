@@ -17,14 +17,12 @@ a bucket is full, stage 2 holds its whole gradients.
 Order of reading: `papers/zero` (the idea in one screen), then `bucket` (parameters side by side), `engine` (what a step
 is), `reducer` (gradients on their way) and `data_parallel` (averaged whole), `zero1` with `update` (the optimizer on
 shards), `zero2` (gradients in shards), `zero3` (parameters in shards) with `sharded_parameters`, `units` (which modules
-go together), `gathering` (which are whole at the moment), `backwards` (when a unit's backward ends), `casts`
-(autocast's copies of weights) and `starting` (a model that never exists whole), `hybrid` (states cut among the ranks of
-one machine alone), `closed_forms` (bytes and traffic of all of them).
+go together), `gathering` (which are whole at the moment), `hybrid` (states cut among the ranks of one
+machine alone), `closed_forms` (bytes and traffic of all of them).
 
 Seams: an engine is `forward`, `backward(output, gradient=None)`, `step`, `no_sync` and `shards()`. `store` says where
 shards stay and `update` where they are updated, for offload; `world` has the other ranks that hold parts of the model,
-for tensor and pipeline parallelism; `shards` and `replicas` are two levels of data parallelism, as a mesh has them;
-`persistence` hands all of it to `refimpl.saving`. `timeline` draws which collectives overlap with which computation.
+for tensor and pipeline parallelism; `shards` and `replicas` are two levels of data parallelism, as a mesh has them.
 Machinery is one level down, in `internals`.
 """
 

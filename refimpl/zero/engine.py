@@ -16,20 +16,20 @@ import torch
 from ..comm.agreement import check_phase, check_same, used_on_any_rank
 from ..sharding import spec_of
 from .bucket import buckets_of, default_bucket_bytes
-from .hook import attach
 from .hybrid import holders, levels_of
 from .internals.alongside import Companion
 from .internals.as_optimizer import ActsAsOptimizer
 from .internals.elementwise import check_elementwise, computes_nothing
+from .internals.hook import attach
 from .internals.norms import clip_grad_norm_
+from .internals.persistence import load, load_state_dict, save, save_weights, shards, state_dict
 from .internals.replicas import check_replicas
+from .internals.store import Stored, StoredUpdate
 from .internals.trained import check_frozen, check_optimizer, check_parts, settings_of, trained
 from .internals.writes import Writes
+from .internals.written import gathered
 from .parameters import WholeParameters
-from .persistence import load, load_state_dict, save, save_weights, shards, state_dict
-from .store import Stored, StoredUpdate
 from .update import ShardedUpdate
-from .written import gathered
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 

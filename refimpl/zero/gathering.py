@@ -12,10 +12,10 @@ from collections import Counter
 import torch
 
 from ..ground.marks import mark
-from .casts import Casts
+from .internals.casts import Casts
 from .internals.released import Unread, release, restore
-from .starting import no_value
-from .store import Stored
+from .internals.starting import no_value
+from .internals.store import Stored
 
 
 class Gathering:

@@ -20,11 +20,11 @@ import contextlib
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .backwards import Backwards, is_opaque
+from .internals.backwards import Backwards, is_opaque
+from .internals.starting import start
 from .quantized.gather import check_codec, quantized_gather
 from .reducer import check_dense
 from .sharded_parameters import ShardedParameters, is_persistent
-from .starting import start
 from .units import default_units, reads_weights_in_backward
 from .zero2 import ReduceScatterAtOnce, Zero2
 

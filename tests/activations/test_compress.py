@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from users_kit import Named, function_of
 
+from benchmarks.activations import train
 from refimpl import memory
 from refimpl.activations import compress_activations
 from refimpl.activations.compress import KINDS, MASKS, Compressed
-from refimpl.bench.activations import train
 from refimpl.checkpointing import checkpoint, recompute
 from refimpl.model import GPT, GPTConfig
 

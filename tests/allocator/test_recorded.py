@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 from allocator_kit import OTHER_CONSTANTS, OTHER_RULES, random_trace
 
+from benchmarks.recordings import FOLDER, LIMIT, PROGRAMS
 from refimpl.allocator import CachingAllocator, DamagedTrace, Snapshot, compare, record
 from refimpl.allocator.record import RecordingDevice, segments
 from refimpl.allocator.rewind import rewind
 from refimpl.allocator.settings import MIB, Settings
-from refimpl.bench.recordings import FOLDER, LIMIT, PROGRAMS
 
 SETTINGS = ["", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4"]
 

@@ -6,9 +6,9 @@ import torch
 from interpreting import interpreted
 from one_screen import check_paper
 
+from benchmarks.compiler.compiled import Case
+from benchmarks.compiler.processes import compile_each
 from refimpl.attention import reference_attention
-from refimpl.bench.compiler.compiled import Case
-from refimpl.bench.compiler.processes import compile_each
 from refimpl.papers import flash_attention_triton as paper_triton
 
 TILES = [(16, 16), (32, 16), (16, 32)]

@@ -12,15 +12,11 @@ from zero_kit import SGD, gpt, gradients_of_step
 from refimpl.comm import CollectiveMismatch, RankError, simulate
 from refimpl.comm.agreement import check_same
 from refimpl.comm.texts import gather_results
+from refimpl.context import SequenceParallelAttention
 from refimpl.cross_entropy import chunked_linear_cross_entropy
 from refimpl.mesh import Mesh
-from refimpl.parallel import (
-    SequenceParallelAttention,
-    VocabularyParallelEmbedding,
-    tensor_parallel,
-    vocabulary_parallel_cross_entropy,
-)
-from refimpl.parallel.pipeline import PipelineParallelStage, schedule
+from refimpl.pipeline import PipelineParallelStage, schedule
+from refimpl.tensor import VocabularyParallelEmbedding, tensor_parallel, vocabulary_parallel_cross_entropy
 from refimpl.zero import Zero1
 
 BAD = 6  # dp 1, and of tp, pp or cp the lower half: in each sub-group of two it has another number than in the world

@@ -12,7 +12,7 @@ from zero_kit import ADAMW, ENGINES, farthest, gpt, parameters_of, train_gpt
 
 from refimpl.comm import CollectiveMismatch, FakeCommunicator, RankError, simulate
 from refimpl.mesh import Mesh
-from refimpl.parallel import tensor_parallel
+from refimpl.tensor import tensor_parallel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 

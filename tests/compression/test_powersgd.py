@@ -6,11 +6,11 @@ from compression_kit import gradient_on
 from rank_pool import on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from refimpl.bench.tensor_parallel import SIZES, Decoder
+from benchmarks.tensor_parallel import SIZES, Decoder
 from refimpl.compression import GradientCompressor
 from refimpl.compression.powersgd import Layout, orthonormalize
 from refimpl.zero import DataParallel
-from refimpl.zero.hook import BucketLayout
+from refimpl.zero.internals.hook import BucketLayout
 
 SHAPES = [torch.Size(shape) for shape in ((24, 40), (40,), (16, 3, 5), (24, 40), (30, 20), (4, 2), (1,), (20, 30))]
 

@@ -10,7 +10,7 @@ from refimpl.engine import dry_rank
 from refimpl.engine.closed_forms import axis_traffic, part_parameters, parts_of, rank_bytes, wire_seconds
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
-from refimpl.parallel.pipeline import partition
+from refimpl.pipeline import partition
 
 CHECKS = 3000  # bytes of checks and padding at most
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from exercises_kit import graded
 
-from refimpl.exercises import a_gpu_without_a_gpu as page
+from exercises import a_gpu_without_a_gpu as page
 from refimpl.rehearse import records
 
 MIB = 2**20

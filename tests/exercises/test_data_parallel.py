@@ -4,7 +4,7 @@ from functools import partial
 
 from exercises_kit import graded
 
-from refimpl.exercises import data_parallel as page
+from exercises import data_parallel as page
 
 
 def predict(parameters, world_size, micro_batches, no_sync, *, always_no_sync=False, divided_states=False):

@@ -7,7 +7,7 @@ from functools import partial
 
 from exercises_kit import graded
 
-from refimpl.exercises import disk_and_tiers as page
+from exercises import disk_and_tiers as page
 from refimpl.saving.durable import raw_bytes
 
 

@@ -5,7 +5,7 @@ import functools
 import torch
 from exercises_kit import graded
 
-from refimpl.exercises import fewer_bytes_on_the_wire as page
+from exercises import fewer_bytes_on_the_wire as page
 
 
 def predict(numel, ratio, world_size, *, index_bytes=4, least=1):

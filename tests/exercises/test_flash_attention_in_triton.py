@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from exercises_kit import graded
 
+from exercises import flash_attention_in_triton as page
 from refimpl.attention import reference_attention
-from refimpl.exercises import flash_attention_in_triton as page
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),

@@ -4,7 +4,7 @@ from functools import partial
 
 from exercises_kit import graded
 
-from refimpl.exercises import fragmentation as page
+from exercises import fragmentation as page
 
 
 def fits(holes, size):

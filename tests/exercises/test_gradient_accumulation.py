@@ -5,9 +5,9 @@ from functools import partial
 import torch
 from exercises_kit import graded
 
+from exercises import gradient_accumulation as page
 from refimpl import memory
 from refimpl.accumulation import accumulate
-from refimpl.exercises import gradient_accumulation as page
 
 
 def parts(tokens, targets, micro_batch):

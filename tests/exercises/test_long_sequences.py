@@ -6,7 +6,7 @@ import torch
 from exercises_kit import graded
 from torch.nn import functional as F
 
-from refimpl.exercises import long_sequences as page
+from exercises import long_sequences as page
 from refimpl.model import softmax_attention
 from refimpl.sequence_length import ChunkedSequenceProcessor
 

@@ -4,7 +4,7 @@ import functools
 
 from exercises_kit import graded
 
-from refimpl.exercises import masks_in_tiles as page
+from exercises import masks_in_tiles as page
 
 
 def band(a, b, T, S, left, right, *, shift=True, clipped=True, empty=True):

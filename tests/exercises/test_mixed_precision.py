@@ -3,8 +3,8 @@
 import torch
 from exercises_kit import graded
 
+from exercises import mixed_precision as page
 from refimpl import memory
-from refimpl.exercises import mixed_precision as page
 from refimpl.mixed_precision import AdaptiveLossScaler, autocast
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 from exercises_kit import graded
 
-from refimpl.exercises import no_bubbles as page
+from exercises import no_bubbles as page
 
 
 def predict(ranks, micro_batches, F, B, W, *, as_1f1b=False, all_in_flight=False):

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from exercises_kit import graded
 
-from refimpl.exercises import quantized_zero as page
+from exercises import quantized_zero as page
 from refimpl.papers import quantized_zero as paper
 
 

@@ -6,8 +6,8 @@ import re
 import torch
 from exercises_kit import graded
 
+from exercises import reading_the_meters as page
 from refimpl import memory
-from refimpl.exercises import reading_the_meters as page
 from refimpl.model import GPT
 
 

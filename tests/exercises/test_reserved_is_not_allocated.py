@@ -4,7 +4,7 @@ from functools import partial
 
 from exercises_kit import graded
 
-from refimpl.exercises import reserved_is_not_allocated as page
+from exercises import reserved_is_not_allocated as page
 
 MIB = 2**20
 

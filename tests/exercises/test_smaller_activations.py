@@ -5,9 +5,9 @@ from functools import partial
 import torch
 from exercises_kit import graded
 
+from exercises import smaller_activations as page
 from refimpl.activations import compress_activations
 from refimpl.activations.codecs import encode_bits, encode_groups
-from refimpl.exercises import smaller_activations as page
 
 
 def bits():

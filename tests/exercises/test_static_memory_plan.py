@@ -4,7 +4,7 @@ from itertools import accumulate
 
 from exercises_kit import graded
 
-from refimpl.exercises import static_memory_plan as page
+from exercises import static_memory_plan as page
 from refimpl.papers import static_plan as paper_static
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from users_kit import function_of
 
-from refimpl.exercises import tensor_parallel as page
-from refimpl.parallel import ColumnParallelLinear, RowParallelLinear
-from refimpl.parallel.conjugate import enter, leave
+from exercises import tensor_parallel as page
+from refimpl.tensor import ColumnParallelLinear, RowParallelLinear
+from refimpl.tensor.conjugate import enter, leave
 
 
 def predict(hidden, mlp_hidden, heads, kv_heads, tokens, world_size, *, norms_cut=False, collectives=4):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from exercises_kit import graded
 
-from refimpl.exercises import where_the_memory_goes as page
+from exercises import where_the_memory_goes as page
 from refimpl.memory import model_state_bytes
 from refimpl.model import GPT
 

@@ -4,8 +4,8 @@ import math
 
 from exercises_kit import graded
 
+from exercises import which_layers_to_recompute as page
 from refimpl.checkpointing import gpt_costs, optimal_schedule
-from refimpl.exercises import which_layers_to_recompute as page
 
 
 def segments(n, s, a):

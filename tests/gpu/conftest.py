@@ -17,7 +17,7 @@ def cuda():
 @pytest.fixture
 def clean(cuda):
     """A test begins with what a fresh process has: no garbage, no cached segments, no cuBLAS workspaces."""
-    from refimpl.bench.meter import release_workspaces
+    from benchmarks.meter import release_workspaces
 
     gc.collect()
     release_workspaces()

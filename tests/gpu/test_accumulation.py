@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
+from benchmarks.meter import release_workspaces
 from refimpl import memory
 from refimpl.accumulation import accumulate, accumulation_bytes, find_micro_batch
-from refimpl.bench.meter import release_workspaces
 from refimpl.model import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=4096, context_length=512, layers=4, hidden=512, heads=8)

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
+from benchmarks.recordings import PROGRAMS, SHAPE, recorded, replayed
 from refimpl import memory
 from refimpl.allocator import AllocationTrace, GPUMemoryPool, replay
-from refimpl.bench.recordings import PROGRAMS, SHAPE, recorded, replayed
 from refimpl.model import GPT, GPTConfig
 
 MIB = 2**20

@@ -7,9 +7,9 @@ import pytest
 import torch
 from families import LLAMA, NEOX
 
+from benchmarks import compare
+from benchmarks.meter import Size, TrainingStep, byte_rows, release_workspaces
 from refimpl import memory
-from refimpl.bench import compare
-from refimpl.bench.meter import Size, TrainingStep, byte_rows, release_workspaces
 from refimpl.memory import Tracker
 from refimpl.model import GPT, GPTConfig
 

@@ -5,9 +5,9 @@ import torch
 from precision_kit import CONFIGS, SHAPE, recorded
 from torch.nn import functional as F
 
+from benchmarks import precision
+from benchmarks.meter import Size
 from refimpl import memory
-from refimpl.bench import precision
-from refimpl.bench.meter import Size
 from refimpl.mixed_precision import (
     AdaptiveLossScaler,
     MixedPrecisionOptimizer,

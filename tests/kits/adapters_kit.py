@@ -6,7 +6,7 @@ import outside  # noqa: F401 - before peft imports torchvision
 import torch
 from tensor_kit import farthest, tokens_of, whole
 
-from refimpl.parallel import tensor_parallel
+from refimpl.tensor import tensor_parallel
 
 LAYERS = "base_model.model.model.layers.*."
 BY_COLUMNS = {f"{LAYERS}self_attn.{name}.{part}": "column" for name in ("q_proj", "v_proj")

@@ -1,6 +1,6 @@
 """Compile reports of the cases that a run asks for: all of them at once, and others when they are read."""
 
-from refimpl.bench.compiler.processes import compile_cases
+from benchmarks.compiler.processes import compile_cases
 
 
 class Reports(dict):

@@ -7,7 +7,7 @@ from outside.models import GROUPED, SMALL, causal, masked
 from tensor_outside_kit import TINY_OPT
 
 from refimpl.attention import Softcap, reference_attention
-from refimpl.parallel import SequenceParallelAttention, context_parallel
+from refimpl.context import SequenceParallelAttention, context_parallel
 
 GEMMA = {**GROUPED, "sliding_window": 4}
 MODELS = {"bert": masked("bert"), "modernbert": masked("modernbert", local_attention=4, global_attn_every_n_layers=2),

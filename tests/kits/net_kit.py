@@ -10,11 +10,11 @@ from transformers import AutoConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from refimpl.comm import FakeCommunicator
-from refimpl.parallel import SequenceParallelAttention, context_parallel
-from refimpl.parallel.pipeline.proof import prove_stages
-from refimpl.parallel.plan import region_of
-from refimpl.parallel.sequence import _Tokens
-from refimpl.parallel.tensor import proven_sums
+from refimpl.context import SequenceParallelAttention, context_parallel
+from refimpl.pipeline.proof import prove_stages
+from refimpl.tensor.plan import region_of
+from refimpl.tensor.sequence import _Tokens
+from refimpl.tensor.tensor import proven_sums
 
 LLAMA = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
          "intermediate_size": 128}
@@ -46,7 +46,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "cut_models.md"
 HEAD = """# Which models can be cut
 
 Every causal language model of transformers {version} that can be built by its type, cut by default in each way, as the
-test `tests/parallel/proof/test_net.py` finds it each night. **yes**: a toy of its class computes cut what it computes
+test `tests/proof/test_net.py` finds it each night. **yes**: a toy of its class computes cut what it computes
 whole, in fp64: its logits, its loss and every gradient. **no**: it is refused, by name, before anything is cut.
 
 - stages: `pipeline` and `together`, in as many stages as there are layers, and in three.

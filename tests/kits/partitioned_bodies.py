@@ -1,4 +1,4 @@
-"""What the ranks of tests/parallel/test_partitioned.py do: all with the same model, tokens and random state."""
+"""What the ranks of tests/tensor/test_partitioned.py do: all with the same model, tokens and random state."""
 
 import contextlib
 import functools
@@ -12,8 +12,8 @@ from refimpl import memory
 from refimpl.checkpointing import checkpoint, planned, recompute
 from refimpl.mixed_precision import autocast
 from refimpl.model import GPT, GPTConfig
-from refimpl.parallel import PartitionedInputs, sequence_parallel, tensor_parallel
-from refimpl.parallel.partitioned import UnequalInputs
+from refimpl.tensor import PartitionedInputs, sequence_parallel, tensor_parallel
+from refimpl.tensor.partitioned import UnequalInputs
 
 CONFIG = GPTConfig(vocab_size=64, context_length=64, layers=3, hidden=32, heads=4, dropout=0.1)
 SHAPE = (3, 21)  # tokens

@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from refimpl.parallel.pipeline.catalogue import schedule as schedule_of
-from refimpl.parallel.pipeline.executor import PipelineParallelStage
+from refimpl.pipeline.catalogue import schedule as schedule_of
+from refimpl.pipeline.executor import PipelineParallelStage
 
 WIDTH, ROWS = 16, 18
 

@@ -12,7 +12,7 @@ from zero_kit import ADAMW, ENGINES
 from refimpl.comm import FakeCommunicator
 from refimpl.mesh import Mesh
 from refimpl.model import GPT
-from refimpl.parallel import tensor_parallel
+from refimpl.tensor import tensor_parallel
 from refimpl.zero.closed_forms import saved_bytes
 
 ALONE = 0

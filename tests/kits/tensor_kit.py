@@ -8,8 +8,8 @@ from outside.models import GROUPED, causal
 from torch import nn
 
 from refimpl.model import GPT, GPTConfig
-from refimpl.parallel import sequence_parallel, tensor_parallel
-from refimpl.parallel.pipeline.stages import Elsewhere
+from refimpl.pipeline.stages import Elsewhere
+from refimpl.tensor import sequence_parallel, tensor_parallel
 
 V, ROWS, T = 61, 3, 7  # a vocabulary and a number of tokens that no number of ranks divides
 SIZES = {"vocab_size": V, "context_length": 16, "layers": 2, "hidden": 32, "heads": 4}

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from users_kit import closure_of
 
+from benchmarks.meter import Size, TrainingStep
+from benchmarks.runner import compare
 from refimpl import memory
-from refimpl.bench.meter import Size, TrainingStep
-from refimpl.bench.runner import compare
 from refimpl.memory import Tracker
 from refimpl.model import GPT, GPTConfig
 

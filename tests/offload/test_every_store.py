@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_kit import Elsewhere, equal, own_rows, parameters_of, token_batches
 
 from refimpl.offload import CPUAdam, DiskStore, HostStore, TieredStore
-from refimpl.zero.store import StoredUpdate
+from refimpl.zero.internals.store import StoredUpdate
 
 SMALL = {"buffer_bytes": 4096, "buffer_count": 2, "thread_count": 1}
 STORES = {

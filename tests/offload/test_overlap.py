@@ -14,7 +14,7 @@ from refimpl.comm.compute import Delay, compute
 from refimpl.offload import CPUAdam, HostStore
 from refimpl.offload.closed_forms import pipelined
 from refimpl.zero import Zero1, Zero2
-from refimpl.zero.timeline import timeline
+from refimpl.zero.internals.timeline import timeline
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 SIZE, LAYERS = 100, 12  # rows and columns of a weight; weights

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
+from benchmarks import engines, record
 from refimpl import phantom
-from refimpl.bench import engines, record
 from refimpl.model import GPTConfig
 from refimpl.phantom import group
 

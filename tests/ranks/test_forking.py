@@ -41,7 +41,7 @@ def end_the_server():
 def test_what_the_caller_has_imported_no_rank_imports_again(another_server):
     importlib.import_module("refimpl.zero")
     end_the_server()
-    loaded = launch(lambda comm: [name in sys.modules for name in ("refimpl.zero", "refimpl.bench")], 2)
+    loaded = launch(lambda comm: [name in sys.modules for name in ("refimpl.zero", "benchmarks")], 2)
     assert loaded == [[True, False]] * 2
 
 

@@ -10,7 +10,7 @@ from zero_steps import gpt_engine
 from refimpl.comm import launch
 from refimpl.mixed_precision import AdaptiveLossScaler
 from refimpl.zero import Zero2, Zero3
-from refimpl.zero.store import StoredUpdate
+from refimpl.zero.internals.store import StoredUpdate
 
 
 class Counting(Elsewhere):

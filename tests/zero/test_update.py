@@ -10,7 +10,7 @@ from zero_kit import SHARDED, Elsewhere, equal, parameters_of, train_gpt
 from zero_steps import gpt_engine
 
 from refimpl.zero.bucket import buckets_of
-from refimpl.zero.store import StoredUpdate
+from refimpl.zero.internals.store import StoredUpdate
 from refimpl.zero.update import ShardedUpdate
 
 SGD, ADAM = functools.partial(torch.optim.SGD, lr=1.0), functools.partial(torch.optim.Adam, lr=0.1)

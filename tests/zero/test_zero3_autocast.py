@@ -14,7 +14,7 @@ from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.mixed_precision import autocast, autocast_activation_bytes, weight_cast_bytes
 from refimpl.zero import Zero3
-from refimpl.zero.casts import Casts
+from refimpl.zero.internals.casts import Casts
 
 REGIONS = {"ours": functools.partial(autocast, torch.bfloat16, "cpu"),
            "torch's": functools.partial(torch.autocast, "cpu", torch.bfloat16)}

@@ -14,7 +14,7 @@ the forward and of dQ wait for one another (ptxas' remark C7515). Hooks on score
 D = 192 none of 42 variants spills, in Triton 3.6 and 3.7, though documents take up to 255 registers. At D = 256 dK and
 dV keep 2 × 64 × 256 numbers, and with a hook two or four registers of a thread do not fit: 16 bytes with Gemma 2's
 softcap and 32 with documents in 3.7, none of either in 3.6, 16 with ALiBi there. Half of the queries in a tile still
-spill 8 with a softcap, so the tile stays (refimpl/bench/compiler/scores.py).
+spill 8 with a softcap, so the tile stays (benchmarks/compiler/scores.py).
 """
 
 from typing import NamedTuple

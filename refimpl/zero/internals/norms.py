@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ..persistence import owned_gradients
+from .persistence import owned_gradients
 
 
 def clip_grad_norm_(engine, max_norm, norm_type=2.0):

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...comm import CollectiveMismatch, FakeCommunicator
 from ...comm.texts import gather_results
-from ..persistence import spec
-from ..store import DeviceMemory
+from .persistence import spec
+from .store import DeviceMemory
 from .trained import settings_of
 
 EVERY = 100  # steps

@@ -37,7 +37,7 @@ class Ranks(NamedTuple):
 
 
 class QuantizedReduce:
-    """The communication hook of an engine that reduces gradients by a BlockCodec (`zero.hook`), at any stage.
+    """The communication hook of an engine that reduces gradients by a BlockCodec (`zero/internals/hook`), at any stage.
 
     - `codec`: of gradients, by default 8 bits; the paper takes `BlockCodec(bits=4)`.
     - `ranks_per_machine`: S, for two levels: ranks S·i … S·i + S − 1 are those of machine i. By default one level.

@@ -10,11 +10,11 @@ import pytest
 import torch
 import triton
 
+from benchmarks import record
+from benchmarks.attention_candidates import FORWARDS
 from refimpl.attention import flash_attention, reference_attention, triton_forward
 from refimpl.attention.hopper import fast_path
 from refimpl.attention.hopper import forward as hopper
-from refimpl.bench import record
-from refimpl.bench.attention_candidates import FORWARDS
 
 pytestmark = [*kit.in_the_interpreter(),
               # Triton 3.6 interprets an element of an array in a way that NumPy warns of.

@@ -1,5 +1,5 @@
-"""The forward for Hopper: values in the interpreter. What the compiler makes of it: tests/bench/compiler. On a GPU:
-tests/gpu."""
+"""The forward for Hopper: values in the interpreter. What the compiler makes of it:
+tests/benchmarks/compiler. On a GPU: tests/gpu."""
 
 import itertools
 import math

@@ -1,5 +1,5 @@
 """The table of tile sizes: an entry for everything that is launched. What the compiler says of each:
-tests/bench/compiler."""
+tests/benchmarks/compiler."""
 
 import pytest
 import torch

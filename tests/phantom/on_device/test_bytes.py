@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.recordings import FOLDER, PROGRAMS
 from refimpl import memory, phantom
 from refimpl.allocator import Snapshot
-from refimpl.bench.recordings import FOLDER, PROGRAMS
 from refimpl.model import GPT, GPTConfig
 
 GIB = 2**30
@@ -72,7 +72,7 @@ def test_the_programs_that_an_h200_recorded(name, tmp_path):
     the H200's, one after the other; where they differ (APART) a real driver's addresses decide which of two equal
     blocks is taken, or its streams when a block is free."""
     path = tmp_path / "found.pickle.gz"
-    subprocess.run([sys.executable, "-m", "refimpl.bench.recordings", name, str(path)], check=True, capture_output=True,
+    subprocess.run([sys.executable, "-m", "benchmarks.recordings", name, str(path)], check=True, capture_output=True,
                    env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": PROGRAMS[name][1]})
     ours, theirs = Snapshot.load(path).entries, Snapshot.load(H200 / f"{name}.pickle.gz").entries
     kept = Snapshot.load(FOLDER / f"phantom-{torch.__version__.partition('+')[0]}" / f"{name}.pickle.gz").entries

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from refimpl.bench import engines, zero_peaks
+from benchmarks import engines, zero_peaks
 from refimpl.comm import launch
 from refimpl.model import GPTConfig
 

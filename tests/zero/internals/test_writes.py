@@ -13,9 +13,9 @@ from refimpl.comm import CollectiveMismatch
 from refimpl.offload import CPUAdam
 from refimpl.zero import DataParallel, Zero3
 from refimpl.zero.gathering import Gathering
+from refimpl.zero.internals.store import StoredUpdate
 from refimpl.zero.internals.writes import digest
 from refimpl.zero.quantized import BlockCodec
-from refimpl.zero.store import StoredUpdate
 
 
 class Shortened(nn.Module):

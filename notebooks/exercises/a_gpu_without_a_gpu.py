@@ -1,0 +1,132 @@
+"""Exercises of notebook 43."""
+
+import math
+import random
+
+from refimpl.allocator import CachingAllocator, replay
+from refimpl.allocator.settings import MIB
+from refimpl.allocator.trace import Maker
+
+from . import verdict
+
+# What the page takes for a blank of its own, of lines in a script.
+MICRO_BATCHES = """\
+    for rows in tokens.split(4):
+        (loss_of(rows) * len(rows) / len(tokens)).backward()
+"""
+
+WORDS = ("CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of {} of which {} is free. Including "
+         "non-PyTorch memory, this process has {} memory in use. Of the allocated memory {} is allocated by PyTorch, "
+         "and {} is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory "
+         "Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-"
+         "alloc-conf)")
+
+
+def first(between_steps):
+    """Grade `between_steps(shapes, world)`: the bytes that rank 0 of `world` has allocated for parameters, gradients
+    and Adam's two moments in fp32, each a tensor of its own, cut along its first dimension."""
+
+    def check(between_steps):
+        for shapes, world in (([(8, 64)], 1), ([(1000, 3), (1000,)], 1), ([(10, 300)], 4), ([(1,), (7, 7, 7)], 8),
+                              ([(4096, 96), (4096,), (513, 11)], 8)):
+            pieces = [4 * -(-rows // world) * math.prod(rest) for rows, *rest in shapes]
+            allocator = CachingAllocator()
+            for nbytes in pieces * 4:
+                allocator.allocate(nbytes)
+            right, said = allocator.allocated, between_steps(list(shapes), world)
+            if said == right:
+                continue
+            reason = {4 * sum(pieces): "; each tensor has a block of its own, a multiple of 512 bytes",
+                      right * 3 // 4: "; a parameter has a gradient and two moments beside it",
+                      right // 4: "; that is for parameters alone"}.get(said, "")
+            where = f"{shapes} on {world} rank{'s' * (world > 1)}"
+            return f"{where}: you say {said!r}, {right:,} bytes are allocated{reason}"
+        return None
+
+    verdict("first", between_steps, check)
+
+
+def rehearsal(micro, capacity, seed):
+    """Return what a rehearsal would of a toy: two steps with micro-batches of `micro` rows on page 40's allocator."""
+    dice = random.Random(seed)
+    weights = [dice.randrange(2, 12) * MIB for _ in range(6)]
+    rows = [dice.randrange(1, 5) * 300_000 for _ in range(12)]  # bytes of activations for a row, layer by layer
+    maker, steps = Maker(), []
+    [maker.alloc(nbytes) for nbytes in weights]
+    for step in range(2):
+        kept = [maker.alloc(micro * nbytes) for nbytes in rows]
+        gradients = [maker.alloc(nbytes) for nbytes in weights]
+        [maker.free(each) for each in reversed(kept)]
+        if not step:
+            [maker.alloc(nbytes) for nbytes in weights * 2]  # Adam's moments, after the first backward
+        [maker.free(each) for each in gradients]
+        done = replay(maker.trace(), capacity=capacity)
+        steps.append({"reserved": int(done.peak)})
+        if done.failure:
+            return {"made": step, "steps": steps, "out of memory": {"step": step + 1}}
+    return {"made": 2, "steps": steps, "out of memory": None}
+
+
+def second(largest):
+    """Grade `largest(rehearse, batch)`: the largest micro-batch that divides the batch and fits, in few rehearsals."""
+
+    def check(largest):
+        for batch, capacity, seed in ((60, 420, 2), (16, 330, 0), (24, 260, 1), (60, 1900, 3), (48, 190, 4)):
+            tries = []
+
+            def rehearse(micro, capacity=capacity, seed=seed, tries=tries):
+                tries.append(micro)
+                return rehearsal(micro, capacity * MIB, seed)
+
+            divisors = [micro for micro in range(1, batch + 1) if batch % micro == 0]
+            right = max(m for m in divisors if not rehearsal(m, capacity * MIB, seed)["out of memory"])
+            said = largest(rehearse, batch)
+            if said not in divisors:
+                return f"you say {said!r}, which does not divide a batch of {batch}"
+            if said > right:
+                step = rehearsal(said, capacity * MIB, seed)["out of memory"]["step"]
+                return f"micro-batches of {said} are out of memory in step {step}"
+            if said < right:
+                return f"you say {said} of a batch of {batch}; {right} fits, too"
+            enough = math.ceil(math.log2(len(divisors) + 1))
+            if len(tries) > enough:
+                return f"right, but after {len(tries)} rehearsals for {len(divisors)} divisors; {enough} are enough"
+        return None
+
+    verdict("second", largest, check)
+
+
+def text_of(nbytes):
+    """Write bytes as PyTorch does in its errors."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes > size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def message(asked, capacity, allocated, unallocated):
+    """Return PyTorch's words for a request that fails where the process has nothing but PyTorch's segments."""
+    used = allocated + unallocated
+    return WORDS.format(*map(text_of, (asked, capacity, capacity - used, used, allocated, unallocated)))
+
+
+def third(fragmented):
+    """Grade `fragmented(message)`: would the request have been met, had all unused bytes been one piece?"""
+
+    def check(fragmented):
+        for asked, capacity, allocated, unallocated in (
+                (116, 450, 240, 184), (1024, 15360, 14561, 76), (700, 15360, 14400, 500), (2100, 81920, 79000, 1400),
+                (1500, 40960, 38000, 2900), (2048, 81920, 80600, 300), (900, 24000, 23000, 200), (3, 15360, 15355, 2.5),
+                (0.9, 15360, 15358, 1.5)):
+            words = message(*(int(each * MIB) for each in (asked, capacity, allocated, unallocated)))
+            free, right = capacity - allocated - unallocated, asked <= capacity - allocated
+            said = fragmented(words)
+            if said not in (True, False):
+                return f"expected True or False, you say {said!r}"
+            if said != right:
+                return (f"{words[:words.index(' If reserved')]} You say {bool(said)}: {free:g} MiB of the GPU and "
+                        f"{unallocated:g} of PyTorch's are unused, {asked:g} were asked for")
+        return None
+
+    verdict("third", fragmented, check)

@@ -1,0 +1,156 @@
+"""Context parallelism: each rank has all weights and 1/N of the tokens of a sequence, and attention sees all of them.
+
+    attention = SequenceParallelAttention(comm, "ring")           # how: ring, ulysses or gathered
+    context_parallel(model, attention)                            # from outside; our GPT, and models of transformers
+    loss = accumulate(engine, attention.shard(tokens, pad=0), attention.shard(targets, pad=-100))
+
+Everything but attention treats each token alone. So a rank computes its tokens as one device would, with positions in
+the whole sequence, and autograd keeps 1/N. Gradients of weights are sums over tokens: an engine averages them over
+dp × cp ranks, and `accumulate` weighs each rank's loss by its targets.
+"""
+
+import copy
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..comm import CollectiveMismatch
+from ..model import GPT, Attention, softmax_attention
+from .dense import dense_attention
+from .gathered import gathered_attention
+from .inner import check_dropout
+from .order import check_order, in_order, positions, shard
+from .pair import dense_pair
+from .proof import prove_context
+from .ring import ring_attention
+from .ulysses import ulysses_attention
+
+METHODS = {"ring": ring_attention, "ulysses": ulysses_attention, "gathered": gathered_attention}
+
+
+class SequenceParallelAttention:
+    """Attention of a sequence cut over the N ranks of `comm`: `attention(q, k, v, causal=True)`, (B, H, T/N, D).
+
+    - `comm`: the context-parallel group: `mesh.get_parallel_group("cp")`.
+    - `method`: "ring", "ulysses" or "gathered"; see these files.
+    - `order`: "plain" or "zig-zag"; see `order`. By default zig-zag, in which causal attention is as much work on each
+      rank; for Ulysses plain, which has no other.
+    - `attention`: what computes it. For a ring an `AttentionPair`; else any function (q, k, v) -> out. By default
+      dense; in a model, for Ulysses and gathered, the model's own; with a window,
+      a softcap or sinks `dense_attention`, which has the matrix in memory. Yours gets `window`, `softcap` and `sinks`.
+
+    ValueError for an unknown method or order, and for Ulysses in zig-zag order.
+    """
+
+    def __init__(self, comm, method="ring", *, order=None, attention=None):
+        if method not in METHODS:
+            raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}")
+        order = ("plain" if method == "ulysses" else "zig-zag") if order is None else order
+        check_order(order)
+        if method == "ulysses" and order != "plain":
+            raise ValueError(f"order={order!r} with Ulysses: expected 'plain'; each rank has whole sequences of some "
+                             "heads, as much work as the others'")
+        self.comm, self.method, self.order, self.attention = comm, method, order, attention
+
+    @torch._disable_dynamo
+    def __call__(self, q_BHTD, k_BGTD, v_BGTD, *, causal=False, dropout_p=0.0, **options):
+        """Return attention of this rank's tokens. Raises as the method does."""
+        check_dropout(dropout_p)
+        attention = self.attention or (dense_pair if self.method == "ring" else dense_attention if options
+                                       else softmax_attention)
+        if self.method != "ulysses":
+            options["order"] = self.order
+        return METHODS[self.method](q_BHTD, k_BGTD, v_BGTD, self.comm, causal=causal, attention=attention, **options)
+
+    def within(self, attention):
+        """Return this, with `attention` in it unless one was given or the method is a ring."""
+        if self.attention is not None or self.method == "ring":
+            return self
+        other = copy.copy(self)
+        other.attention = attention
+        return other
+
+    def shard(self, x, *, dim=1, pad=None):
+        """Return this rank's tokens of x, of which `dim` is the whole sequence. `pad`: fills it up to a multiple of N
+        (zig-zag: 2N); for targets −100. ValueError if it would have to be filled up and `pad` is None."""
+        return shard(x, self.comm.rank, self.comm.world_size, self.order, dim, pad)
+
+    def gather(self, x, *, dim=1):
+        """Return the whole sequence of which x is this rank's part: the inverse of `shard`, without autograd."""
+        every = self.comm.all_gather(x.detach().movedim(dim, 0).contiguous(), label="a sequence")
+        return in_order(every, self.comm.world_size, self.order, 0).movedim(0, dim)
+
+    def positions(self, length, device=None):
+        """Return the positions in the whole sequence of this rank's `length` tokens: (length,) int64."""
+        return positions(self.comm.rank, self.comm.world_size, length, self.order, device)
+
+    @torch._disable_dynamo
+    def check_length(self, tokens):
+        """Raise CollectiveMismatch, naming them, if ranks have another number of rows or tokens (B, T) than rank 0."""
+        shape = torch.tensor([tokens.shape[:2]], dtype=torch.int64)
+        gathered = self.comm.host().all_gather(shape, label="rows and tokens")
+        if isinstance(gathered, FakeTensor):
+            return
+        shapes = [tuple(each) for each in gathered.tolist()]
+        if differ := self.comm.differing(shapes):
+            raise CollectiveMismatch(f"ranks {differ} have other numbers of rows or tokens than rank "
+                                     f"{self.comm.ranks[0]}: (rows, tokens) on each rank: "
+                                     f"{dict(zip(self.comm.ranks, shapes, strict=True))}. Cut one batch on all ranks: "
+                                     "attention.shard(tokens), which can pad it", differ)
+
+
+def context_parallel(model, attention):
+    """Give `model` this SequenceParallelAttention, in place; returns it. It is then called with a rank's tokens.
+
+    Each call gets positions in the whole sequence, and no others, and checks that all ranks have as many tokens. For
+    our GPT, and for models of transformers whose attention comes from their registry (AttentionInterface) and which
+    take position_ids: these score a rank's tokens with `shift_labels`, since a rank does not have the token after its
+    last. What would be wrong in silence is refused: a cache, a mask, layers in which tokens meet outside attention.
+
+    Applies before or after `tensor_parallel`, and before an engine. Dropout outside attention draws from each rank's
+    own generator: seed ranks differently, or they drop the same places of other tokens. ValueError for another model:
+    give its attention `attention(q, k, v, causal=True)` and its positions `attention.positions(length)` by hand.
+    """
+    if not isinstance(attention, SequenceParallelAttention):
+        raise TypeError(f"attention={attention!r}: expected a SequenceParallelAttention(comm), which also cuts the "
+                        "tokens of each batch: attention.shard(tokens)")
+    if getattr(model, "_sequence_is_split", False):
+        raise ValueError(f"{type(model).__name__} has its sequence split already: expected a model that attends to the "
+                         "tokens it is given")
+    if isinstance(model, GPT):
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.set_attention(attention.within(module.attention))
+        model.register_forward_pre_hook(_Positions(attention, model.config.context_length), with_kwargs=True)
+    elif getattr(getattr(model, "config", None), "_attn_implementation", None) is not None:
+        from .hugging_face import check, give_attention
+
+        check(model)
+        prove_context(model, attention, give_attention)
+        give_attention(model, attention)
+    else:
+        raise ValueError(f"how {type(model).__name__} computes attention is not known: call attention(q, k, v, "
+                         "causal=True) in its attention, and use attention.positions(length) for its positions")
+    model._sequence_is_split = True  # what `accumulate` asks: each micro-batch needs all ranks, with targets or not
+    return model
+
+
+class _Positions:
+    """A hook that gives a GPT the positions of a rank's tokens."""
+
+    def __init__(self, attention, context):
+        self.attention, self.context = attention, context
+
+    def __call__(self, model, args, kwargs):
+        tokens = args[0] if args else kwargs.get("tokens_BT")
+        if not isinstance(tokens, torch.Tensor):
+            return args, kwargs  # the model says what it expects
+        if kwargs.get("offset") or kwargs.get("positions_BT") is not None:
+            raise ValueError("offset or positions_BT of a part of a sequence: expected none; they are "
+                             "attention.positions(…)")
+        self.attention.check_length(tokens)
+        T, N = tokens.shape[1], self.attention.comm.world_size
+        if N * T > self.context:
+            raise ValueError(f"{T} tokens on each of {N} ranks are a sequence of {N * T}: the context has "
+                             f"{self.context}")
+        return args, {**kwargs, "positions_BT": self.attention.positions(T, tokens.device)[None]}

@@ -1,9 +1,0 @@
-"""A model that is cut is proven against the whole, once for each class: `toys` makes a small model of the same class,
-`double` lets it compute in fp64, `compare` says where two of them differ first, `ranks` cuts it over simulated ranks,
-`context` gives each a part of a sequence, `once` remembers. Pipeline stages: `pipeline.proof`.
-"""
-
-from .compare import CutDiffers
-from .toys import CannotShrink
-
-__all__ = ["CannotShrink", "CutDiffers"]

@@ -1,0 +1,23 @@
+"""Pipeline parallelism: each rank has some consecutive layers; micro-batches flow through them in a schedule.
+
+Order of reading: `papers/pipeline` (1F1B on real ranks, in one screen), `instructions` (a schedule as data),
+`schedules`, `zero_bubble` and `v_shapes` (eight orders), `catalogue` (their names, what each costs in closed form),
+`validate`, `papers/pipeline_simulator` (a step without ranks, in one screen), `simulate` and `drawing`. Then what runs
+them: `executor` and `step`, `messages` and `mailbox` (what goes between ranks, and when it is freed), `batches`,
+`split` (a backward in two parts), `partition` and `stages` (which layers are whose), `tied`, `ranks` (whether ranks fit
+together), `sleeping` (stages that take a known time).
+"""
+
+from ..ground.lazy import lazily
+from .catalogue import BUILDERS, idle_time, in_flight, schedule
+from .executor import PipelineParallelStage, pipeline
+from .instructions import Instruction, Schedule
+from .partition import build, partition
+from .simulate import Costs, simulate
+from .split import SplitBackward
+from .validate import DeadlockError, ScheduleError, validate
+
+__getattr__ = lazily(__name__, draw=".drawing")
+__all__ = ["BUILDERS", "Costs", "DeadlockError", "Instruction", "PipelineParallelStage", "Schedule", "ScheduleError",
+           "SplitBackward", "build", "draw", "idle_time", "in_flight", "partition", "pipeline", "schedule",
+           "simulate", "validate"]

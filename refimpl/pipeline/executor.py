@@ -1,0 +1,165 @@
+"""Runs any schedule on real ranks: each rank computes its stages in the schedule's order, and the rest follows.
+
+A stage's forward gives the next one a tensor that has no graph; its backward begins with the gradient that comes back.
+So a micro-batch is in flight on a rank from its forward until its backward. The graph is all that is kept then:
+
+    F       x arrives; y = stage(x); y leaves, and its graph stays
+    FULL    dy arrives; the stage's backward, from the graph's end; dx leaves
+    B, W    the same in two parts (`split`)
+
+The loss is the mean over the batch. Micro-batch k has n_k of its n targets, so its own mean loss L_k is scaled once, on
+the last stage, before its backward begins: L = Σ n_k / n · L_k. Gradients then add up to those of the whole batch.
+"""
+
+import contextlib
+
+import torch
+
+from ..model import GPT
+from .batches import check_batch, cut
+from .catalogue import schedule as schedule_of
+from .instructions import INPUT
+from .mailbox import Mailbox
+from .messages import route, route_forwards
+from .partition import build, partition
+from .ranks import check_stages
+from .split import SplitBackward
+from .step import Step
+from .tied import Ties, shared
+from .validate import validate
+
+
+def pipeline(model, comm, schedule="1f1b", micro_batches=None, *, chunks=None, style="parameters", example=None,
+             initialize=None, loss=None, count=None):
+    """Divide a model over the ranks of `comm`. Returns this rank's PipelineParallelStage.
+
+    - `model`: what `partition` takes, the same on all ranks. On the meta device, a rank builds its own stages alone,
+      with `initialize`, by default the model's own function. Else the rank's stages move to `comm.device`.
+    - `schedule`: a name of `catalogue.BUILDERS`, with `micro_batches`, and `chunks` if a rank has several stages; or a
+      Schedule.
+    - `style`, `example`: see `partition`. `loss`, `count`: see PipelineParallelStage.
+
+    ValueError and TypeError as there.
+    """
+    if isinstance(schedule, str):
+        schedule = schedule_of(schedule, comm.world_size, micro_batches, chunks)
+    stages = partition(model, schedule.stages, style, example=example)
+    ties = shared(stages)
+    mine = {s: stages[s] for s in schedule.stages_of(comm.rank)}
+    if initialize is None:
+        initialize = model.initialize if isinstance(model, GPT) else getattr(model, "_init_weights", None)
+    del stages, model
+    build(mine.values(), comm.device, initialize)
+    mine = {s: stage.to(comm.device) for s, stage in mine.items()}
+    return PipelineParallelStage(mine, comm, schedule, loss=loss, count=count, tied=ties)
+
+
+class PipelineParallelStage:
+    """Trains this rank's stages of a model, as a Schedule says. All ranks of `comm` make one together.
+
+    - `stages`: {number of a stage: module} of this rank, those of `schedule.stages_of(comm.rank)`. Stage 0 is called
+      with the inputs, any other with what the one before returned, a tensor or several; the last one also with the
+      targets, and returns the mean loss of a micro-batch. In place of a module, an engine may train a stage
+      (`forward`, `backward(output, gradient)`, `no_sync`) under a schedule whose backwards are whole.
+    - `loss`: `loss(output, *targets)`, if the last stage returns an output in place of the loss.
+    - `count`: `count(*targets)`, the number of terms in that mean. By default what the last stage's `count_targets`
+      says if it has one, else integers other than −100, or all numbers.
+    - `total`: `total(number of this rank's terms)`, by which losses are divided in place of it (`batches.weights_of`).
+    - `tied`: [{stage: name of a parameter there}] of what stages share (`tied.shared`).
+
+    Gradients are in the parameters' `.grad`: make an optimizer of `parameters()`. Raises ScheduleError for a schedule
+    that cannot run, ValueError for stages that it does not have here, or that have other dtypes on other ranks.
+    """
+
+    def __init__(self, stages, comm, schedule, *, loss=None, count=None, total=None, tied=()):
+        validate(schedule)
+        self.stages, self.comm, self.schedule, self.loss = dict(stages), comm, schedule, loss
+        modules = {s: getattr(stage, "model", stage) if is_engine(stage) else stage for s, stage in stages.items()}
+        check_stages(modules, comm, schedule)
+        self._turns = route(schedule, comm.rank)
+        self._messages = comm.for_messages()
+        self._shapes = {}  # of a batch -> of its messages
+        self._expected = None
+        self._ends = {turn.instruction[1]: i for i, turn in enumerate(self._turns)}  # of each stage
+        self.divided = {turn.instruction[1:] for turn in self._turns if turn.instruction.kind == INPUT}
+        for s in {s for s, _ in self.divided}:
+            if is_engine(stages[s]):
+                raise TypeError(f"stage {s} is trained by {type(stages[s]).__name__}, and schedule {schedule.name} "
+                                "divides its backward: expected a schedule whose backwards are whole, as 1f1b")
+        self.splits = {s: SplitBackward(module) for s, module in modules.items() if not is_engine(stages[s])}
+        self._ties = Ties(tied, modules, comm, schedule.rank_of)
+        self.count = count or getattr(modules.get(schedule.stages - 1), "count_targets", None)
+        self.total = total
+
+    def expect(self, shapes):
+        """Say what stages receive, before a first step shows it: {(stage, micro-batch): [(dtype, whether it needs a
+        gradient, shape) of each tensor]}. For a dry run, in which no other rank tells."""
+        self._expected = dict(shapes)
+
+    def parameters(self):
+        """Yield the parameters of this rank's stages, each once."""
+        found = {p: None for stage in self.stages.values() for p in getattr(stage, "model", stage).parameters()}
+        return iter(found)
+
+    def train_step(self, inputs=None, targets=None):
+        """Run the forward and backward of a batch. Gradients are added to the parameters' `.grad`.
+
+        `inputs`, `targets`: a tensor, or a tuple of tensors, with the rows in their first dimension. The rank of the
+        first stage needs the inputs, that of the last one the targets. Returns the mean loss of the batch on the rank
+        of the last stage, None on the others. ValueError, on all ranks, for a batch that is missing, differs in rows
+        between ranks, or has fewer rows than micro-batches.
+        """
+        first, last, m = 0 in self.stages, self.schedule.stages - 1 in self.stages, self.schedule.micro_batches
+        key = check_batch(self.comm, self.schedule, first, last, inputs, targets)
+        known = key in self._shapes or self._expected is not None
+        shapes = self._shapes.setdefault(key, self._expected or {})
+        mailbox = Mailbox(self._messages, shapes, known, self.comm.device)
+        step = Step(self, cut(inputs, m) if first else None, cut(targets, m) if last else None, mailbox)
+        self._ties.begin()
+        for i, turn in enumerate(self._turns):
+            step.take(turn, i == self._ends[turn.instruction[1]])
+        mailbox.finish()
+        self._ties.end()
+        return step.loss
+
+    @torch.no_grad()
+    def evaluate(self, inputs=None, targets=None):
+        """Return the mean loss of a batch as `train_step` does, without gradients: stages compute in eval mode,
+        forwards alone, one micro-batch after the other. Arguments and errors are `train_step`'s. All ranks call it.
+        """
+        first, last, m = 0 in self.stages, self.schedule.stages - 1 in self.stages, self.schedule.micro_batches
+        check_batch(self.comm, self.schedule, first, last, inputs, targets)
+        shapes = dict(self._expected or {})
+        mailbox = Mailbox(self._messages, shapes, self._expected is not None, self.comm.device)
+        step = Step(self, cut(inputs, m) if first else None, cut(targets, m) if last else None, mailbox, trains=False)
+        units = [getattr(unit, "model", unit) for unit in self.stages.values()]
+        modes = {module: module.training for unit in units for module in unit.modules()}
+        try:
+            for module in modes:
+                module.training = False
+            for turn in route_forwards(self.schedule, self.comm.rank):
+                step.take(turn, False)
+            mailbox.finish()
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        return step.loss
+
+    def call(self, stage, *args):
+        """Return what a stage makes of its arguments."""
+        unit = self.stages[stage]
+        return unit.forward(*args) if is_engine(unit) else unit(*args)
+
+    def backward(self, stage, ends, gradients, is_last):
+        """Run a stage's backward. An engine reduces gradients in the last one of a step alone."""
+        unit = self.stages[stage]
+        if not is_engine(unit):
+            torch.autograd.backward(ends, gradients)
+            return
+        with contextlib.nullcontext() if is_last else unit.no_sync():
+            unit.backward(ends, gradients)
+
+
+def is_engine(unit):
+    """Tell whether a stage is trained by an engine, which computes its gradients itself."""
+    return not isinstance(unit, torch.nn.Module)

@@ -1,0 +1,19 @@
+"""Splitting the model: each rank has a part of every layer's weights, and computes a part of every layer.
+
+Order of reading: `papers/tensor_parallel` (the idea in one screen), `conjugate` (what goes between ranks), `linear`
+(layers by columns, by rows), `vocabulary` (logits and loss), `embedding`, `plan` and `tensor` (a model, from outside),
+`experts`, `same_batch` (what its ranks compare before a forward), `sequence` (and its tokens), `partitioned` (and the
+inputs of recomputed regions), `closed_forms` (bytes, traffic). That what is cut computes what the whole does:
+`refimpl/proof`.
+"""
+
+from ..proof import CannotShrink, CutDiffers
+from .embedding import VocabularyParallelEmbedding
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .partitioned import PartitionedInputs
+from .sequence import sequence_parallel
+from .tensor import tensor_parallel
+from .vocabulary import vocabulary_parallel_cross_entropy
+
+__all__ = ["CannotShrink", "ColumnParallelLinear", "CutDiffers", "PartitionedInputs", "RowParallelLinear",
+           "VocabularyParallelEmbedding", "sequence_parallel", "tensor_parallel", "vocabulary_parallel_cross_entropy"]
