@@ -1,12 +1,15 @@
-"""Published models and GPUs, read from data/models.toml and data/hardware.toml. Each entry names its source.
+"""Published models and GPUs, and the pages of the course, read from models.toml, hardware.toml and pages.toml in data/.
 
     GPTConfig(**catalog.model("gpt2"))         # the shape of a published model, as keyword arguments
     catalog.hardware("a100-80").memory_bytes   # 85899345920
+    catalog.page("recomputation").number       # as it is now; code names a page by its slug alone
 
-Names are those of the files. An unknown name raises ValueError, which lists similar names.
+Names are those of the files. An unknown name raises ValueError, which lists similar names. Each model and GPU has a
+source.
 """
 
 import difflib
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +29,7 @@ HARDWARE_REQUIRED = {"memory_bytes", "memory_bandwidth", "bf16_flops", "link_ban
 HARDWARE_OPTIONAL = {"reported_bytes", "cuda_bytes", "context_bytes", "capability", "processors", "low_precision",
                      "source", "recalled", "note"}
 LINKS = {"nvlink", "infinity_fabric", "pcie"}
+PAGE = {"number", "title", "question", "minutes", "core", "needs"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,29 @@ class Hardware:
     source: str
     recalled: tuple[str, ...]  # fields written from memory, not checked against the source
     note: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """Describes a page of the course. data/pages.toml says what each field means."""
+
+    slug: str  # the name that stays when the number changes
+    number: str
+    title: str
+    question: str
+    minutes: int  # for a person
+    core: bool  # of the shortest course that is whole
+    needs: tuple[str, ...]  # slugs
+
+    @property
+    def name(self):
+        """Return number and title, as the page's heading and links to it have them."""
+        return f"{self.number} · {self.title}"
+
+    @property
+    def filename(self):
+        """Return the name of the notebook."""
+        return f"{self.number}_{self.slug}.ipynb"
 
 
 def model(name):
@@ -114,6 +141,16 @@ def hardware_names():
     return list(_all_hardware())
 
 
+def page(slug):
+    """Return the `Page` called `slug`, such as "zero_3". Raises ValueError for a slug that no page has."""
+    return _lookup(_pages(), slug, "page")
+
+
+def pages():
+    """Return every `Page` of the course, in the order of reading."""
+    return list(_pages().values())
+
+
 def _model(name):
     return _lookup(_models(), name, "model")
 
@@ -162,6 +199,26 @@ def _all_hardware():
             note=entry.pop("note", ""),
             **entry,
         )
+    return found
+
+
+@cache
+def _pages():
+    found = {}
+    for slug, entry in _read("pages.toml").items():
+        _check(f"page {slug!r}", entry, PAGE, PAGE)
+        page, before = Page(slug, **entry | {"needs": tuple(entry["needs"])}), list(found.values())[-1:]
+        if not re.fullmatch(r"\d\d[a-z]?", page.number):
+            raise ValueError(f"page {slug!r}: number {page.number!r}; expected two digits, or two digits and a letter")
+        if before and before[0].number >= page.number:
+            raise ValueError(f"page {slug!r}: number {page.number} comes after {before[0].number}, which "
+                             f"{before[0].slug!r} has; pages stand in the order of their numbers")
+        for needed in page.needs:
+            if needed not in found:
+                raise ValueError(f"page {slug!r} needs {needed!r}, which is no page before it")
+            if page.core and not found[needed].core:
+                raise ValueError(f"page {slug!r} is core and needs {needed!r}, which is not")
+        found[slug] = page
     return found
 
 

@@ -1,11 +1,14 @@
 import dataclasses
 import pickle
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from refimpl import catalog
 
+ROOT = Path(__file__).parent.parent
 EXACT_COUNTS = {
     "gpt2": 124439808, "gpt2-medium": 354823168, "gpt2-large": 774030080, "gpt2-xl": 1557611200, "llama-7b": 6738415616,
     "llama-13b": 13015864320, "llama-65b": 65285660672, "llama2-7b": 6738415616, "llama2-70b": 68976648192,
@@ -47,6 +50,24 @@ source = "a test"
 recalled = []
 """
 
+TWO_PAGES = """
+[first]
+number = "00"
+title = "First"
+question = "What comes first?"
+minutes = 30
+core = true
+needs = []
+
+[second]
+number = "01"
+title = "Second"
+question = "What comes then?"
+minutes = 45
+core = true
+needs = ["first"]
+"""
+
 
 def parameter_count(vocab_size, context_length, layers, hidden, heads, kv_heads=None, mlp_hidden=None, norm="layernorm",
                     activation="gelu", positions="learned", bias=True, tied=True, head_dim=None, qkv_bias=False,
@@ -66,9 +87,9 @@ def parameter_count(vocab_size, context_length, layers, hidden, heads, kv_heads=
 
 @pytest.fixture
 def in_folder(monkeypatch, tmp_path):
-    """Write the two files in a folder of the test's own, and have the catalog read there."""
-    def use(models=None, hardware=None):
-        for filename, text in {"models.toml": models, "hardware.toml": hardware}.items():
+    """Write the files in a folder of the test's own, and have the catalog read there."""
+    def use(models=None, hardware=None, pages=None):
+        for filename, text in {"models.toml": models, "hardware.toml": hardware, "pages.toml": pages}.items():
             if text is not None:
                 (tmp_path / filename).write_text(text, encoding="utf-8")
         monkeypatch.setattr(catalog, "FOLDERS", (tmp_path / "missing", tmp_path))
@@ -77,6 +98,7 @@ def in_folder(monkeypatch, tmp_path):
     def forget():
         catalog._models.cache_clear()
         catalog._all_hardware.cache_clear()
+        catalog._pages.cache_clear()
     yield use
     forget()
 
@@ -281,3 +303,48 @@ def test_hardware_that_says_only_what_it_must(in_folder):
     assert (gpu.low_precision, gpu.note, gpu.recalled) == ("bf16", "", ())
     assert (gpu.nvlink_bandwidth, gpu.infinity_fabric_bandwidth, gpu.pcie_bandwidth) == (None, None, 1e9)
     assert gpu.reported_bytes == gpu.memory_bytes == 1024
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_found_by_its_slug(in_folder):
+    in_folder(pages=TWO_PAGES)
+    assert [page.slug for page in catalog.pages()] == ["first", "second"]
+    page = catalog.page("second")
+    assert page == catalog.Page("second", "01", "Second", "What comes then?", 45, True, ("first",))
+    assert (page.name, page.filename) == ("01 · Second", "01_second.ipynb")
+    with pytest.raises(ValueError, match="unknown page 'secund'; close names: second"):
+        catalog.page("secund")
+
+
+def test_a_letter_puts_a_page_behind_another(in_folder):
+    in_folder(pages=TWO_PAGES.replace('"01"', '"00a"') + TWO_PAGES.partition("[second]")[2].join(("\n[third]", "")))
+    assert [page.filename for page in catalog.pages()] == ["00_first.ipynb", "00a_second.ipynb", "01_third.ipynb"]
+    assert sorted(page.filename for page in catalog.pages()) == [page.filename for page in catalog.pages()]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ('number = "01"', 'number = "1"', "page 'second': number '1'; expected two digits"),
+    ('number = "01"', 'number = "00"', "page 'second': number 00 comes after 00, which 'first' has"),
+    ('needs = ["first"]', 'needs = ["third"]', "page 'second' needs 'third', which is no page before it"),
+    ('needs = ["first"]', 'needs = ["second"]', "page 'second' needs 'second', which is no page before it"),
+    ("core = true\nneeds = []", "core = false\nneeds = []", "page 'second' is core and needs 'first', which is not"),
+    ("minutes = 45", "", "page 'second': 'minutes' is missing"),
+    ("minutes = 45", "minutes = 45\nhours = 1", "page 'second': unknown key 'hours'; known keys: core, minutes, ")])
+def test_a_table_of_pages_that_is_wrong_is_told_where(in_folder, old, new, message):
+    in_folder(pages=TWO_PAGES.replace(old, new))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        catalog.pages()
+
+
+def test_the_course_is_whole_without_its_elective_pages():
+    core = [page for page in catalog.pages() if page.core]
+    assert 12 <= len(core) <= 14 and all(page.minutes % 5 == 0 and 20 <= page.minutes <= 60 for page in catalog.pages())
+    assert all(page.question.endswith("?") for page in catalog.pages())
+
+
+def test_what_the_wheel_carries_is_all_that_is_read():
+    carried = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    read = set(re.findall(r'_read\("(\w+\.toml)"\)', (ROOT / "refimpl" / "catalog.py").read_text()))
+    assert carried["force-include"] == {f"data/{name}": f"refimpl/_data/{name}" for name in read}

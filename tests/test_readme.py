@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.record import measurement
-from refimpl import cli
+from refimpl import catalog, cli
 from refimpl.attention import (
     attention_flops,
     flash_attention_bytes,
@@ -69,7 +69,8 @@ def test_links_lead_somewhere(link):
 
 def test_every_notebook_has_a_row():
     rows = set(re.findall(r"\]\((notebooks/[^)]+)\)", README))
-    assert rows == {str(path.relative_to(ROOT)) for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert rows == {f"notebooks/{page.filename}" for page in catalog.pages()}
+    assert f"one of the {sum(page.core for page in catalog.pages())} core pages" in README
 
 
 def test_commands_exist():

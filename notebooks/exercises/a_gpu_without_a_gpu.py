@@ -48,7 +48,7 @@ def first(between_steps):
 
 
 def rehearsal(micro, capacity, seed):
-    """Return what a rehearsal would of a toy: two steps with micro-batches of `micro` rows on page 40's allocator."""
+    """Return what a rehearsal would of a toy: two steps of micro-batches of `micro` rows on `CachingAllocator`."""
     dice = random.Random(seed)
     weights = [dice.randrange(2, 12) * MIB for _ in range(6)]
     rows = [dice.randrange(1, 5) * 300_000 for _ in range(12)]  # bytes of activations for a row, layer by layer

@@ -154,7 +154,8 @@ test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT,
 
 
 def test_the_grader_s_messages_are_pytorch_s():
-    """Page 41's program failed by PyTorch's own allocator: the grader writes the same message for its numbers."""
+    """The program of the page on fragmentation failed by PyTorch's own allocator: for its numbers the grader writes
+    the same message."""
     failed = [each["out of memory"]["message"] for each in records._known().values() if each["out of memory"]]
     assert page.message(116 * MIB, 450 * MIB, 240 * MIB, 184 * MIB) in failed
 

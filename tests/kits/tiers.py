@@ -127,11 +127,13 @@ def columns_of(cases):
 
 
 def pages_drawn(pages, costs, seconds, core, turn):
-    """Names of pages that take so many seconds together; if not all do, the core ones, and others from `turn` on."""
+    """Names of pages that take so many seconds together; if not all do, the core ones, and others from `turn` on.
+
+    `core`: slugs, of what a name has after its number."""
     seconds_of = {page: costs.get(page, (15.0, 1))[0] for page in pages}
     if sum(seconds_of.values()) <= seconds:
         return list(pages)
-    chosen = [page for page in pages if page.rpartition("/")[2].startswith(tuple(core))]
+    chosen = [page for page in pages if page.removesuffix(".ipynb").partition("_")[2] in core]
     left = seconds - sum(seconds_of[page] for page in chosen)
     others = [page for page in pages if page not in chosen]
     first = turn * STRIDE % len(others)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from ... import catalog
 from . import batches, head, packed, recomputed, states, tiles
 from .found import Found, Help
 
@@ -9,7 +10,8 @@ RANKS = states.RANKS
 
 
 class Technique(NamedTuple):
-    """One technique: `room` is its package in refimpl, `find(replay)` returns a Found, or why it would save nothing."""
+    """One technique: `room` is its package in refimpl, `find(replay)` returns a Found, or why it would save nothing;
+    `page` is the slug of its page."""
 
     name: str
     room: str
@@ -21,54 +23,54 @@ class Technique(NamedTuple):
 
 
 TECHNIQUES = [Technique(*each) for each in (
-    ("none", "memory", "gradients set to None before forward", states.set_to_none, "nothing", "00",
+    ("none", "memory", "gradients set to None before forward", states.set_to_none, "nothing", "where_the_memory_goes",
      "optimizer.zero_grad(), then the model"),
-    ("no_grad", "memory", "no graph where there is no backward", states.without_graph, "nothing", "01",
+    ("no_grad", "memory", "no graph where there is no backward", states.without_graph, "nothing", "reading_the_meters",
      "with torch.no_grad(): …"),
-    ("autocast", "mixed_precision", "mixed precision", states.half_precision, "16-bit rounding", "02",
+    ("autocast", "mixed_precision", "mixed precision", states.half_precision, "16-bit rounding", "mixed_precision",
      "with mixed_precision.autocast(\"cuda\"): …"),
-    ("accumulate", "accumulation", "each batch in 2 micro-batches", batches.in_two, "time of smaller products", "03",
-     "accumulate(model, *batch, micro_batches=2)"),
-    ("rows", "accumulation", "each batch row by row", batches.row_by_row, "much time: products of one row", "03",
-     "accumulate(model, *batch, micro_batch=1)"),
-    ("recompute", "checkpointing", "recompute every block in backward", recomputed.blocks, "a third more FLOPs", "04",
-     "checkpointing.recompute(blocks)"),
-    ("masks", "activations", "masks in one bit", packed.lossless, "next to nothing", "06",
+    ("accumulate", "accumulation", "each batch in 2 micro-batches", batches.in_two, "time of smaller products",
+     "gradient_accumulation", "accumulate(model, *batch, micro_batches=2)"),
+    ("rows", "accumulation", "each batch row by row", batches.row_by_row, "much time: products of one row",
+     "gradient_accumulation", "accumulate(model, *batch, micro_batch=1)"),
+    ("recompute", "checkpointing", "recompute every block in backward", recomputed.blocks, "a third more FLOPs",
+     "recomputation", "checkpointing.recompute(blocks)"),
+    ("masks", "activations", "masks in one bit", packed.lossless, "next to nothing", "smaller_activations",
      "compress_activations(model, \"lossless\")"),
-    ("bf16", "activations", "activations in bfloat16 until backward", packed.bf16, "gradients off by 0.1 %", "06",
-     "compress_activations(model, \"bf16\")"),
-    ("int8", "activations", "activations in 8 bits until backward", packed.int8, "gradients off by 0.3 %; time", "06",
-     "compress_activations(model, \"int8\")"),
+    ("bf16", "activations", "activations in bfloat16 until backward", packed.bf16, "gradients off by 0.1 %",
+     "smaller_activations", "compress_activations(model, \"bf16\")"),
+    ("int8", "activations", "activations in 8 bits until backward", packed.int8, "gradients off by 0.3 %; time",
+     "smaller_activations", "compress_activations(model, \"int8\")"),
     ("host", "activations", "activations in host memory until backward", packed.on_the_host,
-     "copies both ways over the bus", "06", "offload_activations(model)"),
-    ("chunks", "sequence_length", "the sequence in 8 chunks", states.in_chunks, "time; attention must be causal", "07",
-     "ChunkedSequenceProcessor(model, …)"),
-    ("logits", "cross_entropy", "the loss without logits", head.without_logits, "no product more", "08",
-     "without_logits(model)"),
-    ("mlp", "mlp", "MLPs that compute their hidden layer again", recomputed.mlps, "a fifth more of their FLOPs", "08",
-     "memory_efficient_mlps(model)"),
-    ("attention", "attention", "attention in tiles", tiles.tiles, "one product of six more", "10",
+     "copies both ways over the bus", "smaller_activations", "offload_activations(model)"),
+    ("chunks", "sequence_length", "the sequence in 8 chunks", states.in_chunks, "time; attention must be causal",
+     "long_sequences", "ChunkedSequenceProcessor(model, …)"),
+    ("logits", "cross_entropy", "the loss without logits", head.without_logits, "no product more",
+     "the_logits_are_the_peak", "without_logits(model)"),
+    ("mlp", "mlp", "MLPs that compute their hidden layer again", recomputed.mlps, "a fifth more of their FLOPs",
+     "the_logits_are_the_peak", "memory_efficient_mlps(model)"),
+    ("attention", "attention", "attention in tiles", tiles.tiles, "one product of six more", "attention_in_tiles",
      "flash_attention(q, k, v, causal=True)"),
-    ("data", "zero", f"the batch on {RANKS} ranks", states.fewer_rows, "an all_reduce of gradients", "21",
+    ("data", "zero", f"the batch on {RANKS} ranks", states.fewer_rows, "an all_reduce of gradients", "data_parallel",
      "DataParallel(model, comm, optimizer)"),
-    ("zero1", "zero", f"ZeRO-1 on {RANKS} ranks", states.zero1, "no byte more on the wire", "22",
+    ("zero1", "zero", f"ZeRO-1 on {RANKS} ranks", states.zero1, "no byte more on the wire", "zero_1_and_2",
      "Zero1(model, comm, optimizer)"),
-    ("zero2", "zero", f"ZeRO-2 on {RANKS} ranks", states.zero2, "no byte more, if nothing accumulates", "22",
+    ("zero2", "zero", f"ZeRO-2 on {RANKS} ranks", states.zero2, "no byte more, if nothing accumulates", "zero_1_and_2",
      "Zero2(model, comm, optimizer)"),
-    ("zero3", "zero", f"ZeRO-3 on {RANKS} ranks", states.zero3, "1.5 times the traffic", "23",
+    ("zero3", "zero", f"ZeRO-3 on {RANKS} ranks", states.zero3, "1.5 times the traffic", "zero_3",
      "Zero3(model, comm, optimizer)"),
     ("offload", "offload", "gradients and optimizer state on the host, or a disk", states.on_the_host,
-     "the bus; the update at host speed", "24", "Zero1(model, comm, optimizer, update=CPUAdam())"),
+     "the bus; the update at host speed", "offload_to_cpu", "Zero1(model, comm, optimizer, update=CPUAdam())"),
     ("compression", "compression", "compressed gradients", states.on_the_wire, "a residual of 4 bytes a parameter",
-     "26", "hook=GradientCompressor(\"topk\", 0.05)"),
-    ("tensor", "parallel", f"layers split over {RANKS} ranks", states.split_layers, "two all_reduces a block, each way",
-     "30", "tensor_parallel(model, comm)"),
-    ("context", "parallel", f"the sequence split over {RANKS} ranks", states.split_sequence,
-     "keys and values in a ring", "32", "context_parallel(model, attention)"),
-    ("pipeline", "parallel", f"the layers on {RANKS} ranks", states.split_model, "ranks that wait for each other", "33",
-     "pipeline(model, comm, \"1f1b\", micro_batches)"),
-    ("allocator", "allocator", "no fragments: expandable segments, or a static plan", states.fragments, "nothing, or "
-     "two calls to record", "41", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+     "fewer_bytes_on_the_wire", "hook=GradientCompressor(\"topk\", 0.05)"),
+    ("tensor", "tensor", f"layers split over {RANKS} ranks", states.split_layers, "two all_reduces a block, each way",
+     "tensor_parallel", "tensor_parallel(model, comm)"),
+    ("context", "context", f"the sequence split over {RANKS} ranks", states.split_sequence,
+     "keys and values in a ring", "context_parallel", "context_parallel(model, attention)"),
+    ("pipeline", "pipeline", f"the layers on {RANKS} ranks", states.split_model, "ranks that wait for each other",
+     "pipeline_parallel", "pipeline(model, comm, \"1f1b\", micro_batches)"),
+    ("allocator", "allocator", "no fragments: expandable segments, or a static plan", states.fragments,
+     "nothing, or two calls to record", "fragmentation", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
 )]
 
 
@@ -88,5 +90,5 @@ def _help(technique, replay):
         why = why or ("" if saves else "it holds nothing at the peak, or the peak moves and is as high")
     else:
         saves, bound, why = 0, "", found
-    return Help(technique.name, technique.title, saves, bound if saves else "", why, technique.cost, technique.page,
-                technique.call, technique.title.endswith(" ranks"))
+    return Help(technique.name, technique.title, saves, bound if saves else "", why, technique.cost,
+                catalog.page(technique.page).number, technique.call, technique.title.endswith(" ranks"))

@@ -16,7 +16,8 @@ class Found(NamedTuple):
 
 
 class Help(NamedTuple):
-    """What one technique would do here. `saves`: bytes of the peak, 0 with the reason in `why` if nothing."""
+    """What one technique would do here. `saves`: bytes of the peak, 0 with the reason in `why` if nothing; `page`: the
+    number of its page."""
 
     name: str
     title: str
