@@ -1,15 +1,19 @@
 """Measurements as files: what is written is what is read, and what is not there reads None."""
 
+import importlib.metadata
 import json
 import platform
 import shutil
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import measurement, measurements, record
 
+ROOT = Path(__file__).parents[2]
 ROWS = [record.row("ours", "theirs", "s", 3.0, 2.0, spread=0.1), record.row("net", "allocator", "bytes", 0, 0)]
 
 
@@ -100,11 +104,12 @@ def test_a_record_says_where_when_and_with_what(monkeypatch):
     assert found["device"]["name"] and found["device"]["memory_bytes"] > 2**28 and found["device"]["cpus"] >= 1
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["python"] == platform.python_version()
-    assert found["versions"]["refimpl"] == "0.1.0"
+    assert found["versions"]["refimpl"] == importlib.metadata.version("refimpl")
     assert found["date"].endswith("+00:00")
     assert json.loads(json.dumps(found)) == found
     monkeypatch.setattr(record, "_installed", lambda package: None)  # as `make gpu` runs, with nothing installed
-    assert record.versions()["refimpl"] == "0.1.0" and "triton" not in record.versions()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert record.versions()["refimpl"] == project["version"] and "triton" not in record.versions()
 
 
 def test_slugs():
