@@ -148,6 +148,8 @@ def test_what_a_notebook_has_beside_words_stays_to_the_byte(root):
      "data/pages.toml has first_words: there is no notebooks/20_first_words.ipynb"),
     (lambda root: (root / "notebooks" / "23_new.ipynb").write_text("{}"),
      "notebooks/23_new.ipynb is not in data/pages.toml"),
+    (lambda root: (root / "notebooks" / "23_third.ipynb").write_text("{}"),
+     "notebooks/22_third.ipynb and notebooks/23_third.ipynb are one page: remove one"),
     (lambda root: (root / "README.md").write_text("[20 · First](notebooks/20_first_words.ipynb)\n"),
      "README.md: '[20 · First](notebooks/20_first_words.ipynb)' does not agree with the table, which makes it '[20 ·"),
     (lambda root: (root / "README.md").write_text("[21 · Third](notebooks/21_third.ipynb)\n"), "does not agree")])
@@ -183,3 +185,13 @@ def test_the_command_writes_and_says_what_it_did(root, monkeypatch, capsys):
     assert tool.main() == 0 and "README.md: " in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["pages.py", "--check"])
     assert tool.main() == 0 and capsys.readouterr().out == ""
+
+
+def test_a_table_that_is_wrong_is_said_in_a_line(monkeypatch, capsys):
+    def wrong():
+        raise ValueError("page 'x': 'number' is missing")
+    monkeypatch.setattr(catalog, "pages", wrong)
+    monkeypatch.setattr("sys.argv", ["pages.py"])
+    with pytest.raises(SystemExit, match="2"):
+        tool.main()
+    assert capsys.readouterr().err.endswith("data/pages.toml: page 'x': 'number' is missing\n")

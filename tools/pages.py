@@ -37,7 +37,10 @@ class Course:
     def __init__(self, root, pages):
         self.root, self.pages, self.problems, self.changes, self.renamed = root, pages, [], {}, {}
         self.by_slug = {page.slug: page for page in pages}
-        self.files = {path.stem.partition("_")[2]: path for path in sorted(root.glob("notebooks/*.ipynb"))}
+        self.files = {}
+        for path in sorted(root.glob("notebooks/*.ipynb")):
+            if (other := self.files.setdefault(path.stem.partition("_")[2], path)) != path:
+                self.problems.append(f"notebooks/{other.name} and notebooks/{path.name} are one page: remove one")
         was = {slug: path.stem.partition("_")[0] for slug, path in self.files.items()}
         self.moved = {page.number: page.number for page in pages if page.slug not in was}
         self.moved |= {was[page.slug]: page.number for page in pages if page.slug in was}
@@ -194,7 +197,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, and exit with 1 if anything differs")
     chosen = parser.parse_args()
-    course = Course(ROOT, catalog.pages())
+    try:
+        pages = catalog.pages()
+    except ValueError as error:
+        parser.error(f"data/pages.toml: {error}")
+    course = Course(ROOT, pages)
     differences = list(course.differences())
     if not chosen.check:
         course.write()
