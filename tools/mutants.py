@@ -1,0 +1,249 @@
+"""Give files small faults, one at a time, and tell which of them the tests beside the file do not notice.
+
+    python tools/mutants.py refimpl/zero/update.py --count 20     20 faults of a file that you changed
+    python tools/mutants.py --count 300 --seed 1                  the fixed draw, over all packages
+
+A fault is a comparison, an operation or a condition exchanged, a default changed, a number one larger, two arguments
+swapped, a call dropped, memory kept that was freed, a hook left. The tests that a push draws of the file's package run
+first, its own test file before the others; then, if none fails, those of `make test-all`. A test that hangs has
+noticed. Two faults are tried at a time, each in a copy of HEAD. What was tried is kept in build/mutants/ and not tried
+again: interrupt it, and go on later. tests/mutants.toml lists faults that change nothing, each with the reason.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mutation import mutants_of
+
+ROOT = Path(__file__).resolve().parent.parent
+TIERS = {"push": 0.95, "all": 0.97}  # of the faults that change something, how many each is to notice
+AT_ONCE = 2
+PATIENCE = 4, 60  # times what the tests take without a fault, and seconds more: what takes longer hangs
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("paths", nargs="*", type=Path, help="files or folders of refimpl/; default: all")
+    parser.add_argument("--count", type=int, default=20, help="how many faults are drawn (default: 20)")
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args()
+    if why := refused(chosen.paths):
+        sys.exit(why)
+    files = files_of(chosen.paths)
+    drawn = draw(files, chosen.count, chosen.seed)
+    said = try_all(drawn)
+    print(report(drawn, said))
+    sys.exit(0 if enough(drawn, said) else 1)
+
+
+def refused(paths):
+    """Say in one sentence why nothing is tried; None if all is well."""
+    for path in paths:
+        if not path.resolve().is_relative_to(ROOT / "refimpl") or not path.exists():
+            return f"{path}: expected a file or folder of refimpl/"
+        if not files_of([path]):
+            return f"{path}: there are no tests beside it (tests/ mirrors refimpl/): write one first"
+    if changed := git("status", "--porcelain", "--untracked-files=no"):
+        return f"{changed.splitlines()[0][3:]} has changes: commit them, since faults are tried in copies of HEAD"
+    return None
+
+
+def files_of(paths):
+    """List the files that have tests beside them."""
+    found = []
+    for path in paths or [ROOT / "refimpl"]:
+        path = path.resolve()
+        found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return [path for path in found if beside(path.relative_to(ROOT).as_posix()) is not None]
+
+
+def beside(file):
+    """Return where the tests of a file are: its package's folder, or a file of the first level. None if nowhere."""
+    parts = Path(file).with_suffix("").parts[1:]
+    place = Path("tests", parts[0]) if len(parts) > 1 else Path("tests", f"test_{parts[0]}.py")
+    return place.as_posix() if (ROOT / place).exists() else None
+
+
+def draw(files, count, seed):
+    """Draw mutants: of each package as many as its share of lines, at least one; the kinds of fault by turns."""
+    packages = defaultdict(list)
+    for path in files:
+        packages[package_of(path.relative_to(ROOT).as_posix())].append(path)
+    sizes = {name: sum(len(path.read_bytes().splitlines()) for path in paths) for name, paths in packages.items()}
+    drawn = []
+    for name, paths in sorted(packages.items()):
+        chance, kinds = random.Random(f"{seed} {name}"), defaultdict(list)
+        for mutant in (each for path in paths for each in mutants_of(path, ROOT)):
+            kinds[mutant.kind].append(mutant)
+        shuffled = [chance.sample(each, len(each)) for _, each in sorted(kinds.items())]
+        by_turns = [each[turn] for turn in range(max(map(len, shuffled), default=0)) for each in shuffled
+                    if turn < len(each)]
+        drawn += by_turns[: max(1, round(count * sizes[name] / sum(sizes.values())))]
+    return drawn
+
+
+def package_of(file):
+    return Path(file).parts[1].removesuffix(".py")
+
+
+# --- trying ----------------------------------------------------------------------------------------------------------
+
+
+def try_all(drawn):
+    """Try each that was not tried before, two at a time. Return {name: "push", "all", "lived" or "equivalent"}."""
+    known = equivalents()
+    said = {each.name: "equivalent" for each in drawn if (each.file, each.text, each.change) in known}
+    kept = ROOT / "build" / "mutants" / f"{git('rev-parse', '--short=12', 'HEAD')}.jsonl"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    if kept.exists():
+        said = dict(map(json.loads, kept.read_text().splitlines())) | said
+    left = [each for each in drawn if each.name not in said]
+    if not left:
+        return said
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
+        copies = SimpleQueue()
+        for n in range(AT_ONCE):
+            git("clone", "--quiet", "--shared", str(ROOT), f"{folder}/{n}")
+            copies.put(Path(folder, str(n)))
+        first = copies.get()
+        selections = {tier: collected(first, tier) for tier in TIERS}
+        copies.put(first)
+        allowed = {}
+
+        def try_one(mutant):
+            copy = copies.get()
+            try:
+                return mutant, verdict(mutant, copy, selections, allowed)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(AT_ONCE) as pool, kept.open("a") as file:
+            for mutant, found in pool.map(try_one, left):
+                said[mutant.name] = found
+                file.write(json.dumps([mutant.name, found]) + "\n")
+                file.flush()
+                print(f"{found:6} {mutant.name}", flush=True)
+    return said
+
+
+def collected(copy, tier):
+    """List the ids of the tests that a tier runs of the whole tree."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "2", "--tier", tier,
+                           "tests"], cwd=copy,
+                          env=environment(copy), capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("tests/") and "::" in line]
+    if not found:
+        sys.exit(f"no tests were collected: {done.stdout[-500:]}{done.stderr[-500:]}")
+    return found
+
+
+def verdict(mutant, copy, selections, allowed):
+    """Return the tier that notices a fault, or "lived"."""
+    path, place = copy / mutant.file, beside(mutant.file)
+    own, source, tried = f"test_{Path(mutant.file).stem}.py::", path.read_bytes(), set()
+    for tier, selection in selections.items():
+        tests = sorted((each for each in selection if each.startswith(place + ("" if place.endswith(".py") else "/"))
+                        and each not in tried), key=lambda each: own not in each)
+        if not tests:
+            continue
+        if (place, tier) not in allowed:
+            began = time.monotonic()
+            if failed(tests, copy, None):
+                sys.exit(f"{place} fails without a fault: mend that first")
+            allowed[place, tier] = PATIENCE[0] * (time.monotonic() - began) + PATIENCE[1]
+        path.write_bytes(mutant.of(source))
+        try:
+            if failed(tests, copy, allowed[place, tier]):
+                return tier
+        finally:
+            path.write_bytes(source)
+        tried |= set(tests)
+    return "lived"
+
+
+def failed(tests, copy, seconds):
+    """Run tests until one fails. A run that takes longer than `seconds` has failed, and nothing of it is left."""
+    listed = copy / "build" / "tests.txt"
+    listed.parent.mkdir(exist_ok=True)
+    listed.write_text("\n".join(tests))
+    run = subprocess.Popen([sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", f"@{listed}"], cwd=copy,
+                           env=environment(copy), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                           start_new_session=True)
+    try:
+        return run.wait(seconds) != 0
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        try:
+            os.killpg(run.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        run.wait()
+
+
+def environment(copy):
+    """Return the variables with which a copy is imported, and not the checkout that is installed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**kept, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tests' / 'kits'}", "OMP_WAIT_POLICY": "passive",
+            "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def equivalents():
+    """Return {(file, line's text, change)} of the faults that are known to change nothing."""
+    path = ROOT / "tests" / "mutants.toml"
+    return {(each["file"], each["text"], each["change"]) for each in tomllib.loads(path.read_text())["equivalent"]}
+
+
+def git(*arguments):
+    """Return what git says in the checkout."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+# --- telling ---------------------------------------------------------------------------------------------------------
+
+
+def counts(drawn, said):
+    """Return {package: [drawn, equivalent, noticed on a push, noticed by either]}."""
+    rows = defaultdict(lambda: [0, 0, 0, 0])
+    for each in drawn:
+        row, found = rows[package_of(each.file)], said[each.name]
+        row[0] += 1
+        row[1] += found == "equivalent"
+        row[2] += found == "push"
+        row[3] += found in TIERS
+    return rows
+
+
+def report(drawn, said):
+    """Return the table of packages, and below it what lived."""
+    lines = [f"{'package':18}{'drawn':>7}{'equivalent':>12}{'push':>7}{'nightly':>9}"]
+    rows = counts(drawn, said)
+    rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    lines += [f"{name:18}{row[0]:7}{row[1]:12}{row[2]:7}{row[3]:9}" for name, row in rows.items()]
+    lines += [f"lived: {each.name}\n       {each.text}" for each in drawn if said[each.name] == "lived"]
+    return "\n".join(lines)
+
+
+def enough(drawn, said):
+    """Tell whether each tier noticed the share that it is to notice."""
+    row = [sum(column) for column in zip(*counts(drawn, said).values(), strict=True)]
+    changing = row[0] - row[1]
+    return row[2] >= TIERS["push"] * changing and row[3] >= TIERS["all"] * changing
+
+
+if __name__ == "__main__":
+    main()
