@@ -10,21 +10,13 @@ appendix B, on hierarchical sampling. The payload has always k numbers, so that 
 import torch
 
 from . import sparse
+from .topk import TopK
 
 SAMPLE = 4096  # numbers
 
 
-class Threshold:
+class Threshold(TopK):
     """The algorithm `"threshold"` on flat tensors (n,). NaN is above each threshold."""
-
-    summed = False  # each rank sends other places
-
-    def __init__(self, ratio):
-        self.ratio = ratio
-
-    def payload_bytes(self, numel, itemsize=4):
-        """Return the bytes that are sent of `numel` numbers."""
-        return sparse.payload_bytes(numel, self.ratio, itemsize)
 
     def encode(self, x, dtype, seed):
         """Return what is sent of x (n,), as bytes."""
@@ -40,7 +32,3 @@ class Threshold:
         elif found.numel() < k:
             found = torch.cat([found, (~above).nonzero().view(-1)[: k - found.numel()]])
         return sparse.pack(x, found, dtype)
-
-    def add(self, out, payload, dtype, seed):
-        """Add what was sent to `out` (n,)."""
-        sparse.add(out, payload, dtype)

@@ -5,7 +5,7 @@ Order of reading: `papers/pipeline` (1F1B on real ranks, in one screen), `instru
 `validate`, `papers/pipeline_simulator` (a step without ranks, in one screen), `simulate` and `drawing`. Then what runs
 them: `executor` and `step`, `messages` and `mailbox` (what goes between ranks, and when it is freed), `batches`,
 `split` (a backward in two parts), `partition` and `stages` (which layers are whose), `tied`, `ranks` (whether ranks fit
-together), `sleeping` (stages that take a known time).
+together).
 """
 
 from ..ground.lazy import lazily

@@ -1,7 +1,5 @@
 """What a split GPT keeps for backward and sends, in closed form: bytes and seconds of a rank in a group."""
 
-import math
-
 from ..comm.agreement import SAME_BYTES
 from ..comm.traffic import Traffic, ring_traffic
 from ..ground.activation_bytes import block_terms
@@ -70,12 +68,3 @@ def column_backward_seconds(dx, dw, reduce, gather=0.0):
 def _whole_vectors(config):
     """Count the vectors of a block that every rank has whole: weights and biases of its norms, biases of two rows."""
     return config.norms + config.bias * (2 + config.norms * (config.norm == "layernorm"))
-
-
-def parameter_bytes(model):
-    """Return the bytes of a split model's parameters on this rank, and of the whole: (here, whole)."""
-    here, whole = 0, {}
-    for p in model.parameters():
-        here += p.nbytes
-        whole[p.shard_spec.name] = math.prod(p.shard_spec.shape) * p.itemsize
-    return here, sum(whole.values())

@@ -6,13 +6,13 @@ import pytest
 import torch
 from patience import Late, patiently
 from rank_pool import pooled
+from sleeping_kit import SleepingStage
 from torch import nn
 
 from refimpl.comm import Link
 from refimpl.comm.timeline import timeline
 from refimpl.pipeline import Costs, PipelineParallelStage, schedule, simulate
 from refimpl.pipeline.catalogue import BUILDERS
-from refimpl.pipeline.sleeping import SleepingStage
 
 pytestmark = pytest.mark.alone
 WIDTH, P, M = 16, 4, 8
