@@ -15,9 +15,10 @@ TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_leng
 FLOORS = {**dict.fromkeys(("versions", "phantom", "ground", "papers", "elsewhere"), 0),
           **dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
-                           "unseen", "feed_forward", "saving", "proof"), 2),
+                           "unseen", "saving", "proof", "others"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
-          **dict.fromkeys(("engine", "planner", "estimate", "explain", "rehearse", "cli", "parallel", "__main__"), 4)}
+          **dict.fromkeys(("engine", "planner", "estimate", "explain", "known_models", "rehearse", "cli", "parallel",
+                           "__main__"), 4)}
 GROUND = {"comm": {"ranks", "memory"}, "memory": set(), "ranks": {"memory"}}  # what stands on what on floor 1
 
 
@@ -85,9 +86,68 @@ def test_what_runs_upward_or_across_is_named(here, there, words):
     assert words in wrong(here, there)
 
 
+LIBRARIES = {"transformers", "timm", "peft"}
+KNOWING = {"known_models", "estimate", "explain"}  # what may know others' models by name
+NAMES = {"__name__", "__qualname__", "__module__"}
+TEXT = {"startswith", "endswith", "partition", "rpartition", "split", "removeprefix", "removesuffix", "get"}
+UNRELATED = {  # who reads the name of a class or function for another reason
+    "others.py": "whether something is torch's or ours, and nobody need be asked",
+    "attention/traffic.py": "operations of torch that make empty tensors",
+    "comm/same_model.py": "torch's own code is compared by torch's version",
+    "ranks/pickling.py": "where a function and a module are found again",
+    "zero/units.py": "hooks that are ours"}
+
+
+def libraries(path, top=False):
+    """The libraries of models that a file imports: wherever in it, or where it is imported itself."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in tree.body if top else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found & LIBRARIES
+
+
+def names_compared(path):
+    """The lines of a file that compare the name of a class or function, look it up, or ask how it begins."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts = []
+        if isinstance(node, ast.Compare) and not isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TEXT:
+            parts = [node.func.value, *node.args]
+        elif isinstance(node, (ast.Subscript, ast.Match)):
+            parts = [node.slice if isinstance(node, ast.Subscript) else node.subject]
+        found += [node.lineno for part in parts for each in ast.walk(part)
+                  if isinstance(each, ast.Attribute) and each.attr in NAMES
+                  or isinstance(each, ast.Call) and getattr(each.func, "id", "") == "getattr"
+                  and getattr(each.args[1], "value", "") in NAMES]
+    return found
+
+
+def test_models_of_others_are_known_in_one_place():
+    outside = [path for path in FILES if room(path) not in KNOWING]
+    assert {str(path.relative_to(PACKAGE)): found for path in outside if (found := libraries(path))} == {}
+    named = {str(path.relative_to(PACKAGE)): found for path in outside if (found := names_compared(path))}
+    assert named.keys() == UNRELATED.keys(), named
+    assert [path for path in FILES if libraries(path, top=True)] == []  # nor are they loaded before they are asked for
+
+
+@pytest.mark.parametrize("line", [
+    'type(x).__name__ == "Conv1D"', 'kind.__name__ in KINDS', 'type(x).__module__.startswith("transformers.")',
+    'getattr(loss, "__name__", None) != "ForCausalLMLoss"', 'any(each.__module__ == "timm" for each in kinds)',
+    'TABLE[type(x).__name__]', 'TABLE.get(type(x).__name__)', 'type(x).__module__.split(".")[0] in LIBRARIES'])
+def test_a_comparison_of_names_is_found(line, tmp_path):
+    (tmp_path / "a.py").write_text(f'f"{{type(x).__name__}} is wrong"\n{line}')
+    assert {*names_compared(tmp_path / "a.py")} == {2}
+
+
 LIGHT = ("zero", "tensor", "context", "pipeline", "attention", "offload", "comm", "cross_entropy", "checkpointing",
-         "allocator", "accumulation", "mesh")
-HEAVY = {"matplotlib", "PIL", "transformers", "peft", "timm", "refimpl.memory.tracker"}
+         "allocator", "accumulation", "mesh", "mlp")
+HEAVY = {"matplotlib", "PIL", "transformers", "peft", "timm", "refimpl.memory.tracker", "refimpl.known_models"}
 
 
 @pytest.mark.parametrize("name", LIGHT)

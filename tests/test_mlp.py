@@ -14,8 +14,9 @@ from outside.models import GROUPED, SMALL, causal, text
 from torch import nn
 from torch.nn import functional as F
 
-from refimpl import feed_forward, memory
+from refimpl import memory
 from refimpl.checkpointing import recompute
+from refimpl.known_models import mlp as known_mlp
 from refimpl.mlp import ACTIVATIONS, GATED, MemoryEfficientMLP, memory_efficient_mlps, mlp_bytes, plain_mlp_saved_bytes
 from refimpl.model import GPT, GPTConfig
 
@@ -245,7 +246,7 @@ def test_bytes_of_a_layer_of_a_family_are_the_closed_forms(name, keep):
 
 def is_feed_forward(module):
     try:
-        return bool(feed_forward.read(module))
+        return bool(known_mlp.read(module))
     except TypeError:
         return False
 

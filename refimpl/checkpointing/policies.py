@@ -11,7 +11,7 @@ from functools import partial
 from torch import nn
 
 from ..ground.options import check_options
-from .callers import attentions_of
+from ..others import ask
 from .region import OPTIONS, checkpoint, checkpointed
 
 PARTS = ("block", "attention", "attention core", "mlp")
@@ -197,9 +197,9 @@ def selective(blocks, part="attention core", **options):
     `mlp`; `block` is all of it. Returns a Recomputing.
 
     Blocks are modules with `.attention` (a module, its function as `.attention.attention`) and `.mlp`, as those of
-    `refimpl.model`. In all others the `attention` is the modules that compute it, with their projections (`callers`),
-    whatever their names. ValueError for an unknown part or blocks without it. The `options` are those of `checkpoint`;
-    TypeError for any other.
+    `refimpl.model`. In all others the `attention` is the modules that compute it, with their projections, whatever
+    their names (`known_models/attention`). ValueError for an unknown part or blocks without it. The `options` are those
+    of `checkpoint`; TypeError for any other.
 
     The core is where scores of s × s are made: it is most of the bytes of a long sequence and few of the operations
     ("Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al. 2022, section 5).
@@ -216,7 +216,7 @@ def selective(blocks, part="attention core", **options):
             owner = getattr(block, "mlp" if part == "mlp" else "attention", None)
             owners = [] if owner is None else [owner]
             if part != "mlp" and not callable(getattr(owner, "attention", None)):  # not a block as our GPT's
-                owners = attentions_of(block) if part == "attention" else []
+                owners = ask("attentions", block) if part == "attention" else []
             if not owners:
                 raise ValueError(f"a {type(block).__name__} has no {part}: expected .attention, .attention.attention "
                                  "and .mlp, or for 'attention' modules inside whose forward calls "

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..ground.rerun import Environment
+from ..others import ask_of_others
 from .operations import KeepOperations, operations
 
 OPTIONS = ("early_stop", "save", "recompute_context", "keep")  # of `checkpoint`; other keywords go to the function
@@ -102,7 +103,7 @@ def refuse_options_of_torch(kwargs, known=()):
 def refuse_caches(arguments):
     """Raise ValueError for a cache of transformers, which a layer changes: both of its calls would add their keys."""
     for value in arguments:
-        if any(each.__module__ == "transformers.cache_utils" for each in type(value).__mro__):
+        if ask_of_others("cache", value):
             raise ValueError(f"{type(value).__name__} is a cache, to which a layer adds its keys: a recomputation "
                              "would add them a second time. Training needs none: call the model with use_cache=False, "
                              "or set model.config.use_cache = False")

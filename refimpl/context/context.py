@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm import CollectiveMismatch
 from ..model import GPT, Attention, softmax_attention
+from ..others import ask
 from .dense import dense_attention
 from .gathered import gathered_attention
 from .inner import check_dropout
@@ -122,12 +123,9 @@ def context_parallel(model, attention):
             if isinstance(module, Attention):
                 module.set_attention(attention.within(module.attention))
         model.register_forward_pre_hook(_Positions(attention, model.config.context_length), with_kwargs=True)
-    elif getattr(getattr(model, "config", None), "_attn_implementation", None) is not None:
-        from .hugging_face import check, give_attention
-
-        check(model)
-        prove_context(model, attention, give_attention)
-        give_attention(model, attention)
+    elif (give := ask("sequence", model)) is not None:
+        prove_context(model, attention, give)
+        give(model, attention)
     else:
         raise ValueError(f"how {type(model).__name__} computes attention is not known: call attention(q, k, v, "
                          "causal=True) in its attention, and use attention.positions(length) for its positions")

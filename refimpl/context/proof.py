@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from ..proof.compare import Computed, computed
 from ..proof.loss import shifts
 from ..proof.ranks import prove, weights_of
-from ..proof.toys import LENGTH
 
 
 def prove_context(model, attention, give):
@@ -24,8 +23,8 @@ def prove_context(model, attention, give):
         return give(toy, own)
 
     # A ring refuses a window that is shorter than the sequence when it meets one, and a real sequence may be shorter.
-    window = {"window": LENGTH} if attention.method == "ring" else {}
-    prove(model, ("context", attention.method, attention.order, attention.attention), cut, run=_run, **window)
+    question = ("context", attention.method, attention.order, attention.attention)
+    prove(model, question, cut, run=_run, whole_windows=attention.method == "ring")
 
 
 def _run(toy, comm, tokens):
@@ -39,7 +38,7 @@ def _run(toy, comm, tokens):
     def part():
         if kind == "output":
             output = toy(input_ids=mine, use_cache=False)[0]
-            return {kind: output, "loss": (output * attention.shard(weights_of(output, LENGTH))).sum()}
+            return {kind: output, "loss": (output * attention.shard(weights_of(output, tokens.shape[1]))).sum()}
         output = toy(input_ids=mine, **labels, use_cache=False)
         loss = output.loss if toy.shifts else F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
         return {kind: output.logits, "loss": loss * share}
@@ -47,7 +46,7 @@ def _run(toy, comm, tokens):
     found = computed(toy, part)
     results = {kind: attention.gather(found.results[kind]), "loss": comm.all_reduce(found.results["loss"])}
     outputs = {name: attention.gather(x) for name, x in found.outputs.items()
-               if x.dim() == 3 and x.shape[1] == LENGTH // comm.world_size}
+               if x.dim() == 3 and x.shape[1] == mine.shape[1]}
     gradients = {name: comm.all_reduce(torch.zeros_like(toy.get_parameter(name)) if x is None else x)
                  for name, x in found.gradients.items()}
     return Computed(outputs, results, gradients)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..feed_forward import read
+from ..known_models.mlp import read
 from ..mlp import MemoryEfficientMLP
 
 

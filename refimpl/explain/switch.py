@@ -4,7 +4,6 @@ What needs another loop (micro-batches, ranks, chunks of a sequence) cannot be s
 stays a prediction.
 """
 
-import itertools
 from contextlib import ExitStack
 
 import torch
@@ -14,10 +13,9 @@ from ..activations import compress_activations, offload_activations
 from ..attention import flash_attention, tiled_attention
 from ..checkpointing import recompute
 from ..cross_entropy import without_logits
+from ..known_models.attention import use_attention
 from ..mlp import memory_efficient_mlps
 from .models import blocks_of
-
-_numbers = itertools.count()
 
 
 class Switched:
@@ -80,13 +78,7 @@ def _attention(model, stack):
     owner = next((m for m in model.modules() if hasattr(type(m), "set_attn_implementation")), None)
     if owner is None:
         raise ValueError(f"{type(model).__name__} takes no other attention from outside: call flash_attention in it")
-    from transformers import AttentionInterface
-
-    name = f"refimpl_explained_{next(_numbers)}"
-    AttentionInterface.register(name, _attend)
-    before = owner.config._attn_implementation
-    owner.set_attn_implementation(name)
-    stack.callback(owner.set_attn_implementation, before)
+    stack.callback(owner.set_attn_implementation, use_attention(owner, _attend)[1])
 
 
 def _attend(module, query, key, value, attention_mask=None, *, dropout=0.0, scaling=None, **others):

@@ -1,11 +1,11 @@
-"""Forward and backward of an MLP, chunk by chunk, in memory that is used again."""
+"""Forward and backward of an MLP, chunk by chunk, in memory that is used again. What an MLP of someone else computes is
+read in `known_models/mlp`, as a FeedForward."""
 
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from ..feed_forward import FeedForward, run
 from ..ground.derivatives import refuse_batched_gradients
 
 aten = torch.ops.aten
@@ -23,6 +23,35 @@ ACTIVATIONS = {
 }
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 INSTEAD = "plain linear layers"
+
+
+class NotFeedForward(TypeError):
+    """The module is another kind of layer, and not a feed-forward one that does more."""
+
+
+class FeedForward(NamedTuple):
+    """A forward that computes after(down(inner(up(x), …)), x, …).
+
+    - `ups`, `down`: names of its linear layers. `flipped`: of each, `down` last, whether its weight is (in, out).
+    - `inner`, `after`: what `run` runs. Inner computes of each token alone, and draws no random numbers. None: nothing.
+    - `activation`: "silu", "gelu", "gelu_tanh" or "relu" if inner is that, or its product with something else that the
+      layers give; else None. `parts`: where its inputs are, the activation's last: [(which of `ups`, first feature)].
+    - `hidden`: the number of features that `down` is given.
+    """
+
+    ups: tuple
+    down: str
+    flipped: tuple
+    inner: fx.Graph | None
+    after: fx.Graph | None
+    activation: str | None
+    parts: tuple
+    hidden: int
+
+
+def run(graph, module, *given):
+    """Run a graph with the modules that `module` has by now."""
+    return fx.Interpreter(module, graph=graph).run(*given)
 
 
 class Plan(NamedTuple):

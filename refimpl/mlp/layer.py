@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..feed_forward import FeedForward, NotFeedForward, read, run
 from ..ground.derivatives import refuse_transforms
-from .function import ACTIVATIONS, GATED, INSTEAD, MLPFunction, Plan
+from ..others import ask
+from .function import ACTIVATIONS, GATED, INSTEAD, FeedForward, MLPFunction, NotFeedForward, Plan, run
 from .toy import differs
 
 KEEP = ("input", "hidden")
@@ -70,11 +70,11 @@ class MemoryEfficientMLP(nn.Module):
     def of(cls, mlp, *, keep="input", chunk_size=None):
         """Return a MemoryEfficientMLP that computes what `mlp` does, with its children under their names.
 
-        `mlp` is read (`refimpl.feed_forward`), and tried against it on a toy with weights of its own: the same numbers
+        `mlp` is read (`known_models/mlp`), and tried against it on a toy with weights of its own: the same numbers
         and gradients. TypeError for one that does more than a feed-forward layer, whose numbers differ, or that has
         hooks.
         """
-        forms = read(mlp)
+        forms = ask("mlp", mlp)
         if why := differs(mlp, forms[True], lambda toy, *how: cls._of(toy, forms, *how)):
             raise TypeError(f"{type(mlp).__name__} computes something else than is read from its forward: {why}")
         return cls._of(mlp, forms, keep, chunk_size)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from ..feed_forward import shallow
 from ..unseen import unseen
 
 # keep, chunk_size, dtype (None: the weights' own), under autocast; the largest error by the largest number
@@ -78,3 +77,14 @@ def _outcome(module, toy, dtype):
     wanted = {**given, **dict(toy.named_parameters())}
     gradients = torch.autograd.grad(results, [*wanted.values()], [torch.randn_like(each) for each in results])
     return outputs | {f"the gradient of {name}": each for name, each in zip(wanted, gradients, strict=True)}
+
+
+def shallow(module, instead=None):
+    """Return a copy of a module whose modules are copies, too, with the same tensors; `instead`: {module: another}."""
+    if instead and module in instead:
+        return instead[module]
+    twin = type(module).__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_modules"] = {name: child if child is None else shallow(child, instead)
+                     for name, child in module._modules.items()}
+    return twin

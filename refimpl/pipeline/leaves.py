@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..ground.marks import meters
+from ..others import ask_of_others
 
 LARGE = 2**17  # elements of a weight, from which on a temporary gradient costs more than a node of Python's
 
@@ -134,9 +135,7 @@ def rule_of(leaf):
         return Embedding
     if kind is nn.LayerNorm and leaf.weight is not None:
         return LayerNorm
-    if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
-        return Conv1D
-    return None
+    return Conv1D if ask_of_others("transposed", leaf) else None
 
 
 def applies(leaf, args, kwargs):

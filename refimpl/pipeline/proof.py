@@ -5,10 +5,10 @@ import copy
 
 import torch
 
+from ..others import ask
 from ..proof.compare import CutDiffers, computed, difference
 from ..proof.once import once
 from ..proof.ranks import said, whole_of
-from ..proof.toys import described, tokens_of
 from .batches import weights_of
 from .stages import is_decoder, layers_of, stage_of
 
@@ -25,23 +25,18 @@ def prove_stages(model):
 
 def _prove(model):
     with torch.enable_grad():
-        toy, *_ = whole_of(model)
-        tokens = tokens_of(toy.config)
+        toy, _, tokens, _ = whole_of(model)
         labels = tokens.clone()
         labels[0, 3:] = -100  # so two micro-batches have unlike numbers of targets
         other = copy.deepcopy(toy)
-        whole = computed(other, lambda: _results(other(input_ids=tokens, labels=labels, use_cache=False)))
+        whole = computed(other, lambda: ask("results", other, tokens, labels))
         first = {name: x[:1] for name, x in whole.outputs.items() if x.dim() > 2 and len(x) == len(tokens)}  # a row
         whole = whole._replace(outputs=first)
         for stages in sorted({layers_of(toy), min(layers_of(toy), 3)}):
             differs = difference(whole, _computed_in(stages, toy, tokens, labels))
             if differs is not None:
                 raise CutDiffers(f"{type(model).__name__} in {stages} stages would not compute what it does whole: "
-                                 f"{differs}, found on {described(toy)}. {_advice(toy)}")
-
-
-def _results(output):
-    return {"logits": output.logits, "loss": output.loss}
+                                 f"{differs}, found on {ask('size', toy)}. {_advice(toy)}")
 
 
 def _computed_in(stages, toy, tokens, labels):

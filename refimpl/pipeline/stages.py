@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ..model import GPT
-from ..proof.anatomy import anatomy_of, beside
-from ..proof.changes import is_known
+from ..others import ask
 
 
 class Some(nn.ModuleList):
@@ -36,7 +35,7 @@ def layers_of(model):
 
 def is_decoder(model):
     """Tell whether a model is a decoder of transformers, whose stages are made by what its class computes."""
-    return _kind(model) is _OfDecoder
+    return isinstance(_kind(model), _OfDecoder)
 
 
 def stage_of(model, first, end):
@@ -186,19 +185,18 @@ class DecoderStage:
 
 
 class _OfDecoder:
-    @staticmethod
-    def layers(model):
-        return model.get_submodule(anatomy_of(model).layers)
+    def __init__(self, anatomy):
+        self.anatomy = anatomy
 
-    @staticmethod
-    def stage(model, chosen):
-        anatomy = anatomy_of(model)
-        layers, known = model.get_submodule(anatomy.layers), {*anatomy.first, *anatomy.last, *anatomy.all}
-        for name, _ in beside(model, anatomy.layers):
-            if name not in known:
-                raise TypeError(f"{type(model).__name__} has {name}, which others of its class have not, and it is not "
-                                "known whether its first stage needs that, or its last: build the stages yourself, and "
-                                "give PipelineParallelStage each one")
+    def layers(self, model):
+        return model.get_submodule(self.anatomy.layers)
+
+    def stage(self, model, chosen):
+        layers, anatomy = self.layers(model), self.anatomy
+        if unknown := anatomy.unknown(model):
+            raise TypeError(f"{type(model).__name__} has {unknown[0]}, which others of its class have not, and it is "
+                            "not known whether its first stage needs that, or its last: build the stages yourself, and "
+                            "give PipelineParallelStage each one")
         _refuse_changed(model, anatomy)
         first, last = 0 in chosen, len(layers) - 1 in chosen
         gone = [*anatomy.first * (not first), *anatomy.last * (not last)]
@@ -215,8 +213,7 @@ def _refuse_changed(model, anatomy):
     """Raise TypeError for what somebody has put around the model or what holds its layers: each stage would do it."""
     outer = [anatomy.layers.rsplit(".", n)[0] for n in range(1, anatomy.layers.count(".") + 1)]
     for name, module in (("", model), *((name, model.get_submodule(name)) for name in outer)):
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if not name else ()
-        theirs = [hook for hook in hooks if not is_known(hook)]
+        theirs = ask("hooks", module) if not name else ()
         if theirs or "forward" in vars(module):
             has = "a hook" if theirs else "a forward of its own"
             raise TypeError(f"{name or type(model).__name__} has {has}, which each stage would run: divide the model "
@@ -250,8 +247,8 @@ def _kind(model):
         return _OfGPT
     if type(model) is nn.Sequential:
         return _OfSequential
-    if hasattr(model, "get_output_embeddings"):
-        return _OfDecoder
+    if (anatomy := ask("blocks", model)) is not None:
+        return _OfDecoder(anatomy)
     raise TypeError(f"the layers of {type(model).__name__} are not known: expected our GPT, an nn.Sequential, or a "
                     "decoder of transformers as GPT-2 and Llama; or build the stages yourself, and give "
                     "PipelineParallelStage each one")

@@ -15,6 +15,10 @@ class CutDiffers(ValueError):
     output is the first to differ, or else the parameter whose gradient does."""
 
 
+class CannotShrink(ValueError):
+    """Raised for a model of which no toy can be made. The text names the key of its config, or the module."""
+
+
 class Computed(NamedTuple):
     """`outputs`: {name of a module: what it returned first}, in the order of the calls. `results`: {name: tensor}.
     `gradients`: {name of a parameter: its gradient, or None}."""

@@ -6,11 +6,11 @@ import warnings
 import torch
 from torch.nn import functional as F
 
-from .compare import CutDiffers
+from ..others import ask
+from .compare import CannotShrink, CutDiffers
 from .double import InDouble
 from .once import once
 from .ranks import said, whole_of
-from .toys import CannotShrink, described, tokens_of
 
 
 def prove_loss(model, loss_of):
@@ -27,8 +27,8 @@ def prove_loss(model, loss_of):
             also = "output_router_logits=True adds what balances experts: set it to False, or " if getattr(
                 model.config, "output_router_logits", False) else ""
             raise CutDiffers(f"{type(model).__name__} returns a loss of {whole.results['loss']:.6f} where its logits "
-                             f"alone give {own:.6f}, found on {described(toy)}: {also}give together loss=, a function "
-                             "(logits, targets) that is all of it")
+                             f"alone give {own:.6f}, found on {ask('size', toy)}: {also}give together loss=, a "
+                             "function (logits, targets) that is all of it")
 
     try:
         once("loss", model, find)
@@ -41,10 +41,10 @@ def shifts(toy):
     """Tell whether a model with a language model's head scores a token on the one before it, as causal ones do.
     CannotShrink for one that takes no targets for its tokens."""
     with torch.no_grad(), InDouble():
-        tokens, toy = tokens_of(toy.config), copy.deepcopy(toy)
+        tokens, toy = ask("tokens", toy), copy.deepcopy(toy)
         try:
-            output = toy(input_ids=tokens, labels=tokens, use_cache=False)
+            output = ask("results", toy, tokens)
         except Exception as error:  # whatever a class says of targets
             raise CannotShrink(f"a toy of {type(toy).__name__} cannot be trained: {said(error)}") from error
-        own = F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
-    return not torch.isclose(own, output.loss, rtol=1e-9).item()
+        own = F.cross_entropy(output["logits"].flatten(0, 1), tokens.flatten())
+    return not torch.isclose(own, output["loss"], rtol=1e-9).item()

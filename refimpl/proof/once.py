@@ -1,21 +1,20 @@
-"""What is found out about a class of models, once for each: by the class and its config when it is shrunk."""
+"""What is found out about a class of models, once for each kind."""
 
 from concurrent.futures import ThreadPoolExecutor
 
+from ..others import ask
 from ..unseen import unseen
-from .toys import config_of, shrunk
 
 _found = {}
 
 
 def once(question, model, find):
-    """Return find(model), which is the same for all models of one class and one small config; `question` names it.
+    """Return find(model), which is the same for all models of one kind; `question` names it.
 
     It runs unseen, and in a thread of its own, in which no mode is on. What it raises is raised again for the next
     model. CannotShrink for a model without a config of transformers.
     """
-    config = config_of(model)
-    key = question, type(model), config._attn_implementation, repr(sorted(shrunk(config).to_dict().items()))
+    key = question, *ask("kind", model)
     if key not in _found:
         with unseen(), ThreadPoolExecutor(1) as thread:
             done = thread.submit(find, model)

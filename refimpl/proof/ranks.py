@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ..comm import simulate
+from ..others import ask
 from ..sharding import spec_of
-from .changes import changes
-from .compare import Computed, CutDiffers, computed, difference
+from .compare import CannotShrink, Computed, CutDiffers, computed, difference
 from .once import once
-from .toys import CannotShrink, described, tokens_of, toy_of
 
 
 class Proven(NamedTuple):
@@ -26,7 +25,7 @@ class Proven(NamedTuple):
 def prove(model, question, cut, *, run=None, strict=True, **toy):
     """Prove that a model of transformers, cut by `cut(toy, comm, summed)`, computes what it does whole: its output, its
     loss and every gradient. Returns Proven. `run(toy, comm, tokens)`: what a rank computes, as Computed, if it is not
-    given all tokens. `toy`: options of `toy_of`.
+    given all tokens. `toy`: options of the question for a toy.
 
     CutDiffers if it does not. If no toy can be made: CannotShrink, or unless `strict` a warning and None. A warning,
     too, for a model that somebody has changed since its class made it.
@@ -38,7 +37,7 @@ def prove(model, question, cut, *, run=None, strict=True, **toy):
             raise
         warnings.warn(f"{type(model).__name__} is cut, and it was not checked against the whole: {error}", stacklevel=4)
         return None
-    if changed := changes(model):
+    if changed := ask("changes", model):
         warnings.warn(f"{type(model).__name__} is cut, and what was checked against the whole is its class: {changed}",
                       stacklevel=4)
     return found
@@ -55,17 +54,17 @@ def _prove(model, cut, run, options):
                 differs, _ = _compared(model, toy, n, whole, tokens, cut, run, summed)
             if differs:
                 raise CutDiffers(f"{type(model).__name__}, cut over {n} ranks, would not compute what it does whole: "
-                                 f"{differs}, found on {described(toy)}")
+                                 f"{differs}, found on {ask('size', toy)}")
     return Proven(tried, summed)
 
 
 def whole_of(model, **options):
     """Return (a toy, on how many ranks it can be cut, tokens, what it Computed of them). CannotShrink if that fails."""
-    toy, ranks = toy_of(model, **options)
-    tokens = tokens_of(toy.config)
+    toy, ranks = ask("toy", model, **options)
+    tokens = ask("tokens", toy)
     try:
         whole = copy.deepcopy(toy)  # which may keep what it has seen, as rotary tables that grow
-        return toy, ranks, tokens, computed(whole, lambda: forward(whole, tokens))
+        return toy, ranks, tokens, computed(whole, lambda: ask("results", whole, tokens))
     except Exception as error:
         raise CannotShrink(f"a toy of {type(model).__name__} cannot be trained: {said(error)}") from error
 
@@ -73,15 +72,6 @@ def whole_of(model, **options):
 def said(error):
     """Return an error's class and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def forward(model, tokens):
-    """Return {name: tensor} of a model's output of tokens; "loss" is the model's own, or weighs its output."""
-    if model.get_output_embeddings() is not None:
-        output = model(input_ids=tokens, labels=tokens, use_cache=False)
-        return {"logits": output.logits, "loss": output.loss}
-    output = model(input_ids=tokens, use_cache=False)[0]
-    return {"output": output, "loss": (output * weights_of(output, output.shape[1])).sum()}
 
 
 def weights_of(output, length):
@@ -115,7 +105,7 @@ def _compared(model, toy, n, whole, tokens, cut, run, summed):
 
 
 def _all_tokens(toy, comm, tokens):
-    found = computed(toy, lambda: forward(toy, tokens))
+    found = computed(toy, lambda: ask("results", toy, tokens))
     if found.results.get("logits") is not None and found.results["logits"].shape[-1] != toy.config.vocab_size:
         del found.results["logits"]  # this rank's columns: the loss has been computed of all ranks'
     return found

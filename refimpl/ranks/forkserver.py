@@ -60,12 +60,11 @@ def open_channel(module):
 def _imported_by_caller():
     """Return what the caller has imported of this package, which ranks would import too: 0.2 s of a core in each.
 
-    None where there is a GPU: what an import does to a driver, a fork inherits. Nor any `hugging_face`, which imports
-    transformers: that may need what the caller has done before, and the server has not.
+    None where there is a GPU: what an import does to a driver, a fork inherits. No module of this package imports
+    another library's models at import time: that may need what the caller has done before, and the server has not.
     """
     names = () if torch.cuda.is_available() else list(sys.modules)
-    return {name for name in names if name.startswith("refimpl.") and name.split(".")[1] not in CALLERS_OWN
-            and not name.endswith(".hugging_face")}
+    return {name for name in names if name.startswith("refimpl.") and name.split(".")[1] not in CALLERS_OWN}
 
 
 def _freshness():

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..others import ask_of_others
 from ..sharding import ShardSpec, set_spec
 from .conjugate import enter, leave, leave_sequence, sequence_sum, whole_sequence
 from .vocabulary import gather_logits, own_features, part
@@ -212,13 +213,13 @@ class RowParallelLinear(nn.Module):
 
 def is_transposed(linear):
     """Tell whether the layer's weight is (in, out), as that of transformers' Conv1D is."""
-    return type(linear).__name__ == "Conv1D"
+    return bool(ask_of_others("transposed", linear))
 
 
 def features_of(linear, name=""):
     """Return (in, out) of a linear layer. TypeError for a layer that is none, or computes something else."""
     weight = linear._parameters.get("weight")
-    if isinstance(getattr(linear, "base_layer", None), nn.Linear):  # before it is split, or made
+    if isinstance(ask_of_others("adapted", linear), nn.Linear):  # before it is split, or made
         raise TypeError(f"{name} is of peft's {type(linear).__name__}, which has a layer and its adapters: expected a "
                         f"plan of these. By columns: {{'{name}.base_layer': 'column', '{name}.lora_B.*': 'column'}}; "
                         f"by rows: {{'{name}.base_layer': 'row', '{name}.lora_A.*': 'row'}}")

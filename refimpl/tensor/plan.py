@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..model import GPT
-from ..proof.anatomy import anatomy_of
+from ..others import ask
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,14 @@ OTHER_NAMES = {"colwise": "column", "rowwise": "row", "rowwise_split_input": "ro
                "colwise_gather_output": "head", "replicated_with_grad_allreduce": "whole",
                "packed_colwise": "packed column", "packed_rowwise": "packed row", "moe_tp_experts": "experts",
                "mla_kv_a_proj": "shared key"}
-NOT_SPLIT = ("replicate", "local_params")  # what else transformers says of modules
 
 
 def plan_of(model):
     """Return the plan of a GPT, of Hugging Face's GPT-2, or of a model of Hugging Face with a `base_model_tp_plan`.
     ValueError for another, with the names of its linear layers."""
-    config = getattr(model, "config", None)
-    if isinstance(model, GPT):
-        return _plan_of_gpt(config)
-    if getattr(config, "model_type", "") == "gpt2":
-        return _plan_of_gpt2(model, config)
-    if getattr(config, "base_model_tp_plan", None):
-        return _plan_of_hugging_face(model, config)
+    plan = _plan_of_gpt(model.config) if isinstance(model, GPT) else ask("plan", model)
+    if plan is not None:
+        return plan
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     raise ValueError(f"no plan is known for {type(model).__name__}: give one, {{name: style}} with the styles "
                      f"{', '.join(STYLES)}; its linear layers are {_listed(linears)}")
@@ -80,38 +75,16 @@ def _plan_of_gpt(config):
             "blocks.*.mlp.down": "row", "head": "head"}
 
 
-def _plan_of_gpt2(model, config):
-    base = model.base_model_prefix + "." if hasattr(model, model.base_model_prefix) else ""
-    C, H = config.n_embd, config.n_head
-    return {f"{base}h.*.attn.c_attn": Column((C, C, C), (H, H, H)), f"{base}h.*.attn.c_proj": Row(H),
-            f"{base}h.*.mlp.c_fc": "column", f"{base}h.*.mlp.c_proj": "row", **_ends(model)}
-
-
-def _plan_of_hugging_face(model, config):
-    base = model.base_model_prefix + "." if hasattr(model, model.base_model_prefix) else ""
-    plan = {base + name: "gathered" if style == "colwise_gather_output" else style
-            for name, style in config.base_model_tp_plan.items() if style not in NOT_SPLIT}
-    names = _names(model)
-    return {**{name: style for name, style in plan.items() if _matches(name, names)}, **_ends(model)}
-
-
-def _ends(model):
-    """Return the plan of the embedding, and of the head that gives logits, of a model of Hugging Face."""
-    names, head = {module: name for name, module in model.named_modules()}, model.get_output_embeddings()
-    ends = {names[model.get_input_embeddings()]: "vocabulary"}
-    return ends if head is None else {**ends, names[head]: "head"}
-
-
 def matched(model, plan):
     """Return {name: style} of the modules that a plan names, in the model's order. ValueError for a name that matches
     no module, for an unknown style, and for a module of two styles."""
-    found, names = {}, _names(model)
+    found, names = {}, names_of(model)
     for pattern, style in plan.items():
         style = OTHER_NAMES.get(style, style) if isinstance(style, str) else style
         if not isinstance(style, (Column, Row)) and style not in STYLES:
             raise ValueError(f"{pattern}: style {style!r}: expected one of {', '.join((*STYLES, *OTHER_NAMES))}, or a "
                              "Column or Row")
-        here = _matches(pattern, names)
+        here = matches(pattern, names)
         if not here:
             raise ValueError(f"the plan's {pattern!r} matches no module; there are "
                              f"{_listed([name for name in names if names[name]][1:])}")
@@ -124,24 +97,23 @@ def matched(model, plan):
     return {name: found[name] for name in names if name in found}
 
 
-def _names(model):
+def names_of(model):
     """Return {name: whether it is a module's, and not a parameter's}."""
     return {**dict.fromkeys((name for name, _ in model.named_modules()), True),
             **dict.fromkeys((name for name, _ in model.named_parameters()), False)}
 
 
-def _matches(pattern, names):
+def matches(pattern, names):
     regex = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
     return [name for name in names if regex.fullmatch(name)]
 
 
 def region_of(model):
-    """Return the names of the list of blocks and of the norm after it. ValueError if they are not known, or as
-    `anatomy_of`."""
+    """Return the names of the list of blocks and of the norm after it. ValueError if they are not known; also raises
+    what `ask("blocks")` does."""
     if isinstance(model, GPT):
         return "blocks", "norm"
-    if hasattr(model, "get_output_embeddings"):
-        anatomy = anatomy_of(model)
+    if (anatomy := ask("blocks", model)) is not None:
         return anatomy.layers, anatomy.after
     raise ValueError(f"where the blocks of {type(model).__name__} begin and end is not known: give region=(name of the "
                      "list of blocks, name of the norm after it)")

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..others import ask_of_others
 from .conjugate import own_rows, whole_sequence
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .plan import region_of
@@ -36,7 +37,7 @@ def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=Fals
     output (`output_hidden_states`) are rows, (1, n, C). ValueError as `tensor_parallel`, for a model whose region is
     not known, and for one with adapters of peft.
     """
-    if any(name.endswith(".base_layer") for name, _ in model.named_modules()):
+    if any(ask_of_others("adapted", module) is not None for module in model.modules()):
         raise ValueError(f"{type(model).__name__} has adapters of peft, which read all tokens, and a rank has some of "
                          "them: use tensor_parallel")
     blocks, norm = region_of(model) if region is None else region

@@ -14,8 +14,9 @@ from torch import nn
 
 from ..comm.agreement import check_model
 from ..model import GPT
+from ..others import ask, ask_of_others
+from ..proof.compare import CannotShrink
 from ..proof.ranks import prove
-from ..proof.toys import CannotShrink
 from ..sharding import set_spec, spec_of
 from .embedding import VocabularyParallelEmbedding
 from .experts import cut_of, split_experts, split_parameter, split_shared_key
@@ -195,7 +196,7 @@ def _heads(model, name, style):
     """Return the heads of each part of a layer: those of the plan, else what the width of a head in its parent says."""
     if isinstance(style, Column) and style.heads or isinstance(style, Row) and style.heads:
         return style.heads
-    width = getattr(_parent(model, _outer(name)), "head_dim", None)
+    width = getattr(_parent(model, _outer(model, name)), "head_dim", None)
     if not isinstance(width, int) or style in ("vocabulary", "head", "gathered") or (
             getattr(style, "of_whole", False)):
         return None
@@ -215,9 +216,10 @@ def _split(module, comm, name, style, heads):
     return ColumnParallelLinear(module, comm, name, parts=style.parts, heads=heads)
 
 
-def _outer(name):
-    """Return the name of what a layer's parent calls: the layer, or what peft has put around it."""
-    return name.removesuffix(".base_layer")
+def _outer(model, name):
+    """Return the name of what a layer's parent calls: the layer, or an adapter that has been put around it."""
+    outer = name.rpartition(".")[0]
+    return outer if ask_of_others("adapted", model.get_submodule(outer)) is model.get_submodule(name) else name
 
 
 def _by_parent(model, made):
@@ -226,8 +228,9 @@ def _by_parent(model, made):
     for name, module in made.items():
         column = isinstance(module, ColumnParallelLinear) and not module.gather_output
         if column or isinstance(module, RowParallelLinear):
-            parent, outer = _parent(model, _outer(name)), model.get_submodule(_outer(name))
-            if not hasattr(parent, "base_layer"):  # of an adapter, whose layer has the one that counts
+            outer = _outer(model, name)
+            parent, outer = _parent(model, outer), model.get_submodule(outer)
+            if ask_of_others("adapted", parent) is None:  # not of an adapter, whose layer has the one that counts
                 found.setdefault(parent, []).append((module, outer))
     return found
 
@@ -275,11 +278,11 @@ def _split_loss(model, comm, made, styles, loss_parallel):
     if isinstance(model, GPT) and heads:
         model.loss = functools.partial(_loss_of_gpt, comm=comm)
     elif loss_parallel:
-        if not heads or not hasattr(type(model), "loss_function"):
+        loss = heads and ask("loss", model, functools.partial(_loss_of_split, comm=comm, vocabulary=heads[0].features))
+        if not loss:
             raise ValueError(f"loss_parallel=True for {type(model).__name__}: expected a model of Hugging Face with a "
                              "loss_function, and its head in the plan")
-        heads[0].gather_output = False
-        model.loss_function = functools.partial(_loss_of_hugging_face, comm=comm, vocabulary=heads[0].features)
+        heads[0].gather_output, model.loss_function = False, loss
 
 
 def _loss_of_gpt(head, x_BTC, targets_BT, reduction, *, comm):
@@ -288,12 +291,6 @@ def _loss_of_gpt(head, x_BTC, targets_BT, reduction, *, comm):
                                              reduction=reduction, overwrite=True)  # nobody else has these logits
 
 
-def _loss_of_hugging_face(logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100,
-                          shift_labels=None, *, comm, vocabulary, **kwargs):
-    """Score the next token, as transformers' ForCausalLMLoss does."""
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    loss = vocabulary_parallel_cross_entropy(
-        logits.flatten(0, -2), shift_labels.flatten().to(logits.device), comm, vocabulary, ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum")
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+def _loss_of_split(logits, targets, ignore_index, reduction, *, comm, vocabulary):
+    return vocabulary_parallel_cross_entropy(logits.flatten(0, -2), targets.flatten(), comm, vocabulary,
+                                             ignore_index=ignore_index, reduction=reduction)

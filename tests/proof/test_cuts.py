@@ -20,15 +20,17 @@ from refimpl.checkpointing import recompute
 from refimpl.comm import FakeCommunicator, RankError, simulate
 from refimpl.context import SequenceParallelAttention, context, context_parallel
 from refimpl.engine import together
+from refimpl.known_models import toys
+from refimpl.known_models.blocks import anatomy_of
+from refimpl.known_models.changes import changes_of
+from refimpl.known_models.toys import results_of, tokens_of, toy_of
 from refimpl.mesh import Mesh
 from refimpl.mlp import memory_efficient_mlps
 from refimpl.model import GPT, GPTConfig
 from refimpl.pipeline import partition, pipeline, proof, stages
 from refimpl.pipeline.proof import prove_stages
-from refimpl.proof import CannotShrink, CutDiffers, once, ranks, toys
-from refimpl.proof.changes import changes
+from refimpl.proof import CannotShrink, CutDiffers, once, ranks
 from refimpl.proof.compare import Computed, computed, difference
-from refimpl.proof.toys import tokens_of, toy_of
 from refimpl.tensor import sequence_parallel, tensor_parallel
 from refimpl.tensor.plan import Column, Row, region_of
 from refimpl.tensor.sequence import _Tokens
@@ -60,7 +62,7 @@ class Renumbered(nn.ModuleList):
 
 def first_of_its_own(model, first, end):
     """The mutant in which layers count from 0 in each stage."""
-    stage, anatomy = stages.stage_of(model, first, end), stages.anatomy_of(model)
+    stage, anatomy = stages.stage_of(model, first, end), anatomy_of(model)
     if not stage.is_first:
         layers = stage.get_submodule(anatomy.layers)
         kept = [layer for layer in layers if not isinstance(layer, stages.Elsewhere)]
@@ -241,9 +243,9 @@ def test_on_two_and_four_ranks(kind, n):
     """The proof is on three: here with as many heads as four can share."""
     def find(model):
         toy = toys._built(model, toys.shrunk(model.config, ranks=4))
-        tokens = tokens_of(toy.config)
+        tokens = tokens_of(toy)
         with torch.enable_grad():
-            whole = computed(toy, lambda: ranks.forward(toy, tokens))
+            whole = computed(toy, lambda: results_of(toy, tokens))
             return ranks._compared(model, toy, n, whole, tokens, lambda toy, comm, summed: split_as(
                 toy, comm, None, False, summed), ranks._all_tokens, summed)
 
@@ -264,7 +266,7 @@ def test_what_a_plan_leaves_out_is_summed():
     def trained(comm):
         torch.manual_seed(0)
         toy, _ = toy_of(on_meta("apertus"))
-        tokens = tokens_of(toy.config)
+        tokens = tokens_of(toy)
         whole = toy(input_ids=tokens, labels=tokens)
         whole.loss.backward()
         expected = {name: p.grad for name, p in toy.named_parameters() if "act_fn" in name}
@@ -335,7 +337,7 @@ def test_a_class_whose_toy_cannot_be_built_is_refused_before_anything_is_cut():
     before = {name: p.clone() for name, p in model.named_parameters()}
     monkey = pytest.MonkeyPatch()
     with monkey.context() as here, pytest.raises(CannotShrink, match="hidden_size has to be 64"):
-        here.setattr("refimpl.proof.toys.HEADS", (12,))
+        here.setattr("refimpl.known_models.toys.HEADS", (12,))
         tensor_parallel(model, THREE)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
@@ -390,7 +392,7 @@ def test_an_argument_of_a_constructor_is_a_change_and_what_refimpl_does_is_none(
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     tensor_parallel(model, FakeCommunicator(0, 2))
-    assert changes(model) is None  # nor is a layer that is split
+    assert changes_of(model) is None  # nor is a layer that is split
 
 
 @pytest.mark.parametrize("plan", [

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .double import InDouble
-from .loss import shifts
-from .once import once
+from ..proof.double import InDouble
+from ..proof.loss import shifts
+from ..proof.once import once
 from .toys import tokens_of, toy_of
 
 
@@ -36,10 +36,16 @@ class Anatomy(NamedTuple):
         """Return the name of the module that turns tokens into what the head reads."""
         return self.layers.partition(".")[0]
 
+    def unknown(self, model):
+        """List what a model has beside its layers, and others of its class have not."""
+        return [name for name, _ in beside(model, self.layers) if name not in {*self.first, *self.last, *self.all}]
+
 
 def anatomy_of(model):
     """Return the Anatomy of a decoder of transformers with a language model's head. TypeError for a model that has no
     such head, or no list of layers that are called one after the other; CannotShrink if no toy of it can be made."""
+    if not hasattr(model, "get_output_embeddings"):
+        return None
     return vars(model).get("anatomy") or once("anatomy", model, _anatomy)  # a stage has that of its model
 
 
@@ -95,7 +101,7 @@ def _calls(model):
     handles = [module.register_forward_hook(note) for module in names]
     try:
         with InDouble(), torch.no_grad():
-            model(input_ids=tokens_of(model.config), use_cache=False)
+            model(input_ids=tokens_of(model), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from refimpl.feed_forward import NotFeedForward, linear, read, run
+from refimpl.known_models.mlp import linear, read
+from refimpl.mlp.function import NotFeedForward, run
 
 
 class Layers(nn.Module):

@@ -1,10 +1,13 @@
 """Which modules of a block are its attention: known by the functions that their forward names, not by their own names.
 
 A class says what it calls in the names of its compiled code. Its methods are followed, and functions of its own file.
+How a model is given another attention: by the registry of transformers.
 """
 
 import inspect
+import itertools
 
+NAMES = (f"refimpl_attention_{number}" for number in itertools.count())
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}  # beside a softmax: an attention that is written out
 
@@ -39,3 +42,19 @@ def _names(function, kind, seen):
         if inspect.isfunction(called) and called.__module__ == function.__module__:
             names |= _names(called, kind, seen)
     return names
+
+
+def use_attention(model, function):
+    """Register an attention of transformers' form under a name of its own, and tell `model` to use it. Returns the name
+    and the one before, for `set_attn_implementation`."""
+    from transformers import AttentionInterface
+
+    name, before = next(NAMES), model.config._attn_implementation
+    AttentionInterface.register(name, function)
+    model.set_attn_implementation(name)
+    return name, before
+
+
+def is_cache(value):
+    """Return True for a cache of transformers."""
+    return any(each.__module__ == "transformers.cache_utils" for each in type(value).__mro__) or None

@@ -7,10 +7,10 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from refimpl.comm import FakeCommunicator
+from refimpl.known_models.toys import LENGTH, shrunk, tokens_of, toy_of
 from refimpl.pipeline.proof import prove_stages
-from refimpl.proof import once
+from refimpl.proof import CannotShrink, once
 from refimpl.proof.double import InDouble
-from refimpl.proof.toys import LENGTH, CannotShrink, shrunk, tokens_of, toy_of
 from refimpl.tensor.tensor import proven_sums
 
 
@@ -45,7 +45,7 @@ def test_a_part_of_a_head_that_is_rotated_stays_even():
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma4_text", "deepseek_v3", "mamba2", "opt"])
 def test_a_toy_is_small_and_all_of_it_counts(kind):
     toy, _ = toy_of(on_meta(kind))
-    tokens = tokens_of(toy.config)
+    tokens = tokens_of(toy)
     with InDouble():
         output = toy(input_ids=tokens, labels=tokens, use_cache=False)
         output.loss.backward()

@@ -8,7 +8,7 @@ import torch
 HOME = __name__.partition(".")[0]
 
 
-def changes(model):
+def changes_of(model):
     """Return a text that names the first of a model's modules that is not as its class makes it of its config: of
     another class, new or gone, with other parameters, settings, hooks or a forward of its own; None if there is none.
     What refimpl has put there does not count."""
@@ -24,8 +24,7 @@ def changes(model):
         found = _described(module)
         if name not in expected:
             return f"{name}, {type(module).__name__}, is new"
-        if hooked := [hook for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-                      if not is_known(hook)]:
+        if hooked := hooks_of(module):
             return f"{name or 'the model'} has a hook, {getattr(hooked[0], '__name__', type(hooked[0]).__name__)}"
         if "forward" in vars(module) and type(module.forward).__module__.partition(".")[0] != HOME:
             return f"{name or 'the model'} has a forward of its own"
@@ -37,9 +36,14 @@ def changes(model):
     return next((f"{name} is gone" for name in expected if name not in names), None)
 
 
-def is_known(thing):
-    """Tell whether a hook or a forward is one of refimpl's, or of transformers', as of gradient checkpointing."""
-    of = (getattr(thing, "__module__", ""), type(thing).__module__, type(getattr(thing, "__self__", 0)).__module__)
+def hooks_of(module):
+    """List a module's forward hooks that are neither refimpl's nor transformers', as of gradient checkpointing."""
+    return [hook for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            if not _is_known(hook)]
+
+
+def _is_known(hook):
+    of = (getattr(hook, "__module__", ""), type(hook).__module__, type(getattr(hook, "__self__", 0)).__module__)
     return any(str(name).partition(".")[0] in (HOME, "transformers") for name in of)
 
 

@@ -21,7 +21,9 @@ import math
 
 import torch
 
-from .double import InDouble
+from ..proof.compare import CannotShrink
+from ..proof.double import InDouble
+from ..proof.ranks import weights_of
 
 SIZES = {"vocab": 96, "positions": 48, "window": 4, "experts": 6, "chosen": 2}
 LENGTH, LAYERS, MOST, MOST_NUMBERS = 12, 4, 32, 8_000_000
@@ -36,10 +38,6 @@ NAMES = {"hidden_size": ("d_model",), "num_hidden_layers": ("num_layers", "n_lay
 EVERY = ("step", "interval", "period", "pattern", "freq", "every", "dense_replace", "_offset")
 
 
-class CannotShrink(ValueError):
-    """Raised for a model of which no toy can be made. The text names the key of its config, or the module."""
-
-
 def config_of(model):
     """Return a model's config. CannotShrink if it has none of transformers."""
     config = getattr(model, "config", None)
@@ -48,19 +46,25 @@ def config_of(model):
     return config
 
 
-def toy_of(model, window=SIZES["window"]):
+def kind_of(model):
+    """Return a model's class, and its config when it is shrunk. CannotShrink as `config_of`."""
+    config = config_of(model)
+    return type(model), config._attn_implementation, repr(sorted(shrunk(config).to_dict().items()))
+
+
+def toy_of(model, whole_windows=False):
     """Return (a small model of the class and the kind of config of `model`, a model of transformers, in fp64 with
     random values; how many ranks can share its heads: 3, or 4 where the class allows no 3).
 
-    Windows see `window` of a sequence's tokens. CannotShrink for a model that has no config of its own kind, or whose
+    Windows see 4 of a sequence's tokens, or all. CannotShrink for a model that has no config of its own kind, or whose
     class does not take the smaller one.
     """
-    config, first = config_of(model), None
+    config, first, window = config_of(model), None, LENGTH if whole_windows else SIZES["window"]
     for ranks, head in itertools.product((3, 4), HEADS):
         try:
             toy = _built(model, shrunk(config, head, ranks, window))
             with InDouble(), torch.no_grad():
-                copy.deepcopy(toy)(input_ids=tokens_of(toy.config), use_cache=False)  # some keep what they saw
+                copy.deepcopy(toy)(input_ids=tokens_of(toy), use_cache=False)  # some keep what they saw
             return toy, ranks
         except Exception as error:  # whatever a class says of sizes that do not divide
             first = first or error
@@ -68,10 +72,19 @@ def toy_of(model, window=SIZES["window"]):
                        f"{str(first).splitlines()[0] if str(first) else ''}") from first
 
 
-def tokens_of(config, rows=2, length=LENGTH):
+def tokens_of(toy, rows=2, length=LENGTH):
     """Return tokens (rows, length) for a toy."""
-    return torch.randint(3, config.get_text_config().vocab_size, (rows, length),
+    return torch.randint(3, toy.config.get_text_config().vocab_size, (rows, length),
                          generator=torch.Generator().manual_seed(0))
+
+
+def results_of(model, tokens, labels=None):
+    """Return {name: tensor} of a model's output of tokens; "loss" is the model's own, or weighs its output."""
+    if model.get_output_embeddings() is not None:
+        output = model(input_ids=tokens, labels=tokens if labels is None else labels, use_cache=False)
+        return {"logits": output.logits, "loss": output.loss}
+    output = model(input_ids=tokens, use_cache=False)[0]
+    return {"output": output, "loss": (output * weights_of(output, output.shape[1])).sum()}
 
 
 def described(toy):

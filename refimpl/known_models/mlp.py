@@ -7,58 +7,20 @@ what. What stands between the linear layers then runs on tensors without numbers
 """
 
 import inspect
-from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..mlp.function import FeedForward, NotFeedForward, run
+from ..mlp.toy import shallow
+
 aten = torch.ops.aten
 ACTIVATIONS = {aten.silu: "silu", aten.gelu: "gelu", aten.relu: "relu", aten.silu_: "silu", aten.relu_: "relu"}
 COPIES = (aten._to_copy, aten.clone)  # beside what PyTorch tags as pointwise, and views
 OF_TOKENS = ("bmm", "matmul", "softmax", "attention", "einsum")  # in the names of what other kinds of layer compute
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-class NotFeedForward(TypeError):
-    """The module is another kind of layer, and not a feed-forward one that does more."""
-
-
-class FeedForward(NamedTuple):
-    """A forward that computes after(down(inner(up(x), …)), x, …).
-
-    - `ups`, `down`: names of its linear layers. `flipped`: of each, `down` last, whether its weight is (in, out).
-    - `inner`, `after`: what `run` runs. Inner computes of each token alone, and draws no random numbers. None: nothing.
-    - `activation`: "silu", "gelu", "gelu_tanh" or "relu" if inner is that, or its product with something else that the
-      layers give; else None. `parts`: where its inputs are, the activation's last: [(which of `ups`, first feature)].
-    - `hidden`: the number of features that `down` is given.
-    """
-
-    ups: tuple
-    down: str
-    flipped: tuple
-    inner: fx.Graph | None
-    after: fx.Graph | None
-    activation: str | None
-    parts: tuple
-    hidden: int
-
-
-def run(graph, module, *given):
-    """Run a graph with the modules that `module` has by now."""
-    return fx.Interpreter(module, graph=graph).run(*given)
-
-
-def shallow(module, instead=None):
-    """Return a copy of a module whose modules are copies, too, with the same tensors; `instead`: {module: another}."""
-    if instead and module in instead:
-        return instead[module]
-    twin = type(module).__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_modules"] = {name: child if child is None else shallow(child, instead)
-                     for name, child in module._modules.items()}
-    return twin
 
 
 def read(mlp):

@@ -1,13 +1,10 @@
-"""Context parallelism for models of transformers: an attention in their registry, and position_ids in each call."""
-
-import itertools
+"""Whether a model can be given a part of a sequence: it takes another attention, and position_ids in each call."""
 
 from torch import nn
-from transformers import AttentionInterface
 
-from .inner import options_of
+from ..context.inner import options_of
+from .attention import use_attention
 
-NAMES = (f"refimpl_context_parallel_{number}" for number in itertools.count())
 KNOWN = ("position_ids", "cache_position", "use_cache", "output_attentions", "num_items_in_batch", "is_causal",
          "position_embeddings", "return_dict", "labels", "shift_labels")  # that say nothing of attention
 
@@ -17,13 +14,11 @@ MASKED = ("attention_mask of a part of a sequence: expected none; pad at the end
 
 
 def give_attention(model, attention):
-    """Register `attention` under a name of its own, and let `model` use it; returns the model. See context_parallel.
+    """Let a model use an attention of sequences cut over ranks; returns the model. See context_parallel.
 
     ValueError for a model that cannot be given one.
     """
-    name, before = next(NAMES), model.config._attn_implementation
-    AttentionInterface.register(name, _function(attention))
-    model.set_attn_implementation(name)
+    name, before = use_attention(model, _function(attention))
     if model.config._attn_implementation != name:
         model.set_attn_implementation(before)  # parts of it may have taken the new one
         raise ValueError(f"{type(model).__name__} takes no other attention (AttentionInterface), so it cannot be given "
@@ -32,8 +27,11 @@ def give_attention(model, attention):
     return model
 
 
-def check(model):
-    """Raise ValueError for a model in which something else than its attention looks at other tokens or at positions."""
+def sequence_of(model):
+    """Return `give_attention` for a model of transformers. ValueError for one in which something else than its
+    attention looks at other tokens or at positions."""
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) is None:
+        return None
     base = getattr(model, model.base_model_prefix, model)
     if "position_ids" not in options_of(base):
         raise ValueError(f"{type(base).__name__}.forward takes no position_ids, so its positions cannot be given from "
@@ -50,6 +48,7 @@ def check(model):
         if layer.endswith("_attention") and layer not in LAYERS:
             raise ValueError(f"{kind} has layers of {layer}: expected {' and '.join(LAYERS)} alone, since the mask of "
                              "another kind is not known here")
+    return give_attention
 
 
 def _function(attention):
