@@ -32,13 +32,11 @@ def check_same_model(comm, model, **also):
     if texts is None:
         return
     text, ranks = other_settings(comm, [json.loads(each) for each in texts])
-    lines = [each.splitlines() for each in gather_texts(comm, modules)]
-    parts = [dict(json.loads(each)) for each in gather_texts(comm, json.dumps(list(parameters.items())))]
-    if more := _first(lines) or other_settings(comm, [{f"value of {name}": value for name, value in each.items()}
-                                                      for each in parts]):
-        text = f"{text}. {more[0]}"
-    raise CollectiveMismatch(f"the models differ: {text}. Build the same modules, by the same code, with the same seed "
-                             "or weights, on every rank", ranks)
+    details = {f"line {number} of its text": line.strip() for number, line in enumerate(modules.splitlines(), 1)}
+    details |= {f"value of {name}": value for name, value in parameters.items()}
+    more = other_settings(comm, [json.loads(each) for each in gather_texts(comm, json.dumps(details))])
+    raise CollectiveMismatch(f"the models differ: {'; '.join([text, *(more or ())[:1]])}. Build the same modules, by "
+                             "the same code, with the same seed or weights, on every rank", ranks)
 
 
 def check_settings(comm, settings, before="", common=False):
@@ -46,7 +44,8 @@ def check_settings(comm, settings, before="", common=False):
     those that all have, as a stage of a pipeline may lack another's param group."""
     names = set.intersection(*map(set, settings)) if common else set().union(*settings)
     if other := other_settings(comm, [{name: each[name] for name in each if name in names} for each in settings]):
-        raise CollectiveMismatch(before + other[0], other[1])
+        raise CollectiveMismatch(f"{before}{other[0]}. Each would train another model: give every rank the same",
+                                 other[1])
 
 
 def other_settings(comm, settings):
@@ -55,9 +54,8 @@ def other_settings(comm, settings):
     for name in dict.fromkeys(name for each in settings for name in each):
         values = [each.get(name) for each in settings]
         if differ := comm.differing(values):
-            return (f"ranks {differ} have another {name} than rank {comm.ranks[0]}: "
-                    + "; ".join(f"rank {rank}: {value}" for rank, value in zip(comm.ranks, values, strict=True))
-                    + ". Each would train another model: give every rank the same"), differ
+            told = "; ".join(f"rank {rank}: {value}" for rank, value in zip(comm.ranks, values, strict=True))
+            return f"ranks {differ} have another {name} than rank {comm.ranks[0]}: {told}", differ
     return None
 
 
@@ -99,15 +97,6 @@ def values_of(model):
         sums = [each.sum(dtype=torch.int64).item() for each in (bits, bits.reshape(-1)[::2])] if known else []
         found[name] = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {sums}"
     return found
-
-
-def _first(lines):
-    """Return (the first line that is not the same on all ranks,), or None."""
-    for number in range(max(map(len, lines))):
-        here = [each[number].strip() if number < len(each) else "nothing" for each in lines]
-        if len(set(here)) > 1:
-            return (f"The first module that differs, on each rank: {' | '.join(here)}",)
-    return None
 
 
 def _digest(text):

@@ -20,13 +20,9 @@ def is_first(hosts, rank):
     return hosts.index(hosts[rank]) == rank
 
 
-def named(comm, hosts, ranks):
-    """Return ranks for an error, by their numbers in the world: "rank 0 (hosta), ranks 2, 3 (hostb)"."""
-    found = []
-    for host in dict.fromkeys(hosts[rank] for rank in ranks):
-        numbers = [str(comm.ranks[rank]) for rank in ranks if hosts[rank] == host]
-        found.append(f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)} ({host})")
-    return ", ".join(found)
+def tell(comm, ranks):
+    """Return ranks of a communicator for an error, by their numbers in the world, with their hosts."""
+    return comm.hosts.tell([comm.ranks[rank] for rank in ranks])
 
 
 @contextlib.contextmanager

@@ -226,7 +226,7 @@ def _read(comm, directory, hosts):
 
     found = gather_results(comm, (directory / manifests.NAME).exists)
     if any(found) and not all(found):
-        lacking = of_ranks.named(comm, hosts, [rank for rank, each in enumerate(found) if not each])
+        lacking = of_ranks.tell(comm, [rank for rank, each in enumerate(found) if not each])
         raise SavedStateError(f"{directory / manifests.NAME} is missing on {lacking}, and there on the others: mount "
                               "one folder on all hosts, or load(…, shared=False), which copies what a host lacks")
     if len(set(validate_on_all(comm, work))) > 1:

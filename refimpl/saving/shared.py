@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 from ..comm.texts import gather_results
-from . import hosts as of_ranks
 from . import own_disks
 from .durable import make_folder
-from .hosts import named
+from .hosts import tell
 from .manifest import NAME
 
 WAIT = 10.0  # seconds: a network file system may answer from its cache for so long
@@ -28,17 +27,17 @@ def check_shared(comm, folder, seconds=WAIT):
 
     Rank 0 makes a file, and the folder if it is not there. The others look for that file for up to `seconds`.
     """
-    folder, hosts, made = Path(folder).absolute(), of_ranks.hosts_of(comm), []
+    folder, made = Path(folder).absolute(), []
     try:
         name = gather_results(comm, lambda: _make_probe(folder, made) if comm.rank == 0 else None)[0]
         answers = gather_results(comm, lambda: _look(folder / name, seconds))
     finally:
         _remove(made)
-    faults = [f"{named(comm, hosts, ranks)} {said}" for said in dict.fromkeys(filter(None, answers))
-              if (ranks := [rank for rank, each in enumerate(answers) if each == said])]
+    faults = [f"{tell(comm, [rank for rank, each in enumerate(answers) if each == said])} {said}"
+              for said in dict.fromkeys(filter(None, answers))]
     if faults:
         raise RuntimeError(
-            f"{folder} is not shared by all ranks: {named(comm, hosts, [0])} has made {name} there, and within "
+            f"{folder} is not shared by all ranks: {tell(comm, [0])} has made {name} there, and within "
             f"{seconds:g} s {'; '.join(faults)}. Mount one folder on all hosts, and give that; or let each host keep "
             "its ranks' part on its own disk: save(…, shared=False); or keep the model alone: save_weights(path) needs "
             "rank 0's disk alone")

@@ -25,7 +25,7 @@ def test_the_first_that_differs_is_named(comm):
     for mine, also, words in (
             (model(comm.rank), 0, r"another parameters than rank 0: .* another value of 0.weight than rank 0"),
             (model(0, nn.Tanh() if comm.rank else nn.ReLU()), 0,
-             r"another modules .* \(1\): ReLU\(\) \| \(1\): Tanh\(\)"),
+             r"another modules .* another line 3 of its text .* rank 0: \(1\): ReLU\(\); rank 1: \(1\): Tanh\(\)"),
             (model().half() if comm.rank else model(), 0, "another parameters .* float32 .* float16"),
             (model(), comm.rank, "another seed than rank 0: rank 0: 0; rank 1: 1")):
         with pytest.raises(CollectiveMismatch, match=f"(?s)ranks \\[1\\] have {words}") as error:

@@ -91,6 +91,6 @@ def test_what_is_cut_differs(tmp_path, differs, words, axes):
         assert f"ranks [1] (hostb) have {words} than rank 0 (hosta)" in each.text, each.text
         assert "stepped" not in each.text
         if differs == "Activation = nn.GELU":
-            assert "The first module that differs, on each rank: (act): ReLU() | (act): GELU" in each.text
+            assert "another line 4 of its text than rank 0 (hosta): rank 0 (hosta): (act): ReLU(); rank 1" in each.text
         if differs == "seed = 1":
             assert "ranks [1] (hostb) have another value of 0.up.weight" in each.text

@@ -99,7 +99,7 @@ def test_folders_that_are_not_shared_are_told_before_the_first_step(tmp_path):
     for each in done.values():
         assert each.code == 1 and not re.search(r"^step", each.text, re.MULTILINE)
         assert re.search(r"own/saved is not shared by all ranks: rank 0 \(hosta\) has made shared-\w+ there, and "
-                         r"within 1 s ranks 2, 3 \(hostb\) did not see it. Mount one folder", each.text)
+                         r"within 1 s ranks 2 and 3 \(hostb\) did not see it. Mount one folder", each.text)
 
 
 @pytest.mark.parametrize("what", [TP, FOUR], ids=["tp", "dp"])

@@ -200,7 +200,6 @@ class Hosts:
             first += counts[name]
         return run
 
-
     def _variables(self, how, counts, name, rank, here):
         """What torchrun, or `srun`, sets for a rank."""
         size = str(sum(counts.values()))

@@ -8,7 +8,8 @@ from unittest import mock
 from rank_pool import pooled
 from saving_kit import BY_COLUMNS, BY_ROWS, Holder
 
-from refimpl.saving import hosts
+from refimpl.comm import Communicator
+from refimpl.comm.hosts.facts import Hosts
 
 LETTERS = "abcdefgh"
 ROWS, COLUMNS = {"dims": BY_ROWS, "tp": 2}, {"dims": BY_COLUMNS, "tp": 2}
@@ -28,8 +29,9 @@ def on_hosts(comm, per_host, folder):
 @contextlib.contextmanager
 def threads_on_hosts(per_host):
     """As `on_hosts`, for ranks that are threads of one process."""
-    with mock.patch.object(hosts, "hosts_of", lambda comm: [host_of(rank, per_host)
-                                                            for rank in range(comm.world_size)]):
+    known = property(lambda comm: Hosts([{"host": host_of(rank, per_host), "address": "?"}
+                                         for rank in range(max(comm.ranks) + 1)]))
+    with mock.patch.object(Communicator, "hosts", known):
         yield
 
 

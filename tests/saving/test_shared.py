@@ -28,10 +28,10 @@ def test_a_folder_that_is_not_shared_is_told_by_all_ranks_alike(tmp_path):
     assert others == [first] * 3
     name, said = first
     assert name == "RuntimeError" and re.sub(r"shared-\w{8}", "shared-x", said) == (
-        f"{tmp_path}/saved is not shared by all ranks: rank 0 (hosta) has made shared-x there, and within 0.3 s ranks "
-        "2, 3 (hostb) did not see it. Mount one folder on all hosts, and give that; or let each host keep its ranks' "
-        "part on its own disk: save(…, shared=False); or keep the model alone: save_weights(path) needs rank 0's disk "
-        "alone")
+        f"{tmp_path}/saved is not shared by all ranks: rank 0 (hosta) has made shared-x there, and within 0.3 s "
+        "ranks 2 and 3 (hostb) did not see it. Mount one folder on all hosts, and give that; or let each host keep its "
+        "ranks' part on its own disk: save(…, shared=False); or keep the model alone: save_weights(path) needs rank "
+        "0's disk alone")
     assert os.listdir(tmp_path) == []
 
 
@@ -40,7 +40,7 @@ def test_one_that_may_not_be_written_is_told_too(tmp_path):
         with mock.patch.object(os, "access", lambda path, how: comm.rank != 1):
             return checked(comm, 3, tmp_path)
     answers = launch(fn, 3)
-    assert answers == answers[:1] * 3 and "s rank 1 (hosta) may not write there. Mount" in answers[0][1]
+    assert answers == answers[:1] * 3 and "s rank 1 may not write there. Mount" in answers[0][1]
     assert os.listdir(tmp_path) == []
 
 

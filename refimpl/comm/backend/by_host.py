@@ -56,12 +56,10 @@ class ByHost:
             return self._run(Relayed((), list, ()), later)
         with unseen():
             group = group or dist.group.WORLD
-            rank, rows, tag = group.rank(), _rows(landing, group), self._tag()
-            here, others = self._here[rank], [ranks for ranks in self.places if rank not in ranks]
+            rows, (rank, here, siblings, others, tag) = _rows(landing, group), self._begin(group)
             if rows[rank].data_ptr() != source.data_ptr():
                 rows[rank].copy_(source.reshape(-1))
             mine = [chunk for chunk in range(len(rows)) if chunk not in here and self.relay(chunk, here) == rank]
-            siblings = [each for each in here if each != rank]
             taken = [group.recv([rows[chunk]], chunk, tag) for chunk in mine]
             rest = [group.recv([rows[chunk]], each, tag) for each in siblings for chunk in range(len(rows))
                     if self.relay(chunk, here) == each]
@@ -78,9 +76,7 @@ class ByHost:
             return self._run(Relayed((), list, ()), later)
         with unseen():
             group = group or dist.group.WORLD
-            rank, chunks, tag = group.rank(), _rows(source, group), self._tag()
-            here, others = self._here[rank], [ranks for ranks in self.places if rank not in ranks]
-            siblings = [each for each in here if each != rank]
+            chunks, (rank, here, siblings, others, tag) = _rows(source, group), self._begin(group)
             mine = [chunk for chunk in range(len(chunks)) if self.relay(chunk, here) == rank]
             parts = {(chunk, each): chunks[chunk] if each == rank else torch.empty_like(chunks[chunk])
                      for chunk in mine for each in here}
@@ -105,8 +101,11 @@ class ByHost:
 
             return self._run(Relayed(taken, add_up, rest, last), later)
 
-    def _tag(self):
-        return FIRST_TAG + next(self._numbers) % TAGS
+    def _begin(self, group):
+        """Return this rank, the ranks of its host, those but itself, the ranks of each other host, and a new tag."""
+        rank, tag = group.rank(), FIRST_TAG + next(self._numbers) % TAGS
+        here = self._here[rank]
+        return rank, here, [each for each in here if each != rank], [each for each in self.places if each != here], tag
 
     def _run(self, relayed, later):
         if not later:

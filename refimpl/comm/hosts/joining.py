@@ -14,7 +14,7 @@ import time
 
 import torch.distributed as dist
 
-from ...ranks.errors import RankError
+from ...ranks.errors import RankError, names
 from .facts import Hosts, facts_here
 from .schedulers import PORT
 
@@ -116,8 +116,7 @@ def _who_is_missing(store, keys, waited):
     here = Hosts([json.loads(store.get(keys[rank])) if rank in came else {"host": "?", "address": "?"}
                   for rank in range(len(keys))])
     missing = [rank for rank in range(len(keys)) if rank not in came]
-    told = ", ".join(f"{host} has rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                     for host, ranks in here.groups(came).items())
+    told = ", ".join(f"{host} has {names(ranks)}" for host, ranks in here.groups(came).items())
     return (f"ranks {missing} of {len(keys)} have not begun after {waited:.0f} s; {told}. Expected WORLD_SIZE="
             f"{len(keys)} processes with MASTER_ADDR={os.environ.get('MASTER_ADDR')} and MASTER_PORT="
             f"{os.environ.get('MASTER_PORT', PORT)}: start those on the other hosts, or set WORLD_SIZE to what runs "

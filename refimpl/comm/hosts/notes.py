@@ -94,14 +94,10 @@ class Own:
         if doing != note.doing:
             self._doing_since = now
         changed, note.digest = digest != note.digest, digest
-        note.count, note.quiet, note.doing, note.since = note.count + 1, now - self._quiet_since, doing, \
-            now - self._doing_since
-        note.at, note.patience = self._stack() if note.quiet > 2 else "", given
+        note.count, note.patience, note.quiet = note.count + 1, given, now - self._quiet_since
+        note.doing, note.since = doing, now - self._doing_since
+        note.at = self._stack() if note.quiet > 2 else ""
         return changed
-
-    def packed_record(self):
-        """Return the record, small."""
-        return zlib.compress(bytes(self.record), 1)
 
     def _cpu_seconds(self, now):
         """Return what this process and its children have used, but for the thread that writes notes."""
@@ -123,23 +119,21 @@ class Own:
 
 
 def read_record(packed):
-    """Return a rank's record from its packed form; b"" is one of a rank that has not told any."""
+    """Return a rank's record from what `zlib.compress` made of it; b"" is one of a rank that has not told any."""
     return zlib.decompress(packed) if packed else bytes(RECORD)
 
 
 @dataclass
 class Others:
-    """Holds the notes of all ranks, and for how long none has changed."""
+    """Holds the notes of all ranks, and since when each has not changed."""
 
     notes: list = field(default_factory=list)
     heard: list = field(default_factory=list)  # time.monotonic() of the last change, here
 
     def take(self, notes):
         """Take in what was read just now."""
-        now = time.monotonic()
-        counts = [each.count for each in self.notes] or [-1] * len(notes)
-        before = self.heard or [now] * len(notes)
-        self.heard = [now if note.count != count else at for note, count, at in zip(notes, counts, before, strict=True)]
+        now, before = time.monotonic(), [each.count for each in self.notes] or [None] * len(notes)
+        self.heard = [self.heard[rank] if note.count == before[rank] else now for rank, note in enumerate(notes)]
         self.notes = notes
 
     def silent(self, rank):

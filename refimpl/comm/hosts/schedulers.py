@@ -25,34 +25,29 @@ def variables(environment=os.environ):
     """
     if "RANK" in environment:
         return {}
-    if int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", 1))) > 1:
-        found = _of_slurm(environment)
+    slurm = {name.removeprefix("SLURM_"): value for name, value in environment.items() if name.startswith("SLURM_")}
+    if int(slurm.get("STEP_NUM_TASKS") or slurm.get("NTASKS") or 1) > 1:
+        found = _of_slurm(slurm)
     else:
         whose = next((each for each, names in RANK_OF.items() if int(environment.get(names[0], 1)) > 1), None)
         found = _of_mpi(environment, whose) if whose else {}
-    return {name: str(environment.get(name, value)) for name, value in found.items()}
+    return {name: str(environment.get(name, value)) for name, value in found.items() if value is not None}
 
 
-def _of_slurm(environment):
-    size = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS"))
-    rank, hosts = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NODELIST",
-                                                                   environment.get("SLURM_JOB_NODELIST",
-                                                                                   environment.get("SLURM_NODELIST")))
-    outside = "SLURM_STEP_ID" not in environment and "SLURM_STEPID" not in environment and rank in (None, "0")
-    if outside:
+def _of_slurm(slurm):
+    size, rank = slurm.get("STEP_NUM_TASKS") or slurm["NTASKS"], slurm.get("PROCID")
+    hosts = slurm.get("STEP_NODELIST") or slurm.get("JOB_NODELIST")
+    if rank in (None, "0") and not {"STEP_ID", "STEPID"} & slurm.keys():
         raise ValueError(f"SLURM_NTASKS={size}, and this process was not started by srun, so it would wait for "
                          f"{int(size) - 1} others: write `srun python …` in the batch file; or unset SLURM_NTASKS to "
                          "start all ranks on this host")
     if rank is None or not hosts:
         raise ValueError(f"SLURM has {size} tasks, and SLURM_PROCID={rank!r}, SLURM_JOB_NODELIST={hosts!r}: expected "
                          "both, or RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in their place")
-    here = int(environment.get("SLURM_NODEID", 0))
-    counts = _tasks_of(environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "")))
-    found = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": first_host(hosts),
-             "MASTER_PORT": PORT + 1 + int(environment.get("SLURM_JOB_ID", 0)) % PORTS}
-    if "SLURM_LOCALID" in environment:
-        found["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-    return found | ({"LOCAL_WORLD_SIZE": counts[here]} if here < len(counts) else {})
+    counts = _tasks_of(slurm.get("STEP_TASKS_PER_NODE") or slurm.get("TASKS_PER_NODE", ""))
+    return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": slurm.get("LOCALID"), "MASTER_ADDR": first_host(hosts),
+            "LOCAL_WORLD_SIZE": dict(enumerate(counts)).get(int(slurm.get("NODEID", 0))),
+            "MASTER_PORT": PORT + 1 + int(slurm.get("JOB_ID", 0)) % PORTS}
 
 
 def first_host(hosts):
@@ -75,6 +70,5 @@ def _of_mpi(environment, whose):
     if "MASTER_ADDR" not in environment and here != size:
         raise ValueError(f"{whose} has started {size} ranks ({size_of}), and does not say where rank 0 is: set "
                          f"MASTER_ADDR to its host on all of them (mpirun -x MASTER_ADDR={socket.gethostname()})")
-    found = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
-    found |= {"LOCAL_RANK": environment[local_of]} if local_of in environment else {}
-    return found | ({"LOCAL_WORLD_SIZE": here} if here else {})
+    return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": environment.get(local_of), "LOCAL_WORLD_SIZE": here,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}

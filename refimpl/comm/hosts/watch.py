@@ -131,7 +131,7 @@ class Watch:
             while not self._over.is_set():
                 changed = self._own.refresh()
                 if changed or self._own.note.count == 1:
-                    store.set(f"record {self.rank}", self._own.packed_record())
+                    store.set(f"record {self.rank}", zlib.compress(bytes(self._own.record), 1))
                 store.set(f"note {self.rank}", self._own.note.pack())
                 if store.add("here", 0) >= self.size:
                     self._others.take([Note.read(each) for each in store.multi_get(keys)])
