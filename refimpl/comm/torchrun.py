@@ -28,7 +28,7 @@ from .records import last_collectives, pages
 TRACE = 3000  # characters of the traceback that other ranks see
 FOLDER = os.path.dirname(__file__)
 
-_hosts = None  # of the world, once its ranks have met
+_met = None  # (the world's Hosts, the number of the meeting), once its ranks have met
 _launches = itertools.count(1)
 
 
@@ -38,7 +38,7 @@ def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
     ValueError if torchrun's world has another size, and for GPUs without LOCAL_RANK; RankError for ranks that do not
     meet or that differ in what has to be alike, and if `fn` raises, here or on another rank.
     """
-    global _hosts
+    global _met
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != world:
         raise ValueError(f"world_size={world_size}, but torchrun made a world of {world}: give that, or take "
@@ -49,16 +49,18 @@ def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
     if phantom.pretending():
         return _run_pretended(fn, rank, world, args, device, backend, debug)
     store = store_of(rank, world)
-    if _hosts is None:
-        _hosts = joining.meet(store, rank, world, backend)
+    if _met is None:
+        _met = joining.meet(store, rank, world, backend)
+    hosts, store = _met[0], dist.PrefixStore(f"world {_met[1]}", store)
     prefix, record = f"launch {next(_launches)}", keep_record(bytearray(RECORD))
-    watch = Watch(dist.PrefixStore(prefix, store), lambda: dist.PrefixStore(prefix, store.clone()), rank, _hosts,
+    watch = Watch(dist.PrefixStore(prefix, store), lambda: dist.PrefixStore(prefix, store.clone()), rank, hosts,
                   record, timeout)
     with watch:
         try:
             if not dist.is_initialized():
+                watch.wait_for_all()
                 connect(backend, store, rank, world, timeout)
-            comm = Communicator(rank, world, device, dist.group.WORLD, debug=debug, pages=pages(record), hosts=_hosts)
+            comm = Communicator(rank, world, device, dist.group.WORLD, debug=debug, pages=pages(record), hosts=hosts)
             value = pickled_result(fn(comm, *args))
             watch.returned()
             results = [None] * world
@@ -96,8 +98,7 @@ def store_of(rank, world):
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         return dist.PrefixStore("refimpl", store)
-    return dist.PrefixStore(f"refimpl {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}",
-                            joining.open_store(rank, world))
+    return dist.PrefixStore("refimpl", joining.open_store(rank, world))
 
 
 def connect(backend, store, rank, world, timeout):

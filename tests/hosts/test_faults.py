@@ -48,13 +48,16 @@ DOES = {  # {what a rank does: (its code, the error on all hosts, seconds)}
     "returns": ("return", "rank {rank} returned after 21 collectives; rank {other} waits for it in all_reduce of "
                 "gradients", SOON + 1),
     "calls another": ("comm.all_gather(torch.ones(2))", "rank {rank} began other collectives than rank {other}, from "
-                      "#22 on", 15)}
+                      "#22 on", 15),
+    "calls another, as is compared": ("comm.all_gather(torch.ones(2))", "raised CollectiveMismatch: rank {rank} "
+                                      "differs in a collective:", 2)}
 CLOCK = "import os, time\nreal = time.time\ntime.time = lambda: real() + 3600 * (os.environ['RANK'] == '1')\n"
 
 
 @pytest.mark.parametrize(("does", "rank", "how"), [
     *itertools.product(["raises"], [0, 1], ["torchrun", "forked"]), ("returns", 0, "forked"), ("returns", 1, "forked"),
-    ("raises, and its clock is an hour off", 1, "forked"), ("calls another", 1, "forked")])
+    ("raises, and its clock is an hour off", 1, "forked"), ("calls another", 1, "forked"),
+    ("calls another, as is compared", 1, "forked")])
 def test_a_rank_that_goes_astray(tmp_path, does, rank, how):
     """Though it is the one that keeps the store, or whose agent does."""
     line, words, seconds = DOES[does]
@@ -62,7 +65,8 @@ def test_a_rank_that_goes_astray(tmp_path, does, rank, how):
             print("astray", flush=True)
             {line}"""
     with Hosts(tmp_path / "h") as hosts:
-        run = hosts.run(CLOCK * ("clock" in does) + training(befalls, timeout=5), how=how)
+        run = hosts.run(CLOCK * ("clock" in does) + training(befalls, timeout=5), how=how,
+                        REFIMPL_COMM_DEBUG=str(int("compared" in does)))
         began = run.heard("astray")
         done = run.wait(30)
     here, there = (f"{each} ({hosts.names[each]})" for each in (rank, 1 - rank))
@@ -165,10 +169,21 @@ def test_a_rank_that_does_something_else(tmp_path):
 
 def test_a_host_that_comes_late(tmp_path):
     with Hosts(tmp_path / "h") as hosts:
-        run = hosts.run(training("return"), how="forked", late={"hostb": 20})
-        done = run.wait(60)
+        run = hosts.run(training("return"), how="forked", late={"hostb": 40})
+        done = run.wait(80)
         assert {each.code for each in done.values()} == {0}, run.text
-        assert "ranks [1] of 2 have not begun after 15 s; hosta has rank 0. Expected WORLD_SIZE=2" in done["hosta"].text
+        for seconds in (15, 30):
+            assert f"ranks [1] of 2 have not begun after {seconds} s; hosta has rank 0. Expected WORLD" in run.text
+
+
+def test_a_rank_that_ends_while_a_host_is_late(tmp_path):
+    with Hosts(tmp_path / "h", "hosta", "hostb", "hostc") as hosts:
+        run = hosts.run(QUICK.format(3) + training("return"), how="forked", late={"hostc": 4})
+        time.sleep(2)
+        run.signal(1, signal.SIGKILL)
+        done = run.wait(30)
+        for name in ("hosta", "hostc"):
+            assert "RankError: rank 1 (hostb) came, and ended before all ranks had come" in done[name].text, run.text
 
 
 def test_a_disk_that_is_slow_ends_nothing(tmp_path):

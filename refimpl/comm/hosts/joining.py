@@ -61,50 +61,91 @@ def address_towards(address):
 
 
 def meet(store, rank, world_size, backend):
-    """Tell the others what this rank is; return the Hosts of all. RankError for ranks that do not come within JOIN
-    seconds, or of which there are two, and for what differs."""
+    """Tell the others what this rank is; return the Hosts of all, and the number of this meeting. RankError for ranks
+    that do not come within JOIN seconds, or of which there are two, and for what differs.
+
+    torchrun starts ranks anew after a failure (--max-restarts), beside the same store, and its hosts do not count the
+    same restarts. So rank 0 calls each meeting, and says when all have come; who comes later waits for the next one.
+    """
     mine = facts_here(rank, world_size, backend, address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
-    if store.add(f"came {rank}", 1) > 1:
-        store.set("refused", _twice(json.loads(store.get(f"facts {rank}")), mine))
-    else:
-        store.set(f"facts {rank}", json.dumps(mine))
-    keys = [f"facts {other}" for other in range(world_size)]
-    _wait_for(store, rank, keys)
-    if store.check(["refused"]):
-        _refuse(store, text := store.get("refused").decode())
+    number = store.add("meetings", int(rank == 0))
+    if number == 0 or store.check([f"meeting {number}/met"]):
+        number += 1
+    while not _wait_for(store, number, mine):
+        number = store.add("meetings", 0)
+    here = dist.PrefixStore(f"meeting {number}", store)
+    if here.check(["refused"]):
+        _refuse(here, text := here.get("refused").decode())
         raise RankError(text, [rank])
-    hosts = Hosts(json.loads(each) for each in store.multi_get(keys))
+    keys = _keys(world_size)
+    if here.check(["met"]) and (met := int(here.get("met"))) != world_size:
+        keys = [key for key in _keys(max(met, world_size)) if here.check([key])]
+    hosts = Hosts(json.loads(each) for each in here.multi_get(keys))
     try:
         hosts.check()
     except RankError as error:
-        _refuse(store, str(error))
+        _refuse(here, str(error))
         raise
-    return hosts
+    return hosts, number
 
 
-def _refuse(store, text):
+def _keys(world_size):
+    return [f"facts {rank}" for rank in range(world_size)]
+
+
+def _come(here, mine):
+    """Write what this rank is. A second one of its number is refused, unless torchrun has started it in place of the
+    first."""
+    rank = mine["rank"]
+    if here.add(f"came {rank}", 1) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        here.set("refused", _twice(json.loads(here.get(f"facts {rank}")), mine))
+    else:
+        here.set(f"facts {rank}", json.dumps(mine))
+
+
+def _refuse(here, text):
     """Tell those that wait, too, why ranks do not meet; give them the time to read it, as the store may be of this
     process."""
-    store.set("refused", text)
+    here.set("refused", text)
     time.sleep(20 * LOOK)
 
 
-def _wait_for(store, rank, keys):
+def _wait_for(store, number, mine):
+    """Come to a meeting, and wait until all have, or are refused. Returns False if rank 0 has called another one."""
+    here, rank, keys = dist.PrefixStore(f"meeting {number}", store), mine["rank"], _keys(mine["world_size"])
     began, said = time.monotonic(), 0
     try:
-        while not store.check(keys) and not store.check(["refused"]):
+        _come(here, mine)
+        while not _is_over(here, mine, keys):
+            if (last := store.add("meetings", 0)) > number:
+                if rank == 0:
+                    other = json.loads(store.get(f"meeting {last}/facts 0"))
+                    raise RankError(_twice(mine, other), [0])
+                return False
             waited = time.monotonic() - began
             if waited > JOIN:
-                _refuse(store, text := _who_is_missing(store, keys, waited))
+                _refuse(here, text := _who_is_missing(here, keys, waited))
                 raise RankError(text, [rank])
-            if waited > SAY * 2**said and rank == min(_came(store, keys)):  # one of them says it
-                print(_who_is_missing(store, keys, waited), file=sys.stderr, flush=True)
+            if waited > SAY * 2**said and rank == min(_came(here, keys)):  # one of them says it
+                print(_who_is_missing(here, keys, waited), file=sys.stderr, flush=True)
                 said += 1
             time.sleep(LOOK)
     except dist.DistNetworkError as error:
         raise RankError(f"rank {rank} ({socket.gethostname()}) has lost torch's store at "
                         f"{os.environ.get('MASTER_ADDR')} while it waited for all ranks to begin: rank 0 or torchrun "
                         "there has ended; its output says why", [rank]) from error
+    return True
+
+
+def _is_over(here, mine, keys):
+    """Tell whether ranks have met, which rank 0 says, or do not."""
+    if here.check(["met"]) or here.check(["refused"]):
+        return True
+    if not here.check(keys):
+        return False
+    if mine["rank"] == 0:
+        here.set("met", str(mine["world_size"]))
+    return mine["rank"] == 0 or json.loads(here.get("facts 0"))["world_size"] != mine["world_size"]
 
 
 def _came(store, keys):

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 
+from ...ranks.errors import RankError
 from . import sockets, terminated, verdicts
 from .notes import Failure, Note, Others, Own, read_record
 
@@ -63,6 +64,16 @@ class Watch:
         looks.join()
         talks.join(1)  # not for ever: the store may not answer
         self._terminated.close()
+
+    def wait_for_all(self):
+        """Wait until all ranks, which have just met, are watched. RankError for those that have ended in between."""
+        until = time.monotonic() + verdicts.SILENT
+        while self._main_store.add("here", 0) < self.size:
+            if time.monotonic() > until:
+                gone = [rank for rank in range(self.size) if not self._main_store.check([f"note {rank}"])]
+                raise RankError(f"{self.hosts.tell(gone)} came, and ended before all ranks had come: what it printed "
+                                "says why", gone)
+            time.sleep(HURRY)
 
     def returned(self):
         """Note that the function has returned here; wait until it has on all ranks. Raises if another rank fails."""
