@@ -42,7 +42,7 @@ def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != world:
         raise ValueError(f"world_size={world_size}, but torchrun made a world of {world}: give that, or take "
-                         "int(os.environ['WORLD_SIZE'])")
+                         f"int(os.environ['WORLD_SIZE']); of a mesh, axes whose product is {world}")
     device = torch.device(devices[_local_rank(rank, devices)])
     if device.type == "cuda":
         torch.cuda.set_device(device)
