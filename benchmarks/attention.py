@@ -61,7 +61,7 @@ SPEED_SETTINGS = {
     "speed": "16,384 tokens, heads · head_dim = 2,048, bf16, contiguous (batch, heads, sequence, head_dim)",
     "timing": "CUDA events around one call, 2 GiB written before it; medians of rounds in alternation",
     "FLOPs": "pairs that are masked left out; forward 4 · D, backward 10 · D for each pair: 2.5 times the forward",
-    "forward": "each kernel by name; which one flash_attention takes: refimpl/attention/hopper/fast_path.py",
+    "forward": "each kernel by name",
     "floor": "bytes of q, k, v, out and the logsumexp once; in a backward dO, dQ, dK and dV, too",
 }
 

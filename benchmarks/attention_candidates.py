@@ -23,8 +23,8 @@ DETERMINISTIC = "FLASH_ATTENTION, deterministic"
 PEERS = {"forward": BACKENDS, "backward": (DETERMINISTIC, *BACKENDS)}
 # Forwards written for one chip: name → (module, options). A module has the functions suits(q, k, v) and
 # forward(q, k, v, scale=…, causal=…, window=…, …).
-FORWARDS = {"hopper": ("forward", {}), "gluon_forward": ("gluon_forward", {}),
-            "hopper, specialized": ("forward", {"specialize": True})}
+FORWARDS = {"hopper": ("triton_hopper", {}), "gluon_forward": ("gluon_forward", {}),
+            "hopper, specialized": ("triton_hopper", {"specialize": True})}
 # In the order in which they are tried: first the presumably fastest, last those whose barriers could hang a GPU.
 OURS = ("hopper", "triton_forward", "triton_backward", "gluon_forward", "hopper, specialized")
 
@@ -78,7 +78,7 @@ def forward_candidates(q, k, v, shape, anywhere=False):
     found = {"triton_forward": lambda: triton_forward.forward(q, k, v, problem)}
     for name, (module, options) in FORWARDS.items():
         try:
-            module = importlib.import_module(f"refimpl.attention.hopper.{module}")
+            module = importlib.import_module(f"refimpl.attention.{module}")
         except Exception as error:  # it may need a newer Triton; the row gives the reason
             found[name] = reason(error)
             continue

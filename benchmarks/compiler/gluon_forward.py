@@ -1,6 +1,6 @@
-"""The cases of refimpl/attention/hopper/gluon_forward.py for the compiler."""
+"""The cases of refimpl/attention/gluon_forward.py for the compiler."""
 
-from refimpl.attention.hopper import gluon_forward
+from refimpl.attention import gluon_forward
 
 from .compiled import Case
 from .hopper import masks_by_name, on_meta, types_of

@@ -1,8 +1,8 @@
-"""The cases of refimpl/attention/hopper/forward.py for the compiler."""
+"""The cases of refimpl/attention/triton_hopper.py for the compiler."""
 
 import torch
 
-from refimpl.attention.hopper import forward as hopper
+from refimpl.attention import triton_hopper as hopper
 
 from .compiled import Case, as_launched
 

@@ -3,9 +3,10 @@
 Order of reading: `papers/flash_attention` (the idea in one screen), then `papers/flash_attention_triton` (its forward
 as a kernel), `reference` (the definition, and what it costs), `memory_efficient` (softmax in chunks), `tiled`
 (FlashAttention in PyTorch), `flash` (the same by kernels: what users call), `scores` (softcap, ALiBi, masks and sinks,
-in all of these), `triton_forward` and `triton_backward` (the kernels), `traffic` (the bytes that they move), `pair`
-(forward and backward apart), `block` (a transformer block around them). `figure` draws the pages' figures. One level
-down: `call` (arguments, masks, dropout), `kernels` (what the Triton kernels share), `hopper` (forwards for one chip).
+in all of these), `triton_forward` and `triton_backward` (the kernels), `triton_hopper`, `gluon_forward` and
+`gluon_consumer` (the forward twice more, for one chip), `traffic` (the bytes that they move), `pair` (forward and
+backward apart), `block` (a transformer block around them). `figure` draws the pages' figures. One level down: `call`
+(arguments, masks, dropout) and `kernels` (what the Triton kernels share).
 """
 
 from .block import FlashTransformerBlock, flash_block_terms

@@ -33,13 +33,13 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=
       with `max_seqlen` (and `max_seqlen_k`, by default the same) given it is not, nor under torch.compile or in a dry
       run. Then the device checks it, and an error ends the process as a failed device assertion does.
     - `kernel`: which forward: "triton" (loads through pointers, on any GPU), "hopper" (tensor descriptors, compute
-      capability 9.0), "gluon" (the same with barriers by hand), or "auto": the fastest that a GPU has proven with this
-      version of Triton and that agrees with "triton" on this device (`hopper/fast_path.py`). The backward is the same
-      for all.
+      capability 9.0), "gluon" (the same with barriers by hand: the fastest on an H200), or "auto": "triton" where the
+      kernels run, and `tiled_attention` elsewhere. The backward is the same for all.
 
     Raises as the reference does; ValueError for bfloat16 in the interpreter, for a stride of rows or columns of
-    2²³ elements and more, and for a `kernel` by name that cannot compute this call; RuntimeError for forward-mode
-    derivatives, under torch.func's grad and the like, and where its backward would be differentiated.
+    2²³ elements and more, and for a `kernel` by name that cannot compute this call; RuntimeError for "gluon" with
+    a Triton that lacks it, for forward-mode derivatives, under torch.func's grad and the like, and where its backward
+    would be differentiated.
     """
     check_kernel(kernel)
     packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "max_seqlen": max_seqlen,

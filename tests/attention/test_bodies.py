@@ -58,7 +58,7 @@ def test_a_forward_for_one_chip(monkeypatch):
                                      causal=True, specialize=True)
 
     made = SimpleNamespace(suits=lambda *_: True, forward=forward)
-    monkeypatch.setitem(sys.modules, "refimpl.attention.hopper.made", made)
+    monkeypatch.setitem(sys.modules, "refimpl.attention.made", made)
     ask()
     made.forward = lambda *x, **y: (forward(*x, **y)[0] * 1.01, forward(*x, **y)[1])
     with pytest.raises(AssertionError):
@@ -68,15 +68,10 @@ def test_a_forward_for_one_chip(monkeypatch):
         ask()
 
 
-def test_the_fast_path_agrees_or_the_body_says_so(monkeypatch):
-    monkeypatch.setattr(bodies.fast_path, "module_of", lambda kernel: SimpleNamespace(suits=lambda *_: True))
-    monkeypatch.setattr(bodies.fast_path, "disagreement", lambda kind: "is off" if kind.D == 64 else None)
-    bodies.the_fast_path_agrees("cpu", FP16, head_dims=(40,))
-    with pytest.raises(AssertionError):
-        bodies.the_fast_path_agrees("cpu", FP16, head_dims=(40, 64))
+def test_a_forward_for_another_chip_is_skipped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     with pytest.raises(pytest.skip.Exception, match=r"for compute capability 9.0, this one has \(10, 0\)"):
-        bodies.the_fast_path_agrees("cuda", FP16, head_dims=(40,))
+        bodies.beside_the_definition("cuda", FP16, "made", shape=(1, 2, 1, 33, 20, 16), repeats=2)
 
 
 def nudged(q, k, v, **options):
@@ -99,7 +94,7 @@ def test_a_body_sees_one_wrong_element(body, dtype, arguments, monkeypatch):
 def test_what_is_asked_of_a_gpu_fits_the_bodies():
     """Names and arguments, of all tasks; each body is rehearsed above."""
     tasks = runpy.run_path(str(Path(__file__).parents[1] / "gpu" / "test_attention.py"))["TASKS"].values()
-    rehearsed = {body for body, *_ in TINY} | {"beside_the_definition", "the_fast_path_agrees"}
+    rehearsed = {body for body, *_ in TINY} | {"beside_the_definition"}
     for path, arguments in tasks:
         name = path.removeprefix("attention_bodies:")
         bound = inspect.signature(getattr(bodies, name)).bind(**arguments).arguments

@@ -1,5 +1,7 @@
 """What the kernels do not take: a clear error before a launch, or another way."""
 
+import re
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from refimpl.attention import flash, flash_attention, triton_forward
+from refimpl.attention import Softcap, flash, flash_attention, gluon_forward, triton_forward, triton_hopper
 from refimpl.attention.kernels import operators
 from refimpl.attention.kernels.operators import attention_delta
 
@@ -54,6 +56,34 @@ def test_a_gradient_whose_strides_32_bits_cannot_hold_is_laid_out_anew(monkeypat
     far = gradient.repeat(1, 1, 1, 8)[..., :8]
     kit.assert_as_reference(flash_attention, partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5), (q, k, v, far))
     assert far.stride()[2] == 64 and seen == [gradient.stride()]
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"cu_seqlens": [0, 10, 40]}, {"score": Softcap(5.0)}, {}],
+                         ids=str)
+@pytest.mark.parametrize("kernel", ["hopper", "gluon"])
+def test_a_call_that_the_named_kernel_cannot_compute_is_refused(kernel, options, monkeypatch):
+    given = kit.inputs(1, 2, 1, 40, 40, 16)[:3]
+    for module in (triton_hopper, gluon_forward):
+        monkeypatch.setattr(module, "suits", lambda *_: options != {})  # these tensors are on a CPU
+    with pytest.raises(ValueError, match=f"kernel='{kernel}' with q of shape .1, 2, 40, 16.* kernel='auto' takes"):
+        flash_attention(*given, kernel=kernel, **options)
+    with pytest.raises(ValueError, match="kernel='triton' for torch.float64 on cpu: .* kernel='auto' takes tiled"):
+        flash_attention(*(x.double() for x in given), kernel="triton", **options)
+
+
+def test_a_triton_that_lacks_gluon(monkeypatch):
+    monkeypatch.delitem(sys.modules, gluon_forward.__name__)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    lacks = f"kernel='gluon' with Triton {re.escape(triton.__version__)}, which lacks what .*ModuleNotFoundError: .*"
+    with pytest.raises(RuntimeError, match=f"{lacks}gluon.*kernel='auto' needs none"):
+        flash_attention(*kit.inputs()[:3], kernel="gluon")
+    flash_attention(*kit.inputs()[:3])
+
+
+@pytest.mark.parametrize("kernel", ["cuda", None, 3])
+def test_a_kernel_that_nobody_knows_is_refused(kernel):
+    with pytest.raises(ValueError, match=f"kernel={kernel!r}: expected one of 'auto', 'triton', 'hopper', 'gluon'$"):
+        flash_attention(*kit.inputs()[:3], kernel=kernel)
 
 
 def test_a_forward_mode_derivative_is_refused():

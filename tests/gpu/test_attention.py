@@ -33,11 +33,10 @@ def tasks():
             rows=2048, causal=causal)
     exactness(ask)
     behaviour(ask)
-    ask("the_fast_path_agrees", BF16, "hopper", head_dims=(40, 64, 128, 256))
-    for name, module, own in (("hopper", "forward", {}), ("hopper, specialized", "forward", {"specialize": True}),
+    for name, module, own in (("hopper", "triton_hopper", {}),
+                              ("hopper, specialized", "triton_hopper", {"specialize": True}),
                               ("gluon_forward", "gluon_forward", {})):
         for_one_chip(ask, name, module, own)
-    ask("the_fast_path_agrees", BF16, "gluon", head_dims=(40, 64, 128), kernel="gluon")
     return found
 
 

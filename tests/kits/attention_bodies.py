@@ -16,7 +16,6 @@ import torch
 
 from refimpl import memory
 from refimpl.attention import flash_attention, flash_attention_bytes, reference_attention, triton_forward
-from refimpl.attention.hopper import fast_path
 from refimpl.attention.kernels.operators import attention_backward, attention_delta, attention_forward
 from refimpl.attention.kernels.tile import Problem
 from refimpl.model import GPT, GPTConfig
@@ -224,17 +223,8 @@ def for_hopper(device):
         pytest.skip(f"for compute capability 9.0, this one has {torch.cuda.get_device_capability(device)}")
 
 
-def the_fast_path_agrees(device, dtype, head_dims, kernel="hopper"):
-    """With the pointers' kernel, for every kind of call; else flash_attention would never take it, and only warn."""
-    for_hopper(device)
-    for D, causal, windowed in itertools.product(head_dims, (False, True), (False, True)):
-        q = torch.empty(1, 1, 1, D, dtype=dtype, device=device)
-        kind = fast_path.Kind(kernel, torch.device(device), dtype, D, causal, windowed)
-        assert fast_path.module_of(kernel).suits(q, q, q) and fast_path.disagreement(kind) is None, kind
-
-
 def by_pointers(q, k, v, *, scale, causal, window):
-    """The pointer kernel's forward, whatever flash_attention would take."""
+    """The pointer kernel's forward."""
     problem = Problem.of(q, k, scale, causal, window, 0.0, None, None, None, 0, 0)
     return triton_forward.forward(q, k, v, problem)
 
@@ -243,7 +233,7 @@ def beside_the_definition(device, dtype, module, shape, repeats, layout="contigu
     """A module's own forward, of inputs that suit it: the rule of the field, the logsumexp, every element written, the
     same bits each time, and next to those of the pointer kernel. `own`: options of that forward."""
     for_hopper(device)
-    module = importlib.import_module(f"refimpl.attention.hopper.{module}")
+    module = importlib.import_module(f"refimpl.attention.{module}")
     q, k, v, _ = (x.detach() for x in laid_out(kit.inputs(*shape, dtype, device=device), layout))
     assert module.suits(q, k, v)
     options = {"causal": causal, "window": window}

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from refimpl.attention.hopper.forward import place, turns
+from refimpl.attention.triton_hopper import place, turns
 
 
 @triton.jit

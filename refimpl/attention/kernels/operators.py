@@ -55,13 +55,18 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
                       softcap: float | None = None, slopes: Tensor | None = None, documents: Tensor | None = None,
                       prefix: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (out_BHTV, lse2_BHT), laid out by `empty_outputs`; lse2 is the base-2 logsumexp of each row, fp32."""
-    from ..hopper.fast_path import forward
+    from .. import triton_forward
     from .tile import Problem, Score
 
     check_interpreter(q)
     problem = Problem.of(q, k, scale, causal, window, dropout_p, seed, cu_seqlens, cu_seqlens_k, longest, longest_k,
                          Score.of(softcap, slopes, documents, prefix), sinks)
-    return forward(q, k, v, problem, causal, window, kernel)
+    if kernel in ("hopper", "gluon"):
+        from ..triton_hopper import check_suits, module_of
+
+        check_suits(kernel, q, k, v, problem)
+        return module_of(kernel).forward(q, k, v, scale=scale, causal=causal, window=window)
+    return triton_forward.forward(q, k, v, problem)
 
 
 @attention_forward.register_fake

@@ -1,4 +1,4 @@
-"""The forward in Gluon: what the compiler makes of it. Its steps: tests/attention/hopper. On a GPU: tests/gpu."""
+"""The forward in Gluon: what the compiler makes of it. Its steps: tests/attention. On a GPU: tests/gpu."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The forward for Hopper: what the compiler makes of it. Its values: tests/attention/hopper."""
+"""The forward for Hopper: what the compiler makes of it. Its values: tests/attention."""
 
 import re
 

@@ -1,6 +1,7 @@
 """The forward for Hopper: values in the interpreter. What the compiler makes of it:
 tests/benchmarks/compiler. On a GPU: tests/gpu."""
 
+import functools
 import itertools
 import math
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from interpreting import interpreted
 
-from refimpl.attention import reference_attention
-from refimpl.attention.hopper import forward as hopper
+from refimpl.attention import flash_attention, gluon_forward, reference_attention, triton_forward
+from refimpl.attention import triton_hopper as hopper
 
 FULL, CAUSAL = {"causal": False, "window": None}, {"causal": True, "window": None}
 WINDOW = {"causal": False, "window": 20}
@@ -23,11 +24,12 @@ CALLS = [  # (B, H, G, T, S, D), mask
     ((1, 1, 1, 520, 600, 16), {"causal": False, "window": 300}), ((1, 1, 1, 400, 700, 16), CAUSAL)]
 SIZES = [(1, 2, 3, 2), (4, 5, 8, 2), (7, 4, 3, 4), (9, 1, 9, 1), (12, 4, 32, 4)]  # programs, heads, tiles, section
 DTYPES = [torch.float32, torch.float16]
+near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
 def forwards(inputs, masks):
     """The calls of the kernel's forward."""
-    return [("refimpl.attention.hopper.forward:forward", x, {"scale": x[0].shape[-1] ** -0.5} | mask)
+    return [("refimpl.attention.triton_hopper:forward", x, {"scale": x[0].shape[-1] ** -0.5} | mask)
             for x, mask in zip(inputs, masks, strict=True)]
 
 
@@ -95,6 +97,22 @@ def test_which_tensors_suit():
     assert hopper.aligned(x.transpose(1, 2)) and not hopper.aligned(x.mT) and not hopper.aligned(x[..., 1:])
     assert not hopper.aligned(x[:, :1].expand(-1, 4, -1, -1)) and not hopper.aligned(x[..., 4:])
     assert not hopper.suits(x, x, x)  # not on a GPU
+
+
+@kit.in_the_interpreter()[0]
+@kit.in_the_interpreter()[1]
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:triton")  # Triton 3.6 interprets in a way that NumPy warns of
+def test_a_kernel_by_name_is_the_one_that_runs(monkeypatch):
+    ran = []  # Gluon has no interpreter: what is computed under its name is Hopper's
+    runs = {"hopper": hopper.forward, "gluon": hopper.forward, "pointers": triton_forward.forward}
+    for name, module in {"hopper": hopper, "gluon": gluon_forward, "pointers": triton_forward}.items():
+        monkeypatch.setattr(module, "forward", lambda *given, _name=name, **options: (
+            ran.append(_name) or runs[_name](*given, **options)))
+        monkeypatch.setattr(module, "suits", lambda *_: True, raising=False)
+    for kernel in ("hopper", "gluon", "triton", "auto"):
+        kit.assert_as_reference(functools.partial(flash_attention, kernel=kernel), near,
+                                kit.inputs(1, 2, 1, 40, 40, 16), causal=True, window=9)
+    assert ran == ["hopper", "gluon", "pointers", "pointers"]
 
 
 def test_each_tile_of_each_head_has_its_turn_once_and_the_last_ones_come_first(found):

@@ -2,7 +2,7 @@
 
 import torch
 
-from refimpl.attention.hopper import gluon_forward
+from refimpl.attention import gluon_forward
 
 
 def test_which_tensors_suit(monkeypatch):

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .forward import place, turns
+from .triton_hopper import place, turns
 
 
 @gluon.jit

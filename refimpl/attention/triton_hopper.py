@@ -24,6 +24,7 @@ and "wgmma", the two units. `python -m refimpl bench kernels` shows what the com
 """
 
 import contextvars
+import importlib
 import math
 from typing import NamedTuple
 
@@ -31,9 +32,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call.arguments import empty_outputs
-from ..call.band import Band
+from .call.arguments import empty_outputs
+from .call.band import Band
 
+MODULES = {"hopper": "triton_hopper", "gluon": "gluon_forward"}  # each has suits(q, k, v) and forward(q, k, v, …)
 DTYPES = (torch.float16, torch.bfloat16)
 DESCRIPTOR_BYTES = 128  # CUtensorMap in CUDA's driver API; three for each program: q, k, v
 LOG2_E = math.log2(math.e)
@@ -66,6 +68,27 @@ def suits(q_BHTD, k_BGSD, v_BGSD):
     return (all(x.device.type == "cuda" and x.dtype in DTYPES for x in tensors)
             and torch.cuda.get_device_capability(q_BHTD.device) == (9, 0) and q_BHTD.shape[-1] <= max(TILES)
             and all(map(aligned, tensors)))
+
+
+def module_of(kernel):
+    """Import a kernel of MODULES, late: some versions of Triton lack Gluon. RuntimeError for such a one."""
+    try:
+        return importlib.import_module(f".{MODULES[kernel]}", __package__)
+    except Exception as error:  # an import, an attribute, or a decorator's argument
+        raise RuntimeError(f"kernel={kernel!r} with Triton {triton.__version__}, which lacks what it is written in "
+                           f"({type(error).__name__}: {error}): kernel='auto' needs none of it") from error
+
+
+def check_suits(kernel, q_BHTD, k_BGSD, v_BGSD, problem):
+    """Raise ValueError unless a kernel of MODULES can compute this call of a `Problem`."""
+    plain = all(x is None for x in (problem.packed, problem.dropout, problem.score.any, problem.sinks))
+    if not plain or q_BHTD.shape[-1] != v_BGSD.shape[-1] or not module_of(kernel).suits(q_BHTD, k_BGSD, v_BGSD):
+        raise ValueError(f"kernel={kernel!r} with q of shape {tuple(q_BHTD.shape)}, strides {q_BHTD.stride()}, "
+                         f"{q_BHTD.dtype} on {q_BHTD.device}, {'with' if problem.dropout else 'no'} dropout, "
+                         f"{'packed' if problem.packed else 'not packed'}: expected float16 or bfloat16 on a GPU of "
+                         "compute capability 9.0, base and strides of multiples of 16 bytes, no dropout, not packed, "
+                         "no score hooks or sinks, v of the same head_dim, and what "
+                         f"refimpl.attention.{MODULES[kernel]}.suits says; kernel='auto' takes every call")
 
 
 def aligned(x_BHTD):

@@ -1,4 +1,4 @@
-"""The forward for Hopper once more, in Gluon: what Triton's compiler decided in `forward.py` is written out here.
+"""The forward for Hopper once more, in Gluon: what Triton's compiler decided in `triton_hopper.py` is written out here.
 
 Gluon is Triton's own language one level down. A tile in registers has a layout (which thread holds which element), a
 tile in shared memory is an allocation of ours, and nothing is asynchronous unless it is written so:
@@ -13,11 +13,11 @@ tile in shared memory is an allocation of ours, and nothing is asynchronous unle
   FlashAttention-3 (Shah et al. 2024), section 3.2 and algorithm 2. Tiles of keys pass from the last to the first, so
   that those on a causal mask's diagonal come at once and all that follow need no mask.
 
-Attention uses it by default with each version of Triton with which a GPU has run it right (`fast_path.PROVEN`). On an
-H200 (head_dim 128, 16,384 tokens, not causal) it reached 696 TFLOP/s, the pointer kernel 424, `forward.py` with
-specialized warps 619. Of three kernels by Meta on an H100 plain Triton reached 487, one with producer and consumers
-502, one that overlaps as above 612 (facebookexperimental/triton, pull request 206, 2025). The signature is that of
-`forward.forward`.
+`kernel="gluon"` asks for it by name: a barrier in the wrong place does not raise, it hangs the GPU. On an H200 with
+Triton 3.6 (head_dim 128, 16,384 tokens, not causal) it reached 696 TFLOP/s, the pointer kernel 424, `triton_hopper.py`
+with specialized warps 619. Of three kernels by Meta on an H100 plain Triton reached 487, one with producer and
+consumers 502, one that overlaps as above 612 (facebookexperimental/triton, pull request 206, 2025). The signature is
+that of `triton_hopper.forward`.
 """
 
 import contextvars
@@ -28,10 +28,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..call.arguments import empty_outputs
-from . import forward as hopper
-from .forward import place, turns
+from . import triton_hopper as hopper
+from .call.arguments import empty_outputs
 from .gluon_consumer import attend, keys_seen
+from .triton_hopper import place, turns
 
 QUERIES, KEYS = 128, 128  # rows of a tile: of Q, 64 for each consumer; of K and V
 STAGES = {64: 3, 128: 2}  # tiles of K and of V in shared memory, by the head_dim that is padded to
@@ -41,13 +41,14 @@ REGISTERS = {"consumer": 240, "producer": 24, "all": 168}
 
 
 def suits(q_BHTD, k_BGSD, v_BGSD):
-    """Say the same as `forward.suits`, for a head_dim up to 128 that is a multiple of 8: TMA stores the output too."""
+    """Say the same as `triton_hopper.suits`, for a head_dim up to 128 that is a multiple of 8: TMA stores the output,
+    too."""
     D = q_BHTD.shape[-1]
     return D <= max(STAGES) and D % 8 == 0 and hopper.suits(q_BHTD, k_BGSD, v_BGSD)
 
 
 def forward(q_BHTD, k_BGSD, v_BGSD, *, scale, causal, window):
-    """Compute (out_BHTD, lse2_BHT) as `forward.forward` does, of tensors that suit."""
+    """Compute (out_BHTD, lse2_BHT) as `triton_hopper.forward` does, of tensors that suit."""
     out_BHTD, lse2_BHT = empty_outputs(q_BHTD)
     arguments, constants = launch_arguments(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window)
     grid = hopper.grid(lse2_BHT, QUERIES)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
+from refimpl.attention import gluon_forward
 from refimpl.attention.call.arguments import empty_outputs
-from refimpl.attention.hopper import gluon_forward
 
 TIMEOUT, PRODUCT_TAKES, LOAD_TAKES = 20, 0, 0  # seconds
 
