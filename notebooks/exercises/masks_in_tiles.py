@@ -1,6 +1,6 @@
 """Exercises of notebook 15."""
 
-from refimpl.attention.call.band import Band
+from refimpl.attention.call.sequences import Band
 from refimpl.attention.figure import computed_tiles
 
 from . import verdict

@@ -8,7 +8,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from ..ground.figure import MemoryFigure
 from ..ground.ledger import human
-from .call.band import tiles
+from .call.sequences import tiles
 from .reference import resolve_shapes
 
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")

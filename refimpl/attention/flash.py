@@ -7,8 +7,7 @@ import os
 import torch
 
 from ..ground.derivatives import refuse_transforms
-from .call.arguments import INSTEAD, check_kernel, check_tensors, resolve
-from .call.packing import resolve_packed
+from .call.arguments import INSTEAD, check_kernel, check_tensors, resolve, resolve_packed
 from .kernels.operators import MAX_STRIDE, attention_forward
 from .reference import AttentionBytes, resolve_shapes
 from .scores import as_kernels_take, hook_of

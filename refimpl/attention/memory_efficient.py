@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from ..ground.derivatives import TRANSFORMS, refuse_transforms
 from ..versions import minor_of
 from .call.arguments import INSTEAD, resolve, without_autocast
-from .call.band import tiles
 from .call.philox import dropped, dropped_bytes, runs_of
+from .call.sequences import tiles
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
 from .tiled import check_sizes
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .call.band import tiles
+from .call.sequences import tiles
 from .kernels.configs import DELTA, INTERPRETED, KERNELS
 from .reference import resolve_shapes
 

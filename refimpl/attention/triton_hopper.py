@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from .call.arguments import empty_outputs
-from .call.band import Band
+from .call.sequences import Band
 
 MODULES = {"hopper": "triton_hopper", "gluon": "gluon_forward"}  # each has suits(q, k, v) and forward(q, k, v, …)
 DTYPES = (torch.float16, torch.bfloat16)

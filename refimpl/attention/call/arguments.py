@@ -11,19 +11,20 @@ from typing import NamedTuple
 import torch
 
 from ..scores import ScoreHook, check_tensor, hook_of
-from .band import Band
+from .sequences import (
+    Band,
+    Sequence,
+    as_tensors,
+    check_cu_seqlens,
+    check_max_seqlens,
+    check_on_device,
+    check_packing,
+    is_known,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNELS = ("auto", "triton", "hopper", "gluon")
 MAX_HEAD_DIM = 256
-
-
-class Sequence(NamedTuple):
-    """One sequence of a batch: where its queries and keys lie, (first, end), and who sees whom, counted from there."""
-
-    queries: tuple
-    keys: tuple
-    band: Band
 
 
 class Call(NamedTuple):
@@ -45,7 +46,7 @@ class Call(NamedTuple):
 def resolve(q_BHTD, k_BGSD, v_BGSV, *, causal, window, scale, dropout_p, seed, cu_seqlens, cu_seqlens_k,
             max_seqlen=None, max_seqlen_k=None, score=None, sinks=None, sequences=None):
     """Check the arguments and return them as a Call. Raises TypeError or ValueError before any computation.
-    `sequences`: how many are packed, if only the device knows where (`packing.py`)."""
+    `sequences`: how many are packed, if only the device knows where (`resolve_packed`)."""
     check_tensors(q_BHTD, k_BGSD, v_BGSV)
     check_mask(causal, window)
     (B, _, T, D), S = q_BHTD.shape, k_BGSD.shape[2]
@@ -65,6 +66,33 @@ def resolve(q_BHTD, k_BGSD, v_BGSV, *, causal, window, scale, dropout_p, seed, c
     return Call(scale, dropout_p, seed, tuple(
         Sequence(rows, cols, Band.of(rows[1] - rows[0], cols[1] - cols[0], causal, window)) for rows, cols in spans),
         score, sequences is not None)
+
+
+def resolve_packed(q_BHTD, k_BGSD, v_BGSV, options, packing):
+    """Return (Call, (cu_seqlens, cu_seqlens_k, longest, longest_k)) for the kernels, without a wait for the device if
+    `max_seqlen` is given; None, None, 0, 0 if nothing is packed. The Call's sequences are not set if they are not known
+    on the host. `options`, `packing`: the arguments of `resolve`."""
+    ends, ends_k = packing["cu_seqlens"], packing["cu_seqlens_k"]
+    ends_k = ends if ends_k is None else ends_k
+    if packing["max_seqlen"] is None or all(map(is_known, (ends, ends_k))):
+        call = resolve(q_BHTD, k_BGSD, v_BGSV, **options, **packing)
+        return call, as_tensors(call, packing, (ends, ends_k), q_BHTD.device)
+    longest = check_max_seqlens(packing["max_seqlen"], packing["max_seqlen_k"], ends)
+    found = []
+    for name, which, x, most in zip(("cu_seqlens", "cu_seqlens_k"), (ends, ends_k), (q_BHTD, k_BGSD), longest,
+                                    strict=True):
+        check_packing(name, which, q_BHTD.shape[0])
+        which = torch.tensor(which, dtype=torch.int32, device=x.device) if isinstance(which, (list, tuple)) else which
+        if which.device != x.device or which.shape[0] < 2:
+            raise ValueError(f"{name} of shape {tuple(which.shape)} on {which.device}: expected 0 and the end of each "
+                             f"sequence, on {x.device}")
+        check_on_device(name, which, x.shape[2], most)
+        found.append(which)
+    if found[0].shape != found[1].shape:
+        raise ValueError(f"queries in {len(found[0]) - 1} sequences and keys in {len(found[1]) - 1}: expected as many "
+                         "of both")
+    alone = dict.fromkeys(("cu_seqlens", "cu_seqlens_k"))
+    return resolve(q_BHTD, k_BGSD, v_BGSV, **options, **alone, sequences=len(found[0]) - 1), (*found, *longest)
 
 
 def check_tensors(q_BHTD, k_BGSD, v_BGSV):
@@ -156,57 +184,6 @@ def check_score(score, sinks, q_BHTD, k_BGSD, causal, sequences):
     if sinks is not None:
         check_tensor("sinks", sinks, (q_BHTD.shape[1],), "one logit for each query head", q_BHTD.device)
     return score
-
-
-def check_max_seqlens(max_seqlen, max_seqlen_k, cu_seqlens):
-    """Return (max_seqlen, max_seqlen_k), by default the same; they belong to cu_seqlens."""
-    for name, value in (("max_seqlen", max_seqlen), ("max_seqlen_k", max_seqlen_k)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r}: expected an int of at least 1, the length of the longest sequence")
-        if value is not None and cu_seqlens is None:
-            raise ValueError(f"{name}={value} without cu_seqlens: expected both or neither")
-    if max_seqlen is None and max_seqlen_k is not None:
-        raise ValueError(f"max_seqlen_k={max_seqlen_k} without max_seqlen: expected max_seqlen, and max_seqlen_k if "
-                         "the keys' differs")
-    return max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k
-
-
-def check_packing(name, cu_seqlens, batch):
-    """Check what can be checked of packed sequences without the values of a tensor."""
-    if batch != 1:
-        raise ValueError(f"{name} with a batch of {batch}: expected sequences packed one after the other in a batch of "
-                         "1")
-    if isinstance(cu_seqlens, torch.Tensor) and (cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1):
-        raise ValueError(f"{name} of shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}: expected one dimension, "
-                         "int32; .to(torch.int32) casts it")
-
-
-def check_cu_seqlens(name, cu_seqlens, total, batch, longest=None):
-    """Return `cu_seqlens` as a list of ints: 0, then where each sequence ends, the last one at `total`. No sequence is
-    longer than `longest`, if given."""
-    check_packing(name, cu_seqlens, batch)
-    if isinstance(cu_seqlens, torch.Tensor):
-        ends = cu_seqlens.tolist()  # on CUDA this waits for the device; a list does not
-    elif isinstance(cu_seqlens, (list, tuple)) and all(type(end) is int for end in cu_seqlens):
-        ends = list(cu_seqlens)
-    else:
-        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}: expected an int32 tensor or a list of ints (in a "
-                        "dry run a list: fake tensors have no values)")
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] != total:
-        raise ValueError(f"{name}={_short(ends)}: expected to begin with 0 and to end with {total}, the number of "
-                         "tokens given")
-    if any(later < earlier for earlier, later in zip(ends, ends[1:], strict=False)):
-        raise ValueError(f"{name}={_short(ends)} decreases: expected the sequences' ends in order, as in "
-                         "lengths.cumsum(0)")
-    lengths = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
-    if longest is not None and max(lengths) > longest:
-        raise ValueError(f"{name.replace('cu', 'max').replace('seqlens', 'seqlen')}={longest}: a sequence has "
-                         f"{max(lengths)} tokens, expected none longer")
-    return ends
-
-
-def _short(ends):
-    return ends if len(ends) <= 8 else f"[{', '.join(map(str, ends[:6]))}, …, {ends[-1]}]"
 
 
 def without_autocast(device):

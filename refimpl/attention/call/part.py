@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from ..scores import places
-from .band import tiles
 from .philox import dropped, runs_of
+from .sequences import tiles
 
 
 class Part(NamedTuple):

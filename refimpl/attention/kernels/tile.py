@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call.band import Band
+from ..call.sequences import Band
 from .configs import Config
 
 INF = tl.constexpr(float("inf"))
@@ -173,7 +173,7 @@ def store(x, ptr, first, end, tile, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def sees(row, key, T, S, band):
-    """Return True where a query sees a key, for two tensors of positions that broadcast: `band.py` in one
+    """Return True where a query sees a key, for two tensors of positions that broadcast: a `Band` in one
     expression."""
     position = row + (S - T)
     seen = key < S

@@ -7,7 +7,7 @@ import torch
 
 from refimpl import attention, memory
 from refimpl.attention.call.arguments import resolve
-from refimpl.attention.call.band import Band
+from refimpl.attention.call.sequences import Band
 
 NONE = {"causal": False, "window": None, "scale": None, "dropout_p": 0.0, "seed": None, "cu_seqlens": None,
         "cu_seqlens_k": None}
