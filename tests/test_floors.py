@@ -145,6 +145,24 @@ def test_a_comparison_of_names_is_found(line, tmp_path):
     assert {*names_compared(tmp_path / "a.py")} == {2}
 
 
+def test_no_file_imports_one_that_leads_back_to_it():
+    circle = closures.circle({path: closures.imported(path, everywhere=True) for path in FILES})
+    assert circle is None, " → ".join(str(path.relative_to(PACKAGE)) for path in circle)
+
+
+def test_a_circle_is_found_within_functions_and_through_packages(tmp_path, monkeypatch):
+    for name, text in (("a.py", "from .b import x"), ("b/__init__.py", "from .inner import x"),
+                       ("b/inner.py", "def x():\n    from ..c import y"), ("c.py", "from .a import z"),
+                       ("d.py", "from . import a")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(closures, "PACKAGE", tmp_path)
+    found = closures.circle({path: closures.imported(path, True) for path in tmp_path.rglob("*.py")})
+    first, *names = [path.relative_to(tmp_path).as_posix() for path in found]
+    assert first == names[-1] and set(zip([first, *names], names, strict=False)) == {
+        ("a.py", "b/inner.py"), ("b/inner.py", "c.py"), ("c.py", "a.py")}
+
+
 LIGHT = ("zero", "tensor", "context", "pipeline", "attention", "offload", "comm", "cross_entropy", "checkpointing",
          "allocator", "accumulation", "mesh", "mlp")
 HEAVY = {"matplotlib", "PIL", "transformers", "peft", "timm", "refimpl.memory.tracker", "refimpl.known_models"}

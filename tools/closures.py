@@ -10,6 +10,7 @@ import, in a process of its own.
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -55,11 +56,20 @@ def closure(start):
     return found
 
 
+def circle(graph):
+    """Return files of which each imports the next, and the last is the first again; None if there are none. `graph`:
+    {file: {files}}."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+
+
 @functools.cache
-def imported(path):
-    """Return {file} of the package that the names are of which a file imports."""
+def imported(path, everywhere=False):
+    """Return {file} of the package that the names are of which a file imports; `everywhere`: in functions, too."""
     found = set()
-    for node in parsed(path).body:
+    for node in ast.walk(parsed(path)) if everywhere else parsed(path).body:
         if isinstance(node, ast.ImportFrom) and (base := base_of(path, node)) is not None:
             for name in node.names:
                 found.add(defining(base, name.name))

@@ -16,13 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import CollectiveMismatch
 from .order import BASE, PRIME, difference
-from .texts import gather_texts
+from .texts import gather_texts, texts_if_other
 from .traffic import ring_traffic
 
 PHASES = ("forward", "backward", "step", "clip_grad_norm_", "state_dict", "load_state_dict", "save", "load",
           "save_weights")
 CHECK_BYTES = 3 * 8  # phase and micro-batch, step, hash, as int64
-SAME_BYTES = 16  # of a text's hash
 
 
 def check_model(comm, lines, about=""):
@@ -51,17 +50,6 @@ def check_same(comm, what, text):
     raise CollectiveMismatch(f"ranks {differ} have another {what} than rank {comm.ranks[0]}: "
                              + "; ".join(f"rank {rank}: {each}" for rank, each in zip(comm.ranks, texts, strict=True))
                              + f". Give every rank the same {what}", differ)
-
-
-def texts_if_other(comm, what, text):
-    """Return [each rank's text] if they are not all the same, else None, on all ranks alike. While they are the same,
-    SAME_BYTES of each rank travel."""
-    digest = hashlib.sha256(text.encode()).digest()[:SAME_BYTES]
-    mine = torch.tensor([[*digest]], dtype=torch.uint8, device="cpu")
-    gathered = comm.host().all_gather(mine, label=f"the check of {what}")
-    if isinstance(gathered, FakeTensor) or all(each == gathered[0].tolist() for each in gathered.tolist()):
-        return None
-    return gather_texts(comm, text)
 
 
 def check_phase(comm, phase, step, micro_batch, parts=(), written=None, settings=None):

@@ -13,9 +13,8 @@ import re
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .agreement import texts_if_other
 from .errors import CollectiveMismatch
-from .texts import gather_texts
+from .texts import gather_texts, texts_if_other
 
 OF_A_HOST = ("_name_or_path", "name_or_path", "transformers_version")  # entries of a config that may differ
 OF_A_PROCESS = re.compile(r" at 0x[0-9a-f]+|\brank \d+(?: of \d+| \(\d+ of \d+ in its group\))?|\w*Communicator\(.*\)")

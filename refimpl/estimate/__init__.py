@@ -10,8 +10,8 @@ between: the step that real ranks run is run on tensors without memory (`memory.
 exist.
 
 Order of reading: `options` (what can be asked), `step` (the step, real or dry), `models` (what MODEL names) with
-`hugging_face`, `our_gpt` and `users`, `kernels` (a GPU's, also for dry runs of your own), `reserved`, `estimate` (the
-dry run and what it says), `report` (as text and as JSON), `command`.
+`source`, `hugging_face`, `our_gpt` and `users`, `kernels` (a GPU's, also for dry runs of your own), `reserved`,
+`estimate` (the dry run and what it says), `report` (as text and as JSON), `command`.
 """
 
 from .estimate import Estimate, estimate

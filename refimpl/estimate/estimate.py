@@ -13,11 +13,11 @@ from ..memory.tracking.taking import NOT_COUNTED
 from .kernels import kernels_of
 from .models import find
 from .options import CPU, Options
+from .report import as_text
 from .reserved import cublas_workspace, reserved
 from .step import train
 
 PHASES = ("forward", "backward", "step")
-LIBRARIES = 2**30  # what a verdict leaves for the CUDA context and libraries
 
 
 @dataclass
@@ -57,8 +57,6 @@ class Estimate:
         return None if self.gpu is None else self.reserved <= self.gpu.reported_bytes
 
     def __repr__(self):
-        from .report import as_text
-
         return as_text(self)
 
 

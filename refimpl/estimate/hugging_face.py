@@ -12,7 +12,7 @@ from ..elsewhere.files import text_of
 from ..elsewhere.text import shown
 from ..versions import misfit
 from . import our_gpt
-from .models import Source, of_gpt, tokens, tokens_of, words
+from .source import Source, of_gpt, tokens, tokens_of, words
 
 # Keys that say nothing of a model's tensors: ids of tokens, generation, how a checkpoint was made and is named.
 HARMLESS = {

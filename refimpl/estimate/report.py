@@ -4,8 +4,9 @@ from dataclasses import asdict
 
 from ..elsewhere.text import one_line
 from ..memory import human
-from .estimate import LIBRARIES
 from .options import OPTIMIZERS, PRECISIONS
+
+LIBRARIES = 2**30  # what a verdict leaves for the CUDA context and libraries
 
 
 def as_text(found):

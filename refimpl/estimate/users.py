@@ -10,7 +10,7 @@ import torch
 
 from ..memory.fakes.places import of_the_program, raised
 from ..model import GPT
-from .models import Source, tokens, tokens_of, words
+from .source import Source, tokens, tokens_of, words
 
 
 def source(text, options):

@@ -28,8 +28,7 @@ from .dry import dry_run
 from .records import Line
 from .timeline import Moment, Timeline
 from .top import Held
-from .trace import Trace
-from .trace_file import load
+from .trace import Trace, load
 from .tracker import Tracker, track
 from .workspaces import with_workspaces
 

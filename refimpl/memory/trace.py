@@ -7,7 +7,7 @@ import numpy as np
 
 from ..elsewhere.text import one_line
 from ..ground.ledger import CATEGORIES, PARAMETERS
-from . import top
+from . import top, trace_file
 from .records import BACKWARD, BUILD, END, FORWARD, START, STEP, Line, Op, StorageRecord, category_of
 from .timeline import Moment, Timeline
 
@@ -136,9 +136,7 @@ class Trace:
 
     def save(self, path):
         """Write this trace to a file of JSON lines, from which `memory.load(path)` reads it. Returns the Path."""
-        from .trace_file import save
-
-        return save(self, path)
+        return trace_file.save(self, path)
 
     def to_html(self, path, title="Memory over a training step"):
         """Write one self-contained page with the timeline and whose each byte is; see `memory.page`. Returns the Path.
@@ -158,3 +156,11 @@ class Trace:
         from .chrome import export_chrome
 
         return export_chrome(self, path)
+
+
+def load(path):
+    """Read what `save` wrote: a Trace with all readings of the one that was saved.
+
+    ValueError, with the file and its line, for a file of another kind or version, and for one that is damaged or cut.
+    """
+    return Trace(*trace_file.read(path))

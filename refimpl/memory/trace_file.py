@@ -13,7 +13,6 @@ from ..elsewhere.files import opened
 from ..elsewhere.text import shown
 from ..ground.ledger import category_name
 from .records import Line, Op, StorageRecord
-from .trace import Trace
 
 FORMAT, VERSION = "refimpl memory trace", 1
 LIMIT, HEAD, ROW = 2**30, 2**23, 2**20  # bytes of a file, of its first line, and of another
@@ -41,11 +40,8 @@ def save(trace, path):
     return path
 
 
-def load(path):
-    """Read what `save` wrote: a Trace with all readings of the one that was saved.
-
-    ValueError, with the file and its line, for a file of another kind or version, and for one that is damaged or cut.
-    """
+def read(path):
+    """Read what `save` wrote: the arguments of a Trace like the one that was saved. ValueError as in `load`."""
     rows = _Rows()
     try:
         with opened(path, LIMIT) as file:
@@ -59,7 +55,7 @@ def load(path):
                 raise ValueError("the file goes on, behind what its first line announces: it was cut or added to")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}, line {rows.number}: this is no trace that save wrote: {error}") from error
-    return Trace(*made, head["first_call"], head["device"], head["began_ns"], head["notes"])
+    return *made, head["first_call"], head["device"], head["began_ns"], head["notes"]
 
 
 class _Rows:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm import CollectiveMismatch
-from ..comm.agreement import texts_if_other
+from ..comm.texts import texts_if_other
 
 OWN = ("past_key_values",)  # arguments in which ranks have their own heads
 PIECE = 2**20  # words of 8 bytes whose weights a checksum makes at a time
