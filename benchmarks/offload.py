@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from refimpl import catalog
 from refimpl.comm import FakeCommunicator, Link
-from refimpl.comm.compute import compute
+from refimpl.comm.computing import compute
 from refimpl.model import GPTConfig
 from refimpl.offload import CPUAdam
 from refimpl.offload.closed_forms import pipelined

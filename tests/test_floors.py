@@ -185,13 +185,15 @@ def test_what_stands_behind_a_technique_is_little(name):
 
 def test_a_reader_s_way_leads_to_the_file_that_defines_a_name(tmp_path, monkeypatch):
     for name, text in (("a.py", "from .b import x\nfrom .c.d import z\ndef f():\n    from .e import picture"),
-                       ("b/__init__.py", "from .inner import y as x"), ("b/inner.py", "y = 1"), ("c/__init__.py", ""),
-                       ("c/d.py", "import torch\nz = 2"), ("e.py", "picture = 3")):
+                       ("b/__init__.py", "from .inner import y as x\n"
+                                         "get, names = lazily('b', {'.late': 'w', '..e': 'v'})"),
+                       ("b/inner.py", "y = 1"), ("b/late.py", "from . import v"), ("c/__init__.py", ""),
+                       ("c/d.py", "import torch\nfrom ..b import w\nz = 2"), ("e.py", "picture = 3")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(closures, "PACKAGE", tmp_path)
     assert {path.relative_to(tmp_path).as_posix() for path in closures.closure(tmp_path / "a.py")} == {
-        "a.py", "b/inner.py", "c/d.py"}
+        "a.py", "b/inner.py", "c/d.py", "b/late.py", "e.py"}
 
 
 def test_each_paper_has_its_line_in_the_order_of_reading():

@@ -29,7 +29,7 @@ from .static import (
 )
 from .trace import AllocationTrace, DamagedTrace
 
-__getattr__ = lazily(__name__, segment_map=".drawing")
+__getattr__, __dir__ = lazily(__name__, {".drawing": "segment_map"})
 __all__ = [
     "ActivationReuseOptimizer", "AllocationTrace", "CachingAllocator", "DamagedTrace", "GPUMemoryPool", "OutOfMemory",
     "OverlappingPlan", "PoolExhausted", "Settings", "Snapshot", "StaticPlan", "capacity_of", "compare", "defragment",

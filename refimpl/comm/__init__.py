@@ -7,13 +7,13 @@ Order of reading: `papers/collectives` (the idea in one screen), then
     tree            all_reduce along a tree: few steps, many bytes
     two_level       all_reduce inside machines, then between them
     communicator    the collectives, over torch.distributed
-    launch          a function on N ranks; the processes themselves are in `refimpl.ranks`
-    simulate        N ranks in one process, with real arithmetic, for small tensors; `turns`: they run one at a time
+    launching       a function on N ranks; the processes themselves are in `refimpl.ranks`
+    simulating      N ranks in one process, with real arithmetic, for small tensors; `turns`: they run one at a time
     fake            a communicator without the other ranks, for dry runs
     matching        debug mode: ranks that call different collectives are named
     handle          a collective under way
     link            a slow link between ranks: when each transfer ends
-    compute         computation of a known time
+    computing       computation of a known time
     timeline        what was computed, what was on the wire meanwhile, and what was waited for
     order           which collectives a rank has begun, in what order; two orders told apart
     records         the orders of ranks that hang, were killed, or returned too early
@@ -26,19 +26,16 @@ Order of reading: `papers/collectives` (the idea in one screen), then
                     torch's versions
 """
 
+from ..ground.lazy import lazily
 from .communicator import Communicator
-from .compute import Delay, compute
 from .errors import CollectiveMismatch, RankError
-from .fake import FakeCommunicator
 from .handle import Handle
-from .launch import launch
-from .link import Link
-from .ring import ring_all_reduce
-from .simulate import SimulatedCommunicator, simulate
 from .traffic import COLLECTIVES, Traffic, ring_traffic
-from .tree import tree_all_reduce
-from .two_level import two_level_all_reduce
 
+__getattr__, __dir__ = lazily(__name__, {
+    ".computing": "Delay compute", ".fake": "FakeCommunicator", ".launching": "launch", ".link": "Link",
+    ".ring": "ring_all_reduce", ".simulating": "SimulatedCommunicator simulate", ".tree": "tree_all_reduce",
+    ".two_level": "two_level_all_reduce"})
 __all__ = [
     "COLLECTIVES", "CollectiveMismatch", "Communicator", "Delay", "FakeCommunicator", "Handle", "Link", "RankError",
     "SimulatedCommunicator", "Traffic", "compute", "launch", "ring_all_reduce", "ring_traffic", "simulate",

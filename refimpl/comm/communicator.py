@@ -15,17 +15,15 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from .. import phantom
 from ..ground.spans import started
+from ..phantom.told import pretending
 from ..ranks.errors import names
 from .backend import pairwise
 from .backend.buffers import IN_PLACE, Buffers
 from .backend.groups import check_members, check_peer, host_group, new_group
 from .backend.tensors import NAMED, as_bytes, check_out, reduction
 from .backend.versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
-from .backend.wire import Wire
 from .handle import Handle, landed
-from .link import Link
 from .matching import CheckedReceive, check_match, send_header
 from .order import Order
 from .traffic import COLLECTIVES, Traffic, ring_traffic
@@ -38,10 +36,13 @@ class Communicator(Buffers):
     - `ranks`: the numbers of all N in the world that `launch` made (a sub-group has fewer ranks than the world).
     - `device`: where this rank computes (`torch.device`).
     - `order`: which of its collectives this rank has begun (`order.Order`).
+    - `has_others`: whether the other ranks are there to be asked, as they are not in a dry run (`fake`).
 
     Ranks in arguments (`src`, `dst`, `split`) are numbers in this communicator. CUDA tensors travel by NCCL when each
     rank has a GPU of its own, else through host memory, where gloo takes them.
     """
+
+    has_others = True
 
     def __init__(self, rank, world_size, device="cpu", group=None, *, ranks=None, debug=False, parent=None,
                  pages=None, hosts=None):
@@ -57,7 +58,7 @@ class Communicator(Buffers):
         self._pending = set()  # handles dropped before `wait()`
         self._receives = {}  # debug mode: src -> receives that have not begun
         self._nccl = group is not None and "nccl" in dist.get_backend_config(group)
-        whole = self._nccl or phantom.pretending()  # messages would wait for ranks that are not there
+        whole = self._nccl or pretending()  # messages would wait for ranks that are not there
         messages = pairwise
         if self._hosts is not None and self._hosts.several:
             from .backend.by_host import ByHost
@@ -200,10 +201,10 @@ class Communicator(Buffers):
 
     @link.setter
     def link(self, link):
-        if link is not None and not isinstance(link, Link):
+        if link is not None and (isinstance(link, type) or not hasattr(link, "wire")):
             raise TypeError(f"link={link!r}: expected a Link(bytes_per_second, latency), or None")
         self.order.begin("link", label=str(link))  # a rank with another link is named, as one with other collectives
-        self._wire = Wire(link, self._group, self.world_size) if link and self._group and self.world_size > 1 else None
+        self._wire = link.wire(self._group, self.world_size) if link and self._group and self.world_size > 1 else None
         self._link = link
 
     def _lend_link(self, group):

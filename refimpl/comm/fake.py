@@ -18,6 +18,8 @@ class FakeCommunicator(Communicator):
     of 1024 would hold and send. It keeps a `link` and hands it to sub-groups, but nothing takes time.
     """
 
+    has_others = False
+
     def __init__(self, rank, world_size, device="cpu", *, ranks=None, parent=None):
         if not isinstance(world_size, Integral) or isinstance(world_size, bool) or world_size < 1:
             raise ValueError(f"world_size={world_size!r}: expected an integer of at least 1")

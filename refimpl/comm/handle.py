@@ -4,7 +4,6 @@ import contextlib
 
 from .backend.tensors import same_memory
 from .backend.versions import unseen, wait_for_release
-from .backend.wire import when_passed
 
 
 class Handle:
@@ -71,6 +70,13 @@ class Then:
             del handle  # it holds what was sent
             self._result = finish(result)
         return self._result
+
+
+def when_passed(works):
+    """Return a function that tells when the last of these works has passed the link: ns since 1970, or None if none of
+    them goes over one. It does not keep torch's works."""
+    transfers = [work for work in works if hasattr(work, "passed")]
+    return lambda: max(transfer.passed() for transfer in transfers) if transfers else None
 
 
 def landed(landing, out):

@@ -25,6 +25,7 @@ all ranks, so they are all on one machine. A FakeCommunicator keeps the link and
 from dataclasses import dataclass
 from numbers import Real
 
+from .backend.wire import Wire
 from .traffic import COLLECTIVES
 
 
@@ -54,6 +55,10 @@ class Link:
         bytes, the largest decides.
         """
         return steps(collective, world_size) * self.latency + sent_bytes / self.bytes_per_second
+
+    def wire(self, group, world_size):
+        """Return what serves the transfers of one communicator over this link, on this rank."""
+        return Wire(self, group, world_size)
 
 
 def steps(collective, world_size):

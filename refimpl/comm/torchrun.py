@@ -13,9 +13,9 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from .. import phantom
+from ..phantom.told import pretending
 from ..ranks import RankError
-from ..ranks.run import unpack
+from ..ranks.running import unpack
 from ..ranks.signs import RECORD, keep_record
 from ..ranks.worker import UnpicklableResult, from_distributed, pickled_result
 from .communicator import Communicator
@@ -46,7 +46,7 @@ def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
     device = torch.device(devices[_local_rank(rank, devices)])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if phantom.pretending():
+    if pretending():
         return _run_pretended(fn, rank, world, args, device, backend, debug)
     store = store_of(rank, world)
     if _met is None:

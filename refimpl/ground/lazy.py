@@ -1,13 +1,17 @@
-"""Names of a package that are loaded when somebody asks for them: pictures, which load matplotlib."""
+"""Names of a package that are loaded when somebody asks for them."""
 
 import importlib
+import sys
 
 
-def lazily(package, **modules):
-    """Return the `__getattr__` of a package: `lazily(__name__, draw=".drawing")`; {name: module that has it}."""
-    def of_package(name):
-        if name not in modules:
+def lazily(package, modules):
+    """Return the `__getattr__` and `__dir__` of a package, of {module: the names that it has}: `lazily(__name__,
+    {".drawing": "draw"})`. No module may have the name of what it holds: importing it would set that name, too."""
+    of = {name: module for module, names in modules.items() for name in names.split()}
+
+    def get(name):
+        if name not in of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(modules[name], package), name)
+        return getattr(importlib.import_module(of[name], package), name)
 
-    return of_package
+    return get, lambda: sorted({*vars(sys.modules[package]), *of})

@@ -23,12 +23,11 @@ import sys
 from pathlib import Path
 
 from .libraries import CannotBuild, build
+from .told import VARIABLE, environment_without, libphantom, pretending, running, words
 
-__all__ = ["CannotBuild", "load", "running", "start", "words"]
+__all__ = ["CannotBuild", "environment_without", "libphantom", "load", "pretending", "running", "start", "words"]
 CHILDREN = str(Path(__file__).with_name("children"))
-VARIABLE = "REFIMPL_PHANTOM"
 MAJOR = "13"  # of CUDA
-_told = set()  # "group" once other ranks are pretended in this process
 
 
 def start(memory, devices=1, *, numbers=False, capability=(9, 0), processors=132, context=0, name="Phantom"):
@@ -83,34 +82,6 @@ class _NumbersAfterTorch:
 
         spec.loader.exec_module = run_and_turn_on
         return spec
-
-
-def running():
-    """Say whether CUDA's devices in this process are without kernels."""
-    return VARIABLE in os.environ
-
-
-def environment_without():
-    """Return the environment of a process that is to have no device, or one of its own."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(VARIABLE)}
-
-
-def pretending():
-    """Say whether the other ranks of this process's group are not there (group.py)."""
-    return "group" in _told
-
-
-def libphantom():
-    """Return the library of the device that is on, as a ctypes.CDLL. RuntimeError if none is."""
-    if not running():
-        raise RuntimeError("no device without kernels is on: call phantom.start before torch is imported")
-    return ctypes.CDLL(os.path.join(os.environ[VARIABLE], "libphantom.so"))
-
-
-def words(torch_version):
-    """Return what is to be said beside anything that is read on the device."""
-    version = torch_version.partition("+")[0]
-    return f"PyTorch {version}'s allocator on a device without kernels: bytes only, no numbers, no time"
 
 
 def _check_numbers(memory, devices, capability, processors, context):

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from . import _told, running
+from .told import pretended, running
 
 UNIQUE = b"0" * 128  # as long as what rank 0 of NCCL tells the others; a number, too
 
@@ -59,7 +59,7 @@ def pretend(world_size, rank=0):
         raise RuntimeError("other ranks are pretended on a device without kernels alone: call phantom.start first")
     if dist.is_initialized():
         raise RuntimeError("there is a process group already: pretend before init_process_group")
-    _told.add("group")
+    pretended.add("group")
     local = rank % torch.cuda.device_count()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(
         min(world_size, torch.cuda.device_count())), MASTER_ADDR="localhost", MASTER_PORT="29500")

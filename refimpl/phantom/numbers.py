@@ -25,8 +25,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from . import VARIABLE, libphantom
 from .formulas import ON_THE_CPU, seed_of
+from .told import VARIABLE, libphantom
 
 LIMIT = 256 * 2**20
 missing = {}  # operation → why it has no numbers

@@ -17,7 +17,7 @@ from .simulate import Costs, simulate
 from .split import SplitBackward
 from .validate import DeadlockError, ScheduleError, validate
 
-__getattr__ = lazily(__name__, draw=".drawing")
+__getattr__, __dir__ = lazily(__name__, {".drawing": "draw"})
 __all__ = ["BUILDERS", "Costs", "DeadlockError", "Instruction", "PipelineParallelStage", "Schedule", "ScheduleError",
            "SplitBackward", "build", "draw", "idle_time", "in_flight", "partition", "pipeline", "schedule",
            "simulate", "validate"]

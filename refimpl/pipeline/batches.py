@@ -5,8 +5,6 @@ import math
 
 import torch
 
-from ..comm import FakeCommunicator
-
 
 def tensors_of(batch):
     """Return a batch, a tensor or several, as a tuple. TypeError or ValueError for anything else."""
@@ -60,7 +58,7 @@ def check_batch(comm, schedule, first, last, inputs, targets):
     digest = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:7], "big")
     mine = torch.tensor([[*rows, digest]])
     everyones = comm.host().all_gather(mine, label="the shapes of a batch")
-    if isinstance(comm, FakeCommunicator):  # a rank alone, in a dry run
+    if not comm.has_others:  # a rank alone, in a dry run
         return (digest,)
     everyones = everyones.tolist()
     _check_rows(dict(zip(comm.ranks, (each[:2] for each in everyones), strict=True)), schedule)

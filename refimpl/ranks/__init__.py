@@ -5,7 +5,7 @@ each rank a Communicator, and is what users call.
 
 In the order of reading:
 
-    run, world      the whole of a launch; what its caller provides
+    running, world  the whole of a launch; what its caller provides
     worker          one rank: from the fork to the function, and back with what that returned or raised
     watch           the caller's side: start the ranks, hear what they say, notice how they end
     signs           for how long no rank has gone on; memory that a rank shares with the caller
@@ -17,8 +17,8 @@ In the order of reading:
     forking         that process
 """
 
+from ..ground.lazy import lazily
 from .errors import RankError
-from .run import run
-from .world import World
 
+__getattr__, __dir__ = lazily(__name__, {".running": "run", ".world": "World"})
 __all__ = ["RankError", "World", "run"]

@@ -15,11 +15,9 @@ manifest or a state_dict has, and `coverage` that each element is in one file.
 """
 
 from ..ground.lazy import lazily
-from .manifest import SavedStateError
-from .state import TrainingState
 
-__getattr__ = lazily(
-    __name__, **dict.fromkeys(("load", "save"), ".sharded"), **dict.fromkeys(("check_shared", "exists"), ".shared"),
-    **dict.fromkeys(("load_state_dict", "save_weights", "state_dict"), ".consolidated"))
+__getattr__, __dir__ = lazily(__name__, {
+    ".consolidated": "load_state_dict save_weights state_dict", ".manifest": "SavedStateError",
+    ".sharded": "load save", ".shared": "check_shared exists", ".state": "TrainingState"})
 __all__ = ["SavedStateError", "TrainingState", "check_shared", "exists", "load", "load_state_dict", "save",
            "save_weights", "state_dict"]

@@ -8,9 +8,10 @@ from ..sharding import overlaps
 from . import manifest as manifests
 from .coverage import check_coverage, check_header, check_inside, expected_in, file_of, readable
 from .description import differences, listed, located
-from .form import MANIFEST, mismatch, name_of
+from .form import MANIFEST, mismatch
 from .hosts import naming_host
 from .manifest import SavedStateError
+from .names import name_of
 from .own import is_own, names_in, other_own, own_tensors
 from .validity import faults
 

@@ -14,8 +14,9 @@ from ..comm.texts import broadcast_text, gather_results
 from ..sharding import ShardSpec, copy_overlap
 from .description import describe, differences, listed, located, set_hyperparameters
 from .durable import make_folder, replacing, widest_first, write_tensors
-from .form import DTYPES, KIND, STATE_DICT, Each, mismatch, name_of
+from .form import KIND, STATE_DICT, Each, mismatch
 from .manifest import SavedStateError
+from .names import DTYPES, name_of
 from .on_all import validate_on_all
 from .optimizer_state import elements, flat, kind_of, make_state, tensors_of
 from .own import gather_own, scatter_own

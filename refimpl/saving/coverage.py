@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from ..sharding import coverage_fault
 from .description import spec_from
 from .durable import NAMES, naming
-from .form import DTYPES, tensor_of
 from .manifest import FOLDER, NAME, SavedStateError
+from .names import DTYPES, tensor_of
 from .optimizer_state import NUMBERS
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..comm import Communicator
 from ..sharding import Shard, names_of, overlaps, spec_of
-from .form import part_name
+from .names import part_name
 
 
 @dataclass(eq=False)

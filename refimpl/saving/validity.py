@@ -13,7 +13,8 @@ import torch
 
 from ..unseen import unseen
 from .description import _plain_items
-from .form import DTYPES, is_number, name_of
+from .form import is_number
+from .names import DTYPES, name_of
 
 # What torch's schedulers write to param groups: a state may be loaded before they are made.
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")

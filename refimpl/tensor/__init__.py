@@ -7,13 +7,12 @@ inputs of recomputed regions), `closed_forms` (bytes, traffic). That what is cut
 `refimpl/proof`.
 """
 
-from ..proof import CannotShrink, CutDiffers
-from .embedding import VocabularyParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear
-from .partitioned import PartitionedInputs
-from .sequence import sequence_parallel
-from .tensor import tensor_parallel
-from .vocabulary import vocabulary_parallel_cross_entropy
+from ..ground.lazy import lazily
 
+__getattr__, __dir__ = lazily(__name__, {
+    "..proof": "CannotShrink CutDiffers", ".embedding": "VocabularyParallelEmbedding",
+    ".linear": "ColumnParallelLinear RowParallelLinear", ".partitioned": "PartitionedInputs",
+    ".sequence": "sequence_parallel", ".tensor": "tensor_parallel",
+    ".vocabulary": "vocabulary_parallel_cross_entropy"})
 __all__ = ["CannotShrink", "ColumnParallelLinear", "CutDiffers", "PartitionedInputs", "RowParallelLinear",
            "VocabularyParallelEmbedding", "sequence_parallel", "tensor_parallel", "vocabulary_parallel_cross_entropy"]

@@ -1,7 +1,5 @@
 """What a split GPT keeps for backward and sends, in closed form: bytes and seconds of a rank in a group."""
 
-import math
-
 from ..comm.texts import SAME_BYTES
 from ..comm.traffic import Traffic, ring_traffic
 from ..ground.activation_bytes import block_terms

@@ -26,10 +26,8 @@ for tensor and pipeline parallelism; `shards` and `replicas` are two levels of d
 Machinery is one level down, in `internals`.
 """
 
-from ..saving import SavedStateError
-from .data_parallel import DataParallel
-from .zero1 import Zero1
-from .zero2 import Zero2
-from .zero3 import Zero3
+from ..ground.lazy import lazily
 
+__getattr__, __dir__ = lazily(__name__, {"..saving": "SavedStateError", ".data_parallel": "DataParallel",
+                                         ".zero1": "Zero1", ".zero2": "Zero2", ".zero3": "Zero3"})
 __all__ = ["DataParallel", "SavedStateError", "Zero1", "Zero2", "Zero3"]

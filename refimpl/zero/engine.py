@@ -26,8 +26,7 @@ from .internals.persistence import load, load_state_dict, save, save_weights, sh
 from .internals.replicas import check_replicas
 from .internals.store import Stored, StoredUpdate
 from .internals.trained import check_frozen, check_optimizer, check_parts, settings_of, trained
-from .internals.writes import Writes
-from .internals.written import gathered
+from .internals.writes import Writes, gathered
 from .parameters import WholeParameters
 from .update import ShardedUpdate
 

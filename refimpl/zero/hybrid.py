@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..comm import Communicator, FakeCommunicator
+from ..comm import Communicator
 
 
 class Levels(NamedTuple):
@@ -53,7 +53,7 @@ def levels_of(comm, shards, replicas, stage):
     mine = [1 + group.ranks.index(rank) if rank in group.ranks else 0 for group in (shards, replicas)
             for rank in comm.ranks]
     told = comm.host().all_gather(torch.tensor([[*mine, shards.world_size, replicas.world_size]]), label="the levels")
-    if not isinstance(told, FakeTensor) and not isinstance(comm, FakeCommunicator) and not _is_grid(told.tolist()):
+    if not isinstance(told, FakeTensor) and comm.has_others and not _is_grid(told.tolist()):
         raise ValueError(f"shards={shards!r} and replicas={replicas!r} of {comm!r}: expected groups that are the rows "
                          "and the columns of a grid of all ranks, as Mesh(dp=8, shards=4).connect(comm) makes them")
     return Levels(comm, shards, replicas)

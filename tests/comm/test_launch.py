@@ -18,7 +18,7 @@ from rank_pool import on_ranks
 
 from refimpl import memory
 from refimpl.comm import launch
-from refimpl.comm.launch import place
+from refimpl.comm.launching import place
 from refimpl.model import GPT, GPTConfig
 from refimpl.ranks import forkserver
 

@@ -136,7 +136,7 @@ def test_the_server_is_warm_and_stays():
 
 def test_a_server_with_old_code_does_not_serve():
     launch(lambda comm: None, 1)
-    server, modules = forkserver._current, {*forkserver.PRELOADED, "refimpl.comm.launch"}
+    server, modules = forkserver._current, {*forkserver.PRELOADED, "refimpl.comm.launching"}
     assert server.serves(forkserver._freshness(), modules)
     assert not server.serves("edited", modules)  # then `open_channel` starts another, as for one that has ended
     assert not server.serves(forkserver._freshness(), {*forkserver.PRELOADED, "somebody.elses.world"})
@@ -211,7 +211,7 @@ def test_after_the_fork_server_is_gone_the_next_call_starts_another(another_serv
 
 def test_a_server_that_ends_by_an_error_is_quoted(another_server):
     launch(lambda comm: None, 1)
-    with forkserver.open_channel("refimpl.comm.launch") as channel:
+    with forkserver.open_channel("refimpl.comm.launching") as channel:
         channel.send(b"?")  # no request is as short
         assert forkserver._current._process.wait(60) == 1
     assert "struct.error" in forkserver.last_words()

@@ -82,14 +82,11 @@ class Transfer:
     def is_completed(self):
         return self.end is not None and now() >= self.end
 
+    def passed(self):
+        """Return when it has passed the link, in ns since 1970, once someone has waited for it."""
+        return since_1970(self.end)
+
     def _settle(self):
         self._told.wait()
         self.end = self._tell()
         self._told = self._tell = None
-
-
-def when_passed(works):
-    """Return a function that tells when the last of these works has passed the link: ns since 1970, or None if none of
-    them goes over one. It does not keep torch's works."""
-    transfers = [work for work in works if isinstance(work, Transfer)]
-    return lambda: since_1970(max(transfer.end for transfer in transfers)) if transfers else None

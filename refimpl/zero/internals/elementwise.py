@@ -17,7 +17,7 @@ by 1e-7. All that look at other elements differ by 2e-3 and more of the largest 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ... import phantom
+from ...phantom.told import running
 from ...saving.optimizer_state import kind_of
 from ...unseen import unseen
 from ..bucket import buckets_of
@@ -63,7 +63,7 @@ def check_elementwise(optimizer, groups, named):
 
 def computes_nothing(named):
     """Tell whether the model's device has no values: in a dry run, or on a device without kernels."""
-    return named[0][1].device.type == "meta" or isinstance(named[0][1], FakeTensor) or phantom.running()
+    return named[0][1].device.type == "meta" or isinstance(named[0][1], FakeTensor) or running()
 
 
 def name_of(optimizer):

@@ -10,7 +10,7 @@ from ... import saving
 from ...comm.texts import gather_results
 from ...saving import TrainingState
 from ...sharding import Shard
-from .written import publish
+from .writes import publish
 
 
 def shards(engine):

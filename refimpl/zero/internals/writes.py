@@ -1,10 +1,13 @@
-"""What modules write to their own parameters in forward: kept if all ranks wrote the same, an error by name if not.
+"""What others than the optimizer write to parameters: modules in forward; a user, or a load, between steps.
 
-`nn.Embedding(max_norm=1)` shortens rows of its weight, others renormalise theirs: under no_grad, in place. That counts
-a tensor's version up. So versions are compared with those of before, when a unit is released and before each phase. A
-rank keeps its part of what was written, in shards and masters, as training without shards would keep all; and a number
-of all bits of it, which the next check of phases compares. (A write through `parameter.data` counts nothing up.)
+What modules write to their own is kept if all ranks wrote the same; if not, an error names it. `nn.Embedding(
+max_norm=1)` shortens rows of its weight, others renormalise theirs: under no_grad, in place. That counts a tensor's
+version up. So versions are compared with those of before, when a unit is released and before each phase. A rank keeps
+its part of what was written, in shards and masters, as training without shards would keep all; and a number of all bits
+of it, which the next check of phases compares. (A write through `parameter.data` counts nothing up.)
 """
+
+import contextlib
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -81,3 +84,32 @@ def follow(master, shard):
     """Let an fp32 master be what was written to its shard, where that differs from what it is rounded to."""
     shard = shard.to(master.device)
     master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.to(master.dtype)))
+
+
+@contextlib.contextmanager
+def gathered(engine, write=False):
+    """Gather all parameters, to be read. What is written to them is lost, unless `write`: then rank 0's values are
+    those of all ranks when the context ends, of masters too. All ranks call it; at stages 0 to 2 parameters are
+    whole anyway."""
+    yield
+    engine.writes.see()
+    if write:
+        engine.parameters.spread(engine._stored)
+        for bucket, master in engine.update.masters.items():
+            with engine.update.loaded(bucket), torch.no_grad():
+                master.copy_(engine.parameters.shards[bucket])
+
+
+@torch.no_grad()
+def publish(engine):
+    """Bring the parameters up to date after a load has written to masters, or to this rank's shards."""
+    if engine.stage == 3:
+        engine.gathering.see(engine.parameters.whole)  # a module's writes from before the load are not to be kept
+        engine.gathering.end_step()  # what a forward without a backward has left whole
+    for bucket in engine.buckets if engine.stage else ():
+        with engine.update.loaded(bucket):
+            engine.update.round_master(bucket)
+        handle = engine.parameters.updated(bucket)
+        if handle is not None:
+            handle.wait()
+    engine.writes.see()

@@ -19,7 +19,7 @@ from .backend.versions import unseen
 from .communicator import IN_PLACE, Communicator
 from .errors import CollectiveMismatch
 from .handle import Handle
-from .launch import check
+from .launching import check
 from .matching import described, mismatch
 from .turns import Turns
 

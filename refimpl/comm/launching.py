@@ -8,7 +8,7 @@ from numbers import Integral, Real
 import torch
 import torch.distributed as dist
 
-from .. import phantom
+from ..phantom.told import pretending, running
 from ..ranks import World, run
 from .communicator import Communicator
 from .records import deadlock, deserted, mismatch, pages, waits
@@ -144,7 +144,7 @@ def place(world_size, device=None, gpus=None):
 def _backend(apart):
     """NCCL for ranks that have a GPU each, unless it computes nothing: gloo goes through the host's memory. Ranks that
     are not there take what NCCL takes."""
-    return NCCL if phantom.pretending() or (apart and not phantom.running()) else "gloo"
+    return NCCL if pretending() or (apart and not running()) else "gloo"
 
 
 def check(fn, world_size, caller="launch", **seconds):
