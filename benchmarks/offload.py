@@ -24,10 +24,10 @@ from tqdm import tqdm
 from refimpl import catalog
 from refimpl.comm import FakeCommunicator, Link
 from refimpl.comm.computing import compute
+from refimpl.ground.compiling import CannotCompile
 from refimpl.model import GPTConfig
 from refimpl.offload import CPUAdam
 from refimpl.offload.closed_forms import pipelined
-from refimpl.offload.compiling import CannotCompile
 from refimpl.offload.copies import host_bytes
 from refimpl.offload.kernels import CompiledKernel, Hyper, TorchKernel
 from refimpl.zero import Zero1

@@ -12,13 +12,13 @@ import torch
 
 from refimpl import catalog
 from refimpl.comm import Link
+from refimpl.ground.eviction import moved_bytes
 from refimpl.model import GPT, GPTConfig
 from refimpl.offload import DiskStore, TieredStore
 from refimpl.offload.disk.buffers import Buffer
 from refimpl.offload.disk.file import BlockFile
 from refimpl.offload.disk.space import Space
 from refimpl.offload.tiers.moves import Counts
-from refimpl.offload.tiers.policy import moved_bytes
 from refimpl.offload.tiers.simulate import simulate
 from refimpl.offload.traces import engine_trace, stored_bytes
 from refimpl.zero.closed_forms import gathers

@@ -6,8 +6,8 @@ import tempfile
 
 import torch
 
+from refimpl.ground.eviction import moved_bytes
 from refimpl.offload import DiskStore
-from refimpl.offload.tiers.policy import moved_bytes
 
 from . import verdict
 

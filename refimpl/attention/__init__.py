@@ -9,10 +9,11 @@ backward apart), `block` (a transformer block around them). `figure` draws the p
 (arguments, masks, dropout) and `kernels` (what the Triton kernels share).
 """
 
+from ..ground.attention_pair import AttentionPair
 from .block import FlashTransformerBlock, flash_block_terms
 from .flash import flash_attention, flash_attention_bytes
 from .memory_efficient import memory_efficient_attention, memory_efficient_attention_bytes
-from .pair import AttentionPair, flash_pair, tiled_pair
+from .pair import flash_pair, tiled_pair
 from .reference import AttentionBytes, AttentionFlops, attention_flops, reference_attention, reference_attention_bytes
 from .scores import Alibi, Documents, PrefixLM, ScoreHook, Softcap, alibi_slopes
 from .tiled import tiled_attention, tiled_attention_bytes

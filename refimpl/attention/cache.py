@@ -21,6 +21,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..ground.cache_bytes import check_counts, gqa_cache_bytes, mla_cache_bytes
+
+__all__ = ["DEEPSEEK", "HEADS", "LAYERS", "Latent", "absorbed", "equal_groups", "expand", "gqa_cache_bytes",
+           "mla_cache_bytes"]
+
 
 class Latent(NamedTuple):
     """The widths of multi-head latent attention: of the latent (kv_lora_rank), of the rotated key (qk_rope_head_dim),
@@ -38,28 +43,10 @@ LAYERS = {"DeepSeek-V2": 60, "DeepSeek-V3": 61}
 HEADS = 128
 
 
-def gqa_cache_bytes(*, layers, kv_heads, head_dim, v_dim=None, dtype=torch.bfloat16):
-    """Return the bytes that a token leaves in a cache of keys and values: layers · kv_heads · (head_dim + v_dim) · e.
-
-    With `kv_heads` = heads that is MHA, with 1 MQA. `v_dim`: by default head_dim. Raises ValueError for a count that is
-    not positive.
-    """
-    v_dim = head_dim if v_dim is None else v_dim
-    _check(layers=layers, kv_heads=kv_heads, head_dim=head_dim, v_dim=v_dim)
-    return layers * kv_heads * (head_dim + v_dim) * dtype.itemsize
-
-
-def mla_cache_bytes(*, layers, latent, rope, dtype=torch.bfloat16):
-    """Return the bytes that a token leaves in the cache of multi-head latent attention: layers · (latent + rope) · e,
-    whatever the number of heads. Raises ValueError for a count that is not positive."""
-    _check(layers=layers, latent=latent, rope=rope)
-    return layers * (latent + rope) * dtype.itemsize
-
-
 def equal_groups(latent, rope, head_dim):
     """Return the number of key heads with which GQA would take as much as MLA: (latent + rope) / (2 · head_dim); 2.25
     for DeepSeek's."""
-    _check(latent=latent, rope=rope, head_dim=head_dim)
+    check_counts(latent=latent, rope=rope, head_dim=head_dim)
     return (latent + rope) / (2 * head_dim)
 
 
@@ -83,9 +70,3 @@ def absorbed(attention, q_BHTD, c_BSL, k_rope_BSR, up_k_HNL, up_v_HVL, **options
     out_BHTL = attention(torch.cat([q_BHTL, q_BHTD[..., N:]], dim=-1), keys_B1SE, c_BSL[:, None],
                          **{"scale": q_BHTD.shape[-1] ** -0.5} | options)
     return torch.einsum("bhtl,hvl->bhtv", out_BHTL, up_v_HVL)
-
-
-def _check(**counts):
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{name}={count!r}: expected an int of at least 1")

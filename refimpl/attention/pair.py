@@ -5,23 +5,12 @@ takes it, and the output, as they are given: so weights are those of the whole s
 """
 
 import math
-from typing import NamedTuple
 
+from ..ground.attention_pair import AttentionPair
 from .call.arguments import resolve, without_autocast
 from .flash import KERNEL_DTYPES, flash_attention, kernels_run_on
 from .kernels.operators import attention_backward, attention_delta
 from .tiled import backward_of, tiled_attention
-
-
-class AttentionPair(NamedTuple):
-    """An attention in two functions, without autograd.
-
-    - `forward(q_BHTD, k_BGSD, v_BGSD, *, causal, scale)` returns (out_BHTD, lse_BHT).
-    - `backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal, scale)` returns (dq, dk, dv).
-    """
-
-    forward: object
-    backward: object
 
 
 def _forward_by(attention):

@@ -5,9 +5,10 @@ Order of reading: `papers/ring_attention` (the idea in one screen), `order` (who
 traffic).
 """
 
+from ..ground.attention_pair import AttentionPair
 from .context import SequenceParallelAttention, context_parallel
 from .gathered import gathered_attention
-from .pair import AttentionPair, dense_pair
+from .pair import dense_pair
 from .ring import ring_attention
 from .ulysses import ulysses_attention
 

@@ -6,22 +6,10 @@ of the block alone, as autograd would.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 
-
-class AttentionPair(NamedTuple):
-    """An attention in two functions, without autograd. T queries and S keys; query heads H, key heads G.
-
-    - `forward(q_BHTD, k_BGSD, v_BGSD, *, causal, scale)` returns (out_BHTD, lse_BHT): the output, in q's dtype or a
-      wider one, and the natural logsumexp of each row, in fp32 or wider. `causal`: with T = S. `scale` None: 1/√D.
-    - `backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal, scale)` returns (dq, dk, dv), where
-      `out` and `lse` are of a softmax over more keys than these: weights are e^(S − lse), Δ = rowsum(d_out ∘ out).
-    """
-
-    forward: object
-    backward: object
+from ..ground.attention_pair import AttentionPair
 
 
 def _scores(q_BHTD, k_BGSD, causal, scale):

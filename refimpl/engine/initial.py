@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 
 from ..ground.tensors import is_dry
+from ..ground.values import build
 from ..model import GPT
-from ..pipeline import build
 from ..sharding import spec_of
 
 

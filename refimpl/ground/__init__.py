@@ -5,5 +5,15 @@
     spans              what a rank does, and what goes on meanwhile
     tensors            which tensors are in a thing, and whether one is of a dry run
     rerun, options, derivatives    a function that is run again; options that are strings; transforms that are refused
-    activation_bytes, state_bytes, step_bytes    the closed forms of a model, its states and a step
+    activation_bytes, state_bytes, step_bytes, cache_bytes    the closed forms of a model, its states, a step, a cache
+
+And what two techniques need, and may not ask of each other:
+
+    values             how a model on the meta device gets its values
+    attention_pair     an attention in two functions, forward and backward
+    autocast_keys      where each of our two listeners to autocast hears of it
+    accesses, eviction what is needed next, and which goes when room is needed: Belady's rule and LRU
+    quadratic          bytes as a polynomial of a size, from three readings
+    compiling          a C++ kernel, compiled once and kept
+    lazy               names of a package that are loaded when somebody asks for them
 """

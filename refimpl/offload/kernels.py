@@ -16,13 +16,15 @@ import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..ground.compiling import CannotCompile, compiled
 from ..ground.tensors import is_dry
-from .compiling import CannotCompile, compiled
 
+SOURCE = Path(__file__).with_name("kernel.cpp")
 CHUNK = 2**18  # elements of a 16-bit gradient that are cast, and then used: they stay in a cache in between
 PIECE = 2**18  # elements that a thread takes at a time, as in kernel.cpp
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in kernel.cpp
@@ -126,7 +128,7 @@ class CompiledKernel:
 @functools.cache
 def _library():
     """Return the compiled kernel. CannotCompile if it cannot be had, or lacks a function or a dtype."""
-    library = compiled()
+    library = compiled(SOURCE, "adamw")
     pointer = ctypes.c_void_p
     try:
         step, has_half = library.step, library.has_half

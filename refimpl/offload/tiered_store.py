@@ -13,13 +13,13 @@ import weakref
 import psutil
 import torch
 
+from ..ground.eviction import RULES, moved_bytes
 from .disk.flat import check_own_storages
 from .disk.space import Space
 from .disk_store import check_link, check_sizes
 from .tiers.mover import Mover
 from .tiers.moves import DEVICE
 from .tiers.plan import Plan
-from .tiers.policy import RULES, moved_bytes
 
 SHARE = 0.9  # of the free memory that `device="auto"` takes
 

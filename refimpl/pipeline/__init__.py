@@ -9,10 +9,11 @@ together).
 """
 
 from ..ground.lazy import lazily
+from ..ground.values import build
 from .catalogue import BUILDERS, idle_time, in_flight, schedule
 from .executor import PipelineParallelStage, pipeline
 from .instructions import Instruction, Schedule
-from .partition import build, partition
+from .partition import partition
 from .simulate import Costs, simulate
 from .split import SplitBackward
 from .validate import DeadlockError, ScheduleError, validate

@@ -15,13 +15,14 @@ import contextlib
 
 import torch
 
+from ..ground.values import build
 from ..model import GPT
 from .batches import check_batch, cut
 from .catalogue import schedule as schedule_of
 from .instructions import INPUT
 from .mailbox import Mailbox
 from .messages import route, route_forwards
-from .partition import build, partition
+from .partition import partition
 from .ranks import check_stages
 from .split import SplitBackward
 from .step import Step

@@ -9,11 +9,9 @@ So a rank has its own stage's bytes and no others.
 """
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..ground.marks import mark
 from .proof import prove_stages
 from .stages import layers_of, stage_of
 
@@ -91,55 +89,3 @@ def _operations(singles, example):
             x = tuple(out) if isinstance(out, (tuple, list)) else (out,)
             found.append(counter.get_total_flops())
     return found
-
-
-def build(stages, device, initialize=None):
-    """Give bytes and values to what modules have on the meta device, in place.
-
-    A module's values are those of its `reset_parameters()`, if it has one, and then of `initialize(module)`, the
-    children's before their parent's. What two modules share they share afterwards. ValueError for a parameter or buffer
-    that has no values then.
-    """
-    made, new, touched = {}, [], set()
-    for module in [each for stage in stages for each in _children_first(stage)]:
-        found = []
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is not None and tensor.is_meta:
-                    if tensor not in made:
-                        made[tensor] = _made(tensor, device)
-                    kind[name] = made[tensor]
-                    found.append(name)
-        if found or touched.intersection(module.children()):
-            new.append((module, found))
-            touched.add(module)
-    with torch.no_grad():
-        for module, names in new:  # a block, too: it may give its layers other values than these do themselves
-            if names and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-            if initialize is not None:
-                initialize(module)
-    for module, names in new:
-        for name in names:
-            if _lacks_values(getattr(module, name)):
-                raise ValueError(f"{name} of {type(module).__name__} has no values after reset_parameters() and "
-                                 "initialize(): give initialize= a function of a module that writes them")
-
-
-def _made(tensor, device):
-    floating = tensor.is_floating_point() or tensor.is_complex()
-    value = torch.full(tensor.shape, torch.nan if floating else 0, dtype=tensor.dtype, device=device)
-    if not isinstance(tensor, nn.Parameter):
-        return mark(value, "buffers")
-    parameter = nn.Parameter(mark(value, "parameters"), tensor.requires_grad)
-    own = parameter.__dict__  # a fake tensor has its device there
-    own.update({key: each for key, each in tensor.__dict__.items() if key not in own})
-    return parameter
-
-
-def _lacks_values(tensor):
-    return tensor.is_floating_point() and tensor.numel() and bool(torch.linalg.vector_norm(tensor, torch.inf).isnan())
-
-
-def _children_first(module):
-    return [*(each for child in module.children() for each in _children_first(child)), module]

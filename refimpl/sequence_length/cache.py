@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from ..ground.cache_bytes import gqa_cache_bytes
 from ..ground.ledger import Ledger
 from ..ground.marks import mark
 from ..ground.step_bytes import backward_moments, step_states, training_step_bytes
@@ -146,7 +147,8 @@ def carried_bytes(config, batch_size, sequence, dtype=torch.float32):
 
     e bytes of a `dtype` number, L layers, B = `batch_size`, s = `sequence` tokens, G heads of keys, D their size.
     """
-    return 2 * dtype.itemsize * config.layers * batch_size * sequence * config.kv_heads * config.head_dim
+    return batch_size * sequence * gqa_cache_bytes(layers=config.layers, kv_heads=config.kv_heads,
+                                                   head_dim=config.head_dim, dtype=dtype)
 
 
 def chunked_step_bytes(config, batch_size, sequence, chunk_size, dtype=torch.float32, optimizer="adamw", device="cpu",

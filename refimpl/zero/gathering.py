@@ -12,9 +12,9 @@ from collections import Counter
 import torch
 
 from ..ground.marks import mark
+from ..ground.values import no_value
 from .internals.casts import Casts
 from .internals.released import Unread, release, restore
-from .internals.starting import no_value
 from .internals.store import Stored
 
 

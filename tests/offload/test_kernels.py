@@ -7,8 +7,9 @@ import pickle
 import pytest
 import torch
 
-from refimpl.offload import compiling, kernels
-from refimpl.offload.compiling import CannotCompile
+from refimpl.ground import compiling
+from refimpl.ground.compiling import CannotCompile
+from refimpl.offload import kernels
 from refimpl.offload.kernels import CompiledKernel, Hyper, TorchKernel, kernel_of
 
 HYPERS = [Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 3), Hyper(3e-4, 0.9, 0.95, 1e-8, 0.0, 1), Hyper(0.1, 0.5, 0.9, 0.1, 1, 50)]
@@ -107,18 +108,18 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_no_file(nothing_compiled, tm
 
 
 def test_it_is_compiled_once(nothing_compiled, monkeypatch):
-    compiling.compiled()
+    compiling.compiled(kernels.SOURCE)
     library, = nothing_compiled.glob("*.so")
     assert set(nothing_compiled.iterdir()) == {library, library.with_suffix(".sha256")}
     monkeypatch.setattr(compiling, "_compile", None)
-    compiling.compiled()
+    compiling.compiled(kernels.SOURCE)
     assert library.stat().st_nlink == 1
 
 
 def test_a_cache_that_cannot_be_written_is_named(nothing_compiled, tmp_path):
     (tmp_path / "refimpl").write_text("a file where the directory would be")
     with pytest.raises(CannotCompile, match="XDG_CACHE_HOME"):
-        compiling.compiled()
+        compiling.compiled(kernels.SOURCE)
 
 
 @pytest.mark.parametrize(("options", "words"), [

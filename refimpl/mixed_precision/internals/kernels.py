@@ -13,8 +13,9 @@ import threading
 import torch
 from torch._C import DispatchKeySet
 
+from ...ground.autocast_keys import REGIONS as KEY
 from . import lists
-from .regions import KEY, state
+from .regions import state
 
 _lock = threading.Lock()
 _libraries = []  # registrations end when these objects are freed

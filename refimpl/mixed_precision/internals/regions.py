@@ -11,10 +11,10 @@ import weakref
 from typing import NamedTuple
 
 import torch
-from torch._C import DispatchKey
 from torch.multiprocessing.reductions import StorageWeakRef
 
-KEY = DispatchKey.AutocastPrivateUse1  # above autograd, beside torch.autocast's own; free on CPU and CUDA
+from ...ground.autocast_keys import REGIONS as KEY
+
 _TLS_KEY = "refimpl.mixed_precision"
 
 

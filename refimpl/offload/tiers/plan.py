@@ -17,9 +17,9 @@ prefetching and caching strategies": do no harm). Over a slow link it pays to lo
 `_is_late`.
 """
 
+from ...ground.accesses import Recording
 from ..errors import StoreError
 from .moves import DEVICE, DISK, HOST, Bucket, Counts, Move
-from .recording import Recording
 from .tier import Tier
 
 SPARE = 1.5  # of the time that a load takes

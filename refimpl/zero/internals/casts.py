@@ -30,8 +30,9 @@ from torch._C import DispatchKey
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-KEY = DispatchKey.AutocastIPU  # above autograd, as all keys for autocast
-OTHER = DispatchKey.AutocastPrivateUse1  # where refimpl.mixed_precision.autocast has its kernels
+from ...ground.autocast_keys import CASTS as KEY
+from ...ground.autocast_keys import REGIONS
+
 _here = threading.local()  # `watching`: the Casts of the units whose forward is running
 
 
@@ -149,7 +150,7 @@ def _watching():
 
 def _is_open():
     """Tell whether some region of autocast is open in this thread, ours or torch's."""
-    return (torch._C._dispatch_tls_is_dispatch_key_included(OTHER) or torch.is_autocast_enabled("cpu")
+    return (torch._C._dispatch_tls_is_dispatch_key_included(REGIONS) or torch.is_autocast_enabled("cpu")
             or torch.is_autocast_enabled("cuda"))
 
 
@@ -189,7 +190,7 @@ def _dtype_of(number):
 def _by_autocast(x):
     """Tell whether an autocast makes this call: its key is excluded while a region of it is open."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    if torch._C._dispatch_tls_is_dispatch_key_included(OTHER) and excluded(OTHER):
+    if torch._C._dispatch_tls_is_dispatch_key_included(REGIONS) and excluded(REGIONS):
         return True
     nested = torch.autocast_increment_nesting() > 1
     torch.autocast_decrement_nesting()

@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ground.marks import mark
+from ...ground.values import children_first, lacks_values, no_value
 
 
 def start(model, device, initialize=None):
@@ -45,7 +46,7 @@ def materialize(model, device):
     Return {module: its new parameters and buffers, by name}, the children before their parents.
     """
     made, placeholders = {}, {}
-    for module in _children_first(model):
+    for module in children_first(model):
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
                 if tensor is not None and tensor.device.type == "meta":
@@ -54,7 +55,7 @@ def materialize(model, device):
                     kind[name] = made[tensor]
     new = set(made.values())
     return {module: {name: x for name, x in {**module._parameters, **module._buffers}.items() if x in new}
-            for module in _children_first(model)} if new else {}
+            for module in children_first(model)} if new else {}
 
 
 def _made(tensor, device, placeholders):
@@ -67,20 +68,6 @@ def _made(tensor, device, placeholders):
     if not isinstance(tensor, FakeTensor):  # which has its device there
         parameter.__dict__.update(tensor.__dict__)
     return parameter
-
-
-def _children_first(module, seen=None):
-    seen = set() if seen is None else seen
-    if module in seen:
-        return []
-    seen.add(module)
-    return [*(each for child in module.children() for each in _children_first(child, seen)), module]
-
-
-def no_value(dtype):
-    """Return what a tensor of `dtype` reads as while it has no values: NaN; of integers the lowest number."""
-    floating = dtype.is_floating_point or dtype.is_complex
-    return torch.nan if floating else False if dtype is torch.bool else torch.iinfo(dtype).min
 
 
 class Start:
@@ -144,20 +131,11 @@ class FromModules(Start):
                              "by then: let it write to a module's own, or pass a safetensors file") from error
 
     def _check(self, module, name, tensor):
-        if self._lacks_values(tensor):
+        if lacks_values(tensor):
             by = "" if self._function is None else f" and {_called(self._function)}"
             raise ValueError(f"{self._path(module, name)} has no values after reset_parameters(){by} of its "
                              f"{type(module).__name__}: pass as initialize= a function that writes them, or a "
                              "safetensors file")
-
-    @staticmethod
-    def _lacks_values(tensor):
-        """Tell whether nothing has been written to an element of it; None if that cannot be known."""
-        if isinstance(tensor, FakeTensor) or tensor.dtype is torch.bool or not tensor.numel():
-            return None
-        if tensor.is_floating_point() or tensor.is_complex():
-            return bool(torch.linalg.vector_norm(tensor, torch.inf).isnan())  # without a temporary tensor
-        return bool(tensor.amin() == no_value(tensor.dtype))
 
     def _path(self, module, name):
         return f"{self._names[module]}.{name}".lstrip(".")

@@ -3,7 +3,7 @@
 import pytest
 
 from refimpl.comm import Link
-from refimpl.offload.tiers.policy import moved_bytes
+from refimpl.ground.eviction import moved_bytes
 from refimpl.offload.tiers.simulate import simulate
 
 UNIT = 2**20

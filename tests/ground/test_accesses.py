@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refimpl.offload.tiers import recording as module
-from refimpl.offload.tiers.recording import Recording
+from refimpl.ground import accesses as module
+from refimpl.ground.accesses import Recording
 
 
 def recorded(text, recording=None):

@@ -1,4 +1,4 @@
-"""The order in which buckets are needed: recorded in a step, expected in the next.
+"""The order in which things are needed, as buckets are: recorded in a step, expected in the next.
 
 Nobody tells a store where a step begins. It finds that out: a shift s such that the last accesses are those of s
 accesses ago, for as long a stretch as possible. Then the next s accesses are expected to be the last s again.

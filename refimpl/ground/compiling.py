@@ -1,4 +1,4 @@
-"""Compiles the C++ kernel once, and keeps what was compiled in the user's cache directory.
+"""Compiles a C++ kernel once, and keeps what was compiled in the user's cache directory.
 
 The name of the file has a hash of the source, the compiler, its flags and the processor's features, so another machine
 that shares the directory makes its own. What is loaded runs with the user's rights. So the directory and the file have
@@ -19,7 +19,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernel.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120  # for the compiler
@@ -51,10 +50,11 @@ def compiler():
     raise CannotCompile(f"no C++ compiler: none of {', '.join(wanted)} is on PATH")
 
 
-def compiled(source=SOURCE, directory=None):
-    """Return the compiled `source` as a ctypes.CDLL. CannotCompile says what went wrong."""
+def compiled(source, name="kernel", directory=None):
+    """Return the compiled `source` as a ctypes.CDLL; its file begins with `name`. CannotCompile says what went wrong.
+    """
     found, directory = compiler(), Path(directory or cache_directory())
-    library = directory / f"adamw-{_key(source, found)}.so"
+    library = directory / f"{name}-{_key(source, found)}.so"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_own(os.stat(directory)):

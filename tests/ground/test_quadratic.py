@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refimpl.sequence_length import Quadratic
+from refimpl.ground.quadratic import Quadratic
 
 coefficients = st.integers(0, 10**12)
 

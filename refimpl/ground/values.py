@@ -1,0 +1,75 @@
+"""How a model on the meta device, which has shapes and no bytes, gets its values."""
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .marks import mark
+
+
+def build(stages, device, initialize=None):
+    """Give bytes and values to what modules have on the meta device, in place.
+
+    A module's values are those of its `reset_parameters()`, if it has one, and then of `initialize(module)`, the
+    children's before their parent's. What two modules share they share afterwards. ValueError for a parameter or buffer
+    that has no values then.
+    """
+    made, new, touched = {}, [], set()
+    for module in [each for stage in stages for each in children_first(stage)]:
+        found = []
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is not None and tensor.is_meta:
+                    if tensor not in made:
+                        made[tensor] = _made(tensor, device)
+                    kind[name] = made[tensor]
+                    found.append(name)
+        if found or touched.intersection(module.children()):
+            new.append((module, found))
+            touched.add(module)
+    with torch.no_grad():
+        for module, names in new:  # a block, too: it may give its layers other values than these do themselves
+            if names and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+            if initialize is not None:
+                initialize(module)
+    for module, names in new:
+        for name in names:
+            if lacks_values(getattr(module, name)):
+                raise ValueError(f"{name} of {type(module).__name__} has no values after reset_parameters() and "
+                                 "initialize(): give initialize= a function of a module that writes them")
+
+
+def _made(tensor, device):
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    value = torch.full(tensor.shape, torch.nan if floating else 0, dtype=tensor.dtype, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return mark(value, "buffers")
+    parameter = nn.Parameter(mark(value, "parameters"), tensor.requires_grad)
+    own = parameter.__dict__  # a fake tensor has its device there
+    own.update({key: each for key, each in tensor.__dict__.items() if key not in own})
+    return parameter
+
+
+def children_first(module, seen=None):
+    """Return a module and all modules below it, each once and after its children."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return []
+    seen.add(module)
+    return [*(each for child in module.children() for each in children_first(child, seen)), module]
+
+
+def no_value(dtype):
+    """Return what a tensor of `dtype` reads as while it has no values: NaN; of integers the lowest number."""
+    floating = dtype.is_floating_point or dtype.is_complex
+    return torch.nan if floating else False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def lacks_values(tensor):
+    """Tell whether nothing has been written to an element of it; None if that cannot be known."""
+    if isinstance(tensor, FakeTensor) or tensor.dtype is torch.bool or not tensor.numel():
+        return None
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(torch.linalg.vector_norm(tensor, torch.inf).isnan())  # without a temporary tensor
+    return bool(tensor.amin() == no_value(tensor.dtype))
