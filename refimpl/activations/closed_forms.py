@@ -10,7 +10,7 @@ import torch
 
 from ..ground.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
 from .codecs import cast_bytes, group_bytes, mask_bytes
-from .compress import METHODS, ROUNDED
+from .compress import ROUNDED, check_method
 from .compress import SMALLEST as SMALLEST_COMPRESSED
 from .offload import SMALLEST as SMALLEST_OFFLOADED
 
@@ -99,10 +99,7 @@ def compressed_activation_terms(config, batch, sequence, method="int8", *, group
     and e·n for all others, and where that is less. ValueError for an unknown method or a group below 1, and as
     `memory.activation_terms`.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
-    if type(group) is not int or group < 1:
-        raise ValueError(f"group={group!r}: expected an integer of at least 1, the values that share a range")
+    check_method(method, group)
     terms = {}
     for each in saved_storages(config, batch, sequence, dtype, device):
         packed = each.nbytes

@@ -69,15 +69,20 @@ def compress_activations(model, method="int8", *, group=128, stochastic=False, s
     return CompressActivations(model, method, group, stochastic, smallest, only, seed)
 
 
+def check_method(method, group):
+    """Raise ValueError for an unknown method, and for a group below 1."""
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
+    if type(group) is not int or group < 1:
+        raise ValueError(f"group={group!r}: expected an integer of at least 1, the values that share a range")
+
+
 class CompressActivations(SavedStorages):
     """See `compress_activations`."""
 
     def __init__(self, model, method, group, stochastic, smallest, only, seed):
         super().__init__(model, smallest, only)
-        if method not in METHODS:
-            raise ValueError(f"method={method!r}: expected {', '.join(map(repr, METHODS))}")
-        if type(group) is not int or group < 1:
-            raise ValueError(f"group={group!r}: expected an integer of at least 1, the values that share a range")
+        check_method(method, group)
         if stochastic and method != "int8":
             raise ValueError(f"stochastic={stochastic!r} with method={method!r}: expected method='int8', which rounds "
                              "to steps; leave it out")

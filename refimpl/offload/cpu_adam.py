@@ -10,6 +10,7 @@ states on the device, which updates it at the same time. "ZeRO-Offload" (Ren et 
 """
 
 import contextlib
+import itertools
 from numbers import Real
 
 import torch
@@ -129,7 +130,7 @@ class HostUpdate:
 
     def with_gradients(self):
         """Yield (bucket, pieces) of all buckets, with their gradients."""
-        for bucket, following in self._in_turn():
+        for bucket, following in itertools.pairwise([*self.pieces, None]):
             with self.loaded(bucket, following, only="gradients"):
                 self.masters[bucket].arrived()
                 yield bucket, self.pieces[bucket]
@@ -151,7 +152,7 @@ class HostUpdate:
         before = groups_before(self.optimizer)
         handles, last = [], None
         try:
-            for bucket, following in self._in_turn():
+            for bucket, following in itertools.pairwise([*self.pieces, None]):
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(self.loaded(bucket, following))
                     self._update(bucket, used, before)
@@ -213,10 +214,6 @@ class HostUpdate:
             runs.append((number, piece, hyper_of(group_of[id(own)], state["step"])))
         if runs:
             self._copies[bucket] = update_tiles(part, merged(runs), self.shards[bucket], self.kernel, self.link)
-
-    def _in_turn(self):
-        buckets = list(self.pieces)
-        return zip(buckets, [*buckets[1:], None], strict=True)
 
     def follow(self, bucket):
         """Take what a module wrote to its parameters from a bucket's shard into its masters."""

@@ -4,12 +4,12 @@ A bucket's tensors lie side by side in the file, from an aligned place on. They 
 at a time, through buffers that are made once. ZeRO-Infinity (Rajbhandari et al. 2021), section 6.3.
 """
 
-import weakref
 
 from .disk.file import BLOCK, aligned
 from .disk.flat import check_own_storages, empty, fill
 from .disk.space import Space
 from .errors import StoreError
+from .owner import take_over
 
 
 def file_bytes(buckets):
@@ -76,14 +76,7 @@ class DiskStore:
     def attach(self, owner):
         """Note the engine whose shards are here from now on. RuntimeError if another one lives."""
         self._check_open()
-        other = self._owner and self._owner()
-        if other is not None and other is not owner:
-            raise RuntimeError("a DiskStore is used by two engines, and both have a bucket 0: give each a store of its "
-                               "own")
-        if other is None:
-            for key in {*self._away, *self._kept}:
-                self.drop(key)
-        self._owner = weakref.ref(owner)
+        take_over(self, owner, {*self._away, *self._kept}, self.drop)
 
     def put(self, key, tensors, changed=True):
         """Store `tensors`, and free their bytes. StoreError where the disk is full or fails; if it is full the tensors

@@ -8,12 +8,12 @@ A bucket's states of 12 bytes a parameter are on the device for its update alone
 goes there and back. "ZeRO-Offload" (Ren et al. 2021), section 4, moves states like this; `CPUAdam` lets them rest.
 """
 
-import weakref
 from collections import defaultdict
 
 import torch
 
 from .copies import TO_DEVICE, TO_HOST, host_bytes, link_of
+from .owner import take_over
 
 DEPTH = 2  # copies to the host at a time: each holds device memory until it is done
 
@@ -61,14 +61,7 @@ class HostStore:
     def attach(self, owner):
         """Note the engine whose shards are here from now on. RuntimeError if another one lives."""
         self._check_open()
-        other = self._owner and self._owner()
-        if other is not None and other is not owner:
-            raise RuntimeError("a HostStore is used by two engines, and both have a bucket 0: give each a store of "
-                               "its own")
-        if other is None:
-            for key in list(self._kept):
-                self.drop(key)
-        self._owner = weakref.ref(owner)
+        take_over(self, owner, list(self._kept), self.drop)
 
     def put(self, key, tensors, changed=True):
         """Copy `tensors` to the host, unless their contents are there, and empty their storages."""

@@ -8,7 +8,6 @@ et al. 2021), sections 5.1 and 6.2, moves by such an order, too; where each buck
 import collections
 import itertools
 import warnings
-import weakref
 
 import psutil
 import torch
@@ -17,6 +16,7 @@ from ..ground.eviction import RULES, moved_bytes
 from .disk.flat import check_own_storages
 from .disk.space import Space
 from .disk_store import check_link, check_sizes
+from .owner import take_over
 from .tiers.mover import Mover
 from .tiers.moves import DEVICE
 from .tiers.plan import Plan
@@ -81,14 +81,7 @@ class TieredStore:
     def attach(self, owner):
         """Note the engine whose shards are here from now on. RuntimeError if another one lives."""
         self._check()
-        other = self._owner and self._owner()
-        if other is not None and other is not owner:
-            raise RuntimeError("a TieredStore is used by two engines, and both have a bucket 0: give each a store of "
-                               "its own")
-        if other is None:
-            for key in list(self.plan.buckets):
-                self.plan.drop(key)
-        self._owner = weakref.ref(owner)
+        take_over(self, owner, list(self.plan.buckets), self.plan.drop)
 
     def put(self, key, tensors, changed=True):
         """Note that nothing computes with `tensors`. They may stay, or leave while the caller goes on."""

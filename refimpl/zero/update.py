@@ -6,6 +6,7 @@ same numbers on pieces as on whole tensors; `internals/elementwise` finds out th
 """
 
 import contextlib
+import itertools
 
 import torch
 
@@ -87,7 +88,7 @@ class ShardedUpdate:
 
     def with_gradients(self):
         """Yield (bucket, pieces) of all buckets, with their gradients."""
-        for bucket, following in self._in_turn():
+        for bucket, following in itertools.pairwise([*self.pieces, None]):
             with self.loaded(bucket, following, only="gradients"):
                 yield bucket, self.pieces[bucket]
 
@@ -102,7 +103,7 @@ class ShardedUpdate:
         all_gather of all shards, while the next bucket is updated, and returns its Handle or None."""
         before = groups_before(self.optimizer)
         handles = []
-        for bucket, following in self._in_turn():
+        for bucket, following in itertools.pairwise([*self.pieces, None]):
             with self.loaded(bucket, following):
                 for piece, own in self.pieces[bucket]:
                     gradient, own.grad = own.grad, None
@@ -114,11 +115,6 @@ class ShardedUpdate:
             handles.append(updated(bucket))
         for handle in filter(None, handles):
             handle.wait()
-
-    def _in_turn(self):
-        """Return [(bucket, the next one or None)]."""
-        buckets = list(self.pieces)
-        return zip(buckets, [*buckets[1:], None], strict=True)
 
     def follow(self, bucket):
         """Take what a module wrote to its parameters from a bucket's shard into its master."""

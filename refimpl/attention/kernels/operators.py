@@ -13,11 +13,11 @@ The kernels' modules are imported at the first launch: Triton decides when it is
 """
 
 import math
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
+from ...ground import interpreter
 from ..call.arguments import empty_outputs, refuse_second_derivative
 from ..scores import sink_gradient
 
@@ -26,26 +26,13 @@ MAX_STRIDE = 2**23  # elements, of rows and columns: a kernel addresses a tile o
 
 
 def check_interpreter(q):
-    """Raise ValueError or RuntimeError for what Triton's interpreter is known to get wrong, for tensors on any device.
-    Compiled kernels pass."""
-    import triton
-
+    """Raise ValueError or RuntimeError for what Triton's interpreter is known to get wrong. Compiled kernels pass."""
     from ..triton_forward import forward_kernel
 
-    if isinstance(forward_kernel, triton.JITFunction):
-        if q.device.type == "cpu":
-            raise RuntimeError("TRITON_INTERPRET=1 came after Triton was imported, which by then had made its kernels "
-                               "for a GPU: set it before anything imports Triton, at the top of the page or in the "
-                               "shell")
-        return
-    if q.dtype == torch.bfloat16:
-        raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an "
-                         "error (seen in 3.6 to 3.9); use float32 or float16 here, bfloat16 on a GPU, or unset the "
-                         "variable: then tiled_attention takes it")
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton < (3, 7) and numpy >= (2, 4):
-        raise RuntimeError(f"Triton {version('triton')} under TRITON_INTERPRET=1 fails with numpy {version('numpy')}: "
-                           "pip install 'triton>=3.7' or 'numpy<2.4'")
+    interpreter.check_interpreter(forward_kernel, q, (
+        "TRITON_INTERPRET=1 came after Triton was imported, which by then had made its kernels for a GPU: set it "
+        "before anything imports Triton, at the top of the page or in the shell"),
+        "unset the variable: then tiled_attention takes it")
 
 
 @torch.library.custom_op(f"{LIBRARY}::attention_forward", mutates_args=())

@@ -9,11 +9,10 @@ shapes of its results without computing them.
 The kernels' modules are imported at the first launch: Triton decides when it is imported whether it interprets.
 """
 
-from importlib.metadata import version
-
 import torch
 from torch import Tensor
 
+from ...ground import interpreter
 from .configs import config_for
 
 LIBRARY = "refimpl"
@@ -21,23 +20,11 @@ LIBRARY = "refimpl"
 
 def check_interpreter(hidden):
     """Raise ValueError or RuntimeError for what Triton's interpreter gets wrong. Compiled kernels pass."""
-    import triton
-
     from ..triton_forward import forward_kernel
 
-    if isinstance(forward_kernel, triton.JITFunction):
-        if hidden.device.type == "cpu":
-            raise RuntimeError("Triton's kernels need a GPU, or TRITON_INTERPRET=1 before anything imports Triton; on "
-                               "a CPU use chunked_linear_cross_entropy")
-        return
-    if hidden.dtype == torch.bfloat16:
-        raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an "
-                         "error (seen in 3.6 to 3.9); use float32 or float16 here, bfloat16 on a GPU, or "
-                         "chunked_linear_cross_entropy")
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton < (3, 7) and numpy >= (2, 4):
-        raise RuntimeError(f"Triton {version('triton')} under TRITON_INTERPRET=1 fails with numpy {version('numpy')}: "
-                           "pip install 'triton>=3.7' or 'numpy<2.4'")
+    interpreter.check_interpreter(forward_kernel, hidden, (
+        "Triton's kernels need a GPU, or TRITON_INTERPRET=1 before anything imports Triton; on a CPU use "
+        "chunked_linear_cross_entropy"), "chunked_linear_cross_entropy")
 
 
 @torch.library.custom_op(f"{LIBRARY}::head_forward", mutates_args=())

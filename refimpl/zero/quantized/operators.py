@@ -8,33 +8,22 @@ Triton decides when it is imported whether it interprets.
 """
 
 import importlib.util
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
+
+from ...ground import interpreter
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def check_interpreter(x):
     """Raise ValueError or RuntimeError for what Triton's interpreter gets wrong. Compiled kernels pass."""
-    import triton
-
     from .triton_codec import quantize_kernel
 
-    if isinstance(quantize_kernel, triton.JITFunction):
-        if x.device.type == "cpu":
-            raise RuntimeError("kernel='triton' needs a GPU, or TRITON_INTERPRET=1 before anything imports Triton; on "
-                               "a CPU use kernel='auto'")
-        return
-    if x.dtype == torch.bfloat16:
-        raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an "
-                         "error (seen in 3.6 to 3.9); use float32 or float16 here, bfloat16 on a GPU, or "
-                         "kernel='auto'")
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton < (3, 7) and numpy >= (2, 4):
-        raise RuntimeError(f"Triton {version('triton')} under TRITON_INTERPRET=1 fails with numpy {version('numpy')}: "
-                           "pip install 'triton>=3.7' or 'numpy<2.4'")
+    interpreter.check_interpreter(quantize_kernel, x, (
+        "kernel='triton' needs a GPU, or TRITON_INTERPRET=1 before anything imports Triton; on a CPU use "
+        "kernel='auto'"), "kernel='auto'")
 
 
 @torch.library.custom_op("refimpl::quantize_blocks", mutates_args=("scales", "codes"))
