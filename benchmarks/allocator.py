@@ -19,7 +19,7 @@ from tqdm import tqdm
 from refimpl.allocator import CachingAllocator, GPUMemoryPool, Settings, replay
 from refimpl.allocator.places import PlannedPool
 from refimpl.allocator.settings import MIB
-from refimpl.allocator.trace import Maker
+from refimpl.ground.allocations import Maker
 
 from .record import row
 from .recordings import rows_of_recordings

@@ -22,7 +22,7 @@ from refimpl.allocator.places import PlannedPool
 from refimpl.allocator.regions import RegionPool
 from refimpl.allocator.static import Arena, execute, load_problem, problem_names, record_step, solve, without_out
 from refimpl.allocator.static.plan import PLACEMENTS
-from refimpl.allocator.trace import Maker
+from refimpl.ground.allocations import Maker
 from refimpl.model import GPT, GPTConfig
 
 from . import outside

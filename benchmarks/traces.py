@@ -8,9 +8,9 @@ import random
 import torch
 
 from refimpl import memory
-from refimpl.allocator.trace import AllocationTrace
 from refimpl.checkpointing import recompute
 from refimpl.comm import FakeCommunicator
+from refimpl.ground.allocations import AllocationTrace
 from refimpl.model import GPT, GPTConfig
 from refimpl.zero import Zero3
 

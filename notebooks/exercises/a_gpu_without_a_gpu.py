@@ -5,7 +5,7 @@ import random
 
 from refimpl.allocator import CachingAllocator, replay
 from refimpl.allocator.settings import MIB
-from refimpl.allocator.trace import Maker
+from refimpl.ground.allocations import Maker
 
 from . import verdict
 

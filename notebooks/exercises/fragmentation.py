@@ -5,7 +5,7 @@ import random
 from refimpl.allocator import OutOfMemory, replay
 from refimpl.allocator.places import PlannedPool
 from refimpl.allocator.settings import MIB
-from refimpl.allocator.trace import Maker
+from refimpl.ground.allocations import Maker
 
 from . import verdict
 

@@ -1,12 +1,13 @@
 """The allocator: why memory is free and a request fails, what is reserved, and what the settings do.
 
 Order of reading: `papers/caching_allocator` (a caching allocator in one screen); `settings`, `blocks`, `caching`
-(PyTorch's, rule by rule), `expandable`, `device`; `holes` and `pool` (first fit and best fit on real tensors); `trace`,
-`replay`; `snapshot`, `rewind`, `recorded` (PyTorch's own recordings, read and replayed), `record` (written), `drawing`;
-`papers/static_plan` (a static plan in one screen), `static` (plans, an arena that runs a step); `defragment`, `regions`
-(against holes: moving what is live, and keeping apart what lives long).
+(PyTorch's, rule by rule), `expandable`, `device`; `holes` and `pool` (first fit and best fit on real tensors);
+`ground/allocations` (a trace), `replay`; `snapshot`, `rewind`, `recorded` (PyTorch's own recordings, read and
+replayed), `record` (written), `drawing`; `papers/static_plan` (a static plan in one screen), `static` (plans, an arena
+that runs a step); `defragment`, `regions` (against holes: moving what is live, and keeping apart what lives long).
 """
 
+from ..ground.allocations import AllocationTrace, DamagedTrace
 from ..ground.lazy import lazily
 from .caching import CachingAllocator
 from .defragment import defragment
@@ -27,7 +28,6 @@ from .static import (
     record_step,
     without_out,
 )
-from .trace import AllocationTrace, DamagedTrace
 
 __getattr__, __dir__ = lazily(__name__, {".drawing": "segment_map"})
 __all__ = [

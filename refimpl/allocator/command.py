@@ -6,12 +6,12 @@ from collections import Counter
 import numpy as np
 
 from ..elsewhere.text import one_line, print_text, refuse
+from ..ground.allocations import ALLOC
 from .recorded import compare
 from .replay import explain
 from .rewind import capacity_of, line, trace_of
 from .settings import WITHOUT_EFFECT, Settings, items
 from .snapshot import LIVE, Snapshot
-from .trace import ALLOC
 
 LINES = 12  # of the table of what is live
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ..elsewhere.text import shown
-from .trace import DamagedTrace
+from ..ground.allocations import DamagedTrace
 
 
 class Kind(NamedTuple):

@@ -2,11 +2,11 @@
 
 from bisect import bisect_right
 
+from ..ground.allocations import ALLOC
 from .caching import CachingAllocator
 from .device import OutOfMemory, VirtualDevice
 from .settings import Settings
 from .snapshot import Snapshot
-from .trace import ALLOC
 
 
 class RecordingDevice(VirtualDevice):

@@ -11,10 +11,10 @@ Models" (2020), section 6.3. Nothing is moved, but it has to be known beforehand
 import numpy as np
 import torch
 
+from ..ground.allocations import ALLOC
+from ..ground.lifetimes import Lifetimes
 from .device import OutOfMemory
 from .places import PlannedPool
-from .static.lifetimes import Lifetimes
-from .trace import ALLOC
 
 
 class ContiguousRegion:

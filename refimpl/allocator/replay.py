@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..elsewhere.text import one_line
+from ..ground.allocations import ALLOC, AllocationTrace
 from .caching import CachingAllocator
 from .device import OutOfMemory
 from .settings import MIB, Settings
-from .trace import ALLOC, AllocationTrace
 
 CURES = ("expandable_segments:True", "max_split_size_mb:32", "max_split_size_mb:128", "max_split_size_mb:512",
          "roundup_power2_divisions:8", "garbage_collection_threshold:0.8")  # settings that `explain` tries

@@ -13,11 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..ground.allocations import DamagedTrace, Maker
 from . import expandable
 from .blocks import Block
 from .settings import SMALL, SMALL_SEGMENT, Settings
 from .snapshot import LIVE, SEGMENT_EVENTS
-from .trace import DamagedTrace, Maker
 
 
 @dataclass

@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..elsewhere.files import opened
+from ..ground.allocations import DamagedTrace
 from .fields import (  # noqa: F401 - others read the names of events here
     EVENTS,
     OTHERS,
@@ -32,7 +33,6 @@ from .fields import (  # noqa: F401 - others read the names of events here
     check_segment,
     check_whole,
 )
-from .trace import DamagedTrace
 from .unpickled import load
 
 LIVE = {"active_allocated", "active_awaiting_free", "active_pending_free"}  # states of a block; the last before 2.1

@@ -33,17 +33,15 @@ class Replay:
         count, device = len(self.records), trace.device
         self.born = np.full(count, self.rows)
         self.freed, self.nbytes = np.full(count, self.rows), np.zeros(count, dtype=np.int64)
-        deltas = np.zeros(self.rows, dtype=np.int64)
         for index, record, delta in trace.events:
             if self.records[record].device != device:
                 continue
-            deltas[index + 1] += delta
             if self.born[record] == self.rows:
                 self.born[record] = index + 1
             self.nbytes[record] += max(delta, 0)
             if delta < 0:
                 self.freed[record] = index + 1
-        self.totals = deltas.cumsum()
+        self.totals = trace.timeline.totals
 
     def peak_with(self, spans):
         """Return the peak when `spans`, (first row, row after the last, ± bytes), are added to the timeline."""

@@ -9,11 +9,12 @@
 
 And what two techniques need, and may not ask of each other:
 
+    allocations, lifetimes    which bytes were asked for and freed, in order; born and freed, as intervals
     values             how a model on the meta device gets its values
     attention_pair     an attention in two functions, forward and backward
     autocast_keys      where each of our two listeners to autocast hears of it
     accesses, eviction what is needed next, and which goes when room is needed: Belady's rule and LRU
     quadratic          bytes as a polynomial of a size, from three readings
-    compiling          a C++ kernel, compiled once and kept
+    compiling, interpreter    a C++ kernel, compiled once and kept; what Triton's interpreter gets wrong
     lazy               names of a package that are loaded when somebody asks for them
 """

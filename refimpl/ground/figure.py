@@ -139,14 +139,21 @@ def _readable_on(background):
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
 
 
-def draw_timeline(axes, timeline, peak, divisor, highest, inches):
-    """Draw bytes by category after each operation, stacked; phases at the top, where there is room; the peak marked."""
-    x, bottom = np.arange(len(timeline)), np.zeros(len(timeline))
+def stack(axes, x, timeline, divisor):
+    """Draw bytes by category against x, one upon the other; return the categories that had any."""
+    bottom, seen = np.zeros(len(timeline)), []
     for i, name in enumerate(timeline.categories):
         top = bottom + timeline.nbytes[:, i] / divisor
         if timeline.nbytes[:, i].any():
             axes.fill_between(x, bottom, top, step="post", color=colour(name), linewidth=0)
+            seen.append(name)
         bottom = top
+    return seen
+
+
+def draw_timeline(axes, timeline, peak, divisor, highest, inches):
+    """Draw bytes by category after each operation, stacked; phases at the top, where there is room; the peak marked."""
+    stack(axes, np.arange(len(timeline)), timeline, divisor)
     ceiling = 1.25 * highest / divisor
     before = 0.0
     for phase, begin, end in phases(timeline):

@@ -2,7 +2,7 @@
 
 from matplotlib.patches import Patch
 
-from .figure import UNITS, MemoryFigure, _readable_on, colour
+from .figure import UNITS, MemoryFigure, _readable_on, colour, stack
 
 PALETTE = ("#35618F", "#8A5A2B", "#5B7F3A", "#6FA8DC", "#D9A06B", "#9A6FB0", "#B04A5A", "#2F8F83",
            "#C9B037")  # not those of categories
@@ -82,13 +82,7 @@ def draw_bytes(axes, trace, start):
     timeline = trace.timeline
     x = [(op.time_ns - start) / 1e6 for op in timeline.ops]
     divisor, unit = next((size, name) for size, name in UNITS if max(timeline.totals.max(), 1) >= size)
-    bottom, seen = 0 * timeline.nbytes[:, 0], []
-    for i, name in enumerate(timeline.categories):
-        top = bottom + timeline.nbytes[:, i] / divisor
-        if timeline.nbytes[:, i].any():
-            axes.fill_between(x, bottom, top, step="post", color=colour(name), linewidth=0)
-            seen.append(name)
-        bottom = top
+    seen = stack(axes, x, timeline, divisor)
     axes.set_ylim(0)
     axes.set_ylabel(unit, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

@@ -14,16 +14,8 @@ def build(stages, device, initialize=None):
     children's before their parent's. What two modules share they share afterwards. ValueError for a parameter or buffer
     that has no values then.
     """
-    made, new, touched = {}, [], set()
-    for module in [each for stage in stages for each in children_first(stage)]:
-        found = []
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is not None and tensor.is_meta:
-                    if tensor not in made:
-                        made[tensor] = _made(tensor, device)
-                    kind[name] = made[tensor]
-                    found.append(name)
+    new, touched = [], set()
+    for module, found in replaced(stages, lambda tensor: _made(tensor, device)).items():
         if found or touched.intersection(module.children()):
             new.append((module, found))
             touched.add(module)
@@ -51,13 +43,28 @@ def _made(tensor, device):
     return parameter
 
 
-def children_first(module, seen=None):
-    """Return a module and all modules below it, each once and after its children."""
-    seen = set() if seen is None else seen
-    if module in seen:
-        return []
-    seen.add(module)
-    return [*(each for child in module.children() for each in children_first(child, seen)), module]
+def replaced(modules, make):
+    """Put `make(tensor)` in the place of each parameter and buffer on the meta device, one for all names of a tensor.
+    Return {module: {name: what is new}}, the children before their parents; {} if nothing was there."""
+    made, found = {}, {}
+    for module in _children_first(modules, set()):
+        found[module] = {}
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is not None and tensor.device.type == "meta":
+                    if tensor not in made:
+                        made[tensor] = make(tensor)
+                    kind[name] = found[module][name] = made[tensor]
+    return found if made else {}
+
+
+def _children_first(modules, seen):
+    """Yield modules and all below them, each once and after its children."""
+    for module in modules:
+        if module not in seen:
+            seen.add(module)
+            yield from _children_first(module.children(), seen)
+            yield module
 
 
 def no_value(dtype):

@@ -6,7 +6,6 @@ viewer colours by category, and shows a tensor's name, module and lines as its s
 
 import pickle
 from bisect import bisect_left
-from collections import Counter
 from pathlib import Path
 
 from .top import module_of, phase_of, tensor_of
@@ -29,24 +28,20 @@ def export_snapshot(trace, path):
 def snapshot_of(trace):
     """Return the dict that the file holds."""
     addresses, entries, live = Addresses(), [], {}
-    categories, device, held = trace.categories(), trace.device, Counter()
-    times = [trace.began_ns or 0, *(op.time_ns for op in trace.ops)]
-    for index, i, delta in trace.events:
-        record = trace.records[i]
-        if record.device != device or not delta:
-            continue
-        time_us = times[min(index + 1, len(times) - 1)] // 1000
-        if i in live:
+    categories, began = trace.categories(), trace.began_ns or 0
+    for time_ns, i, nbytes in trace.lives():
+        time_us = time_ns // 1000
+        if nbytes < 0:
             gone = live.pop(i)
             addresses.free(gone["addr"], gone["size"])
             entries += [gone | {"action": done, "time_us": time_us} for done in ("free_requested", "free_completed")]
-        held[i] += delta
-        if held[i]:
-            live[i] = {"action": "alloc", "addr": addresses.take(held[i]), "size": held[i], "stream": 0,
-                       "time_us": time_us, "category": categories[i], "frames": frames_of(trace, record, categories[i])}
+        else:
+            live[i] = {"action": "alloc", "addr": addresses.take(nbytes), "size": nbytes, "stream": 0,
+                       "time_us": time_us, "category": categories[i],
+                       "frames": frames_of(trace, trace.records[i], categories[i])}
             entries.append(live[i])
     whole = {"action": "segment_alloc", "addr": addresses.begin, "size": addresses.end - addresses.begin, "stream": 0,
-             "time_us": times[0] // 1000, "category": "unknown", "frames": []}  # the viewer needs one that is unknown
+             "time_us": began // 1000, "category": "unknown", "frames": []}  # the viewer needs one that is unknown
     return {"segments": [_segment(addresses, live.values())], "device_traces": [[whole, *entries]],
             "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": ""}, "external_annotations": []}
 

@@ -1,6 +1,7 @@
 """Trace: what a tracker wrote down, and everything that can be read from it."""
 
 import time
+from collections import Counter
 from html import escape
 
 import numpy as np
@@ -53,6 +54,20 @@ class Trace:
         """Return the category of every storage record, in order."""
         modules_seen = any(PARAMETERS in record.roles for record in self.records)
         return [category_of(record, modules_seen) for record in self.records]
+
+    def lives(self, device=None):
+        """Yield (ns since 1970, record, bytes) each time that a storage takes bytes on `device`, by default this one;
+        and the same with fewer than no bytes when it gives them back. One that is resized gives all back first."""
+        device, held = device or self.device, Counter()
+        times = [self.began_ns or 0, *(op.time_ns for op in self.ops)]
+        for index, record, delta in self.events:
+            if self.records[record].device == device and delta:
+                time_ns = times[min(index + 1, len(times) - 1)]
+                if held[record]:
+                    yield time_ns, record, -held[record]
+                held[record] += delta
+                if held[record]:
+                    yield time_ns, record, held[record]
 
     @property
     def timeline(self):

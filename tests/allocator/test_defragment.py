@@ -12,7 +12,7 @@ from refimpl.allocator import GPUMemoryPool, OutOfMemory, PoolExhausted, defragm
 from refimpl.allocator.defragment import CompactingPool
 from refimpl.allocator.places import PlannedPool
 from refimpl.allocator.regions import ContiguousRegion, RegionPool, lives_long
-from refimpl.allocator.trace import Maker
+from refimpl.ground.allocations import Maker
 
 
 def pool_of(nbytes, **options):

@@ -1,14 +1,14 @@
 """Static plans: offsets that are chosen before a step runs, from the lifetimes of a step that was recorded.
 
-Order of reading: `lifetimes`, `greedy`, `plan` (offsets); `solver`, `problems` (where greedy is
+Order of reading: `ground/lifetimes`, `greedy`, `plan` (offsets); `solver`, `problems` (where greedy is
 not enough); `step` (a recording), `arena`, `writing`, `execute`, `graphed`, `reuse` (a step that runs in its
 arena); `drawing`.
 """
 
+from ...ground.lifetimes import Lifetimes
 from .arena import Arena
 from .drawing import snapshot_of
 from .execute import Departure, Execution, execute, without_out
-from .lifetimes import Lifetimes
 from .plan import OverlappingPlan, StaticPlan, plan_static
 from .problems import load_problem, problem_names
 from .reuse import ActivationReuseOptimizer

@@ -1,8 +1,8 @@
 """A plan as PyTorch would have recorded it, for `segment_map` and for PyTorch's memory viewer."""
 
+from ...ground.allocations import ALLOC
 from ..record import frames_of
 from ..snapshot import Snapshot
-from ..trace import ALLOC
 
 FIRST = 2**21  # the arena's address
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...ground.lifetimes import Lifetimes, most_live
 from .greedy import by_area, by_fullest, by_size, place
-from .lifetimes import Lifetimes, most_live
 
 PLACEMENTS = 35_000  # blocks that a search places in all: with 7,000 blocks, five plans
 

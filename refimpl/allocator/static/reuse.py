@@ -13,10 +13,10 @@ from collections import Counter
 import torch
 from torch.utils._pytree import tree_flatten
 
+from ...ground.lifetimes import Lifetimes
 from .arena import Arena
 from .execute import OCCUPIED, execute
 from .graphed import PlayedStep, aside
-from .lifetimes import Lifetimes
 from .plan import PLACEMENTS, plan_static
 from .step import record_step
 

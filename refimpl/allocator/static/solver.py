@@ -27,7 +27,7 @@ import time
 
 import numpy as np
 
-from .lifetimes import Lifetimes
+from ...ground.lifetimes import Lifetimes
 from .plan import StaticPlan
 
 FAR = 2**40  # the lowest place of what is placed

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..trace import AllocationTrace, Maker
+from ...ground.allocations import AllocationTrace, Maker
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ground.marks import mark
-from ...ground.values import children_first, lacks_values, no_value
+from ...ground.values import lacks_values, no_value, replaced
 
 
 def start(model, device, initialize=None):
@@ -45,17 +45,8 @@ def materialize(model, device):
 
     Return {module: its new parameters and buffers, by name}, the children before their parents.
     """
-    made, placeholders = {}, {}
-    for module in children_first(model):
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is not None and tensor.device.type == "meta":
-                    if tensor not in made:
-                        made[tensor] = _made(tensor, device, placeholders)
-                    kind[name] = made[tensor]
-    new = set(made.values())
-    return {module: {name: x for name, x in {**module._parameters, **module._buffers}.items() if x in new}
-            for module in children_first(model)} if new else {}
+    placeholders = {}
+    return replaced([model], lambda tensor: _made(tensor, device, placeholders))
 
 
 def _made(tensor, device, placeholders):

@@ -11,7 +11,7 @@ from static_kit import MODELS, shorter, trace_of
 from refimpl.allocator import OverlappingPlan, StaticPlan, plan_static, replay
 from refimpl.allocator.static import Lifetimes, greedy
 from refimpl.allocator.static.plan import PLACEMENTS
-from refimpl.allocator.trace import Maker
+from refimpl.ground.allocations import Maker
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..trace import ALLOC, AllocationTrace
+from .allocations import ALLOC, AllocationTrace
 
 
 @dataclass

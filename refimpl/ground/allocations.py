@@ -7,7 +7,6 @@
 An event takes or frees a block. Blocks are numbered in the order in which they were taken.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,21 +59,14 @@ class AllocationTrace:
 
         Storages that were there before come first. One that is resized is freed, and taken anew.
         """
-        device, found = device or trace.device, Maker()
-        categories, times = trace.categories(), [trace.began_ns or 0, *(op.time_ns for op in trace.ops)]
-        times.append(times[-1])
-        held, block_of = Counter(), {}
-        for index, i, delta in trace.events:
-            record = trace.records[i]
-            if record.device != device or not delta:
-                continue
-            time = times[min(index + 1, len(times) - 1)]
-            if held[i]:
+        found, categories, block_of = Maker(), trace.categories(), {}
+        for time, i, nbytes in trace.lives(device):
+            if nbytes < 0:
                 found.free(block_of.pop(i), time)
-            held[i] += delta
-            if held[i]:
+            else:
+                record = trace.records[i]
                 where = f"{record.op} in {record.module}" if record.module else record.op
-                block_of[i] = found.alloc(held[i], categories[i], where, time)
+                block_of[i] = found.alloc(nbytes, categories[i], where, time)
         return found.trace()
 
     def __len__(self):
