@@ -1,5 +1,6 @@
 """The README is true: its example runs, its links lead somewhere, its figures are those of the records."""
 
+import ast
 import re
 import runpy
 from dataclasses import replace
@@ -427,3 +428,13 @@ def test_the_rate_of_reduce_scatter_is_the_recorded_one():
     rates = {row["what"]: row["value"] for row in rows_of("comm") if row["peer"] == "at least"}
     two, four = (rates[f"reduce_scatter on {N} ranks, of torch.distributed's rate"] for N in (2, 4))
     assert f"a reduce_scatter at {two:.1f} to {four:.1f} times the rate" in " ".join(README.split())
+
+
+def test_the_lines_to_begin_with_are_where_it_says():
+    section = README.partition("## Where to read the code")[2].partition("\n## ")[0]
+    named = re.findall(r"\]\((refimpl/[\w/]+\.py)\), `([\w.]+)`", section)
+    assert len(named) == 8
+    for path, name in named:
+        tree = ast.parse((ROOT / path).read_text())
+        found = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert {*name.split(".")} <= found, (path, name)
