@@ -430,7 +430,7 @@ def test_the_rate_of_reduce_scatter_is_the_recorded_one():
     assert f"a reduce_scatter at {two:.1f} to {four:.1f} times the rate" in " ".join(README.split())
 
 
-def test_the_lines_to_begin_with_are_where_it_says():
+def test_the_places_to_begin_with_are_where_it_says():
     section = README.partition("## Where to read the code")[2].partition("\n## ")[0]
     named = re.findall(r"\]\((refimpl/[\w/]+\.py)\), `([\w.]+)`", section)
     assert len(named) == 8

@@ -49,11 +49,11 @@ class FlashAttention(torch.autograd.Function):
         T = q.shape[2]
         out, lse = torch.empty_like(q), q.new_empty(*q.shape[:3], 1)
         for rows in tiles(0, T):
-            m_R1, l_R1, o_RD = -math.inf, 0.0, 0.0  # R queries of this tile; K keys of the next; of each head
+            m_R1, l_R1, o_RD = -math.inf, 0.0, 0.0  # of R queries; K keys pass at a time; D: head_dim
             for keys in tiles(0, rows.stop):  # no query of this tile sees a later one
                 s_RK = scores(q, k, rows, keys)
-                new_m_R1 = s_RK.amax(-1, keepdim=True).clamp_min(m_R1)
-                p_RK, shrink_R1 = (s_RK - new_m_R1).exp(), (m_R1 - new_m_R1).exp()
+                new_m_R1 = s_RK.amax(-1, keepdim=True).clamp_min(m_R1)  # m′; first, m = −∞ and shrink = 0
+                p_RK, shrink_R1 = (s_RK - new_m_R1).exp(), (m_R1 - new_m_R1).exp()  # p is not divided by l yet
                 l_R1 = shrink_R1 * l_R1 + p_RK.sum(-1, keepdim=True)
                 o_RD = shrink_R1 * o_RD + p_RK @ v[:, :, keys]
                 m_R1 = new_m_R1
@@ -69,7 +69,7 @@ class FlashAttention(torch.autograd.Function):
         delta = (d_out * out).sum(-1, keepdim=True)  # (B, H, T, 1)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for keys in tiles(0, T):
-            for rows in tiles(keys.start, T):  # no query before them sees these keys
+            for rows in tiles(keys.start, T):  # a query before these keys does not see them
                 p_RK = (scores(q, k, rows, keys) - lse[:, :, rows]).exp()
                 dv[:, :, keys] += p_RK.mT @ d_out[:, :, rows]
                 ds_RK = p_RK * (d_out[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows])

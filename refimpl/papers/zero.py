@@ -25,10 +25,10 @@ class Unit:
         self.padding = self.parameters[0].new_zeros(-sum(sizes) % comm.world_size)
         self.whole = self.flat([p.detach() for p in self.parameters])  # (N·n,)
         for p, view in zip(self.parameters, self.whole.split([*sizes, len(self.padding)]), strict=False):
-            p.data = view.view(p.shape)
+            p.data = view.view(p.shape)  # a window on whole: what frees or fills whole, frees or fills p
             if stage >= 2:
                 p.register_post_accumulate_grad_hook(self.arrived)
-        shard = self.whole.chunk(comm.world_size)[comm.rank]  # (n,)
+        shard = self.whole.chunk(comm.world_size)[comm.rank]  # (n,), a view: to step it steps whole; stage 3 copies it
         self.updated = nn.Parameter(self.whole if stage == 0 else shard if stage < 3 else shard.clone())
         if stage == 3:
             self.release()
@@ -53,7 +53,7 @@ class Unit:
         """Release the parameters after forward, and gather them when backward comes back to the module's output."""
         self.release()
         if output.requires_grad:
-            output.register_hook(self.gather)
+            output.register_hook(self.gather)  # its gradient is there: this module's backward is next
 
     def arrived(self, parameter):
         """Reduce the gradients of this unit as soon as backward has computed the last of them."""
