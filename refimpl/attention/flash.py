@@ -46,7 +46,7 @@ def flash_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=
     options = {"causal": causal, "window": window, "scale": scale, "dropout_p": dropout_p, "seed": seed, "score": score,
                "sinks": sinks}
     check_tensors(q_BHTD, k_BGSD, v_BGSV)
-    hooks = as_kernels_take(hook_of(score))
+    hooks = as_kernels_take(hook_of(score))  # without one four Nones; None: one that kernels do not know
     if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES or hooks is None:
         if kernel != "auto":
             resolve(q_BHTD, k_BGSD, v_BGSV, **options, **packing)

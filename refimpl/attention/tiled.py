@@ -104,7 +104,7 @@ class _Gradients(torch.autograd.Function):
 def _forward(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, sizes):
     tensors = q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1
     options = call.dropout_p > 0, call.sequences, call.score, sizes
-    in_tiles("forward", [x for x in tensors if x is not None], options,
+    in_tiles("forward", [x for x in tensors if x is not None], options,  # but in a dry run, calls it at once
              functools.partial(_forward_tiles, *tensors, call, sizes))
 
 

@@ -1,12 +1,12 @@
 """Where the bytes are: a tracker that counts every tensor storage by category, the allocator's own reading, and a dry
 run.
 
-Order of reading: `papers/meter` (the idea in one screen), then the instruments: `ledger` (categories and bytes),
-`tracker` and the `trace` that it writes (of `records`, read as a `timeline` and by `top`, kept in a `trace_file`),
-`allocator`, `dry`, `workspaces` (tracker and allocator laid over each other). Then the closed forms: `state_bytes`,
-`activation_bytes`, `step_bytes`. `figure`, `gantt` and `chrome` draw; `spans` records who waited for whom. `rerun` is
-for techniques that run a function again, `options` for those that take options; `tracking/` is the tracker's machinery:
-how it hears of modules, finds lines, stays out of autograd's way and follows compiled code.
+Order of reading: `papers/meter` (the idea in one screen), then the instruments: `ground/ledger` (categories and bytes),
+`tracker` and the `trace` that it writes (of `records`, read as a `Timeline` and by `top`, kept in a `trace_file`),
+`allocator`, `dry`, `workspaces` (tracker and allocator laid over each other). The closed forms, which techniques use
+too, are on the ground: `ground/state_bytes`, `ground/activation_bytes`, `ground/step_bytes`; what draws them, `figure`
+and `gantt`, is there as well. `chrome` draws for a browser. `tracking/` is the tracker's machinery: how it hears of
+modules, finds lines, stays out of autograd's way and follows compiled code.
 """
 
 from ..ground.activation_bytes import (
@@ -26,9 +26,8 @@ from .allocator import Reading, measure
 from .chrome import export_chrome
 from .dry import dry_run
 from .records import Line
-from .timeline import Moment, Timeline
 from .top import Held
-from .trace import Trace, load
+from .trace import Moment, Timeline, Trace, load
 from .tracker import Tracker, track
 from .workspaces import with_workspaces
 

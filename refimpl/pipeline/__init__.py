@@ -3,7 +3,7 @@
 Order of reading: `papers/pipeline` (1F1B on real ranks, in one screen), `instructions` (a schedule as data),
 `schedules`, `zero_bubble` and `v_shapes` (eight orders), `catalogue` (their names, what each costs in closed form),
 `validate`, `papers/pipeline_simulator` (a step without ranks, in one screen), `simulate` and `drawing`. Then what runs
-them: `executor` and `step`, `messages` and `mailbox` (what goes between ranks, and when it is freed), `batches`,
+them: `executor`, `messages` and `mailbox` (what goes between ranks, and when it is freed), `batches`,
 `split` (a backward in two parts), `partition` and `stages` (which layers are whose), `tied`, `ranks` (whether ranks fit
 together).
 """

@@ -250,7 +250,7 @@ class Gathering:
             if slot.parameter.numel():
                 release(slot.parameter, functools.partial(_served, weakref.ref(self), slot.name))
         self.casts.release(self.whole[bucket])
-        self.whole[bucket].untyped_storage().resize_(0)
+        self.whole[bucket].untyped_storage().resize_(0)  # this frees it, also where autograd has saved a view
 
 
 def _served(gathering, name):

@@ -13,6 +13,7 @@ import torch
 from ..comm.backend.versions import owns_storage
 from ..ground.marks import mark
 from .hybrid import AcrossReplicas
+from .internals.in_shards import InShards
 
 SMALL = 2**20  # bytes that may be on the wire of a CPU while it computes
 
@@ -190,3 +191,89 @@ class Reducer:
         if not self.synced:
             raise RuntimeError("the last backward was in no_sync, so each rank has gradients of its own: leave "
                                "no_sync before the last micro-batch")
+
+
+# --- ZeRO: in shards -------------------------------------------------------------------------------------------------
+
+
+class ReduceScatter(Reducer):
+    """Gives `update` this rank's shard of the average. Until then gradients are whole, as in data parallelism."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.stand_ins = {parameter: InShards(parameter, slot.name) for parameter, (_, slot) in self.place.items()}
+
+    def begin(self, syncing):
+        """Begin a backward. Buffers in which an earlier one has left shards are freed."""
+        for parameter, stand_in in self.stand_ins.items():
+            if parameter.grad is stand_in:
+                parameter.grad = None
+        if self.synced:
+            for bucket in self.flat:
+                self.update.copy_gradients(bucket)
+            self.flat.clear()
+        super().begin(syncing)
+
+    def reduce(self, bucket):
+        """Launch the reduce_scatter of one bucket; this rank's shard of the average is written in place."""
+        if self.hooked:
+            return self.by_hook("reduce_scatter", bucket)
+        flat = self.flat[bucket]
+        if self.dtype in (None, flat.dtype):
+            return self.comm.reduce_scatter(flat, "avg", out=bucket.shard(flat, self.comm.rank), async_op=True,
+                                            label=bucket.name)
+        return self.comm.reduce_scatter(flat.to(self.dtype), "avg", async_op=True, label=bucket.name)
+
+    def reduced(self, bucket, shard):
+        """Keep the shard of the average. If it is in another dtype, or from a hook, the buffer is freed."""
+        if self.hooked or shard.dtype != bucket.dtype:
+            del self.flat[bucket]
+        self.keep(bucket, shard)
+
+    def keep(self, bucket, shard):
+        """Give the shard to the update. Whole gradients are no longer needed."""
+        self.update.add_gradients(bucket, mark(shard, "gradients"))
+        for slot in bucket.slots:
+            slot.parameter.grad = None
+            self.views.pop(slot.parameter, None)
+
+    def finish(self):
+        """End a backward. Computing with `parameter.grad` raises RuntimeError from then on, as torch's own
+        clip_grad_norm_ would: a rank has a part of the gradients alone."""
+        super().finish()
+        if self.syncing:
+            for parameter, stand_in in self.stand_ins.items():
+                parameter.grad = stand_in
+
+
+class ReduceScatterAtOnce(ReduceScatter):
+    """Frees whole gradients as soon as they are reduced."""
+
+    def take(self, parameter):
+        """Move the gradient to its bucket's buffer; `parameter.grad` is None again."""
+        gradient, parameter.grad = parameter.grad, None
+        if parameter in self.views:  # used twice: by two recomputations
+            self.views[parameter].add_(gradient)
+        else:
+            self.views[parameter] = self.placed(parameter, gradient)
+
+    def buffer_dtype(self, bucket):
+        """Return the dtype of the reduction. The buffer is not kept, so it need not have the gradients' own."""
+        return self.dtype or bucket.dtype
+
+    def reduce(self, bucket):
+        """Launch the reduce_scatter of one bucket."""
+        if self.hooked:
+            return self.by_hook("reduce_scatter", bucket)
+        return self.comm.reduce_scatter(self.flat[bucket], "avg", async_op=True, label=bucket.name)
+
+    def reduced(self, bucket, shard):
+        """Keep the shard of the averaged gradients, and free the whole."""
+        self.encoded(bucket)
+        self.keep(bucket, shard)
+
+    def encoded(self, bucket):
+        """Free the whole gradients: nobody reads them any more."""
+        self.flat.pop(bucket, None)
+        for slot in bucket.slots:
+            self.views.pop(slot.parameter, None)

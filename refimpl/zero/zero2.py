@@ -10,40 +10,8 @@ with the parameters (k + 1)Ψ in place of 2Ψ.
 
 import contextlib
 
-from .zero1 import ReduceScatter, Zero1
-
-
-class ReduceScatterAtOnce(ReduceScatter):
-    """Frees whole gradients as soon as they are reduced."""
-
-    def take(self, parameter):
-        """Move the gradient to its bucket's buffer; `parameter.grad` is None again."""
-        gradient, parameter.grad = parameter.grad, None
-        if parameter in self.views:  # used twice: by two recomputations
-            self.views[parameter].add_(gradient)
-        else:
-            self.views[parameter] = self.placed(parameter, gradient)
-
-    def buffer_dtype(self, bucket):
-        """Return the dtype of the reduction. The buffer is not kept, so it need not have the gradients' own."""
-        return self.dtype or bucket.dtype
-
-    def reduce(self, bucket):
-        """Launch the reduce_scatter of one bucket."""
-        if self.hooked:
-            return self.by_hook("reduce_scatter", bucket)
-        return self.comm.reduce_scatter(self.flat[bucket], "avg", async_op=True, label=bucket.name)
-
-    def reduced(self, bucket, shard):
-        """Keep the shard of the averaged gradients, and free the whole."""
-        self.encoded(bucket)
-        self.keep(bucket, shard)
-
-    def encoded(self, bucket):
-        """Free the whole gradients: nobody reads them any more."""
-        self.flat.pop(bucket, None)
-        for slot in bucket.slots:
-            self.views.pop(slot.parameter, None)
+from .reducer import ReduceScatterAtOnce
+from .zero1 import Zero1
 
 
 class Zero2(Zero1):

@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .internals.backwards import Backwards, is_opaque
 from .internals.starting import start
 from .quantized.gather import check_codec, quantized_gather
-from .reducer import check_dense
+from .reducer import ReduceScatterAtOnce, check_dense
 from .sharded_parameters import ShardedParameters, is_persistent
 from .units import default_units, reads_weights_in_backward
-from .zero2 import ReduceScatterAtOnce, Zero2
+from .zero2 import Zero2
 
 LOOK_AHEAD, MOST_AHEAD = 1, 10_000  # units; above, someone means elements
 
@@ -112,6 +112,8 @@ class Zero3(Zero2):
 
     def _hold_parameters(self):
         quantized = quantized_gather(self.levels.shards, self._codec)
+        # `parameters.sharded(unit)`: a unit's buckets that are not persistent. `updated` does not gather these: the
+        # next forward does.
         self.parameters.hold(self._stored, *self._limits, in_fp32=self._in_fp32)
         self.gathering.quantized = quantized  # from the first forward on
 

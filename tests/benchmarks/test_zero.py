@@ -8,7 +8,7 @@ from benchmarks import zero
 from refimpl.comm import launch
 from refimpl.model import GPTConfig
 from refimpl.zero import Zero2
-from refimpl.zero.zero2 import ReduceScatterAtOnce
+from refimpl.zero.reducer import ReduceScatterAtOnce
 
 TINY = GPTConfig(vocab_size=64, context_length=16, layers=4, hidden=128, heads=4)
 

@@ -8,7 +8,7 @@ from zero_steps import as_predicted, train
 
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.zero import DataParallel, Zero1
-from refimpl.zero.zero1 import ReduceScatter
+from refimpl.zero.reducer import ReduceScatter
 
 
 @pytest.mark.parametrize(("make", "is_so"), [(Zero1, True), (DataParallel, False)])  # right, and nothing saved

@@ -10,7 +10,7 @@ from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.zero import Zero2
 from refimpl.zero.internals.in_shards import InShards
-from refimpl.zero.zero2 import ReduceScatterAtOnce
+from refimpl.zero.reducer import ReduceScatterAtOnce
 
 
 @pytest.mark.parametrize(("make", "is_so"), [(Zero2, True), (GradientsKept, False)])
