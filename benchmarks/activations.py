@@ -17,16 +17,17 @@ from tqdm import tqdm
 from refimpl import memory
 from refimpl.activations import compress_activations, compressed_activation_bytes, offload_activations
 from refimpl.data import TextData
-from refimpl.model import GPT, GPTConfig
+from refimpl.model import GPT
 
-from .checkpointing import Step
-from .meter import DTYPES, REALISTIC, SMALL
+from .checkpointing import TORCH as CHECKPOINT
+from .checkpointing import TORCH_OPTIONS, Step
+from .meter import DTYPES, SMALL, settings_of, size_of
 from .record import row
 from .runner import BAR_DELAY, compare
 
 WAYS = {"lossless": {"method": "lossless"}, "bf16": {"method": "bf16"}, "int8": {"method": "int8"},
         "int8, stochastic": {"method": "int8", "stochastic": True}}
-NOTHING, CHECKPOINT, SAVE_ON_CPU = "uncompressed", "torch.utils.checkpoint", "save_on_cpu"
+NOTHING, SAVE_ON_CPU = "uncompressed", "save_on_cpu"
 YARDSTICK = "uncompressed, weights 0.1 % off"
 LEARNING_RATE, LAST = 1e-3, 20  # the final loss of a training run is the mean of its LAST losses
 
@@ -36,11 +37,10 @@ def run(device="cpu", size=None, rounds=15, steps=300):
 
     `size` replaces the device's realistic one. `steps`: the number of steps in the training run.
     """
-    size = size or REALISTIC[torch.device(device).type]
-    settings = {"step": asdict(size), "training": {**asdict(SMALL), "steps": steps, "learning rate": LEARNING_RATE},
-                "rounds": rounds, "threads": torch.get_num_threads(),
+    size = size_of(device, size)
+    settings = {"training": {**asdict(SMALL), "steps": steps, "learning rate": LEARNING_RATE},
                 "a step": "forward and backward; gradients are there and added to"}
-    return settings, all_rows(size, device, rounds, steps)
+    return settings_of(size, rounds, **settings), all_rows(size, device, rounds, steps)
 
 
 def all_rows(size, device, rounds, steps):
@@ -50,6 +50,11 @@ def all_rows(size, device, rounds, steps):
     yield from offload_rows(size, device, rounds)
     yield from gradient_rows(size, device)
     yield from training_rows(steps, device)
+
+
+def unchanged(model):
+    """Return a context that changes nothing."""
+    return nullcontext()
 
 
 class CompressedStep(Step):
@@ -80,15 +85,14 @@ def compression_rows(size, dtype, dropout, device, rounds):
     """Yield rows for each method, and for recomputation, beside the same step without: the seconds of all, then for
     each one the peak and the bytes kept."""
     make = partial(CompressedStep, size, dtype, dropout, device)
-    steps = {NOTHING: make(lambda model: nullcontext())}
-    for name, options in WAYS.items():
-        steps[name] = make(partial(compress_activations, **options))
-    steps[CHECKPOINT] = recomputed(make(lambda model: nullcontext()))
+    steps = {NOTHING: make(unchanged), **{name: make(partial(compress_activations, **options))
+                                          for name, options in WAYS.items()}, CHECKPOINT: make(unchanged)}
+    for block in steps[CHECKPOINT].blocks:
+        block.forward = partial(torch_checkpoint, block.forward, **TORCH_OPTIONS)
     timing = compare(steps, rounds=rounds, title=f"compression, {dtype}")
     plain, case = steps.pop(NOTHING), f"{dtype}, dropout {dropout}"
     for name in steps:
-        yield row(f"time: {name}, {case}", NOTHING, "s", timing.median(name), timing.median(NOTHING),
-                  spread=timing.spread(name), peer_spread=timing.spread(NOTHING))
+        yield timing.row(f"time: {name}, {case}", name, NOTHING)
     peak, whole = plain.peak(), plain.kept()
     for name, step in steps.items():
         yield row(f"peak: {name}, {case}", NOTHING, "bytes", step.peak(), peak)
@@ -100,13 +104,6 @@ def compression_rows(size, dtype, dropout, device, rounds):
             yield row(f"predicted: {name}, {case}", "tracker", "bytes", predicted, kept)
 
 
-def recomputed(step):
-    """Return `step` with each block under `torch.utils.checkpoint`."""
-    for block in step.blocks:
-        block.forward = partial(torch_checkpoint, block.forward, use_reentrant=False)
-    return step
-
-
 def offload_rows(size, device, rounds):
     """Yield rows of our offload beside torch's and beside none: seconds, the device's peak, and the bytes kept on it.
 
@@ -114,14 +111,13 @@ def offload_rows(size, device, rounds):
     """
     pinned = torch.device(device).type == "cuda"
     ways = {"offload": offload_activations, SAVE_ON_CPU: lambda model: save_on_cpu(pin_memory=pinned),
-            NOTHING: lambda model: nullcontext()}
+            NOTHING: unchanged}
     steps = {name: CompressedStep(size, "fp32", 0.0, device, context) for name, context in ways.items()}
     timing = compare(steps, rounds=rounds, title="offload")
     gradients = [[p.grad for p in step.model.parameters()] for step in steps.values()]
     assert all(map(torch.equal, gradients[0], gradients[2])), "offload: the gradients differ"
     for peer in (SAVE_ON_CPU, NOTHING):
-        yield row("time: offload, fp32", peer, "s", timing.median("offload"), timing.median(peer),
-                  spread=timing.spread("offload"), peer_spread=timing.spread(peer))
+        yield timing.row("time: offload, fp32", "offload", peer)
     for what, reading in (("peak", CompressedStep.peak), ("kept on the device", CompressedStep.kept)):
         nbytes = {name: reading(step) for name, step in steps.items()}
         for peer in (SAVE_ON_CPU, NOTHING):
@@ -136,13 +132,11 @@ def gradient_rows(size, device):
         step()
         return torch.cat([p.grad.double().flatten() for p in step.model.parameters()])
 
-    kind = torch.device(device).type
-    exact = gradient(lambda model: nullcontext())
-
     def error(context):
         return ((gradient(context) - exact).norm() / exact.norm()).item()
 
-    autocast = error(lambda model: torch.autocast(kind, torch.bfloat16))
+    exact = gradient(unchanged)
+    autocast = error(lambda model: torch.autocast(torch.device(device).type, torch.bfloat16))
     for name, options in WAYS.items():
         yield row(f"gradient's error: {name}", "torch.autocast, bf16", "of its norm",
                   error(partial(compress_activations, **options)), autocast)
@@ -154,10 +148,10 @@ def training_rows(steps, device):
     `curve`: means of ten losses each. The yardstick is a run without compression whose initial weights are changed by
     0.1 %. Its distance shows how far two equivalent runs drift apart.
     """
-    plain = train(steps, device, lambda model: nullcontext())
+    plain = train(steps, device, unchanged)
     for name in tqdm([*WAYS, YARDSTICK], "training", delay=BAR_DELAY, leave=False):
         if name == YARDSTICK:
-            losses = train(steps, device, lambda model: nullcontext(), nudge=0.001)
+            losses = train(steps, device, unchanged, nudge=0.001)
         else:
             losses = train(steps, device, partial(compress_activations, smallest=0, **WAYS[name]))
         yield row(f"loss after {steps} steps: {name}", NOTHING, "nats", mean(losses[-LAST:]), mean(plain[-LAST:]),
@@ -170,8 +164,7 @@ def train(steps, device, context, nudge=0, rate=LEARNING_RATE):
     `context(model)` returns the context that forwards run in.
     """
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=256, context_length=SMALL.sequence, layers=SMALL.layers, hidden=SMALL.hidden,
-                          heads=SMALL.heads), device=device)
+    model = GPT(SMALL.config(), device=device)
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), 1 + nudge)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=rate), []

@@ -10,7 +10,6 @@ replayed.
 """
 
 import random
-import statistics
 import time
 
 import torch
@@ -106,12 +105,11 @@ def block_row(count, policy, rounds, size=256, pairs=1000):
                 del del_me
 
         timing = compare({"ours": ours, "theirs": theirs}, rounds=rounds, title=f"{count} blocks")
-        ratios = [a / b for a, b in zip(timing.seconds["ours"], timing.seconds["theirs"], strict=True)]
         for block in blocks[:count]:
             pool.free(block)
         del kept
     return row(f"block, {count} live, {policy}", "torch.empty and its free", "us", timing.median("ours") / pairs * 1e6,
-               timing.median("theirs") / pairs * 1e6, paired=statistics.median(ratios),
+               timing.median("theirs") / pairs * 1e6, paired=timing.paired("ours", "theirs"),
                **({"bound": BLOCK_BOUND} if count == BLOCKS_AT_BOUND else {}))
 
 

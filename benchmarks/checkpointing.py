@@ -5,7 +5,6 @@ noise, a peak ratio of at most 1.00)? How many bytes does each policy save besid
 much slower is it?
 """
 
-import statistics
 from dataclasses import asdict
 from functools import partial
 
@@ -16,12 +15,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from tqdm import tqdm
 
 from refimpl import checkpointing as ours
-from refimpl import memory
-from refimpl.model import GPT, GPTConfig
+from refimpl.model import GPT
 
-from .meter import DTYPES, REALISTIC, SMALL
+from .meter import DTYPES, SMALL, settings_of, size_of
 from .record import row
-from .runner import BAR_DELAY, compare
+from .runner import BAR_DELAY, compare, peak
 
 TORCH = "torch.utils.checkpoint"
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -29,11 +27,10 @@ PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 def run(device="cpu", size=None, rounds=15):
     """Make all comparisons on `device`: (settings, rows). `size` replaces the device's realistic one."""
-    size = size or REALISTIC[torch.device(device).type]
-    settings = {"step": asdict(size), "small step": asdict(SMALL), "rounds": rounds,
-                "threads": torch.get_num_threads(), "a step": "forward and backward; gradients are there and added to",
+    size = size_of(device, size)
+    settings = {"small step": asdict(SMALL), "a step": "forward and backward; gradients are there and added to",
                 "held to": "time 1.00 within 3 %, peak 1.00"}
-    return settings, all_rows(size, device, rounds)
+    return settings_of(size, rounds, **settings), all_rows(size, device, rounds)
 
 
 def all_rows(size, device, rounds):
@@ -49,8 +46,7 @@ class Step:
     """Runs a GPT's forward and backward on random tokens."""
 
     def __init__(self, size, dtype="fp32", dropout=0.0, device="cpu"):
-        self.config = GPTConfig(vocab_size=size.vocab_size, context_length=size.sequence, layers=size.layers,
-                                hidden=size.hidden, heads=size.heads, dropout=dropout)
+        self.config = size.config(dropout)
         torch.manual_seed(0)
         self.model = GPT(self.config, dtype=DTYPES[dtype], device=device)
         self.tokens = torch.randint(0, size.vocab_size, (size.batch, size.sequence), device=device)
@@ -61,11 +57,9 @@ class Step:
         self.model(self.tokens, self.tokens).backward()
 
     def peak(self):
-        """Return the peak in bytes above the start of a step that is not the first, as the allocator reads it."""
+        """Return the peak in bytes above the start of a step that is not the first."""
         self()
-        with memory.measure(self.device) as m:
-            self()
-        return m.peak
+        return peak(self, self.device)
 
 
 def beside_torch(size, dtype, dropout, device, rounds, pairs):
@@ -78,9 +72,7 @@ def beside_torch(size, dtype, dropout, device, rounds, pairs):
         peaks = {name: step.peak() for name, step in steps.items()}
         yield row(f"peak: {what}", TORCH, "bytes", peaks["ours"], peaks[TORCH])
         timing = compare(steps, rounds=rounds, title=what)
-        paired = statistics.median(a / b for a, b in zip(timing.seconds["ours"], timing.seconds[TORCH], strict=True))
-        yield row(f"time: {what}", TORCH, "s", timing.median("ours"), timing.median(TORCH), paired=paired,
-                  spread=timing.spread("ours"), peer_spread=timing.spread(TORCH))
+        yield timing.row(f"time: {what}", "ours", TORCH, paired=timing.paired("ours", TORCH))
 
 
 def policy_rows(size, device, rounds):
@@ -116,23 +108,25 @@ def with_policy(step, plan, part):
 # --- pairs: the same recomputation, ours and torch's -----------------------------------------------------------------
 
 
-def _every_block(step, how, **options):
-    step.policy = ours.Recomputing()
-    for block in step.blocks:
-        step.policy.add(block, how=how, **options)
-    return step
+def _blocks(how, **options):
+    """Return what recomputes every block of a step by `how`."""
+    def install(step):
+        step.policy = ours.Recomputing()
+        for block in step.blocks:
+            step.policy.add(block, how=how, **options)
+        return step
+
+    return install
 
 
-def _torch_blocks(step, **options):
-    return _every_block(step, lambda forward, *args: torch_checkpoint(forward, *args, use_reentrant=False, **options))
+def _segments(how):
+    """Return what recomputes the blocks of a step in two segments by `how`."""
+    def install(step):
+        step.model.blocks = _One(lambda x, rotation: how([partial(block, rotation=rotation) for block in step.blocks],
+                                                         2, x))
+        return step
 
-
-def _segments(step, how):
-    def forward(x, rotation):
-        return how([partial(block, rotation=rotation) for block in step.blocks], 2, x)
-
-    step.model.blocks = _One(forward)
-    return step
+    return install
 
 
 class _One(torch.nn.Module):
@@ -146,13 +140,10 @@ class _One(torch.nn.Module):
         yield self._function
 
 
-def _saving(step):
-    return _torch_blocks(step, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS))
-
-
+TORCH_OPTIONS = {"use_reentrant": False}
 PAIRS = {
-    "blocks": {"ours": lambda step: _every_block(step, ours.checkpoint), TORCH: _torch_blocks},
-    "segments": {"ours": lambda step: _segments(step, ours.checkpoint_sequential),
-                 TORCH: lambda step: _segments(step, partial(torch_sequential, use_reentrant=False))},
-    "save-list": {"ours": lambda step: _every_block(step, ours.checkpoint, save=PRODUCTS), TORCH: _saving},
-}
+    "blocks": {"ours": _blocks(ours.checkpoint), TORCH: _blocks(partial(torch_checkpoint, **TORCH_OPTIONS))},
+    "segments": {"ours": _segments(ours.checkpoint_sequential),
+                 TORCH: _segments(partial(torch_sequential, **TORCH_OPTIONS))},
+    "save-list": {"ours": _blocks(ours.checkpoint, save=PRODUCTS), TORCH: _blocks(partial(
+        torch_checkpoint, **TORCH_OPTIONS, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS)))}}

@@ -15,6 +15,8 @@ from refimpl.comm import launch
 from refimpl.comm.backend.versions import all_gather_single, reduce_scatter_single
 from refimpl.ground.ledger import human
 
+from .ranks import place_of
+from .ranks import slowest as merged
 from .record import row
 from .runner import BAR_DELAY, Comparison, compare
 
@@ -28,12 +30,8 @@ TORCH, OURS = "torch.distributed", "refimpl.comm"
 
 
 def run(device="cpu", sizes=SIZES, worlds=WORLDS, seconds=0.6, launches=11, least_calls=LEAST_CALLS):
-    """Measure the launch and the rate of each collective: (settings, rows).
-
-    If there is a GPU for each rank, the ranks use NCCL. Otherwise the tensors are on the CPU, and gloo moves them.
-    """
-    gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
-    devices = {world: "cuda" if world <= gpus else "cpu" for world in worlds}
+    """Measure the launch and the rate of each collective: (settings, rows)."""
+    devices = {world: place_of(world, device) for world in worlds}
     settings = {"sizes": list(sizes), "worlds": list(worlds), "seconds of each": seconds, "launches": launches,
                 "least calls of each": least_calls,
                 "tensors on": {str(world): devices[world] for world in worlds},
@@ -85,16 +83,14 @@ def rate_row(collective, world, nbytes, seconds):
     """
     timing = Comparison(seconds)
     ours, theirs = (nbytes / timing.median(name) for name in (OURS, TORCH))
-    paired = statistics.median(t / o for t, o in zip(seconds[TORCH], seconds[OURS], strict=True))
-    return row(f"{collective} of {human(nbytes)} on {world} ranks", TORCH, "B/s", ours, theirs, paired=paired,
-               calls=len(seconds[OURS]), seconds=timing.median(OURS), spread=timing.spread(OURS),
-               peer_spread=timing.spread(TORCH))
+    return row(f"{collective} of {human(nbytes)} on {world} ranks", TORCH, "B/s", ours, theirs,
+               paired=timing.paired(TORCH, OURS), calls=len(seconds[OURS]), seconds=timing.median(OURS),
+               spread=timing.spread(OURS), peer_spread=timing.spread(TORCH))
 
 
 def slowest(ranks):
     """Merge what `rates` returned on each rank: a collective lasts until the last rank has its result."""
-    return {nbytes: {name: list(map(max, *(rank[nbytes][name] for rank in ranks))) for name in timing}
-            for nbytes, timing in ranks[0].items()}
+    return {nbytes: merged([rank[nbytes] for rank in ranks]) for nbytes in ranks[0]}
 
 
 def summary_row(collective, world, rows):

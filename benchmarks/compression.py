@@ -8,8 +8,6 @@ on two levels, over links of two speeds.
 
 import functools
 import math
-import statistics
-import time
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -25,9 +23,9 @@ from refimpl.model import GPT, GPTConfig
 from refimpl.zero import DataParallel
 from refimpl.zero.internals.hook import BucketLayout
 
+from .ranks import seconds_of, slowest
 from .record import row
-from .runner import BAR_DELAY, synchronize
-from .zero import slowest
+from .runner import BAR_DELAY, Comparison
 
 SIZES = {"vocab_size": 256, "context_length": 64, "layers": 2, "hidden": 64, "heads": 4}
 STEPS, ROWS, LAST = 250, 8, 25  # steps, sequences of a rank, steps whose losses are averaged
@@ -51,12 +49,11 @@ def run(device="cpu", sizes=SIZES, steps=STEPS, rounds=7):
 def all_rows(device, sizes, steps, rounds):
     """Yield all rows: seconds of a reduction and of an all_reduce, then losses and bytes; on a GPU no losses, which are
     those of a CPU."""
-    times = slowest(launch(times_of, 2, sizes, rounds, device=device, timeout=None))
-    for name in RATIOS:
-        yield row(f"reduction over 10 MB/s, {name}", "whole gradients", "s", statistics.median(times[name]),
-                  statistics.median(times["whole"]), paired=paired(times[name], times["whole"]))
-    yield row("reduction, powersgd", "powerSGD_hook", "s", statistics.median(times["ours"]),
-              statistics.median(times["theirs"]), paired=paired(times["ours"], times["theirs"]))
+    timing = Comparison(slowest(launch(times_of, 2, sizes, rounds, device=device, timeout=None)))
+    pairs = {f"reduction over 10 MB/s, {name}": (name, "whole", "whole gradients") for name in RATIOS}
+    pairs["reduction, powersgd"] = "ours", "theirs", "powerSGD_hook"
+    for what, (name, other, peer) in pairs.items():
+        yield row(what, peer, "s", timing.median(name), timing.median(other), paired=timing.paired(name, other))
     yield from by_levels(rounds)
     if device == "cpu":
         yield from by_losses(device, sizes, steps)
@@ -77,11 +74,6 @@ def by_losses(device, sizes, steps):
         if feedback:
             yield row(f"bytes of gradients in a step, {name}", "whole gradients", "kB",
                       ours["bytes"] / 1e3, whole["bytes"] / 1e3, held=0.26 if name == "int8" else 0.1001)
-
-
-def paired(ours, theirs):
-    """Return the median of the ratios of each round."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def learned(comm, sizes, steps, algorithm, feedback, ratio=None):
@@ -108,20 +100,9 @@ class Bucket:
     """Stands for DDP's bucket, for torch's hook."""
 
     def __init__(self, flat, shapes):
-        self.flat, self.shapes = flat, shapes
-
-    def buffer(self):
-        return self.flat
-
-    def gradients(self):
-        parts = self.flat.split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def index(self):
-        return 0
-
-    def is_last(self):
-        return True
+        parts = flat.split([shape.numel() for shape in shapes])
+        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self.buffer, self.gradients, self.index, self.is_last = lambda: flat, lambda: views, lambda: 0, lambda: True
 
 
 def times_of(comm, sizes, rounds):
@@ -139,6 +120,7 @@ def times_of(comm, sizes, rounds):
     state.iter = 2
 
     def reduce(name):
+        comm.link = None if name in ("ours", "theirs") else LINK
         if name == "whole":
             comm.all_reduce(flat, "avg")
         elif name == "theirs":
@@ -146,17 +128,8 @@ def times_of(comm, sizes, rounds):
         else:
             hooks[name].all_reduce(0, flat, flat.dtype, "").wait()
             hooks[name].step()
-        synchronize()
 
-    times = {name: [] for name in (*hooks, "whole", "theirs")}
-    for number in tqdm(range(rounds + 1), desc="seconds", delay=BAR_DELAY, disable=comm.rank > 0):
-        for name, taken in times.items():
-            comm.link = None if name in ("ours", "theirs") else LINK
-            comm.barrier()
-            begun = time.perf_counter()
-            reduce(name)
-            if number:
-                taken.append(time.perf_counter() - begun)
+    times = seconds_of(comm, {name: functools.partial(reduce, name) for name in (*hooks, "whole", "theirs")}, rounds)
     comm.link = None
     return times
 
@@ -178,14 +151,8 @@ def all_reduces(comm, rounds):
     torch.set_num_threads(1)
     intra, inter = levels(comm, 2)
     comm.link, intra.link, inter.link = INTER, INTRA, INTER
-    times = {f"{name} {way}": [] for name in REDUCED for way in WAYS}
-    for _ in range(rounds):
-        for name, nbytes in REDUCED.items():
-            x = torch.ones(nbytes // 4)
-            for way, reduce in (("ring", comm.all_reduce), ("tree", lambda x: tree_all_reduce(comm, x)),
-                                ("two levels", lambda x: two_level_all_reduce(intra, inter, x))):
-                comm.barrier()
-                begun = time.perf_counter()
-                reduce(x)
-                times[f"{name} {way}"].append(time.perf_counter() - begun)
-    return times
+    reductions = (comm.all_reduce, functools.partial(tree_all_reduce, comm),
+                  functools.partial(two_level_all_reduce, intra, inter))
+    calls = {f"{name} {way}": functools.partial(reduce, torch.ones(nbytes // 4))
+             for name, nbytes in REDUCED.items() for way, reduce in zip(WAYS, reductions, strict=True)}
+    return seconds_of(comm, calls, rounds, warmup=0)

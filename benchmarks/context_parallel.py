@@ -7,21 +7,17 @@ time all take turns in the same ranks, and the unsplit model runs on rank 0 whil
 or the reading ends with an error.
 """
 
-import statistics
-import time
-
 import torch
 from tqdm import tqdm
 
-from refimpl import memory
 from refimpl.attention import flash_attention, flash_pair
 from refimpl.comm import launch
 from refimpl.context import SequenceParallelAttention, context_parallel
 from refimpl.model import GPT, GPTConfig
 
+from .ranks import bytes_alone, check_losses, place_of, seconds_of, slowest
 from .record import row
-from .runner import BAR_DELAY, Comparison, synchronize
-from .zero import slowest
+from .runner import BAR_DELAY, Comparison
 
 SIZES = {"vocab_size": 1024, "context_length": 1024, "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4,
          "positions": "rotary"}
@@ -33,7 +29,7 @@ BYTES_HELD = 0.3  # of the peer's: a quarter of activations
 
 
 class Trainer:
-    """Trains a GPT on a rank's part of a sequence, or on all of it if `method` is WHOLE. `step()` returns the loss."""
+    """Trains a GPT on a rank's part of a sequence, or on all of it, on rank 0 alone, if `method` is WHOLE."""
 
     def __init__(self, method, comm, sizes):
         torch.manual_seed(0)
@@ -50,8 +46,10 @@ class Trainer:
             self.tokens, self.targets = attention.shard(self.tokens), attention.shard(self.targets)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
-    def step(self):
-        """Run a step; return the mean loss of all tokens."""
+    def step(self, tokens=None):
+        """Run a step on its own tokens; return the mean loss of all tokens."""
+        if self.whole and self.comm.rank:
+            return 0.0
         loss = self.model(self.tokens, self.targets) / (1 if self.whole else self.comm.world_size)
         loss.backward()
         if not self.whole:
@@ -65,8 +63,7 @@ class Trainer:
 
 def run(device="cpu", sizes=SIZES, world=WORLD, rounds=7):
     """Measure the peak and the seconds of a step of each: (settings, rows)."""
-    gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
-    device = "cuda" if gpus >= world else "cpu"
+    device = place_of(world, device)
     config = GPTConfig(**sizes)
     settings = {"model": sizes, "parameters": config.parameter_count(), "dtype": "fp32", "ranks": world,
                 "tokens on": device, "rounds": rounds, "optimizer": "SGD"}
@@ -78,46 +75,30 @@ def all_rows(device, sizes, world, rounds):
     whole, = launch(bytes_of, 1, WHOLE, sizes, device=device, timeout=300)
     for method in tqdm(METHODS, "bytes", delay=BAR_DELAY, leave=False):
         ranks = launch(bytes_of, world, method, sizes, device=device, timeout=300)
-        if max(abs(a / b - 1) for a, b in zip(ranks[0]["losses"], whole["losses"], strict=True)) > 1e-4:
-            raise RuntimeError(f"{method} has losses {ranks[0]['losses']}, {WHOLE} {whole['losses']}: expected the "
-                               "same to 1e-4")
+        check_losses(method, ranks[0]["losses"], WHOLE, whole["losses"])
         yield row(f"peak of a step, {method}", WHOLE, "MB", max(rank["peak"] for rank in ranks) / 1e6,
                   whole["peak"] / 1e6, bound=BYTES_HELD)
-    seconds = slowest(launch(seconds_of, world, sizes, rounds, device=device, timeout=900))
-    timing = Comparison(seconds)
+    timing = Comparison(slowest(launch(times_of, world, sizes, rounds, device=device, timeout=900)))
     for method in METHODS:
-        paired = statistics.median(a / b for a, b in zip(seconds[method], seconds[WHOLE], strict=True))
-        yield row(f"step, {method}", WHOLE, "s", timing.median(method), timing.median(WHOLE), paired=paired,
-                  spread=timing.spread(method), peer_spread=timing.spread(WHOLE))
+        yield timing.row(f"step, {method}", method, WHOLE, paired=timing.paired(method, WHOLE))
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def bytes_of(comm, method, sizes):
-    """Return {"peak": bytes that a step takes, "losses": of the first steps}."""
+def made(method, comm, sizes):
+    """Make (trainer, tokens)."""
     torch.set_num_threads(1)
     trainer = Trainer(method, comm, sizes)
-    losses = [trainer.step() for _ in range(STEPS)]
-    comm.barrier()  # until gloo's threads are idle
-    with memory.measure(comm.device) as step:
-        trainer.step()
-        comm.barrier()
-    return {"peak": step.peak, "losses": losses}
+    return trainer, trainer.tokens
 
 
-def seconds_of(comm, sizes, rounds):
-    """Return {method: seconds of each round}. All take turns, and every rank is at the same step."""
-    torch.set_num_threads(1)
-    trainers = {method: Trainer(method, comm, sizes) for method in (WHOLE, *METHODS)}
-    seconds = {method: [] for method in trainers}
-    for turn in range(rounds + 1):
-        for method, trainer in trainers.items():
-            comm.barrier()
-            start = time.perf_counter()
-            if method != WHOLE or comm.rank == 0:
-                trainer.step()
-            synchronize()
-            if turn:
-                seconds[method].append(time.perf_counter() - start)
-    return seconds
+def bytes_of(comm, method, sizes):
+    """Return {"peak": bytes that a step takes, "losses": of the first steps}."""
+    read = bytes_alone(comm, made, STEPS, method, comm, sizes)
+    return {"peak": read["taken"], "losses": read["losses"]}
+
+
+def times_of(comm, sizes, rounds):
+    """Return {method: seconds of each round}. The unsplit model runs on rank 0 while the others wait."""
+    return seconds_of(comm, {method: made(method, comm, sizes)[0].step for method in (WHOLE, *METHODS)}, rounds)

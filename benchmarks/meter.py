@@ -40,6 +40,11 @@ class Size:
     batch: int
     sequence: int
 
+    def config(self, dropout=0.0):
+        """Return the GPTConfig."""
+        return GPTConfig(vocab_size=self.vocab_size, context_length=self.sequence, layers=self.layers,
+                         hidden=self.hidden, heads=self.heads, dropout=dropout)
+
     def __str__(self):
         return f"{self.layers} layers of {self.hidden}, {self.batch} x {self.sequence} tokens"
 
@@ -51,18 +56,31 @@ REALISTIC = {
 }
 
 
+def size_of(device, size=None):
+    """Return `size`, or the realistic one of a device."""
+    return size or REALISTIC[torch.device(device).type]
+
+
+def settings_of(size, rounds, **more):
+    """Return what the settings of each bench of a GPT's step say."""
+    return {"step": asdict(size), "rounds": rounds, "threads": torch.get_num_threads(), **more}
+
+
 class TrainingStep:
     """A GPT, its AdamW and a batch of random tokens; a call makes one forward, backward and optimizer step."""
 
     def __init__(self, size, dtype=torch.float32, dropout=0.0, device="cpu"):
-        config = GPTConfig(vocab_size=size.vocab_size, context_length=size.sequence, layers=size.layers,
-                           hidden=size.hidden, heads=size.heads, dropout=dropout)
-        self.model = GPT(config, dtype=dtype, device=device)
+        self.config = size.config(dropout)
+        self.model = GPT(self.config, dtype=dtype, device=device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.tokens = torch.randint(0, size.vocab_size, (size.batch, size.sequence), device=device)
 
     def __call__(self):
         self.model(self.tokens, self.tokens).backward()
+        self.update()
+
+    def update(self):
+        """Make the optimizer's step, and drop the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -75,10 +93,9 @@ class TrainingStep:
 
 def run(device="cpu", size=None, models=("gpt3-175b", "llama2-7b"), rounds=15, programs=None):
     """All comparisons on `device`: (settings, rows). `size`, `programs`: in place of its realistic size and of all."""
-    size = size or REALISTIC[torch.device(device).type]
-    settings = {"step": asdict(size), "small step": asdict(SMALL), "optimizer": "AdamW", "rounds": rounds,
-                "threads": torch.get_num_threads(), "dry runs": list(models)}
-    return settings, all_rows(size, device, models, rounds, programs)
+    size = size_of(device, size)
+    settings = {"small step": asdict(SMALL), "optimizer": "AdamW", "dry runs": list(models)}
+    return settings_of(size, rounds, **settings), all_rows(size, device, models, rounds, programs)
 
 
 def all_rows(size, device, models, rounds, programs=None):
@@ -182,11 +199,10 @@ def rounding(trace, block=BLOCK):
 
 
 def time_row(size, dtype, device, rounds):
-    """Median seconds of a tracked step beside an untracked one, in alternation."""
+    """Seconds of a tracked step beside an untracked one, in alternation."""
     step = TrainingStep(size, DTYPES[dtype], device=device)
-    timing = compare({"tracked": step.tracked, "untracked": step}, rounds=rounds, title=f"steps of {size}")
-    return row(f"tracked step, {size}, {dtype}", "untracked step", "s", timing.median("tracked"),
-               timing.median("untracked"), spread=timing.spread("tracked"), peer_spread=timing.spread("untracked"))
+    timing = compare({"tracked": step.tracked, "untracked step": step}, rounds=rounds, title=f"steps of {size}")
+    return timing.row(f"tracked step, {size}, {dtype}", "tracked", "untracked step")
 
 
 # --- dry runs --------------------------------------------------------------------------------------------------------

@@ -59,12 +59,11 @@ def rows(rounds, names=None):
 
 
 def time_row(what, program, rounds):
-    """Median seconds of a tracked step beside an untracked one, in alternation."""
+    """Seconds of a tracked step beside an untracked one, in alternation."""
 
     def tracked():
         with memory.track(*program.objects):
             program.step()
 
-    timing = compare({"tracked": tracked, "untracked": program.step}, rounds=rounds, title=what)
-    return row(what, "untracked step", "s", timing.median("tracked"), timing.median("untracked"),
-               spread=timing.spread("tracked"), peer_spread=timing.spread("untracked"))
+    timing = compare({"tracked": tracked, "untracked step": program.step}, rounds=rounds, title=what)
+    return timing.row(what, "tracked", "untracked step")

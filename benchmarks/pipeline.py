@@ -7,7 +7,7 @@ or the reading ends with an error. On a machine with fewer cores than ranks, one
 idle time hides, and what is compared is what each does besides computing.
 """
 
-import statistics
+import functools
 
 import torch
 from torch import nn
@@ -16,14 +16,13 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from refimpl import memory
 from refimpl.comm import launch
 from refimpl.pipeline import PipelineParallelStage, schedule
 
+from .ranks import bytes_alone, check_losses, place_of, seconds_of, slowest
 from .record import row
-from .runner import BAR_DELAY, Comparison, seconds_in_turns
+from .runner import BAR_DELAY, Comparison
 from .tensor_parallel import Decoder
-from .zero import slowest
 
 SIZES = {"vocabulary": 8192, "context": 128, "layers": 8, "hidden": 256, "heads": 8}
 WORLD, MICRO_BATCHES, STEPS = 4, 8, 2  # ranks, micro-batches of one sequence each, steps whose losses are compared
@@ -113,8 +112,7 @@ class Theirs(Trainer):
 
 def run(device="cpu", sizes=SIZES, world=WORLD, rounds=9):
     """Measure the seconds of a step and the peak of each schedule: (settings, rows)."""
-    gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
-    device = "cuda" if gpus >= world else "cpu"  # torch's stages send CUDA tensors by NCCL alone
+    device = place_of(world, device)
     settings = {"model": sizes, "parameters": sum(p.numel() for p in Decoder(**sizes).parameters()), "dtype": "fp32",
                 "ranks": world, "micro-batches": MICRO_BATCHES, "tokens on": device, "rounds": rounds,
                 "optimizer": "AdamW"}
@@ -124,16 +122,15 @@ def run(device="cpu", sizes=SIZES, world=WORLD, rounds=9):
 def all_rows(device, sizes, world, rounds):
     """Yield the rows of time, then those of bytes. RuntimeError if losses differ."""
     for name in tqdm(PEERS, "seconds", delay=BAR_DELAY, leave=False):
-        seconds = slowest(launch(seconds_of, world, name, sizes, rounds, device=device, timeout=300))
-        timing, peer = Comparison(seconds), peer_of(name)
-        paired = statistics.median(ours / theirs for ours, theirs in zip(*seconds.values(), strict=True))
-        yield row(f"step, {name}", peer, "s", timing.median("ours"), timing.median("theirs"), paired=paired,
-                  bound=TIME_HELD[name], spread=timing.spread("ours"), peer_spread=timing.spread("theirs"))
+        timing = Comparison(slowest(launch(times_of, world, name, sizes, rounds, device=device, timeout=300)))
+        yield timing.row(f"step, {name}", "ours", "theirs", called=peer_of(name), bound=TIME_HELD[name],
+                         paired=timing.paired("ours", "theirs"))
     for name in tqdm(PEERS, "bytes", delay=BAR_DELAY, leave=False):
         ours, theirs = (launch(bytes_of, world, kind, name, sizes, device=device, timeout=300)
                         for kind in TRAINERS)
-        check_losses(name, *([sum(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
-                             for ranks in (ours, theirs)))
+        losses = ([sum(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
+                  for ranks in (ours, theirs))
+        check_losses(name, next(losses), peer_of(name), next(losses))
         peaks = [(mine["peak"] / 1e6, other["peak"] / 1e6) for mine, other in zip(ours, theirs, strict=True)]
         worst = max(range(world), key=lambda rank: peaks[rank][0] / peaks[rank][1])
         yield row(f"peak of a step, {name}", peer_of(name), "MB", *peaks[worst], bound=BYTES_HELD, rank=worst,
@@ -143,12 +140,6 @@ def all_rows(device, sizes, world, rounds):
 def peer_of(name):
     """Return what a row calls torch's schedule."""
     return f"torch.distributed.pipelining, {PEERS[name]}"
-
-
-def check_losses(name, ours, theirs):
-    """Raise RuntimeError if the losses of two trainers differ."""
-    if max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)) > 1e-4:
-        raise RuntimeError(f"{name} has losses {ours}, {peer_of(name)} {theirs}: expected the same to 1e-4")
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
@@ -166,17 +157,12 @@ def made(kind, name, comm, sizes):
 
 def bytes_of(comm, kind, name, sizes):
     """Return {"peak": bytes held and taken by a step on top, "losses": of the first steps}."""
-    with memory.measure(comm.device) as before:
-        trainer, tokens = made(kind, name, comm, sizes)
-        losses = [trainer.step(tokens) for _ in range(STEPS)]
-        comm.barrier()  # until gloo's threads are idle
-    with memory.measure(comm.device) as step:
-        trainer.step(tokens)
-        comm.barrier()
-    return {"peak": before.net - tokens.nbytes + step.peak, "losses": losses}
+    read = bytes_alone(comm, made, STEPS, kind, name, comm, sizes)
+    return {"peak": read["held"] + read["taken"], "losses": read["losses"]}
 
 
-def seconds_of(comm, name, sizes, rounds):
-    """Return {kind: seconds of each round}. Both take turns, and every rank is at the same step."""
+def times_of(comm, name, sizes, rounds):
+    """Return {kind: seconds of each round}."""
     trainers = {kind: made(kind, name, comm, sizes) for kind in TRAINERS}
-    return seconds_in_turns(comm, trainers, rounds, 2)
+    return seconds_of(comm, {kind: functools.partial(trainer.step, tokens)
+                             for kind, (trainer, tokens) in trainers.items()}, rounds, 2)

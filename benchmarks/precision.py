@@ -4,19 +4,16 @@ There are three questions. Is our step as fast? Does it take no more memory? How
 bytes at the peak, bytes of model states, and seconds?
 """
 
-import statistics
-from dataclasses import asdict
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from refimpl import memory
 from refimpl.mixed_precision import AdaptiveLossScaler, MixedPrecisionOptimizer, autocast
 
-from .meter import REALISTIC, TrainingStep
+from .meter import TrainingStep, settings_of, size_of
 from .record import row
-from .runner import BAR_DELAY, compare
+from .runner import BAR_DELAY, compare, peak
 
 MOST_TIME = {"cpu": 1.10, "cuda": 1.05}  # the limits, as multiples of torch's time and peak
 MOST_PEAK = 1.00
@@ -50,11 +47,10 @@ def run(device="cpu", size=None, rounds=31):
     On a CPU only bf16 is measured, since few CPUs compute in fp16.
     """
     kind = torch.device(device).type
-    size = size or REALISTIC[kind]
+    size = size_of(device, size)
     dtypes = [torch.bfloat16] if kind == "cpu" else [torch.bfloat16, torch.float16]
-    settings = {"step": asdict(size), "optimizer": "AdamW", "rounds": rounds, "threads": torch.get_num_threads(),
-                "most time, of torch's": MOST_TIME[kind], "most peak": MOST_PEAK}
-    return settings, all_rows(size, device, dtypes, rounds)
+    held = {"most time, of torch's": MOST_TIME[kind], "most peak": MOST_PEAK}
+    return settings_of(size, rounds, optimizer="AdamW", **held), all_rows(size, device, dtypes, rounds)
 
 
 def all_rows(size, device, dtypes, rounds):
@@ -80,21 +76,16 @@ def beside_torch(size, device, dtype, rounds):
     steps, name = pair(size, device, dtype), str(dtype).removeprefix("torch.")
     timing = compare(steps, rounds=rounds, title=f"steps in {name}")
     what = f"{OURS}, {name}, {size}"
-    # Two consecutive steps see the same load of the machine, so the median of their ratios is steadier.
-    paired = statistics.median(o / t for o, t in zip(timing.seconds[OURS], timing.seconds[TORCH], strict=True))
-    yield row(f"step with {what}", TORCH, "s", timing.median(OURS), timing.median(TORCH), paired=paired,
-              limit=MOST_TIME[torch.device(device).type], spread=timing.spread(OURS),
-              peer_spread=timing.spread(TORCH))
+    yield timing.row(f"step with {what}", OURS, TORCH, paired=timing.paired(OURS, TORCH),
+                     limit=MOST_TIME[torch.device(device).type])
     peaks = {each: peak_of(step, device) for each, step in steps.items()}
     yield row(f"peak with {what}", TORCH, "bytes", peaks[OURS], peaks[TORCH], limit=MOST_PEAK)
 
 
 def peak_of(step, device):
-    """Return the peak in bytes above the start of a step that is not the first, as the allocator reads it."""
+    """Return the peak in bytes above the start of a step that is not the first."""
     step()
-    with memory.measure(device) as m:
-        step()
-    return m.peak
+    return peak(step, device)
 
 
 def recipes(size, device, rounds):
@@ -102,17 +93,13 @@ def recipes(size, device, rounds):
     model states, by the tracker."""
     kind = torch.device(device).type
     off, low = partial(autocast, device_type=kind, enabled=False), partial(autocast, torch.bfloat16, kind)
-    made = {
-        "fp32": (off, None),
-        "bf16 autocast": (low, None),
-        "bf16 weights, fp32 masters": (off, MixedPrecisionOptimizer),
-        "bf16 weights, fp32 masters and gradients": (off, partial(MixedPrecisionOptimizer, fp32_gradients=True)),
-    }
+    made = {"fp32": (off, None), "bf16 autocast": (low, None),
+            "bf16 weights, fp32 masters": (off, MixedPrecisionOptimizer),
+            "bf16 weights, fp32 masters and gradients": (off, partial(MixedPrecisionOptimizer, fp32_gradients=True))}
     steps = {name: PrecisionStep(size, device, region, wrap=wrap) for name, (region, wrap) in made.items()}
     timing = compare(steps, rounds=max(3, rounds // 3), title="recipes beside fp32")
     for name in list(made)[1:]:
-        yield row(f"step of {name}, {size}", "fp32", "s", timing.median(name), timing.median("fp32"),
-                  spread=timing.spread(name), peer_spread=timing.spread("fp32"))
+        yield timing.row(f"step of {name}, {size}", name, "fp32")
     plain = steps.pop("fp32").tracked()
     for name, step in steps.items():
         t = step.tracked()

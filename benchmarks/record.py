@@ -8,6 +8,7 @@ A bench that is still running, or was interrupted, has a <name>.partial.json wit
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -17,8 +18,6 @@ from pathlib import Path
 
 import psutil
 import torch
-
-from .runner import cores
 
 CHECKOUT = Path(__file__).parents[1]
 FOLDER = CHECKOUT / "data" / "measurements"
@@ -36,15 +35,8 @@ def row(what, peer, unit, value, peer_value, **more):
 
 def describe(name, settings, rows, device):
     """Make the whole record, a dict that JSON can hold. `device`: the measured device, `"cpu"` or `"cuda"`."""
-    return {
-        "name": name,
-        "device": device_facts(device),
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": settings,
-        "rows": rows,
-    }
+    return {"name": name, "device": device_facts(device), "versions": versions(), "commit": commit(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"), "settings": settings, "rows": rows}
 
 
 def write(record, folder=None, partial=False):
@@ -109,6 +101,11 @@ def _dated(path):
 def slug(name):
     """Return a device's name as part of a path: `NVIDIA H200` → `nvidia-h200`."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def cores():
+    """Return how many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_facts(device):

@@ -1,18 +1,16 @@
-"""Timing of functions in alternation, so that other load on the machine affects all of them alike."""
+"""Timing of functions in alternation, so that other load on the machine affects all of them alike; the peak of one."""
 
-import os
 import statistics
 import time
 
 import torch
 from tqdm import tqdm
 
+from refimpl import memory
+
+from .record import row
+
 BAR_DELAY = 2  # seconds until a progress bar is shown
-
-
-def cores():
-    """Return how many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Comparison:
@@ -33,6 +31,15 @@ class Comparison:
     def ratio(self, name, peer):
         """Return the median of `name` over that of `peer`: 2.0 means twice as slow."""
         return self.median(name) / self.median(peer)
+
+    def paired(self, name, peer):
+        """Return the median of the ratios round by round: two calls in succession see the same load of the machine."""
+        return statistics.median(a / b for a, b in zip(self.seconds[name], self.seconds[peer], strict=True))
+
+    def row(self, what, name, peer, /, called=None, **more):
+        """Make the row of the seconds of `name` beside those of `peer`, which the row calls `called`."""
+        return row(what, called or peer, "s", self.median(name), self.median(peer), **more, spread=self.spread(name),
+                   peer_spread=self.spread(peer))
 
     def __repr__(self):
         width = max(map(len, self.seconds))
@@ -64,21 +71,6 @@ def compare(candidates, *, rounds=11, warmup=2, title="comparing", timer=None):
     return Comparison(seconds)
 
 
-def seconds_in_turns(comm, trainers, rounds, warmup):
-    """Return {name: seconds of each round} of `trainers`, {name: (trainer, tokens)}: `trainer.step(tokens)` of each in
-    turns, with every rank of `comm` at the same step. The first `warmup` rounds are not counted."""
-    seconds = {name: [] for name in trainers}
-    for turn in range(warmup + rounds):
-        for name, (trainer, tokens) in trainers.items():
-            comm.barrier()
-            start = time.perf_counter()
-            trainer.step(tokens)
-            synchronize()
-            if turn >= warmup:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def _time(function):
     synchronize()
     start = time.perf_counter()
@@ -91,6 +83,13 @@ def synchronize():
     """Wait for the work queued on the CUDA device, if one is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def peak(function, device):
+    """Return the peak of a call in bytes above its start, as requested from the allocator."""
+    with memory.measure(device) as m:
+        function()
+    return m.peak
 
 
 class KernelTimer:

@@ -13,9 +13,9 @@ import torch
 
 from refimpl.attention import flash_attention, reference_attention
 
-from .attention_candidates import OURS, Shape, forward_candidates, reason
-from .attention_trials import fault_of, in_order
+from .attention.kernels import OURS, Shape, forward_candidates, reason
 from .record import row
+from .trials import fault_of, in_order
 
 SECONDS = 20
 HEAD_DIMS = (128, 64)

@@ -6,7 +6,6 @@ alone reads it. For time, all take turns in the same ranks. Their losses agree, 
 """
 
 import functools
-import statistics
 
 import torch
 from torch import nn
@@ -23,13 +22,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from refimpl import memory
 from refimpl.comm import launch
 from refimpl.tensor import sequence_parallel, tensor_parallel, vocabulary_parallel_cross_entropy
 
+from .ranks import bytes_alone, check_losses, place_of, seconds_of, slowest
 from .record import row
-from .runner import BAR_DELAY, Comparison, seconds_in_turns
-from .zero import slowest
+from .runner import BAR_DELAY, Comparison
 
 SIZES = {"vocabulary": 8192, "context": 128, "layers": 4, "hidden": 256, "heads": 8}
 WORLD, ROWS, STEPS = 4, 8, 3  # ranks, sequences in a step, steps whose losses are compared
@@ -155,8 +153,7 @@ TRAINERS = {"tensor_parallel": functools.partial(Ours, tensor_parallel), TORCH: 
 
 def run(device="cpu", sizes=SIZES, world=WORLD, rounds=15):
     """Measure the peak and the seconds of a step of each: (settings, rows)."""
-    gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
-    device = "cuda" if gpus >= world else "cpu"  # DTensor needs NCCL for CUDA tensors
+    device = place_of(world, device)
     settings = {"model": sizes, "parameters": sum(p.numel() for p in Decoder(**sizes).parameters()), "dtype": "fp32",
                 "ranks": world, "sequences": ROWS, "tokens on": device, "rounds": rounds, "optimizer": "AdamW"}
     return settings, all_rows(device, sizes, world, rounds)
@@ -172,14 +169,10 @@ def all_rows(device, sizes, world, rounds):
         yield row(f"peak of a step, {pair[0]}", pair[1], "MB", ours, theirs, bound=BYTES_HELD)
     first = losses[PAIRS[0][0]]
     for name, each in losses.items():
-        if max(abs(a / b - 1) for a, b in zip(each, first, strict=True)) > 1e-4:
-            raise RuntimeError(f"{name} has losses {each}, {PAIRS[0][0]} {first}: expected the same to 1e-4")
-    seconds = slowest(launch(seconds_of, world, sizes, rounds, device=device, timeout=900))
-    timing = Comparison(seconds)
+        check_losses(name, each, PAIRS[0][0], first)
+    timing = Comparison(slowest(launch(times_of, world, sizes, rounds, device=device, timeout=900)))
     for name, peer in PAIRS:
-        paired = statistics.median(ours / theirs for ours, theirs in zip(seconds[name], seconds[peer], strict=True))
-        yield row(f"step, {name}", peer, "s", timing.median(name), timing.median(peer), paired=paired,
-                  bound=TIME_HELD[name], spread=timing.spread(name), peer_spread=timing.spread(peer))
+        yield timing.row(f"step, {name}", name, peer, paired=timing.paired(name, peer), bound=TIME_HELD[name])
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
@@ -197,17 +190,12 @@ def made(name, comm, sizes):
 
 def bytes_of(comm, name, sizes):
     """Return {"peak": bytes held and taken by a step on top, "losses": of the first steps}."""
-    with memory.measure(comm.device) as before:
-        trainer, tokens = made(name, comm, sizes)
-        losses = [trainer.step(tokens) for _ in range(STEPS)]
-        comm.barrier()  # until gloo's threads are idle
-    with memory.measure(comm.device) as step:
-        trainer.step(tokens)
-        comm.barrier()
-    return {"peak": before.net - tokens.nbytes + step.peak, "losses": losses}
+    read = bytes_alone(comm, made, STEPS, name, comm, sizes)
+    return {"peak": read["held"] + read["taken"], "losses": read["losses"]}
 
 
-def seconds_of(comm, sizes, rounds):
-    """Return {name: seconds of each round}. All take turns, and every rank is at the same step."""
+def times_of(comm, sizes, rounds):
+    """Return {name: seconds of each round}."""
     trainers = {name: made(name, comm, sizes) for name in TRAINERS}
-    return seconds_in_turns(comm, trainers, rounds, 3)
+    return seconds_of(comm, {name: functools.partial(trainer.step, tokens)
+                             for name, (trainer, tokens) in trainers.items()}, rounds, 3)

@@ -8,10 +8,7 @@ On a GPU the codec's kernels are timed beside plain torch, and no losses are rea
 """
 
 import functools
-import importlib
 import statistics
-import sys
-import time
 
 import torch
 from tqdm import tqdm
@@ -23,10 +20,10 @@ from refimpl.model import GPT, GPTConfig
 from refimpl.zero import Zero3
 from refimpl.zero.quantized import BlockCodec, QuantizedReduce
 
-from .outside import KITS
+from .outside import kit
+from .ranks import seconds_of, slowest
 from .record import row
-from .runner import BAR_DELAY, compare
-from .zero import slowest
+from .runner import BAR_DELAY, Comparison, compare
 
 SIZES = {"vocab_size": 256, "context_length": 32, "layers": 2, "hidden": 64, "heads": 4}
 RANKS, STEPS, ROWS, LAST = 4, 80, 2, 20  # steps, sequences of a rank, steps whose losses are averaged
@@ -60,11 +57,10 @@ def all_rows(steps, rounds, models, seeds=SEEDS):
     for name in list(WAYS)[1:]:
         yield row(f"peak of a step above shards, {name}", "whole", "B/parameter of a layer", peaks[name],
                   peaks["whole"])
-    times = slowest(launch(times_of, RANKS, WAYS, rounds, device="cpu", timeout=None))
+    timing = Comparison(slowest(launch(times_of, RANKS, WAYS, rounds, device="cpu", timeout=None)))
     for name in list(WAYS)[1:]:
-        paired = statistics.median(ours / theirs for ours, theirs in zip(times[name], times["whole"], strict=True))
-        yield row(f"step over 10 MB/s, {name}", "whole", "s", statistics.median(times[name]),
-                  statistics.median(times["whole"]), paired=paired)
+        yield row(f"step over 10 MB/s, {name}", "whole", "s", timing.median(name), timing.median("whole"),
+                  paired=timing.paired(name, "whole"))
     for model in models:
         yield from learning_rows(model, steps, seeds)
 
@@ -94,9 +90,8 @@ def model_of(name, seed=0):
     torch.manual_seed(seed)
     if name == "gpt":
         return GPT(GPTConfig(**SIZES))
-    if str(KITS) not in sys.path:
-        sys.path.append(str(KITS))
-    return importlib.import_module("outside.models").causal(
+    *_, models = kit()
+    return models.causal(
         "llama", vocab_size=SIZES["vocab_size"], hidden_size=SIZES["hidden"], intermediate_size=2 * SIZES["hidden"],
         num_hidden_layers=SIZES["layers"], num_attention_heads=SIZES["heads"], num_key_value_heads=2)()
 
@@ -162,16 +157,14 @@ def times_of(comm, ways, rounds):
     """Return {way: seconds of each round} of a step over the link."""
     torch.set_num_threads(1)
     comm.link = LINK
-    engines = {name: engine_of(model_of("gpt"), comm, way) for name, way in ways.items()}
-    tokens, times = torch.randint(0, 256, (ROWS, SIZES["context_length"])), {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, engine in engines.items():
-            comm.barrier()
-            begun = time.perf_counter()
-            engine.backward(engine(tokens, tokens))
-            engine.step()
-            if number:
-                times[name].append(time.perf_counter() - begun)
+    tokens = torch.randint(0, 256, (ROWS, SIZES["context_length"]))
+
+    def step(engine):
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+
+    steps = {name: functools.partial(step, engine_of(model_of("gpt"), comm, way)) for name, way in ways.items()}
+    times = seconds_of(comm, steps, rounds)
     comm.link = None
     return times
 

@@ -77,15 +77,15 @@ class Case(NamedTuple):
     options: dict = {}
 
     @classmethod
-    def of(cls, launch):
-        """Make the Case of a `Launch`, whose tensors may be on the "meta" device."""
+    def of(cls, launch, target=("cuda", 90)):
+        """Make the Case of a `Launch`, whose tensors may be on the "meta" device, for a target."""
         function = launch.kernel.fn
         constant = {name for name, parameter in inspect.signature(function).parameters.items()
                     if parameter.annotation is triton.language.constexpr}
         arguments = {name: value if name in constant else as_launched(value)
                      for name, value in launch.arguments.items()}
         return cls(f"{function.__module__}:{function.__name__}", arguments, launch.config.num_warps,
-                   launch.config.num_stages)
+                   launch.config.num_stages, {"target": target})
 
 
 def compile_kernel(kernel, arguments, *, num_warps, num_stages, target=("cuda", 90), **options):

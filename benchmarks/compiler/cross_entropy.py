@@ -30,8 +30,7 @@ def cases(chips=tuple(TARGETS), change=None):
                     config = look_up(kernel, chip, itemsize, loss.softcap != 0)
                     config = change(kernel, config) if change else config
                     name = f"{kernel}, {str(dtype)[6:]}{variant}, {chip}"
-                    found[name] = Case.of(_launch(kernel, dtype, bias, loss, ranks, config))._replace(
-                        options={"target": TARGETS[chip]})
+                    found[name] = Case.of(_launch(kernel, dtype, bias, loss, ranks, config), TARGETS[chip])
     return found
 
 

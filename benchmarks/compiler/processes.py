@@ -12,7 +12,7 @@ import subprocess
 import sys
 import traceback
 
-from ..runner import cores
+from ..record import cores
 from .compiled import compile_kernel
 from .sass import disassembled
 

@@ -21,7 +21,7 @@ def cases(chips=("datacenter",), change=None):
                     launch = change(launch) if change else launch
                     scales = " bf16 scales" if codec.scale_dtype is torch.bfloat16 else ""
                     name = f"{kernel}, {str(dtype)[6:]}, int{codec.bits}{scales}, {chip}"
-                    found[name] = Case.of(launch)._replace(options={"target": TARGETS[chip]})
+                    found[name] = Case.of(launch, TARGETS[chip])
     return found
 
 

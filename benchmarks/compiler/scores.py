@@ -6,12 +6,10 @@ from typing import NamedTuple
 import torch
 
 from refimpl.attention.kernels.configs import KERNELS, look_up
-from refimpl.attention.kernels.tile import Problem, Score
-from refimpl.attention.triton_backward import backward_launches
-from refimpl.attention.triton_forward import forward_launch
+from refimpl.attention.kernels.tile import Score
 
 from .compiled import Case
-from .table import BATCH, HEADS, LENGTH, TARGETS
+from .table import BATCH, HEADS, LENGTH, TARGETS, launch
 
 
 class Variant(NamedTuple):
@@ -46,26 +44,18 @@ def cases(variants=tuple(VARIANTS), chip="datacenter", change=None):
         for kernel in KERNELS[:1] if variant.sinks else KERNELS:
             config = look_up(kernel, chip, 2, max(variant.D, variant.V))
             config = change(kernel, name, config) if change else config
-            found[f"{kernel}, bfloat16, {name}, {chip}"] = Case.of(
-                _launch(kernel, variant, config))._replace(options={"target": TARGETS[chip]})
+            found[f"{kernel}, bfloat16, {name}, {chip}"] = Case.of(_launch(kernel, variant, config), TARGETS[chip])
     return found
 
 
 def _launch(kernel, variant, config):
-    B, sequences = (1, BATCH) if variant.packed else (BATCH, BATCH)
-
     def tensor(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, v = (tensor(B, HEADS, LENGTH, columns) for columns in (variant.D, variant.V))
-    lse = tensor(B, HEADS, LENGTH, dtype=torch.float32)
-    starts = tensor(sequences + 1, dtype=torch.int32) if variant.packed else None
+    batch = 1 if variant.packed else BATCH
     given = {"softcap": 50.0, "alibi": tensor(HEADS, dtype=torch.float32),
-             "documents": tensor(B, LENGTH, dtype=variant.ids), "prefix": tensor(sequences, dtype=variant.ids)}
+             "documents": tensor(batch, LENGTH, dtype=variant.ids), "prefix": tensor(BATCH, dtype=variant.ids)}
     score = Score.of(*(x if name in variant.hooks else None for name, x in given.items()))
-    problem = Problem.of(q, q, variant.D**-0.5, "prefix" not in variant.hooks, variant.window, 0.0, None, starts,
-                         starts, LENGTH, LENGTH, score, tensor(HEADS) if variant.sinks else None)
-    if kernel == "forward":
-        return forward_launch(q, q, v, v, lse, problem, config)
-    return dict(zip(("dkdv", "dq"), backward_launches(v, q, q, v, lse, lse, q, q, v, problem, (config, config)),
-                    strict=True))[kernel]
+    return launch(kernel, config, torch.bfloat16, variant.D, variant.V, batch=batch,
+                  causal="prefix" not in variant.hooks, window=variant.window, packed=variant.packed, score=score,
+                  sinks=tensor(HEADS) if variant.sinks else None)

@@ -17,7 +17,7 @@ def cases(chip="datacenter", warps=paper_triton.WARPS):
     for D in (64, 128):
         q = torch.empty(BATCH, HEADS, LENGTH, D, dtype=torch.bfloat16, device="meta")
         lse = torch.empty(BATCH, HEADS, LENGTH, device="meta")
-        found[f"delta, bfloat16, d{D}, {chip}"] = Case.of(delta_launch(q, q, None, lse, DELTA))
+        found[f"delta, bfloat16, d{D}, {chip}"] = Case.of(delta_launch(q, q, None, lse, DELTA), TARGETS[chip])
         pointers = {f"{name}_ptr": as_launched(q) for name in ("q", "k", "v", "out")} | {"lse_ptr": as_launched(lse)}
         found[f"paper_triton, bfloat16, d{D}, {chip}"] = Case(
             f"{paper_triton.__name__}:forward_kernel", pointers | {

@@ -54,8 +54,9 @@ def cases(*, chips=tuple(TARGETS), dtypes=(torch.bfloat16, torch.float32), head_
 
 def case(name, config=None):
     """Make the Case of one Name. `config` replaces the table's Config."""
-    config = config or config_of(name)
-    return Case.of(launch(name, config))._replace(options={"target": TARGETS[name.chip]})
+    options = {"causal": False, **VARIANTS[name.variant]}
+    return Case.of(launch(name.kernel, config or config_of(name), name.dtype, name.head_dim, name.head_dim, **options),
+                   TARGETS[name.chip])
 
 
 def config_of(name):
@@ -63,18 +64,19 @@ def config_of(name):
     return look_up(name.kernel, name.chip, name.dtype.itemsize, name.head_dim, name.variant == "dropout")
 
 
-def launch(name, config):
-    """Make the Launch of one Name, on tensors without memory."""
-    def tensor(*shape, dtype=name.dtype):
+def launch(kernel, config, dtype, D, V, *, batch=BATCH, causal=True, window=None, dropout_p=0.0, packed=False,
+           score=None, sinks=None):
+    """Make the Launch of an attention kernel on tensors without memory: head_dims of q and v, and what else changes
+    the code. `packed`: BATCH sequences."""
+    def tensor(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, lse = tensor(BATCH, HEADS, LENGTH, name.head_dim), tensor(BATCH, HEADS, LENGTH, dtype=torch.float32)
-    options = {"causal": False, "window": None, "dropout_p": 0.0, "packed": False} | VARIANTS[name.variant]
-    starts = tensor(BATCH + 1, dtype=torch.int32) if options.pop("packed") else None
-    seed = tensor(dtype=torch.int64) if options["dropout_p"] else None
-    problem = Problem.of(q, q, name.head_dim**-0.5, **options, seed=seed, cu_seqlens=starts, cu_seqlens_k=starts,
-                         longest=LENGTH, longest_k=LENGTH)
-    if name.kernel == "forward":
-        return forward_launch(q, q, q, q, lse, problem, config)
-    return dict(zip(("dkdv", "dq"), backward_launches(q, q, q, q, lse, lse, q, q, q, problem, (config, config)),
-                    strict=True))[name.kernel]
+    q, v = (tensor(batch, HEADS, LENGTH, columns) for columns in (D, V))
+    lse = tensor(batch, HEADS, LENGTH, dtype=torch.float32)
+    starts = tensor(BATCH + 1, dtype=torch.int32) if packed else None
+    seed = tensor(dtype=torch.int64) if dropout_p else None
+    problem = Problem.of(q, q, D**-0.5, causal, window, dropout_p, seed, starts, starts, LENGTH, LENGTH, score, sinks)
+    if kernel == "forward":
+        return forward_launch(q, q, v, v, lse, problem, config)
+    return dict(zip(("dkdv", "dq"), backward_launches(v, q, q, v, lse, lse, q, q, v, problem, (config, config)),
+                    strict=True))[kernel]

@@ -9,10 +9,11 @@ import types
 import pytest
 import torch
 
-from benchmarks import __main__, attention, attention_candidates, attention_speed, attention_trials
-from benchmarks.attention_candidates import BACKENDS, DETERMINISTIC, FORWARDS, OURS, PEERS, Problem, Shape
-from benchmarks.attention_speed import AIMS, TARGETS
-from refimpl.attention import triton_forward
+from benchmarks import __main__, attention, trials
+from benchmarks.attention import kernels, speed
+from benchmarks.attention.kernels import BACKENDS, DETERMINISTIC, FORWARDS, OURS, PEERS, Problem, Shape
+from benchmarks.attention.speed import AIMS, TARGETS
+from refimpl.attention import reference_attention, triton_forward
 from refimpl.attention.figure import plot_roofline
 
 rehearsed = pytest.mark.skipif(type(triton_forward.forward_kernel).__name__ != "InterpretedFunction",
@@ -60,7 +61,7 @@ def test_a_stage_that_saves_nothing_is_seen(monkeypatch):
 
 
 def test_a_backend_that_is_not_there_has_a_row(monkeypatch):
-    monkeypatch.setattr(attention, "candidates", lambda *_: {"none": lambda *x, causal: attention.fused(
+    monkeypatch.setattr(attention, "candidates", lambda *_: {"none": lambda *x, causal: kernels.pinned(
         "CUDNN_ATTENTION", *x, causal=causal)})
     (row,) = attention.byte_rows(64, torch.float32, "cpu")
     assert row["value"] is None and row["note"].startswith("RuntimeError: ")
@@ -68,12 +69,30 @@ def test_a_backend_that_is_not_there_has_a_row(monkeypatch):
     assert slope["value"] is None
 
 
+# --- variants --------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_bytes_and_one_of_seconds_for_each():
+    rows = list(attention.variant_rows("cpu", torch.float32, rounds=2, length=256))
+    names = ["softcap", "ALiBi", "documents", "prefix LM", "sinks", "v of 128, q and k of 192"]
+    assert [row["variant"] for row in rows] == [name for name in names for _ in range(2)]
+    for peak, step in zip(rows[::2], rows[1::2], strict=True):
+        assert peak["unit"] == "bytes" and 0.99 < peak["ratio"] < 1.25, peak  # a few tiles of 128 × 128, of 8 heads
+        assert step["unit"] == "s" and step["value"] > 0 < step["peer_value"] and step["rounds"] == 2
+
+
+def test_one_that_keeps_a_matrix_is_seen(monkeypatch):
+    monkeypatch.setattr(attention.attention, "tiled_attention", reference_attention)
+    rows = attention.variant_rows("cpu", torch.float32, rounds=2, length=512)
+    assert min(row["ratio"] for row in rows if row["unit"] == "bytes") > 1.5
+
+
 # --- on a GPU, rehearsed ---------------------------------------------------------------------------------------------
 
 
 def speeds(**more):
     """The rows of one tiny shape, in fp16."""
-    return list(attention_speed.speed_rows("cpu", [SHAPE], 2, dtype=torch.float16, **more))
+    return list(speed.speed_rows("cpu", [SHAPE], 2, dtype=torch.float16, **more))
 
 
 def fine(q, k, v, *, scale, causal, window):
@@ -119,8 +138,8 @@ def test_a_kernel_that_is_wrong_raises_or_is_not_there_is_named_and_not_timed(mo
     for name, function in functions.items():
         has_module(monkeypatch, name, function)
     names = (*functions, "broken")
-    monkeypatch.setattr(attention_candidates, "FORWARDS", {name: (name, {}) for name in names})
-    monkeypatch.setattr(attention_speed, "OURS", ("triton_forward", *names))
+    monkeypatch.setattr(kernels, "FORWARDS", {name: (name, {}) for name in names})
+    monkeypatch.setattr(speed, "OURS", ("triton_forward", *names))
     rows = {row["name"]: row for row in speeds() if row["direction"] == "forward" and row["peer"] == BACKENDS[0]}
     assert rows["fine"]["value"] > 0 and rows["triton_forward"]["value"] > 0
     for name, words in {"wrong": "wrong: its output is off by ", "raises": "raises: ValueError: out of registers;",
@@ -131,16 +150,16 @@ def test_a_kernel_that_is_wrong_raises_or_is_not_there_is_named_and_not_timed(mo
 @rehearsed
 def test_a_module_is_tried_in_a_process_of_its_own(monkeypatch):
     chosen = [SHAPE._replace(length=N) for N in (32, 64, 128)]
-    _, _, module, name, given = attention_trials.command("hopper", chosen)
-    assert (module, name) == ("benchmarks.attention_trials", "hopper")
+    _, _, module, name, given = kernels.command("hopper", chosen)
+    assert (module, name) == ("benchmarks.attention", "hopper")
     assert [Shape(*each) for each in json.loads(given)] == [chosen[0], chosen[2]]
-    assert attention_trials.trials("cpu", chosen) == {}
+    assert kernels.trials("cpu", chosen) == {}
     commands = {"hangs": "import time; print(1, flush=True); time.sleep(600)", "dies": "import os; os._exit(11)",
                 "good": "print('noise'); print('done, nothing wrong')", "wrong": "print('wrong: its output is off')"}
-    monkeypatch.setattr(attention_trials, "OURS", tuple(commands))
-    monkeypatch.setattr(attention_trials, "command", lambda name, _: [sys.executable, "-c", commands[name]])
-    monkeypatch.setattr(attention_trials, "SECONDS", 5)
-    assert attention_trials.trials("cuda", chosen) == {
+    monkeypatch.setattr(kernels, "OURS", tuple(commands))
+    monkeypatch.setattr(kernels, "command", lambda name, _: [sys.executable, "-c", commands[name]])
+    monkeypatch.setattr(kernels, "SECONDS", 5)
+    assert kernels.trials("cuda", chosen) == {
         ("wrong", 64): "wrong: its output is off", ("dies", 64): "its trial ended with exit status 11",
         ("hangs", 64): "not done after 5 seconds for all"}
     faults = {("hopper", 64): "hangs", ("triton_backward", 64): "dies", ("triton_forward", 128): "of another head_dim"}
@@ -151,16 +170,16 @@ def test_a_module_is_tried_in_a_process_of_its_own(monkeypatch):
 
 def test_those_expected_to_be_the_fastest_are_tried_first(monkeypatch):
     asked = []
-    monkeypatch.setattr(attention_trials, "in_order", lambda commands, seconds: asked.extend(commands) or [])
-    attention_trials.trials("cuda", attention_speed.shapes())
+    monkeypatch.setattr(kernels, "in_order", lambda commands, seconds: asked.extend(commands) or [])
+    kernels.trials("cuda", speed.shapes())
     assert asked == [*itertools.product(OURS, [128])] + [*itertools.product(OURS, [64])] and OURS[0] == "hopper"
-    assert attention_speed.shapes()[0] == Shape(16384, 2048, 128, 16384, False)
+    assert speed.shapes()[0] == Shape(16384, 2048, 128, 16384, False)
 
 
 def outcomes(programs, seconds, processes):
     """{which: (status, said)} of programs, in the order in which they ended."""
     commands = {which: [sys.executable, "-S", "-c", program] for which, program in programs.items()}
-    return {which: (status, said) for which, status, said, _ in attention_trials.in_order(commands, seconds, processes)}
+    return {which: (status, said) for which, status, said, _ in trials.in_order(commands, seconds, processes)}
 
 
 @pytest.mark.alone
@@ -176,8 +195,8 @@ def test_trials_end_when_the_time_for_all_is_up_and_the_rest_is_named():
 
 def test_a_process_that_survives_its_kill_is_not_waited_for(monkeypatch):
     killed = []
-    monkeypatch.setattr(attention_trials.subprocess.Popen, "kill", lambda self: killed.append(self))
-    monkeypatch.setattr(attention_trials, "GRACE", 0.1)
+    monkeypatch.setattr(trials.subprocess.Popen, "kill", lambda self: killed.append(self))
+    monkeypatch.setattr(trials, "GRACE", 0.1)
     found = outcomes({"stuck": "import time; time.sleep(60)"}, 0.3, 1)
     assert found["stuck"][0] == ("not done after 0.3 seconds for all, and 0.1 seconds after it was killed it is still "
                                  "there")
@@ -188,7 +207,7 @@ def test_a_process_that_survives_its_kill_is_not_waited_for(monkeypatch):
 
 def test_nothing_runs_on_when_nobody_listens_any_more():
     commands = {name: [sys.executable, "-c", "import time; time.sleep(60)"] for name in "ab"}
-    running = attention_trials.in_order(commands | {"done": [sys.executable, "-c", "1"]}, 30, 3)
+    running = trials.in_order(commands | {"done": [sys.executable, "-c", "1"]}, 30, 3)
     assert next(running)[0] == "done"
     started = [trial.process for trial in running.gi_frame.f_locals["running"].values()]
     running.close()
@@ -202,11 +221,11 @@ def test_a_trial_ends_with_the_first_fault(monkeypatch):
         return out, lse2 + (0.1 if q.shape[2] == 128 else 0)
 
     has_module(monkeypatch, "made", forward)
-    monkeypatch.setattr(attention_candidates, "FORWARDS", {"made": ("made", {})})
+    monkeypatch.setattr(kernels, "FORWARDS", {"made": ("made", {})})
     shapes = [SHAPE, SHAPE._replace(length=128)]
-    assert attention_trials.trial("made", shapes[:1], "cpu", torch.float16) == attention_trials.DONE
-    assert attention_trials.trial("triton_backward", shapes[:1], "cpu", torch.float16) == attention_trials.DONE
-    fault = attention_trials.trial("made", shapes, "cpu", torch.float16)
+    assert kernels.trial("made", shapes[:1], "cpu", torch.float16) == kernels.DONE
+    assert kernels.trial("triton_backward", shapes[:1], "cpu", torch.float16) == kernels.DONE
+    fault = kernels.trial("made", shapes, "cpu", torch.float16)
     assert fault.startswith("wrong: its logsumexp is off by 0.1")
 
 
@@ -232,8 +251,8 @@ def test_a_deterministic_backward_is_asked_for_and_the_modes_are_as_before(monke
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     seen, before = [], modes()
-    q, k, v, gradient = attention_candidates.tensors(SHAPE, "cpu", torch.float16)
-    found = attention_candidates.backward_candidates(*(x.requires_grad_() for x in (q, k, v)), gradient, SHAPE)
+    q, k, v, gradient = kernels.tensors(SHAPE, "cpu", torch.float16)
+    found = kernels.backward_candidates(*(x.requires_grad_() for x in (q, k, v)), gradient, SHAPE)
     for name in (DETERMINISTIC, "FLASH_ATTENTION"):
         found[name]()
     assert seen == [(True, False), before]
@@ -241,7 +260,7 @@ def test_a_deterministic_backward_is_asked_for_and_the_modes_are_as_before(monke
 
 
 def test_rates_of_the_device_beside_the_makers():
-    matrix, copy = attention_speed.rate_rows("cpu", rounds=2, dtype=torch.float32, size=64, buffer_bytes=2**12)
+    matrix, copy = speed.rate_rows("cpu", rounds=2, dtype=torch.float32, size=64, buffer_bytes=2**12)
     assert matrix["value"] == pytest.approx(2 * 64**3 / matrix["seconds"] / 1e12) and matrix["peer_value"] is None
     assert copy["value"] == pytest.approx(2 * 2**12 / copy["seconds"] / 1e12)
 
@@ -249,27 +268,27 @@ def test_rates_of_the_device_beside_the_makers():
 def test_published_rates_are_found_by_the_drivers_name(monkeypatch):
     for name, rates in {"NVIDIA H100 80GB HBM3": (989.4, 3.35), "NVIDIA H200": (989.4, 4.8)}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert attention_speed.published_rates("cuda")[1] == pytest.approx(rates)
+        assert speed.published_rates("cuda")[1] == pytest.approx(rates)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T4")
-    assert attention_speed.published_rates("cuda") == ("published", (None, None))
+    assert speed.published_rates("cuda") == ("published", (None, None))
 
 
 def test_what_is_aimed_at():
-    assert len(attention_speed.shapes()) == 16 and all(
+    assert len(speed.shapes()) == 16 and all(
         shape.dims[0] * shape.dims[2] == 16384 and shape.dims[1] * shape.dims[3] == 2048
-        for shape in attention_speed.shapes())
+        for shape in speed.shapes())
     every = set(itertools.product((64, 128), (False, True)))
     for table in (TARGETS, AIMS):
         assert all(peer in PEERS[direction] for direction, peer in table)
         assert all(set(wanted) in (every, {(128, False), (128, True)}, {(64, False), (64, True)})
                    for wanted in table.values())
     full = Shape(16384, 2048, 128, 2048, False)
-    assert attention_speed.verdict("forward", "FLASH_ATTENTION", full, 1.25)["verdict"] == "met"
-    assert attention_speed.verdict("forward", "FLASH_ATTENTION", full, 1.24)["verdict"] == "short"
-    assert attention_speed.verdict("backward", DETERMINISTIC, full, 1.11)["verdict"] == "met"
-    assert attention_speed.verdict("backward", "FLASH_ATTENTION", full, 1.11) == {}  # recorded beside, no target
-    assert attention_speed.verdict("backward", "CUDNN_ATTENTION", full, None)["verdict"] == "not measured"
-    assert attention_speed.verdict("forward", "EFFICIENT_ATTENTION", full, 9.0) == {}
+    assert speed.verdict("forward", "FLASH_ATTENTION", full, 1.25)["verdict"] == "met"
+    assert speed.verdict("forward", "FLASH_ATTENTION", full, 1.24)["verdict"] == "short"
+    assert speed.verdict("backward", DETERMINISTIC, full, 1.11)["verdict"] == "met"
+    assert speed.verdict("backward", "FLASH_ATTENTION", full, 1.11) == {}  # recorded beside, no target
+    assert speed.verdict("backward", "CUDNN_ATTENTION", full, None)["verdict"] == "not measured"
+    assert speed.verdict("forward", "EFFICIENT_ATTENTION", full, 9.0) == {}
     B, H, N, D = full.dims
     assert full.work("forward") == (4 * B * H * N * N * D, 4 * 2 * B * H * N * D + 4 * B * H * N)
     assert full.work("backward")[0] == 2.5 * full.work("forward")[0]
@@ -284,19 +303,19 @@ def test_on_a_gpu_everything_is_asked_for(monkeypatch):
         function, length, torch.float32, "cpu"))
     monkeypatch.setattr(attention.memory, "measure", lambda device, made=attention.memory.measure: made("cpu"))
     monkeypatch.setattr(attention, "KernelTimer", lambda device: asked.append(device) or "timer")
-    monkeypatch.setattr(attention_speed, "rate_rows", lambda device, rounds, timer: asked.append((rounds, timer)) or [])
-    monkeypatch.setattr(attention_speed, "speed_rows", lambda *given, faults: asked.append((*given, faults)) or [])
-    monkeypatch.setattr(attention_trials, "trials", lambda *given: asked.append(given) or {"a": "b"})
+    monkeypatch.setattr(speed, "rate_rows", lambda device, rounds, timer: asked.append((rounds, timer)) or [])
+    monkeypatch.setattr(speed, "speed_rows", lambda *given, faults: asked.append((*given, faults)) or [])
+    monkeypatch.setattr(kernels, "trials", lambda *given: asked.append(given) or {"a": "b"})
     settings, rows = attention.run("cuda", lengths=(64, 128))
     assert asked == [] and len(list(rows)) == 3
-    shapes = attention_speed.shapes()
+    shapes = speed.shapes()
     assert asked == [("cuda", shapes), "cuda", (15, "timer"), ("cuda", shapes, 15, "timer", {"a": "b"})]
     assert settings["dtype"] == "bfloat16" and "timing" in settings
 
 
 def test_the_roofline_draws_what_was_recorded_and_nothing_else():
     rates = [{"name": "matrix rate", "value": 700.0}, {"name": "memory rate", "value": 3.0}]
-    shapes = [shape for shape in attention_speed.shapes(head_dims=(64, 128)) if shape.length > 4096]
+    shapes = [shape for shape in speed.shapes(head_dims=(64, 128)) if shape.length > 4096]
     rows = [made_up(shape, direction, name, peer) for shape in shapes for direction in ("forward", "backward")
             for name in OURS for peer in BACKENDS if (name == "triton_backward") == (direction == "backward")]
     figure = plot_roofline(rates + rows)

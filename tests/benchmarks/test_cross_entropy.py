@@ -5,6 +5,7 @@ import torch
 from benchmarks import cross_entropy
 
 TINY = cross_entropy.Size(256, 997, 16, 64, "swiglu")
+MANY = cross_entropy.Size(600, 997, 16, 0, "")  # of more tokens than a chunk
 
 
 def test_a_run_reads_peaks_times_and_errors(run):
@@ -28,3 +29,22 @@ def test_a_head_that_keeps_its_logits_is_seen(monkeypatch):
     given = cross_entropy.inputs("cpu", TINY, torch.float32)
     *_, row = cross_entropy.byte_rows(cross_entropy.heads("cpu"), given, TINY, torch.float32, "cpu")
     assert row["value"] > 2 * row["predicted"]
+
+
+def test_bytes_are_the_closed_forms_and_far_below_the_peers():
+    rows = {row["what"]: row for row in cross_entropy.losses_rows("cpu", MANY, 2, torch.float32)}
+    names = "3 losses of a head, chunked, float32", "a split head, 2 ranks, chunked, float32"
+    assert set(rows) == {f"{which} of {name}" for which in ("peak", "step") for name in names}
+    for name, saved in zip(names, (2 * 997 * 16 * 4, 600 * 499 * 6), strict=True):
+        peak, step = rows[f"peak of {name}"], rows[f"step of {name}"]
+        assert abs(peak["value"] - peak["predicted"]) < 4096 and peak["peer_value"] - peak["value"] > saved - 64
+        assert step["paired"] > 0 and abs(step.get("loss_apart", 0)) < 1e-5
+
+
+def test_a_gradient_of_the_weight_for_each_loss_is_seen(monkeypatch):
+    def apart(hiddens, weight, targets):
+        return [sum(map(cross_entropy.chunked_linear_cross_entropy, hiddens, [weight] * 3, targets))]
+
+    monkeypatch.setattr(cross_entropy, "multi_token_cross_entropy", apart)
+    peak, _ = cross_entropy.several_rows("cpu", MANY, 2, torch.float32)
+    assert peak["value"] - peak["predicted"] > 2 * 997 * 16 * 4 - 64

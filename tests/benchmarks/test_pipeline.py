@@ -19,9 +19,10 @@ def test_a_run_reads_times_and_bytes_of_all_schedules(run):
 
 
 def test_losses_that_differ_end_the_reading():
-    pipeline.check_losses("1f1b", [1.0, 0.9], [1.0, 0.90001])
+    peer = pipeline.peer_of("1f1b")
+    pipeline.check_losses("1f1b", [1.0, 0.9], peer, [1.0, 0.90001])
     with pytest.raises(RuntimeError, match=r"1f1b has losses .1.0, 0.9., torch.*Schedule1F1B .1.0, 1.0."):
-        pipeline.check_losses("1f1b", [1.0, 0.9], [1.0, 1.0])
+        pipeline.check_losses("1f1b", [1.0, 0.9], peer, [1.0, 1.0])
 
 
 def test_a_version_that_keeps_all_micro_batches_is_seen():

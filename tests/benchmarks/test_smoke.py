@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import smoke
-from benchmarks.attention_candidates import FORWARDS, OURS
+from benchmarks.attention.kernels import FORWARDS, OURS
 from refimpl.attention import triton_forward
 
 rehearsed = pytest.mark.skipif(type(triton_forward.forward_kernel).__name__ != "InterpretedFunction",

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import engines, zero_peaks
+from benchmarks import engines
 from refimpl.comm import launch
 from refimpl.model import GPTConfig
 
@@ -62,5 +62,5 @@ def test_one_rank_of_a_model_of_7b(bench, ours, theirs):
 @pytest.mark.parametrize("name", ["GPT-J 254M", "T5 223M"])
 def test_peaks_beside_fsdp2(name):
     """With 16-bit parameters and fp32 masters. A head that stays whole until backward takes 1.028, of GPT-J."""
-    ours, theirs = (zero_peaks.peaks(name, "masters", engine) for engine in ("ours", "units"))
+    ours, theirs = (engines.peaks("zero_peaks", name, "masters", engine) for engine in ("ours", "units"))
     assert ours["requested"] < 0.985 * theirs["requested"] and ours["reserved"] < theirs["reserved"], (ours, theirs)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from zero_kit import ADAMW, ENGINES
 from zero_steps import GradientsKept, ParametersKept, most, stack, tracked
 
-from benchmarks import zero_models
+from benchmarks.zero import models as zero_models
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig

@@ -5,7 +5,8 @@
     share       the same rate beside copy_ and an in-place add, which only read and write
     link        a copy to and from page-locked memory beside pageable memory; on a CPU a copy within memory
     overlap     seconds of a step whose copies and computation take known times, beside arithmetic
-    fits        bytes of a step of LLaMA-2 7B and 70B in each memory, beside what cards and hosts have
+    fits        bytes of a step of LLaMA-2 7B and 70B in each memory, beside what cards and hosts have (`fits.py`)
+    disk        DiskStore beside the same calls of its file without it; tiers beside Belady's rule and LRU (`disk.py`)
 
 A machine's rates vary by half within seconds, so each is read in turns with its peer, and the median of the ratios of
 turns counts (`paired`). Threads of torch's kernels that have ended their work spin for milliseconds, on the cores of
@@ -13,7 +14,6 @@ whoever comes next, so each update begins `REST` seconds after the last.
 """
 
 import functools
-import importlib.util
 import statistics
 import time
 
@@ -25,16 +25,15 @@ from refimpl import catalog
 from refimpl.comm import FakeCommunicator, Link
 from refimpl.comm.computing import compute
 from refimpl.ground.compiling import CannotCompile
-from refimpl.model import GPTConfig
 from refimpl.offload import CPUAdam
 from refimpl.offload.closed_forms import pipelined
 from refimpl.offload.copies import host_bytes
 from refimpl.offload.kernels import CompiledKernel, Hyper, TorchKernel
 from refimpl.zero import Zero1
 
-from . import offload_fits as fitting
-from .record import row
-from .runner import BAR_DELAY, compare, synchronize
+from ..record import row
+from ..runner import compare, synchronize
+from . import disk, fits
 
 ELEMENTS = 2**24  # 448 MB with gradients: no cache holds a part of it
 HYPER = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 10)
@@ -45,22 +44,21 @@ REST = 0.02
 COPIED = 2**26  # bytes of a copy on a link
 
 
-def run(device="cpu", elements=ELEMENTS, rounds=21, models=fitting.MODELS):
+def run(device="cpu", elements=ELEMENTS, rounds=21, models=fits.MODELS):
     """Make all readings: (settings, rows)."""
     settings = {"elements": elements, "rounds": rounds, "threads": torch.get_num_threads(), "tiles": CPUAdam(
-        kernel="torch").sub_group_size, "models": list(models), "tokens": fitting.TOKENS}
+        kernel="torch").sub_group_size, "models": list(models), "tokens": fits.TOKENS}
     return settings, all_rows(device, elements, rounds, models)
 
 
 def all_rows(device, elements, rounds, models):
-    """Yield the rates of the update, of copies, the overlap; on a CPU what fits; and those of a disk, if it has any."""
+    """Yield the rates of the update, of copies, the overlap; on a CPU what fits; and those of a disk."""
     yield from rate_rows(elements, rounds)
     yield from copy_rows(device, rounds)
     yield overlap_row(device)
     if torch.device(device).type == "cpu":
-        yield from fit_rows(models)
-    if importlib.util.find_spec("benchmarks.offload_disk"):
-        yield from importlib.import_module("benchmarks.offload_disk").all_rows(device)
+        yield from fits.fit_rows(models)
+    yield from disk.all_rows(device)
 
 
 # --- the update ------------------------------------------------------------------------------------------------------
@@ -103,10 +101,10 @@ def rate_rows(elements, rounds):
     each of them."""
     *tensors, low = tensors_of(elements)
     p, m, *_ = tensors
-    size, peers = CPUAdam(kernel="torch").sub_group_size, {
-        "fused": (STATES, lambda: fused(*tensors)), "fused and a cast": (STATES + WEIGHTS, lambda: (fused(*tensors),
-                                                                                                  low.copy_(p))),
-        "copy_": (8, lambda: m.copy_(p)), "add_": (12, lambda: m.add_(p))}
+    size = CPUAdam(kernel="torch").sub_group_size
+    peers = {"fused": (STATES, lambda: fused(*tensors)),
+             "fused and a cast": (STATES + WEIGHTS, lambda: (fused(*tensors), low.copy_(p))),
+             "copy_": (8, lambda: m.copy_(p)), "add_": (12, lambda: m.add_(p))}
     for name, kernel in kernels().items():
         for cast in (False, True):
             case = STATES + WEIGHTS * cast, functools.partial(in_tiles, kernel, tensors, low if cast else None, size)
@@ -144,9 +142,8 @@ def copy_rows(device, rounds):
     for direction, copy in pairs.items():
         found = compare({"locked": functools.partial(copy, locked), "pageable": functools.partial(copy, pageable)},
                         rounds=rounds, title=direction)
-        rates = {name: COPIED / found.median(name) / 1e9 for name in ("locked", "pageable")}
-        yield row(f"copy {direction}, page-locked memory", "pageable memory", "GB/s", rates["locked"],
-                  rates["pageable"])
+        yield row(f"copy {direction}, page-locked memory", "pageable memory", "GB/s",
+                  *(COPIED / found.median(name) / 1e9 for name in ("locked", "pageable")))
 
 
 class Timed:
@@ -179,21 +176,3 @@ def overlap_row(device, tries=3):
         taken.append(time.perf_counter() - begun)
     expected, _ = pipelined([TILE_SECONDS] * TILES, [COPY_SECONDS] * TILES)
     return row(f"update of {TILES} tiles, weights back meanwhile", "arithmetic", "s", min(taken), expected, held=1.1)
-
-
-# --- what fits -------------------------------------------------------------------------------------------------------
-
-
-def fit_rows(models):
-    """Yield, for each model and way, the bytes of a step in each memory beside what a card and a host have."""
-    for name, way in tqdm([(name, way) for name in models for way in fitting.WAYS], "dry runs", delay=BAR_DELAY):
-        found = fitting.taken(name, way)
-        parameters = GPTConfig.named(name).parameter_count()
-        for room, card in fitting.CARDS.items():
-            for host in fitting.HOSTS:
-                times = fitting.seconds(found, card, parameters)
-                yield row(f"{name}, {way}", f"{room} and {host / 2**30:.0f} GB of host memory", "GB",
-                          (found.device + found.host) / 1e9, (catalog.hardware(card).memory_bytes + host) / 1e9,
-                          device=found.device / 1e9, host=found.host / 1e9, to_host=found.to_host / 1e9,
-                          to_device=found.to_device / 1e9, too_large=fitting.fits(found, card, host),
-                          link_seconds=times["link"], computation_seconds=times["computation"])

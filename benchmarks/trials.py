@@ -1,52 +1,20 @@
-"""Trials of our kernels before they are timed, each in its own process.
+"""Processes that may hang or end as they like, several at a time, under a limit for all."""
 
-A kernel that hangs or reads out of bounds would end all other measurements. What a trial compiles is in Triton's cache
-when the bench needs it.
-"""
-
-import json
 import subprocess
-import sys
 import tempfile
 import time
 
-import torch
+from .record import CHECKOUT, cores
 
-from .attention_candidates import OURS, Shape, agrees_with, backward_candidates, forward_candidates, ready, tensors
-from .record import CHECKOUT
-from .runner import cores
-
-SECONDS = 60  # for all of them
 GRACE = 5  # seconds for a killed process to end: one that waits for a hung GPU may never end
-DONE = "done, nothing wrong"
 
 
-def trials(device, chosen):
-    """Try our kernels and return {(name, head_dim): reason} of those that must not be timed.
-
-    The kernels are tried in the order of OURS, at the largest head_dim first.
-    """
-    if torch.device(device).type != "cuda":
-        return {}
-    commands = {(name, D): command(name, [shape for shape in chosen if shape.head_dim == D])
-                for D in sorted({shape.head_dim for shape in chosen}, reverse=True) for name in OURS}
-    outcomes = {which: fault_of(status, said) for which, status, said, _ in in_order(commands, SECONDS)}
-    return {which: fault for which, fault in outcomes.items() if fault}
-
-
-def command(name, chosen):
-    """Return the command line that tries one kernel at the shortest and the longest shapes."""
-    lengths = [shape.length for shape in chosen]
-    ends = [shape for shape in chosen if shape.length in (min(lengths), max(lengths))]
-    return [sys.executable, "-m", __name__, name, json.dumps(ends)]
-
-
-def fault_of(status, said):
-    """Return a trial's fault in one line, "" if there is none."""
+def fault_of(status, said, done=None):
+    """Return a trial's fault in one line; "" if there is none: it has printed `done`."""
     last = said[-1] if said else ""
     if isinstance(status, str):
         return status
-    return "" if status == 0 and DONE in said else last[:200] or f"its trial ended with exit status {status}"
+    return "" if status == 0 and done in said else last[:200] or f"its trial ended with exit status {status}"
 
 
 def in_order(commands, seconds, processes=None):
@@ -103,22 +71,3 @@ class Trial:
         lines = self.output.read().strip().splitlines()
         self.output.close()
         return lines
-
-
-def trial(name, chosen, device="cuda", dtype=torch.bfloat16):
-    """Return the first fault of one of our kernels, or DONE."""
-    for shape in chosen:
-        q, k, v, gradient = tensors(shape, device, dtype)
-        if name == "triton_backward":
-            given = backward_candidates(*(x.requires_grad_() for x in (q, k, v)), gradient, shape, peers=())
-            _, reasons = ready(given)
-        else:
-            found = forward_candidates(q, k, v, shape)
-            _, reasons = ready({name: found[name]}, agrees_with(found["triton_forward"]))
-        if reasons:
-            return reasons[name]
-    return DONE
-
-
-if __name__ == "__main__":
-    print(trial(sys.argv[1], [Shape(*each) for each in json.loads(sys.argv[2])]))

@@ -1,7 +1,7 @@
 """DiskStore beside the same calls of the file without it, in pairs; tiers beside Belady's rule and LRU.
 
-`bench/offload.py` calls `all_rows`. A disk's rate varies from second to second, by more than what a
-store costs, so the calls and the store take turns, and the median of the ratios of each pair counts.
+A disk's rate varies from second to second, by more than what a store costs, so the calls and the store take turns, and
+the median of the ratios of each pair counts.
 """
 
 import statistics
@@ -24,8 +24,8 @@ from refimpl.offload.traces import engine_trace, stored_bytes
 from refimpl.zero.closed_forms import gathers
 from refimpl.zero.units import default_units, unit_buckets
 
-from . import offload_fits as fitting
-from .record import row
+from ..record import row
+from . import fits
 
 BUCKETS, BUCKET_BYTES, BUFFER_BYTES = 4, 64 * 2**20, 8 * 2**20
 PAIRS = 7
@@ -35,7 +35,7 @@ WAY, COMPUTE = 0.03, 0.02  # seconds: a bucket's way over each link, and the com
 NVME = Link(6e9)  # of the plan: a fast disk of today
 
 
-def all_rows(device="cpu", models=fitting.MODELS):
+def all_rows(device="cpu", models=fits.MODELS):
     """Yield the rates of a disk; on a CPU what tiers move and wait for, and what they would for large models."""
     yield from disk_rows(device=device)
     if torch.device(device).type == "cpu":
@@ -43,18 +43,20 @@ def all_rows(device="cpu", models=fitting.MODELS):
         yield from planned_rows(models)
 
 
-def calls_seconds(file, buffers, nbytes, way):
-    """Measure the calls alone: seconds to write or read `nbytes` block by block, through buffers that are there."""
-    move, begun = getattr(file, way), time.perf_counter()
+def by_calls(file, buffers, nbytes, way):
+    """Write or read `nbytes` block by block, through buffers that are there: the calls alone."""
     for i, offset in enumerate(range(0, nbytes, buffers[0].nbytes)):
-        move(buffers[i % len(buffers)].memory, offset)
-    return time.perf_counter() - begun
+        getattr(file, way)(buffers[i % len(buffers)].memory, offset)
 
 
-def store_seconds(store, tensors, way):
-    """Measure the store: seconds to put all buckets, until the last byte is written; or to get them, each prefetched
-    while the one before is read."""
-    begun = time.perf_counter()
+def by_space(space, tensors, way):
+    """Move tensors by what is between them and the file, without memory that is given back and taken anew."""
+    for transfer in [getattr(space, way)(key, [tensor]) for key, tensor in enumerate(tensors)]:
+        transfer.wait()
+
+
+def by_store(store, tensors, way):
+    """Put all buckets, until the last byte is written; or get them, each prefetched while the one before is read."""
     for key, tensor in enumerate(tensors):
         if way == "write":
             store.put(key, [tensor])
@@ -64,15 +66,6 @@ def store_seconds(store, tensors, way):
             store.get(key)
     if way == "write":
         store.flush()
-    return time.perf_counter() - begun
-
-
-def space_seconds(space, tensors, way):
-    """Measure what is between tensors and the file, without memory that is given back and taken anew."""
-    begun = time.perf_counter()
-    for transfer in [getattr(space, way)(key, [tensor]) for key, tensor in enumerate(tensors)]:
-        transfer.wait()
-    return time.perf_counter() - begun
 
 
 def pairs(folder, count, nbytes, buffer_bytes, rounds, device="cpu"):
@@ -83,14 +76,17 @@ def pairs(folder, count, nbytes, buffer_bytes, rounds, device="cpu"):
     tensors, others = ([torch.randn(nbytes // 4, device=device) for _ in range(count)] for _ in range(2))
     space = Space(folder, total, buffer_bytes, 6, 2, None)  # DiskStore's defaults
     with DiskStore(folder, capacity_bytes=total, buffer_bytes=buffer_bytes) as store:
+        turns = [(by_calls, file, buffers, total), (by_space, space, others), (by_store, store, tensors)]
         for number in range(rounds + 1):
             for way, seconds in found.items():
-                turns = [lambda way=way: calls_seconds(file, buffers, total, way),
-                         lambda way=way: space_seconds(space, others, way),
-                         lambda way=way: store_seconds(store, tensors, way)]
-                taken = {which: turns[which]() for which in ((0, 1, 2), (2, 1, 0))[number % 2]}
+                taken = [0.0] * len(turns)
+                for which in ((0, 1, 2), (2, 1, 0))[number % 2]:
+                    move, *given = turns[which]
+                    begun = time.perf_counter()
+                    move(*given, way)
+                    taken[which] = time.perf_counter() - begun
                 if number:
-                    seconds.append([taken[which] for which in range(3)])
+                    seconds.append(taken)
     space.close()
     file.close()
     return found
@@ -144,11 +140,10 @@ def tier_rows(folder=None, count=CYCLE, device=DEVICE, host=HOST, nbytes=UNIT, s
     sizes = {"device": device * nbytes, "host": host * nbytes}
     ours, lru = (simulate(update_trace(count, nbytes), dict.fromkeys(("in", "out", "disk"), fast), **sizes, rule=rule,
                           steps=steps, first=first) for rule in ("belady", "lru"))
-    for what, ways, capacity in (("device", {"target": "device"}, device), ("disk", {"source": "disk"},
-                                                                            device + host - 1)):
+    number = (steps - first) * 1e6
+    for loaded, ways, capacity in (("loaded to the device", {"target": "device"}, device),
+                                   ("read from the disk", {"source": "disk"}, device + host - 1)):
         best = moved_bytes(plain, capacity * nbytes, steps=steps, first=first)["loaded"]
-        number = (steps - first) * 1e6
-        loaded = {"device": "loaded to the device", "disk": "read from the disk"}[what]
         yield row(f"bytes of a step {loaded}", "Belady offline", "MB", ours.bytes(**ways) / number, best / number,
                   held=1.05)
         yield row(f"bytes of a step {loaded}", "LRU", "MB", ours.bytes(**ways) / number, lru.bytes(**ways) / number)
@@ -175,15 +170,15 @@ def planned_rows(models):
         held = stored_bytes(buckets, 3)
         working = 2 * max(sum(held[kind, i] for kind in ("states", "gradients", "parameters"))
                           for i in range(len(buckets)))
-        for room, card in fitting.CARDS.items():
-            hardware, taken = catalog.hardware(card), fitting.taken(name, "HostStore, all")
-            compute = fitting.seconds(taken, card, config.parameter_count())["computation"]
+        for room, card in fits.CARDS.items():
+            hardware, taken = catalog.hardware(card), fits.taken(name, "HostStore, all")
+            compute = fits.seconds(taken, card, config.parameter_count())["computation"]
             trace = engine_trace(buckets, 3, gathers=gathers(model, buckets))
             each = compute / sum(what in ("same", "changed") for what, *_ in trace)
             trace = engine_trace(buckets, 3, gathers=gathers(model, buckets), seconds=each)
             link = Link(hardware.pcie_bandwidth)
             device = max(hardware.memory_bytes - taken.device, working)
-            for host in fitting.HOSTS:
+            for host in fits.HOSTS:
                 found = simulate(trace, {"in": link, "out": link, "disk": NVME}, device, host)
                 yield row(f"tiers, {name}, all", f"computation alone, {room} and {host / 2**30:.0f} GB of host memory",
                           "s", found.seconds, compute, device=device / 1e9,

@@ -1,11 +1,14 @@
 """Our attention kernels and PyTorch's, prepared to be timed beside each other.
 
 Each is checked first: does it run on this device, and is its result right? A kernel that fails is listed with the
-reason, and the others are not affected.
+reason, and the others are not affected. Ours are tried before that, each in a process of its own (`trials`), since one
+that hangs or reads out of bounds would end all other measurements. What a trial compiles is in Triton's cache then.
 """
 
 import functools
 import importlib
+import json
+import sys
 import warnings
 from typing import NamedTuple
 
@@ -15,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from refimpl.attention import attention_flops, flash_attention, triton_forward
 from refimpl.attention.kernels.tile import Problem
+
+from ..trials import fault_of, in_order
 
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
 # FlashAttention's backward adds to dQ from many programs in any order unless PyTorch is set to be deterministic. Our
@@ -130,6 +135,9 @@ def differentiate(out, inputs, gradient, deterministic):
         modes.fill_uninitialized_memory = before[1]
 
 
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
 def ready(found, check=lambda name, result: None):
     """Return ({name: call} of those that run and pass `check`, {name: reason} of the others).
 
@@ -185,3 +193,44 @@ def reason(error):
     """Return the error's type and first line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+# --- trials ----------------------------------------------------------------------------------------------------------
+
+SECONDS = 60  # for all of them
+DONE = "done, nothing wrong"
+
+
+def trials(device, chosen):
+    """Try our kernels and return {(name, head_dim): reason} of those that must not be timed.
+
+    The kernels are tried in the order of OURS, at the largest head_dim first.
+    """
+    if torch.device(device).type != "cuda":
+        return {}
+    commands = {(name, D): command(name, [shape for shape in chosen if shape.head_dim == D])
+                for D in sorted({shape.head_dim for shape in chosen}, reverse=True) for name in OURS}
+    outcomes = {which: fault_of(status, said, DONE) for which, status, said, _ in in_order(commands, SECONDS)}
+    return {which: fault for which, fault in outcomes.items() if fault}
+
+
+def command(name, chosen):
+    """Return the command line that tries one kernel at the shortest and the longest shapes."""
+    lengths = [shape.length for shape in chosen]
+    ends = [shape for shape in chosen if shape.length in (min(lengths), max(lengths))]
+    return [sys.executable, "-m", __package__, name, json.dumps(ends)]
+
+
+def trial(name, chosen, device="cuda", dtype=torch.bfloat16):
+    """Return the first fault of one of our kernels, or DONE."""
+    for shape in chosen:
+        q, k, v, gradient = tensors(shape, device, dtype)
+        if name == "triton_backward":
+            given = backward_candidates(*(x.requires_grad_() for x in (q, k, v)), gradient, shape, peers=())
+            _, reasons = ready(given)
+        else:
+            found = forward_candidates(q, k, v, shape)
+            _, reasons = ready({name: found[name]}, agrees_with(found["triton_forward"]))
+        if reasons:
+            return reasons[name]
+    return DONE

@@ -1,6 +1,6 @@
 """Each stage of ZeRO beside torch's: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 with each block sharded.
 
-Four ranks train a GPT of 14 million parameters; on a machine without a GPU others, too (`zero_models`). All have their
+Four ranks train a GPT of 14 million parameters; on a machine without a GPU others, too (`models.py`). All have their
 defaults. For bytes, one engine after the other is made, run and dropped. For time, all engines take turns. Bytes are
 per parameter, on the rank that takes most, as the allocator alone reads them; the tracker, in another step, holds what
 is between two steps to that within 1 %.
@@ -8,7 +8,6 @@ is between two steps to that within 1 %.
 
 import functools
 import gc
-import statistics
 from dataclasses import asdict
 
 import torch
@@ -24,10 +23,10 @@ from refimpl.model import GPT, GPTConfig
 from refimpl.zero import DataParallel, Zero1, Zero2, Zero3
 from refimpl.zero.units import blocks
 
-from .record import row
-from .runner import BAR_DELAY, Comparison, seconds_in_turns
-from .zero_items import live_at_peak, names_of
-from .zero_models import CONTEXT, LARGE_VOCABULARY, MODELS, TIED, VOCABULARY, available
+from ..ranks import place_of, seconds_of, slowest
+from ..record import row
+from ..runner import BAR_DELAY, Comparison
+from .models import CONTEXT, LARGE_VOCABULARY, MODELS, TIED, VOCABULARY, available, live_at_peak, names_of
 
 CONFIG = GPTConfig(vocab_size=8192, context_length=64, layers=6, hidden=384, heads=6)
 WORLD, ROWS = 4, 1  # ranks, and sequences of a rank in a step
@@ -97,9 +96,8 @@ ENGINES = {**{stage.__name__: functools.partial(Ours, stage) for stage in (DataP
 def run(device="cpu", config=CONFIG, world=WORLD, rounds=7, models=None):
     """Measure bytes per parameter and seconds of a step of every engine: (settings, rows). `models`: names of others,
     by default all on a machine without a GPU, which would say nothing new of them."""
-    gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
     models = (() if torch.cuda.is_available() else available()) if models is None else models
-    device = "cuda" if gpus >= world else "cpu"  # DDP and FSDP2 need NCCL for CUDA tensors
+    device = place_of(world, device)
     settings = {"model": asdict(config), "parameters": config.parameter_count(), "dtype": "fp32", "ranks": world,
                 "sequences of a rank": ROWS, "tokens on": device, "rounds": rounds, "optimizer": "AdamW",
                 "other models": list(models),
@@ -168,26 +166,11 @@ def bytes_held(names, device, config, world):
 
 
 def timed_rows(device, config, world, rounds, pairs, of=""):
-    """Measure the engines of these pairs in turns, and return the rows of their times."""
+    """Measure the engines of these pairs in turns, and return the rows of a step's seconds beside the peer's."""
     names = list(dict.fromkeys(name for pair in pairs for name in pair))
-    seconds = slowest(launch(seconds_of, world, config, rounds, names, device=device, timeout=900))
-    return time_rows(Comparison(seconds), seconds, pairs, of)
-
-
-def time_rows(timing, seconds, pairs=PAIRS, of=""):
-    """Return rows of the median seconds of a step beside the peer's. `paired`: the median ratio within a round."""
-    rows = []
-    for name, peer in pairs:
-        paired = statistics.median(ours / theirs for ours, theirs in zip(seconds[name], seconds[peer], strict=True))
-        rows.append(row(f"step, {name}{of}", peer, "s", timing.median(name), timing.median(peer), paired=paired,
-                        bound=TIME_HELD.get((name, peer)), spread=timing.spread(name),
-                        peer_spread=timing.spread(peer)))
-    return rows
-
-
-def slowest(ranks):
-    """Merge the ranks' seconds to {engine: seconds of each round}: a step lasts until the last rank is done."""
-    return {name: list(map(max, *(rank[name] for rank in ranks))) for name in ranks[0]}
+    timing = Comparison(slowest(launch(times_of, world, config, rounds, names, device=device, timeout=900)))
+    return [timing.row(f"step, {name}{of}", name, peer, paired=timing.paired(name, peer),
+                       bound=TIME_HELD.get((name, peer))) for name, peer in pairs]
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
@@ -266,7 +249,8 @@ def bytes_of(comm, name, config):
                                                for step in steps]}
 
 
-def seconds_of(comm, config, rounds, names):
-    """Return {engine: seconds of each round}. The engines take turns, and every rank is at the same step."""
+def times_of(comm, config, rounds, names):
+    """Return {engine: seconds of each round}."""
     engines = {name: made(name, comm, config) for name in names}
-    return seconds_in_turns(comm, engines, rounds, WARMUP)
+    return seconds_of(comm, {name: functools.partial(engine.step, tokens)
+                             for name, (engine, tokens) in engines.items()}, rounds, WARMUP)

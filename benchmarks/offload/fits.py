@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from tqdm import tqdm
 
 from refimpl import catalog, memory
 from refimpl.checkpointing import checkpoint
@@ -19,6 +20,9 @@ from refimpl.model import GPT, GPTConfig
 from refimpl.offload import CPUAdam, HostStore
 from refimpl.offload.copies import HOST_MEMORY
 from refimpl.zero import Zero1, Zero2, Zero3
+
+from ..record import row
+from ..runner import BAR_DELAY
 
 MODELS = ("llama2-7b", "llama2-70b")
 CARDS = {"24 GB": "rtx-4090", "80 GB": "a100-80"}
@@ -85,7 +89,7 @@ def taken(name, way, tokens=TOKENS):
     return memory.dry_run(in_a_step, name, stage, options, tokens).result
 
 
-def fits(found, card, host):
+def too_large(found, card, host):
     """Tell what does not fit: "", "device", "host" or "device, host"."""
     room = {"device": catalog.hardware(card).memory_bytes, "host": host}
     return ", ".join(name for name, size in room.items() if getattr(found, name) > size)
@@ -96,3 +100,18 @@ def seconds(found, card, parameters, tokens=TOKENS):
     hardware = catalog.hardware(card)
     link = max(found.to_host, found.to_device) / hardware.pcie_bandwidth
     return {"link": link, "computation": 8 * parameters * tokens / hardware.bf16_flops}
+
+
+def fit_rows(models):
+    """Yield, for each model and way, the bytes of a step in each memory beside what a card and a host have."""
+    for name, way in tqdm([(name, way) for name in models for way in WAYS], "dry runs", delay=BAR_DELAY):
+        found = taken(name, way)
+        parameters = GPTConfig.named(name).parameter_count()
+        for room, card in CARDS.items():
+            for host in HOSTS:
+                times = seconds(found, card, parameters)
+                yield row(f"{name}, {way}", f"{room} and {host / 2**30:.0f} GB of host memory", "GB",
+                          (found.device + found.host) / 1e9, (catalog.hardware(card).memory_bytes + host) / 1e9,
+                          device=found.device / 1e9, host=found.host / 1e9, to_host=found.to_host / 1e9,
+                          to_device=found.to_device / 1e9, too_large=too_large(found, card, host),
+                          link_seconds=times["link"], computation_seconds=times["computation"])

@@ -11,7 +11,9 @@ from tqdm import tqdm
 
 from refimpl import catalog
 
-from .attention_candidates import (
+from ..record import row
+from ..runner import BAR_DELAY, compare
+from .kernels import (
     DETERMINISTIC,
     OURS,
     PEERS,
@@ -22,8 +24,6 @@ from .attention_candidates import (
     ready,
     tensors,
 )
-from .record import row
-from .runner import BAR_DELAY, compare
 
 # Part of the driver's name → name in the catalog.
 PUBLISHED = {"H100 80GB HBM3": "h100-sxm", "H100 PCIe": "h100-pcie", "H200": "h200"}
