@@ -21,6 +21,6 @@ def test_a_run_reads_peaks_and_times(run):
 
 def test_chunks_that_save_nothing_are_seen(monkeypatch):
     monkeypatch.setattr(sequences, "ChunkedSequenceProcessor", lambda model, length, gradient: model)
-    steps = sequences.Steps(TINY, sequences.DTYPES["fp32"], "cpu")
+    steps = sequences.Steps(TINY, sequences.DTYPES["fp32"], device="cpu")
     for row in sequences.byte_rows(steps, "fp32", sequences.DTYPES["fp32"], "cpu"):
         assert row["ratio"] == 1 and row["predicted"] < 0.7 * row["value"]
