@@ -8,41 +8,9 @@ from pathlib import Path
 import pytest
 
 from tools import closures
+from tools.architecture import FLOORS, GROUND, TECHNIQUES, imports, room
 
 PACKAGE = Path(__file__).parent.parent / "refimpl"
-TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_length", "activations", "attention",
-              "cross_entropy", "mlp", "zero", "offload", "tensor", "context", "pipeline", "compression", "allocator"}
-FLOORS = {**dict.fromkeys(("versions", "phantom", "ground", "papers", "elsewhere"), 0),
-          **dict.fromkeys(("memory", "comm", "ranks"), 1),
-          **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
-                           "unseen", "saving", "proof", "others"), 2),
-          **dict.fromkeys(TECHNIQUES, 3),
-          **dict.fromkeys(("engine", "planner", "estimate", "explain", "known_models", "rehearse", "cli", "parallel",
-                           "__main__"), 4)}
-GROUND = {"comm": {"ranks", "memory"}, "memory": set(), "ranks": {"memory"}}  # what stands on what on floor 1
-
-
-def imports(path, package=PACKAGE):
-    """The rooms of refimpl that a file imports from, wherever in it."""
-    here = path.relative_to(package.parent).with_suffix("").parts
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = list(here[: len(here) - node.level]) if node.level else []
-            base += node.module.split(".") if node.module else []
-            names = [base] if len(base) > 1 else [[*base, alias.name] for alias in node.names]
-        found |= {parts[1] for parts in names if len(parts) > 1 and parts[0] == "refimpl"}
-    return found
-
-
-def room(path, package=PACKAGE):
-    """The package, or the module of the first level, that a file belongs to."""
-    return path.relative_to(package).with_suffix("").parts[0]
-
-
 def wrong(here, there):
     """Why `here` must not import from `there`; None if it may."""
     if here == there or here == "__init__":
@@ -71,7 +39,9 @@ def test_imports_go_down():
     ("from ..zero import Zero1", {"zero"}), ("from .. import engine", {"engine"}),
     ("import refimpl.zero.zero1", {"zero"}),
     ("def f():\n    from ..model import GPT", {"model"}), ("from .schedule import x\nimport torch", {"checkpointing"}),
-    ("from refimpl.engine.dry import x", {"engine"})])
+    ("from refimpl.engine.dry import x", {"engine"}),
+    ("get, names = lazily(__name__, {'..saving': 'a', '.late': 'b', 'refimpl.tensor': 'c'})",
+     {"saving", "checkpointing", "tensor"})])
 def test_an_import_is_found_wherever_it_stands(text, found, tmp_path):
     path = tmp_path / "refimpl" / "checkpointing" / "region.py"
     path.parent.mkdir(parents=True)
