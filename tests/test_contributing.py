@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
-LATER = {"my_technique", "new_technique"}  # what a command of the page makes
+LATER = {"my_technique"}  # what a command of the page makes
 
 
 def test_it_is_short():

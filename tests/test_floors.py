@@ -169,4 +169,4 @@ def test_a_reader_s_way_leads_to_the_file_that_defines_a_name(tmp_path, monkeypa
 def test_each_paper_has_its_line_in_the_order_of_reading():
     listed = [line.split()[0] for line in ast.get_docstring(closures.parsed(PACKAGE / "papers" / "__init__.py"))
               .splitlines() if line.startswith("    ")]
-    assert sorted(listed) == sorted(path.stem for path in (PACKAGE / "papers").glob("[a-z]*.py")) and len(listed) == 20
+    assert sorted(listed) == sorted(path.stem for path in (PACKAGE / "papers").glob("[a-z]*.py")) and len(listed) >= 20
