@@ -69,7 +69,7 @@ class FlashAttention(torch.autograd.Function):
         delta = (d_out * out).sum(-1, keepdim=True)  # (B, H, T, 1)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for keys in tiles(0, T):
-            for rows in tiles(keys.start, T):  # a query before these keys does not see them
+            for rows in tiles(keys.start, T):  # no query before these keys sees them
                 p_RK = (scores(q, k, rows, keys) - lse[:, :, rows]).exp()
                 dv[:, :, keys] += p_RK.mT @ d_out[:, :, rows]
                 ds_RK = p_RK * (d_out[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows])
