@@ -49,3 +49,17 @@ print(ask("cache", {3}), ask("cache", {4}), *sorted(n for n in sys.modules if n.
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["mine", "None", "refimpl.known_models.attention"]
+
+
+def test_who_registers_before_any_question_is_asked_before_what_is_known():
+    code = """
+import torch
+from refimpl.others import ask, register
+mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+register({"mlp": lambda module: "mine"})
+print(ask("mlp", mlp))
+from refimpl.known_models.mlp import read
+assert read(mlp)  # which is known, too
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "mine\n"
