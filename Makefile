@@ -2,7 +2,7 @@
 #
 #   make lab        set up .venv, open JupyterLab on learn/: copies of the pages, yours to answer and change
 #                   (LAB_ARGS="--no-browser --port 9999" goes to JupyterLab)
-#   make test       set up .venv, run what CI runs on a push: ruff, a draw of the tests, the notebooks
+#   make test       set up .venv, run what CI runs on a push: ruff, mypy, a draw of the tests, the notebooks
 #                   against their outputs (tests/kits/tiers.py says how it is drawn)
 #   make test-all   every test, of large matrices a sample, and every notebook: before a change is called done
 #   make test-matrix  every case of every test, and every notebook
@@ -70,11 +70,13 @@ TIMES  := build/times.json
 
 test: $(INSTALLED)
 	$(IN_VENV) -m ruff check
+	$(IN_VENV) -m mypy
 	$(PYTEST) --tier push --times $(TIMES)
 	$(IN_VENV) tools/times.py $(TIMES)
 
 test-all test-matrix: test-%: $(INSTALLED)
 	$(IN_VENV) -m ruff check
+	$(IN_VENV) -m mypy
 	$(PYTEST) --tier $* --times $(TIMES)
 	$(IN_VENV) tools/times.py $(TIMES)
 

@@ -11,6 +11,8 @@ from tools import closures
 from tools.architecture import FLOORS, GROUND, TECHNIQUES, imports, room
 
 PACKAGE = Path(__file__).parent.parent / "refimpl"
+
+
 def wrong(here, there):
     """Why `here` must not import from `there`; None if it may."""
     if here == there or here == "__init__":
@@ -41,7 +43,8 @@ def test_imports_go_down():
     ("def f():\n    from ..model import GPT", {"model"}), ("from .schedule import x\nimport torch", {"checkpointing"}),
     ("from refimpl.engine.dry import x", {"engine"}),
     ("get, names = lazily(__name__, {'..saving': 'a', '.late': 'b', 'refimpl.tensor': 'c'})",
-     {"saving", "checkpointing", "tensor"})])
+     {"saving", "checkpointing", "tensor"}),
+    ("if TYPE_CHECKING:\n    from ..engine import x\nelse:\n    from ..model import x", {"model"})])
 def test_an_import_is_found_wherever_it_stands(text, found, tmp_path):
     path = tmp_path / "refimpl" / "checkpointing" / "region.py"
     path.parent.mkdir(parents=True)

@@ -8,6 +8,9 @@ import ast
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent))  # where this file is imported, and not run
+from closures import run_time  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, PAGE = ROOT / "refimpl", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- drawn by tools/architecture.py -->\n", "<!-- end of the drawing -->"
@@ -29,7 +32,7 @@ def imports(path, package=PACKAGE):
     """The rooms of refimpl that a file imports from, wherever in it."""
     here = path.relative_to(package.parent).with_suffix("").parts
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in run_time(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name.split(".") for alias in node.names]

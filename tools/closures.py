@@ -5,7 +5,7 @@
 
 Read: from a file to each file whose names it imports, as a reader follows them: a name of a package leads to the file
 that defines it. What a function imports when it is called, as a picture, is not opened. Loaded: `sys.modules` after the
-import, in a process of its own.
+import, in a process of its own. What is imported for types alone (`if TYPE_CHECKING`) is neither.
 """
 
 import ast
@@ -69,11 +69,20 @@ def circle(graph):
 def imported(path, everywhere=False):
     """Return {file} of the package that the names are of which a file imports; `everywhere`: in functions, too."""
     found = set()
-    for node in ast.walk(parsed(path)) if everywhere else parsed(path).body:
+    for node in run_time(parsed(path)) if everywhere else parsed(path).body:
         if isinstance(node, ast.ImportFrom) and (base := base_of(path, node)) is not None:
             for name in node.names:
                 found.add(defining(base, name.name))
     return found - {None, path}
+
+
+def run_time(tree):
+    """Yield a tree's nodes, but for those below `if TYPE_CHECKING:`, which Python never runs."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node = ast.Module(node.orelse, [])
+        yield from run_time(node)
 
 
 def base_of(path, node):

@@ -7,6 +7,8 @@ replayed), `record` (written), `drawing`; `papers/static_plan` (a static plan in
 that runs a step); `defragment`, `regions` (against holes: moving what is live, and keeping apart what lives long).
 """
 
+from typing import TYPE_CHECKING
+
 from ..ground.allocations import AllocationTrace, DamagedTrace
 from ..ground.lazy import lazily
 from .caching import CachingAllocator
@@ -28,6 +30,9 @@ from .static import (
     record_step,
     without_out,
 )
+
+if TYPE_CHECKING:
+    from .drawing import segment_map
 
 __getattr__, __dir__ = lazily(__name__, {".drawing": "segment_map"})
 __all__ = [

@@ -9,12 +9,20 @@ backward apart), `block` (a transformer block around them). `figure` draws the p
 (arguments, masks, dropout) and `kernels` (what the Triton kernels share).
 """
 
+from typing import TYPE_CHECKING
+
 from ..ground.lazy import lazily
 from .flash import flash_attention, flash_attention_bytes
 from .memory_efficient import memory_efficient_attention, memory_efficient_attention_bytes
 from .reference import AttentionBytes, AttentionFlops, attention_flops, reference_attention, reference_attention_bytes
 from .scores import Alibi, Documents, PrefixLM, ScoreHook, Softcap, alibi_slopes
 from .tiled import tiled_attention, tiled_attention_bytes
+
+if TYPE_CHECKING:
+    from ..ground.attention_pair import AttentionPair
+    from .block import FlashTransformerBlock, flash_block_terms
+    from .pair import flash_pair, tiled_pair
+    from .traffic import flash_attention_traffic
 
 __getattr__, __dir__ = lazily(__name__, {
     "..ground.attention_pair": "AttentionPair", ".block": "FlashTransformerBlock flash_block_terms",

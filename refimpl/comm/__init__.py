@@ -26,11 +26,23 @@ Order of reading: `papers/collectives` (the idea in one screen), then
                     torch's versions
 """
 
+from typing import TYPE_CHECKING
+
 from ..ground.lazy import lazily
 from .communicator import Communicator
 from .errors import CollectiveMismatch, RankError
 from .handle import Handle
 from .traffic import COLLECTIVES, Traffic, ring_traffic
+
+if TYPE_CHECKING:
+    from .computing import Delay, compute
+    from .fake import FakeCommunicator
+    from .launching import launch
+    from .link import Link
+    from .ring import ring_all_reduce
+    from .simulating import SimulatedCommunicator, simulate
+    from .tree import tree_all_reduce
+    from .two_level import two_level_all_reduce
 
 __getattr__, __dir__ = lazily(__name__, {
     ".computing": "Delay compute", ".fake": "FakeCommunicator", ".launching": "launch", ".link": "Link",

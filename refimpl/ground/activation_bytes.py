@@ -6,8 +6,12 @@ gives another), f MLP hidden, e bytes per element.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from ..config import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ def check_sizes(batch, sequence, dtype=torch.float32):
         raise ValueError(f"dtype={dtype!r}: expected that of the activations, such as torch.bfloat16")
 
 
-def block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
+def block_terms(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.float32,
+                device: torch.device | str = "cpu") -> dict[str, int]:
     """Predict the bytes that one block keeps for backward, with the dense attention of `refimpl.model`: {term: bytes}.
 
         e·sb·(2h + h + (ad + 2gd) + ad + h + 2f) + e·abs² + (a/g)·s² + statistics        GELU, no dropout
@@ -89,7 +94,8 @@ def norm_terms(config, tokens, e, kept):
     return {"norm inputs": wide * tokens * h, "norm statistics": wide * tokens, "RMSNorm x/σ": wide * tokens * h}
 
 
-def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
+def activation_terms(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.float32,
+                     device: torch.device | str = "cpu") -> dict[str, int]:
     """Predict the bytes that the whole GPT keeps, given targets: {term: bytes}; `blocks` is L times one block.
 
     Outside the blocks: the positions (rotary: their cos and sin), the embedding's dropout, the last norm, the head's
@@ -116,7 +122,8 @@ def activation_terms(config, batch, sequence, dtype=torch.float32, device="cpu")
     return terms
 
 
-def activation_bytes(config, batch, sequence, dtype=torch.float32, device="cpu"):
+def activation_bytes(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.float32,
+                     device: torch.device | str = "cpu") -> int:
     """Predict the bytes (int) of all activations of one forward of our GPT, given targets.
 
     It is the sum of `activation_terms`, which has the equation, and takes and raises the same. `batch` × `sequence`
@@ -125,7 +132,7 @@ def activation_bytes(config, batch, sequence, dtype=torch.float32, device="cpu")
     return sum(activation_terms(config, batch, sequence, dtype, device).values())
 
 
-def korthikanti_terms(config, batch, sequence):
+def korthikanti_terms(config: "GPTConfig", batch: int, sequence: int) -> dict[str, int]:
     """Return `korthikanti_bytes` term by term, as section 4.1 of the paper counts them: {term: bytes}.
 
     16-bit numbers, GELU, dropout masks of a byte. Norms' statistics and the causal mask are left out as small;
@@ -139,7 +146,7 @@ def korthikanti_terms(config, batch, sequence):
     return {**{k: n * token_h for k, n in per_token.items()}, **{k: n * score for k, n in per_score.items()}}
 
 
-def korthikanti_bytes(config, batch, sequence):
+def korthikanti_bytes(config: "GPTConfig", batch: int, sequence: int) -> int:
     """Return the bytes (int) of one block's activations by the paper: sbh · (34 + 5as/h).
 
     s = `sequence`, b = `batch`, h and a the config's hidden size and heads; 16-bit numbers, dropout masks of a byte.

@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping
 from numbers import Number
 from textwrap import wrap
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.colors import to_rgb
@@ -11,6 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .ledger import CATEGORIES, Ledger, human
+
+if TYPE_CHECKING:
+    from ..memory.trace import Trace
 
 # After Okabe and Ito's palette, told apart with any colour vision. A category that somebody marked takes a grey.
 COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#F0E442", "#009E73", "#7A6A9B", "#D55E00"),
@@ -30,7 +34,7 @@ class MemoryFigure(Figure):
         return f"<memory figure: {', '.join(self.labels)}>"
 
 
-def plot(*traces, predicted=None, **labelled):
+def plot(*traces: "Trace", predicted: Any = None, **labelled: "Trace") -> "MemoryFigure":
     """Draw traces (Tracker or Trace) side by side, one column each. Returns a matplotlib Figure.
 
     `plot(t)`, `plot(t, predicted=ledger)`, or with labels `plot(before=a, after=b, predicted={"after": ledger})`; a

@@ -5,7 +5,7 @@ Bytes are integers everywhere; MiB and GiB appear only in what a person reads.
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 
 PARAMETERS = "parameters"
@@ -21,7 +21,7 @@ TEMPORARIES = "temporaries"
 CATEGORIES = (PARAMETERS, BUFFERS, OPTIMIZER_STATE, GRADIENTS, INPUTS, ACTIVATIONS, COMMUNICATION, TEMPORARIES)
 
 
-def human(nbytes):
+def human(nbytes: float) -> str:
     """Write `nbytes` for a person: `12 B`, `3.4 MiB`, `112.0 GiB` (binary units, one decimal)."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -70,18 +70,18 @@ class Ledger(Mapping):
     ValueError for a name that is nearly one of `CATEGORIES`, and for bytes that are no whole number.
     """
 
-    def __init__(self, nbytes=(), **more):
+    def __init__(self, nbytes: Mapping[str, int] | Iterable[tuple[str, int]] = (), **more: int) -> None:
         given = {category_name(name): _whole(name, count) for name, count in {**dict(nbytes), **more}.items()}
         known = {name: given[name] for name in CATEGORIES if given.get(name)}
         others = {name: count for name, count in given.items() if name not in CATEGORIES and count}
         self._bytes = {**known, **others}
 
     @property
-    def total(self):
+    def total(self) -> int:
         """Return the bytes over all categories."""
         return sum(self._bytes.values())
 
-    def __getitem__(self, name):
+    def __getitem__(self, name: str) -> int:
         name = _spelled(name)
         if name in self._bytes:
             return self._bytes[name]
@@ -89,13 +89,13 @@ class Ledger(Mapping):
             return 0
         raise KeyError(f"no category {name!r} in this ledger; it has {', '.join(self._bytes) or 'none'}")
 
-    def __contains__(self, name):
+    def __contains__(self, name: object) -> bool:
         return _spelled(name) in self._bytes
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._bytes)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._bytes)
 
     def __eq__(self, other):
@@ -182,7 +182,7 @@ class Table:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def beside(**ledgers):
+def beside(**ledgers: "Ledger") -> "Table":
     """Lay ledgers side by side: `beside(predicted=…, measured=t.peak)`. Two ledgers get a column of differences.
 
     A tracker or trace stands for its peak.

@@ -5,17 +5,21 @@ reference.
 """
 
 import weakref
+from typing import TYPE_CHECKING
 
 from torch.compiler import is_compiling
 
 from .ledger import category_name
 from .tensors import dense_parts
 
+if TYPE_CHECKING:
+    import torch
+
 meters = []  # those that count now, outermost first
 _marks = {}  # storage key -> (weak reference, category); outlives any meter
 
 
-def mark(tensor, category):
+def mark(tensor: "torch.Tensor", category: str) -> "torch.Tensor":
     """Give the storage of `tensor` a category, e.g. `"communication"`, in every tracker now and later. Returns
     `tensor`.
 

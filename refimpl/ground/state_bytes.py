@@ -29,7 +29,7 @@ PRECISIONS = {
 STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
-def model_state_bytes(parameters, optimizer="adamw", precision="fp32", tensors=0):
+def model_state_bytes(parameters: int, optimizer: str = "adamw", precision: str = "fp32", tensors: int = 0) -> Ledger:
     """Predict the model states of `parameters` = Ψ when every gradient is there: a Ledger (bytes).
 
     `tensors`: how many parameter tensors there are; Adam keeps an fp32 step counter, 4 bytes, for each (on the CPU,
@@ -52,7 +52,7 @@ def model_state_bytes(parameters, optimizer="adamw", precision="fp32", tensors=0
     })
 
 
-def bytes_per_parameter(optimizer="adamw", precision="fp32"):
+def bytes_per_parameter(optimizer: str = "adamw", precision: str = "fp32") -> int:
     """Return the bytes (int) of model states for one parameter: weight, gradient, master and optimizer state.
 
     16 for Adam in fp32, and 16 again with bf16 weights and an fp32 master ("ZeRO", Rajbhandari et al. 2020, section

@@ -4,18 +4,24 @@ It is exact for dense attention with all blocks kept. For fused attention, recom
 run, or call `refimpl.sequence_length.longest_sequence`, which fits a polynomial to dry runs.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .activation_bytes import activation_terms, block_terms, kept_on
 from .ledger import Ledger
 from .state_bytes import model_state_bytes
 
+if TYPE_CHECKING:
+    from ..config import GPTConfig
+
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # without master weights
 DONE = ("MLP input", "GELU input", "GELU output", "SiLU input", "SiLU output", "up output", "down input",
         "projection input", "values")
 
 
-def training_step_moments(config, batch, sequence, dtype=torch.float32, optimizer="adamw", device="cpu"):
+def training_step_moments(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.float32,
+                          optimizer: str = "adamw", device: torch.device | str = "cpu") -> dict[str, Ledger]:
     """Predict the bytes of forward, backward and `optimizer.step()` at each moment that can peak: {name: Ledger}.
 
     These are the moments of `backward_moments`, on top of parameters, optimizer states (which exist already) and
@@ -36,7 +42,8 @@ def training_step_moments(config, batch, sequence, dtype=torch.float32, optimize
     return {name: states - {"gradients": gradients} + moment for name, moment in moments.items()}
 
 
-def training_step_bytes(config, batch, sequence, dtype=torch.float32, optimizer="adamw", device="cpu"):
+def training_step_bytes(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.float32,
+                        optimizer: str = "adamw", device: torch.device | str = "cpu") -> Ledger:
     """Predict the bytes of a training step of our GPT at its peak: a Ledger, absolute.
 
     It is the highest of `training_step_moments`, which has the equations, and takes and raises the same: a step that is

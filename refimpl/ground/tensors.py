@@ -44,6 +44,6 @@ def dense_parts(tensor):
     return tuple(dense for part in parts for dense in dense_parts(part))
 
 
-def is_dry(tensor):
+def is_dry(tensor: torch.Tensor) -> bool:
     """Tell whether `tensor` is a fake one of a dry run. (The compiler has others, through which it reads a program.)"""
     return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "is_dry_run", False)

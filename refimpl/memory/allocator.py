@@ -48,7 +48,7 @@ class Reading:
     blocks: int | None = None
     inactive: int | None = None
 
-    def rows(self):
+    def rows(self) -> list[tuple[str, int]]:
         """Return [(name, int)] of what this device reports."""
         return [(name, value) for name, value in vars(self).items() if isinstance(value, int)]
 
@@ -63,7 +63,7 @@ class Reading:
         return f"<table><thead><tr><th>{self.device}</th><th>bytes</th></tr></thead><tbody>{rows}</tbody></table>"
 
 
-def measure(device=None):
+def measure(device: torch.device | str | None = None) -> "CPUMeasurement | CUDAMeasurement":
     """Read the real allocator: `with memory.measure() as m: step()`, then `m.peak` and the other fields of `Reading`.
 
     `device`: `"cpu"`, `"cuda"` …; by default a CUDA device where there is one. ValueError for a device with no

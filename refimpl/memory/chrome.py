@@ -3,14 +3,20 @@ and the largest storages, each from "b" to "e"."""
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..ground.figure import phases
 from .top import module_of, tensor_of
 
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from .trace import Trace
+
 LARGEST = 300  # storages
 
 
-def export_chrome(trace, path, name="memory", pid=0):
+def export_chrome(trace: "Trace", path: "str | PathLike[str]", name: str = "memory", pid: int = 0) -> Path:
     """Write `trace` to `path` as JSON: one counter of bytes by category, the phases as spans, and the LARGEST storages
     with their bytes, module and lines. Returns the Path.
 

@@ -6,8 +6,10 @@ say less in its shape rule than it takes; none does in our GPT.)
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, UnsupportedOperatorException
@@ -19,8 +21,12 @@ from .fakes.pytorch import as_on_real_tensors
 from .on_cuda import as_on_cuda
 from .tracker import track
 
+if TYPE_CHECKING:
+    from .tracker import Tracker
 
-def dry_run(function, *args, sizes=None, values=None, gpu=None, **kwargs):
+
+def dry_run(function: Callable[..., Any], *args: object, sizes: dict[str, int] | None = None, values: Any = None,
+            gpu: str | None = None, **kwargs: object) -> "Tracker":
     """Run `function(*args, **kwargs)` on fake tensors and return the Tracker; `.result` is what it returned.
 
     No memory is taken; what runs on `"cuda"` needs a GPU to be there, but none of its memory. Models, optimizers and

@@ -37,7 +37,7 @@ class Held(NamedTuple):
     record: int  # its place in `Trace.records`
 
     @property
-    def name(self):
+    def name(self) -> str:
         """Return the tensor's name, its type and shape, and its module where the name does not tell: one line."""
         kind = f"{self.dtype} {self.shape}".strip() if self.dtype else ""
         where = f"in {self.module}" if self.module and self.module not in self.tensor else ""

@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,15 @@ from ..elsewhere.text import one_line
 from ..ground.ledger import CATEGORIES, PARAMETERS, Ledger
 from . import top, trace_file
 from .records import BACKWARD, BUILD, END, FORWARD, START, STEP, Line, Op, StorageRecord, category_of
+
+if TYPE_CHECKING:
+    from os import PathLike
+    from pathlib import Path
+
+    import torch
+
+    from ..ground.figure import MemoryFigure
+    from .top import Held
 
 __all__ = ["BACKWARD", "BUILD", "END", "FORWARD", "START", "STEP", "Line", "Moment", "Op", "StorageRecord", "Timeline",
            "Trace", "category_of"]
@@ -36,14 +46,14 @@ class Timeline:
     Indexed or iterated it gives Moments; a slice, a list of them.
     """
 
-    def __init__(self, ops, categories, nbytes):
+    def __init__(self, ops: Sequence[Op], categories: Sequence[str], nbytes: np.ndarray) -> None:
         self.ops, self.categories, self.nbytes = ops, categories, nbytes
         self.totals = nbytes.sum(axis=1)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.ops)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[row] for row in range(len(self))[index]]
         index = range(len(self.ops))[index]
@@ -51,10 +61,10 @@ class Timeline:
         nbytes = self.nbytes[index].tolist()
         return Moment(index, name, phase, module, Ledger(zip(self.categories, nbytes, strict=True)))
 
-    def __iter__(self):
+    def __iter__(self) -> "Iterator[Moment]":
         return (self[i] for i in range(len(self)))
 
-    def peak(self, phase=None):
+    def peak(self, phase: str | None = None) -> "Moment":
         """Return the Moment with the most bytes (the first of equals), over all operations or those of one `phase`."""
         inside = np.array([phase is None or op.phase == phase for op in self.ops], dtype=bool)
         if not inside.any():
@@ -72,7 +82,9 @@ class Trace:
     them.
     """
 
-    def __init__(self, ops=(), records=(), events=(), first_call=None, device=None, began_ns=None, notes=()):
+    def __init__(self, ops: Sequence[Op] = (), records: Sequence[StorageRecord] = (), events: Sequence[tuple] = (),
+                 first_call: int | None = None, device: "torch.device | str | None" = None, began_ns: int | None = None,
+                 notes: Sequence[str] = ()) -> None:
         self.ops, self.records, self.events = list(ops), list(records), list(events)
         self.first_call = first_call  # index of the first operation inside a module's forward
         self.notes = list(notes)
@@ -80,29 +92,29 @@ class Trace:
         self.began_ns = began_ns if began_ns or self.ops else time.time_ns()  # with nothing in it yet: it begins now
 
     @property
-    def devices(self):
+    def devices(self) -> list[str]:
         """Return the devices that held a storage, e.g. `["cpu", "cuda:0"]`."""
         return sorted({record.device for record in self.records})
 
     @property
-    def device(self):
+    def device(self) -> str:
         """Return the device that the readings below are of."""
         accelerators = [device for device in self.devices if device != "cpu"]
         return self._device or (accelerators or ["cpu"])[0]
 
-    def on(self, device):
+    def on(self, device: "torch.device | str") -> "Trace":
         """Return the same recording read on `device` (`"cpu"`, `"cuda:0"`); ValueError if it held nothing there."""
         device = str(device)
         if device not in self.devices:
             raise ValueError(f"nothing was allocated on {device!r}; this trace saw {', '.join(self.devices) or 'none'}")
         return Trace(self.ops, self.records, self.events, self.first_call, device, self.began_ns, self.notes)
 
-    def categories(self):
+    def categories(self) -> list[str]:
         """Return the category of every storage record, in order."""
         modules_seen = any(PARAMETERS in record.roles for record in self.records)
         return [category_of(record, modules_seen) for record in self.records]
 
-    def lives(self, device=None):
+    def lives(self, device: "torch.device | str | None" = None) -> Iterator[tuple[int, StorageRecord, int]]:
         """Yield (ns since 1970, record, bytes) each time that a storage takes bytes on `device`, by default this one;
         and the same with fewer than no bytes when it gives them back. One that is resized gives all back first."""
         device, held = device or self.device, Counter()
@@ -117,7 +129,7 @@ class Trace:
                     yield time_ns, record, held[record]
 
     @property
-    def timeline(self):
+    def timeline(self) -> "Timeline":
         """Return bytes by category over time: the first row is from the start, the last from now."""
         found, device = self.categories(), self.device
         names = [*CATEGORIES, *sorted(set(found).difference(CATEGORIES))]
@@ -137,25 +149,26 @@ class Trace:
         return [begin._replace(name=START, module="", time_ns=began), *ops, end._replace(name=END, module="")]
 
     @property
-    def start(self):
+    def start(self) -> Ledger:
         """Return the Ledger of what was alive when the context was entered."""
         return self.timeline[0].ledger
 
     @property
-    def now(self):
+    def now(self) -> Ledger:
         """Return the Ledger of what is alive; after the context, what was alive when it ended."""
         return self.timeline[-1].ledger
 
     @property
-    def peak(self):
+    def peak(self) -> Ledger:
         """Return the Ledger at the moment with the most bytes."""
         return self.peak_moment().ledger
 
-    def peak_moment(self, phase=None):
+    def peak_moment(self, phase: str | None = None) -> "Moment":
         """Return the Moment of the peak: operation, phase, module and ledger; of one phase if `phase` is given."""
         return self.timeline.peak(phase)
 
-    def top(self, k=5, by="module", phase=None, category=None):
+    def top(self, k: int = 5, by: str = "module", phase: str | None = None,
+            category: str | None = None) -> list[tuple[str, int]]:
         """List the `k` largest holders of bytes at the peak (of `phase`, if given): [(name, bytes), …].
 
         `by`: "module", "line" (the user's own), "source" (the line that called PyTorch, in a library perhaps),
@@ -164,7 +177,7 @@ class Trace:
         """
         return top.top(self, k, by, phase, category)
 
-    def held(self, phase=None, category=None):
+    def held(self, phase: str | None = None, category: str | None = None) -> "list[Held]":
         """List every storage that is alive at the peak (of `phase`), the largest first: [Held, …].
 
         A Held has `nbytes`, `category`, `tensor`, `shape`, `dtype`, `module`, `line`, `source`, `operation` and `phase`
@@ -190,37 +203,37 @@ class Trace:
         return f"<p>peak on {escape(str(self.device))}, after {where}</p>{moment.ledger._repr_html_()}" + "".join(
             f"<p>note: {escape(note)}</p>" for note in self.notes)
 
-    def plot(self, predicted=None, **labels):
+    def plot(self, predicted: Any = None, **labels: "Trace") -> "MemoryFigure":
         """Draw this trace in the figure of every page; see `memory.plot`."""
         from ..ground.figure import plot
 
         return plot(self, predicted=predicted, **labels)
 
-    def save(self, path):
+    def save(self, path: "str | PathLike[str]") -> "Path":
         """Write this trace to a file of JSON lines, from which `memory.load(path)` reads it. Returns the Path."""
         return trace_file.save(self, path)
 
-    def to_html(self, path, title="Memory over a training step"):
+    def to_html(self, path: "str | PathLike[str]", title: str = "Memory over a training step") -> "Path":
         """Write one self-contained page with the timeline and whose each byte is; see `memory.page`. Returns the Path.
         """
         from .page import to_html
 
         return to_html(self, path, title)
 
-    def export_snapshot(self, path):
+    def export_snapshot(self, path: "str | PathLike[str]") -> "Path":
         """Write the timeline for PyTorch's memory viewer; see `memory.snapshot.export_snapshot`."""
         from .snapshot import export_snapshot
 
         return export_snapshot(self, path)
 
-    def export_chrome(self, path):
+    def export_chrome(self, path: "str | PathLike[str]") -> "Path":
         """Write the timeline as Chrome/Perfetto counters; see `memory.chrome.export_chrome`."""
         from .chrome import export_chrome
 
         return export_chrome(self, path)
 
 
-def load(path):
+def load(path: "str | PathLike[str]") -> "Trace":
     """Read what `save` wrote: a Trace with all readings of the one that was saved.
 
     ValueError, with the file and its line, for a file of another kind or version, and for one that is damaged or cut.

@@ -14,6 +14,7 @@ It takes care not to be in the way: a tracked program takes what the same progra
 """
 
 from bisect import bisect_right
+from typing import Self
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -30,7 +31,7 @@ from .tracking.owners import Owners
 from .tracking.storages import StorageMode
 
 
-def track(*objects):
+def track(*objects: object) -> "Tracker":
     """Count the bytes of everything that happens in the context, by category.
 
     `with memory.track(model, optimizer) as t: step()`, then `t.peak`, `t.now`, `t.start` (Ledgers, bytes),
@@ -47,7 +48,7 @@ class Tracker(StorageMode):
     It is used once: RuntimeError if it is entered again.
     """
 
-    def __init__(self, *objects):
+    def __init__(self, *objects: object) -> None:
         super().__init__()
         self._objects = objects
         self._modules = []  # the modules whose forward is running, outermost first
@@ -62,7 +63,7 @@ class Tracker(StorageMode):
 
     # --- the context ---------------------------------------------------------------------------------------------
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         if self.ops or self._alive:
             raise RuntimeError("this tracker has recorded already: call memory.track(…) again for a new one")
         self._under_fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -77,7 +78,7 @@ class Tracker(StorageMode):
             raise
         return super().__enter__()
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._adopt_again()
         listeners.unsubscribe(self)
@@ -124,7 +125,7 @@ class Tracker(StorageMode):
 
     # --- what the listeners tell -----------------------------------------------------------------------------------
 
-    def enter_module(self, module):
+    def enter_module(self, module: torch.nn.Module) -> None:
         """Note that a module's forward begins. The outermost one is adopted."""
         if not self._modules:
             self._stepping = 0  # a step that raised did not report its end
@@ -136,7 +137,7 @@ class Tracker(StorageMode):
         self._program.enter_module()
         self._switch()
 
-    def leave_module(self, module, arguments):
+    def leave_module(self, module: torch.nn.Module, arguments: object) -> None:
         """Note that a module's forward ended, or raised. What the outermost one got from outside are inputs."""
         if module in self._modules:
             while self._modules.pop() is not module:
@@ -156,68 +157,68 @@ class Tracker(StorageMode):
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._switches.append(module)
 
-    def own_parameter(self, parameter, name=""):
+    def own_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
         """Note a parameter that a module registered, or that was found in one."""
         if parameter is not None and not is_lazy(parameter):
             self._role(parameter, PARAMETERS, parameter)
             self._watch_gradient(parameter)
 
-    def own_buffer(self, buffer):
+    def own_buffer(self, buffer: torch.Tensor) -> None:
         """Note a buffer that a module registered, or that was found in one."""
         if buffer is not None:
             self._role(buffer, BUFFERS, buffer)
 
-    def enter_step(self, optimizer):
+    def enter_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer's step begins: gradients assigned by hand are found now at the latest."""
         self._adopt_optimizer(optimizer)
         self._stepping += 1
 
-    def enter_closure(self):
+    def enter_closure(self) -> None:
         """Note that a step calls the function that computes the loss."""
         self._waiting.append(self._stepping)
         self._stepping = 0
 
-    def leave_closure(self):
+    def leave_closure(self) -> None:
         """Note that this function returned, and the step goes on."""
         self._stepping = self._waiting.pop()
 
-    def leave_step(self, optimizer):
+    def leave_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer's step ended: state that it created lazily is known now."""
         self._stepping = max(0, self._stepping - 1)
         for parameter, state in self._states(optimizer):
             self._adopt_state(parameter, state)
 
-    def saved(self, tensor):
+    def saved(self, tensor: torch.Tensor) -> None:
         """Note that autograd saved the tensor itself."""
         for record in self._of(tensor):
             record.saved = True
 
-    def offered(self, tensor):
+    def offered(self, tensor: torch.Tensor) -> None:
         """Note that autograd offered the tensor to a technique's pack hook."""
         for record in self._of(tensor):
             record.offered = True
 
-    def packed(self, packed):
+    def packed(self, packed: object) -> None:
         """Note what the technique's pack hook returned."""
         for tensor in tensors_in(packed):
             for record in self._of(tensor):
                 record.packed = True
 
-    def enter_packing(self):
+    def enter_packing(self) -> None:
         """Note that storages made from here on are a technique's own."""
         self._packing += 1
 
-    def leave_packing(self):
+    def leave_packing(self) -> None:
         """Note that they are not any more."""
         self._packing -= 1
 
-    def function_returned(self, outputs):
+    def function_returned(self, outputs: object) -> None:
         """Note the outputs of an autograd.Function: they are the caller's, not what the function kept."""
         for tensor in tensors_in(outputs):
             for record in self._of(tensor):
                 record.packed = False
 
-    def marked(self, tensor):
+    def marked(self, tensor: torch.Tensor) -> None:
         """Note that this tensor's storage was marked."""
         for record in self._of(tensor):
             record.mark = mark_of(tensor.untyped_storage())

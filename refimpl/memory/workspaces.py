@@ -7,15 +7,19 @@ its workspace.
 
 from bisect import bisect_left
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from ..ground.ledger import human
 from .trace import StorageRecord, Trace
 from .tracking.taking import NOT_COUNTED, WORKSPACE
 
+if TYPE_CHECKING:
+    from .allocator import CPUMeasurement, CUDAMeasurement
+
 _ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in memory of another library
 
 
-def with_workspaces(trace, measurement):
+def with_workspaces(trace: Trace, measurement: "CUDAMeasurement | CPUMeasurement") -> Trace:
     """Add to `trace` the workspaces that `measurement` saw inside its operations, as a category of their own.
 
     `with memory.track(…) as t, memory.measure("cpu") as m: step()`, then `memory.with_workspaces(t, m)`: a Trace

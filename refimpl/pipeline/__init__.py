@@ -8,6 +8,8 @@ them: `executor`, `messages` and `mailbox` (what goes between ranks, and when it
 together).
 """
 
+from typing import TYPE_CHECKING
+
 from ..ground.lazy import lazily
 from ..ground.values import build
 from .catalogue import BUILDERS, idle_time, in_flight, schedule
@@ -17,6 +19,9 @@ from .partition import partition
 from .simulate import Costs, simulate
 from .split import SplitBackward
 from .validate import DeadlockError, ScheduleError, validate
+
+if TYPE_CHECKING:
+    from .drawing import draw
 
 __getattr__, __dir__ = lazily(__name__, {".drawing": "draw"})
 __all__ = ["BUILDERS", "Costs", "DeadlockError", "Instruction", "PipelineParallelStage", "Schedule", "ScheduleError",

@@ -17,8 +17,14 @@ In the order of reading:
     forking         that process
 """
 
+from typing import TYPE_CHECKING
+
 from ..ground.lazy import lazily
 from .errors import RankError
+
+if TYPE_CHECKING:
+    from .running import run
+    from .world import World
 
 __getattr__, __dir__ = lazily(__name__, {".running": "run", ".world": "World"})
 __all__ = ["RankError", "World", "run"]

@@ -14,7 +14,16 @@ where it is loaded, and `optimizer_state` which tensors a shard has. Hosts that 
 manifest or a state_dict has, and `coverage` that each element is in one file.
 """
 
+from typing import TYPE_CHECKING
+
 from ..ground.lazy import lazily
+
+if TYPE_CHECKING:
+    from .consolidated import load_state_dict, save_weights, state_dict
+    from .manifest import SavedStateError
+    from .sharded import load, save
+    from .shared import check_shared, exists
+    from .state import TrainingState
 
 __getattr__, __dir__ = lazily(__name__, {
     ".consolidated": "load_state_dict save_weights state_dict", ".manifest": "SavedStateError",

@@ -7,7 +7,18 @@ inputs of recomputed regions), `closed_forms` (bytes, traffic). That what is cut
 `refimpl/proof`.
 """
 
+from typing import TYPE_CHECKING
+
 from ..ground.lazy import lazily
+
+if TYPE_CHECKING:
+    from ..proof import CannotShrink, CutDiffers
+    from .embedding import VocabularyParallelEmbedding
+    from .linear import ColumnParallelLinear, RowParallelLinear
+    from .partitioned import PartitionedInputs
+    from .sequence import sequence_parallel
+    from .tensor import tensor_parallel
+    from .vocabulary import vocabulary_parallel_cross_entropy
 
 __getattr__, __dir__ = lazily(__name__, {
     "..proof": "CannotShrink CutDiffers", ".embedding": "VocabularyParallelEmbedding",

@@ -26,7 +26,16 @@ for tensor and pipeline parallelism; `shards` and `replicas` are two levels of d
 Machinery is one level down, in `internals`.
 """
 
+from typing import TYPE_CHECKING
+
 from ..ground.lazy import lazily
+
+if TYPE_CHECKING:
+    from ..saving import SavedStateError
+    from .data_parallel import DataParallel
+    from .zero1 import Zero1
+    from .zero2 import Zero2
+    from .zero3 import Zero3
 
 __getattr__, __dir__ = lazily(__name__, {"..saving": "SavedStateError", ".data_parallel": "DataParallel",
                                          ".zero1": "Zero1", ".zero2": "Zero2", ".zero3": "Zero3"})

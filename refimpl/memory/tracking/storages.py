@@ -72,11 +72,11 @@ class StorageMode(Trace, TorchDispatchMode):
     supports_higher_order_operators = True  # torch.cond, flex_attention: seen as one operation
 
     @classmethod
-    def ignore_compile_internals(cls):
+    def ignore_compile_internals(cls) -> bool:
         """Let compiled code run as such."""
         return True
 
-    def __init__(self):
+    def __init__(self) -> None:
         Trace.__init__(self)
         TorchDispatchMode.__init__(self)
         self._alive = {}  # storage key -> (record index, weak reference)
@@ -86,7 +86,7 @@ class StorageMode(Trace, TorchDispatchMode):
         self._lock = threading.RLock()  # autograd has threads of its own on CUDA
         self._program = Lines()  # where it runs
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         if self._with_workspaces:
             self.notes.append(note_of(self._with_workspaces, self.kernels_of or self.device))
@@ -224,17 +224,17 @@ class StorageMode(Trace, TorchDispatchMode):
                 found.append(record)
         return found
 
-    def made(self, name, tensor):
+    def made(self, name: str, tensor: torch.Tensor) -> None:
         """Note a tensor that a call made without an operation."""
         self._record(name, tensor)
 
-    def ran(self, name, outputs):
+    def ran(self, name: str, outputs: object) -> None:
         """Note that a formula of autograd's ran as one operation."""
         self._record(name, outputs)
         if name in TAKES_MORE:
             self._with_workspaces.add(name)
 
-    def resized(self, storage, before):
+    def resized(self, storage: torch.UntypedStorage, before: int) -> None:
         """Note that `untyped_storage().resize_` was called on a storage that had `before` bytes."""
         if storage._cdata not in self._alive:
             self._register(storage, nbytes=before)
