@@ -14,6 +14,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # A wheel has the files inside the package; a checkout has them beside it.
 FOLDERS = (Path(__file__).parent / "_data", Path(__file__).parent.parent / "data")
@@ -70,17 +71,17 @@ class Page:
     needs: tuple[str, ...]  # slugs
 
     @property
-    def name(self):
+    def name(self) -> str:
         """Return number and title, as the page's heading and links to it have them."""
         return f"{self.number} · {self.title}"
 
     @property
-    def filename(self):
+    def filename(self) -> str:
         """Return the name of the notebook."""
         return f"{self.number}_{self.slug}.ipynb"
 
 
-def model(name):
+def model(name: str) -> dict[str, Any]:
     """Return the config of a published model, as a new dict of keyword arguments for `GPTConfig`.
 
     Fields equal to GPTConfig's default are absent. Raises ValueError for a name that is not in `model_names()`.
@@ -88,12 +89,12 @@ def model(name):
     return {key: value for key, value in _model(name).items() if key in MODEL_CONFIG}
 
 
-def model_names():
+def model_names() -> list[str]:
     """Return the names that `model` takes, in the order of the file."""
     return list(_models())
 
 
-def published_parameters(name):
+def published_parameters(name: str) -> int | None:
     """Return the exact parameter count published for model `name`, or None if there is none.
 
     Raises ValueError for a name that is not in `model_names()`.
@@ -101,7 +102,7 @@ def published_parameters(name):
     return _model(name).get("parameters")
 
 
-def source(name):
+def source(name: str) -> str:
     """Return where the config of model `name` is published: paper and table, or official config.
 
     Raises ValueError for a name that is not in `model_names()`.
@@ -109,7 +110,7 @@ def source(name):
     return _model(name)["source"]
 
 
-def note(name):
+def note(name: str) -> str:
     """Return what is to know of model `name`, such as parts of it that `GPTConfig` does not have; "" if nothing is.
 
     Raises ValueError for a name that is not in `model_names()`.
@@ -117,7 +118,7 @@ def note(name):
     return _model(name).get("note", "")
 
 
-def training(name):
+def training(name: str) -> dict[str, int]:
     """Return the batch sizes and parallel degrees published with model `name`, as a new dict of integers.
 
     Keys: micro_batch and global_batch (sequences), tensor_parallel, pipeline_parallel (GPUs), interleave (model chunks
@@ -131,22 +132,22 @@ def training(name):
     return dict(facts)
 
 
-def hardware(name):
+def hardware(name: str) -> Hardware:
     """Return the `Hardware` called `name`, or by an alias as "h100". ValueError for a name that is in neither."""
     return _lookup(_all_hardware(), _aliases().get(name, name), "hardware")
 
 
-def hardware_names():
+def hardware_names() -> list[str]:
     """Return the names that `hardware` takes, in the order of the file."""
     return list(_all_hardware())
 
 
-def page(slug):
+def page(slug: str) -> Page:
     """Return the `Page` called `slug`, such as "zero_3". Raises ValueError for a slug that no page has."""
     return _lookup(_pages(), slug, "page")
 
 
-def pages():
+def pages() -> list[Page]:
     """Return every `Page` of the course, in the order of reading."""
     return list(_pages().values())
 

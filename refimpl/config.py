@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any, Self
 
 from . import catalog
 
@@ -64,7 +65,7 @@ class GPTConfig:
                              f"{self.head_dim} dimensions: expected an even number from 2 to {self.head_dim}")
 
     @classmethod
-    def named(cls, name, **changes):
+    def named(cls, name: str, **changes: Any) -> Self:
         """Return a published model (`catalog.model_names()`) with `changes`; an unknown name lists the close ones."""
         return cls(**{**catalog.model(name), **changes})
 
@@ -78,47 +79,47 @@ class GPTConfig:
         return _Derived(self.hidden // self.heads)
 
     @property
-    def q_hidden(self):
+    def q_hidden(self) -> int:
         """Return H · D, the features of all query heads; hidden, unless `head_dim` says otherwise."""
         return self.heads * self.head_dim
 
     @property
-    def kv_hidden(self):
+    def kv_hidden(self) -> int:
         """Return G · D, the features of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
     @property
-    def gated(self):
+    def gated(self) -> bool:
         """Tell whether the MLP has a gate beside its up projection."""
         return self.activation != "gelu"
 
     @property
-    def has_qkv_bias(self):
+    def has_qkv_bias(self) -> bool:
         """Tell whether q, k and v have a bias."""
         return self.bias or self.qkv_bias
 
     @property
-    def norms(self):
+    def norms(self) -> int:
         """Return how many norms a layer has: 2, with `post_norms` 4."""
         return 4 if self.post_norms else 2
 
     @property
-    def rotary_dim(self):
+    def rotary_dim(self) -> int:
         """Return how many of the D dimensions are rotated."""
         return int(self.head_dim * self.rotary_fraction)
 
-    def layer_parameters(self):
+    def layer_parameters(self) -> dict[str, int]:
         """Return the parameters of one layer in closed form, {part: count}: "qkv", "out", "up" (with the gate), "down"
         and "norms"."""
         C, Q, KV, M, b = self.hidden, self.q_hidden, self.kv_hidden, self.mlp_hidden, int(self.bias)
         return {"qkv": (C + self.has_qkv_bias) * (Q + 2 * KV), "out": (Q + b) * C, "up": (1 + self.gated) * (C + b) * M,
                 "down": (M + b) * C, "norms": self.norms * self.norm_parameters()}
 
-    def norm_parameters(self):
+    def norm_parameters(self) -> int:
         """Return the parameters of one norm: a weight and, of a LayerNorm with `bias`, a bias."""
         return self.hidden * (1 + (self.norm == "layernorm" and self.bias))
 
-    def parameter_count(self):
+    def parameter_count(self) -> int:
         """Return Ψ in closed form: embeddings + layers · (attention + MLP + norms) + last norm (+ head if untied).
 
         Shared weights count once, so that it equals `sum(p.numel() for p in GPT(config).parameters())`.

@@ -12,7 +12,9 @@ Shapes: B batch (sequences of one rank), T sequence length, N bytes.
 
 import fnmatch
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ class TextData:
     In a dry run (under `FakeTensorMode`) batches are fake tensors of the same shape and dtype.
     """
 
-    def __init__(self, path=None, validation=0.1, *, patterns=PATTERNS):
+    def __init__(self, path: Any = None, validation: float = 0.1, *, patterns: Sequence[str] = PATTERNS) -> None:
         if isinstance(patterns, str):
             raise ValueError(f"patterns={patterns!r}: expected a sequence of patterns, ({patterns!r},)")
         if not 0 <= validation < 1:
@@ -52,9 +54,9 @@ class TextData:
         sizes = ", ".join(f"{len(array_N)} bytes of {split}" for split, array_N in self._arrays.items())
         return f"TextData({self.name}: {sizes})"
 
-    def batches(
-        self, batch_size, sequence_length, *, split="train", seed=0, rank=0, world_size=1, device=None, epochs=1
-    ):
+    def batches(self, batch_size: int, sequence_length: int, *, split: str = "train", seed: int = 0, rank: int = 0,
+                world_size: int = 1, device: torch.device | str | None = None,
+                epochs: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Iterate over `(tokens_BT, targets_BT)`, int64 on `device`. The target of a token is the next token.
 
         The split is cut into windows of `sequence_length` + 1 bytes, which start at multiples of `sequence_length`. So
@@ -88,7 +90,7 @@ class TextData:
 
         return generate()
 
-    def steps(self, batch_size, sequence_length, *, split="train", world_size=1):
+    def steps(self, batch_size: int, sequence_length: int, *, split: str = "train", world_size: int = 1) -> int:
         """Return the number of batches per rank in an epoch: ⌊⌊(N − 1) / T⌋ / (batch_size · world_size)⌋.
 
         Raises ValueError as `batches` does.
@@ -116,12 +118,12 @@ class TextData:
         return windows // global_batch
 
 
-def encode(text):
+def encode(text: str) -> torch.Tensor:
     """Return the bytes of `text` in UTF-8, as a uint8 tensor (N,)."""
     return torch.from_numpy(np.frombuffer(bytearray(text, "utf-8"), dtype=np.uint8))
 
 
-def decode(tokens):
+def decode(tokens: torch.Tensor) -> str:
     """Return the text of byte tokens (N,), of any integer dtype. Invalid UTF-8 becomes U+FFFD.
 
     That occurs where a batch cuts a character in two, and in text that a model samples. Raises ValueError for a tensor

@@ -20,6 +20,12 @@ import itertools
 import math
 from dataclasses import dataclass
 from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .comm.communicator import Communicator
 
 HOST = "host"
 ADVICE = {"tp": "its activations go to and fro in every layer: make tp divide the ranks of each host",
@@ -66,17 +72,17 @@ class Mesh:
                              "replica has as many")
 
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         """Return the number of all ranks, pp · dp · cp · tp."""
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
-    def sizes(self):
+    def sizes(self) -> dict[str, int]:
         """Return {kind: ranks of its group}, the axes from the fastest on, then the levels of dp."""
         shards = self.dp if self.shards in (None, HOST) else self.shards
         return {**{axis: getattr(self, axis) for axis in AXES}, "shards": shards, "replicas": self.dp // shards}
 
-    def coordinates(self, rank):
+    def coordinates(self, rank: int) -> dict[str, int]:
         """Return {kind: where the rank stands on it}. ValueError for a rank that the mesh does not have."""
         if not isinstance(rank, Integral) or isinstance(rank, bool) or not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank!r}: expected one from 0 to {self.world_size - 1}, of {self!r}")
@@ -86,7 +92,7 @@ class Mesh:
         found["replicas"], found["shards"] = divmod(found["dp"], self.sizes["shards"])
         return found
 
-    def rank_at(self, **coordinates):
+    def rank_at(self, **coordinates: Any) -> int:
         """Return the rank at these places on the axes, 0 where none is given: `mesh.rank_at(dp=1, tp=3)`. The inverse
         of `coordinates`. ValueError for an unknown axis, and for a place beyond its end."""
         rank, step = 0, 1
@@ -99,13 +105,13 @@ class Mesh:
             raise ValueError(f"no axis {', '.join(coordinates)}: expected {', '.join(AXES)}")
         return rank
 
-    def describe(self, rank):
+    def describe(self, rank: int) -> str:
         """Return the rank with its places on axes that are split: 'rank 5 (pp 1, dp 0, tp 1)'."""
         at = self.coordinates(rank)
         places = ", ".join(f"{axis} {at[axis]}" for axis in reversed(AXES) if self.sizes[axis] > 1)
         return f"rank {rank}" + f" ({places})" * bool(places)
 
-    def groups(self, *kinds):
+    def groups(self, *kinds: Any) -> list[tuple[int, ...]]:
         """Return all groups of a kind, or of several kinds together, as tuples of ascending ranks. They are disjoint,
         and every rank is in one: ranks of a group differ in `kinds` alone. `mesh.groups("dp", "cp")`: gradients are
         summed over each of these. ValueError for an unknown kind, or none."""
@@ -115,7 +121,7 @@ class Mesh:
             found.setdefault(self._apart(rank, along), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
-    def ranks(self, *kinds, rank):
+    def ranks(self, *kinds: Any, rank: int) -> tuple[int, ...]:
         """Return the group of `rank`, as a tuple of ascending ranks, `rank` among them."""
         along, here = self._along(kinds), self.coordinates(rank)
         places = [range(self.sizes[axis]) if axis in along else (here[axis],) for axis in ("tp", "cp", *LEVELS, "pp")]
@@ -132,14 +138,14 @@ class Mesh:
         """Return what all ranks of one group have in common."""
         return tuple(place for axis, place in self.coordinates(rank).items() if axis not in along and axis != "dp")
 
-    def connect(self, comm):
+    def connect(self, comm: "Communicator") -> "ConnectedMesh":
         """Return the mesh of the ranks of `comm`, with a Communicator for each group of this rank (`ConnectedMesh`).
 
         All ranks of `comm` call it. ValueError, naming the sizes, if the mesh has more ranks than `comm`, or fewer.
         """
         return ConnectedMesh(self, comm)
 
-    def get_parallel_group(self, *kinds):
+    def get_parallel_group(self, *kinds: Any) -> "Communicator":
         """Raise RuntimeError: a mesh that is not connected has groups of numbers alone."""
         raise RuntimeError(f"{self!r} is not connected: call mesh = {self!r}.connect(comm) on every rank; without "
                            "ranks, mesh.groups says who is in which group")
@@ -169,7 +175,7 @@ class Mesh:
         fastest, *others = [axis for axis in split if self.sizes[axis] > 1] or ["tp"]
         return fastest, others[::-1]
 
-    def draw(self):
+    def draw(self) -> "Figure":
         """Draw the mesh once for each axis of more than one rank, a colour for each of its groups. Returns a matplotlib
         Figure. ValueError for more than 256 ranks."""
         if self.world_size > DRAWN:
@@ -204,7 +210,7 @@ class ConnectedMesh(Mesh):
     - `here`: {kind: where this rank stands on it}.
     """
 
-    def __init__(self, mesh, comm):
+    def __init__(self, mesh: Mesh, comm: "Communicator") -> None:
         if mesh.world_size != comm.world_size:
             product = " · ".join(f"{axis}={getattr(mesh, axis)}" for axis in reversed(AXES))
             raise ValueError(f"{mesh!r} has {product} = {mesh.world_size} ranks, and the communicator has "
@@ -219,7 +225,7 @@ class ConnectedMesh(Mesh):
         for kinds in (*((axis,) for axis in AXES), ("dp", "cp"), *((level,) for level in LEVELS)):
             self.get_parallel_group(*kinds)
 
-    def get_parallel_group(self, *kinds):
+    def get_parallel_group(self, *kinds: Any) -> "Communicator":
         """Return the Communicator of this rank's group of a kind, or of several kinds together: ("dp", "cp").
 
         Those of each kind, and of dp × cp, have been made by `connect`. Other kinds together are made in the first
@@ -233,7 +239,7 @@ class ConnectedMesh(Mesh):
             self._made[differ] = self.comm.split(mine)
         return self._made[differ]
 
-    def ranks(self, *kinds, rank=None):
+    def ranks(self, *kinds: Any, rank: int | None = None) -> tuple[int, ...]:
         """Return the group of this rank, or of `rank`, as numbers in `comm`, which `ShardSpec.replicas` takes. All
         ranks of a tensor-parallel group hold the same weight of a norm: its replicas are `mesh.ranks("tp")`."""
         return super().ranks(*kinds, rank=self.comm.rank if rank is None else rank)

@@ -7,6 +7,7 @@ outside and not known here.
 
 import inspect
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,7 +19,8 @@ from .config import GPTConfig as GPTConfig  # users import it from here
 from .rotary import rotate, rotation_table
 
 
-def softmax_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, dropout_p=0.0):
+def softmax_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, *, causal: bool = False,
+                      dropout_p: float = 0.0) -> torch.Tensor:
     """Return softmax(q kᵀ / √D) v, (B, H, T, D), with the whole T×S matrix in memory.
 
     Each key head serves H/G query heads, which become more rows of one matrix. `causal` is aligned bottom-right: the
@@ -63,7 +65,7 @@ class Attention(nn.Module):
     `qkv` gives no whole number of key heads, each with its query heads.
     """
 
-    def __init__(self, config, attention):
+    def __init__(self, config: GPTConfig, attention: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.config = config
         self.set_attention(attention)
@@ -71,12 +73,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, config.q_hidden + 2 * config.kv_hidden, bias=config.has_qkv_bias)
         self.out = nn.Linear(config.q_hidden, config.hidden, bias=config.bias)
 
-    def set_attention(self, attention):
+    def set_attention(self, attention: Callable[..., torch.Tensor]) -> None:
         """Use another attention function from now on."""
         self._modules.pop("attention", None)  # an attention may be a module, and the next one none
         self.attention, self.options = attention, _bind(attention, self.config.dropout)
 
-    def forward(self, x_BTC, rotation=None):
+    def forward(self, x_BTC: torch.Tensor, rotation: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Map x (B, T, C) to (B, T, C). `rotation`: what `GPT.rotation` returns for x's positions."""
         c, qkv = self.config, self.qkv(x_BTC)
         heads, groups = self._heads_in(qkv.shape[-1])
@@ -102,27 +104,27 @@ class MLP(nn.Module):
     """The feed-forward layer: GELU(x W_up) W_down; or SwiGLU, (SiLU(x W_gate) ∘ x W_up) W_down, and GeGLU, with GELU in
     the place of SiLU (Shazeer 2020)."""
 
-    def __init__(self, config):
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.activation = {"swiglu": F.silu, "geglu": partial(F.gelu, approximate="tanh")}.get(config.activation)
         self.gate = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias) if config.gated else None
         self.up = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias)
         self.down = nn.Linear(config.mlp_hidden, config.hidden, bias=config.bias)
 
-    def forward(self, x_BTC):
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         if self.gate is None:
             return self.down(F.gelu(self.up(x_BTC), approximate="tanh"))
         return self.down(self.activation(self.gate(x_BTC)) * self.up(x_BTC))
 
 
-def norm_of(config):
+def norm_of(config: GPTConfig) -> nn.Module:
     """Return the norm that a config names, over its hidden size."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.hidden, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
 
 
-def same(x):
+def same(x: torch.Tensor) -> torch.Tensor:
     """Return x: what stands where a config has no norm."""
     return x
 
@@ -134,14 +136,14 @@ class Block(nn.Module):
     `block(x_BTC, rotation)`, with what `GPT.rotation` returns, maps x (B, T, C) to (B, T, C).
     """
 
-    def __init__(self, config, attention):
+    def __init__(self, config: GPTConfig, attention: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.norm1, self.attention = norm_of(config), Attention(config, attention)
         self.norm2, self.mlp = norm_of(config), MLP(config)
         self.post1, self.post2 = (norm_of(config) if config.post_norms else same for _ in range(2))
         self.parallel, self.dropout = config.parallel_residual, nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC, rotation=None):
+    def forward(self, x_BTC: torch.Tensor, rotation: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         attended = self.dropout(self.post1(self.attention(self.norm1(x_BTC), rotation)))
         if self.parallel:
             return x_BTC + attended + self.dropout(self.post2(self.mlp(self.norm2(x_BTC))))
@@ -149,7 +151,8 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.post2(self.mlp(self.norm2(x_BTC))))
 
 
-def cross_entropy(head, x_BTC, targets_BT, reduction):
+def cross_entropy(head: Callable[[torch.Tensor], torch.Tensor], x_BTC: torch.Tensor, targets_BT: torch.Tensor,
+                  reduction: str) -> torch.Tensor:
     """Return the cross-entropy of head(x), the logits (B, T, V), at the targets (B, T). It is in fp32."""
     logits_BTV = head(x_BTC)
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten().long(), reduction=reduction)
@@ -172,7 +175,8 @@ class GPT(nn.Module):
         out = model.predict(x, targets) if last else x
     """
 
-    def __init__(self, config, attention=softmax_attention, *, dtype=None, device=None):
+    def __init__(self, config: GPTConfig, attention: Callable[..., torch.Tensor] = softmax_attention, *,
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config, self.loss = config, cross_entropy
         with built_in(dtype, device):
@@ -186,7 +190,7 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
         self.apply(self.initialize)
 
-    def initialize(self, module):
+    def initialize(self, module: nn.Module) -> None:
         """Initialise as GPT-2: N(0, 0.02²), biases 0. Output projections of a block are smaller by √(2 · layers)."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
@@ -196,7 +200,8 @@ class GPT(nn.Module):
             for linear in (module.attention.out, module.mlp.down):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
-    def forward(self, tokens_BT, targets_BT=None, *, offset=0, positions_BT=None, reduction="mean"):
+    def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None, *, offset: int = 0,
+                positions_BT: torch.Tensor | None = None, reduction: str = "mean") -> torch.Tensor:
         """Map tokens (B, T) to logits (B, T, V), or to the cross-entropy ("mean" or "sum") with targets (B, T).
 
         A target of −100 is not counted. `offset`: the position of the first token, for a sequence fed in chunks.
@@ -211,7 +216,8 @@ class GPT(nn.Module):
             x_BTC = block(x_BTC, rotation)
         return self.predict(x_BTC, targets_BT, reduction=reduction)
 
-    def embed(self, tokens_BT, *, offset=0, positions_BT=None):
+    def embed(self, tokens_BT: torch.Tensor, *, offset: int = 0,
+              positions_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Map tokens (B, T) to x (B, T, C) for the first block: embeddings, plus learned positions if there are any,
         with dropout. Raises as `forward` does."""
         positions = self._positions(self._check(tokens_BT, None, offset), offset, positions_BT, tokens_BT)
@@ -220,7 +226,8 @@ class GPT(nn.Module):
             x_BTC = x_BTC + self._lookup(self.positions, positions, ids=positions, name="positions_BT")
         return self.dropout(x_BTC)
 
-    def rotation(self, x_BTC, *, offset=0, positions_BT=None):
+    def rotation(self, x_BTC: torch.Tensor, *, offset: int = 0,
+                 positions_BT: torch.Tensor | None = None) -> Sequence[torch.Tensor] | None:
         """Return what each block takes beside x (B, T, C): cos and sin of its T positions, (T, rotary_dim) each, in x's
         dtype, with `positions_BT` (B, 1, T, rotary_dim); None if positions are learned. Raises as `forward` does."""
         T = self._check_positions(x_BTC.shape[1], offset)
@@ -230,7 +237,8 @@ class GPT(nn.Module):
         tables = rotation_table(self.config, positions)
         return [(table if positions_BT is None else table[:, None]).to(x_BTC.dtype) for table in tables]
 
-    def predict(self, x_BTC, targets_BT=None, *, reduction="mean"):
+    def predict(self, x_BTC: torch.Tensor, targets_BT: torch.Tensor | None = None, *,
+                reduction: str = "mean") -> torch.Tensor:
         """Map x (B, T, C) from the last block to logits (B, T, V), or with targets (B, T) to the cross-entropy: the
         last norm and the head. Raises as `forward` does."""
         x_BTC = self.norm(x_BTC)
@@ -279,7 +287,7 @@ def _check_ids(name, ids, shape=None):
 
 
 @contextmanager
-def built_in(dtype, device):
+def built_in(dtype: torch.dtype | None, device: torch.device | str | None) -> Iterator[None]:
     """Build parameters in `dtype` and on `device` inside the context. None: torch's own defaults."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype or previous)

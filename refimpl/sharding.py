@@ -12,13 +12,16 @@ beginnings of the next. Two boxes have a box in common. So elements move between
 
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .comm.texts import gather_results
+
+if TYPE_CHECKING:
+    from .comm.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -70,18 +73,18 @@ class ShardSpec:
             raise ValueError(f"{self.name}: elements [{self.first}, {self.end}]: expected a part of {block} elements")
 
     @property
-    def numel(self):
+    def numel(self) -> int:
         """Return how many elements are here."""
         return self.end - self.first
 
-    def cut(self, first, end):
+    def cut(self, first: int, end: int) -> "ShardSpec":
         """Return the spec of elements first … end − 1 of the block. ValueError if they are not all here."""
         if not self.first <= first <= end <= self.end:
             raise ValueError(f"{self.name}: cut to elements [{first}, {end}]: expected a part of [{self.first}, "
                              f"{self.end}], which is here")
         return replace(self, first=first, end=end)
 
-    def apart(self, dim, n):
+    def apart(self, dim: int, n: int) -> "ShardSpec":
         """Return the same elements of a whole whose dim is two: which of n equal parts, and where in it. ValueError for
         a block that is in several parts and has not all of them whole."""
         def two(sizes, both):
@@ -97,14 +100,14 @@ class ShardSpec:
         return replace(self, shape=two(self.shape, (n, size)), offsets=two(self.offsets, offsets),
                        lengths=two(self.lengths, lengths), fused=())
 
-    def block(self, whole):
+    def block(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the block of a whole tensor, a view of it unless parts are fused."""
         if self.fused:
             dim, n = self.fused
             return self.apart(dim, n).block(whole.unflatten(dim, (n, -1))).flatten(dim, dim + 1)
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))]
 
-    def boxes(self):
+    def boxes(self) -> list[Any]:
         """Return the elements as [(offsets in the whole, lengths, place)]: each box is contiguous in this rank's flat
         elements, and begins there at `place`."""
         if self.fused:
@@ -162,7 +165,7 @@ class Shard:
             raise ValueError(f"{self.spec.name}: owned is {self.owned}: expected a cut of {self.spec}")
 
 
-def set_spec(parameter, spec, names=(), room=None):
+def set_spec(parameter: torch.Tensor, spec: ShardSpec, names: Sequence[str] = (), room: int | None = None) -> None:
     """Say which part of the whole a parameter (or a buffer) is: for a technique that cuts a model from outside.
 
     - `names`: all names of the whole in the model that nobody has cut, if the cut model has others.
@@ -175,28 +178,28 @@ def set_spec(parameter, spec, names=(), room=None):
     parameter.shard_spec, parameter.whole_names, parameter.room = spec, tuple(names), room
 
 
-def spec_of(name, parameter):
+def spec_of(name: str, parameter: torch.Tensor) -> ShardSpec:
     """Return the spec that `set_spec` gave a parameter; else that of a whole tensor of this name."""
     return getattr(parameter, "shard_spec", None) or ShardSpec(name, tuple(parameter.shape))
 
 
-def names_of(name, parameter):
+def names_of(name: str, parameter: torch.Tensor) -> Any:
     """Return all names that the whole of a parameter of this name has in the model that nobody has cut."""
     return getattr(parameter, "whole_names", None) or (name,)
 
 
-def room_of(parameter):
+def room_of(parameter: torch.Tensor) -> int:
     """Return how many elements a bucket keeps for a parameter: those of the largest part that a rank has of it."""
     return getattr(parameter, "room", None) or parameter.numel()
 
 
-def set_apart(parameter):
+def set_apart(parameter: torch.Tensor) -> None:
     """Say that nothing else is in a parameter's bucket: so it is cut alike on ranks that hold other parameters beside
     it, as a pipeline's first and last of a tied embedding."""
     parameter.is_apart = True
 
 
-def is_apart(parameter):
+def is_apart(parameter: torch.Tensor) -> bool:
     """Tell whether `set_apart` was called."""
     return getattr(parameter, "is_apart", False)
 
@@ -212,16 +215,16 @@ class View(NamedTuple):
     stride: tuple
 
     @property
-    def end(self):
+    def end(self) -> int:
         """Return the place after its last element."""
         return self.begin + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
 
-    def of(self, flat):
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the box, as a view of a shard's flat elements."""
         return flat[self.begin : self.end].as_strided(self.size, self.stride)
 
 
-def overlaps(a, b):
+def overlaps(a: ShardSpec, b: ShardSpec) -> list[tuple[View, View]]:
     """Return [(View, View)]: the elements that two specs of one tensor share, in the elements of `a` and of `b`."""
     found = []
     for mine, theirs in itertools.product(a.boxes(), b.boxes()):
@@ -232,7 +235,7 @@ def overlaps(a, b):
     return found
 
 
-def copy_overlap(target, spec, source, source_spec):
+def copy_overlap(target: torch.Tensor, spec: ShardSpec, source: torch.Tensor, source_spec: ShardSpec) -> None:
     """Copy the elements that two specs share from the flat tensor `source` to the flat tensor `target`."""
     for mine, theirs in overlaps(spec, source_spec):
         mine.of(target).copy_(theirs.of(source))
@@ -262,7 +265,7 @@ def _strides(lengths, order=()):
 # --- does each element exist, and once? ------------------------------------------------------------------------------
 
 
-def check_specs(specs):
+def check_specs(specs: Any) -> None:
     """Raise ValueError, by name, unless the ranks' specs are each element of each tensor once, or on ranks that name
     each other as replicas. `specs`: [the specs of each rank], or {rank: its specs}."""
     pieces = {}
@@ -278,7 +281,7 @@ def check_specs(specs):
                              "it; all others hold different parts, which together are the whole")
 
 
-def check_ranks(comm, specs, counts=True):
+def check_ranks(comm: "Communicator", specs: Any, counts: bool = True) -> None:
     """Call `check_replicas`, on every rank of `comm`, with the specs of all of them, and `check_specs` with those of
     ranks that pass `counts`: the others, for data parallelism, have the same again. A rank alone, in a dry run, has
     nobody to ask."""
@@ -290,7 +293,7 @@ def check_ranks(comm, specs, counts=True):
     check_specs({rank: mine for rank, mine in found.items() if everyone[rank][0]})
 
 
-def check_replicas(specs):
+def check_replicas(specs: Any) -> list[tuple[int, ShardSpec]]:
     """Return [(rank, spec)], one for all replicas of a part. ValueError unless all that one names name the same."""
     holders = {}
     for rank, each in sorted((specs if isinstance(specs, dict) else dict(enumerate(specs))).items()):
@@ -304,7 +307,7 @@ def check_replicas(specs):
     return [(rank, spec) for (spec, _), ranks in holders.items() for rank in (ranks[:1] if spec.replicas else ranks)]
 
 
-def coverage_fault(name, shape, pieces, nowhere):
+def coverage_fault(name: str, shape: Sequence[int], pieces: Any, nowhere: Any) -> str | None:
     """Return a sentence unless `pieces`, [(ShardSpec, words for where it is)], have each element of the tensor once."""
     for fused in {spec.fused for spec, _ in pieces if spec.fused}:
         pieces = [(spec.apart(*fused), where) for spec, where in pieces]

@@ -13,7 +13,10 @@ import pytest
 import refimpl
 
 PACKAGE = Path(refimpl.__file__).parent
-TYPED = ["memory"]
+TYPED = ["memory", "zero", "comm", "checkpointing", "accumulation", "mixed_precision", "attention", "cross_entropy",
+         "offload", "tensor", "context", "pipeline", "compression", "parallel", "engine", "activations", "saving",
+         "allocator", "mlp", "sequence_length", "explain", "estimate", "rehearse", "phantom", "ranks",
+         "model", "mesh", "sharding", "catalog", "config", "data"]
 DUNDERS = {"__init__", "__call__", "__enter__", "__exit__", "__iter__", "__len__", "__getitem__", "__contains__"}
 
 

@@ -4,6 +4,9 @@ Activations grow with the number of rows in a batch. Gradients do not, since a g
 can be cut into micro-batches, each with its own forward and backward. The optimizer then steps once, on the sum.
 """
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from ..ground.ledger import Ledger
@@ -11,9 +14,15 @@ from .batches import count_targets, cut, weights
 from .ranks import Engine, ranks_of
 from .sums import GradientSums
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
 
-def accumulate(model, *batch, micro_batch=None, micro_batches=None, loss_fn=None, reduction="mean",
-               count=count_targets, dtype=torch.float32, scale=None, comm=None):
+
+def accumulate(model: Any, *batch: Any, micro_batch: int | None = None, micro_batches: int | None = None,
+               loss_fn: Callable[..., torch.Tensor] | None = None, reduction: str = "mean",
+               count: Callable[..., Any] = count_targets, dtype: torch.dtype = torch.float32,
+               scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+               comm: "Communicator | None" = None) -> torch.Tensor:
     """Add the gradient of `loss_fn(model, *batch)`, computed in parts, to `.grad`. Returns the loss without a graph.
 
         loss = accumulate(model, tokens, targets, micro_batch=8)     # instead of loss = model(tokens, targets)
@@ -139,7 +148,8 @@ def _check_dtype(name, dtype, or_none=False):
                          + ", or None" * or_none)
 
 
-def accumulation_bytes(parameters, activations, micro_batches, gradient=torch.float32, dtype=torch.float32):
+def accumulation_bytes(parameters: int, activations: int, micro_batches: int, gradient: torch.dtype = torch.float32,
+                       dtype: torch.dtype = torch.float32) -> Ledger:
     """Predict the bytes of gradients and activations at the start of the last backward, the peak of both: a Ledger.
 
     With Ψ = `parameters`, N = `micro_batches`, e = size of `gradient` (the dtype of `.grad`), s = size of `dtype` (in

@@ -9,13 +9,14 @@ The mean of the means, Σₘ Lₘ / N over N micro-batches, is L only if all n�
 
 import math
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-def split(batch, size):
+def split(batch: Any, size: int) -> list[Any]:
     """Cut `batch` into micro-batches of `size` rows; the last may have fewer. Returns a list of such structures.
 
     `batch`: a tensor, or lists, tuples and dicts of tensors with the same first dimension. A None in it goes to every
@@ -47,7 +48,7 @@ def _rows(leaves):
     return shapes[0][0]
 
 
-def count_targets(*micro_batch, ignore_index=-100):
+def count_targets(*micro_batch: torch.Tensor, ignore_index: int = -100) -> Any:
     """Count the targets of a micro-batch, its last argument. They are the terms of its mean loss.
 
     Integers count unless they are `ignore_index`, as in `cross_entropy` and `refimpl.model.GPT`. The result is then a

@@ -8,8 +8,10 @@ import gc
 import math
 import traceback
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -41,7 +43,8 @@ class MicroBatch:
         return f"micro_batch={self.micro_batch}: {self.effective_batch} rows = {cut}, peak {human(self.nbytes)}{of}"
 
 
-def find_micro_batch(step, effective_batch, budget, *args, equal=False, probe=False, device=None):
+def find_micro_batch(step: Callable[..., Any], effective_batch: int, budget: int, *args: Any, equal: bool = False,
+                     probe: bool = False, device: torch.device | str | None = None) -> MicroBatch:
     """Find the largest number of rows for which `step(rows, *args)` peaks within `budget` bytes: a MicroBatch.
 
         def step(rows, model, optimizer):

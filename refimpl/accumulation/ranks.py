@@ -6,7 +6,7 @@ engine, which does so too and has a `backward` of its own.
 """
 
 from contextlib import contextmanager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm import Communicator, ring_traffic
 from .sums import gradient_dtype, is_narrower
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 @runtime_checkable
@@ -27,16 +30,16 @@ class Engine(Protocol):
     model: torch.nn.Module
     comm: Communicator
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output."""
 
-    def backward(self, loss):
+    def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of `loss`, average them over all ranks, and add them to those that are there."""
 
-    def no_sync(self):
+    def no_sync(self) -> "AbstractContextManager[Any]":
         """Return a context in which `backward` need not average: a later backward outside of it does."""
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Drop the gradients."""
 
 
@@ -248,7 +251,7 @@ def _zeros(gradient):
     return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
 
 
-def accumulation_traffic(parameters, world_size, rank=0, dtype=torch.float32):
+def accumulation_traffic(parameters: Any, world_size: int, rank: int = 0, dtype: torch.dtype = torch.float32) -> int:
     """Predict the bytes (int) that `rank` of N = `world_size` sends in one `accumulate(…, comm=comm)`.
 
         2(N−1)/N · (Σᵢ Ψᵢ · max(eᵢ, size of dtype)  +  8  +  8  +  number of parameters)
@@ -264,7 +267,7 @@ def accumulation_traffic(parameters, world_size, rank=0, dtype=torch.float32):
     return sum(ring_traffic("all_reduce", n * element, world_size, rank=rank, itemsize=element) for n, element in sizes)
 
 
-def engine_traffic(world_size, rank=0, reduction="mean"):
+def engine_traffic(world_size: int, rank: int = 0, reduction: str = "mean") -> int:
     """Predict the bytes (int) that `rank` sends in one `accumulate(engine, …)` beside what the engine sends.
 
         2(N−1)/N · (8  +  8  +  8)        the number of targets, that of micro-batches, and the loss

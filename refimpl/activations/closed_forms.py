@@ -5,6 +5,7 @@ bytes are those of one storage: its last group is short for itself.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,9 @@ from .codecs import cast_bytes, group_bytes, mask_bytes
 from .compress import ROUNDED, check_method
 from .compress import SMALLEST as SMALLEST_COMPRESSED
 from .offload import SMALLEST as SMALLEST_OFFLOADED
+
+if TYPE_CHECKING:
+    from ..config import GPTConfig
 
 ACTIVATION, MASK, OTHER = "activation", "mask", "other"
 OTHERS = {"norm statistics", "positions", "rotation", "loss weight"}
@@ -34,7 +38,8 @@ class Saved:
         return self.n * self.itemsize
 
 
-def saved_storages(config, batch, sequence, dtype=torch.float32, device="cpu"):
+def saved_storages(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.float32,
+                   device: torch.device | str = "cpu") -> list[Any]:
     """List the storages that autograd keeps of our GPT with targets: [Saved, …]. Σ count·nbytes is `activation_bytes`.
 
     Takes and raises what `memory.activation_terms` does.
@@ -86,8 +91,10 @@ class _Split:
 FLOATING = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-def compressed_activation_terms(config, batch, sequence, method="int8", *, group=128, smallest=SMALLEST_COMPRESSED,
-                                dtype=torch.float32, device="cpu"):
+def compressed_activation_terms(config: "GPTConfig", batch: int, sequence: int, method: str = "int8", *,
+                                group: int = 128, smallest: int = SMALLEST_COMPRESSED,
+                                dtype: torch.dtype = torch.float32,
+                                device: torch.device | str = "cpu") -> dict[str, int]:
     """Predict the bytes that autograd keeps of our GPT under `compress_activations`: {term: bytes}.
 
     For each storage of n elements of e bytes, if e·n ≥ smallest:
@@ -112,8 +119,9 @@ def compressed_activation_terms(config, batch, sequence, method="int8", *, group
     return terms
 
 
-def compressed_activation_bytes(config, batch, sequence, method="int8", *, group=128, smallest=SMALLEST_COMPRESSED,
-                                dtype=torch.float32, device="cpu"):
+def compressed_activation_bytes(config: "GPTConfig", batch: int, sequence: int, method: str = "int8", *,
+                                group: int = 128, smallest: int = SMALLEST_COMPRESSED,
+                                dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> int:
     """Predict the bytes that autograd keeps of our GPT under `compress_activations`: the sum of
     `compressed_activation_terms`, with its equation and errors.
     """
@@ -122,8 +130,9 @@ def compressed_activation_bytes(config, batch, sequence, method="int8", *, group
     return sum(terms.values())
 
 
-def offloaded_activation_bytes(config, batch, sequence, *, smallest=SMALLEST_OFFLOADED, dtype=torch.float32,
-                               device="cuda"):
+def offloaded_activation_bytes(config: "GPTConfig", batch: int, sequence: int, *, smallest: int = SMALLEST_OFFLOADED,
+                               dtype: torch.dtype = torch.float32,
+                               device: torch.device | str = "cuda") -> tuple[int, int]:
     """Predict (bytes on the device, bytes in host memory) between forward and backward under `offload_activations`:
 
         device = Σ e·n of storages below `smallest`        host = Σ e·n of the others

@@ -10,6 +10,7 @@ those of slightly other activations; the forward and its loss are untouched.
 """
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -35,7 +36,8 @@ SMALLEST = 4096  # bytes: compressing a smaller storage costs more time than its
 _generators = {}  # device -> generator for stochastic rounding; it is not reset between contexts
 
 
-def compress_activations(model, method="int8", *, group=128, stochastic=False, smallest=SMALLEST, only=None, seed=None):
+def compress_activations(model: torch.nn.Module, method: str = "int8", *, group: int = 128, stochastic: bool = False,
+                         smallest: int = SMALLEST, only: Any = None, seed: int | None = None) -> Any:
     """Keep compressed activations until backward: `with compress_activations(model) as c: loss = model(x)`.
 
     Backward may run inside or after the context. `compressed_activation_bytes` predicts the bytes; `c.report` tells

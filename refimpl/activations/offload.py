@@ -9,15 +9,21 @@ it. "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neura
 has the idea, for feature maps.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .saved_tensors import SavedStorages
 from .transfer.schedule import TransferSchedule
 from .transfer.streams import CUDATransfer
+
+if TYPE_CHECKING:
+    import torch
 
 SMALLEST = 2**20  # bytes: 1 MiB takes some 40 µs at 25 GB/s, about as long as the kernels around it
 HOST = "in host memory"
 
 
-def offload_activations(model, *, depth=2, smallest=SMALLEST, only=None, transfer=None):
+def offload_activations(model: "torch.nn.Module", *, depth: int = 2, smallest: int = SMALLEST, only: Any = None,
+                        transfer: Any = None) -> Any:
     """Keep activations in host memory until backward: `with offload_activations(model) as c: loss = model(x)`.
 
     No-op on a CPU: tensors in host memory remain where they are. `offloaded_activation_bytes` predicts the bytes;

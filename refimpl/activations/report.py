@@ -2,6 +2,7 @@
 
 import weakref
 from html import escape
+from typing import Any
 
 from ..ground.ledger import Ledger, beside, human
 
@@ -13,13 +14,13 @@ class Report:
     to host memory.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._rows, self._stored, self.owned, self.host = {}, weakref.WeakSet(), 0, 0
 
     def __getstate__(self):
         return {**vars(self), "_stored": ()}  # weak references cannot be copied; the figures can
 
-    def add(self, kind, before, after, stored=None):
+    def add(self, kind: str, before: int, after: int, stored: Any = None) -> None:
         """Count one more storage of `before` bytes, of which `after` are kept."""
         row = self._rows.setdefault(kind, [0, 0, 0])
         for i, more in enumerate((1, before, after)):
@@ -28,21 +29,21 @@ class Report:
             self._stored.add(stored)
 
     @property
-    def before(self):
+    def before(self) -> Ledger:
         """Return a Ledger: kind -> bytes that autograd would have kept."""
         return Ledger({kind: row[1] for kind, row in self._rows.items()})
 
     @property
-    def after(self):
+    def after(self) -> Ledger:
         """Return a Ledger: kind -> bytes that are kept."""
         return Ledger({kind: row[2] for kind, row in self._rows.items()})
 
     @property
-    def counts(self):
+    def counts(self) -> dict[str, int]:
         """Return {kind: number of storages}."""
         return {kind: row[0] for kind, row in self._rows.items()}
 
-    def held_elsewhere(self):
+    def held_elsewhere(self) -> list[tuple[int, str]]:
         """List [(bytes, what it was)] of the storages whose original is still alive beside its stored form, largest
         first: these saved nothing."""
         alive = [(stored.nbytes, stored.described) for stored in self._stored if not stored.original.expired()]

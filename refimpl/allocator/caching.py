@@ -8,6 +8,9 @@ The rules are those of c10/cuda/CUDACachingAllocator, torch 2.11 to 2.14. `paper
 screen.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from . import expandable
 from .blocks import Block, Pool
 from .device import OutOfMemory, VirtualDevice
@@ -23,7 +26,7 @@ class CachingAllocator:
     `reserved`: bytes of segments; `allocated`: of live blocks (rounded); `requested`: what was asked for, all in bytes.
     """
 
-    def __init__(self, capacity=None, settings=None, device=None):
+    def __init__(self, capacity: int | None = None, settings: Any = None, device: Any = None) -> None:
         self.settings = Settings.parse(settings) if isinstance(settings, str) else settings or Settings()
         self.device = VirtualDevice(capacity) if device is None else device
         self.pools, self.live = {}, {}  # (small, owner) → Pool; address → Block
@@ -36,7 +39,7 @@ class CachingAllocator:
 
     # --- what a program calls ----------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes, stream=0, owner=(0, 0)):
+    def allocate(self, nbytes: int, stream: int = 0, owner: tuple[int, int] = (0, 0)) -> Any:
         """Return the Block for a request of `nbytes` on a stream. `owner`: of a private pool (a CUDA graph, a MemPool).
 
         OutOfMemory, which says what is reserved, if the device has no memory even when all that is free went back;
@@ -59,7 +62,7 @@ class CachingAllocator:
         self.requested += nbytes
         return block
 
-    def free(self, block):
+    def free(self, block: Any) -> None:
         """Free a block: at once, or when the streams that use it are done. ValueError if it is not live."""
         if self.live.get(block.address) is not block:
             raise ValueError(f"{block!r} is not live: it was freed before, or is not from this allocator")
@@ -69,12 +72,12 @@ class CachingAllocator:
             return
         self._complete(block)
 
-    def record_stream(self, block, stream):
+    def record_stream(self, block: Any, stream: int) -> None:
         """Note that work on another stream uses the block, as `Tensor.record_stream` does."""
         if stream != block.stream:
             block.waits_for.add(stream)
 
-    def synchronize(self, stream=None):
+    def synchronize(self, stream: int | None = None) -> None:
         """Note that a stream, or all, are done: blocks that were freed and wait for them are free now."""
         for block in self._freed:
             block.waits_for -= block.waits_for if stream is None else {stream}
@@ -82,19 +85,19 @@ class CachingAllocator:
         for block in done:
             self._complete(block)
 
-    def empty_cache(self):
+    def empty_cache(self) -> Any:
         """Give all segments without a live block back to the device (`torch.cuda.empty_cache`), except those of private
         pools that are in use; returns their bytes."""
         self.synchronize()
         return self._give_back(self.unused())
 
-    def release_pool(self, owner):
+    def release_pool(self, owner: tuple[int, int]) -> Any:
         """Note that a private pool is in use no more, since its graph or MemPool is gone: what is free of it goes back,
         now and with each `empty_cache`. Returns the bytes."""
         self.gone.add(owner)
         return self._give_back(self.unused([owner]))
 
-    def unused(self, owners=None):
+    def unused(self, owners: object = None) -> list[Any]:
         """List the free blocks of which `empty_cache` gives memory back, in its order; of pools of `owners` alone."""
         found = []
         for (_, owner), pool in sorted(self.pools.items(), key=_order_of_release):
@@ -110,16 +113,16 @@ class CachingAllocator:
         return before - self.reserved
 
     @property
-    def limit(self):
+    def limit(self) -> int:
         """Return the bytes that may be reserved."""
         share, rounds = self.settings.memory_fraction, self.settings.is_since(2, 13)
         return self.device.capacity if share is None else int(share * self.device.capacity + 0.5 * rounds)
 
-    def rounded(self, nbytes):
+    def rounded(self, nbytes: int) -> int:
         """Return the size of the block that a request of `nbytes` needs."""
         return self.settings.rounded(nbytes)
 
-    def why(self, size, stream):
+    def why(self, size: int, stream: int) -> tuple[int, int, Any]:
         """Return (free bytes, bytes of the largest free block that a request may have, its neighbours)."""
         free = [block for pool in self.pools.values() for block in pool]
         mine = [block for block in free if block.stream == stream and block.pool.small == (size <= SMALL)]
@@ -159,7 +162,7 @@ class CachingAllocator:
         block.free = True
         self.join_and_keep(block)
 
-    def join_and_keep(self, block):
+    def join_and_keep(self, block: Any) -> Any:
         """Join a block with its free neighbours, and put it into its pool; returns it."""
         for other in (block.before, block.after):
             if other is not None and other.free and not other.waits_for and other.mapped == block.mapped:
@@ -192,14 +195,14 @@ class CachingAllocator:
         self._segments[address], self._born = nbytes, self._born + 1
         return Block(address, nbytes, stream, pool, born=self._born)
 
-    def take(self, nbytes, ask):
+    def take(self, nbytes: int, ask: Callable[[], Any]) -> Any:
         """Return what `ask()` does, and count `nbytes` as reserved; None if that is too much, or the device refuses."""
         given = ask() if self.reserved + nbytes <= self.limit else None
         if given is not None:
             self.reserved += nbytes
         return given
 
-    def release(self, block):
+    def release(self, block: Any) -> int:
         """Give a segment that is one free block back to the device; returns its bytes."""
         block.pool.remove(block)
         self.device.free(block.address, self._segments.pop(block.address))

@@ -12,6 +12,7 @@ the pool's memory, and refuses to move anything if there is one that nobody name
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -19,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 from .device import OutOfMemory
 from .places import PlannedPool
 from .pool import SEGMENT
+
+if TYPE_CHECKING:
+    from .pool import GPUMemoryPool
 
 PIECE = 2**20  # bytes: a copy onto itself goes in pieces of so many, through memory besides
 
@@ -33,7 +37,7 @@ class Defragmentation:
     after: int
 
 
-def defragment(pool, *owners):
+def defragment(pool: "GPUMemoryPool", *owners: Any) -> Any:
     """Move the live tensors of a GPUMemoryPool together in each of its segments, and re-point who holds them.
 
     - `owners`: modules (parameters, buffers, gradients), optimizers (states and gradients), tensors, and lists or dicts

@@ -9,7 +9,7 @@ BASE, STEP = 2**40, 2 * 2**20  # the first address; segments begin at multiples 
 class OutOfMemory(MemoryError):
     """Raised if a device has no memory for a request. `size`: its bytes."""
 
-    def __init__(self, message, size):
+    def __init__(self, message: str, size: int) -> None:
         super().__init__(message)
         self.size = size
 

@@ -4,6 +4,7 @@ What is white within a segment is reserved and nobody's: external fragmentation,
 """
 
 from bisect import bisect_right
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.collections import PolyCollection
@@ -12,10 +13,13 @@ from matplotlib.patches import Patch
 from ..ground.figure import UNITS, MemoryFigure, colour
 from .snapshot import SEGMENT_EVENTS
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 FREE = "#EDEDED"
 
 
-def segment_map(**snapshots):
+def segment_map(**snapshots: Any) -> "Figure":
     """Draw snapshots side by side, each with its label: `segment_map(default=record(trace), other=record(…))`.
 
     A recording is drawn from its own beginning. Segments stand above each other in the order in which they were asked

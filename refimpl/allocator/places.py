@@ -19,7 +19,7 @@ class Places:
     ValueError for another policy or alignment.
     """
 
-    def __init__(self, policy="best_fit", alignment=512):
+    def __init__(self, policy: str = "best_fit", alignment: int = 512) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
         if alignment < 16 or alignment & (alignment - 1):
@@ -28,7 +28,7 @@ class Places:
         self._forget_holes()
 
     @property
-    def largest_hole(self):
+    def largest_hole(self) -> int:
         """Return the bytes of the largest hole."""
         return self._holes.largest
 

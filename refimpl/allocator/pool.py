@@ -6,7 +6,9 @@ views of them point at freed memory. Here sizes are bytes, and the pool grows by
 
 import math
 import threading
+from collections.abc import Sequence
 from numbers import Integral
+from typing import Self
 
 import torch
 
@@ -34,7 +36,8 @@ class GPUMemoryPool(Places):
     ValueError for a size, an alignment or a policy that cannot be; TypeError for a size that is no integer.
     """
 
-    def __init__(self, initial_capacity, alignment=512, policy="best_fit", device=None, max_capacity=None):
+    def __init__(self, initial_capacity: int, alignment: int = 512, policy: str = "best_fit",
+                 device: torch.device | str | None = None, max_capacity: int | None = None) -> None:
         super().__init__(policy, alignment)
         for name, size in (("initial_capacity", initial_capacity), ("max_capacity", max_capacity or 1)):
             if not isinstance(size, Integral):
@@ -51,7 +54,7 @@ class GPUMemoryPool(Places):
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
-    def allocate(self, shape, dtype=torch.float32):
+    def allocate(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return an uninitialized tensor of this shape, contiguous, in the pool's memory.
 
         It lives until `free`: the pool does not notice that nobody has it any more. ValueError for a shape without
@@ -77,7 +80,7 @@ class GPUMemoryPool(Places):
             self.requested += nbytes
         return tensor
 
-    def free(self, tensor):
+    def free(self, tensor: torch.Tensor) -> None:
         """Give the memory of a tensor that `allocate` returned back. Nobody may read it, or a view of it, afterwards.
 
         ValueError for a tensor that is not from this pool, that was freed before, though another has its address now,
@@ -95,7 +98,7 @@ class GPUMemoryPool(Places):
             self.requested -= nbytes
             self._give(begin, size)
 
-    def close(self):
+    def close(self) -> None:
         """Give all segments back. ValueError, which says how many, if tensors are live."""
         with self._lock:
             if self._live:
@@ -103,17 +106,17 @@ class GPUMemoryPool(Places):
                                  "closing")
             self.segments, self._typed, self.closed, self.capacity = [], {}, True, 0
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is None:
             self.close()
 
     # --- what is free ------------------------------------------------------------------------------------------------
 
     @property
-    def fragmentation(self):
+    def fragmentation(self) -> float:
         """Return the share of free bytes that are not in the largest hole, 0 to 1."""
         free = self.capacity - self.allocated
         return 1 - self.largest_hole / free if free else 0.0

@@ -1,12 +1,16 @@
 """Record what a CachingAllocator does with a trace: a snapshot as PyTorch's would be, for its memory viewer."""
 
 from bisect import bisect_right
+from typing import TYPE_CHECKING, Any
 
 from ..ground.allocations import ALLOC
 from .caching import CachingAllocator
 from .device import OutOfMemory, VirtualDevice
 from .settings import Settings
 from .snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from ..ground.allocations import AllocationTrace
 
 
 class RecordingDevice(VirtualDevice):
@@ -58,7 +62,7 @@ class RecordingDevice(VirtualDevice):
         self.note("segment_unmap", nbytes, address, stream=self._stream_of(address))
 
 
-def record(trace, *, capacity=None, settings=None):
+def record(trace: "AllocationTrace", *, capacity: int | None = None, settings: Any = None) -> Snapshot:
     """Run an AllocationTrace on a CachingAllocator, and return the Snapshot that PyTorch would have recorded of it.
 
     A request that fails is there as `oom`, and the recording goes on without it. `settings`: the text of

@@ -6,12 +6,16 @@ The only thing that is taken from the recording is where cudaMalloc put a segmen
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .caching import CachingAllocator
 from .device import OutOfMemory
 from .rewind import restore, rewind
 from .settings import SMALL, Settings
 from .snapshot import SEGMENT_EVENTS
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
 
 
 class Differs(Exception):
@@ -86,7 +90,7 @@ class Comparison:
         return text if self.difference is None else f"{text}; then event {self.event}: {self.difference}"
 
 
-def compare(snapshot, settings=None, capacity=2**46):
+def compare(snapshot: "Snapshot", settings: Any = None, capacity: int = 2**46) -> Any:
     """Replay a snapshot's recording on a CachingAllocator: a Comparison with PyTorch's own addresses and segments.
 
     `settings`: a Settings, by default what the snapshot says. A memory fraction is not in it, nor the device's

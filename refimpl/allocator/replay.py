@@ -6,7 +6,9 @@ Internal fragmentation is what blocks have beyond what was asked for (rounding, 
 is what is free between them, in segments. A request fails although enough is free if no hole is large enough.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +91,8 @@ class Failure:
         return "\n".join(lines)
 
 
-def replay(trace, allocator=None, *, capacity=None, settings=None, until=None):
+def replay(trace: AllocationTrace, allocator: Any = None, *, capacity: int | None = None, settings: Any = None,
+           until: int | None = None) -> Any:
     """Run an AllocationTrace on `allocator`, by default a CachingAllocator of `capacity` bytes and these `settings`.
 
     It ends at the first request that fails, or before event `until`. TypeError for what is no AllocationTrace;
@@ -115,7 +118,7 @@ def replay(trace, allocator=None, *, capacity=None, settings=None, until=None):
     return Replay(trace, allocator, *read[:, :N], failure, live)
 
 
-def explain(trace, *, capacity, settings=None, cures=CURES):
+def explain(trace: AllocationTrace, *, capacity: int, settings: Any = None, cures: Sequence[str] = CURES) -> Any:
     """Replay a trace, and if a request fails, once more with each of `cures` added to the settings: the Replay, its
     failure with what each of them did."""
     found = replay(trace, capacity=capacity, settings=settings)

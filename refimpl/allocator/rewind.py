@@ -12,12 +12,17 @@ start may differ in an address; one from the beginning may not.
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ..ground.allocations import DamagedTrace, Maker
 from . import expandable
 from .blocks import Block
 from .settings import SMALL, SMALL_SEGMENT, Settings
 from .snapshot import LIVE, SEGMENT_EVENTS
+
+if TYPE_CHECKING:
+    from ..ground.allocations import AllocationTrace
+    from .snapshot import Snapshot
 
 
 @dataclass
@@ -245,7 +250,7 @@ def _unmapped(before, end):
     return block
 
 
-def trace_of(snapshot, settings=None):
+def trace_of(snapshot: "Snapshot", settings: Any = None) -> "AllocationTrace":
     """Read a Snapshot as an AllocationTrace: what was live when the recording began comes first, by address.
 
     A block is free when no stream uses it any more. A request that failed is taken and freed at once. Its name is the
@@ -270,7 +275,7 @@ def trace_of(snapshot, settings=None):
     return found.trace()
 
 
-def capacity_of(snapshot, settings=None):
+def capacity_of(snapshot: "Snapshot", settings: Any = None) -> int | None:
     """Return the bytes that the allocator could reserve when a request first failed: what it had, and what the device
     had left; None if none failed."""
     settings = Settings.of(snapshot) if settings is None else settings

@@ -8,6 +8,10 @@ Constants and rules are those of c10/core/AllocatorConfig and c10/cuda/CUDACachi
 import re
 import warnings
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
 
 MIB = 2**20
 BLOCK = 512  # bytes; all sizes are multiples
@@ -68,14 +72,14 @@ class Settings:
                              f"{LARGE_SEGMENT} before 2.13")
 
     @classmethod
-    def parse(cls, text, **others):
+    def parse(cls, text: str, **others: Any) -> Self:
         """Read the text of PYTORCH_CUDA_ALLOC_CONF, but for WITHOUT_EFFECT. ValueError for another key that is not
         simulated, and for a bad value."""
         found = [item for item in items(text) if item[0] not in WITHOUT_EFFECT and item != ("backend", "native")]
         return replace(cls(), **others | dict(map(_setting, found)))
 
     @classmethod
-    def of(cls, snapshot, **others):
+    def of(cls, snapshot: "Snapshot", **others: Any) -> Self:
         """Read a Snapshot's: what PyTorch wrote as resolved comes before the text of the environment variable. Its
         version is not written: where events do not name their pool it is 2.11, else the newest."""
         resolved, found = snapshot.resolved, {}
@@ -89,11 +93,11 @@ class Settings:
         version = VERSIONS[-1] if any("pool_id" in entry for entry in snapshot.entries) else VERSIONS[0]
         return replace(cls.parse(snapshot.settings, **{"version": version} | others), **found)
 
-    def is_since(self, *version):
+    def is_since(self, *version: Any) -> bool:
         """Tell whether the rules are those of torch (2, 12), say, or later."""
         return tuple(map(int, self.version.split("."))) >= version
 
-    def rounded(self, nbytes):
+    def rounded(self, nbytes: int) -> int:
         """Return the size of the block that a request of `nbytes` needs."""
         size = max(nbytes, 1)
         divisions = self.divisions[min(max(0, size.bit_length() - 21), INTERVALS - 1)]
@@ -102,19 +106,19 @@ class Settings:
             return -(-size // step) * step
         return -(-size // BLOCK) * BLOCK
 
-    def segment(self, size):
+    def segment(self, size: int) -> int:
         """Return the size of a new segment for a block of `size`."""
         if size <= SMALL:
             return SMALL_SEGMENT
         return self.large_segment_size if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
 
-    def splits(self, size, rest):
+    def splits(self, size: int, rest: int) -> bool:
         """Tell whether `rest` of a block becomes one of its own when `size` bytes of it are taken."""
         if size <= SMALL or self.expandable_segments:
             return rest >= BLOCK
         return (self.max_split_size is None or size < self.max_split_size) and rest > SMALL
 
-    def serves(self, block, size):
+    def serves(self, block: int, size: int) -> bool:
         """Tell whether a free block of `block` bytes may be taken for `size`: a large one is not, or its rest is."""
         if self.max_split_size is None:
             return True

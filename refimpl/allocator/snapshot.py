@@ -20,6 +20,7 @@ import pickle
 import zlib
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from ..elsewhere.files import opened
 from ..ground.allocations import DamagedTrace
@@ -34,6 +35,9 @@ from .fields import (  # noqa: F401 - others read the names of events here
     check_whole,
 )
 from .unpickled import load
+
+if TYPE_CHECKING:
+    from os import PathLike
 
 LIVE = {"active_allocated", "active_awaiting_free", "active_pending_free"}  # states of a block; the last before 2.1
 LIMIT, UNPACKED = 2**30, 2**26  # bytes of a file, and of what one that is packed holds
@@ -55,7 +59,7 @@ class Snapshot:
     resolved: dict = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def load(cls, path, device=None):
+    def load(cls, path: "str | PathLike[str]", device: int | None = None) -> Self:
         """Read a file of `torch.cuda.memory._dump_snapshot`, of one device, by default the first that recorded. A file
         that is called .gz is unpacked.
 
@@ -85,7 +89,7 @@ class Snapshot:
         settings = resolved.pop("PYTORCH_CUDA_ALLOC_CONF", "")
         return cls(segments, [each for each in entries if each["action"] not in OTHERS], settings, device, resolved)
 
-    def save(self, path):
+    def save(self, path: "str | PathLike[str]") -> Path:
         """Write a file as `torch.cuda.memory._dump_snapshot` does, for pytorch.org/memory_viz. Returns the Path. One
         that is called .gz is packed."""
         path = Path(path)
@@ -97,11 +101,11 @@ class Snapshot:
         return path
 
     @property
-    def reserved(self):
+    def reserved(self) -> int:
         """Return the bytes of its segments, at its end."""
         return sum(segment["total_size"] for segment in self.segments)
 
-    def owner_of(self, event):
+    def owner_of(self, event: Any) -> tuple[int, int]:
         """Return the private pool that the entry `event` is about, (0, 0) if none. Before torch 2.13 entries do not say
         it: then it is that of the segment which has the address at the end, if it was there already."""
         entry = self.entries[event]

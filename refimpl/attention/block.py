@@ -7,6 +7,8 @@
 instead: the bytes of a layer are linear in the sequence.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,8 +36,9 @@ class FlashTransformerBlock(nn.Module):
     `GPTConfig` does.
     """
 
-    def __init__(self, hidden, heads, *, kv_heads=None, mlp_hidden=None, window=None, rotary=None, dropout=0.0,
-                 dtype=None, device=None, **options):
+    def __init__(self, hidden: int, heads: int, *, kv_heads: int | None = None, mlp_hidden: int | None = None,
+                 window: int | None = None, rotary: Any = None, dropout: float = 0.0, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None, **options: Any) -> None:
         super().__init__()
         if unknown := set(options) - OPTIONS:
             raise TypeError(f"FlashTransformerBlock({', '.join(sorted(unknown))}=…): expected options among "
@@ -48,7 +51,7 @@ class FlashTransformerBlock(nn.Module):
             self.norm1, self.attention = norm_of(config), FlashSelfAttention(config, window)
             self.norm2, self.mlp, self.dropout = norm_of(config), MLP(config), nn.Dropout(dropout)
 
-    def forward(self, x_BTC, cu_seqlens=None):
+    def forward(self, x_BTC: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the layer. `cu_seqlens`: sequences packed one after the other in a batch of 1, as in `flash_attention`;
         each sees only itself, and its positions begin at 0."""
         x_BTC = x_BTC + self.dropout(self.attention(self.norm1(x_BTC), cu_seqlens))
@@ -95,7 +98,8 @@ def positions_in(cu_seqlens, B, T, rotary, device):
     return torch.arange(T, device=device) - ends[:-1].repeat_interleave(ends.diff(), output_size=T)
 
 
-def flash_block_terms(config, batch, sequence, dtype=torch.float32, device="cpu"):
+def flash_block_terms(config: GPTConfig, batch: int, sequence: int, dtype: torch.dtype = torch.float32,
+                      device: torch.device | str = "cpu") -> dict[str, int]:
     """Predict the bytes that a `FlashTransformerBlock` of this config keeps for backward: {term: bytes}. They are also
     those of a GPT's block with `flash_attention` and learned positions.
 

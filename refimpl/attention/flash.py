@@ -3,6 +3,8 @@
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,13 +15,19 @@ from .reference import AttentionBytes, resolve_shapes
 from .scores import as_kernels_take, hook_of
 from .tiled import tiled_attention
 
+if TYPE_CHECKING:
+    from .scores import ScoreHook
+
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # at import, since torch.compile cannot trace find_spec
 
 
-def flash_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
-                    cu_seqlens=None, cu_seqlens_k=None, max_seqlen=None, max_seqlen_k=None, score=None, sinks=None,
-                    return_logsumexp=False, kernel="auto"):
+def flash_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, *, causal: bool = False,
+                    window: int | None = None, scale: float | None = None, dropout_p: float = 0.0,
+                    seed: int | None = None, cu_seqlens: torch.Tensor | None = None,
+                    cu_seqlens_k: torch.Tensor | None = None, max_seqlen: int | None = None,
+                    max_seqlen_k: int | None = None, score: "ScoreHook | None" = None,
+                    sinks: torch.Tensor | None = None, return_logsumexp: bool = False, kernel: str = "auto") -> Any:
     """Compute `reference_attention` by Triton kernels: same arguments, same result, same dropout mask for the same
     seed. Autograd keeps the output and one fp32 logsumexp per row; backward computes the weights again, and gives the
     same bits in every run.
@@ -85,8 +93,9 @@ def check_for_kernels(q_BHTD, k_BGSD, v_BGSV):
                          "one row of the output; move heads to the batch")
 
 
-def flash_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, v_dim=None, causal=False, window=None,
-                          dropout_p=0.0, sinks=None):
+def flash_attention_bytes(q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype = torch.float32, *,
+                          v_dim: int | None = None, causal: bool = False, window: int | None = None,
+                          dropout_p: float = 0.0, sinks: Any = None) -> AttentionBytes:
     """Predict the AttentionBytes of `flash_attention`'s kernels for shapes (B, H, T, D) and (B, G, S, D), exact. With
     elements of e bytes and V the head_dim of v (`v_dim`, by default D):
 

@@ -13,6 +13,7 @@ and one matrix of key_chunk columns are in memory, which is least for key_chunk 
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -29,8 +30,11 @@ _checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_st
 KNOWS_TRANSFORMS = minor_of(torch.__version__) >= (2, 13)  # torch's checkpoint: Jvp and Vmap, and computes them right
 
 
-def memory_efficient_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, scale=None, dropout_p=0.0,
-                               seed=None, cu_seqlens=None, cu_seqlens_k=None, query_chunk=1024, key_chunk=None):
+def memory_efficient_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, *,
+                               causal: bool = False, window: int | None = None, scale: float | None = None,
+                               dropout_p: float = 0.0, seed: int | None = None, cu_seqlens: torch.Tensor | None = None,
+                               cu_seqlens_k: torch.Tensor | None = None, query_chunk: int = 1024,
+                               key_chunk: int | None = None) -> torch.Tensor:
     """Compute `reference_attention` in chunks: same arguments, same result, same dropout mask for the same seed.
     Autograd keeps the output alone; backward computes the weights again, and can be differentiated again.
 
@@ -122,8 +126,9 @@ def _combine(m_chunks, l_chunks, out_chunks, seen_R1):
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def memory_efficient_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0,
-                                     query_chunk=1024, key_chunk=None):
+def memory_efficient_attention_bytes(q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype = torch.float32,
+                                     *, causal: bool = False, window: int | None = None, dropout_p: float = 0.0,
+                                     query_chunk: int = 1024, key_chunk: int | None = None) -> AttentionBytes:
     """Predict the AttentionBytes of `memory_efficient_attention` for shapes (B, H, T, D) and (B, G, S, D). With Q =
     BHTD and K = BGSD elements, e bytes an element, w a wide one, n = BH · query_chunk rows and c = S / key_chunk
     summaries:

@@ -8,7 +8,8 @@ Between S and P a hook may change each score (`scores.py`), and a learned sink m
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,10 +17,16 @@ from .call.arguments import resolve, without_autocast
 from .call.philox import dropped, dropped_bytes, runs_of
 from .scores import places
 
+if TYPE_CHECKING:
+    from .scores import ScoreHook
 
-def reference_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
-                        cu_seqlens=None, cu_seqlens_k=None, max_seqlen=None, max_seqlen_k=None, score=None, sinks=None,
-                        return_logsumexp=False):
+
+def reference_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, *, causal: bool = False,
+                        window: int | None = None, scale: float | None = None, dropout_p: float = 0.0,
+                        seed: int | None = None, cu_seqlens: torch.Tensor | None = None,
+                        cu_seqlens_k: torch.Tensor | None = None, max_seqlen: int | None = None,
+                        max_seqlen_k: int | None = None, score: "ScoreHook | None" = None,
+                        sinks: torch.Tensor | None = None, return_logsumexp: bool = False) -> Any:
     """Compute softmax(scale · q kᵀ) v with the whole matrix in memory; it can be differentiated any number of times.
 
     Returns (B, H, T, V) in q's dtype, V being v's head_dim. The arithmetic is in fp32 (fp64 for fp64), under autocast
@@ -136,7 +143,9 @@ class AttentionFlops(NamedTuple):
     backward_recomputing: int
 
 
-def attention_flops(q_shape, k_shape, *, v_dim=None, causal=False, window=None, cu_seqlens=None, cu_seqlens_k=None):
+def attention_flops(q_shape: Sequence[int], k_shape: Sequence[int], *, v_dim: int | None = None, causal: bool = False,
+                    window: int | None = None, cu_seqlens: torch.Tensor | None = None,
+                    cu_seqlens_k: torch.Tensor | None = None) -> AttentionFlops:
     """Count the AttentionFlops of shapes (B, H, T, D) and (B, G, S, D): the least that any method needs, without masked
     pairs. V: head_dim of v (`v_dim`, by default D).
 
@@ -172,8 +181,9 @@ class AttentionBytes(NamedTuple):
     peak: int
 
 
-def reference_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, dropout_p=0.0,
-                              device="cpu"):
+def reference_attention_bytes(q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype = torch.float32, *,
+                              causal: bool = False, window: int | None = None, dropout_p: float = 0.0,
+                              device: torch.device | str = "cpu") -> AttentionBytes:
     """Predict the AttentionBytes of `reference_attention` for shapes (B, H, T, D) and (B, G, S, D). With N = BHTS, Q =
     BHTD, K = BGSD elements, e bytes an element and w a wide one (4, or 8 for fp64):
 

@@ -37,16 +37,18 @@ class ScoreHook:
 
     masks = False
 
-    def forward(self, scores, b, h, q_idx, k_idx):
+    def forward(self, scores: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
+                k_idx: torch.Tensor) -> torch.Tensor:
         """Return the new scores, −∞ where a query does not see a key: a new tensor, which the caller writes to."""
         return scores
 
-    def derivative(self, scores, b, h, q_idx, k_idx):
+    def derivative(self, scores: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
+                   k_idx: torch.Tensor) -> torch.Tensor | float:
         """Return ∂forward/∂scores: a tensor that broadcasts with `scores`, or a number. It must be finite where
         `forward` gives −∞."""
         return 1.0
 
-    def check(self, q_BHTD, k_BGSD, causal, sequences):
+    def check(self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, causal: bool, sequences: int | None) -> None:
         """Raise ValueError if this hook does not fit a call. `sequences`: how many are packed, None if not packed."""
 
 
@@ -64,11 +66,13 @@ class Softcap(ScoreHook):
             raise ValueError(f"Softcap({self.cap!r}): expected a finite number above 0, such as 50.0; for no cap leave "
                              "the hook out")
 
-    def forward(self, scores, b, h, q_idx, k_idx):
+    def forward(self, scores: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
+                k_idx: torch.Tensor) -> torch.Tensor:
         """Return cap · tanh(S / cap)."""
         return torch.tanh(scores / self.cap) * self.cap
 
-    def derivative(self, scores, b, h, q_idx, k_idx):
+    def derivative(self, scores: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
+                   k_idx: torch.Tensor) -> torch.Tensor | float:
         """Return 1 − tanh²(S / cap)."""
         return 1 - torch.tanh(scores / self.cap).square_()
 
@@ -80,11 +84,12 @@ class Alibi(ScoreHook):
 
     slopes: torch.Tensor
 
-    def forward(self, scores, b, h, q_idx, k_idx):
+    def forward(self, scores: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
+                k_idx: torch.Tensor) -> torch.Tensor:
         """Return S − slope · distance."""
         return scores - self.slopes.to(scores.dtype)[h] * (q_idx - k_idx).abs()
 
-    def check(self, q_BHTD, k_BGSD, causal, sequences):
+    def check(self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, causal: bool, sequences: int | None) -> None:
         """Raise ValueError for slopes of other heads, on another device, or that want a gradient."""
         check_tensor("Alibi's slopes", self.slopes, (q_BHTD.shape[1],), "one for each query head", q_BHTD.device)
         if self.slopes.requires_grad:
@@ -102,12 +107,13 @@ class Documents(ScoreHook):
     ids: torch.Tensor
     masks = True
 
-    def forward(self, scores, b, h, q_idx, k_idx):
+    def forward(self, scores: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
+                k_idx: torch.Tensor) -> torch.Tensor:
         """Return S, −∞ between two documents and for a query before the first token."""
         own = self.ids[b, q_idx.clamp(min=0)] == self.ids[b, k_idx]
         return scores.masked_fill(~own | (q_idx < 0), -math.inf)
 
-    def check(self, q_BHTD, k_BGSD, causal, sequences):
+    def check(self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, causal: bool, sequences: int | None) -> None:
         """Raise ValueError for ids of another shape or dtype, and beside cu_seqlens."""
         shape = (k_BGSD.shape[0], k_BGSD.shape[2])
         check_tensor("Documents' ids", self.ids, shape, "(batch, keys)", q_BHTD.device, integers=True)
@@ -123,11 +129,12 @@ class PrefixLM(ScoreHook):
     lengths: torch.Tensor
     masks = True
 
-    def forward(self, scores, b, h, q_idx, k_idx):
+    def forward(self, scores: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
+                k_idx: torch.Tensor) -> torch.Tensor:
         """Return S, −∞ for later keys outside the prefix."""
         return scores.masked_fill((k_idx > q_idx) & (k_idx >= self.lengths[b]), -math.inf)
 
-    def check(self, q_BHTD, k_BGSD, causal, sequences):
+    def check(self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, causal: bool, sequences: int | None) -> None:
         """Raise ValueError for lengths of another shape or dtype, and under a causal mask, which would hide the
         prefix."""
         count, what = (q_BHTD.shape[0], "batch") if sequences is None else (sequences, "packed sequences")
@@ -212,7 +219,7 @@ def places(call, sequence, rows, keys, heads, device):
             torch.arange(*rows, device=device)[:, None] + (band.S - band.T), torch.arange(*keys, device=device))
 
 
-def alibi_slopes(heads, device=None):
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Return the (heads,) slopes of ALiBi in fp32: 2^(−8h / heads) for h = 1 … heads. If heads is no power of two,
     those of the power n below it, and then every other one of 2n (Press et al. 2022, section 3, and their code)."""
     below = 2 ** int(math.log2(heads))

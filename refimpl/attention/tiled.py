@@ -17,6 +17,8 @@ tiles and the backward; FlashAttention-2 (Dao 2023), section 3.1, the order of l
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,10 +31,17 @@ from .call.sequences import tiles
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
 from .scores import sink_gradient
 
+if TYPE_CHECKING:
+    from .scores import ScoreHook
 
-def tiled_attention(q_BHTD, k_BGSD, v_BGSV, *, causal=False, window=None, scale=None, dropout_p=0.0, seed=None,
-                    cu_seqlens=None, cu_seqlens_k=None, max_seqlen=None, max_seqlen_k=None, score=None, sinks=None,
-                    return_logsumexp=False, query_tile=128, key_tile=128):
+
+def tiled_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, *, causal: bool = False,
+                    window: int | None = None, scale: float | None = None, dropout_p: float = 0.0,
+                    seed: int | None = None, cu_seqlens: torch.Tensor | None = None,
+                    cu_seqlens_k: torch.Tensor | None = None, max_seqlen: int | None = None,
+                    max_seqlen_k: int | None = None, score: "ScoreHook | None" = None,
+                    sinks: torch.Tensor | None = None, return_logsumexp: bool = False, query_tile: int = 128,
+                    key_tile: int = 128) -> Any:
     """Compute `reference_attention` in tiles: same arguments, same result, same dropout mask for the same seed.
     Autograd keeps the output and one logsumexp per row; backward computes the weights again.
 
@@ -233,8 +242,9 @@ def _gradients(q_BGRD, k_BGSD, v_BGSV, lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def tiled_attention_bytes(q_shape, k_shape, dtype=torch.float32, *, v_dim=None, causal=False, window=None,
-                          dropout_p=0.0, query_tile=128, key_tile=128):
+def tiled_attention_bytes(q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype = torch.float32, *,
+                          v_dim: int | None = None, causal: bool = False, window: int | None = None,
+                          dropout_p: float = 0.0, query_tile: int = 128, key_tile: int = 128) -> AttentionBytes:
     """Predict the AttentionBytes of `tiled_attention` for shapes (B, H, T, D) and (B, G, S, D), exact. With e bytes an
     element, w a wide one, V the head_dim of v (`v_dim`, by default D), and a tile's sizes n = BH · query_tile and m =
     BG · key_tile:

@@ -11,7 +11,8 @@ import collections
 import contextlib
 import math
 import os
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +30,9 @@ class KernelTraffic(NamedTuple):
     stored: int
 
 
-def flash_attention_traffic(q_shape, k_shape, dtype=torch.float32, *, causal=False, window=None, configs=None):
+def flash_attention_traffic(q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype = torch.float32, *,
+                            causal: bool = False, window: int | None = None,
+                            configs: Any = None) -> dict[str, KernelTraffic]:
     """Predict the {kernel: KernelTraffic} of `flash_attention`'s kernels for shapes (B, H, T, D) and (B, G, S, D),
     exact. With Q = BHTD and K = BGSD elements of e bytes, N keys that a tile of block_m queries visits, M queries that
     a tile of block_n keys visits:

@@ -4,7 +4,9 @@ The peak of a step is at most threshold · budget + max(a, b). Here a is what th
 the backward of one block takes above what the block kept. (A step that recomputes every block may already exceed it.)
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
@@ -41,7 +43,9 @@ class AdaptiveCheckpoint(Recomputing):
     threshold or a budget out of range, and TypeError for an unknown option.
     """
 
-    def __init__(self, memory_threshold=0.8, budget=None, *, used=None, device=None, keep=None, **unknown):
+    def __init__(self, memory_threshold: float = 0.8, budget: int | None = None, *,
+                 used: Callable[[], int] | None = None, device: torch.device | str | None = None,
+                 keep: Callable[[torch.Tensor], bool] | None = None, **unknown: Any) -> None:
         super().__init__()
         check_options(unknown, ("memory_threshold", "budget", "used", "device", "keep"), type(self).__name__)
         if not isinstance(memory_threshold, (int, float)) or not 0 < memory_threshold <= 1:  # NaN is neither
@@ -56,18 +60,18 @@ class AdaptiveCheckpoint(Recomputing):
         self._costs, self._blocks = {}, 0
         self.recomputed = []
 
-    def apply(self, blocks):
+    def apply(self, blocks: Sequence[torch.nn.Module]) -> Recomputing:
         """Decide for each of `blocks`, in this order, in every forward from now on. Returns self."""
         self._blocks = len(blocks)
         for index, block in enumerate(blocks):
             self.add(block, how=partial(self._decide, index))
         return self
 
-    def __call__(self, fn, *args, **kwargs):
+    def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._decide(None, fn, *args, **kwargs)
 
     @property
-    def limit(self):
+    def limit(self) -> float:
         """Return the bytes that may be in use while blocks run: memory_threshold · budget."""
         return self.memory_threshold * (capacity(self.device) if self.budget is None else self.budget)
 

@@ -5,14 +5,20 @@ are regions of its recomputation. `[(0, 1), (2, 3), 4]` recomputes two and two a
 `[((0, 1), 2, 3), 4]` recomputes 0 to 3 from one input, and 0 and 1 in that once more.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from .region import check_keep, checkpointed, refuse_options_of_torch
 
+if TYPE_CHECKING:
+    import torch
 
-def run_chain(functions, plan, x, *args, keep=None, **kwargs):
+
+def run_chain(functions: Sequence[Callable[..., Any]], plan: Sequence[Any], x: Any, *args: Any,
+              keep: "Callable[[torch.Tensor], bool] | None" = None, **kwargs: Any) -> Any:
     """Run x through `functions` in order, each called as f(x, *args, **kwargs), with the regions of `plan`.
 
     `keep`: how the regions keep their inputs, as in `checkpoint`; all other keywords are the functions' own. ValueError
@@ -45,7 +51,7 @@ def stages_of(plan):
             yield item
 
 
-def segments_plan(n, segments):
+def segments_plan(n: int, segments: int) -> list[Any]:
     """Return the plan of `checkpoint_sequential`. The first n mod segments regions have one stage more.
 
     ValueError unless 1 ≤ segments ≤ n.
@@ -60,7 +66,8 @@ def segments_plan(n, segments):
     return [*plan[:-1], *plan[-1]]
 
 
-def checkpoint_sequential(functions, segments, x, *args, keep=None, **kwargs):
+def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int, x: Any, *args: Any,
+                          keep: "Callable[[torch.Tensor], bool] | None" = None, **kwargs: Any) -> Any:
     """Run x through `functions` one after another, each called as f(x, *args, **kwargs), in `segments` regions.
 
     All but the last region are recomputed: what the last one keeps is needed at once. With n equal functions that keep
@@ -83,7 +90,8 @@ class PlannedBlocks(nn.ModuleList):
     `state_dict` are those of the blocks. `keep`: how the regions keep their inputs, as in `checkpoint`.
     """
 
-    def __init__(self, blocks=(), plan=None, keep=None):
+    def __init__(self, blocks: Sequence[nn.Module] = (), plan: Sequence[Any] | None = None,
+                 keep: "Callable[[torch.Tensor], bool] | None" = None) -> None:
         blocks = [blocks[i] for i in range(len(blocks))]
         super().__init__(blocks)
         check_keep(keep)
@@ -92,7 +100,7 @@ class PlannedBlocks(nn.ModuleList):
         if list(stages_of(self.plan)) != list(range(len(blocks))):
             raise ValueError(f"plan {plan!r}: expected the blocks 0 to {len(blocks) - 1}, each once and in order")
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         for item in self.plan:
             yield _Item(self, item)
 
@@ -108,7 +116,8 @@ class _Item:
 
 
 @contextmanager
-def planned(model, plan, keep=None):
+def planned(model: nn.Module, plan: Sequence[Any],
+            keep: "Callable[[torch.Tensor], bool] | None" = None) -> Iterator[nn.Module]:
     """Run `model.blocks` by `plan` in this context; afterwards they are as before: `with planned(model, plan): …`.
 
     `plan`: as in `run_chain`; None recomputes no block. `keep`: as in `checkpoint`. Yields the model. Raises what

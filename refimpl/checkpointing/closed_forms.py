@@ -9,12 +9,18 @@ and M, N the dropout masks of scores and tokens, which exist only with dropout. 
 moments; each line of `moments` is one of them, named for what it is the moment of.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..ground.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
 from .schedule import costs, plan_peak
+
+if TYPE_CHECKING:
+    from ..config import GPTConfig
+    from .schedule import Costs
 
 CORE = ("queries and keys", "values", "causal mask", "softmax output", "softmax dropout mask", "softmax dropout output")
 DROPPED = {  # part -> the terms of a block that are not kept, but recomputed
@@ -93,7 +99,8 @@ def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=Non
     return s, forward, max(keeping, s + copies + 3 * U), max(backward)
 
 
-def gpt_costs(config, batch, sequence, dtype=torch.float32, device="cpu", part=None):
+def gpt_costs(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.float32,
+              device: torch.device | str = "cpu", part: str | None = None) -> "Costs":
     """Predict the Costs of a GPT's blocks and its head with the loss, one stage each; times are FLOPs.
 
     `part`: one part of every kept block is recomputed, as `selective` does. ValueError for an unknown part.
@@ -124,7 +131,9 @@ def _head(config, batch, sequence, dtype, device):
     return norm + U + wide + 4, forward, forward, backward, 2 * token * config.hidden * config.vocab_size
 
 
-def gpt_peak_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.float32, device="cpu"):
+def gpt_peak_bytes(config: "GPTConfig", batch: int, sequence: int, plan: Sequence[Any] | None = None,
+                   part: str | None = None, dtype: torch.dtype = torch.float32,
+                   device: torch.device | str = "cpu") -> int:
     """Predict the peak bytes of a forward and backward above parameters and gradients (all of them there, as when
     gradients are accumulated), with the blocks run by `plan` (default: all kept) and one `part` of each kept block
     recomputed.
@@ -154,7 +163,8 @@ def _regions(plan):
     return sum(1 + _regions(item) for item in plan if isinstance(item, tuple))
 
 
-def kept_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.float32, device="cpu"):
+def kept_bytes(config: "GPTConfig", batch: int, sequence: int, plan: Sequence[Any] | None = None,
+               part: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> int:
     """Predict the bytes of activations after the forward of a GPT with targets, under `plan` and `part`: exact.
 
         activation_bytes − Σ over regions of (their blocks − one input) − Σ over kept blocks of what `part` makes again
@@ -172,7 +182,7 @@ def kept_bytes(config, batch, sequence, plan=None, part=None, dtype=torch.float3
 # --- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
-def block_flops(config, batch, sequence):
+def block_flops(config: "GPTConfig", batch: int, sequence: int) -> dict[str, int]:
     """Count the FLOPs of one block's forward, {matrix product: FLOPs}, as `torch.utils.flop_counter` does.
 
     A multiply-add counts 2, so a product (M, K) · (K, N) has 2·M·K·N. Norms, softmax and activations are not counted,
@@ -193,7 +203,8 @@ def recomputed_flops(flops, part, dropout=0.0):
     }[part]
 
 
-def extra_flops(config, batch, sequence, plan=None, part=None, early_stop=True):
+def extra_flops(config: "GPTConfig", batch: int, sequence: int, plan: Sequence[Any] | None = None,
+                part: str | None = None, early_stop: bool = True) -> int:
     """Count the FLOPs of a step beyond those without recomputation: exact, for a plan of blocks or one part of each.
 
         Σ over regions of (their blocks' forward − the last block's last product), + kept blocks · the part

@@ -6,7 +6,9 @@ be removed at any time. The bytes of each policy are in `closed_forms.py`.
 
 import math
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any, Self
 
 from torch import nn
 
@@ -23,11 +25,11 @@ class Recomputing:
     Raises ValueError for a module that is recomputed already, since doing it twice costs time and saves nothing.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.modules = []
         self._undo = []
 
-    def add(self, module, how=checkpoint, **options):
+    def add(self, module: nn.Module, how: Callable[..., Any] = checkpoint, **options: Any) -> Any:
         """Recompute the whole of `module`: its forward becomes `how(forward, *args, **kwargs)`.
 
         The `options` are those of `checkpoint`; TypeError for any other, and for all beside another `how`.
@@ -42,7 +44,7 @@ class Recomputing:
         self._undo.append(partial(_restore, module, "forward", previous))
         self.modules.append(module)
 
-    def add_function(self, owner, name, **options):
+    def add_function(self, owner: nn.Module, name: str, **options: Any) -> Any:
         """Recompute a plain function that is an attribute of the module `owner`. The `options` are `checkpoint`'s."""
         check_options(options, OPTIONS, type(self).__name__)
         function = getattr(owner, name)
@@ -54,19 +56,19 @@ class Recomputing:
         self._undo.append(partial(setattr, owner, name, function))
         self.modules.append(owner)
 
-    def remove(self):
+    def remove(self) -> None:
         """Put the model back as it was."""
         while self._undo:
             self._undo.pop()()
         self.modules.clear()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: Any) -> None:
         self.remove()
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.modules)
 
 
@@ -99,7 +101,7 @@ class _Forward:
         return _Forward, (self._module(), self._previous, self._how, self._options)
 
 
-def recompute(modules, **options):
+def recompute(modules: Iterable[nn.Module], **options: Any) -> Recomputing:
     """Recompute each of `modules` (an iterable) as a region of its own. Returns a Recomputing.
 
     `with recompute(model.blocks): loss = model(x)`: only the forward must be inside. The `options` are those of
@@ -142,7 +144,7 @@ def _is_int(value):
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def return_on_time(saved, slower, noise=0.01):
+def return_on_time(saved: float, slower: float, noise: float = 0.01) -> float:
     """Return what a policy saves for its time: share of the peak saved ÷ share of the time added.
 
     `saved` and `slower` are shares of the step without the policy: 0.4 and 0.25 return 1.6. A slow-down within `noise`
@@ -167,13 +169,15 @@ class DynamicCheckpoint(Recomputing):
     Raises ValueError for a value out of range and for a ratio beside any of the three; TypeError for an unknown option.
     """
 
-    def __init__(self, blocks, start_layer=None, end_layer=None, interval=None, ratio=None, **options):
+    def __init__(self, blocks: Sequence[nn.Module], start_layer: int | None = None, end_layer: int | None = None,
+                 interval: int | None = None, ratio: float | None = None, **options: Any) -> None:
         super().__init__()
         check_options(options, ("start_layer", "end_layer", "interval", "ratio", *OPTIONS), type(self).__name__)
         self._blocks, self._options = list(blocks), options
         self.change(start_layer, end_layer, interval, ratio)
 
-    def change(self, start_layer=None, end_layer=None, interval=None, ratio=None):
+    def change(self, start_layer: int | None = None, end_layer: int | None = None, interval: int | None = None,
+               ratio: float | None = None) -> None:
         """Choose other blocks from the next forward on."""
         layers, given = len(self._blocks), {"start_layer": start_layer, "end_layer": end_layer, "interval": interval}
         given = {name: value for name, value in given.items() if value is not None}
@@ -187,12 +191,12 @@ class DynamicCheckpoint(Recomputing):
         self.chosen = chosen
 
     @property
-    def plan(self):
+    def plan(self) -> list[Any]:
         """Return the choice as a plan, for the closed forms: `[(0,), 1, (2,), 3]`."""
         return [(i,) if i in self.chosen else i for i in range(len(self._blocks))]
 
 
-def selective(blocks, part="attention core", **options):
+def selective(blocks: Sequence[nn.Module], part: str = "attention core", **options: Any) -> Recomputing:
     """Recompute one part of each block: the `attention core` (its function of q, k, v), the whole `attention` or the
     `mlp`; `block` is all of it. Returns a Recomputing.
 

@@ -1,7 +1,9 @@
 """The costs of a real chain, read off one tracked pass over each stage: what `optimal_schedule` wants to know."""
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,8 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from .region import checkpoint
 from .schedule import costs
 
+if TYPE_CHECKING:
+    from .schedule import Costs
 
-def profile_chain(functions, x, *args, unit="flops", **kwargs):
+
+def profile_chain(functions: Sequence[Callable[..., Any]], x: Any, *args: Any, unit: str = "flops",
+                  **kwargs: Any) -> "Costs":
     """Measure the Costs of `functions`, each called as f(x, *args, **kwargs) on the tensor that the last one returned.
 
     Bytes are the tracker's. Times are FLOPs, the same on every machine, or with `unit="seconds"` the shortest of three

@@ -9,6 +9,9 @@ random numbers again, so that dropout's gradient is wrong; `torch.autograd.grad`
 recomputed tensor go before the whole region is through its backward.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
@@ -28,7 +31,7 @@ class _Recompute(torch.autograd.Function):
         return None, *(x.grad for x in inputs)
 
 
-def reentrant_checkpoint(fn, *inputs):
+def reentrant_checkpoint(fn: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     """Call `fn(*inputs)`, keep the inputs alone, and run `fn` again in backward. For reading: use `checkpoint`.
 
     `inputs` are tensors, one of which needs a gradient; `fn` returns tensors. What it cannot do is said above.

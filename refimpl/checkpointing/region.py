@@ -11,8 +11,9 @@ PyTorch's tutorial on saved tensors.
 
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,6 +22,9 @@ from torch.utils import _pytree as pytree
 from ..ground.rerun import Environment
 from ..others import ask_of_others
 from .operations import KeepOperations, operations
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 OPTIONS = ("early_stop", "save", "recompute_context", "keep")  # of `checkpoint`; other keywords go to the function
 OPTIONS_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check")  # refused
@@ -32,7 +36,9 @@ class RecomputeError(RuntimeError):
     """Raised if the recomputation saves other tensors than the forward did, so `fn` did not do the same twice."""
 
 
-def checkpoint(fn, *args, early_stop=True, save=(), recompute_context=nullcontext, keep=None, **kwargs):
+def checkpoint(fn: Callable[..., Any], *args: Any, early_stop: bool = True, save: Iterable[Any] = (),
+               recompute_context: "Callable[[], AbstractContextManager[Any]]" = nullcontext,
+               keep: Callable[[torch.Tensor], bool] | None = None, **kwargs: Any) -> Any:
     """Call `fn(*args, **kwargs)`; autograd keeps only the input tensors, and backward computes the rest again.
 
     Arguments may be anything, nested in lists, tuples and dicts; tensors among them are the region's inputs. Gradients

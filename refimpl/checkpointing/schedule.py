@@ -23,7 +23,9 @@ T(s, t, m) is the least time for forward and backward of the stages s … t, giv
 As a function of m, T is a staircase; it is computed exactly, as the list of its steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +48,7 @@ class Costs:
     backward_peaks: tuple
     input_bytes: int = 0
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.forward_times)
 
 
@@ -66,8 +68,10 @@ class Schedule:
     forwards: list = field(repr=False)
 
 
-def costs(forward_times, activation_bytes, output_bytes=None, *, backward_times=None, gradient_bytes=None,
-          forward_peaks=None, saving_peaks=None, backward_peaks=None, input_bytes=0):
+def costs(forward_times: Sequence[float], activation_bytes: Sequence[int], output_bytes: Sequence[int] | None = None, *,
+          backward_times: Sequence[float] | None = None, gradient_bytes: Sequence[int] | None = None,
+          forward_peaks: Sequence[int] | None = None, saving_peaks: Sequence[int] | None = None,
+          backward_peaks: Sequence[int] | None = None, input_bytes: int = 0) -> Costs:
     """Return the chain as Costs. Where not given: outputs of 0 bytes, backward twice as long as forward, gradients as
     large as outputs, no temporaries.
 
@@ -100,7 +104,8 @@ def costs(forward_times, activation_bytes, output_bytes=None, *, backward_times=
     return Costs(**{name: tuple(values) for name, values in given.items()}, input_bytes=input_bytes)
 
 
-def optimal_schedule(forward_times, activation_bytes, output_bytes=None, *, budget, **more):
+def optimal_schedule(forward_times: Sequence[float], activation_bytes: Sequence[int],
+                     output_bytes: Sequence[int] | None = None, *, budget: int, **more: Any) -> Schedule:
     """Find the Schedule of least time whose peak is within `budget` bytes (the input included).
 
     The costs are given as to `costs`. Of equal times, the schedule with the smallest peak is taken. Raises ValueError
@@ -114,7 +119,7 @@ def optimal_schedule(forward_times, activation_bytes, output_bytes=None, *, budg
     return program.schedule(budget)
 
 
-def time_peak_curve(*args, **more):
+def time_peak_curve(*args: Any, **more: Any) -> list[tuple[int, float]]:
     """List all schedules worth having as [(peak, time), …], from the smallest peak on: less time only for more bytes.
 
     Peaks are in bytes, as `plan_peak` has them; times in the unit of the costs. Takes and raises what `costs` does;
@@ -212,7 +217,7 @@ def forwards(plan, around=1):
     return counts
 
 
-def plan_peak(chain, plan):
+def plan_peak(chain: Costs, plan: Sequence[Any]) -> int:
     """Predict the peak of a step that runs `plan` on a chain of Costs, in bytes, with the chain's input.
 
     Takes any plan, not only the best one: a nested list of stages, as `run_chain` does. Weights, their gradients and
@@ -237,7 +242,7 @@ def _peak(chain, plan, t):
                _peak(chain, list(item), inside[-1]))
 
 
-def plan_time(chain, plan):
+def plan_time(chain: Costs, plan: Sequence[Any]) -> float:
     """Predict the time of a step that runs `plan` on a chain of Costs: Σᵢ kᵢ·fᵢ + Σᵢ bᵢ, in the unit of its times.
 
     Stage i runs its forward kᵢ times, once at first and once in each recomputation.

@@ -1,5 +1,6 @@
 """A function that runs twice has its side effects twice. BatchNorm's running averages are the known case."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -7,7 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 @contextmanager
-def frozen_statistics(*modules):
+def frozen_statistics(*modules: torch.nn.Module) -> Iterator[None]:
     """Restore the running averages of every BatchNorm in `modules` at the end of this context.
 
     For the second run: `checkpoint(net, x, recompute_context=partial(frozen_statistics, net))`. Without it the averages

@@ -11,6 +11,8 @@ Every tracker counts what the communicator allocates (results, staging copies, c
 """
 
 import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ from .matching import CheckedReceive, check_match, send_header
 from .order import Order
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 
+if TYPE_CHECKING:
+    from .link import Link
+
 
 class Communicator(Buffers):
     """Connects this rank to the N − 1 others with which it calls collectives. `launch` makes it.
@@ -44,11 +49,13 @@ class Communicator(Buffers):
 
     has_others = True
 
-    def __init__(self, rank, world_size, device="cpu", group=None, *, ranks=None, debug=False, parent=None,
-                 pages=None, hosts=None):
+    def __init__(self, rank: int, world_size: int, device: torch.device | str = "cpu", group: Any = None, *,
+                 ranks: Sequence[int] | None = None, debug: bool = False, parent: "Communicator | None" = None,
+                 pages: Any = None, hosts: Any = None) -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.ranks = tuple(ranks or range(world_size))
-        self._group, self._debug, self._parent, self._host = group, debug, parent, None
+        self._group, self._debug, self._parent = group, debug, parent
+        self._host: Any = None  # what `host()` returns, once it was asked
         self._hosts = hosts if parent is None else parent._hosts
         self._pages = parent._pages if pages is None and parent is not None else iter(pages or ())  # for orders
         self.order = Order(next(self._pages, None)).name(zlib.crc32(getattr(group, "group_name", "").encode()),
@@ -71,7 +78,8 @@ class Communicator(Buffers):
 
     # --- collectives ---------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x, op="sum", *, out=None, async_op=False, label=""):
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, async_op: bool = False,
+                   label: str = "") -> Any:
         """Reduce x over ranks by `op` (sum, avg, max, min or product); every rank gets the result. Shape of x.
 
         ValueError for an unknown op, a dtype that cannot be reduced, or an average of integers. On bool tensors sum
@@ -82,7 +90,8 @@ class Communicator(Buffers):
         return self._run("all_reduce", x, out, async_op, lambda source, landing, group, later:
                          dist.all_reduce(landing, reduce_op, group, later), op, 0, label)
 
-    def reduce_scatter(self, x, op="sum", *, out=None, async_op=False, label=""):
+    def reduce_scatter(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None,
+                       async_op: bool = False, label: str = "") -> Any:
         """Reduce x over ranks; rank r gets chunk r of the result, of N along dim 0: (N·n, …) -> (n, …).
 
         ValueError if N does not divide the size of dim 0 (pad it), and as for all_reduce.
@@ -92,7 +101,8 @@ class Communicator(Buffers):
         return self._run("reduce_scatter", x, out, async_op, lambda source, landing, group, later:
                          self._scatter(landing, source, reduce_op, group, later), op, 0, label)
 
-    def all_gather(self, x, *, out=None, async_op=False, label=""):
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, async_op: bool = False,
+                   label: str = "") -> Any:
         """Concatenate every rank's x along dim 0, on every rank: (n, …) -> (N·n, …), scalars -> (N,).
 
         x has the same shape on every rank.
@@ -104,7 +114,8 @@ class Communicator(Buffers):
         return self._run("all_gather", x, out, async_op, lambda source, landing, group, later:
                          self._gather(landing, source, group, later), None, 0, label)
 
-    def all_to_all(self, x, *, out=None, async_op=False, label=""):
+    def all_to_all(self, x: torch.Tensor, *, out: torch.Tensor | None = None, async_op: bool = False,
+                   label: str = "") -> Any:
         """Exchange chunks: chunk s of rank r's x becomes chunk r of rank s's result, of N along dim 0. Shape of x.
 
         ValueError if N does not divide the size of dim 0.
@@ -115,14 +126,15 @@ class Communicator(Buffers):
         return self._run("all_to_all", x, out, async_op, lambda source, landing, group, later:
                          dist.all_to_all_single(landing, source, None, None, group, later), None, 0, label)
 
-    def broadcast(self, x, src, *, out=None, async_op=False, label=""):
+    def broadcast(self, x: torch.Tensor, src: int, *, out: torch.Tensor | None = None, async_op: bool = False,
+                  label: str = "") -> Any:
         """Copy rank src's x to every rank. On the others x gives the shape and dtype of the result."""
         x, src = self._given(x), self._peer(src, "src")
         out = self._result(out, x.shape, x, "broadcast")
         return self._run("broadcast", x, out, async_op, lambda source, landing, group, later:
                          dist.broadcast(landing, None, group, later, src), None, src, label)
 
-    def barrier(self):
+    def barrier(self) -> None:
         """Wait until every rank has called it. Moves no tensor and counts no bytes."""
         with self.order.until_end(self.order.begin("barrier")):
             if self._debug:
@@ -131,17 +143,19 @@ class Communicator(Buffers):
 
     # --- from one rank to another --------------------------------------------------------------------------------
 
-    def send(self, x, dst, *, async_op=False, label=""):
+    def send(self, x: torch.Tensor, dst: int, *, async_op: bool = False, label: str = "") -> Handle | None:
         """Send x to rank dst, which calls recv. Returns None, or a Handle."""
         x, dst = self._given(x), self._peer(dst, "dst", other=True)
         return self._exchange(x, dst, None, None, None, async_op, label)
 
-    def recv(self, like, src, *, out=None, async_op=False, label=""):
+    def recv(self, like: torch.Tensor, src: int, *, out: torch.Tensor | None = None, async_op: bool = False,
+             label: str = "") -> Any:
         """Receive the tensor that rank src sends; it has the shape, dtype and device of `like`."""
         like, src = self._given(like), self._peer(src, "src", other=True)
         return self._exchange(None, None, self._result(out, like.shape, like, "recv"), like, src, async_op, label)
 
-    def send_recv(self, x, dst, like, src, *, out=None, async_op=False, label=""):
+    def send_recv(self, x: torch.Tensor, dst: int, like: torch.Tensor, src: int, *, out: torch.Tensor | None = None,
+                  async_op: bool = False, label: str = "") -> Any:
         """Send x to rank dst and receive from rank src, both at once. Returns the received tensor.
 
         In a ring, where all ranks `send` before they `recv`, each could wait forever for the next.
@@ -154,7 +168,7 @@ class Communicator(Buffers):
 
     # --- sub-groups and bytes ------------------------------------------------------------------------------------
 
-    def split(self, ranks):
+    def split(self, ranks: Sequence[int]) -> "Communicator | None":
         """Make a communicator of some of the ranks, in ascending order; returns None on a rank that is not one of them.
 
         Every rank of this communicator calls it. All may pass the same `ranks`, or each those of its own sub-group:
@@ -172,7 +186,7 @@ class Communicator(Buffers):
             Communicator(members.index(self.rank), len(members), self.device, group, debug=self._debug, parent=self,
                          ranks=[self.ranks[member] for member in members]))
 
-    def host(self):
+    def host(self) -> "Communicator":
         """Return a communicator of the same ranks for small tensors in host memory, over gloo connections of its own.
 
         So it works whatever collectives of this one are under way, even where ranks began different ones; and it waits
@@ -186,7 +200,7 @@ class Communicator(Buffers):
                                       ranks=self.ranks)
         return self._host
 
-    def for_messages(self):
+    def for_messages(self) -> "Communicator":
         """Return a communicator of the same ranks whose messages pass each other: this one, or over NCCL `host()`.
 
         NCCL runs what a rank sends and receives in the order of the calls, and each waits for its other side: a `recv`
@@ -195,7 +209,7 @@ class Communicator(Buffers):
         return self.host() if self._nccl else self
 
     @property
-    def link(self):
+    def link(self) -> "Link | None":
         """The `Link` over which its transfers go, or None: as fast as the machine. Set on every rank, to the same."""
         return self._link
 
@@ -213,7 +227,7 @@ class Communicator(Buffers):
         return group
 
     @property
-    def hosts(self):
+    def hosts(self) -> Any:
         """On which host each rank of the world is, and what that host has (`hosts.facts.Hosts`)."""
         if self._hosts is None:
             from .hosts.facts import Hosts
@@ -222,16 +236,16 @@ class Communicator(Buffers):
         return self._hosts
 
     @property
-    def traffic(self):
+    def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent in this communicator and its sub-groups, as a ring sends them."""
         return Traffic(self._sent)
 
-    def reset_traffic(self):
+    def reset_traffic(self) -> None:
         """Set this communicator's counts to zero. Those of the communicator that it was split from do not change."""
         self._sent = dict.fromkeys(COLLECTIVES, 0)
 
     @property
-    def place(self):
+    def place(self) -> str:
         """Return this rank for an error, by its number in the world: "rank 1 of 4"; in a sub-group "rank 6 (1 of 2 in
         its group)"."""
         of = f"of {self.world_size}"
@@ -239,7 +253,7 @@ class Communicator(Buffers):
             return f"rank {self.rank} {of}"
         return f"rank {self.ranks[self.rank]} ({self.rank} {of} in its group)"
 
-    def differing(self, values):
+    def differing(self, values: Sequence[Any]) -> list[int]:
         """Return the ranks, by their numbers in the world, whose value, of one from each rank, is not the first's."""
         return [self.ranks[rank] for rank, each in enumerate(values) if each != values[0]]
 

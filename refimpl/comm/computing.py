@@ -15,7 +15,7 @@ from ..ground.spans import computing
 from .backend.clock import now, sleep_until
 
 
-def compute(seconds, kind="compute", name=""):
+def compute(seconds: float, kind: str = "compute", name: str = "") -> None:
     """Take `seconds`, as a computation of this length would, without using a core. Collectives go on meanwhile.
 
     An active recorder (`ground.spans`, `comm.timeline`) gets a span of this kind and name. `launch` counts a rank in it
@@ -35,16 +35,16 @@ class Delay(torch.nn.Module):
     a gradient passes, after a layer with parameters; elsewhere backward does not come by. `name`: of its spans.
     """
 
-    def __init__(self, forward=0.0, backward=0.0, name=""):
+    def __init__(self, forward: float = 0.0, backward: float = 0.0, name: str = "") -> None:
         super().__init__()
         self.seconds = {"forward": check_seconds(forward, "forward"), "backward": check_seconds(backward, "backward")}
         self.name = name
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         compute(self.seconds["forward"], "forward", self.name)
         return _SlowGradient.apply(x, self.seconds["backward"], self.name)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return ", ".join(f"{name}={seconds:g}" for name, seconds in self.seconds.items())
 
 

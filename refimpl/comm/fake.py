@@ -1,5 +1,6 @@
 """A communicator without the other ranks: rank r of N, for dry runs and for counting."""
 
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
@@ -20,20 +21,21 @@ class FakeCommunicator(Communicator):
 
     has_others = False
 
-    def __init__(self, rank, world_size, device="cpu", *, ranks=None, parent=None):
+    def __init__(self, rank: int, world_size: int, device: torch.device | str = "cpu", *,
+                 ranks: Sequence[int] | None = None, parent: Communicator | None = None) -> None:
         if not isinstance(world_size, Integral) or isinstance(world_size, bool) or world_size < 1:
             raise ValueError(f"world_size={world_size!r}: expected an integer of at least 1")
         super().__init__(rank, int(world_size), device, ranks=ranks, parent=parent)
         self._peer(rank, "rank")
 
-    def barrier(self):
+    def barrier(self) -> None:
         """Return at once: there is no other rank."""
         self.order.begin("barrier")
 
     def _staged(self, x):
         return False
 
-    def split(self, ranks):
+    def split(self, ranks: Sequence[int]) -> "FakeCommunicator | None":
         """Make a fake communicator of some of the ranks; returns None if this rank is not one of them."""
         members = self._members(ranks)
         self.order.begin("split")
@@ -42,7 +44,7 @@ class FakeCommunicator(Communicator):
         return self._lend_link(FakeCommunicator(members.index(self.rank), len(members), self.device, parent=self,
                                                 ranks=[self.ranks[member] for member in members]))
 
-    def host(self):
+    def host(self) -> "FakeCommunicator":
         """Return a fake communicator of the same ranks, always the same one."""
         if self._host is None:
             self._host = FakeCommunicator(self.rank, self.world_size, ranks=self.ranks, parent=self)

@@ -1,9 +1,14 @@
 """A collective under way, and its result's way to where it was asked for."""
 
 import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from .backend.tensors import same_memory
 from .backend.versions import unseen, wait_for_release
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Handle:
@@ -14,8 +19,9 @@ class Handle:
     it stands among the communicator's collectives (`order.Order`); 0 for a message.
     """
 
-    def __init__(self, works, result=None, landing=None, lent=(), references=None, pending=None, span=None,
-                 order=None, number=0):
+    def __init__(self, works: Sequence[Any], result: Any = None, landing: Any = None,
+                 lent: "Sequence[torch.Tensor]" = (), references: Any = None, pending: Any = None, span: Any = None,
+                 order: Any = None, number: int = 0) -> None:
         self.works, self._result, self._landing, self._lent = works, result, landing, lent
         self._span = span  # of the active recorder, if any
         self._references, self._order, self._number = references, order, number
@@ -29,7 +35,7 @@ class Handle:
         if not self.done():  # hold the works: torch cancels an unsent message when its work is dropped
             self._pending.add(self)
 
-    def wait(self):
+    def wait(self) -> Any:
         """Wait until it is complete; return its result."""
         if self._span is None:
             return self._wait()
@@ -50,7 +56,7 @@ class Handle:
         self._landing, self._lent = None, ()
         return self._result
 
-    def done(self):
+    def done(self) -> bool:
         """Tell whether `wait()` would return at once. Of messages gloo cannot tell, nor of what goes over a
         `Link`: False until `wait()`."""
         return all(work.is_completed() for work in self.works)

@@ -3,7 +3,9 @@
 import datetime
 import os
 import sys
+from collections.abc import Callable
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,8 @@ STARTED = {"RANK", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE
 NCCL = "cpu:gloo,cuda:nccl"
 
 
-def launch(fn, world_size, *args, device=None, timeout=60, limit=None, debug=None):
+def launch(fn: Callable[..., Any], world_size: int, *args: object, device: str | None = None, timeout: float = 60,
+           limit: float | None = None, debug: bool | None = None) -> list[Any]:
     """Run `fn(comm, *args)` on `world_size` ranks and return what each returned, in rank order.
 
     Each rank is a process of its own on this machine, with a `Communicator` that connects it to the others. `fn` and

@@ -24,6 +24,7 @@ all ranks, so they are all on one machine. A FakeCommunicator keeps the link and
 
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from .backend.wire import Wire
 from .traffic import COLLECTIVES
@@ -45,7 +46,7 @@ class Link:
         if not _is_number(self.latency) or not 0 <= self.latency < float("inf"):
             raise ValueError(f"latency={self.latency!r}: expected a number of seconds, 0 or more")
 
-    def seconds(self, collective, sent_bytes, world_size):
+    def seconds(self, collective: str, sent_bytes: float, world_size: int) -> float:
         """Compute how long a collective takes in which each rank sends `sent_bytes` (`ring_traffic`).
 
             steps · latency + sent bytes / rate
@@ -56,7 +57,7 @@ class Link:
         """
         return steps(collective, world_size) * self.latency + sent_bytes / self.bytes_per_second
 
-    def wire(self, group, world_size):
+    def wire(self, group: Any, world_size: int) -> Any:
         """Return what serves the transfers of one communicator over this link, on this rank."""
         return Wire(self, group, world_size)
 

@@ -5,7 +5,7 @@ import torch
 from .communicator import Communicator
 
 
-def ring_all_reduce(comm: Communicator, x):
+def ring_all_reduce(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
     """Return Σ over ranks of x, on every rank, as a new tensor of x's shape. x does not change.
 
     x is cut into N chunks (sizes differ by one element at most). Round one, N−1 steps: rank r sends a chunk to r+1,

@@ -11,6 +11,8 @@ import copy
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ REDUCE_BOOL = {"sum": torch.logical_or, "max": torch.logical_or, "min": torch.lo
                "product": torch.logical_and}
 
 
-def simulate(fn, world_size, *args):
+def simulate(fn: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
     """Run `fn(comm, *args)` on `world_size` ranks that are threads of this process; return what each returned, in rank
     order.
 
@@ -104,11 +106,11 @@ class SimulatedCommunicator(Communicator):
     """Connects a rank to others that are threads of this process; `simulate` makes it. Same methods, errors of debug
     mode, and traffic. A `link` is kept, and nothing takes time."""
 
-    def __init__(self, rank, shared, parent=None):
+    def __init__(self, rank: int, shared: Any, parent: Communicator | None = None) -> None:
         super().__init__(rank, len(shared.ranks), ranks=shared.ranks, parent=parent)
         self._shared, self._met, self._posted = shared, itertools.count(), defaultdict(itertools.count)
 
-    def split(self, ranks):
+    def split(self, ranks: Sequence[int]) -> "SimulatedCommunicator | None":
         """Make a communicator of some of the ranks, as `Communicator.split` does."""
         members = self._members(ranks)
         with self.order.until_end(self.order.begin("split")):
@@ -129,7 +131,7 @@ class SimulatedCommunicator(Communicator):
                 shared[tuple(members)] = _Shared(self._shared.turns, [self.ranks[member] for member in members])
         return [(members, shared[tuple(members)]) for (members,) in posts]
 
-    def host(self):
+    def host(self) -> "SimulatedCommunicator":
         """Return a communicator of the same ranks, always the same one, whose collectives pass those of this one."""
         if self._host is None:
             self._host = SimulatedCommunicator(self.rank, self._shared.host, self)

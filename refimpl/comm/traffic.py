@@ -6,6 +6,7 @@ rank. No algorithm sends less per rank (Patarasuk & Yuan 2009, "Bandwidth optima
 workstations", theorem 1). all_reduce is both, one after the other: 2(N−1)/N · B.
 """
 
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from ..ground.ledger import Ledger
@@ -19,7 +20,7 @@ def chunk_sizes(n, parts):
 
 
 @lru_cache(4096)  # a training step repeats the same calls
-def ring_traffic(collective, nbytes, world_size, rank=0, itemsize=1, src=0):
+def ring_traffic(collective: str, nbytes: int, world_size: int, rank: int = 0, itemsize: int = 1, src: int = 0) -> int:
     """Count the bytes (int, exact) that `rank` of N = `world_size` sends in a collective on B = `nbytes` bytes.
 
         all_gather, reduce_scatter, all_to_all    (N−1)/N · B
@@ -54,20 +55,20 @@ class Traffic(Ledger):
     minus `comm.traffic` before it is the step's.
     """
 
-    def __init__(self, nbytes=(), **more):
+    def __init__(self, nbytes: Mapping[str, int] | Iterable[tuple[str, int]] = (), **more: int) -> None:
         given = {str(name).replace(" ", "_"): int(count) for name, count in {**dict(nbytes), **more}.items()}
         unknown = set(given).difference(COLLECTIVES)
         if unknown:
             raise ValueError(f"no collective {', '.join(sorted(unknown))}: expected {', '.join(COLLECTIVES)}")
         self._bytes = {name: given[name] for name in COLLECTIVES if given.get(name)}
 
-    def __getitem__(self, name):
+    def __getitem__(self, name: str) -> int:
         name = str(name).replace(" ", "_")
         if name not in COLLECTIVES:
             raise KeyError(f"no collective {name!r}: expected one of {', '.join(COLLECTIVES)}")
         return self._bytes.get(name, 0)
 
-    def __contains__(self, name):
+    def __contains__(self, name: object) -> bool:
         return str(name).replace(" ", "_") in self._bytes
 
     def __eq__(self, other):

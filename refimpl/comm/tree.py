@@ -8,10 +8,15 @@ of latency α and rate β, where a ring takes 2(N−1) · (α + B/(Nβ)). So a t
 Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH", section 4.5.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
+if TYPE_CHECKING:
+    from .communicator import Communicator
 
-def tree_all_reduce(comm, x):
+
+def tree_all_reduce(comm: "Communicator", x: torch.Tensor) -> torch.Tensor:
     """Return Σ over ranks of x, on every rank, as a new tensor of x's shape. x does not change."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     sizes = [1 << i for i in range((comm.world_size - 1).bit_length())]

@@ -12,9 +12,16 @@ with fewer steps. Its sum is that of a ring, in another order. As hybrid shardin
 distributed SGD" (Mikami et al. 2018), section 3.2, and NCCL's and Horovod's hierarchical all_reduce.
 """
 
+from typing import TYPE_CHECKING
+
 from torch.nn import functional as F
 
 from .traffic import Traffic, ring_traffic
+
+if TYPE_CHECKING:
+    import torch
+
+    from .communicator import Communicator
 
 
 def levels(comm, ranks_per_machine=None):
@@ -43,7 +50,8 @@ def ranks_in_a_row(comm):
         len(comm.hosts.groups(comm.ranks[first:first + S])) > 1 for first in range(0, N, S)))
 
 
-def two_level_all_reduce(intra, inter, x, op="sum"):
+def two_level_all_reduce(intra: "Communicator", inter: "Communicator", x: "torch.Tensor",
+                         op: str = "sum") -> "torch.Tensor":
     """Return x reduced over all ranks of both levels, by "sum" or "avg", as a new tensor of x's shape.
 
     ValueError for another op, of which two levels may give another result.

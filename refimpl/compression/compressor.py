@@ -10,8 +10,9 @@ as after an overflow, the one before stays, as if the batch had not been.
 """
 
 import zlib
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +40,7 @@ class Payload(NamedTuple):
     seed: int
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Return the bytes that are sent."""
         return self.data.nbytes
 
@@ -62,8 +63,8 @@ class GradientCompressor(Reductions):
     inf or NaN in a gradient all that is sent of its bucket has some, so that all ranks see it.
     """
 
-    def __init__(self, algorithm="topk", ratio=0.01, error_feedback=True, *, warmup=0, seed=0, rank=None,
-                 loss_scale=None):
+    def __init__(self, algorithm: str = "topk", ratio: float = 0.01, error_feedback: bool = True, *, warmup: int = 0,
+                 seed: int = 0, rank: int | None = None, loss_scale: Callable[[], float] | None = None) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(ALGORITHMS)}")
         if not isinstance(ratio, Real) or isinstance(ratio, bool) or not 0 < ratio <= 1:
@@ -85,7 +86,7 @@ class GradientCompressor(Reductions):
         return (f"GradientCompressor({self.algorithm}, {how}, {'' if self.error_feedback else 'no '}error feedback, "
                 f"warmup {self.warmup}, seed {self.seed})")
 
-    def payload_bytes(self, shape, itemsize=4):
+    def payload_bytes(self, shape: Sequence[int], itemsize: int = 4) -> int:
         """Return the bytes that are sent of one tensor of this shape, whose elements have `itemsize` bytes."""
         shape = torch.Size(shape)
         return self.coder.payload_bytes(shape.numel(), itemsize) if self.coder else Layout(
@@ -93,7 +94,7 @@ class GradientCompressor(Reductions):
 
     # --- one tensor --------------------------------------------------------------------------------------------------
 
-    def compress(self, x, key=0):
+    def compress(self, x: torch.Tensor, key: object = 0) -> Payload:
         """Return the Payload of a gradient; what it leaves out is added in the next call with this `key`.
 
         `key`: the gradient's number or name. "random" draws other places after each `step()`. TypeError for a gradient
@@ -110,7 +111,7 @@ class GradientCompressor(Reductions):
         self.kept[key] = self._valid(key, self._pending.pop(key))
         return Payload(data, x.shape, x.dtype, seed)
 
-    def decompress(self, payload):
+    def decompress(self, payload: Payload) -> torch.Tensor:
         """Return the tensor that was sent, in the shape and dtype of the gradient; zeros for what was left out."""
         wide = _wide(payload.dtype)
         out = torch.zeros(payload.shape.numel(), dtype=wide, device=payload.data.device)
@@ -134,7 +135,7 @@ class GradientCompressor(Reductions):
 
     # --- what is kept ------------------------------------------------------------------------------------------------
 
-    def compensated(self, key, flat, name):
+    def compensated(self, key: object, flat: torch.Tensor, name: str) -> torch.Tensor:
         """Return a flat gradient plus what was not sent of it before, as a new tensor."""
         if not flat.is_floating_point():
             raise TypeError(f"{name}: gradients of {flat.dtype}: expected floats, such as torch.float32")
@@ -145,7 +146,7 @@ class GradientCompressor(Reductions):
                              "give each gradient a key of its own")
         return x if residual is None else x.add_(residual, alpha=self._scale())
 
-    def keep(self, key, compensated, sent, q=None):
+    def keep(self, key: object, compensated: torch.Tensor, sent: torch.Tensor, q: Any = None) -> None:
         """Keep what was not sent (written over `compensated`), and powersgd's factors, until `step` or `drop`."""
         kept = {} if q is None else {"q": q}
         if self.error_feedback:
@@ -154,7 +155,7 @@ class GradientCompressor(Reductions):
                 kept["residual"].div_(self._scale())
         self._pending[key] = kept
 
-    def factors(self, key, layout, like):
+    def factors(self, key: object, layout: Any, like: torch.Tensor) -> Any:
         """Return a copy of powersgd's last Q's; the first time drawn ones."""
         q = self._latest(key).get("q")
         if q is not None:
@@ -162,18 +163,18 @@ class GradientCompressor(Reductions):
         return layout.start(self.seed if isinstance(key, int) else self.seed_of(key) % 2**32,
                             key if isinstance(key, int) else 0, like)
 
-    def step(self):
+    def step(self) -> None:
         """Let what is kept count: the step was made."""
         for key, kept in self._pending.items():
             self.kept[key] = self._valid(key, kept)
         self._pending.clear()
         self.steps += 1
 
-    def drop(self):
+    def drop(self) -> None:
         """Forget what was to be kept since the last step, which is not made."""
         self._pending.clear()
 
-    def seed_of(self, key, chunk=0):
+    def seed_of(self, key: object, chunk: int = 0) -> int:
         """Return the seed of a bucket, or of a chunk of it, in this step."""
         return zlib.crc32(f"{self.seed} {self.steps} {key} {chunk}".encode())
 

@@ -8,10 +8,16 @@ p are the bytes of a bucket's payload; for a shard, all N chunks of a bucket are
 sum. All ranks add up the same payloads in the same order, so they get the same average, to the bit.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from ..comm.handle import Then
 from .powersgd import Layout
+
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
 
 
 def finite_or(x, before):
@@ -23,23 +29,23 @@ class Reductions:
     """The part of a GradientCompressor that sends. `attach` has told it the communicator and the buckets."""
 
     @property
-    def reduces_shards(self):
+    def reduces_shards(self) -> bool:
         """Tell whether a rank can get its shard of the average without the rest."""
         return self.coder is not None
 
     @property
-    def active(self):
+    def active(self) -> bool:
         """Tell whether gradients are compressed; not during warm-up."""
         return self.steps >= self.warmup
 
-    def attach(self, comm, layouts):
+    def attach(self, comm: "Communicator", layouts: Any) -> None:
         """Learn the ranks, and `numel`, `dtype`, `device` and `slots`, [(first, shape)], of each bucket. RuntimeError
         for a second engine: what is kept belongs to one model."""
         if self.comm is not None:
             raise RuntimeError(f"{self!r} is another engine's hook already: make one for each engine")
         self.comm, self.layouts = comm, layouts
 
-    def all_reduce(self, key, flat, dtype, label):
+    def all_reduce(self, key: object, flat: torch.Tensor, dtype: torch.dtype, label: str) -> Any:
         """Launch the average of bucket `key`, flat (n,), with numbers on the wire in `dtype`. The handle's `wait()`
         returns it, (n,) in `dtype`."""
         x = self.compensated(key, flat, label)
@@ -57,7 +63,7 @@ class Reductions:
 
         return Then(send(payload, async_op=True, label=label), average)
 
-    def reduce_scatter(self, key, flat, dtype, label):
+    def reduce_scatter(self, key: object, flat: torch.Tensor, dtype: torch.dtype, label: str) -> Any:
         """Launch the reduction of bucket `key` to shards. The handle's `wait()` returns this rank's shard of the
         average, (n/N,) in `dtype`."""
         if self.coder is None:
@@ -116,11 +122,11 @@ class Reductions:
     # --- saved and loaded with the engine ----------------------------------------------------------------------------
 
     @property
-    def about(self):
+    def about(self) -> str:
         """Return a sentence that has to be the same where the state is loaded."""
         return f"{self!r} of {self.comm.world_size} ranks"
 
-    def state_tensors(self):
+    def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return {name: tensor} of what this rank keeps, always of the same names and shapes."""
         found = {"steps": torch.tensor([self.steps])}
         for key, layout in enumerate(self.layouts):
@@ -132,7 +138,7 @@ class Reductions:
                       for name, numel in sizes.items() if numel}
         return found
 
-    def load_state_tensors(self, tensors):
+    def load_state_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take what `state_tensors` returned. Zeros are what has not begun."""
         self.drop()
         self.steps, self.kept = int(tensors["steps"]), {}

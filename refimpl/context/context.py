@@ -10,6 +10,8 @@ dp × cp ranks, and `accumulate` weighs each rank's loss by its targets.
 """
 
 import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,6 +27,9 @@ from .pair import dense_pair
 from .proof import prove_context
 from .ring import ring_attention
 from .ulysses import ulysses_attention
+
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
 
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention, "gathered": gathered_attention}
 
@@ -43,7 +48,8 @@ class SequenceParallelAttention:
     ValueError for an unknown method or order, and for Ulysses in zig-zag order.
     """
 
-    def __init__(self, comm, method="ring", *, order=None, attention=None):
+    def __init__(self, comm: "Communicator", method: str = "ring", *, order: str | None = None,
+                 attention: Callable[..., torch.Tensor] | None = None) -> None:
         if method not in METHODS:
             raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}")
         order = ("plain" if method == "ulysses" else "zig-zag") if order is None else order
@@ -54,7 +60,8 @@ class SequenceParallelAttention:
         self.comm, self.method, self.order, self.attention = comm, method, order, attention
 
     @torch._disable_dynamo
-    def __call__(self, q_BHTD, k_BGTD, v_BGTD, *, causal=False, dropout_p=0.0, **options):
+    def __call__(self, q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, *, causal: bool = False,
+                 dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
         """Return attention of this rank's tokens. Raises as the method does."""
         check_dropout(dropout_p)
         attention = self.attention or (dense_pair if self.method == "ring" else dense_attention if options
@@ -63,7 +70,7 @@ class SequenceParallelAttention:
             options["order"] = self.order
         return METHODS[self.method](q_BHTD, k_BGTD, v_BGTD, self.comm, causal=causal, attention=attention, **options)
 
-    def within(self, attention):
+    def within(self, attention: Callable[..., torch.Tensor]) -> "SequenceParallelAttention":
         """Return this, with `attention` in it unless one was given or the method is a ring."""
         if self.attention is not None or self.method == "ring":
             return self
@@ -71,22 +78,22 @@ class SequenceParallelAttention:
         other.attention = attention
         return other
 
-    def shard(self, x, *, dim=1, pad=None):
+    def shard(self, x: torch.Tensor, *, dim: int = 1, pad: Any = None) -> torch.Tensor:
         """Return this rank's tokens of x, of which `dim` is the whole sequence. `pad`: fills it up to a multiple of N
         (zig-zag: 2N); for targets −100. ValueError if it would have to be filled up and `pad` is None."""
         return shard(x, self.comm.rank, self.comm.world_size, self.order, dim, pad)
 
-    def gather(self, x, *, dim=1):
+    def gather(self, x: torch.Tensor, *, dim: int = 1) -> torch.Tensor:
         """Return the whole sequence of which x is this rank's part: the inverse of `shard`, without autograd."""
         every = self.comm.all_gather(x.detach().movedim(dim, 0).contiguous(), label="a sequence")
         return in_order(every, self.comm.world_size, self.order, 0).movedim(0, dim)
 
-    def positions(self, length, device=None):
+    def positions(self, length: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the positions in the whole sequence of this rank's `length` tokens: (length,) int64."""
         return positions(self.comm.rank, self.comm.world_size, length, self.order, device)
 
     @torch._disable_dynamo
-    def check_length(self, tokens):
+    def check_length(self, tokens: torch.Tensor) -> None:
         """Raise CollectiveMismatch, naming them, if ranks have another number of rows or tokens (B, T) than rank 0."""
         shape = torch.tensor([tokens.shape[:2]], dtype=torch.int64)
         gathered = self.comm.host().all_gather(shape, label="rows and tokens")
@@ -100,7 +107,7 @@ class SequenceParallelAttention:
                                      "attention.shard(tokens), which can pad it", differ)
 
 
-def context_parallel(model, attention):
+def context_parallel(model: torch.nn.Module, attention: SequenceParallelAttention) -> torch.nn.Module:
     """Give `model` this SequenceParallelAttention, in place; returns it. It is then called with a rank's tokens.
 
     Each call gets positions in the whole sequence, and no others, and checks that all ranks have as many tokens. For

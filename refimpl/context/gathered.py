@@ -8,6 +8,9 @@ that would keep of all keys, it keeps for the time of one backward. This is the 
 Llama 3 Herd of Models", 2024, section 3.3.2), which keeps the gathered keys for backward; here they are gathered again.
 """
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -15,10 +18,16 @@ from ..model import softmax_attention
 from .inner import call, check_dropout, check_shapes, compact
 from .order import by_rank, check_order, in_order, spans
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
+
 
 @torch._disable_dynamo
-def gathered_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="plain", attention=softmax_attention,
-                       window=None, cu_seqlens=None, sinks=None, dropout_p=0.0, **options):
+def gathered_attention(q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, comm: "Communicator", *,
+                       causal: bool = False, order: str = "plain",
+                       attention: Callable[..., torch.Tensor] = softmax_attention, window: int | None = None,
+                       cu_seqlens: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+                       dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D).
 
     - `attention`: any (q, k, v) -> out, with the options that are given. With `causal` it needs an option of that name,

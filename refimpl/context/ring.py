@@ -6,6 +6,7 @@ fp32 or wider.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,10 +17,17 @@ from .inner import check_dropout, check_shapes, compact
 from .order import check_order
 from .pair import dense_pair
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
+    from ..ground.attention_pair import AttentionPair
+
 
 @torch._disable_dynamo
-def ring_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, order="plain", scale=None, attention=dense_pair,
-                   window=None, cu_seqlens=None, softcap=None, sinks=None, dropout_p=0.0):
+def ring_attention(q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, comm: "Communicator", *,
+                   causal: bool = False, order: str = "plain", scale: float | None = None,
+                   attention: "AttentionPair" = dense_pair, window: int | None = None,
+                   cu_seqlens: torch.Tensor | None = None, softcap: float | None = None,
+                   sinks: torch.Tensor | None = None, dropout_p: float = 0.0) -> torch.Tensor:
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D) in q's dtype.
 
     - `causal`, `order`: which tokens are before which; see `order`. In zig-zag order T is even.

@@ -7,16 +7,23 @@ Backward exchanges the gradients the other way round. What attention keeps is th
 (Jacobs et al. 2023), section 3.
 """
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..model import softmax_attention
 from .inner import call, check_dropout, check_shapes
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
+
 
 @torch._disable_dynamo
-def ulysses_attention(q_BHTD, k_BGTD, v_BGTD, comm, *, causal=False, attention=softmax_attention, dropout_p=0.0,
-                      sinks=None, **options):
+def ulysses_attention(q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, comm: "Communicator", *,
+                      causal: bool = False, attention: Callable[..., torch.Tensor] = softmax_attention,
+                      dropout_p: float = 0.0, sinks: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D). Tokens are in plain order: with
     heads apart, causal attention is as much work on every rank.
 

@@ -15,7 +15,8 @@ have the same peak: dh and dW are as large there, and all of the model's activat
 Language Models" (Wijmans et al. 2024) has no chunks of logits at all (see `triton_forward`).
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,11 +24,17 @@ from .call import check_call, flat, refuse_second_derivative, sum_dtype
 from .rows import Columns, Terms, part_factors, row_losses
 from .sums import WeightSum, scaled
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
+
 
 @torch._disable_dynamo
-def chunked_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bias=None, reduction="mean", *,
-                                 label_smoothing=0.0, z_loss=0.0, softcap=None, chunk_size=None, comm=None,
-                                 vocabulary=None, weight_gradient=None):
+def chunked_linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+                                 ignore_index: int = -100, bias: torch.Tensor | None = None, reduction: str = "mean", *,
+                                 label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+                                 chunk_size: int | None = None, comm: "Communicator | None" = None,
+                                 vocabulary: int | None = None,
+                                 weight_gradient: torch.dtype | None = None) -> torch.Tensor:
     """Return `F.cross_entropy((hidden @ weight.T + bias).float(), targets, …)`, a scalar in fp32, without the logits.
 
     - `hidden` (…, C), `weight` (V, C), `bias` (V,) or None: in fp64, fp32, bf16 or fp16, all the same. Under autocast
@@ -60,9 +67,13 @@ def chunked_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bia
 
 
 @torch._disable_dynamo
-def multi_token_cross_entropy(hiddens, weight, targets, scales=None, ignore_index=-100, bias=None, reduction="mean", *,
-                              label_smoothing=0.0, z_loss=0.0, softcap=None, chunk_size=None, comm=None,
-                              vocabulary=None, weight_gradient=None):
+def multi_token_cross_entropy(hiddens: Sequence[torch.Tensor], weight: torch.Tensor,
+                              targets: torch.Tensor | Sequence[torch.Tensor], scales: Any = None,
+                              ignore_index: int = -100, bias: torch.Tensor | None = None, reduction: str = "mean", *,
+                              label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+                              chunk_size: int | None = None, comm: "Communicator | None" = None,
+                              vocabulary: int | None = None,
+                              weight_gradient: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (Σ_k scales[k] · loss_k, losses (K,) without a graph): K losses of one head, with one gradient of W.
 
     Multi-token prediction has one hidden state for each token ahead: `hiddens`, K tensors (…, C), and `targets`, K
@@ -85,7 +96,7 @@ def multi_token_cross_entropy(hiddens, weight, targets, scales=None, ignore_inde
     return _Loss.apply(plan, *given)
 
 
-def default_chunk_size(N, V, C):
+def default_chunk_size(N: int, V: int, C: int) -> int:
     """Return how many of N rows are computed at a time: as many as make the logits of a chunk as large as the hidden
     states of all rows, N·C/V, rounded up to a power of two, and at least 256. Products of fewer rows are slow."""
     return max(1, min(N, max(256, 2 ** max(0, (N * C - 1) // V).bit_length())))

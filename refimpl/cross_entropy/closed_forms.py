@@ -17,11 +17,11 @@ class HeadBytes(NamedTuple):
     backward: int
 
     @property
-    def peak(self):
+    def peak(self) -> int:
         return max(self.forward, self.backward)
 
 
-def plain_cross_entropy_bytes(N, V, C, dtype=torch.float32):
+def plain_cross_entropy_bytes(N: int, V: int, C: int, dtype: torch.dtype = torch.float32) -> HeadBytes:
     """Return HeadBytes of `F.cross_entropy((hidden @ weight.T).float(), targets).backward()`: N rows, V · C weights.
 
         saved       N·V·w + 2w                        log-softmax, w bytes each: 8 of fp64, else 4; the loss, the count
@@ -34,9 +34,12 @@ def plain_cross_entropy_bytes(N, V, C, dtype=torch.float32):
     return HeadBytes(saved, N * V * w + saved, 2 * w + max(3 * N * V * w, (N * V + V * C + N * C) * d))
 
 
-def chunked_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, weight_dtype=None, weight_gradient=None,
-                                chunk_size=None, bias=False, label_smoothing=0.0, softcap=None, parts=1, split=False,
-                                hidden_needs=True, weight_needs=True, device="cpu"):
+def chunked_cross_entropy_bytes(N: int, V: int, C: int, dtype: torch.dtype = torch.float32, *,
+                                weight_dtype: torch.dtype | None = None, weight_gradient: torch.dtype | None = None,
+                                chunk_size: int | None = None, bias: bool = False, label_smoothing: float = 0.0,
+                                softcap: float | None = None, parts: int = 1, split: bool = False,
+                                hidden_needs: bool = True, weight_needs: bool = True,
+                                device: torch.device | str = "cpu") -> HeadBytes:
     """Return HeadBytes of `chunked_linear_cross_entropy` and its backward, for N rows, all targets in int64.
 
         saved       K·N·C·d + V·C·s + V·w + 2w            dh; sums of dW, s bytes each, and of db; the loss, a factor
@@ -78,8 +81,8 @@ def _wide(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def split_cross_entropy_traffic(N, C, rank, world_size, dtype=torch.float32, *, chunk_size, label_smoothing=0.0,
-                                hidden_needs=True):
+def split_cross_entropy_traffic(N: int, C: int, rank: int, world_size: int, dtype: torch.dtype = torch.float32, *,
+                                chunk_size: int, label_smoothing: float = 0.0, hidden_needs: bool = True) -> Traffic:
     """Return the Traffic (bytes) of `rank` for a head split over `world_size` ranks, forward and backward.
 
     Each chunk of R rows has an all_reduce of R maxima and one of 3R sums (4R with label_smoothing), in fp32 or fp64;

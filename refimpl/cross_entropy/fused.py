@@ -10,7 +10,8 @@ With a vocabulary split over ranks each rank's kernels see its own words. A row'
 logsumexps, two all_reduces of a few numbers for each row; the gradient of hidden is the sum of the ranks', in backward.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,9 @@ from .closed_forms import HeadBytes
 from .kernels.configs import config_for, words_at_once
 from .rows import Columns, Terms, exchange, part_factors
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
+
 NOTHING = -1.0  # no element is less
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELSEWHERE, IGNORED = -1, -2  # targets that are no column of this rank, if ranks split the columns
@@ -26,9 +30,12 @@ NEVER = -(2**31)  # a target that is ignored, where a block of words has targets
 
 
 @torch._disable_dynamo
-def fused_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bias=None, reduction="mean", *,
-                               label_smoothing=0.0, z_loss=0.0, softcap=None, skip=None, comm=None, vocabulary=None,
-                               weight_gradient=None):
+def fused_linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+                               ignore_index: int = -100, bias: torch.Tensor | None = None, reduction: str = "mean", *,
+                               label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+                               skip: bool | None = None, comm: "Communicator | None" = None,
+                               vocabulary: int | None = None,
+                               weight_gradient: torch.dtype | None = None) -> torch.Tensor:
     """Return what `chunked_linear_cross_entropy` does, by Triton kernels. Arguments and errors are the same but for:
 
     - `skip`: leave tiles of the gradient out in which no element is above this in absolute value, such as 2**-12. The
@@ -49,9 +56,13 @@ def fused_linear_cross_entropy(hidden, weight, targets, ignore_index=-100, bias=
 
 
 @torch._disable_dynamo
-def fused_multi_token_cross_entropy(hiddens, weight, targets, scales=None, ignore_index=-100, bias=None,
-                                    reduction="mean", *, label_smoothing=0.0, z_loss=0.0, softcap=None, skip=None,
-                                    comm=None, vocabulary=None, weight_gradient=None):
+def fused_multi_token_cross_entropy(hiddens: Sequence[torch.Tensor], weight: torch.Tensor,
+                                    targets: torch.Tensor | Sequence[torch.Tensor], scales: Any = None,
+                                    ignore_index: int = -100, bias: torch.Tensor | None = None, reduction: str = "mean",
+                                    *, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+                                    skip: bool | None = None, comm: "Communicator | None" = None,
+                                    vocabulary: int | None = None,
+                                    weight_gradient: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `multi_token_cross_entropy` does, (Σ_k scales[k] · loss_k, losses (K,) without a graph), by Triton
     kernels: each loss adds to the same gradient of the weight. Options and errors are those of
     `fused_linear_cross_entropy`."""
@@ -230,8 +241,10 @@ def _over_ranks(lse_N, predicted_N, total_N, targets_N, elsewhere_N, ignored_N, 
     return m_N.add_(sums[0].log()), sums[1], sums[2] if plan.terms.label_smoothing else None
 
 
-def fused_cross_entropy_bytes(N, V, C, dtype=torch.float32, *, weight_dtype=None, weight_gradient=None, bias=False,
-                              softcap=None, parts=1, split=False, label_smoothing=0.0, device="cpu"):
+def fused_cross_entropy_bytes(N: int, V: int, C: int, dtype: torch.dtype = torch.float32, *,
+                              weight_dtype: torch.dtype | None = None, weight_gradient: torch.dtype | None = None,
+                              bias: bool = False, softcap: float | None = None, parts: int = 1, split: bool = False,
+                              label_smoothing: float = 0.0, device: torch.device | str = "cpu") -> HeadBytes:
     """Return HeadBytes of `fused_linear_cross_entropy` and its backward.
 
         saved       4K·N + 4K + 8                   the logsumexp; factors and the loss; K = `parts` losses of one head

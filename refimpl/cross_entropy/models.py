@@ -7,6 +7,7 @@ weight. The model's own forward stays, with all its options. What it does betwee
 """
 
 import inspect
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional as F
 
@@ -14,8 +15,11 @@ from ..model import GPT
 from ..others import ask
 from .chunked import chunked_linear_cross_entropy
 
+if TYPE_CHECKING:
+    import torch
 
-def without_logits(model, **options):
+
+def without_logits(model: "torch.nn.Module", **options: Any) -> Any:
     """Let a model compute its loss without logits: our GPT, or a causal model of transformers. Returns a handle;
     `.remove()` undoes it.
 

@@ -12,7 +12,9 @@ same again, one forward, one backward. So n = p − r + 2 are traced, and the tr
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +24,9 @@ from ..pipeline import schedule as schedule_of
 from ..pipeline import validate
 from ..pipeline.partition import cuts
 from .together import ADAMW, together
+
+if TYPE_CHECKING:
+    from ..mesh import Mesh
 
 WHOLE = "all"  # of the mesh: norms, losses, checks
 
@@ -48,8 +53,9 @@ class DryRank:
         return f"DryRank(rank {self.rank} ({at}): peak {self.peak.total:,} bytes; sent in a step: {sent})"
 
 
-def dry_rank(build, mesh, rank, rows, length=None, *, optimizer=ADAMW, max_norm=1.0, micro_batches=1, schedule="1f1b",
-             every=False, **options):
+def dry_rank(build: Callable[[], torch.nn.Module], mesh: "Mesh", rank: int, rows: int, length: int | None = None, *,
+             optimizer: Callable[..., torch.optim.Optimizer] = ADAMW, max_norm: float = 1.0, micro_batches: int = 1,
+             schedule: str = "1f1b", every: bool = False, **options: Any) -> DryRank:
     """Ask a rank of a mesh what it holds and sends in a later step, one with optimizer states. Returns a DryRank.
 
     - `build`: a function that returns the model; it is called with the meta device as default.
@@ -177,8 +183,9 @@ def in_flights(schedule):
     return [each.peak for each in validate(schedule)]
 
 
-def worst_rank(build, mesh, rows, length=None, *, micro_batches=1, schedule="1f1b", chunks=None, style="parameters",
-               **options):
+def worst_rank(build: Callable[[], torch.nn.Module], mesh: "Mesh", rows: int, length: int | None = None, *,
+               micro_batches: int = 1, schedule: str = "1f1b", chunks: int | None = None, style: str = "parameters",
+               **options: Any) -> tuple[DryRank, list[DryRank]]:
     """Find the rank with the highest peak: (its DryRank, those of all ranks that were run dry).
 
     Not all of the mesh is run: `candidates` leaves out ranks that hold as much as another one, or less. Arguments and

@@ -1,12 +1,17 @@
 """Ranks of a mesh, from a script, a notebook's cell, or under torchrun; an error names places, not numbers alone."""
 
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from .. import comm as ranks
 from ..comm import RankError
 
+if TYPE_CHECKING:
+    from ..mesh import Mesh
 
-def launch(fn, mesh, *args, **how):
+
+def launch(fn: Callable[..., Any], mesh: "Mesh", *args: Any, **how: Any) -> list[Any]:
     """Run `fn(mesh, *args)` on every rank of a Mesh, with the mesh connected; return what each returned, in rank order.
 
     `how`: `comm.launch`'s device, timeout, limit and debug, which also says what is copied. RankError as there, after

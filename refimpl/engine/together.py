@@ -19,6 +19,8 @@ After "Efficient Large-Scale Language Model Training on GPU Clusters Using Megat
 import copy
 import functools
 import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,12 +43,17 @@ from .initial import FromFile, FromRandom, give_values, on_meta
 from .refused import check
 from .training import ParallelEngine
 
+if TYPE_CHECKING:
+    from ..mesh import ConnectedMesh
+
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 STAGES = (DataParallel, Zero1, Zero2, Zero3)
 
 
-def together(model, mesh, optimizer=ADAMW, *, zero=1, micro_batches=1, schedule="1f1b", chunks=None, style="parameters",
-             recompute=False, sequence=False, context="ring", loss=None, seed=0, weights=None, **options):
+def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[..., torch.optim.Optimizer] = ADAMW, *,
+             zero: int = 1, micro_batches: int = 1, schedule: str = "1f1b", chunks: int | None = None,
+             style: str = "parameters", recompute: Any = False, sequence: bool = False, context: Any = "ring",
+             loss: Any = None, seed: int = 0, weights: Any = None, **options: Any) -> ParallelEngine:
     """Split `model` over the ranks of a connected mesh; returns a ParallelEngine. All ranks call it.
 
     - `model`: our GPT, or a decoder of Hugging Face; an nn.Sequential if tp = cp = 1. The same on all ranks. On the

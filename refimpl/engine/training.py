@@ -1,10 +1,17 @@
 """What `together` returns: an engine whose ranks stand in a mesh."""
 
 import contextlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .batch import check_batch
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from ..mesh import ConnectedMesh
+    from ..pipeline.executor import PipelineParallelStage
 
 
 class ParallelEngine:
@@ -15,32 +22,33 @@ class ParallelEngine:
     - `attention`: the SequenceParallelAttention, if the mesh has cp.
     """
 
-    def __init__(self, mesh, pipe, engine, attention=None, recomputed=None):
+    def __init__(self, mesh: "ConnectedMesh", pipe: "PipelineParallelStage", engine: Any, attention: Any = None,
+                 recomputed: Any = None) -> None:
         self.mesh, self.pipe, self.engine, self.attention, self.recomputed = mesh, pipe, engine, attention, recomputed
         mesh.get_parallel_group("tp", "cp", "pp")  # all ranks make it
         self.data, self.stepped = mesh.get_parallel_group("dp", "cp"), True
 
     @property
-    def model(self):
+    def model(self) -> torch.nn.Module:
         """Return the module of this rank's layers."""
         return self.engine.model
 
     @property
-    def optimizer(self):
+    def optimizer(self) -> Any:
         """Return the optimizer of this rank's parts."""
         return self.engine.optimizer
 
     @property
-    def steps(self):
+    def steps(self) -> int:
         """Return how many steps were made, those before a save included."""
         return self.engine._steps
 
     @property
-    def needs(self):
+    def needs(self) -> tuple[bool, bool]:
         """Tell whether this rank needs (tokens, targets): it has the first stage, the last one."""
         return 0 in self.pipe.stages, self.pipe.schedule.stages - 1 in self.pipe.stages
 
-    def train_step(self, tokens=None, targets=None):
+    def train_step(self, tokens: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Run forward and backward of a batch; return its mean loss over all ranks, on all ranks.
 
         `tokens`, `targets`: the rows of this place on dp, (B, T): the same on all ranks that differ in tp, cp or pp
@@ -57,7 +65,7 @@ class ParallelEngine:
             loss = self.pipe.train_step(tokens, targets)
         return self._mean(loss)
 
-    def evaluate(self, tokens=None, targets=None):
+    def evaluate(self, tokens: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return the mean loss of a batch over all ranks, on all ranks, without gradients and in eval mode. Arguments
         are `train_step`'s."""
         check_batch(self.mesh, tokens, targets)
@@ -70,7 +78,7 @@ class ParallelEngine:
         return [self.attention.shard(x, pad=pad) if needed and x is not None else None
                 for needed, x, pad in zip(self.needs, (tokens, targets), (0, -100), strict=True)]
 
-    def expect(self, rows, length, hidden, dtype):
+    def expect(self, rows: int, length: int, hidden: int, dtype: torch.dtype) -> None:
         """Say what goes between stages, for a dry run: x of a batch of so many rows and tokens."""
         order, tokens = self.pipe.schedule, length // self.mesh.cp
         parts = [len(each) for each in torch.arange(rows).tensor_split(order.micro_batches)]
@@ -82,29 +90,29 @@ class ParallelEngine:
         mine = torch.zeros((), dtype=torch.float64, device=self.mesh.comm.device) if loss is None else loss.double()
         return self.mesh.comm.all_reduce(mine) / (self.mesh.tp * self.data.world_size)
 
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm, over all parameters of the whole model, is at most `max_norm`; return the
         norm before."""
         return self.engine.clip_grad_norm_(max_norm, norm_type)
 
-    def step(self):
+    def step(self) -> None:
         """Update the parameters, and drop the gradients."""
         self.engine.step()
         self.stepped = True
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Drop the gradients."""
         self.engine.zero_grad()
         self.stepped = True
 
-    def save(self, directory, *, shared=True):
+    def save(self, directory: "str | PathLike[str]", *, shared: bool = True) -> None:
         """Save all state in `directory`, for any mesh to load: see `saving.save`."""
         self.engine.save(directory, shared=shared)
 
-    def load(self, directory, *, shared=None):
+    def load(self, directory: "str | PathLike[str]", *, shared: bool | None = None) -> None:
         """Load what any mesh has saved: see `saving.load`."""
         self.engine.load(directory, shared=shared)
 
-    def save_weights(self, path, dtype=torch.bfloat16):
+    def save_weights(self, path: "str | PathLike[str]", dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the whole model to one safetensors file: see `saving.save_weights`."""
         self.engine.save_weights(path, dtype)

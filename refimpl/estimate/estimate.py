@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class Estimate:
     trace: object = field(default=None, repr=False)
 
     @property
-    def fits(self):
+    def fits(self) -> bool | None:
         """Tell whether the GPU that was asked for has the bytes that would be reserved; None if none was asked for."""
         return None if self.gpu is None else self.reserved <= self.gpu.reported_bytes
 
@@ -60,7 +61,7 @@ class Estimate:
         return as_text(self)
 
 
-def estimate(model, **options):
+def estimate(model: object, **options: Any) -> Estimate:
     """Estimate what each rank holds when `model` is trained. Returns an Estimate; nothing is computed or downloaded.
 
     `model`: a name of the catalog, the path of a config.json, or "file.py:function". `options`: those of `Options`.

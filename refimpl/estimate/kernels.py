@@ -1,6 +1,7 @@
 """A GPU's kernels, for a dry run on a machine without it: `memory.dry_run(step, gpu=kernels_of("a100-80"))`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class Kernels:
     casts: object
 
 
-def kernels_of(name):
+def kernels_of(name: str) -> Any:
     """Return the Kernels of a GPU of the catalog. ValueError for an unknown name and for a GPU not of NVIDIA's."""
     found = catalog.hardware(name)
     if found.capability is None:

@@ -1,11 +1,15 @@
 """What can be asked of an estimate, and what is refused before anything is built."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .. import catalog
 from ..elsewhere.text import shown
+
+if TYPE_CHECKING:
+    from ..catalog import Hardware
 
 PRECISIONS = {
     "fp32": "weights, gradients and optimizer states in fp32",
@@ -78,7 +82,7 @@ class Options:
             catalog.hardware(self.gpu)
 
     @property
-    def hardware(self):
+    def hardware(self) -> "Hardware | None":
         """Return the Hardware whose kernels run, None for a CPU's."""
         if self.gpu == CPU:
             return None
@@ -86,17 +90,17 @@ class Options:
         return named if named.capability else catalog.hardware(USUAL)
 
     @property
-    def dtype(self):
+    def dtype(self) -> torch.dtype:
         """Return the dtype in which the model is built. (The masters of bf16-master are made from its fp32 weights.)"""
         wide = self.precision in ("fp32", "autocast") or (self.precision == "bf16-master" and not self.zero)
         return torch.float32 if wide else self.low
 
     @property
-    def low(self):
+    def low(self) -> torch.dtype:
         """Return the 16-bit type: bf16, and fp16 on a GPU without it."""
         return torch.float16 if self.hardware is not None and self.hardware.low_precision == "fp16" else torch.bfloat16
 
     @property
-    def is_plain(self):
+    def is_plain(self) -> bool:
         """Tell whether it is a loop on one device, without an engine."""
         return self.gpus == 1 and not self.zero

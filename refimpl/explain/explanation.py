@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from ..elsewhere.text import one_line
 from ..ground.ledger import human
@@ -12,6 +13,10 @@ from .arithmetic import arithmetic
 from .helps import helps
 from .replay import Replay
 
+if TYPE_CHECKING:
+    from ..memory.trace import Moment
+    from .run import Run
+
 VIEWS = ("module", "line", "tensor")
 ROWS = 8
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, inside a path
@@ -20,46 +25,46 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, inside a path
 class Explanation:
     """Reads a Run. `str` is what a terminal shows, `as_dict()` what JSON has."""
 
-    def __init__(self, run):
+    def __init__(self, run: "Run") -> None:
         self.run, self.trace = run, run.recording.trace
 
     @cached_property
-    def replay(self):
+    def replay(self) -> Any:
         """Return the Replay of the recording."""
         return Replay(self.run.recording)
 
     @cached_property
-    def moment(self):
+    def moment(self) -> "Moment":
         """Return the Moment of the peak, from the first forward on."""
         return self.trace.timeline[self.replay.peak_row]
 
     @property
-    def phase(self):
+    def phase(self) -> str | None:
         """Return the phase that `top` takes so that it reads that moment; None if the peak is that of all."""
         whole = self.trace.peak_moment()
         return self.moment.phase if whole.index != self.moment.index else None
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether nothing was allocated."""
         return not self.trace.ops or not self.replay.peak
 
     @cached_property
-    def trains(self):
+    def trains(self) -> bool:
         """Whether a model ran and a backward with it."""
         return bool(self.replay.backwards) and any(model.trained for model in self.run.recording.models)
 
     @cached_property
-    def arithmetic(self):
+    def arithmetic(self) -> Any:
         """Return the Arithmetic, None if nothing trained."""
         return arithmetic(self.replay) if self.trains else None
 
     @cached_property
-    def helps(self):
+    def helps(self) -> Any:
         """Return what would help; nothing if nothing trained."""
         return helps(self.replay) if self.trains else []
 
-    def top(self, by):
+    def top(self, by: str) -> list[tuple[str, int]]:
         """Return the largest holders at the peak, [(name, bytes)]. Layers of one list are one row: "blocks.*.mlp"."""
         sums, counts = Counter(), Counter()
         for name, nbytes in self.trace.top(10**9, by=by, phase=self.phase):
@@ -69,7 +74,7 @@ class Explanation:
         return [(f"{name}  × {counts[name]}" if counts[name] > 1 else name, n) for name, n in sums.most_common(ROWS)]
 
     @property
-    def notes(self):
+    def notes(self) -> list[str]:
         """Return sentences on what the figures leave out."""
         found = list(self.trace.notes)
         if cure := misfit(self.run.ending.text):
@@ -102,7 +107,7 @@ class Explanation:
                          f"{_helps(self.helps, moment.ledger.total)}")
         return "\n\n".join(parts + notes)
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """Return all of it as lists, dicts, strings and numbers."""
         found = {"script": self.run.name, "ending": self.run.words, "status": self.run.status, "steps": self.run.steps,
                  "device": self.trace.device, "notes": self.notes}

@@ -5,11 +5,15 @@ import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .recording import Recorder, Recording
 from .script import Ending
 from .steps import Steps
 from .switch import Switched
+
+if TYPE_CHECKING:
+    from .script import Script
 
 
 @dataclass
@@ -32,12 +36,12 @@ class Run:
     is_parent: bool
 
     @property
-    def status(self):
+    def status(self) -> int:
         """Return the exit status: 0 once the steps are made, else the script's own."""
         return 0 if self.done else self.ending.status
 
     @property
-    def words(self):
+    def words(self) -> str:
         """Return one sentence that says how far the script came."""
         made = ", ".join(f"{count} step{'s' * (count > 1)} of {name}" for name, count in self.by_class.items())
         made = made or "no optimizer step"
@@ -49,7 +53,7 @@ class Run:
         return f"{how}, after {made}" + (f" ({self.limit} were asked for)" if self.by_class else "")
 
 
-def run(script, steps=2, switch=None, report=None):
+def run(script: "Script", steps: int = 2, switch: Any = None, report: Any = None) -> Run:
     """Run a Script or Function for `steps` optimizer steps and return the Run. What it writes to stderr is written.
 
     `switch`: a technique to switch on. `report(run)` is called in place of a return, and the process ends, if the

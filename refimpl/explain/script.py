@@ -6,11 +6,16 @@ import runpy
 import sys
 import traceback
 import types
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .steps import StepsDone
+
+if TYPE_CHECKING:
+    from os import PathLike
 
 _REFIMPL = str(Path(__file__).resolve().parents[1]) + os.sep
 _OURS = (*(_REFIMPL + name for name in ("explain", "rehearse", "phantom", "memory", "cli.py", "__main__.py")),
@@ -35,10 +40,10 @@ class Ending:
 class Script:
     """A script and its arguments. FileNotFoundError or IsADirectoryError, with the path, where there is none."""
 
-    def __init__(self, path, arguments=()):
+    def __init__(self, path: "str | PathLike[str]", arguments: Sequence[str] = ()) -> None:
         self.path, self.arguments, self.name = check_file(path), [*map(str, arguments)], str(path)
 
-    def run(self):
+    def run(self) -> Any:
         """Run it in this process, to its end or a StepsDone, and return its Ending. Nothing is raised."""
         return ending(self._run)
 
@@ -52,13 +57,13 @@ class Script:
 class Function:
     """A function without arguments in a file, as "steps.py:step". Errors as those of Script; ValueError without ":"."""
 
-    def __init__(self, name, folder="."):
+    def __init__(self, name: str, folder: "str | PathLike[str]" = ".") -> None:
         path, colon, function = name.rpartition(":")
         if not colon or not function.isidentifier():
             raise ValueError(f"{name!r}: expected a file and a function in it, as \"steps.py:step\"")
         self.path, self.function, self.name = check_file(Path(folder) / path), function, name
 
-    def run(self):
+    def run(self) -> Any:
         """Run its file, not as `__main__`, then the function; see Script.run."""
         return ending(self._run)
 

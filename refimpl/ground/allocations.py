@@ -9,8 +9,14 @@ An event takes or frees a block. Blocks are numbered in the order in which they 
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    import torch
 
 ALLOC, FREE = 1, -1
 EVENT = np.dtype([("action", "i1"), ("block", "i8"), ("stream", "i8"), ("time_ns", "i8")])
@@ -54,7 +60,7 @@ class AllocationTrace:
                                    "freed before")
 
     @classmethod
-    def of(cls, trace, device=None):
+    def of(cls, trace: Any, device: "torch.device | str | None" = None) -> Self:
         """Read the recording of a tracker or a dry run (`memory.Trace`), on `device`, by default the one it reads.
 
         Storages that were there before come first. One that is resized is freed, and taken anew.
@@ -69,28 +75,28 @@ class AllocationTrace:
                 block_of[i] = found.alloc(nbytes, categories[i], where, time)
         return found.trace()
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.events)
 
     @property
-    def live_bytes(self):
+    def live_bytes(self) -> np.ndarray:
         """Return what is live after each event, an int64 array (N,), in bytes that were asked for."""
         return np.cumsum(self.events["action"] * self.blocks["nbytes"][self.events["block"]])
 
     @property
-    def peak(self):
+    def peak(self) -> int:
         """Return the most bytes that are live at once: no allocator needs less."""
         return int(self.live_bytes.max(initial=0))
 
-    def category_of(self, block):
+    def category_of(self, block: int) -> str:
         """Return the category of a block."""
         return self.categories[self.blocks["category"][block]]
 
-    def name_of(self, block):
+    def name_of(self, block: int) -> str:
         """Return what made a block: an operation and its module."""
         return self.names[self.blocks["name"][block]]
 
-    def repeated(self, times):
+    def repeated(self, times: int) -> "AllocationTrace":
         """Return the trace `times` times in a row; what is live at its end is freed before it begins again."""
         found = Maker()
         for _ in range(times):
@@ -105,7 +111,7 @@ class AllocationTrace:
                 found.free(number, time)
         return found.trace()
 
-    def save(self, path):
+    def save(self, path: "str | PathLike[str]") -> Path:
         """Write the trace to a compressed file (NumPy's .npz). Returns the Path."""
         path = Path(path)
         with path.open("wb") as file:
@@ -114,7 +120,7 @@ class AllocationTrace:
         return path
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path: "str | PathLike[str]") -> Self:
         """Read a file that `save` wrote. DamagedTrace if it is another, or was cut."""
         try:
             with Path(path).open("rb") as data, np.load(data, allow_pickle=False) as file:

@@ -1,8 +1,10 @@
 """Bytes as a polynomial of the sequence length: a·s² + b·s + c, in exact arithmetic."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import inf, isqrt, lcm
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Quadratic:
     c: int | Fraction = 0
 
     @classmethod
-    def through(cls, function):
+    def through(cls, function: Callable[[int], int]) -> Self:
         """Find the polynomial of degree 2 or less that equals `function(s)`, from the values at s = 1, 2 and 3.
 
         Raises ValueError if a fourth value, at s = 1000, is not on it, or a coefficient is not an integer.
@@ -29,7 +31,7 @@ class Quadratic:
         return found
 
     @classmethod
-    def fit(cls, points):
+    def fit(cls, points: Mapping[int, int]) -> Self:
         """Find the polynomial through three points {s: bytes}, by Newton's divided differences:
 
             a = ((y₃ − y₂)/(s₃ − s₂) − (y₂ − y₁)/(s₂ − s₁)) / (s₃ − s₁)
@@ -41,7 +43,7 @@ class Quadratic:
         coefficients = a, b, y1 - (a * s1 + b) * s1
         return cls(*(int(each) if each.denominator == 1 else each for each in coefficients))
 
-    def __call__(self, s):
+    def __call__(self, s: int) -> Any:
         return (self.a * s + self.b) * s + self.c
 
     def __add__(self, other):
@@ -64,7 +66,7 @@ class Quadratic:
     def __sub__(self, other):
         return self + other * -1
 
-    def largest(self, budget):
+    def largest(self, budget: int) -> int | float:
         """Solve for the largest integer s ≥ 0 with a·s² + b·s + c ≤ budget. Returns −1 if there is none, and infinity
         if every s fits.
 

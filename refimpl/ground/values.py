@@ -1,5 +1,8 @@
 """How a model on the meta device, which has shapes and no bytes, gets its values."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -7,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .marks import mark
 
 
-def build(stages, device, initialize=None):
+def build(stages: Any, device: torch.device | str, initialize: Callable[[nn.Module], Any] | None = None) -> None:
     """Give bytes and values to what modules have on the meta device, in place.
 
     A module's values are those of its `reset_parameters()`, if it has one, and then of `initialize(module)`, the

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
-    import torch
-
     from ..ground.figure import MemoryFigure
     from .top import Held
 
@@ -83,7 +81,7 @@ class Trace:
     """
 
     def __init__(self, ops: Sequence[Op] = (), records: Sequence[StorageRecord] = (), events: Sequence[tuple] = (),
-                 first_call: int | None = None, device: "torch.device | str | None" = None, began_ns: int | None = None,
+                 first_call: int | None = None, device: str | None = None, began_ns: int | None = None,
                  notes: Sequence[str] = ()) -> None:
         self.ops, self.records, self.events = list(ops), list(records), list(events)
         self.first_call = first_call  # index of the first operation inside a module's forward
@@ -102,7 +100,7 @@ class Trace:
         accelerators = [device for device in self.devices if device != "cpu"]
         return self._device or (accelerators or ["cpu"])[0]
 
-    def on(self, device: "torch.device | str") -> "Trace":
+    def on(self, device: str) -> "Trace":
         """Return the same recording read on `device` (`"cpu"`, `"cuda:0"`); ValueError if it held nothing there."""
         device = str(device)
         if device not in self.devices:
@@ -114,7 +112,7 @@ class Trace:
         modules_seen = any(PARAMETERS in record.roles for record in self.records)
         return [category_of(record, modules_seen) for record in self.records]
 
-    def lives(self, device: "torch.device | str | None" = None) -> Iterator[tuple[int, StorageRecord, int]]:
+    def lives(self, device: str | None = None) -> Iterator[tuple[int, StorageRecord, int]]:
         """Yield (ns since 1970, record, bytes) each time that a storage takes bytes on `device`, by default this one;
         and the same with fewer than no bytes when it gives them back. One that is resized gives all back first."""
         device, held = device or self.device, Counter()

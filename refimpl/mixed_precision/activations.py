@@ -6,15 +6,20 @@ as in `block_terms`: s sequence, b batch, h hidden, a heads, g key/value heads, 
 v vocabulary, e bytes of the low dtype.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..ground.activation_bytes import activation_terms, block_terms
 from .internals.support import check_dtype
 
+if TYPE_CHECKING:
+    from ..config import GPTConfig
+
 NORMS = ("norm inputs", "norm statistics", "RMSNorm x/σ")
 
 
-def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
+def weight_cast_bytes(config: "GPTConfig", dtype: torch.dtype = torch.bfloat16, biases: bool = True) -> int:
     """Predict the bytes (int) of 16-bit copies of weights in a region after one forward: each linear layer's, once.
 
         e · (L·(h·(q + 2k) + q·h + n·h·f + f·h) + v·h) + e · L·(q + 2k + 2h + n·f)     weights, then biases
@@ -31,7 +36,8 @@ def weight_cast_bytes(config, dtype=torch.bfloat16, biases=True):
     return dtype.itemsize * weights
 
 
-def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
+def autocast_activation_terms(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.bfloat16,
+                              device: torch.device | str = "cpu") -> dict[str, int]:
     """Predict the bytes that autograd keeps of a forward with targets under `autocast(dtype)`: {term: bytes}.
 
     `batch` rows (b) of `sequence` tokens (s). Per block, GELU, no dropout, on a CPU:
@@ -62,7 +68,8 @@ def autocast_activation_terms(config, batch, sequence, dtype=torch.bfloat16, dev
             "weight casts": weight_cast_bytes(config, dtype, biases=False)}
 
 
-def autocast_activation_bytes(config, batch, sequence, dtype=torch.bfloat16, device="cpu"):
+def autocast_activation_bytes(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype = torch.bfloat16,
+                              device: torch.device | str = "cpu") -> int:
     """Predict the bytes (int) that autograd keeps of our GPT's forward, with targets, under `autocast(dtype)`.
 
     It is the sum of `autocast_activation_terms`, which has the equation, and takes and raises the same. `batch` ×

@@ -1,6 +1,8 @@
 """autocast: inside a region, each operation runs in the type that its kind needs; the weights stay in fp32."""
 
 import inspect
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch.utils._contextlib import _DecoratorContextManager
@@ -34,7 +36,8 @@ class autocast(_DecoratorContextManager):
     """
 
     @torch._disable_dynamo
-    def __init__(self, dtype=torch.bfloat16, device_type=None, *, enabled=True, cache=True):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device_type: str | None = None, *, enabled: bool = True,
+                 cache: bool = True) -> None:
         super().__init__()
         self.device_type, self.dtype = check_device(device_type), check_dtype(dtype)
         self.enabled, self.cache = bool(enabled), bool(cache)
@@ -42,7 +45,7 @@ class autocast(_DecoratorContextManager):
             check_computes(self.device_type, self.dtype)
 
     @torch._disable_dynamo  # it changes thread state, which a compiled graph would not record
-    def __enter__(self):
+    def __enter__(self) -> Self:
         if torch.compiler.is_exporting():
             raise RuntimeError("torch.export keeps no casts of autocast, so the exported program would run without "
                                "them: export the model without autocast, and run the exported program inside "
@@ -57,7 +60,7 @@ class autocast(_DecoratorContextManager):
         return self
 
     @torch._disable_dynamo
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         stack = list(state().stack)
         mine = [region for region in stack if region.owner is self]
         if not mine:
@@ -69,14 +72,14 @@ class autocast(_DecoratorContextManager):
             mine[-1].casts.clear()
         recompute.region_closed()
 
-    def __call__(self, function):
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate: every call of `function` (or every stretch of a generator) is a region of its own."""
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(f"autocast cannot decorate {function.__name__}, which is async: its body runs later, "
                             "between other tasks; write `with autocast(…)` around the operations inside it")
         return super().__call__(function)
 
-    def clone(self):
+    def clone(self) -> "autocast":
         """Return a region with the same options (for one call of a decorated function)."""
         return type(self)(self.dtype, self.device_type, enabled=self.enabled, cache=self.cache)
 

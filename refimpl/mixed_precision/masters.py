@@ -2,6 +2,7 @@
 buckets."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 
@@ -90,7 +91,7 @@ def norm(gradients):
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def step_bytes(sizes, bucket_bytes=2**25):
+def step_bytes(sizes: Iterable[int], bucket_bytes: int = 2**25) -> int:
     """Predict the bytes (int) of fp32 copies of 16-bit gradients during a step: the largest bucket's.
 
         max over buckets of Σ 4·n,   each Σ ≤ bucket_bytes, or one parameter alone

@@ -11,6 +11,8 @@ optimizer works on an fp32 copy of each weight, the master, and the model gets i
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -40,8 +42,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     parameter or setting that it cannot work with.
     """
 
-    def __init__(self, optimizer, dtype=torch.bfloat16, *, fp32_gradients=False, max_grad_norm=None,
-                 bucket_bytes=2**25):
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.bfloat16, *,
+                 fp32_gradients: bool = False, max_grad_norm: float | None = None, bucket_bytes: int = 2**25) -> None:
         if (not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, MixedPrecisionOptimizer)
                 or hasattr(optimizer, "backward")):  # an engine holds pieces, and masters of its own
             raise TypeError(f"MixedPrecisionOptimizer({type(optimizer).__name__}): expected an optimizer of the "
@@ -64,7 +66,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, here and in the inner optimizer. Its parameters become 16-bit."""
         place, new = len(self.param_groups), len(self.param_groups) == len(self.inner.param_groups)
         super().add_param_group(param_group)
@@ -103,7 +105,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             if p in self._masters:
                 self.state[p] = {"master": self._masters[p], **self.inner.state.get(self._masters[p], {})}
 
-    def sync_masters(self):
+    def sync_masters(self) -> None:
         """Set the elements of each master that do not round to its weight to the weight. Call it after writing to
         `p.data`."""
         for p, master in self._masters.items():
@@ -112,11 +114,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
-    def multiply_gradients(self, factor):
+    def multiply_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor` in the next step, in fp32. (So a loss scaler divides by its scale.)"""
         self._factor *= factor
 
-    def widen_gradients(self):
+    def widen_gradients(self) -> None:
         """Make every gradient fp32 until the next step or `zero_grad`, so that it can be unscaled and clipped."""
         if not self.fp32_gradients:
             self._widened = True
@@ -128,12 +130,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             p.grad_dtype = dtype
             p.grad = None if gradient is None else gradient.to(dtype)
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as any optimizer does, and what was prepared for a step."""
         super().zero_grad(set_to_none)
         self.skip_step()
 
-    def skip_step(self):
+    def skip_step(self) -> None:
         """Drop what was prepared for a step: gradients get their own dtype again, and the factor is 1."""
         self._factor = 1.0
         if self._widened:
@@ -145,7 +147,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run one step of the inner optimizer on the masters, which are then rounded into the weights.
 
         With a closure, which may be called several times, all gradients are fp32 at once. ValueError if no parameter
@@ -249,7 +251,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     # --- save, resume, copy ------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load masters, state and options as `state_dict()` gave them; the weights become the rounded masters.
 
         ValueError for a state without masters, such as a plain optimizer's, or with other groups.

@@ -11,9 +11,11 @@ BatchNorm's parameters stay fp32 too, whatever the plan says; its kernels take 1
 `torch.autocast`).
 """
 
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -59,7 +61,7 @@ def dtypes_of(plan):
     return found
 
 
-def plan_bytes(model, plan):
+def plan_bytes(model: nn.Module, plan: Mapping[str, Any]) -> int:
     """Return the bytes (int) of the model's parameters under `plan`, each shared one counted once:
 
         Σ over parameters of numel · itemsize(dtype of the module that owns it)
@@ -162,7 +164,7 @@ def cast(tree, dtype):
 
 
 @contextmanager
-def precision_context(model, plan):
+def precision_context(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[nn.Module]:
     """Run the model in other dtypes inside the context: `with precision_context(model, {"blocks.*": torch.bfloat16}):`.
 
     `plan`: as in DynamicPrecisionModel, or one dtype for the whole model. Yields the model. Afterwards, also after an
@@ -205,7 +207,7 @@ class DynamicPrecisionModel(nn.Module):
     for an unknown option.
     """
 
-    def __init__(self, model, plan, *, keep=False, **unknown):
+    def __init__(self, model: nn.Module, plan: Mapping[str, Any], *, keep: bool = False, **unknown: Any) -> None:
         super().__init__()
         check_options(unknown, ("model", "plan", "keep"), type(self).__name__)
         self.model, self.keep = model, keep
@@ -213,7 +215,7 @@ class DynamicPrecisionModel(nn.Module):
         self._plan = dtypes_of(plan)
 
     @property
-    def plan(self):
+    def plan(self) -> dict[str, torch.dtype] | None:
         """Return the plan in force, pattern → torch dtype; None after `restore()`."""
         return None if self._applied is None else dict(self._plan)
 
@@ -224,19 +226,19 @@ class DynamicPrecisionModel(nn.Module):
         self._applied = Applied(self.model, plan, self.keep)
         self._plan = dtypes_of(plan)
 
-    def restore(self):
+    def restore(self) -> nn.Module:
         """Take casts and hooks away and return the model. Calling it again does nothing."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
         return self.model
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.model(*args, **kwargs)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.restore()

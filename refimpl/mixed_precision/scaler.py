@@ -8,7 +8,9 @@ it changes as training goes on. "Mixed Precision Training" (Micikevicius et al. 
 import ctypes
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from numbers import Real
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -37,8 +39,9 @@ class AdaptiveLossScaler:
     TypeError for an unknown one and for a `comm` that is not a Communicator.
     """
 
-    def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1,
-                 min_scale=1.0, max_scale=2.0**24, *, comm=None, **unknown):
+    def __init__(self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5,
+                 growth_interval: int = 2000, hysteresis: int = 1, min_scale: float = 1.0, max_scale: float = 2.0**24,
+                 *, comm: Communicator | None = None, **unknown: Any) -> None:
         check_options(unknown, ("init_scale", *SETTINGS, "comm"), type(self).__name__)
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.hysteresis, self.min_scale, self.max_scale, self.comm = hysteresis, min_scale, max_scale, comm
@@ -81,12 +84,12 @@ class AdaptiveLossScaler:
 
     # --- before backward ---------------------------------------------------------------------------------------------
 
-    def get_scale(self):
+    def get_scale(self) -> float:
         """Return S, a float."""
         self._in_use = True
         return self._scale
 
-    def scale(self, loss):
+    def scale(self, loss: Any) -> Any:
         """Return `loss` · S, in fp32 or wider; of a list or tuple of losses, each one. TypeError for anything else."""
         if isinstance(loss, tuple) and hasattr(loss, "_fields"):
             return type(loss)(*map(self.scale, loss))
@@ -99,7 +102,7 @@ class AdaptiveLossScaler:
 
     # --- after backward ----------------------------------------------------------------------------------------------
 
-    def unscale_(self, optimizer):
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by S in place, so that they can be clipped. Once a step; if not called, `step` does it.
 
         Gradients of a MixedPrecisionOptimizer become fp32 here (2 bytes a parameter more, until its step), since fp16
@@ -120,7 +123,7 @@ class AdaptiveLossScaler:
             flags += _finite(gradients)
         self._found[optimizer] = self._look(flags)
 
-    def step(self, optimizer, closure=None):
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Call `optimizer.step()`, unless a gradient is inf or NaN on any rank. Returns what it returns, or None.
 
         ValueError for a `closure`, for fp16 gradients (as in `unscale_`) and if there are no gradients; RuntimeError
@@ -150,7 +153,7 @@ class AdaptiveLossScaler:
         skip = getattr(optimizer, "skip_step", None)
         return skip() if skip is not None else None
 
-    def update(self, new_scale=None):
+    def update(self, new_scale: float | None = None) -> None:
         """Grow, back off or keep S, by what the steps since the last update found. `new_scale` sets it instead.
 
         Raises FloatingPointError if gradients overflow although S is `min_scale`: the run has diverged. RuntimeError
@@ -220,12 +223,12 @@ class AdaptiveLossScaler:
 
     # --- save and resume ---------------------------------------------------------------------------------------------
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """Return S, the steps since it last grew, and the settings."""
         return {"scale": self._scale, "good_steps": self._good_steps, "tolerated": self._tolerated,
                 "skipped_steps": self.skipped_steps, **{name: getattr(self, name) for name in SETTINGS}}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict()` was taken, with its settings. ValueError if something is missing or wrong."""
         missing = set(self.state_dict()) - set(state)
         if missing:

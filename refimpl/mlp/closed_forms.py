@@ -31,15 +31,16 @@ class MLPBytes(NamedTuple):
     backward: int
 
 
-def plain_mlp_saved_bytes(N, hidden, dtype=torch.float32, *, activation="gelu"):
+def plain_mlp_saved_bytes(N: int, hidden: int, dtype: torch.dtype = torch.float32, *, activation: str = "gelu") -> int:
     """Return the bytes that autograd keeps of plain layers, beside x: 2·N·h·e, 4·N·h·e with a gate, e bytes each; of
     ReLU it does not keep the input. `activation` may be one of `COMPOSED`, too, whose intermediate results it keeps."""
     kept = sum(COMPOSED[activation][:2]) if activation in COMPOSED else 4 if activation in GATED else 2
     return N * hidden * dtype.itemsize * (kept - (activation in ("relu", "reglu")))
 
 
-def mlp_bytes(N, d, hidden, dtype=torch.float32, *, activation="gelu", bias=True, keep="input", chunk_size=None,
-              device="cpu", fused=False):
+def mlp_bytes(N: int, d: int, hidden: int, dtype: torch.dtype = torch.float32, *, activation: str = "gelu",
+              bias: bool = True, keep: str = "input", chunk_size: int | None = None, device: torch.device | str = "cpu",
+              fused: bool = False) -> MLPBytes:
     """Return MLPBytes of a MemoryEfficientMLP for N tokens, output and all gradients included, without autocast.
 
         saved       m·N·h·e if keep is "hidden", else 0               m = 1, or 2 with a gate; e bytes an element

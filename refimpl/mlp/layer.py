@@ -3,6 +3,7 @@
 import inspect
 from contextlib import suppress
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,8 +41,9 @@ class MemoryEfficientMLP(nn.Module):
     RuntimeError for `create_graph=True`, a batch of gradients and transforms of torch.func.
     """
 
-    def __init__(self, d, hidden, activation="gelu", *, bias=True, keep="input", chunk_size=None, dtype=None,
-                 device=None):
+    def __init__(self, d: int, hidden: int, activation: str = "gelu", *, bias: bool = True, keep: str = "input",
+                 chunk_size: int | None = None, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None) -> None:
         super().__init__()
         if activation not in ACTIVATIONS and activation not in GATED:
             raise ValueError(f"activation={activation!r}: expected one of {', '.join((*ACTIVATIONS, *GATED))}")
@@ -67,7 +69,7 @@ class MemoryEfficientMLP(nn.Module):
         self._kinds = [type(self.get_submodule(name)) for name in self.names]
 
     @classmethod
-    def of(cls, mlp, *, keep="input", chunk_size=None):
+    def of(cls, mlp: nn.Module, *, keep: str = "input", chunk_size: int | None = None) -> "MemoryEfficientMLP":
         """Return a MemoryEfficientMLP that computes what `mlp` does, with its children under their names.
 
         `mlp` is read (`known_models/mlp`), and tried against it on a toy with weights of its own: the same numbers
@@ -91,11 +93,11 @@ class MemoryEfficientMLP(nn.Module):
         self.training = mlp.training
         return self
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.activation}, keep={self.keep}, chunk_size={self.chunk_size}"
 
     @torch._disable_dynamo
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the layer's output for x (…, d): (…, d). One made `of` another takes what that takes."""
         given = self._signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -140,7 +142,7 @@ def _pairs_of(model):
     return ""
 
 
-def memory_efficient_mlps(model, *, keep="input", chunk_size=None):
+def memory_efficient_mlps(model: nn.Module, *, keep: str = "input", chunk_size: int | None = None) -> int:
     """Replace every feed-forward layer of a model that `MemoryEfficientMLP.of` can; return how many.
 
     They are found by what they compute, in models of transformers, of timm, and our GPT. Parameters and state_dict stay

@@ -12,6 +12,7 @@ states on the device, which updates it at the same time. "ZeRO-Offload" (Ren et 
 import contextlib
 import itertools
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -42,7 +43,8 @@ class CPUAdam:
     ValueError for a ratio outside 0 to 1 and other values that cannot be; TypeError for another optimizer.
     """
 
-    def __init__(self, *, ratio=1.0, sub_group_size=SUB_GROUP_SIZE, kernel="auto", threads=None, rate=None):
+    def __init__(self, *, ratio: float = 1.0, sub_group_size: int = SUB_GROUP_SIZE, kernel: str = "auto",
+                 threads: int | None = None, rate: Any = None) -> None:
         if not isinstance(ratio, Real) or isinstance(ratio, bool) or not 0 <= ratio <= 1:
             raise ValueError(f"ratio={ratio!r}: expected a number from 0 to 1, the share of the elements whose states "
                              "are in host memory")
@@ -52,7 +54,8 @@ class CPUAdam:
         self.ratio, self.sub_group_size, self.rate = ratio, sub_group_size, rate
         self.kernel, self.reason = (kernel, "") if hasattr(kernel, "update") else kernel_of(kernel, threads)
 
-    def __call__(self, buckets, shards, rank, optimizer, groups, named, stored=None):
+    def __call__(self, buckets: Any, shards: Any, rank: int, optimizer: Any, groups: Any, named: Any,
+                 stored: Any = None) -> "HostUpdate":
         """Return the update of one engine, a HostUpdate."""
         return HostUpdate(self, buckets, shards, rank, optimizer, groups, named, stored)
 

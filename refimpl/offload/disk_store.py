@@ -5,11 +5,22 @@ at a time, through buffers that are made once. ZeRO-Infinity (Rajbhandari et al.
 """
 
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
 from .disk.file import BLOCK, aligned
 from .disk.flat import check_own_storages, empty, fill
 from .disk.space import Space
 from .errors import StoreError
 from .owner import take_over
+
+if TYPE_CHECKING:
+    from os import PathLike
+    from pathlib import Path
+
+    import torch
+
+    from .disk.space import DiskTraffic
 
 
 def file_bytes(buckets):
@@ -44,8 +55,8 @@ class DiskStore:
 
     below_host = True  # so `CPUAdam` lets its states rest here, not in host memory
 
-    def __init__(self, folder, *, capacity_bytes=None, buffer_bytes=8 * 2**20, buffer_count=6, thread_count=2,
-                 link=None):
+    def __init__(self, folder: "str | PathLike[str]", *, capacity_bytes: int | None = None,
+                 buffer_bytes: int = 8 * 2**20, buffer_count: int = 6, thread_count: int = 2, link: Any = None) -> None:
         check_sizes(buffer_bytes, buffer_count, thread_count, capacity_bytes)
         check_link("link", link)
         self._space = Space(folder, capacity_bytes, buffer_bytes, buffer_count, thread_count, link)
@@ -54,31 +65,31 @@ class DiskStore:
         self._reading = {}  # key → Transfer
 
     @property
-    def folder(self):
+    def folder(self) -> "Path":
         """Return the folder, a Path."""
         return self._space.file.folder
 
     @property
-    def direct(self):
+    def direct(self) -> bool:
         """Tell whether the page cache is passed by."""
         return self._space.file.direct
 
     @property
-    def traffic(self):
+    def traffic(self) -> "DiskTraffic":
         """Return the bytes that went to the file and came from it, a DiskTraffic."""
         return self._space.traffic
 
     @property
-    def file_bytes(self):
+    def file_bytes(self) -> int:
         """Return the bytes of the file."""
         return self._space.file.nbytes
 
-    def attach(self, owner):
+    def attach(self, owner: object) -> None:
         """Note the engine whose shards are here from now on. RuntimeError if another one lives."""
         self._check_open()
         take_over(self, owner, {*self._away, *self._kept}, self.drop)
 
-    def put(self, key, tensors, changed=True):
+    def put(self, key: object, tensors: "Sequence[torch.Tensor]", changed: bool = True) -> None:
         """Store `tensors`, and free their bytes. StoreError where the disk is full or fails; if it is full the tensors
         keep their contents, and the call can be made again."""
         self._check()
@@ -94,14 +105,14 @@ class DiskStore:
         empty(tensors)
         self._away[key] = tensors
 
-    def prefetch(self, key):
+    def prefetch(self, key: object) -> None:
         """Give the tensors of `key` their bytes, and begin to read them."""
         self._check()
         if key in self._away and key not in self._reading:
             fill(self._away[key])
             self._reading[key] = self._space.read(key, self._away[key])
 
-    def get(self, key):
+    def get(self, key: object) -> None:
         """Return when the tensors of `key` hold their contents. StoreError where the disk fails, DamagedBlock where it
         is not what was written; then the tensors are still away, and `get` reads again."""
         self.prefetch(key)
@@ -116,7 +127,7 @@ class DiskStore:
                 raise
             del self._reading[key], self._away[key]
 
-    def drop(self, key):
+    def drop(self, key: object) -> None:
         """Forget what was put under `key`. Its place in the file is for what is put next."""
         self._check()
         if transfer := self._reading.pop(key, None):
@@ -125,21 +136,21 @@ class DiskStore:
         self._away.pop(key, None)
         self._kept.discard(key)
 
-    def flush(self):
+    def flush(self) -> None:
         """Return when all that was put is in the file."""
         self._check_open()
         self._space.flush()
 
-    def close(self):
+    def close(self) -> None:
         """Give up the file, with all that is in it. RuntimeError if that is done already."""
         self._check_open()
         self._open = False
         self._space.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         if self._open:
             self.close()
 

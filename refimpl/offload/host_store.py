@@ -9,6 +9,8 @@ goes there and back. "ZeRO-Offload" (Ren et al. 2021), section 4, moves states l
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 
@@ -45,7 +47,7 @@ class HostStore:
     below 1 and a tensor that is a part of a storage; RuntimeError for a store that is closed, or used by two engines.
     """
 
-    def __init__(self, *, depth=DEPTH, rate=None):
+    def __init__(self, *, depth: int = DEPTH, rate: Any = None) -> None:
         if type(depth) is not int or depth < 1:
             raise ValueError(f"depth={depth!r}: expected an integer of at least 1, the copies to the host at a time")
         if rate is not None and not hasattr(rate, "seconds"):
@@ -58,12 +60,12 @@ class HostStore:
 
     # --- what an engine asks -----------------------------------------------------------------------------------------
 
-    def attach(self, owner):
+    def attach(self, owner: object) -> None:
         """Note the engine whose shards are here from now on. RuntimeError if another one lives."""
         self._check_open()
         take_over(self, owner, list(self._kept), self.drop)
 
-    def put(self, key, tensors, changed=True):
+    def put(self, key: object, tensors: Sequence[torch.Tensor], changed: bool = True) -> None:
         """Copy `tensors` to the host, unless their contents are there, and empty their storages."""
         kept, tensors = self._of(key), tuple(tensors)
         if kept.away:
@@ -82,11 +84,11 @@ class HostStore:
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
 
-    def prefetch(self, key):
+    def prefetch(self, key: object) -> None:
         """Begin to copy back, if the tensors are away."""
         self._fetch(key, self._of(key))
 
-    def get(self, key):
+    def get(self, key: object) -> None:
         """Let the computation go on when the tensors hold their contents again."""
         kept = self._of(key)
         self._fetch(key, kept)
@@ -94,7 +96,7 @@ class HostStore:
             kept.coming.wait()
         kept.coming, kept.away = None, False
 
-    def drop(self, key):
+    def drop(self, key: object) -> None:
         """Forget `key`; its host memory is for the next `put`."""
         self._check_open()
         kept = self._kept.pop(key, None)
@@ -105,25 +107,25 @@ class HostStore:
 
     # --- in the end --------------------------------------------------------------------------------------------------
 
-    def finish(self):
+    def finish(self) -> None:
         """Return when no copy is on its way."""
         self._check_open()
         self._settle(0)
         for link in self._links.values():
             link.finish()
 
-    def close(self):
+    def close(self) -> None:
         """Wait for all copies and free the host memory, with all that is in it. RuntimeError if it is closed."""
         self.finish()
         self._closed = True
         self._kept.clear(), self._spare.clear(), self._links.clear()
         self.host_bytes = 0
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._check_open()
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- host memory and copies --------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ et al. 2021), sections 5.1 and 6.2, moves by such an order, too; where each buck
 import collections
 import itertools
 import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 import torch
@@ -20,6 +22,11 @@ from .owner import take_over
 from .tiers.mover import Mover
 from .tiers.moves import DEVICE
 from .tiers.plan import Plan
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from .tiers.moves import Counts
 
 SHARE = 0.9  # of the free memory that `device="auto"` takes
 
@@ -43,8 +50,9 @@ class TieredStore:
     would, and where the disk fails; DamagedBlock; RuntimeError for a store that is closed, or used by two engines.
     """
 
-    def __init__(self, folder=None, *, device="auto", host=0, disk=None, rule="belady", links=None, disk_link=None,
-                 buffer_bytes=8 * 2**20, buffer_count=6, thread_count=2):
+    def __init__(self, folder: "str | PathLike[str] | None" = None, *, device: int | str = "auto", host: int = 0,
+                 disk: int | None = None, rule: str = "belady", links: Any = None, disk_link: Any = None,
+                 buffer_bytes: int = 8 * 2**20, buffer_count: int = 6, thread_count: int = 2) -> None:
         if rule not in RULES:
             raise ValueError(f"rule={rule!r}: expected one of {', '.join(RULES)}")
         for name, value in (("device", 0 if device == "auto" else device), ("host", host)):
@@ -65,25 +73,25 @@ class TieredStore:
         self._events, self._ended = collections.deque(), None  # (accesses so far, is one, what, key, …)
 
     @property
-    def counts(self):
+    def counts(self) -> "Counts":
         """Return what was counted, a Counts."""
         return self.plan.counts
 
     @property
-    def recording(self):
+    def recording(self) -> Any:
         """Return the order of accesses, a Recording."""
         return self.plan.recording
 
-    def bytes_in(self, tier):
+    def bytes_in(self, tier: str) -> int:
         """Return the bytes in a tier, "device" or "host", those on their way there included."""
         return self.plan.tiers[tier].used
 
-    def attach(self, owner):
+    def attach(self, owner: object) -> None:
         """Note the engine whose shards are here from now on. RuntimeError if another one lives."""
         self._check()
         take_over(self, owner, list(self.plan.buckets), self.plan.drop)
 
-    def put(self, key, tensors, changed=True):
+    def put(self, key: object, tensors: Sequence[torch.Tensor], changed: bool = True) -> None:
         """Note that nothing computes with `tensors`. They may stay, or leave while the caller goes on."""
         self._check()
         bucket, tensors = self.plan.buckets.get(key), list(tensors)
@@ -96,7 +104,7 @@ class TieredStore:
         self.plan.rest(key, nbytes, changed, tensors)
         self._after(tensors)
 
-    def prefetch(self, key):
+    def prefetch(self, key: object) -> None:
         """Begin to load `key`, unless that costs another bucket that is needed sooner."""
         self._check()
         if key in self.plan.buckets:
@@ -104,7 +112,7 @@ class TieredStore:
             self.plan.hint(key)
             self._ended = self._mover.now()
 
-    def get(self, key):
+    def get(self, key: object) -> None:
         """Return when the tensors of `key` are on the device."""
         self._check()
         if key in self.plan.buckets and not self.plan.buckets[key].in_use:
@@ -112,7 +120,7 @@ class TieredStore:
             self.plan.need(key)
             self._after(self.plan.buckets[key].tensors)
 
-    def drop(self, key):
+    def drop(self, key: object) -> None:
         """Forget what was put under `key`."""
         self._check()
         if key in self.plan.buckets:
@@ -120,14 +128,14 @@ class TieredStore:
             self.plan.drop(key)
             self._ended = self._mover.now()
 
-    def flush(self):
+    def flush(self) -> None:
         """Return when nothing is under way."""
         for bucket in self.plan.buckets.values():
             for move in bucket.coming.values():
                 self._mover.wait(move)
         self._check()
 
-    def close(self):
+    def close(self) -> None:
         """Give all contents up. RuntimeError if that is done already."""
         self._check_open()
         self._open = False
@@ -135,21 +143,21 @@ class TieredStore:
         for bucket in self.plan.buckets.values():
             bucket.buffer = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         if self._open:
             self.close()
 
-    def trace(self):
+    def trace(self) -> Any:
         """Return what was asked in the last step, once one was recorded: [(what, key, bytes, seconds of computation
         before it)], which `simulate` and `moved_bytes` replay."""
         first = self.recording.accesses - len(self.recording.step)
         begin = next((i for i, event in enumerate(self._events) if event[:2] == (first, True)), len(self._events))
         return [event[2:] for event in itertools.islice(self._events, begin, None)]
 
-    def beside(self, rules=RULES):
+    def beside(self, rules: Sequence[str] = RULES) -> dict[str, int]:
         """Return {rule: bytes of a step that each rule would load and evict on the device}, by the recorded trace."""
         trace = [("need" if what == "hint" else what, key, nbytes) for what, key, nbytes, _ in self.trace()]
         return {rule: moved_bytes(trace, self.plan.tiers[DEVICE].capacity, rule, steps=12, first=2) for rule in rules}

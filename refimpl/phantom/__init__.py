@@ -30,7 +30,8 @@ CHILDREN = str(Path(__file__).with_name("children"))
 MAJOR = "13"  # of CUDA
 
 
-def start(memory, devices=1, *, numbers=False, capability=(9, 0), processors=132, context=0, name="Phantom"):
+def start(memory: int, devices: int = 1, *, numbers: bool = False, capability: tuple[int, int] = (9, 0),
+          processors: int = 132, context: int = 0, name: str = "Phantom") -> None:
     """Make `devices` CUDA devices of `memory` bytes each, in this process and those that it starts.
 
     - `numbers`: compute each operation's values on the CPU as well (numbers.py): slow, for small tensors.
@@ -55,7 +56,7 @@ def start(memory, devices=1, *, numbers=False, capability=(9, 0), processors=132
     load()
 
 
-def load():
+def load() -> None:
     """Load the device that this process's environment names: `start` does, and each process that it starts, as early
     as Python looks for sitecustomize."""
     folder = Path(os.environ[VARIABLE])

@@ -23,9 +23,14 @@ sections 2.2.1 and 2.2.2. [3] Qi et al. 2023, "Zero bubble pipeline parallelism"
 parallelism with controllable memory". [5] DeepSeek-AI 2024, "DeepSeek-V3 technical report", table 2.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .schedules import check_sizes, gpipe, interleaved, one_forward_one_backward
 from .v_shapes import dualpipe_v, zb_v
 from .zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
+
+if TYPE_CHECKING:
+    from .instructions import Schedule
 
 BUILDERS = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved, "zb-h1": zb_h1,
             "zb-h2": zb_h2, "interleaved-zero-bubble": interleaved_zero_bubble, "zb-v": zb_v, "dualpipe-v": dualpipe_v}
@@ -34,7 +39,7 @@ ANY_MICRO_BATCHES = ("gpipe", "1f1b", "zb-h1")
 IN_CHUNKS = ("interleaved", "interleaved-zero-bubble")  # how many a rank has is free; a V has two
 
 
-def schedule(name, ranks, micro_batches, chunks=None):
+def schedule(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> "Schedule":
     """Build a Schedule by its name, one of BUILDERS.
 
     `chunks`: stages of each rank of the two interleaved schedules, by default 2. ValueError for an unknown name, a
@@ -44,7 +49,8 @@ def schedule(name, ranks, micro_batches, chunks=None):
     return BUILDERS[name](ranks, micro_batches, *[chunks] * (name in IN_CHUNKS))
 
 
-def idle_time(name, ranks, forward=1, backward=1, weight=1, chunks=None, rank=0):
+def idle_time(name: str, ranks: int, forward: float = 1, backward: float = 1, weight: float = 1,
+              chunks: int | None = None, rank: int = 0) -> Any:
     """Return the idle time of a rank in closed form (the table above), from as many micro-batches as it says there.
 
     `forward`, `backward`, `weight`: F, B and W of all stages of a rank. Other ranks than 0 only for those in
@@ -65,7 +71,7 @@ def idle_time(name, ranks, forward=1, backward=1, weight=1, chunks=None, rank=0)
     return times[name]
 
 
-def in_flight(name, ranks, micro_batches, rank=0, chunks=None):
+def in_flight(name: str, ranks: int, micro_batches: int, rank: int = 0, chunks: int | None = None) -> int:
     """Return how many activations a rank holds at once in closed form (the table above): a stage's, for a micro-batch.
 
     ValueError for fewer than 2p micro-batches, but for gpipe, 1f1b and zb-h1: `validate` counts.

@@ -1,5 +1,7 @@
 """Draws a simulated step: a row for each rank, a bar for each instruction; beneath, the bytes that each rank holds."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.collections import PolyCollection
@@ -9,6 +11,11 @@ from matplotlib.patches import Patch
 from ..ground.figure import UNITS, MemoryFigure
 from ..ground.gantt import PALETTE
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .simulate import Simulation
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward, whole", INPUT: "gradient of the input",
          WEIGHT: "gradients of the weights"}
@@ -33,7 +40,7 @@ def drawing_data(simulation):
             in sorted(bars.items())}
 
 
-def draw(simulation, title=None, unit="", width=9.5):
+def draw(simulation: "Simulation", title: str | None = None, unit: str = "", width: float = 9.5) -> "Figure":
     """Draw a Simulation as a Gantt chart, bytes of activations beneath. Returns a matplotlib Figure.
 
     A bar has the number of its micro-batch where there is room; a rank's later stages are drawn paler. Beneath is a

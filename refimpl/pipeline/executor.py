@@ -12,6 +12,8 @@ the last stage, before its backward begins: L = Σ n_k / n · L_k. Gradients the
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,11 +31,17 @@ from .split import SplitBackward
 from .tied import Ties, shared
 from .validate import validate
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
+    from .instructions import Schedule
+
 SPANS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input gradient", WEIGHT: "weight gradient"}  # in a timeline
 
 
-def pipeline(model, comm, schedule="1f1b", micro_batches=None, *, chunks=None, style="parameters", example=None,
-             initialize=None, loss=None, count=None):
+def pipeline(model: torch.nn.Module, comm: "Communicator", schedule: "Schedule | str" = "1f1b",
+             micro_batches: int | None = None, *, chunks: int | None = None, style: str = "parameters",
+             example: Any = None, initialize: Callable[[torch.nn.Module], Any] | None = None, loss: Any = None,
+             count: Any = None) -> "PipelineParallelStage":
     """Divide a model over the ranks of `comm`. Returns this rank's PipelineParallelStage.
 
     - `model`: what `partition` takes, the same on all ranks. On the meta device, a rank builds its own stages alone,
@@ -74,7 +82,8 @@ class PipelineParallelStage:
     that cannot run, ValueError for stages that it does not have here, or that have other dtypes on other ranks.
     """
 
-    def __init__(self, stages, comm, schedule, *, loss=None, count=None, total=None, tied=()):
+    def __init__(self, stages: Any, comm: "Communicator", schedule: "Schedule", *, loss: Any = None, count: Any = None,
+                 total: Any = None, tied: Any = ()) -> None:
         validate(schedule)
         self.stages, self.comm, self.schedule, self.loss = dict(stages), comm, schedule, loss
         modules = {s: getattr(stage, "model", stage) if is_engine(stage) else stage for s, stage in stages.items()}
@@ -94,17 +103,17 @@ class PipelineParallelStage:
         self.count = count or getattr(modules.get(schedule.stages - 1), "count_targets", None)
         self.total = total
 
-    def expect(self, shapes):
+    def expect(self, shapes: Any) -> None:
         """Say what stages receive, before a first step shows it: {(stage, micro-batch): [(dtype, whether it needs a
         gradient, shape) of each tensor]}. For a dry run, in which no other rank tells."""
         self._expected = dict(shapes)
 
-    def parameters(self):
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield the parameters of this rank's stages, each once."""
         found = {p: None for stage in self.stages.values() for p in getattr(stage, "model", stage).parameters()}
         return iter(found)
 
-    def train_step(self, inputs=None, targets=None):
+    def train_step(self, inputs: Any = None, targets: Any = None) -> Any:
         """Run the forward and backward of a batch. Gradients are added to the parameters' `.grad`.
 
         `inputs`, `targets`: a tensor, or a tuple of tensors, with the rows in their first dimension. The rank of the
@@ -126,7 +135,7 @@ class PipelineParallelStage:
         return step.loss
 
     @torch.no_grad()
-    def evaluate(self, inputs=None, targets=None):
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> Any:
         """Return the mean loss of a batch as `train_step` does, without gradients: stages compute in eval mode,
         forwards alone, one micro-batch after the other. Arguments and errors are `train_step`'s. All ranks call it.
         """
@@ -148,12 +157,12 @@ class PipelineParallelStage:
                 module.training = training
         return step.loss
 
-    def call(self, stage, *args):
+    def call(self, stage: int, *args: Any) -> Any:
         """Return what a stage makes of its arguments."""
         unit = self.stages[stage]
         return unit.forward(*args) if is_engine(unit) else unit(*args)
 
-    def backward(self, stage, ends, gradients, is_last):
+    def backward(self, stage: int, ends: Any, gradients: Any, is_last: bool) -> None:
         """Run a stage's backward. An engine reduces gradients in the last one of a step alone."""
         unit = self.stages[stage]
         if not is_engine(unit):

@@ -41,10 +41,10 @@ class Schedule:
     micro_batches: int
 
     @property
-    def stages(self):
+    def stages(self) -> int:
         """How many stages the model is split in: ranks × chunks of a rank."""
         return len(self.rank_of)
 
-    def stages_of(self, rank):
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, ascending."""
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)

@@ -8,6 +8,8 @@
 So a rank has its own stage's bytes and no others.
 """
 
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +20,8 @@ from .stages import layers_of, stage_of
 STYLES = ("parameters", "uniform", "cost")
 
 
-def partition(model, stages, style="parameters", *, example=None):
+def partition(model: torch.nn.Module, stages: Any, style: str = "parameters", *,
+              example: Any = None) -> list[torch.nn.Module]:
     """Divide a model into stages, each a run of its layers. Returns their modules, in order.
 
     - `model`: our GPT, an nn.Sequential, or a decoder of Hugging Face, as GPT-2 and Llama; also on the meta device. It

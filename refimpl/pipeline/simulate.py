@@ -13,7 +13,7 @@ for, as over a `comm.Link` of real ranks. Costs may be any numbers; integers and
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT, Instruction, Schedule
 from .validate import check_complete, check_own_order, executed, in_flight
@@ -93,7 +93,8 @@ class Simulation:
         return points
 
 
-def simulate(schedule, costs=Costs(), *, link=None, message_bytes=0, activation_bytes=1, kept_bytes=None):  # noqa: B008
+def simulate(schedule: Schedule, costs: Costs = Costs(), *, link: Any = None, message_bytes: float = 0,  # noqa: B008
+             activation_bytes: Any = 1, kept_bytes: Any = None) -> Simulation:
     """Simulate a step of a Schedule. Returns a Simulation.
 
     `costs`: Costs of a stage, or a list of one for each stage. `link`: a `comm.Link` between any two ranks, each way

@@ -20,6 +20,8 @@ piece, and its weights' gradients come in B, too. Numbers are the same.
 """
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -38,7 +40,7 @@ class SplitBackward:
     trainable parameters of no leaf module, whose gradients come in B.
     """
 
-    def __init__(self, module):
+    def __init__(self, module: torch.nn.Module) -> None:
         self.active, self.parts = False, None
         self._leaves = [each for each in module.modules() if not any(True for _ in each.children())
                         and any(p.requires_grad for p in each.parameters(recurse=False))]
@@ -48,7 +50,7 @@ class SplitBackward:
         self.whole = [name for name, p in module.named_parameters() if p.requires_grad and p not in apart]
 
     @contextlib.contextmanager
-    def recording(self, parts=None):
+    def recording(self, parts: Any = None) -> Iterator[None]:
         """Divide the backwards of forwards in this context: B appends to the list `parts` what W has to do. Without a
         list, backwards are whole, and add to gradients at once. A backward runs in the context that its forward had: a
         checkpoint runs forwards in it."""
@@ -58,7 +60,7 @@ class SplitBackward:
         finally:
             self.active, self.parts = before
 
-    def remove(self):
+    def remove(self) -> None:
         """Give the leaf modules their own forward again."""
         for leaf in self._leaves:
             leaf.forward.remove()

@@ -9,9 +9,12 @@ deadlocks if some ranks wait for each other in a circle, whatever anything costs
 """
 
 from collections import Counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT, Instruction
+
+if TYPE_CHECKING:
+    from .instructions import Schedule
 
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 
@@ -35,7 +38,7 @@ class Blocked(NamedTuple):
 class DeadlockError(ScheduleError):
     """Raised for a schedule whose ranks wait for each other. `circle`: a Blocked of each of these ranks."""
 
-    def __init__(self, name, circle):
+    def __init__(self, name: str, circle: Any) -> None:
         self.circle = circle
         super().__init__(f"schedule {name!r} deadlocks: " + "; ".join(map(str, circle)) + ". Put on one of these ranks "
                          "what is waited for before what the rank is at")
@@ -53,7 +56,7 @@ class InFlight(NamedTuple):
     before_weight: int
 
 
-def validate(schedule):
+def validate(schedule: "Schedule") -> tuple[InFlight, ...]:
     """Check that a schedule can run, and count activations. Returns an InFlight for each rank.
 
     Every stage has each micro-batch's F once, and its B and its W or else its FULL; each on the stage's rank; what an

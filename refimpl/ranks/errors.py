@@ -1,5 +1,7 @@
 """The exception that a caller of ranks can catch, and how messages name ranks."""
 
+from collections.abc import Sequence
+
 
 class RankError(RuntimeError):
     """Raised when ranks do not return: they raised, exited, were killed, hung, or returned an unpicklable value.
@@ -8,12 +10,12 @@ class RankError(RuntimeError):
     and `__cause__` is its exception, if it raised one that can be pickled.
     """
 
-    def __init__(self, message, ranks=()):
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
 
     @property
-    def rank(self):
+    def rank(self) -> int | None:
         """Return the rank that failed first; None if it is not known."""
         return self.ranks[0] if self.ranks else None
 

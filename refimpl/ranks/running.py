@@ -5,6 +5,8 @@ import pickle
 import resource
 import socket
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .crowded import open_files_named, temporary_file
 from .errors import RankError
@@ -13,8 +15,12 @@ from .signs import shared_records
 from .watch import Ranks
 from .worker import LENGTH, Setup
 
+if TYPE_CHECKING:
+    from .world import World
 
-def run(fn, world, args=(), timeout=60, limit=float("inf")):
+
+def run(fn: Callable[..., Any], world: "World", args: Sequence[Any] = (), timeout: float = 60,
+        limit: float = float("inf")) -> list[Any]:
     """Run `fn(connection, *args)` in `world.size` processes; return a list of what each returned, in rank order.
 
     `connection` is what `world.connect` returns in that process. `timeout`: seconds for which no rank computes, prints

@@ -1,5 +1,10 @@
 """What `run` has to be told of the ranks' connection. `comm.launch` defines one that makes Communicators."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import RankError
+
 
 class World:
     """`size` ranks that are not connected: a function's first argument is its rank. Subclasses connect them.
@@ -18,28 +23,28 @@ class World:
     folders = ()
     hint = ""
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.size = size
 
-    def connect(self, rank, store, record):
+    def connect(self, rank: int, store: Any, record: Any) -> Any:
         """Connect this process as `rank`; return the first argument of the function.
 
         `store` is a `torch.distributed.TCPStore` that all ranks of the launch share. `record`: a memoryview.
         """
         return rank
 
-    def disconnect(self):
+    def disconnect(self) -> None:
         """Close what `connect` opened. Each rank calls it after all ranks have returned."""
 
-    def explain(self, records):
+    def explain(self, records: Any) -> "RankError | None":
         """Return the RankError that explains why ranks hang, or why their connections broke; None if nothing does.
 
         `records`: the bytes of each rank's record.
         """
 
-    def waits(self, records):
+    def waits(self, records: Any) -> dict[int, str]:
         """Return {rank: what it waits for}, a text, as far as records tell."""
         return {}
 
-    def stuck(self, records, returned):
+    def stuck(self, records: Any, returned: Any) -> "RankError | None":
         """Return the RankError for ranks that wait for what cannot come any more; else None. `returned`: ranks."""

@@ -8,13 +8,17 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .run import CannotRehearse, rehearse
+
+if TYPE_CHECKING:
+    from os import PathLike
 
 RECORDS = Path(__file__).resolve().parents[2] / "data" / "rehearsals.json"
 
 
-def rehearse_or_read(script, **options):
+def rehearse_or_read(script: "str | PathLike[str]", **options: Any) -> dict[str, Any]:
     """Return what `rehearse(script, **options)` does; or, where there can be no device, what was recorded of a script
     with the same text and options. "recorded" says which it is. CannotRehearse if it is neither."""
     key = hashlib.sha256(json.dumps([Path(script).read_text(), options], sort_keys=True).encode()).hexdigest()[:16]

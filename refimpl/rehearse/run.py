@@ -5,17 +5,23 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .. import catalog, phantom
+
+if TYPE_CHECKING:
+    from os import PathLike
 
 
 class CannotRehearse(RuntimeError):
     """Says why there is no device to rehearse on, in one sentence."""
 
 
-def rehearse(script, arguments=(), *, on="h100", gpus=1, world=None, rank=0, budget=None, steps=2, numbers=False,
-             snapshot=None, stdout=None):
+def rehearse(script: "str | PathLike[str]", arguments: Sequence[str] = (), *, on: str = "h100", gpus: int = 1,
+             world: int | None = None, rank: int = 0, budget: Any = None, steps: int = 2, numbers: bool = False,
+             snapshot: Any = None, stdout: Any = None) -> dict[str, Any]:
     """Run `script` for some steps on PyTorch's own allocator, and return what came of it.
 
     - `on`: a GPU of the catalog, of which the script sees `gpus`; or what `device` returns.

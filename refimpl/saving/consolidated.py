@@ -7,6 +7,7 @@ result there: 4Ψ + 8Ψ bytes with Adam in fp32. If every rank kept it, a machin
 import json
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +24,13 @@ from .own import gather_own, scatter_own
 from .sharded import compare_values
 from .validity import faults
 
+if TYPE_CHECKING:
+    from os import PathLike
 
-def state_dict(state):
+    from .state import TrainingState
+
+
+def state_dict(state: "TrainingState") -> dict[str, Any]:
     """Return the whole of a `TrainingState` on rank 0, in host memory; {} on the others. All ranks call it, between
     steps. Raises what `save` raises.
 
@@ -53,7 +59,7 @@ def state_dict(state):
                              for group in description["groups"]], **({"own": own} if own else {})}
 
 
-def load_state_dict(state, sd):
+def load_state_dict(state: "TrainingState", sd: dict[str, Any]) -> int:
     """Load what `state_dict` returned, on any number of ranks, however they cut the model; return the step. All ranks
     call it; rank 0's `sd` counts, the others may pass {}. Masters and 16-bit parameters as after `load`.
 
@@ -81,7 +87,7 @@ def load_state_dict(state, sd):
     return description["step"]
 
 
-def save_weights(state, path, dtype=torch.bfloat16):
+def save_weights(state: "TrainingState", path: "str | PathLike[str]", dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the whole model to one safetensors file, for the plain `nn.Module`, floats in `dtype` (None: the model's
     own).
 

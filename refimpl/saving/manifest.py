@@ -33,7 +33,7 @@ FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")  # what a save makes and may rem
 class SavedStateError(RuntimeError):
     """A saved state cannot be loaded; the message names the file. The engine is unchanged."""
 
-    def __init__(self, message):
+    def __init__(self, message: str) -> None:
         super().__init__(short(one_line(message)))  # names in a file may be anything
 
 

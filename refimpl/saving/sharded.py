@@ -35,6 +35,7 @@ import hashlib
 import itertools
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -53,10 +54,15 @@ from .on_all import validate_on_all
 from .optimizer_state import elements, flat, make_state, state_of, tensors_of
 from .own import OWN, own_tensors
 
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from .state import TrainingState
+
 # --- save ------------------------------------------------------------------------------------------------------------
 
 
-def save(state, directory, shared=True):
+def save(state: "TrainingState", directory: "str | PathLike[str]", shared: bool = True) -> None:
     """Save a `TrainingState` in `directory`, in place of one that is there. All ranks call it, between steps. With
     shared=False hosts see no common folder: `directory` is on each host's own disk (`own_disks`).
 
@@ -183,7 +189,7 @@ def _commit(directory, name, description, files):
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def load(state, directory, shared=None):
+def load(state: "TrainingState", directory: "str | PathLike[str]", shared: bool | None = None) -> int:
     """Load what any number of ranks, however they cut the model, saved in `directory`; return the step. All ranks call
     it. Afterwards masters are right, and 16-bit parameters not yet rounded from them.
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..comm.texts import gather_results
 from . import own_disks
@@ -18,10 +19,15 @@ from .durable import make_folder
 from .hosts import tell
 from .manifest import NAME
 
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from ..comm.communicator import Communicator
+
 WAIT = 10.0  # seconds: a network file system may answer from its cache for so long
 
 
-def check_shared(comm, folder, seconds=WAIT):
+def check_shared(comm: "Communicator", folder: "str | PathLike[str]", seconds: float = WAIT) -> None:
     """Raise RuntimeError, the same on all ranks, unless all of them see `folder` and may write there. All ranks call
     it, at the start. It leaves nothing there.
 
@@ -43,7 +49,7 @@ def check_shared(comm, folder, seconds=WAIT):
             "rank 0's disk alone")
 
 
-def exists(comm, folder, shared=True):
+def exists(comm: "Communicator", folder: "str | PathLike[str]", shared: bool = True) -> bool:
     """Tell whether a saved state is in `folder`: what rank 0 finds is the answer on all ranks, which all call it. With
     shared=False it is there if it is on any host, since rank 0's may be a new one."""
     return any(gather_results(comm, lambda: (comm.rank == 0 or not shared) and _is_saved(Path(folder))))

@@ -2,8 +2,9 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class TrainingState:
                                  "have no element in common")
 
     @property
-    def by_name(self):
+    def by_name(self) -> dict[str, list[Shard]]:
         """Return {name: the shards of this tensor}."""
         found = {}
         for shard in self.shards:
@@ -60,14 +61,14 @@ class TrainingState:
         return found
 
     @property
-    def written(self):
+    def written(self) -> dict[Shard, str]:
         """Return {shard: the name of its part in files} of all that this rank owns elements of."""
         return {shard: part_name(name, number) for name, parts in self.by_name.items()
                 for number, shard in enumerate(shard for shard in parts if shard.owned is not None
                                                and shard.owned.numel)}
 
     @contextlib.contextmanager
-    def one_group(self):
+    def one_group(self) -> Iterator[Callable[[Any], Any]]:
         """Give a function `load(group)`, which loads a group in the place of the one before; the last until the end."""
         now = []
         with contextlib.ExitStack() as stack:

@@ -3,6 +3,7 @@
 import math
 import sys
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,6 +13,9 @@ from ..ground.cache_bytes import gqa_cache_bytes
 from ..ground.ledger import Ledger
 from ..ground.marks import mark
 from ..ground.step_bytes import backward_moments, step_states, training_step_bytes
+
+if TYPE_CHECKING:
+    from ..config import GPTConfig
 
 CARRIED = "keys and values"  # their category in a Ledger, and that of their gradients
 
@@ -142,7 +146,7 @@ class _Carry(torch.autograd.Function):
         return summed[:, :, ctx.place], None, None, None, None
 
 
-def carried_bytes(config, batch_size, sequence, dtype=torch.float32):
+def carried_bytes(config: "GPTConfig", batch_size: int, sequence: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes (int) of a whole sequence's keys and values: 2·e·L·B·s·G·D. Their gradients take as many.
 
     e bytes of a `dtype` number, L layers, B = `batch_size`, s = `sequence` tokens, G heads of keys, D their size.
@@ -151,8 +155,9 @@ def carried_bytes(config, batch_size, sequence, dtype=torch.float32):
                                                    head_dim=config.head_dim, dtype=dtype)
 
 
-def chunked_step_bytes(config, batch_size, sequence, chunk_size, dtype=torch.float32, optimizer="adamw", device="cpu",
-                       gradient="full"):
+def chunked_step_bytes(config: "GPTConfig", batch_size: int, sequence: int, chunk_size: int,
+                       dtype: torch.dtype = torch.float32, optimizer: str = "adamw", device: torch.device | str = "cpu",
+                       gradient: str = "full") -> Ledger:
     """Predict the bytes of a training step with `ChunkedSequenceProcessor` at its peak: a Ledger.
 
     The peak is in the backward of one of the last two chunks. The last chunk attends to all keys. The chunk before it

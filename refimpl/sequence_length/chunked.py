@@ -11,6 +11,7 @@ Nets with Sublinear Memory Cost" (Chen et al. 2016), section 5, does this for re
 is the keys and values.
 """
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from numbers import Integral
 
@@ -56,7 +57,7 @@ class ChunkedSequenceProcessor:
     as in the model.
     """
 
-    def __init__(self, model, chunk_size, *, gradient="full"):
+    def __init__(self, model: torch.nn.Module, chunk_size: int, *, gradient: str = "full") -> None:
         if not hasattr(model, "blocks") or not hasattr(model, "config"):
             raise TypeError(f"ChunkedSequenceProcessor({type(model).__name__}, …): expected a refimpl.model.GPT, whose "
                             "attention can be given the keys of earlier chunks")
@@ -77,11 +78,11 @@ class ChunkedSequenceProcessor:
     def __repr__(self):
         return f"ChunkedSequenceProcessor({type(self.model).__name__}, {self.chunk_size}, gradient={self.gradient!r})"
 
-    def chunks(self, length):
+    def chunks(self, length: int) -> list[tuple[int, int]]:
         """Return the chunks of a sequence of `length` tokens: [(first, last), …], `last` excluded."""
         return [(first, min(first + self.chunk_size, length)) for first in range(0, length, self.chunk_size)]
 
-    def logits(self, tokens):
+    def logits(self, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the logits of each chunk, (B, T, V), without a graph.
 
         Drop each before you ask for the next: then only one chunk's logits are in memory.
@@ -94,7 +95,7 @@ class ChunkedSequenceProcessor:
             yield logits
             del logits
 
-    def __call__(self, tokens, targets):
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of the whole sequence, as `model(tokens, targets)` does; backward runs in chunks."""
         length = self.model._check(tokens, targets, 0)
         if targets is None:

@@ -7,9 +7,11 @@ determine all of them.
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from numbers import Real
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -42,7 +44,7 @@ class LongestSequence:
     dry_runs: dict = field(repr=False, hash=False)
 
     @property
-    def peak(self):
+    def peak(self) -> int:
         """Return the bytes at the highest moment of the step."""
         return self.ledger.total
 
@@ -53,7 +55,8 @@ class LongestSequence:
                 f"highest at {self.moment}{of}")
 
 
-def longest_sequence(step, budget, *args, longest=None, multiple=64):
+def longest_sequence(step: Callable[..., Any], budget: int, *args: Any, longest: int | None = None,
+                     multiple: int = 64) -> LongestSequence:
     """Find the longest sequence for which `step(sequence, *args)` peaks within `budget` bytes: a LongestSequence.
 
         def step(sequence):

@@ -5,6 +5,8 @@ r·V//n … (r+1)·V//n − 1. Rows that are elsewhere give zero; an all_reduce 
 results. The bytes that it sends are in `vocabulary.vocabulary_traffic`.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,6 +14,9 @@ from torch.nn import functional as F
 from ..sharding import ShardSpec, set_spec
 from .internals.ids import check_ids, local_rows, refuse_second_derivatives
 from .vocabulary import part
+
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
 
 
 class VocabularyParallelEmbedding(nn.Module):
@@ -28,7 +33,7 @@ class VocabularyParallelEmbedding(nn.Module):
     on a CPU for a token outside 0 … V − 1; on a GPU an assertion fails.
     """
 
-    def __init__(self, weight, comm, V, *, padding_idx=None):
+    def __init__(self, weight: torch.Tensor, comm: "Communicator", V: int, *, padding_idx: int | None = None) -> None:
         super().__init__()
         self.first, self.end = part(V, comm)
         if len(weight) != self.end - self.first:
@@ -37,7 +42,7 @@ class VocabularyParallelEmbedding(nn.Module):
         self.weight, self.comm, self.V, self.padding_idx = weight, comm, V, padding_idx
 
     @classmethod
-    def of(cls, embedding, comm, name="weight"):
+    def of(cls, embedding: nn.Embedding, comm: "Communicator", name: str = "weight") -> "VocabularyParallelEmbedding":
         """Return this rank's part of an `nn.Embedding`, which stays as it is. `name`: of its weight in the whole model.
 
         A subclass that computes by `super().forward(tokens)`, as Gemma's scaled embedding, keeps its forward.
@@ -57,7 +62,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return made
 
     @staticmethod
-    def cut(embedding, comm, name="weight"):
+    def cut(embedding: nn.Embedding, comm: "Communicator", name: str = "weight") -> tuple[int, int]:
         """Return (first, end) of this rank's rows. Raises what `of` raises."""
         if not isinstance(embedding, nn.Embedding) or [*embedding._parameters] != ["weight"]:
             raise TypeError(f"{name} is of {type(embedding).__name__}: expected an nn.Embedding, or a subclass that "
@@ -69,12 +74,12 @@ class VocabularyParallelEmbedding(nn.Module):
         return part(embedding.num_embeddings, comm, name)
 
     @torch._disable_dynamo
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens (…): (…, C)."""
         check_ids(tokens, self.V, "tokens")
         return _Lookup.apply(self.weight, tokens, self)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         """Say which rows are here."""
         return f"rows {self.first} … {self.end - 1} of {self.V}, {self.weight.shape[1]}"
 

@@ -8,6 +8,7 @@ whole one, and takes its values. "Megatron-LM" (Shoeybi et al. 2019), section 3.
 """
 
 import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from ..others import ask_of_others
 from ..sharding import ShardSpec, set_spec
 from .conjugate import enter, leave, leave_sequence, sequence_sum, whole_sequence
 from .vocabulary import gather_logits, own_features, part
+
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
 
 
 class ColumnParallelLinear(nn.Module):
@@ -34,7 +38,8 @@ class ColumnParallelLinear(nn.Module):
     the weights' gradients. ValueError if the heads cannot be shared out evenly.
     """
 
-    def __init__(self, linear, comm, name="", *, parts=None, heads=None, gather_output=False):
+    def __init__(self, linear: Any, comm: "Communicator", name: str = "", *, parts: Any = None, heads: Any = None,
+                 gather_output: bool = False) -> None:
         super().__init__()
         self.comm, self.gather_output, self.siblings = comm, gather_output, Siblings([self])
         self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
@@ -51,14 +56,14 @@ class ColumnParallelLinear(nn.Module):
             first += size
 
     @torch._disable_dynamo
-    def forward(self, x, gather=None):
+    def forward(self, x: torch.Tensor, gather: bool | None = None) -> torch.Tensor:
         """Map x (…, C) to this rank's features, or to all of them if they are gathered: as `gather_output` says, or
         here `gather`."""
         y = self.siblings.compute(self, x)
         gather = self.gather_output if gather is None else gather
         return gather_logits(y, self.comm, self.features) if gather else y
 
-    def held(self, dtype):
+    def held(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return [(weight (n, C), bias or None)] of all parts in `dtype`. A part that other ranks hold, too, gets the
         sum of their gradients."""
         biases = self.biases or [None] * len(self.weights)
@@ -70,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
             found.append((weight.t() if self.transposed else weight, bias))
         return found
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.in_features}, {self.features}, parts={self.parts}, {self.comm.place}"
 
 
@@ -187,7 +192,8 @@ class RowParallelLinear(nn.Module):
     Every rank holds the whole bias, and adds it to the sum.
     """
 
-    def __init__(self, linear, comm, name="", *, heads=None, of_whole=False):
+    def __init__(self, linear: Any, comm: "Communicator", name: str = "", *, heads: Any = None,
+                 of_whole: bool = False) -> None:
         super().__init__()
         self.comm, self.sequence, self.of_whole = comm, False, of_whole
         self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
@@ -200,14 +206,14 @@ class RowParallelLinear(nn.Module):
             self.bias = _block(linear.bias, 0, 0, self.features, f"{name}.bias", replicas, self.features)
 
     @torch._disable_dynamo
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map this rank's inputs (…, C / N) to the output, the same on all ranks."""
         x = own_features(x, self.comm) if self.of_whole else x
         y = F.linear(x, self.weight.t() if self.transposed else self.weight)
         y = leave_sequence(y, self.comm) if self.sequence else leave(y, self.comm)
         return y if self.bias is None else y.add_(self.bias.to(y.dtype))
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.in_features}, {self.features}, {self.comm.place}"
 
 

@@ -11,11 +11,14 @@ calls this P_a, and P_a+cpu where the part sleeps in host memory:
 """
 
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
 
 SMALLEST = 2**16  # bytes
 SUM_BYTES = 8  # of a checksum
@@ -74,7 +77,8 @@ class PartitionedInputs:
     `smallest`, and in backward UnequalInputs if some rank had another input.
     """
 
-    def __init__(self, comm, device=None, *, smallest=SMALLEST, check=True):
+    def __init__(self, comm: "Communicator", device: torch.device | str | None = None, *, smallest: int = SMALLEST,
+                 check: bool = True) -> None:
         if device is not None and str(device) != "cpu":
             raise ValueError(f"device={device!r}: expected None, the input's own, or 'cpu', pinned host memory")
         if type(smallest) is not int or smallest < 0:
@@ -86,7 +90,7 @@ class PartitionedInputs:
         self._parameters = {}  # address of a storage -> weak reference; a recomputation sees them detached
 
     @torch.no_grad()
-    def pack(self, tensor):
+    def pack(self, tensor: torch.Tensor) -> Any:
         """Return this rank's part and how to make the tensor of it; None if the tensor stays whole."""
         dense = self._takes(tensor)
         if dense is None:
@@ -104,7 +108,7 @@ class PartitionedInputs:
         return part, _Layout(known, tensor.shape, tensor.stride(), tensor.device, dense)
 
     @torch.no_grad()
-    def unpack(self, part, layout):
+    def unpack(self, part: torch.Tensor, layout: Any) -> torch.Tensor:
         """Gather the tensor. UnequalInputs if it is not the one that was packed here."""
         part = part.to(layout.device, non_blocking=True)
         whole = self.comm.all_gather(part, label="a region's input") if self.comm.world_size > 1 else part

@@ -13,7 +13,7 @@ Models" (Korthikanti et al. 2022), section 4.2.2.
 
 import functools
 import inspect
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -26,8 +26,12 @@ from .plan import region_of
 from .random import OwnRandom
 from .tensor import proven_sums, split_as, sum_gradients
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
 
-def sequence_parallel(model, comm, plan=None, *, region=None, loss_parallel=False):
+
+def sequence_parallel(model: torch.nn.Module, comm: "Communicator", plan: Any = None, *, region: Any = None,
+                      loss_parallel: bool = False) -> torch.nn.Module:
     """Split `model` as `tensor_parallel` does, and the tokens between its split layers; returns it.
 
     - `region`: names of the list of blocks, and of the norm after it. The blocks take x (B, T, C) first, and return it.

@@ -8,6 +8,7 @@ in forward and two in backward. "Megatron-LM" (Shoeybi et al. 2019), section 3.
 """
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,12 +27,16 @@ from .random import OwnRandom
 from .same_batch import SameBatch
 from .vocabulary import vocabulary_parallel_cross_entropy
 
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
+
 HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))
          and name.startswith(("_forward", "_backward"))]
 SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding)
 
 
-def tensor_parallel(model, comm, plan=None, *, loss_parallel=False):
+def tensor_parallel(model: nn.Module, comm: "Communicator", plan: Any = None, *,
+                    loss_parallel: bool = False) -> nn.Module:
     """Split `model` over the ranks of `comm`, in place; returns it. Every rank calls it with the same model,
     and then gives it the same batch. Before each forward the ranks compare what they give it (`same_batch`).
 

@@ -9,13 +9,16 @@ of n holds columns r·V//n … (r+1)·V//n − 1 of them, and the same rows of t
 No weight is padded: parts differ by at most one row, so GPT-2's 50,257 = 29 · 1,733 rows fit any number of ranks.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from ..comm.traffic import Traffic, ring_traffic
 from .internals.ids import check_columns, check_ids, check_same, local_rows, refuse_again, refuse_second_derivatives
+
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
 
 CHUNK_BYTES = 64 * 2**20  # of the buffer in which logits are computed in fp32, some rows at a time
 REDUCTIONS = ("mean", "sum", "none")
@@ -85,8 +88,9 @@ def _gathered(columns, comm, V):
 
 
 @torch._disable_dynamo
-def vocabulary_parallel_cross_entropy(logits, targets, comm, V, *, ignore_index=-100, reduction="mean",
-                                      label_smoothing=0.0, overwrite=False, chunk_bytes=CHUNK_BYTES):
+def vocabulary_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, comm: "Communicator", V: int, *,
+                                      ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+                                      overwrite: bool = False, chunk_bytes: int = CHUNK_BYTES) -> torch.Tensor:
     """Return `F.cross_entropy(all_logits.float(), targets, …)`, on every rank, from this rank's columns (N, v).
 
         loss = log Σ − (1 − ε) (z_t − m) − ε/V Σ_j (z_j − m),  Σ = Σ_j exp(z_j − m)        ε = label_smoothing

@@ -9,7 +9,8 @@ A step: `forward`, `backward`, again for more micro-batches, `clip_grad_norm_` i
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +31,10 @@ from .internals.writes import Writes, gathered
 from .parameters import WholeParameters
 from .update import ShardedUpdate
 
+if TYPE_CHECKING:
+    from ..allocator.settings import Settings
+    from ..comm.communicator import Communicator
+
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -40,8 +45,12 @@ class Engine(ActsAsOptimizer):
     clip_grad_norm_, gathered, shards, save, load = clip_grad_norm_, gathered, shards, save, load
     state_dict, load_state_dict, save_weights = state_dict, load_state_dict, save_weights
 
-    def __init__(self, model, comm, optimizer=ADAMW, *, groups=None, bucket_bytes=None, reduce_dtype=None,
-                 world=None, shards=None, replicas=None, store=None, update=None, hook=None, in_flight_bytes=None):
+    def __init__(self, model: torch.nn.Module, comm: "Communicator",
+                 optimizer: Callable[..., torch.optim.Optimizer] = ADAMW, *, groups: Any = None,
+                 bucket_bytes: int | None = None, reduce_dtype: torch.dtype | None = None,
+                 world: "Communicator | None" = None, shards: "Communicator | None" = None,
+                 replicas: "Communicator | None" = None, store: Any = None, update: Any = None, hook: Any = None,
+                 in_flight_bytes: int | None = None) -> None:
         if in_flight_bytes is not None and not in_flight_bytes >= 0:
             raise ValueError(f"in_flight_bytes={in_flight_bytes}: expected bytes from 0 on, or None")
         self.model, self.comm, self.world = model, comm, comm if world is None else world
@@ -68,7 +77,7 @@ class Engine(ActsAsOptimizer):
         watched = isinstance(self.update, ShardedUpdate) and not computes_nothing(named)  # CPUAdam is known
         self._companion = Companion(optimizer, groups, named) if watched else None
 
-    def check_phase(self, phase, settings=None):
+    def check_phase(self, phase: str, settings: "Settings | None" = None) -> None:
         """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch, with
         the same `settings`, and modules wrote the same to parameters on all of them (`internals.writes`)."""
         self.writes.look()
@@ -83,15 +92,15 @@ class Engine(ActsAsOptimizer):
     def _hold_parameters(self):
         self.parameters = WholeParameters(self.model, self.levels, self.buckets)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output."""
         return self.model(*args, **kwargs)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, as `forward` does."""
         return self.forward(*args, **kwargs)
 
-    def backward(self, output, gradient=None):
+    def backward(self, output: Any, gradient: torch.Tensor | None = None) -> None:
         """Compute the gradients of this micro-batch and add them to those that are there. Outside of `no_sync` buckets
         are reduced meanwhile, and gradients are averaged over all ranks when this returns.
 
@@ -111,7 +120,7 @@ class Engine(ActsAsOptimizer):
         torch.autograd.backward(output, gradient)
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Let backwards in this context add up gradients on each rank alone; the first one after it reduces the sum."""
         before, self._syncing = self._syncing, False
         try:
@@ -120,7 +129,7 @@ class Engine(ActsAsOptimizer):
             self._syncing = before
 
     @contextlib.contextmanager
-    def collect(self):
+    def collect(self) -> Iterator[None]:
         """Let any backwards run in this context, not this engine's own, as those of a pipeline's stages in the order of
         its schedule. Their gradients add up as one micro-batch's, in `.grad`; at the end they are averaged over all
         ranks. Above stage 1 parameters or gradients would not be whole in between: RuntimeError."""
@@ -134,7 +143,7 @@ class Engine(ActsAsOptimizer):
         with self.reducer.reducing(True):
             self.reducer.take_all()
 
-    def step(self):
+    def step(self) -> None:
         """Update the parameters, on all ranks alike, and drop the gradients. RuntimeError on all ranks, before anything
         is written, if the optimizer no longer treats each element by itself."""
         self.reducer.check_reduced()
@@ -149,17 +158,17 @@ class Engine(ActsAsOptimizer):
         self.writes.see()
         self.zero_grad()
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; `step` has done so."""
         self.reducer.drop()
 
-    def gradients(self):
+    def gradients(self) -> Iterator[list[torch.Tensor]]:
         """Yield, bucket by bucket, the list of all gradients that this rank has. A store may have them elsewhere until
         their bucket's turn comes."""
         for _, pairs in self.update.with_gradients():
             yield [own.grad for _, own in pairs if own.grad is not None]
 
     @property
-    def optimizer(self):
+    def optimizer(self) -> Any:
         """Return the optimizer; above stage 0 it has pieces of parameters."""
         return self.update.optimizer

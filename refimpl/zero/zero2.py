@@ -9,9 +9,13 @@ with the parameters (k + 1)Ψ in place of 2Ψ.
 """
 
 import contextlib
+from typing import TYPE_CHECKING
 
 from .reducer import ReduceScatterAtOnce
 from .zero1 import Zero1
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 class Zero2(Zero1):
@@ -24,6 +28,6 @@ class Zero2(Zero1):
 
     stage, reducer_type = 2, ReduceScatterAtOnce
 
-    def no_sync(self):
+    def no_sync(self) -> "AbstractContextManager[None]":
         """No-op: each micro-batch is reduced, since no rank has room for whole gradients."""
         return contextlib.nullcontext()

@@ -16,6 +16,8 @@ is in that storage and comes back with it; a new tensor in `parameter.data` woul
 """
 
 import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,6 +29,10 @@ from .reducer import ReduceScatterAtOnce, check_dense
 from .sharded_parameters import ShardedParameters, is_persistent
 from .units import default_units, reads_weights_in_backward
 from .zero2 import Zero2
+
+if TYPE_CHECKING:
+    from ..comm.communicator import Communicator
+    from .gathering import Gathering
 
 LOOK_AHEAD, MOST_AHEAD = 1, 10_000  # units; above, someone means elements
 
@@ -83,9 +89,11 @@ class Zero3(Zero2):
 
     stage, reducer_type = 3, ReduceByUnit
 
-    def __init__(self, model, comm, *args, units=None, look_ahead=LOOK_AHEAD, max_live_parameters=10**9,
-                 persistence_threshold=0, initialize=None, reshard_after_forward=True, quantized_weights=None,
-                 **options):
+    def __init__(self, model: torch.nn.Module, comm: "Communicator", *args: Any,
+                 units: Iterable[torch.nn.Module] | Callable[..., Iterable[torch.nn.Module]] | None = None,
+                 look_ahead: int = LOOK_AHEAD, max_live_parameters: int = 10**9, persistence_threshold: int = 0,
+                 initialize: Callable[[torch.nn.Module], Any] | None = None, reshard_after_forward: bool = True,
+                 quantized_weights: Any = None, **options: Any) -> None:
         check_codec(comm, quantized_weights)
         if not isinstance(look_ahead, int) or not 0 <= look_ahead <= MOST_AHEAD:
             raise ValueError(f"look_ahead={look_ahead}: expected a number of units from 0 on, not of elements; with 1 "
@@ -118,11 +126,11 @@ class Zero3(Zero2):
         self.gathering.quantized = quantized  # from the first forward on
 
     @property
-    def gathering(self):
+    def gathering(self) -> "Gathering":
         """Return the Gathering of this rank's whole parameters."""
         return self.parameters.gathering
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. All ranks call it together, and run the same units in the same order, in backward
         too. A unit returns tensors, tuples, lists, dicts or dataclasses: TypeError for an object of another kind."""
         self.check_phase("forward")
@@ -143,7 +151,7 @@ class Zero3(Zero2):
                 self.gathering.release_unused()
 
     @contextlib.contextmanager
-    def gathered(self, write=False):
+    def gathered(self, write: bool = False) -> Iterator[None]:
         """Gather all parameters, to be read. What is written to them is lost, unless `write`: then rank 0's values are
         those of all ranks when the context ends, of shards and masters too. All ranks call it."""
         sharded = [bucket for bucket in self.parameters.whole if not is_persistent(bucket, self.persistence_threshold)]
@@ -187,7 +195,7 @@ class Zero3(Zero2):
             for bucket in self.parameters.sharded(unit):
                 self.gathering.release(bucket)
 
-    def backward(self, output, gradient=None):
+    def backward(self, output: Any, gradient: torch.Tensor | None = None) -> None:
         """Compute gradients as `Zero2.backward` does."""
         self.gathering.computing += 1
         try:
@@ -225,7 +233,7 @@ class Zero3(Zero2):
                     map(self._backwards.is_recomputed_later, self.parameters.units_of[bucket])):
                 self.reducer.launch(bucket)
 
-    def step(self):
+    def step(self) -> None:
         """Update the parameters, on all ranks alike, and drop the gradients."""
         self.gathering.release_all()  # what a forward without a backward has left whole
         super().step()
@@ -234,7 +242,7 @@ class Zero3(Zero2):
         self._backwards.drop()
         self.gathering.end_step()
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; `step` has done so."""
         super().zero_grad()
         self._backwards.forget()

@@ -1,5 +1,7 @@
 """Copies between a CUDA device and pinned host memory, beside the computation."""
 
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -50,22 +52,22 @@ class Rehearsal:
     `.log`: ("out" or "in", bytes) of every copy.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.log = []
 
-    def offloads(self, tensor):
+    def offloads(self, tensor: torch.Tensor) -> bool:
         """Return True: everything is copied."""
         return True
 
-    def to_host(self, flat):
+    def to_host(self, flat: torch.Tensor) -> Any:
         """Return (copy, None)."""
         self.log.append(("out", flat.nbytes))
         return flat.clone(), None
 
-    def to_device(self, host, device):
+    def to_device(self, host: Any, device: Any) -> Any:
         """Return (copy, None)."""
         self.log.append(("in", host.nbytes))
         return host.clone(), None
 
-    def wait(self, ticket):
+    def wait(self, ticket: Any) -> None:
         """No-op: every copy is done already."""

@@ -7,8 +7,9 @@ same layouts, and that nobody has a tensor at that address. If it is another ope
 would without a plan. If somebody has, this one tensor is made elsewhere. Nothing is overwritten in either case.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ class Execution:
         return "\n".join([text, *map(str, self.departures[:5])])
 
 
-def execute(step, *args, trace, plan=None, arena=None, results=None, **kwargs):
+def execute(step: Callable[..., Any], *args: Any, trace: Any, plan: StaticPlan | None = None, arena: Any = None,
+            results: Any = None, **kwargs: Any) -> Any:
     """Run `step(*args, **kwargs)` in an arena, by the plan of a step that was recorded. Returns an Execution.
 
     - `trace`: the StepTrace of `record_step`. `plan`: of `plan_static(trace)`, the default. `arena`: one that is large
@@ -179,7 +181,7 @@ def _shown(key):
     return list(key[0]) if isinstance(key, tuple) and key and isinstance(key[0], torch.Size) else key
 
 
-def without_out(trace):
+def without_out(trace: Any) -> dict[str, tuple[int, int]]:
     """Return {operation: (calls, the most bytes that one makes)} of those that have no `out=` of their own on the
     trace's device: they compute outside of the arena, and what they made is copied."""
     found = {}

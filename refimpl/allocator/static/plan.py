@@ -13,6 +13,7 @@ problems.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,21 +45,21 @@ class StaticPlan:
         self.check()
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Return the bytes of the arena."""
         return int((self.offsets + self.sizes).max(initial=0))
 
     @property
-    def lower_bound(self):
+    def lower_bound(self) -> int:
         """Return the most bytes that are live at once, as they were asked for."""
         return self.lifetimes.lower_bound
 
     @property
-    def ratio(self):
+    def ratio(self) -> float:
         """Return the arena's bytes over the lower bound, 1 or more."""
         return self.nbytes / self.lower_bound if self.lower_bound else 1.0
 
-    def check(self):
+    def check(self) -> None:
         """Raise OverlappingPlan unless blocks that live at the same time are apart, and none is below 0."""
         begins, ends, low = self.lifetimes.begins, self.lifetimes.ends, self.offsets
         top = low + self.sizes
@@ -81,7 +82,7 @@ class StaticPlan:
                 f"({self.lower_bound:,})")
 
 
-def plan_static(trace, *, alignment=64, placements=PLACEMENTS):
+def plan_static(trace: Any, *, alignment: int = 64, placements: int = PLACEMENTS) -> StaticPlan:
     """Return the StaticPlan of an AllocationTrace (or of Lifetimes): an offset in bytes for each block.
 
     Best-fit decreasing, greedy by size and then by lifetime. If that needs more than the lower bound, a search goes on:

@@ -9,6 +9,8 @@ plan: only one of them runs at a time. What a step returns stays with the caller
 """
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -37,7 +39,8 @@ class ActivationReuseOptimizer:
     away. Two of each have a place; a third that is kept, too, is made outside of the arena.
     """
 
-    def __init__(self, step, *, warmup=1, placements=PLACEMENTS, graph=False):
+    def __init__(self, step: Callable[..., Any], *, warmup: int = 1, placements: int = PLACEMENTS,
+                 graph: bool = False) -> None:
         if graph and not torch.cuda.is_available():
             raise ValueError("graph=True needs a CUDA device: without one, leave it out")
         self.step, self.warmup, self.placements, self.graph = step, warmup, placements, graph
@@ -45,7 +48,7 @@ class ActivationReuseOptimizer:
         self.departures = Counter()
         self._calls, self._planned, self._played = Counter(), {}, {}  # all by the arguments' shapes
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step and return what it returns."""
         which = _shapes(args, kwargs)
         if which in self._played:

@@ -7,8 +7,9 @@ makes; a weak reference to each new storage tells when it is freed. The result i
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +52,7 @@ class StepTrace(AllocationTrace):
         return 64 if self.device.type == "cpu" else 512
 
 
-def record_step(step, *args, **kwargs):
+def record_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Run `step(*args, **kwargs)` and return (what it returned, its StepTrace).
 
     Tensors on the accelerator are recorded if an argument or parameter that it meets is there, else those on the CPU.

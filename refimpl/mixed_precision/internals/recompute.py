@@ -7,7 +7,9 @@ its functions are wrapped: those that take what will be recomputed. The techniqu
 
 import functools
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch.utils.checkpoint
 
@@ -39,7 +41,7 @@ def _reopened(then):
         set_stack(now)
 
 
-def keep_precision(function):
+def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `function` so that it runs in the autocast regions that are open now, at any time and in any thread.
 
     Casts of weights made in such a run last until its end.

@@ -7,6 +7,7 @@ engine, so it is refused, and the error says what to call.
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ STATE_DICT = "its state_dict is of all ranks, and runs no hooks: change what it 
 
 
 def _refused(name, instead):
-    def method(self, *args, **kwargs):
+    def method(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{name} of an engine: {instead}")
     method.__name__, method.__doc__ = name, f"Raise TypeError: {instead}."
     return method
@@ -25,26 +26,26 @@ class ActsAsOptimizer(torch.optim.Optimizer):
     """The part of an engine that is an optimizer; `step`, `zero_grad` and what saves and loads are its own."""
 
     @property
-    def param_groups(self):
+    def param_groups(self) -> Any:
         """Return the optimizer's param groups; above stage 0 with pieces of parameters."""
         return self.optimizer.param_groups
 
     @property
-    def defaults(self):
+    def defaults(self) -> Any:
         """Return the optimizer's default hyper-parameters."""
         return self.optimizer.defaults
 
     @property
-    def state(self):
+    def state(self) -> Any:
         """Return the optimizer's state, of the parameters or pieces that this rank updates."""
         return self.optimizer.state
 
-    def skip_step(self):
+    def skip_step(self) -> None:
         """Drop the gradients of a step that a loss scaler skips."""
         self.zero_grad()
 
     @property
-    def gradients_are_whole(self):
+    def gradients_are_whole(self) -> bool:
         """Tell whether this rank has all gradients. If not, a loss scaler has to ask the other ranks."""
         return not self.stage or self.comm.world_size == 1
 

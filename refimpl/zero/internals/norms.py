@@ -8,13 +8,14 @@ rank's own (`sharding`).
 
 import itertools
 import math
+from typing import Any
 
 import torch
 
 from .persistence import owned_gradients
 
 
-def clip_grad_norm_(engine, max_norm, norm_type=2.0):
+def clip_grad_norm_(engine: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their norm, over all parameters on all ranks of `world`, is at most `max_norm`.
 
     Returns the norm before, a scalar in fp32, in fp64 if there are parameters in fp64; it is NaN or inf if a gradient

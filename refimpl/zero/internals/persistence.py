@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,8 +13,11 @@ from ...saving import TrainingState
 from ...sharding import Shard
 from .writes import publish
 
+if TYPE_CHECKING:
+    from os import PathLike
 
-def shards(engine):
+
+def shards(engine: Any) -> list[Shard]:
     """Return a `sharding.Shard` of each tensor that this rank has a part of, bucket by bucket: parameters as they are
     updated, frozen ones and buffers."""
     found = []
@@ -101,13 +105,13 @@ def _loaded(engine, bucket):
     return engine._stored.loaded(bucket) if bucket in engine.frozen_buckets else engine.update.loaded(bucket)
 
 
-def save(engine, directory, *, shared=True):
+def save(engine: Any, directory: "str | PathLike[str]", *, shared: bool = True) -> None:
     """Save all state in `directory`, for any stage on any number of ranks to load: see `saving.save`. RuntimeError on
     all ranks if there are gradients."""
     saving.save(_between_steps(engine, "save"), directory, shared)
 
 
-def load(engine, directory, *, hook=True, shared=None):
+def load(engine: Any, directory: "str | PathLike[str]", *, hook: bool = True, shared: bool | None = None) -> None:
     """Load what an engine of any stage saved on any number of ranks: see `saving.load`. Gradients are dropped.
 
     What a communication hook kept is loaded into the same hook, on as many ranks: SavedStateError for another. With
@@ -116,19 +120,19 @@ def load(engine, directory, *, hook=True, shared=None):
     _load(engine, "load", functools.partial(saving.load, shared=shared), directory, hook)
 
 
-def state_dict(engine):
+def state_dict(engine: Any) -> dict[str, Any]:
     """Return the whole state on rank 0, in host memory, and {} on the others: see `saving.state_dict`. RuntimeError on
     all ranks if there are gradients."""
     return saving.state_dict(_between_steps(engine, "state_dict"))
 
 
-def load_state_dict(engine, sd, *, hook=True):
+def load_state_dict(engine: Any, sd: dict[str, Any], *, hook: bool = True) -> None:
     """Load what `state_dict` returned, at any stage and on any number of ranks; rank 0's `sd` counts. Gradients are
     dropped. `hook` as in `load`."""
     _load(engine, "load_state_dict", saving.load_state_dict, sd, hook)
 
 
-def save_weights(engine, path, dtype=torch.bfloat16):
+def save_weights(engine: Any, path: "str | PathLike[str]", dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the model alone to one safetensors file, on rank 0: see `saving.save_weights`."""
     engine.check_phase("save_weights")
     saving.save_weights(training_state(engine), path, dtype)

@@ -8,6 +8,8 @@ of it, which the next check of phases compares. (A write through `parameter.data
 """
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -87,7 +89,7 @@ def follow(master, shard):
 
 
 @contextlib.contextmanager
-def gathered(engine, write=False):
+def gathered(engine: Any, write: bool = False) -> Iterator[None]:
     """Gather all parameters, to be read. What is written to them is lost, unless `write`: then rank 0's values are
     those of all ranks when the context ends, of masters too. All ranks call it; at stages 0 to 2 parameters are
     whole anyway."""
