@@ -23,26 +23,27 @@ who answers it, and an answer loads a library: who imports a technique has neith
 """
 
 import importlib
+from typing import Any
 
 OURS = ("builtins", "torch", "refimpl")
 KNOWN = "refimpl.known_models"
 _answers = {}
 
 
-def register(answers):
+def register(answers: Any) -> None:
     """Register {question: function} as answers; a function returns None for a module that it does not know."""
     importlib.import_module(KNOWN)  # before it, so that it is asked last
     for question, answer in answers.items():
         _answers.setdefault(question, []).insert(0, answer)
 
 
-def ask(question, thing, *args, **kwargs):
+def ask(question: str, thing: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the first answer that is not None. Who was registered last is asked first."""
     importlib.import_module(KNOWN)
     found = (answer(thing, *args, **kwargs) for answer in _answers[question])
     return next((each for each in found if each is not None), None)
 
 
-def ask_of_others(question, thing):
+def ask_of_others(question: str, thing: Any) -> Any:
     """Ask of what others wrote alone: None at once for what is torch's own or ours."""
     return None if type(thing).__module__.partition(".")[0] in OURS else ask(question, thing)

@@ -1,13 +1,19 @@
 """An optimizer that updates some of its parameters at a time, as engines do that go bucket by bucket: the temporary
 tensors of a step are then those of one bucket."""
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-def groups_before(optimizer):
+if TYPE_CHECKING:
+    import torch
+
+
+def groups_before(optimizer: "torch.optim.Optimizer") -> list[Any]:
     """Return [(parameters, options)] of an optimizer's param groups, as they are before a step."""
     return [(group["params"], {**group, "params": None}) for group in optimizer.param_groups]
 
 
-def partial_step(optimizer, parameters, before):
+def partial_step(optimizer: "torch.optim.Optimizer", parameters: "Iterable[torch.Tensor]", before: Any) -> None:
     """Run `optimizer.step()` with `parameters` alone in its param groups.
 
     `before`: what `groups_before` returned before the first part of the step. Each part begins with the options of that

@@ -3,10 +3,16 @@
 RoFormer (Su et al. 2021), section 3.4.2, with the dimensions paired as halves, as GPT-NeoX pairs them.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
+if TYPE_CHECKING:
+    from .config import GPTConfig
 
-def rotation_table(config, positions=None):
+
+def rotation_table(config: "GPTConfig", positions: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """Return cos and sin of position · base^(−2i/n) for i < n/2, n = rotary_dim: two fp32 tables (…, n) for positions
     (…), by default all of the context: (context_length, n)."""
     n = config.rotary_dim
@@ -17,7 +23,7 @@ def rotation_table(config, positions=None):
     return angle.cos(), angle.sin()
 
 
-def rotate(x_BHTD, cos_TN, sin_TN):
+def rotate(x_BHTD: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor) -> torch.Tensor:
     """Rotate the first N dimensions of each head by its position's angle. The others stay the same. Tables may also be
     (B, 1, T, N), where rows have other positions."""
     n = cos_TN.shape[-1]

@@ -1,6 +1,7 @@
 """Trials on small tensors, of an optimizer or of a module, of which the program around them sees nothing."""
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch.autograd.variable import ImperativeEngine, Variable
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextlib.contextmanager
-def unseen():
+def unseen() -> Iterator[None]:
     """Let nothing outside see what is computed in this context: no tracker, no dry run, no hook of all optimizers,
     modules or saved tensors, no random number. Gradients are off."""
     generator, before = torch.default_generator, torch.default_generator.get_state()

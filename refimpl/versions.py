@@ -7,7 +7,7 @@ from importlib import metadata
 TESTED = ("2.11", "2.13", "2.14")  # of torch: docs/versions.md says with which other packages
 
 
-def untested(version):
+def untested(version: str) -> str | None:
     """Return a sentence on a `version` of torch that is newer than the newest tested one; None for any other."""
     newest = TESTED[-1]
     if minor_of(version) <= minor_of(newest):
@@ -15,12 +15,12 @@ def untested(version):
     return f"refimpl is tested up to torch {newest}; here is torch {version}"
 
 
-def minor_of(version):
+def minor_of(version: str) -> tuple[int, ...]:
     """Return (2, 14) of "2.14.1+cu130"."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def misfit(error):
+def misfit(error: object) -> str | None:
     """Return what to do about an error, or its text, that a torchvision of another build of torch causes; else None.
 
     The torchvision that a package index has by default is compiled for one build of torch. Beside another, such as a

@@ -16,7 +16,8 @@ PACKAGE = Path(refimpl.__file__).parent
 TYPED = ["memory", "zero", "comm", "checkpointing", "accumulation", "mixed_precision", "attention", "cross_entropy",
          "offload", "tensor", "context", "pipeline", "compression", "parallel", "engine", "activations", "saving",
          "allocator", "mlp", "sequence_length", "explain", "estimate", "rehearse", "phantom", "ranks",
-         "model", "mesh", "sharding", "catalog", "config", "data"]
+         "model", "mesh", "sharding", "catalog", "config", "data", "rotary",
+         "partial_step", "others", "unseen", "versions"]
 DUNDERS = {"__init__", "__call__", "__enter__", "__exit__", "__iter__", "__len__", "__getitem__", "__contains__"}
 
 
