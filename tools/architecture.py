@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))  # where this file is imported, and not run
-from closures import run_time  # noqa: E402
+from closures import run_time
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, PAGE = ROOT / "refimpl", ROOT / "docs" / "architecture.md"
