@@ -262,3 +262,22 @@ def test_make_hands_only_on(checkout):
     done = subprocess.run(["make", "gpu", "ONLY=zero", f"PYTHON={sys.executable}"], cwd=checkout, capture_output=True,
                           text=True)
     assert "asked for zero\n" in done.stdout, done.stderr
+
+
+def test_the_kernels_tests_are_asked_once_and_a_failure_is_told_when_it_happens(checkout):
+    """Workers would each ask all of a module's processes; a run that is cut has no summary of pytest's own."""
+    gpu = gpu_module()
+    gpu.ROOT, kernels = checkout, checkout / "tests" / "gpu" / "test_attention.py"
+    kernels.write_text("def test_kernels():\n    pass\n")
+    jobs = gpu.jobs_of("tests", checkout, 60)
+    assert list(jobs) == ["attention_tests", "tests"] and "-n" not in jobs["attention_tests"]
+    assert str(kernels.relative_to(checkout)) in jobs["attention_tests"] and not any("attention" in word for word in
+                                                                                    jobs["tests"])
+    shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", kernels.parent)
+    kernels.write_text("def test_it(cuda):\n    pass\n")
+    (kernels.parent / "test_one.py").write_text(
+        "import time, pytest\n@pytest.fixture(autouse=True, scope='session')\ndef cuda():\n    pass\n"
+        "def test_first():\n    assert 'the reason' == 1\ndef test_hangs():\n    time.sleep(60)\n")
+    run = begin(checkout, 20, "tests")
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1 and "test_first failed:" in said and "the reason" in said and "stopped after" in said

@@ -114,12 +114,14 @@ def machine() -> dict:
 def jobs_of(step: str, measurements: Path, seconds: float) -> dict[str, list[str]]:
     """{name: command} of a step: one, or each notebook."""
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    if step == "tests":  # the kernels' tests last: they take what is left, in processes of their own
-        files = sorted(ROOT.glob("tests/gpu/**/test_*.py"), key=lambda path: path.name == "test_attention.py")
+    if step == "tests":  # the kernels' tests begin processes of their own: a worker each would ask all of them again
+        kernels = ROOT / "tests" / "gpu" / "test_attention.py"
+        paths = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/gpu/**/test_*.py")) if path != kernels]
         ENVIRONMENT["REFIMPL_ATTENTION_SECONDS"] = str(max(20, seconds / 2))
-        paths = [str(path.relative_to(ROOT)) for path in files]
         shared = ["-n", str(AT_ONCE), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
-        return {step: [*pytest, "-v", *shared, *paths, f"--junitxml={BUILD}/tests.xml"]} if paths else {}
+        jobs = {"attention_tests": [*pytest, "-v", str(kernels.relative_to(ROOT))]} if kernels.exists() else {}
+        jobs |= {step: [*pytest, "-v", *shared, *paths]} if paths else {}
+        return {name: [*command, f"--junitxml={BUILD}/{name}.xml"] for name, command in jobs.items()}
     if step == "notebooks":
         nbval = [*pytest, "--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", f"--executed={BUILD}/notebooks"]
         pages = sorted(ROOT.glob("notebooks/*.ipynb"))
@@ -273,7 +275,7 @@ def closing_lines(name: str, verdict: str) -> list[str]:
     text = COLOURS.sub("", log.read_text(errors="replace")) if log.exists() else ""
     lines = [line.strip(" =") for line in text.splitlines() if line.strip(" =")]
     named = [line for line in lines[:-1] if line.startswith(("FAILED", "ERROR"))][:20]
-    return named + lines[-1:] if verdict != "passed" or name == "tests" else []
+    return named + lines[-1:] if verdict != "passed" or name.endswith("tests") else []
 
 
 def read_by(bench: str, measurements: Path) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Exercises of notebook 43."""
+"""Exercises of the page *A GPU without a GPU*."""
 
 import math
 import random

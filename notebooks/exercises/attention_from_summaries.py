@@ -1,4 +1,4 @@
-"""Exercises of notebook 16."""
+"""Exercises of the page *Attention from summaries*."""
 
 import math
 

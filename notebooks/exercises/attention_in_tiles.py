@@ -1,4 +1,4 @@
-"""Exercises of notebook 10."""
+"""Exercises of the page *Attention in tiles*."""
 
 import torch
 

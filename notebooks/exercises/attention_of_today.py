@@ -1,4 +1,4 @@
-"""Exercises of notebook 12."""
+"""Exercises of the page *Attention of today*."""
 
 import math
 

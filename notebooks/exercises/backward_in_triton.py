@@ -1,4 +1,4 @@
-"""Exercises of notebook 13."""
+"""Exercises of the page *Backward in Triton*."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Exercises of notebook 32."""
+"""Exercises of the page *Context parallelism*."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 21."""
+"""Exercises of the page *Data parallel*."""
 
 import contextlib
 

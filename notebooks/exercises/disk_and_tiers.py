@@ -1,4 +1,4 @@
-"""Exercises of notebook 25."""
+"""Exercises of the page *Disk and tiers*."""
 
 import contextlib
 import random

@@ -1,4 +1,4 @@
-"""Exercises of notebook 26."""
+"""Exercises of the page *Fewer bytes on the wire*."""
 
 import torch
 

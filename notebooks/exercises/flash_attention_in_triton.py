@@ -1,4 +1,4 @@
-"""Exercises of notebook 11."""
+"""Exercises of the page *FlashAttention in Triton*."""
 
 import math
 import os

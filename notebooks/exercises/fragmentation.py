@@ -1,4 +1,4 @@
-"""Exercises of notebook 41."""
+"""Exercises of the page *Fragmentation*."""
 
 import random
 

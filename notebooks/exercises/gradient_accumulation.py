@@ -1,4 +1,4 @@
-"""Exercises of notebook 03."""
+"""Exercises of the page *Gradient accumulation*."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 28."""
+"""Exercises of the page *Hiding the wire*."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Exercises of notebook 07."""
+"""Exercises of the page *Long sequences*."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""Exercises of notebook 15."""
+"""Exercises of the page *Masks in tiles*."""
 
 from refimpl.attention.call.sequences import Band
 from refimpl.attention.figure import computed_tiles

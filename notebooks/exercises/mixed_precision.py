@@ -1,4 +1,4 @@
-"""Exercises of notebook 02."""
+"""Exercises of the page *Mixed precision*."""
 
 import torch
 

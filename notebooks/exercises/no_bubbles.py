@@ -1,4 +1,4 @@
-"""Exercises of notebook 34."""
+"""Exercises of the page *No bubbles*."""
 
 from refimpl.pipeline.catalogue import idle_time, schedule
 from refimpl.pipeline.instructions import Instruction, Schedule

@@ -1,4 +1,4 @@
-"""Exercises of notebook 24."""
+"""Exercises of the page *Offload to the CPU*."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""Exercises of notebook 33."""
+"""Exercises of the page *Pipeline parallelism*."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Exercises of notebook 27."""
+"""Exercises of the page *Quantised ZeRO*."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 20."""
+"""Exercises of the page *Ranks and collectives*."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 01."""
+"""Exercises of the page *Reading the meters*."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 04."""
+"""Exercises of the page *Recomputation*."""
 
 import torch
 

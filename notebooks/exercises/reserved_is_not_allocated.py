@@ -1,4 +1,4 @@
-"""Exercises of notebook 40."""
+"""Exercises of the page *Reserved is not allocated*."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 31."""
+"""Exercises of the page *Sequence parallelism*."""
 
 import torch
 from torch import nn

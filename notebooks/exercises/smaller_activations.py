@@ -1,4 +1,4 @@
-"""Exercises of notebook 06."""
+"""Exercises of the page *Smaller activations*."""
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -1,4 +1,4 @@
-"""Exercises of notebook 42."""
+"""Exercises of the page *A static memory plan*."""
 
 import random
 

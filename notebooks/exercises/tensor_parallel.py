@@ -1,4 +1,4 @@
-"""Exercises of notebook 30."""
+"""Exercises of the page *Tensor parallelism*."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 08."""
+"""Exercises of the page *The logits are the peak*."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""Exercises of notebook 29."""
+"""Exercises of the page *The peak of ZeRO-3*."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 35."""
+"""Exercises of the page *Three dimensions*."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Exercises of notebook 00."""
+"""Exercises of the page *Where the memory goes*."""
 
 import torch
 

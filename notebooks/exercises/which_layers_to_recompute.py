@@ -1,4 +1,4 @@
-"""Exercises of notebook 05."""
+"""Exercises of the page *Which layers to recompute*."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Exercise of notebook 36."""
+"""Exercise of the page *Who waits in a ring*."""
 
 import torch
 

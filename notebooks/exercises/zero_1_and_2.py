@@ -1,4 +1,4 @@
-"""Exercises of notebook 22."""
+"""Exercises of the page *ZeRO-1 and 2*."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 23."""
+"""Exercises of the page *ZeRO-3*."""
 
 import torch
 

@@ -217,7 +217,7 @@ def explained(micro_batches, rows, dtype=torch.float32):
     states = memory.model_state_bytes(count, "adamw", "fp32" if dtype is torch.float32 else "bf16", tensors)
     activations = memory.activation_bytes(CONFIG, rows, LENGTH, dtype)
     held = accumulation_bytes(count, activations, micro_batches, gradient=dtype)
-    temporaries = 2 * 4 * rows * LENGTH * CONFIG.vocab_size + 4 + 4 + 4 * (micro_batches > 1)  # see notebook 00
+    temporaries = 2 * 4 * rows * LENGTH * CONFIG.vocab_size + 4 + 4 + 4 * (micro_batches > 1)
     return memory.Ledger(parameters=states["parameters"], optimizer_state=states["optimizer state"],
                          inputs=8 * rows * LENGTH * micro_batches, temporaries=temporaries) + held - memory.Ledger(
                              activations=4)

@@ -6,6 +6,12 @@ import pytest
 import torch
 
 
+def pytest_runtest_logreport(report):
+    """Tell a failure when it happens: a run on a GPU may be cut before pytest's own summary."""
+    if report.failed:
+        print(f"\n{report.nodeid} failed:\n{report.longreprtext}\n", flush=True)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def cuda():
     """The current CUDA device."""

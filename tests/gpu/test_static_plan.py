@@ -87,5 +87,5 @@ def test_tensors_of_a_pool_move():
     kept = kept[1::2]
     del tensor
     defragment(pool, kept)
-    assert [tensor.mean().item() for tensor in kept] == list(range(1, 20, 2))
+    assert all((tensor == i).all() for i, tensor in zip(range(1, 20, 2), kept, strict=True))  # a mean rounds on CUDA
     assert pool.largest_hole == pool.capacity - pool.allocated
