@@ -1,6 +1,6 @@
 # A fresh machine needs Python 3.11 or newer with venv (Debian: python3-venv), make, and nothing else.
 #
-#   make lab        set up .venv, open JupyterLab on learn/: copies of the pages, yours to answer and change
+#   make lab        set up .venv, open JupyterLab on learn/INDEX.ipynb, beside copies of the pages that are yours
 #                   (LAB_ARGS="--no-browser --port 9999" goes to JupyterLab)
 #   make test       set up .venv, run what CI runs on a push: ruff, mypy, a draw of the tests, the notebooks
 #                   against their outputs (tests/kits/tiers.py says how it is drawn)
@@ -61,8 +61,9 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 lab: $(INSTALLED)
-	$(IN_VENV) tools/learn.py --out learn $(NOTEBOOKS)
-	$(IN_VENV) -m jupyterlab learn $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+	@$(IN_VENV) tools/learn.py --out learn $(NOTEBOOKS)
+	@$(IN_VENV) tools/start_page.py learn
+	@$(IN_VENV) tools/lab.py learn $(LAB_ARGS)
 
 NBVAL  := --nbval --nbval-current-env --nbval-cell-timeout=120
 PYTEST  = $(IN_VENV) -m pytest $(WORKERS) $(NBVAL) tests $(NOTEBOOKS)
