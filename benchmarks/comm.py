@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from refimpl.comm import launch
-from refimpl.comm.backend.versions import all_gather_single, reduce_scatter_single
+from refimpl.comm.backend.torch_internals import all_gather_single, reduce_scatter_single
 from refimpl.ground.ledger import human
 
 from .ranks import place_of

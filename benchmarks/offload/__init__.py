@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from refimpl import catalog
 from refimpl.comm import FakeCommunicator, Link
-from refimpl.comm.computing import compute
+from refimpl.comm.timed_compute import compute
 from refimpl.ground.compiling import CannotCompile
 from refimpl.offload import CPUAdam
 from refimpl.offload.closed_forms import pipelined

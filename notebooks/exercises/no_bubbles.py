@@ -1,8 +1,8 @@
 """Exercises of the page *No bubbles*."""
 
-from refimpl.pipeline.catalogue import idle_time, schedule
 from refimpl.pipeline.instructions import Instruction, Schedule
-from refimpl.pipeline.simulate import Costs, simulate
+from refimpl.pipeline.named_schedules import idle_time, schedule
+from refimpl.pipeline.step_simulation import Costs, simulate
 from refimpl.pipeline.validate import ScheduleError, validate
 
 from . import verdict

@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 from refimpl import memory
 from refimpl.comm import launch
-from refimpl.pipeline.catalogue import schedule
 from refimpl.pipeline.messages import message_traffic
-from refimpl.pipeline.simulate import Costs, simulate
+from refimpl.pipeline.named_schedules import schedule
+from refimpl.pipeline.step_simulation import Costs, simulate
 from refimpl.pipeline.validate import validate
 
 from . import verdict

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ground.ledger import Ledger
-from .batches import count_targets, cut, weights
-from .ranks import Engine, ranks_of
-from .sums import GradientSums
+from .gradient_reduction import Engine, ranks_of
+from .gradient_sums import GradientSums
+from .micro_batches import count_targets, cut, weights
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator

@@ -2,9 +2,9 @@
 
 Collectives match by their order alone. A rank that is one micro-batch behind, or trains another model, would make the
 others hang or, worse, add gradients that do not belong together. So before each backward and each step every rank sends
-24 bytes that say what it is about to do, with a hash of all collectives that it has begun (`comm.order`); and when an
-engine is made, a fingerprint of its model. All of this is in host memory and goes by `comm.host()`: no GPU waits for
-it, and it works where the collectives of tensors are out of step.
+24 bytes that say what it is about to do, with a hash of all collectives that it has begun (`collective_order`); and
+when an engine is made, a fingerprint of its model. All of this is in host memory and goes by `comm.host()`: no GPU
+waits for it, and it works where the collectives of tensors are out of step.
 """
 
 import functools
@@ -14,8 +14,8 @@ import json
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .collective_order import BASE, PRIME, difference
 from .errors import CollectiveMismatch
-from .order import BASE, PRIME, difference
 from .texts import gather_texts, texts_if_other
 from .traffic import ring_traffic
 

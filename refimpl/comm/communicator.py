@@ -24,10 +24,10 @@ from .backend import pairwise
 from .backend.buffers import IN_PLACE, Buffers
 from .backend.groups import check_members, check_peer, host_group, new_group
 from .backend.tensors import NAMED, as_bytes, check_out, reduction
-from .backend.versions import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
+from .backend.torch_internals import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
+from .collective_order import Order
 from .handle import Handle, landed
 from .matching import CheckedReceive, check_match, send_header
-from .order import Order
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Communicator(Buffers):
     - `rank`, `world_size`: this rank's number in this communicator, and N.
     - `ranks`: the numbers of all N in the world that `launch` made (a sub-group has fewer ranks than the world).
     - `device`: where this rank computes (`torch.device`).
-    - `order`: which of its collectives this rank has begun (`order.Order`).
+    - `order`: which of its collectives this rank has begun (`collective_order.Order`).
     - `has_others`: whether the other ranks are there to be asked, as they are not in a dry run (`fake`).
 
     Ranks in arguments (`src`, `dst`, `split`) are numbers in this communicator. CUDA tensors travel by NCCL when each

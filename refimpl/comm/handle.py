@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .backend.tensors import same_memory
-from .backend.versions import unseen, wait_for_release
+from .backend.torch_internals import unseen, wait_for_release
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ class Handle:
 
     On CUDA with NCCL, `wait()` makes the current stream wait, not the CPU, as torch's own handles do.
     `works`: what it waits for, torch's works, or anything with `wait()` and `is_completed()`. `order`, `number`: where
-    it stands among the communicator's collectives (`order.Order`); 0 for a message.
+    it stands among the communicator's collectives (`collective_order.Order`); 0 for a message.
     """
 
     def __init__(self, works: Sequence[Any], result: Any = None, landing: Any = None,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..phantom.told import pretending, running
 from ..ranks import World, run
 from .communicator import Communicator
-from .records import deadlock, deserted, mismatch, pages, waits
+from .hang_diagnosis import deadlock, deserted, mismatch, pages, waits
 
 # Variables of whoever has started this process among others: torchrun, SLURM, Open MPI, others' MPI.
 STARTED = {"RANK", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}

@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from .backend.versions import all_gather_single, unseen
+from .backend.torch_internals import all_gather_single, unseen
 from .errors import CollectiveMismatch
 
 HEADER = 256  # bytes of a description; a longer one ends in its hash

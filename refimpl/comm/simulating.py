@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .backend.tensors import same_memory
-from .backend.versions import unseen
+from .backend.torch_internals import unseen
 from .communicator import IN_PLACE, Communicator
 from .errors import CollectiveMismatch
 from .handle import Handle

@@ -19,11 +19,11 @@ from ..ranks.running import unpack
 from ..ranks.signs import RECORD, keep_record
 from ..ranks.worker import UnpicklableResult, from_distributed, pickled_result
 from .communicator import Communicator
+from .hang_diagnosis import last_collectives, pages
 from .hosts import joining, sockets
 from .hosts.notes import Failure
 from .hosts.patience import FILES
 from .hosts.watch import Watch
-from .records import last_collectives, pages
 
 TRACE = 3000  # characters of the traceback that other ranks see
 FOLDER = os.path.dirname(__file__)

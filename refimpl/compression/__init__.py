@@ -4,7 +4,7 @@
     engine = DataParallel(model, comm, optimizer, hook=compressor)    # or Zero1, Zero2, Zero3 of refimpl.zero
 
 Order of reading: `papers/compression` (the idea in one screen), then one algorithm a file: `topk`, `threshold` and
-`random` send a few numbers (`sparse`), `int8` and `sign` few bits of each (`blocks`), `powersgd` two thin matrices.
+`random_k` send a few numbers (`sparse`), `int8` and `sign` few bits of each (`blocks`), `powersgd` two thin matrices.
 `compressor` has what all share, the residual above all; `reduction` sends payloads, as the communication hook of an
 engine; `closed_forms` counts the bytes.
 

@@ -18,7 +18,7 @@ import torch
 
 from .int8 import Int8
 from .powersgd import Layout
-from .random import Random
+from .random_k import Random
 from .reduction import Reductions, finite_or
 from .sign import Sign
 from .threshold import Threshold

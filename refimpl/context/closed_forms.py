@@ -16,7 +16,7 @@ import torch
 
 from ..comm.traffic import Traffic, ring_traffic
 from ..ground.activation_bytes import activation_terms, block_terms
-from .order import check_order
+from .token_order import check_order
 from .ulysses import repeats
 
 METHODS = ("ring", "gathered", "ulysses")

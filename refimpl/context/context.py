@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..comm import CollectiveMismatch
 from ..model import GPT, Attention, softmax_attention
 from ..others import ask
+from .blockwise_pair import dense_pair
 from .dense import dense_attention
 from .gathered import gathered_attention
-from .inner import check_dropout
-from .order import check_order, in_order, positions, shard
-from .pair import dense_pair
-from .proof import prove_context
+from .inner_attention import check_dropout
 from .ring import ring_attention
+from .sequence_proof import prove_context
+from .token_order import check_order, in_order, positions, shard
 from .ulysses import ulysses_attention
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class SequenceParallelAttention:
 
     - `comm`: the context-parallel group: `mesh.get_parallel_group("cp")`.
     - `method`: "ring", "ulysses" or "gathered"; see these files.
-    - `order`: "plain" or "zig-zag"; see `order`. By default zig-zag, in which causal attention is as much work on each
-      rank; for Ulysses plain, which has no other.
+    - `order`: "plain" or "zig-zag"; see `token_order`. By default zig-zag, in which causal attention is as much work on
+      each rank; for Ulysses plain, which has no other.
     - `attention`: what computes it. For a ring an `AttentionPair`; else any function (q, k, v) -> out. By default
       dense; in a model, for Ulysses and gathered, the model's own; with a window,
       a softcap or sinks `dense_attention`, which has the matrix in memory. Yours gets `window`, `softcap` and `sinks`.

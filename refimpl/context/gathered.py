@@ -15,8 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..model import softmax_attention
-from .inner import call, check_dropout, check_shapes, compact
-from .order import by_rank, check_order, in_order, spans
+from .inner_attention import call, check_dropout, check_shapes, compact
+from .token_order import by_rank, check_order, in_order, spans
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator
@@ -32,7 +32,7 @@ def gathered_attention(q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch
 
     - `attention`: any (q, k, v) -> out, with the options that are given. With `causal` it needs an option of that name,
       aligned bottom-right: the last query sees every key. It runs again in backward.
-    - `causal`, `order`: which tokens are before which; see `order`.
+    - `causal`, `order`: which tokens are before which; see `token_order`.
     - `window`: with `causal`, how many tokens before it a token sees, besides itself.
     - `cu_seqlens`: packed sequences, in positions of the whole sequence: a list, 0 and where each one ends.
 

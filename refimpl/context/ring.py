@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from ..ground.marks import mark
 from ..ground.tensors import is_dry
-from .inner import check_dropout, check_shapes, compact
-from .order import check_order
-from .pair import dense_pair
+from .blockwise_pair import dense_pair
+from .inner_attention import check_dropout, check_shapes, compact
+from .token_order import check_order
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator
@@ -30,7 +30,7 @@ def ring_attention(q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Ten
                    sinks: torch.Tensor | None = None, dropout_p: float = 0.0) -> torch.Tensor:
     """Return attention of this rank's T tokens over those of all N ranks, (B, H, T, D) in q's dtype.
 
-    - `causal`, `order`: which tokens are before which; see `order`. In zig-zag order T is even.
+    - `causal`, `order`: which tokens are before which; see `token_order`. In zig-zag order T is even.
     - `attention`: an `AttentionPair`. The default has the T × T matrix of a block in memory.
 
     Autograd keeps q, k, v, the output and a logsumexp for each row, of this rank's tokens alone. A rank sends N−1 times

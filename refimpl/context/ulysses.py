@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..model import softmax_attention
-from .inner import call, check_dropout, check_shapes
+from .inner_attention import call, check_dropout, check_shapes
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator

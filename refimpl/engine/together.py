@@ -31,12 +31,12 @@ from ..ground.tensors import is_dry
 from ..model import GPT
 from ..pipeline import PipelineParallelStage
 from ..pipeline import schedule as schedule_of
-from ..pipeline.batches import count_targets
+from ..pipeline.micro_batches import count_targets
 from ..pipeline.partition import cuts
 from ..proof.loss import prove_loss
 from ..tensor import tensor_parallel
-from ..tensor.plan import region_of
-from ..tensor.sequence import split_tokens
+from ..tensor.sequence_parallelism import split_tokens
+from ..tensor.split_plan import region_of
 from ..zero import DataParallel, Zero1, Zero2, Zero3
 from .division import Division, layers_of
 from .initial import FromFile, FromRandom, give_values, on_meta

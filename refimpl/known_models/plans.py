@@ -1,13 +1,13 @@
 """How the layers of a model of transformers are split over ranks: by the plan of its config; of GPT-2, which has none,
 by the names of its layers."""
 
-from ..tensor.plan import Column, Row, matches, names_of
+from ..tensor.split_plan import Column, Row, matches, names_of
 
 NOT_SPLIT = ("replicate", "local_params")  # what else transformers says of modules
 
 
 def plan_of(model):
-    """Return {names of modules: style} for `tensor/plan`."""
+    """Return {names of modules: style} for `tensor/split_plan`."""
     config = getattr(model, "config", None)
     if getattr(config, "model_type", "") == "gpt2":
         return _plan_of_gpt2(model, config)

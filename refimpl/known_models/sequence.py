@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..context.inner import options_of
+from ..context.inner_attention import options_of
 from .attention import use_attention
 
 KNOWN = ("position_ids", "cache_position", "use_cache", "output_attentions", "num_items_in_batch", "is_causal",

@@ -1,23 +1,23 @@
 """Pipeline parallelism: each rank has some consecutive layers; micro-batches flow through them in a schedule.
 
 Order of reading: `papers/pipeline` (1F1B on real ranks, in one screen), `instructions` (a schedule as data),
-`schedules`, `zero_bubble` and `v_shapes` (eight orders), `catalogue` (their names, what each costs in closed form),
-`validate`, `papers/pipeline_simulator` (a step without ranks, in one screen), `simulate` and `drawing`. Then what runs
-them: `executor`, `messages` and `mailbox` (what goes between ranks, and when it is freed), `batches`,
-`split` (a backward in two parts), `partition` and `stages` (which layers are whose), `tied`, `ranks` (whether ranks fit
-together).
+`schedules`, `zero_bubble` and `v_shapes` (eight orders), `named_schedules` (their names, what each costs in closed
+form), `validate`, `papers/pipeline_simulator` (a step without ranks, in one screen), `step_simulation` and `drawing`.
+Then what runs them: `executor`, `messages` and `mailbox` (what goes between ranks, and when it is freed),
+`micro_batches`, `split` (a backward in two parts), `partition` and `stages` (which layers are whose), `tied`,
+`same_schedule` (whether ranks fit together).
 """
 
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazily
 from ..ground.values import build
-from .catalogue import BUILDERS, idle_time, in_flight, schedule
 from .executor import PipelineParallelStage, pipeline
 from .instructions import Instruction, Schedule
+from .named_schedules import BUILDERS, idle_time, in_flight, schedule
 from .partition import partition
-from .simulate import Costs, simulate
 from .split import SplitBackward
+from .step_simulation import Costs, simulate
 from .validate import DeadlockError, ScheduleError, validate
 
 if TYPE_CHECKING:

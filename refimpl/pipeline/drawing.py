@@ -15,7 +15,7 @@ from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .simulate import Simulation
+    from .step_simulation import Simulation
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward, whole", INPUT: "gradient of the input",
          WEIGHT: "gradients of the weights"}

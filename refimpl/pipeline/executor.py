@@ -20,13 +20,13 @@ import torch
 from ..ground.spans import computing
 from ..ground.values import build
 from ..model import GPT
-from .batches import check_batch, cut, weights_of
-from .catalogue import schedule as schedule_of
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
 from .mailbox import Mailbox
 from .messages import route, route_forwards
+from .micro_batches import check_batch, cut, weights_of
+from .named_schedules import schedule as schedule_of
 from .partition import partition
-from .ranks import check_stages
+from .same_schedule import check_stages
 from .split import SplitBackward
 from .tied import Ties, shared
 from .validate import validate
@@ -46,8 +46,8 @@ def pipeline(model: torch.nn.Module, comm: "Communicator", schedule: "Schedule |
 
     - `model`: what `partition` takes, the same on all ranks. On the meta device, a rank builds its own stages alone,
       with `initialize`, by default the model's own function. Else the rank's stages move to `comm.device`.
-    - `schedule`: a name of `catalogue.BUILDERS`, with `micro_batches`, and `chunks` if a rank has several stages; or a
-      Schedule.
+    - `schedule`: a name of `named_schedules.BUILDERS`, with `micro_batches`, and `chunks` if a rank has several stages;
+      or a Schedule.
     - `style`, `example`: see `partition`. `loss`, `count`: see PipelineParallelStage.
 
     ValueError and TypeError as there.
@@ -75,7 +75,8 @@ class PipelineParallelStage:
     - `loss`: `loss(output, *targets)`, if the last stage returns an output in place of the loss.
     - `count`: `count(*targets)`, the number of terms in that mean. By default what the last stage's `count_targets`
       says if it has one, else integers other than −100, or all numbers.
-    - `total`: `total(number of this rank's terms)`, by which losses are divided in place of it (`batches.weights_of`).
+    - `total`: `total(number of this rank's terms)`, by which losses are divided in place of it
+      (`micro_batches.weights_of`).
     - `tied`: [{stage: name of a parameter there}] of what stages share (`tied.shared`).
 
     Gradients are in the parameters' `.grad`: make an optimizer of `parameters()`. Raises ScheduleError for a schedule

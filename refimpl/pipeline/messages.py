@@ -14,7 +14,7 @@ and no circle of ranks waits for each other.
 from typing import NamedTuple
 
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT, Instruction
-from .simulate import simulate
+from .step_simulation import simulate
 
 
 class Message(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from .proof import prove_stages
 from .stages import layers_of, stage_of
+from .stages_proof import prove_stages
 
 STYLES = ("parameters", "uniform", "cost")
 
@@ -32,8 +32,8 @@ def partition(model: torch.nn.Module, stages: Any, style: str = "parameters", *,
     - `example`: for "cost", the inputs of a micro-batch: a tensor, or a tuple of them.
 
     ValueError for another style, for no example, and for more stages than layers; TypeError for a model whose layers
-    are not known. A decoder of transformers is proven first, see `proof`: CutDiffers if stages of its class would not
-    compute what it does whole.
+    are not known. A decoder of transformers is proven first, see `stages_proof`: CutDiffers if stages of its class
+    would not compute what it does whole.
     """
     ends = cuts(model, stages, style, example=example)
     return [stage_of(model, first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]

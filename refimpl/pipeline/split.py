@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..comm.backend.versions import watched
+from ..comm.backend.torch_internals import watched
 from ..ground.marks import mark, mark_of
 from .leaves import LARGE, applies, rule_of, tell_trackers
 

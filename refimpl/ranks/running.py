@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from .crowded import open_files_named, temporary_file
 from .errors import RankError
+from .launched_ranks import Ranks
 from .pickling import pack
 from .signs import shared_records
-from .watch import Ranks
 from .worker import LENGTH, Setup
 
 if TYPE_CHECKING:

@@ -2,12 +2,12 @@
 
 Read in this order: `papers/sequence_length` (chunks, the idea in one screen), then `ground/quadratic` (bytes as a·s² +
 b·s + c), `longest` (the longest sequence of any model, by dry runs), `chunked` (keys and values carried from chunk to
-chunk), and `cache`, which `chunked` rests on.
+chunk), and `carried_keys`, which `chunked` rests on.
 """
 
 from ..ground.quadratic import Quadratic
 from ..ground.step_bytes import training_step_bytes
-from .cache import carried_bytes, chunked_step_bytes
+from .carried_keys import carried_bytes, chunked_step_bytes
 from .chunked import ChunkedSequenceProcessor
 from .longest import LongestSequence, longest_sequence
 

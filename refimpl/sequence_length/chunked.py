@@ -18,7 +18,7 @@ from numbers import Integral
 import torch
 
 from ..ground.rerun import Environment
-from .cache import Carried
+from .carried_keys import Carried
 
 GRADIENTS = ("full", "truncated")
 

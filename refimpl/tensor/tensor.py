@@ -22,9 +22,9 @@ from ..sharding import set_spec, spec_of
 from .embedding import VocabularyParallelEmbedding
 from .experts import cut_of, split_experts, split_parameter, split_shared_key
 from .linear import ColumnParallelLinear, RowParallelLinear, Siblings, column_cuts, features_of, row_cut
-from .plan import Column, Row, matched, plan_of
-from .random import OwnRandom
+from .random_streams import OwnRandom
 from .same_batch import SameBatch
+from .split_plan import Column, Row, matched, plan_of
 from .vocabulary import vocabulary_parallel_cross_entropy
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def tensor_parallel(model: nn.Module, comm: "Communicator", plan: Any = None, *,
     and then gives it the same batch. Before each forward the ranks compare what they give it (`same_batch`).
 
     - `comm`: the tensor-parallel group: `mesh.get_parallel_group("tp")`.
-    - `plan`: {name of modules: style}, see `plan`. By default the model's own.
+    - `plan`: {name of modules: style}, see `split_plan`. By default the model's own.
     - `loss_parallel`: for a model of Hugging Face: score labels on logits that stay split. The logits that it returns
       are then this rank's. A GPT always does so, as it returns no logits beside a loss.
 

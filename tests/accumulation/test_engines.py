@@ -18,7 +18,7 @@ from zero_kit import ENGINES, copied, equal, parameters_of
 from zero_steps import most
 
 from refimpl import memory
-from refimpl.accumulation import Engine, accumulate, count_targets, engine_traffic, ranks
+from refimpl.accumulation import Engine, accumulate, count_targets, engine_traffic, gradient_reduction
 from refimpl.comm import CollectiveMismatch, FakeCommunicator, launch
 from refimpl.mixed_precision import AdaptiveLossScaler
 from refimpl.model import GPT
@@ -96,7 +96,7 @@ def test_a_mean_over_no_targets_whose_gradient_is_nan():
 
 def test_zero_times_the_loss_would_not_do():
     def times_zero(comm):
-        with patch.object(ranks, "_zeros", lambda gradient: None):
+        with patch.object(gradient_reduction, "_zeros", lambda gradient: None):
             return trained(comm, 1, loss_fn=divided, steps=1, makes=[ENGINES[0], ENGINES[3]])
     for _, ours in pooled(times_zero, 3, device="cpu")[0].values():
         assert any(p.isnan().any() for p in ours.values())

@@ -11,7 +11,7 @@ from refimpl import memory
 from refimpl.attention import reference_attention
 from refimpl.comm import CollectiveMismatch, FakeCommunicator
 from refimpl.context import AttentionPair, dense_pair, gathered_attention, ring, ring_attention
-from refimpl.context.order import by_rank, in_order, positions, shard, spans
+from refimpl.context.token_order import by_rank, in_order, positions, shard, spans
 from refimpl.context.ulysses import repeats
 from refimpl.model import softmax_attention
 from refimpl.papers import ring_attention as paper_ring

@@ -8,7 +8,7 @@ from patience import about, against_the_clock
 from rank_pool import at_once, on_ranks, pooled
 
 from refimpl.comm import Link, compute
-from refimpl.comm.timeline import timeline
+from refimpl.comm.rank_timeline import timeline
 from refimpl.context import AttentionPair, dense_pair, ring_attention
 from refimpl.context.closed_forms import idle_share, work
 from refimpl.context.ring import blocks_seen

@@ -7,7 +7,7 @@ from rank_pool import pooled
 
 from refimpl.attention import flash_attention, reference_attention, tiled_attention
 from refimpl.context import gathered_attention, ring_attention, ulysses_attention
-from refimpl.context.order import shard
+from refimpl.context.token_order import shard
 
 B, H, T, D = 2, 4, 16, 8  # T: tokens of all ranks
 HEADS = {"as many": 4, "grouped": 2, "one": 1}  # key heads

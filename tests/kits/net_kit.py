@@ -11,9 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from refimpl.comm import FakeCommunicator
 from refimpl.context import SequenceParallelAttention, context_parallel
-from refimpl.pipeline.proof import prove_stages
-from refimpl.tensor.plan import region_of
-from refimpl.tensor.sequence import _Tokens
+from refimpl.pipeline.stages_proof import prove_stages
+from refimpl.tensor.sequence_parallelism import _Tokens
+from refimpl.tensor.split_plan import region_of
 from refimpl.tensor.tensor import proven_sums
 
 LLAMA = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,

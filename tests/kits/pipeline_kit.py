@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from refimpl.pipeline.catalogue import schedule as schedule_of
 from refimpl.pipeline.executor import PipelineParallelStage
+from refimpl.pipeline.named_schedules import schedule as schedule_of
 
 WIDTH, ROWS = 16, 18
 

@@ -7,7 +7,7 @@ show it. With a `comm.Link`, messages take a known time, too.
 import torch
 from torch import nn
 
-from refimpl.comm.computing import check_seconds, compute
+from refimpl.comm.timed_compute import check_seconds, compute
 
 
 class SleepingStage(nn.Module):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from refimpl.model import GPTConfig, rotate, softmax_attention
 from refimpl.papers import tensor_parallel as paper
 from refimpl.tensor import tensor_parallel
-from refimpl.tensor.plan import Column, Row
+from refimpl.tensor.split_plan import Column, Row
 
 B, T, ITEM = 2, 32, 8  # sequences, tokens in each, bytes of an element
 WIDTH, HEAD = GROUPED["hidden_size"], GROUPED["head_dim"]

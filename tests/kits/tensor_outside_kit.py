@@ -7,7 +7,7 @@ from outside.models import GROUPED, SMALL, causal, classifier, masked
 from tensor_kit import block_of
 
 from refimpl.tensor import tensor_parallel
-from refimpl.tensor.plan import Column, Row
+from refimpl.tensor.split_plan import Column, Row
 
 BERT, OPT = "bert.encoder.layer.*.", "model.decoder.layers.*."
 PLANS = {

@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from refimpl.comm import FakeCommunicator
 from refimpl.known_models.toys import LENGTH, shrunk, tokens_of, toy_of
-from refimpl.pipeline.proof import prove_stages
+from refimpl.pipeline.stages_proof import prove_stages
 from refimpl.proof import CannotShrink, once
 from refimpl.proof.double import InDouble
 from refimpl.tensor.tensor import proven_sums

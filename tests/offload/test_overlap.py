@@ -10,7 +10,7 @@ from torch import nn
 
 from refimpl import ground
 from refimpl.comm import FakeCommunicator, Link
-from refimpl.comm.computing import Delay, compute
+from refimpl.comm.timed_compute import Delay, compute
 from refimpl.offload import CPUAdam, HostStore
 from refimpl.offload.closed_forms import pipelined
 from refimpl.zero import Zero1, Zero2

@@ -18,11 +18,11 @@ from torch import nn
 from refimpl import memory
 from refimpl.comm import ring_traffic
 from refimpl.pipeline import PipelineParallelStage, executor, schedule, simulate, validate
-from refimpl.pipeline.catalogue import BUILDERS
 from refimpl.pipeline.executor import Step
 from refimpl.pipeline.instructions import BACKWARD, WEIGHT
 from refimpl.pipeline.mailbox import Mailbox
 from refimpl.pipeline.messages import message_bytes, message_traffic
+from refimpl.pipeline.named_schedules import BUILDERS
 
 ROWS, T = 4, 3  # of a micro-batch, and tokens of a row
 N = 8 * ROWS * T  # bytes of one number for each token

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 
-from refimpl.pipeline.catalogue import BUILDERS, schedule
 from refimpl.pipeline.drawing import NAMES, draw, drawing_data
 from refimpl.pipeline.instructions import BACKWARD, FORWARD, INPUT, WEIGHT
-from refimpl.pipeline.simulate import Costs, simulate
+from refimpl.pipeline.named_schedules import BUILDERS, schedule
+from refimpl.pipeline.step_simulation import Costs, simulate
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -12,7 +12,7 @@ from refimpl.engine import together
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
 from refimpl.pipeline import pipeline
-from refimpl.pipeline.catalogue import BUILDERS
+from refimpl.pipeline.named_schedules import BUILDERS
 
 SIZES = {"vocab_size": 61, "context_length": 16, "layers": 8, "hidden": 16, "heads": 4}
 

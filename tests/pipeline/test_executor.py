@@ -5,7 +5,7 @@ import torch
 from pipeline_kit import distances
 from rank_pool import on_ranks
 
-from refimpl.pipeline.catalogue import BUILDERS
+from refimpl.pipeline.named_schedules import BUILDERS
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5}
 # By ranks: one micro-batch, fewer than ranks, as many, twice as many and more. The dtype is that of all messages alike.

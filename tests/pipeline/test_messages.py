@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from refimpl.pipeline import schedule
-from refimpl.pipeline.catalogue import BUILDERS
 from refimpl.pipeline.messages import message_bytes, message_traffic, route
+from refimpl.pipeline.named_schedules import BUILDERS
 
 CASES = [(name, p, m) for name in BUILDERS for p in (1, 2, 3, 8) for m in (1, 2, 5, 16)]
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from one_screen import check_paper
 
 from refimpl.papers import pipeline_simulator as paper
-from refimpl.pipeline.catalogue import BUILDERS, idle_time, schedule
 from refimpl.pipeline.instructions import Instruction, Schedule
-from refimpl.pipeline.simulate import Costs, simulate
+from refimpl.pipeline.named_schedules import BUILDERS, idle_time, schedule
+from refimpl.pipeline.step_simulation import Costs, simulate
 from refimpl.pipeline.validate import DeadlockError, validate
 
 ORDERS = {"1f1b": paper.one_forward_one_backward, "zb-h1": paper.zb_h1}

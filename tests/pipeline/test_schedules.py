@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from refimpl.pipeline.catalogue import BUILDERS, OF_EVERY_RANK, idle_time, in_flight, schedule
 from refimpl.pipeline.instructions import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
-from refimpl.pipeline.simulate import Costs, simulate
+from refimpl.pipeline.named_schedules import BUILDERS, OF_EVERY_RANK, idle_time, in_flight, schedule
+from refimpl.pipeline.step_simulation import Costs, simulate
 from refimpl.pipeline.validate import validate
 
 SIZES = [(p, times * p) for p in (2, 4, 8) for times in (2, 4)]

@@ -10,9 +10,9 @@ from sleeping_kit import SleepingStage
 from torch import nn
 
 from refimpl.comm import Link
-from refimpl.comm.timeline import timeline
+from refimpl.comm.rank_timeline import timeline
 from refimpl.pipeline import Costs, PipelineParallelStage, schedule, simulate
-from refimpl.pipeline.catalogue import BUILDERS
+from refimpl.pipeline.named_schedules import BUILDERS
 
 pytestmark = pytest.mark.alone
 WIDTH, P, M = 16, 4, 8

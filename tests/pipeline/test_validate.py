@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refimpl.pipeline.catalogue import BUILDERS, schedule
 from refimpl.pipeline.instructions import BACKWARD, FORWARD, INPUT, WEIGHT, Instruction, Schedule
+from refimpl.pipeline.named_schedules import BUILDERS, schedule
 from refimpl.pipeline.validate import DeadlockError, InFlight, ScheduleError, in_flight, validate
 
 

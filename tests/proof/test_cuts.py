@@ -27,13 +27,13 @@ from refimpl.known_models.toys import results_of, tokens_of, toy_of
 from refimpl.mesh import Mesh
 from refimpl.mlp import memory_efficient_mlps
 from refimpl.model import GPT, GPTConfig
-from refimpl.pipeline import partition, pipeline, proof, stages
-from refimpl.pipeline.proof import prove_stages
+from refimpl.pipeline import partition, pipeline, stages, stages_proof
+from refimpl.pipeline.stages_proof import prove_stages
 from refimpl.proof import CannotShrink, CutDiffers, once, ranks
 from refimpl.proof.compare import Computed, computed, difference
 from refimpl.tensor import sequence_parallel, tensor_parallel
-from refimpl.tensor.plan import Column, Row, region_of
-from refimpl.tensor.sequence import _Tokens
+from refimpl.tensor.sequence_parallelism import _Tokens
+from refimpl.tensor.split_plan import Column, Row, region_of
 from refimpl.tensor.tensor import proven_sums, split_as
 
 THREE = FakeCommunicator(0, 3)
@@ -79,7 +79,7 @@ def test_stages_of_models_that_know_layers_by_number_and_that_scale_before_them(
 
 @pytest.mark.parametrize("kind", ["gemma2", "olmo3", "qwen2"])
 def test_layers_that_count_from_0_in_each_stage_are_seen(kind, monkeypatch):
-    monkeypatch.setattr(proof, "stage_of", first_of_its_own)
+    monkeypatch.setattr(stages_proof, "stage_of", first_of_its_own)
     with pytest.raises(CutDiffers, match=r"what model\.layers\.\d\S* returns differs by"):
         prove_stages(on_meta(kind, **SETTINGS.get(kind, {})))
 
@@ -478,7 +478,7 @@ def test_the_first_that_differs_is_named():
 
 def test_it_is_found_out_once_for_a_class_and_what_is_small_of_its_config(monkeypatch):
     calls = []
-    monkeypatch.setattr(proof, "_prove", calls.append)
+    monkeypatch.setattr(stages_proof, "_prove", calls.append)
     for settings in ({}, {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 64,
                           "intermediate_size": 22016}):
         prove_stages(on_meta("llama", **settings))

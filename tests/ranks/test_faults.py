@@ -142,7 +142,7 @@ def test_an_exception_that_cannot_be_made_again_is_told_in_words():
 
 
 def test_all_that_raise_are_named_the_first_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("refimpl.ranks.watch.SECONDS_TO_ARRIVE", 2)
+    monkeypatch.setattr("refimpl.ranks.launched_ranks.SECONDS_TO_ARRIVE", 2)
     told = tmp_path / "told"
 
     class Told(ValueError):
@@ -240,7 +240,7 @@ def test_a_hang_at_the_start_counts_from_the_start(monkeypatch):
         def __reduce__(self):
             return time.sleep, (1000,)
 
-    monkeypatch.setattr("refimpl.ranks.watch.SECONDS_TO_START", 1)
+    monkeypatch.setattr("refimpl.ranks.launched_ranks.SECONDS_TO_START", 1)
     failure("ranks 0 and 1 did not answer within 1 s", print, 2, SlowToArrive(), timeout=1000)
     with in_time(5):
         failure("rank 1 did not go on", where_it_hangs, 2, timeout=1)  # the same limit for both

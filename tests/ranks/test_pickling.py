@@ -25,7 +25,8 @@ LOCK = threading.Lock()
 def nothing_starts(request, monkeypatch):
     """A refusal comes before the first process."""
     if "works" not in request.node.name:
-        monkeypatch.setattr("refimpl.ranks.watch.open_channel", lambda module: pytest.fail("a process would start"))
+        monkeypatch.setattr("refimpl.ranks.launched_ranks.open_channel",
+                            lambda module: pytest.fail("a process would start"))
 
 
 class Holder:

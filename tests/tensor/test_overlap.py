@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from refimpl.comm import Link, compute
-from refimpl.comm.timeline import timeline
+from refimpl.comm.rank_timeline import timeline
 from refimpl.tensor import ColumnParallelLinear, closed_forms
 from refimpl.tensor.conjugate import own_rows, whole_sequence
 

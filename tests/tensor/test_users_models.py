@@ -18,7 +18,7 @@ from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
 from refimpl.tensor import tensor_parallel
 from refimpl.tensor.conjugate import enter, enter_sequence, leave, leave_sequence
-from refimpl.tensor.plan import Column, Row
+from refimpl.tensor.split_plan import Column, Row
 
 PLAN = {"up": "column", "down": "row"}
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .pairwise import ADD, _rows
-from .versions import unseen
+from .torch_internals import unseen
 
 FIRST_TAG, TAGS = 16, 2**15  # each collective has tags of its own, as a relay's messages may come late
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveMismatch
-from .versions import all_gather_single
+from .torch_internals import all_gather_single
 
 
 def new_group(comm, members):

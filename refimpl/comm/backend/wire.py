@@ -12,7 +12,7 @@ import torch
 
 from . import pairwise
 from .clock import now, since_1970, sleep_until
-from .versions import unrecorded, unseen
+from .torch_internals import unrecorded, unseen
 
 BEGAN, PASSED = 3, 4  # tags: of when ranks began a collective, of when a message has passed the link
 

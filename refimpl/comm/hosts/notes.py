@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from ...ranks.signs import IDLE_SHARE, RECORD, TICKS
-from ..records import waits_in
+from ..hang_diagnosis import waits_in
 from .patience import patience
 
 FRAMES = 4  # of the main thread's stack, where it is quiet

@@ -5,7 +5,7 @@ Each rank reads the same notes, so each comes to the same verdict; the first one
 
 from ...ranks.errors import RankError
 from ..errors import CollectiveMismatch
-from ..records import deadlock, deserted, mismatch
+from ..hang_diagnosis import deadlock, deserted, mismatch
 from .notes import Failure
 
 SILENT = 30.0  # seconds without a word after which a rank counts as gone

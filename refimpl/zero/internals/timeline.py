@@ -4,15 +4,16 @@
         engine.backward(engine.forward(tokens, tokens)); engine.step()
     line.plot(t)
 
-The spans are those of `comm.timeline`: in lane "compute" forward and backward by unit, and update; in lanes "gather"
-and "reduce" all_gather, reduce_scatter and all_reduce by bucket; and lanes of what a store or an update reports, such
-as copies. Collectives that are not of a bucket, such as the checks that all ranks do the same, have no name.
+The spans are those of `comm.rank_timeline`: in lane "compute" forward and backward by unit, and update; in lanes
+"gather" and "reduce" all_gather, reduce_scatter and all_reduce by bucket; and lanes of what a store or an update
+reports, such as copies. Collectives that are not of a bucket, such as the checks that all ranks do the same, have no
+name.
 """
 
 import contextlib
 
-from ...comm.timeline import LANES
-from ...comm.timeline import timeline as of_units
+from ...comm.rank_timeline import LANES
+from ...comm.rank_timeline import timeline as of_units
 from ..units import default_units
 
 

@@ -8,7 +8,7 @@ import torch
 from rank_pool import on_ranks
 
 from refimpl import memory
-from refimpl.comm.backend import versions
+from refimpl.comm.backend import torch_internals
 from refimpl.comm.backend.pairwise import Messages
 from refimpl.comm.backend.tensors import FLOATS, NAMED
 
@@ -84,7 +84,7 @@ def test_bytes_that_are_taken_on_the_way(comm):
     works = {"reduce_scatter": lambda: comm.reduce_scatter(x, out=out),
              "reduce_scatter in place": lambda: comm.reduce_scatter(x, out=x.chunk(comm.world_size)[comm.rank]),
              "all_gather": lambda: comm.all_gather(out, out=x),
-             "gloo's reduce_scatter": lambda: versions.reduce_scatter_single(out, x)}
+             "gloo's reduce_scatter": lambda: torch_internals.reduce_scatter_single(out, x)}
     for name, work in works.items():
         with memory.measure("cpu") as m:
             work()

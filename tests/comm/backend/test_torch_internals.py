@@ -12,19 +12,19 @@ from rank_pool import on_ranks
 
 from refimpl import memory
 from refimpl.comm import launch
-from refimpl.comm.backend import versions
+from refimpl.comm.backend import torch_internals
 
 
 def test_the_collectives_that_torch_renamed_are_those_of_this_version():
-    names = {versions.all_gather_single.__name__, versions.reduce_scatter_single.__name__}
+    names = {torch_internals.all_gather_single.__name__, torch_internals.reduce_scatter_single.__name__}
     assert names == ({"all_gather_single", "reduce_scatter_single"} if hasattr(dist, "all_gather_single")
                      else {"all_gather_into_tensor", "reduce_scatter_tensor"})
 
 
 @pytest.mark.parametrize("function, names", [
     (dist.all_reduce, "tensor op group async_op"),
-    (versions.reduce_scatter_single, "output input op group async_op"),
-    (versions.all_gather_single, "output_tensor input_tensor group async_op"),
+    (torch_internals.reduce_scatter_single, "output input op group async_op"),
+    (torch_internals.all_gather_single, "output_tensor input_tensor group async_op"),
     (dist.all_to_all_single, "output input output_split_sizes input_split_sizes group async_op"),
     (dist.broadcast, "tensor src group async_op group_src")], ids=lambda each: getattr(each, "__name__", ""))
 def test_what_is_given_by_position_is_in_its_place_in_this_version(function, names):
@@ -32,10 +32,10 @@ def test_what_is_given_by_position_is_in_its_place_in_this_version(function, nam
 
 
 def test_what_is_unseen_is_in_no_tracker():
-    assert not versions.watched()
+    assert not torch_internals.watched()
     with memory.track() as t:
-        assert versions.watched()
-        with versions.unseen():
+        assert torch_internals.watched()
+        with torch_internals.unseen():
             hidden = torch.ones(1000)
         seen = torch.ones(10)
     assert t.peak.total == seen.nbytes and hidden.sum() == 1000
@@ -44,10 +44,10 @@ def test_what_is_unseen_is_in_no_tracker():
 @patiently
 def test_unwatched_tensors_are_lent_as_they_are_and_nobody_waits():
     x = torch.ones(3)
-    lent, references = versions.lend(x)
+    lent, references = torch_internals.lend(x)
     assert lent[0] is x and references is None
     held, start = lent[0].detach(), time.monotonic()
-    versions.wait_for_release(lent, references)
+    torch_internals.wait_for_release(lent, references)
     within(time.monotonic() - start, 0.5)
     assert held is not None
 
@@ -56,19 +56,19 @@ def test_unwatched_tensors_are_lent_as_they_are_and_nobody_waits():
 def test_a_watched_tensor_is_waited_for_until_the_last_other_reference_is_gone():
     x = torch.ones(3)
     with memory.track():
-        lent, references = versions.lend(x)
+        lent, references = torch_internals.lend(x)
         assert lent[0] is not x and lent[0].data_ptr() == x.data_ptr()
-        versions.wait_for_release(lent, references)  # nobody has it
+        torch_internals.wait_for_release(lent, references)  # nobody has it
         held = [lent[0].view(3)]
         timer = threading.Timer(0.1, held.clear)
         start = time.monotonic()
         timer.start()
-        versions.wait_for_release(lent, references)
+        torch_internals.wait_for_release(lent, references)
         assert held == [] and 0.05 < time.monotonic() - start
         within(time.monotonic() - start, 1)
         timer.join()
         kept, start = lent[0].view(3), time.monotonic()
-        versions.wait_for_release(lent, references, seconds=0.1)  # not for ever
+        torch_internals.wait_for_release(lent, references, seconds=0.1)  # not for ever
         assert 0.1 <= time.monotonic() - start and kept is not None
         within(time.monotonic() - start, 1)
 
@@ -86,9 +86,9 @@ def test_a_collective_can_be_asked_whether_it_is_done_under_a_tracker_and_a_prof
 
 def test_a_profiler_that_nobody_tracks_beside_sees_collectives_as_before():
     with torch.profiler.profile() as profile:
-        assert versions.unrecorded(torch.ones, 3).sum() == 3
+        assert torch_internals.unrecorded(torch.ones, 3).sum() == 3
     assert "aten::ones" in [event.name for event in profile.events()]
     with memory.track(), torch.profiler.profile() as profile:
-        versions.unrecorded(torch.ones, 3)
+        torch_internals.unrecorded(torch.ones, 3)
         torch.zeros(3)
     assert {"aten::ones", "aten::zeros"} & {event.name for event in profile.events()} == {"aten::zeros"}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm import Communicator, ring_traffic
-from .sums import gradient_dtype, is_narrower
+from .gradient_sums import gradient_dtype, is_narrower
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

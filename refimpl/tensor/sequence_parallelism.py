@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..others import ask_of_others
 from .conjugate import own_rows, whole_sequence
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .plan import region_of
-from .random import OwnRandom
+from .random_streams import OwnRandom
+from .split_plan import region_of
 from .tensor import proven_sums, split_as, sum_gradients
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from refimpl.pipeline.batches import count_targets, cut, tensors_of, weights_of
+from refimpl.pipeline.micro_batches import count_targets, cut, tensors_of, weights_of
 
 
 def test_the_last_micro_batches_are_shorter():

@@ -4,8 +4,8 @@ A rank keeps the order of each of its communicators on a page of its record, whi
 """
 
 from ..ranks.errors import RankError, names
+from .collective_order import PAGE, Order, difference
 from .errors import CollectiveMismatch
-from .order import PAGE, Order, difference
 
 SHOWN = 4  # collectives of one rank
 ADVICE = "every rank calls every collective: let all end together, for example when the first has no batch left"

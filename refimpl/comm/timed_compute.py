@@ -18,7 +18,7 @@ from .backend.clock import now, sleep_until
 def compute(seconds: float, kind: str = "compute", name: str = "") -> None:
     """Take `seconds`, as a computation of this length would, without using a core. Collectives go on meanwhile.
 
-    An active recorder (`ground.spans`, `comm.timeline`) gets a span of this kind and name. `launch` counts a rank in it
+    An active recorder (`ground.spans`, `rank_timeline`) gets a span of this kind and name. `launch` counts a rank in it
     as one that computes: it is not hung, whatever its `timeout`. In a dry run no time passes. ValueError for a number
     below 0.
     """

@@ -9,7 +9,7 @@ from ..others import ask
 from ..proof.compare import CutDiffers, computed, difference
 from ..proof.once import once
 from ..proof.ranks import said, whole_of
-from .batches import weights_of
+from .micro_batches import weights_of
 from .stages import is_decoder, layers_of, stage_of
 
 BY_HAND = "Build the stages yourself, and give PipelineParallelStage each one"

@@ -6,7 +6,7 @@ from torch import nn
 
 from refimpl import memory
 from refimpl.accumulation import accumulate
-from refimpl.accumulation.sums import GradientSums
+from refimpl.accumulation.gradient_sums import GradientSums
 
 MICRO_BATCHES = 256
 

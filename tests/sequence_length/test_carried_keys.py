@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from refimpl import memory
 from refimpl.model import GPT, softmax_attention
 from refimpl.sequence_length import ChunkedSequenceProcessor, carried_bytes
-from refimpl.sequence_length.cache import Carried, _Mask
+from refimpl.sequence_length.carried_keys import Carried, _Mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,8 +8,8 @@ import pytest
 
 from refimpl.comm import CollectiveMismatch
 from refimpl.ranks.errors import names
-from refimpl.ranks.report import blame, died, explained, hung, show, threads, waiting_in
-from refimpl.ranks.watch import Rank
+from refimpl.ranks.failure_report import blame, died, explained, hung, show, threads, waiting_in
+from refimpl.ranks.launched_ranks import Rank
 from refimpl.ranks.worker import TORCH_DISTRIBUTED, Failure
 from refimpl.ranks.world import World
 

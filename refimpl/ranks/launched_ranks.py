@@ -8,10 +8,10 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 
+from .failure_report import blame, died, explained, hung
 from .forking import EVENT, STARTED
 from .forkserver import fork_rank, how_it_ended, last_words, open_channel
 from .output import STREAMS, RankOutput
-from .report import blame, died, explained, hung
 from .signs import RECORD, Signs
 from .worker import FAILED, LENGTH, READY, RETURNED
 

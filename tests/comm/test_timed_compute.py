@@ -9,7 +9,7 @@ from torch import nn
 
 from refimpl import memory
 from refimpl.comm import Delay, compute
-from refimpl.comm.timeline import timeline
+from refimpl.comm.rank_timeline import timeline
 
 
 def best(function, tries=3):

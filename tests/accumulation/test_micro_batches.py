@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refimpl.accumulation import count_targets, split
-from refimpl.accumulation.batches import cut, weights
+from refimpl.accumulation.micro_batches import cut, weights
 
 
 @given(st.integers(1, 40), st.integers(1, 50))

@@ -12,7 +12,7 @@ from rank_pool import on_ranks, pooled
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
-from refimpl.comm.order import KEPT, PAGE, Order, difference
+from refimpl.comm.collective_order import KEPT, PAGE, Order, difference
 from refimpl.ground.spans import SpanRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,8 +58,8 @@ def test_a_long_label_is_cut_and_another_one_with_the_same_beginning_is_not_the_
 
 
 def test_another_process_hashes_alike():
-    code = "from refimpl.comm.order import Order; order = Order(); order.begin('all_gather', (3,), 'float32', None, " \
-           "None, 'x'); print(order.digest)"
+    code = "from refimpl.comm.collective_order import Order; order = Order(); order.begin('all_gather', (3,), " \
+           "'float32', None, None, 'x'); print(order.digest)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"}).stdout
     assert int(told) == order_of(("all_gather", (3,), "float32", None, None, "x")).digest

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from patience import processor_seconds
 
 from refimpl.comm import Link
-from refimpl.pipeline.catalogue import BUILDERS, schedule
 from refimpl.pipeline.drawing import draw
 from refimpl.pipeline.instructions import BACKWARD, FORWARD, INPUT, WEIGHT, Instruction, Schedule
-from refimpl.pipeline.simulate import Costs, simulate
+from refimpl.pipeline.named_schedules import BUILDERS, schedule
+from refimpl.pipeline.step_simulation import Costs, simulate
 from refimpl.pipeline.validate import DeadlockError, ScheduleError
 
 TWO = schedule("1f1b", 2, 2)

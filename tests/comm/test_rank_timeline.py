@@ -6,7 +6,7 @@ from rank_pool import pooled
 from torch import nn
 
 from refimpl.comm import Delay, FakeCommunicator, Link, compute
-from refimpl.comm.timeline import timeline
+from refimpl.comm.rank_timeline import timeline
 
 X = torch.ones(300_000)  # 1.2 MB, half of which a rank of two sends in an all_gather of it, or a reduce_scatter
 LINK = Link(bytes_per_second=6e6)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from rank_pool import failure, on_ranks
 
 from refimpl.comm import CollectiveMismatch, RankError, launch
-from refimpl.comm.order import PAGE, Order
-from refimpl.comm.records import deserted, last_collectives, mismatch, orders, pages, waits
+from refimpl.comm.collective_order import PAGE, Order
+from refimpl.comm.hang_diagnosis import deserted, last_collectives, mismatch, orders, pages, waits
 from refimpl.ranks.signs import RECORD
 
 WORLD, ROW = (5, "ranks 0, 1 and 2"), (6, "ranks 0 and 2")

@@ -14,7 +14,7 @@ STARTING = ("/ranks/worker.py", "/ranks/forking.py", "<string>")
 
 
 def died(rank, when, hint=""):
-    """Return the Failure of a `watch.Rank` whose process ended too early."""
+    """Return the Failure of a `launched_ranks.LaunchedRank` whose process ended too early."""
     errors, number = rank.errors.decode(errors="replace").strip(), rank.status & 0x7F
     text = [f"the last that it wrote to stderr:\n{errors}"] if errors else []
     text += [f"where it was:\n{show(frames)}" for frames in threads(rank.stacks.decode(errors="replace"))]
