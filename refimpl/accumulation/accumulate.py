@@ -69,9 +69,10 @@ def accumulate(model: Any, *batch: Any, micro_batch: int | None = None, micro_ba
     _check_options(reduction, dtype, loss_fn=loss_fn, count=count, scale=scale)
     parts = cut(batch, micro_batch, micro_batches)
     ranks = ranks_of(model, parameters, comm)
-    weighted = zip(parts, weights(parts, reduction, count, ranks.total), strict=True)
-    work = ranks.all_work([(part, weight) for part, weight in weighted if weight or ranks.together], spare=parts[-1])
-    sums = GradientSums(ranks.parameters, ranks.sum_in(dtype, work))
+    weighted = zip(parts, weights(parts, reduction, count, ranks.sum_terms), strict=True)
+    work = [(part, weight) for part, weight in weighted if weight or ranks.sequence_is_split]
+    work = ranks.padded_work(work, spare=parts[-1])
+    sums = GradientSums(ranks.parameters, ranks.sum_dtype(dtype, work))
     loss_fn = loss_fn or _call
     try:
         loss = 0.0
@@ -81,8 +82,8 @@ def accumulate(model: Any, *batch: Any, micro_batch: int | None = None, micro_ba
                     loss = loss + _backward(ranks, _one_number(loss_fn(model, *part)), weight, scale)
                 sums.check_kept()
             if not work:
-                ranks.join(lambda: loss_fn(model, *parts[-1]))
-        loss = ranks.loss(loss)
+                ranks.join_reduction(lambda: loss_fn(model, *parts[-1]))
+        loss = ranks.sum_loss(loss)
         ranks.reduce_gradients(sums)
         sums.write_gradients()
     except BaseException:

@@ -53,7 +53,7 @@ def ranks_of(model, parameters, comm):
         raise TypeError(f"comm={comm!r}: expected a Communicator, such as comm.launch gives each rank, or None for one "
                         "process alone")
     ranks = _case(model, parameters, comm)
-    ranks.together = any(getattr(each, "_sequence_is_split", False) for each in (
+    ranks.sequence_is_split = any(getattr(each, "_sequence_is_split", False) for each in (
         model, getattr(model, "model", None), getattr(model, "module", None)))
     return ranks
 
@@ -63,7 +63,7 @@ def _case(model, parameters, comm):
         if comm not in (None, model.comm):
             raise ValueError(f"comm={comm!r}, and the engine is on {model.comm!r}: leave comm out, since it reduces "
                              "gradients over its own ranks")
-        return InEngine(model, parameters)
+        return AveragedByEngine(model, parameters)
     if hasattr(model, "set_requires_gradient_sync"):
         raise ValueError(f"{type(model).__name__} was made by fully_shard, which keeps unreduced gradients where "
                          "accumulate cannot clear them after an exception. Write the loop by hand: cut the batch with "
@@ -72,8 +72,8 @@ def _case(model, parameters, comm):
                          "by the number of ranks and by count_targets of the micro-batch, and divide it by the targets "
                          "of all ranks")
     if hasattr(model, "no_sync"):
-        return InModel(model, parameters, comm or _communicator_of(model, parameters))
-    return Alone(parameters) if comm is None else Connected(parameters, comm)
+        return AveragedByModel(model, parameters, comm or _communicator_of(model, parameters))
+    return OneProcess(parameters) if comm is None else SummedByComm(parameters, comm)
 
 
 def _communicator_of(model, parameters):
@@ -84,21 +84,21 @@ def _communicator_of(model, parameters):
     return Communicator(dist.get_rank(group), dist.get_world_size(group), parameters[0].device, group)
 
 
-class Alone:
+class OneProcess:
     """The case of one process, which has the whole batch. The other cases override what differs."""
 
     comm = None
-    together = False  # whether ranks have parts of one sequence, so that each micro-batch needs all of them
+    sequence_is_split = False  # whether ranks have parts of one sequence, so that each micro-batch needs all of them
     factor = 1  # each loss is multiplied by it: W where the model averages gradients over W ranks, to make it a sum
 
     def __init__(self, parameters):
         self.parameters = parameters
 
-    def sum_in(self, dtype, parts):
+    def sum_dtype(self, dtype, parts):
         """Return the dtype to sum in; None for a single micro-batch, which leaves nothing to sum."""
         return dtype if len(parts) > 1 else None
 
-    def all_work(self, work, spare):
+    def padded_work(self, work, spare):
         """Return the (micro-batch, weight) to run: `work`. An engine may ask for more, as `spare`."""
         return work
 
@@ -110,7 +110,7 @@ class Alone:
         """Run the backward of `loss`."""
         loss.backward()
 
-    def join(self, forward):
+    def join_reduction(self, forward):
         """Take part in the reduction without a backward, on a rank without targets."""
 
     def drop_gradients(self):
@@ -121,14 +121,14 @@ class Alone:
     def reduce_gradients(self, sums):
         """Replace this rank's gradients by their sum over all ranks. One process alone has nothing to reduce."""
 
-    def total(self, terms):
+    def sum_terms(self, terms):
         """Sum the number `terms` over all ranks. These 8 bytes are sent before the first backward, which needs them."""
         if self.comm is None:
             return terms
         total = self.comm.all_reduce(torch.tensor(terms, dtype=torch.float64, device=self.comm.device))
         return terms * self.comm.world_size if isinstance(total, FakeTensor) else total.item()
 
-    def loss(self, loss):
+    def sum_loss(self, loss):
         """Return the sum over all ranks of `loss`, this rank's share."""
         if self.comm is None:
             return loss
@@ -136,7 +136,7 @@ class Alone:
         return self.comm.all_reduce(torch.as_tensor(loss, dtype=torch.float64, device=self.comm.device)).to(dtype)
 
 
-class Connected(Alone):
+class SummedByComm(OneProcess):
     """The case of ranks that `comm` connects. The model is an ordinary one, and its gradients are summed here."""
 
     def __init__(self, parameters, comm):
@@ -146,7 +146,7 @@ class Connected(Alone):
             raise ValueError("some .grad is not None, and would be summed over ranks a second time: call "
                              "optimizer.zero_grad() first, and give the batch of a step in one call")
 
-    def sum_in(self, dtype, parts):
+    def sum_dtype(self, dtype, parts):
         """Return the same dtype on all ranks, however many parts each has, since they reduce the sums."""
         return dtype
 
@@ -158,11 +158,11 @@ class Connected(Alone):
         for parameter, is_wanted in zip(self.parameters, wanted, strict=True):
             if is_wanted:
                 gradient = sums.so_far(parameter)
-                gradient = sums.begin(parameter) if gradient is None else gradient
+                gradient = sums.start_from_zeros(parameter) if gradient is None else gradient
                 self.comm.all_reduce(gradient, out=gradient)
 
 
-class InModel(Alone):
+class AveragedByModel(OneProcess):
     """The case of a model that averages gradients over W ranks itself. Each loss is multiplied by W, for the sum."""
 
     def __init__(self, model, parameters, comm):
@@ -170,7 +170,7 @@ class InModel(Alone):
         self.model, self.comm = model, comm
         self.factor = 1 if comm is None else comm.world_size
 
-    def sum_in(self, dtype, parts):
+    def sum_dtype(self, dtype, parts):
         """Return None: autograd sums in `.grad`, since that is what the model reduces in the last backward.
 
         Raises ValueError if `dtype` would need sums elsewhere.
@@ -186,7 +186,7 @@ class InModel(Alone):
         """Return the model's own `no_sync()` for all but the last micro-batch."""
         return nullcontext() if last else self.model.no_sync()
 
-    def join(self, forward):
+    def join_reduction(self, forward):
         """Run a backward with zero gradients, since the other ranks wait in theirs.
 
         Its loss is an empty sum of the parameters, since a mean over no targets is NaN.
@@ -195,7 +195,7 @@ class InModel(Alone):
         torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in self.parameters])
 
 
-class InEngine(Alone):
+class AveragedByEngine(OneProcess):
     """The case of an engine, which holds the gradients and averages them over W ranks: each loss is multiplied by W.
 
     Its ranks make equally many backwards. One with fewer micro-batches runs its last one again, with a weight of 0.
@@ -205,7 +205,7 @@ class InEngine(Alone):
         super().__init__([])  # none whose `.grad` is summed, reduced or dropped here
         self.engine, self.comm, self.factor, self._trained = engine, engine.comm, engine.comm.world_size, parameters
 
-    def all_work(self, work, spare):
+    def padded_work(self, work, spare):
         """Return `work`, and as often as other ranks have more: its last micro-batch, or `spare`, with a weight of 0.
 
         These 8 bytes are sent before the first forward.
@@ -214,7 +214,7 @@ class InEngine(Alone):
         missing = 0 if isinstance(most, FakeTensor) else int(most) - len(work)
         return work + [(work[-1][0] if work else spare, 0)] * missing
 
-    def sum_in(self, dtype, parts):
+    def sum_dtype(self, dtype, parts):
         """Return None: the engine adds gradients up. Raises ValueError if `dtype` would need sums elsewhere."""
         low = [p for p in self._trained if dtype is not None and is_narrower(p, dtype)]
         if low and len(parts) > 1:
@@ -229,7 +229,8 @@ class InEngine(Alone):
         Zero times the loss would not do: a mean over no targets is 0/0, and so may be its gradients. (Where a sequence
         is split it has to do: weights also get gradients from the targets of other ranks.)
         """
-        hooks = [] if weight or self.together else [parameter.register_hook(_zeros) for parameter in self._trained]
+        zeroed = [] if weight or self.sequence_is_split else self._trained
+        hooks = [parameter.register_hook(_zeros) for parameter in zeroed]
         try:
             with nullcontext() if last else self.engine.no_sync():
                 yield

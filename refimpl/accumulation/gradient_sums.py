@@ -58,7 +58,7 @@ class GradientSums:
         """Return the gradient of `parameter`, wherever it is summed; None if there is none."""
         return self._sums.get(parameter, parameter.grad)
 
-    def begin(self, parameter):
+    def start_from_zeros(self, parameter):
         """Start the sum of a parameter without a gradient: zeros, in the place and dtype of its sum."""
         summed = any(each is parameter for each in self.parameters)
         dtype = self._dtype if summed else gradient_dtype(parameter)

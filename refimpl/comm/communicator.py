@@ -21,12 +21,12 @@ from ..ground.spans import started
 from ..phantom.told import pretending
 from ..ranks.errors import names
 from .backend import pairwise
-from .backend.buffers import IN_PLACE, Buffers
+from .backend.buffers import IN_PLACE, CollectiveBuffers
 from .backend.groups import check_members, check_peer, host_group, new_group
 from .backend.tensors import NAMED, as_bytes, check_out, reduction
 from .backend.torch_internals import all_gather_single, lend, reduce_scatter_single, unrecorded, unseen, watched
 from .collective_order import Order
-from .handle import Handle, landed
+from .handle import Handle, copied_to_out
 from .matching import CheckedReceive, check_match, send_header
 from .traffic import COLLECTIVES, Traffic, ring_traffic
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .link import Link
 
 
-class Communicator(Buffers):
+class Communicator(CollectiveBuffers):
     """Connects this rank to the N − 1 others with which it calls collectives. `launch` makes it.
 
     - `rank`, `world_size`: this rank's number in this communicator, and N.
@@ -85,8 +85,8 @@ class Communicator(Buffers):
         ValueError for an unknown op, a dtype that cannot be reduced, or an average of integers. On bool tensors sum
         and max mean any, product and min mean all.
         """
-        x, reduce_op = self._given(x), reduction(op, x)
-        out = self._result(out, x.shape, x, "all_reduce")
+        x, reduce_op = self._without_autograd(x), reduction(op, x)
+        out = self._out_or_new(out, x.shape, x, "all_reduce")
         return self._run("all_reduce", x, out, async_op, lambda source, landing, group, later:
                          dist.all_reduce(landing, reduce_op, group, later), op, 0, label)
 
@@ -96,8 +96,8 @@ class Communicator(Buffers):
 
         ValueError if N does not divide the size of dim 0 (pad it), and as for all_reduce.
         """
-        x, reduce_op = self._given(x), reduction(op, x)
-        out = self._result(out, (self._chunk(x), *x.shape[1:]), x, "reduce_scatter")
+        x, reduce_op = self._without_autograd(x), reduction(op, x)
+        out = self._out_or_new(out, (self._chunk(x), *x.shape[1:]), x, "reduce_scatter")
         return self._run("reduce_scatter", x, out, async_op, lambda source, landing, group, later:
                          self._scatter(landing, source, reduce_op, group, later), op, 0, label)
 
@@ -107,10 +107,10 @@ class Communicator(Buffers):
 
         x has the same shape on every rank.
         """
-        x = self._given(x)
+        x = self._without_autograd(x)
         x = x if x.dim() else x.reshape(1)
         n, *rest = x.shape
-        out = self._result(out, (self.world_size * n, *rest), x, "all_gather")
+        out = self._out_or_new(out, (self.world_size * n, *rest), x, "all_gather")
         return self._run("all_gather", x, out, async_op, lambda source, landing, group, later:
                          self._gather(landing, source, group, later), None, 0, label)
 
@@ -120,17 +120,17 @@ class Communicator(Buffers):
 
         ValueError if N does not divide the size of dim 0.
         """
-        x = self._given(x)
+        x = self._without_autograd(x)
         self._chunk(x)
-        out = self._result(out, x.shape, x, "all_to_all")
+        out = self._out_or_new(out, x.shape, x, "all_to_all")
         return self._run("all_to_all", x, out, async_op, lambda source, landing, group, later:
                          dist.all_to_all_single(landing, source, None, None, group, later), None, 0, label)
 
     def broadcast(self, x: torch.Tensor, src: int, *, out: torch.Tensor | None = None, async_op: bool = False,
                   label: str = "") -> Any:
         """Copy rank src's x to every rank. On the others x gives the shape and dtype of the result."""
-        x, src = self._given(x), self._peer(src, "src")
-        out = self._result(out, x.shape, x, "broadcast")
+        x, src = self._without_autograd(x), self._peer(src, "src")
+        out = self._out_or_new(out, x.shape, x, "broadcast")
         return self._run("broadcast", x, out, async_op, lambda source, landing, group, later:
                          dist.broadcast(landing, None, group, later, src), None, src, label)
 
@@ -145,14 +145,14 @@ class Communicator(Buffers):
 
     def send(self, x: torch.Tensor, dst: int, *, async_op: bool = False, label: str = "") -> Handle | None:
         """Send x to rank dst, which calls recv. Returns None, or a Handle."""
-        x, dst = self._given(x), self._peer(dst, "dst", other=True)
+        x, dst = self._without_autograd(x), self._peer(dst, "dst", other=True)
         return self._exchange(x, dst, None, None, None, async_op, label)
 
     def recv(self, like: torch.Tensor, src: int, *, out: torch.Tensor | None = None, async_op: bool = False,
              label: str = "") -> Any:
         """Receive the tensor that rank src sends; it has the shape, dtype and device of `like`."""
-        like, src = self._given(like), self._peer(src, "src", other=True)
-        return self._exchange(None, None, self._result(out, like.shape, like, "recv"), like, src, async_op, label)
+        like, src = self._without_autograd(like), self._peer(src, "src", other=True)
+        return self._exchange(None, None, self._out_or_new(out, like.shape, like, "recv"), like, src, async_op, label)
 
     def send_recv(self, x: torch.Tensor, dst: int, like: torch.Tensor, src: int, *, out: torch.Tensor | None = None,
                   async_op: bool = False, label: str = "") -> Any:
@@ -160,9 +160,9 @@ class Communicator(Buffers):
 
         In a ring, where all ranks `send` before they `recv`, each could wait forever for the next.
         """
-        x, dst = self._given(x), self._peer(dst, "dst", other=True)
-        like, src = self._given(like), self._peer(src, "src", other=True)
-        out = self._result(out, like.shape, like, "recv")
+        x, dst = self._without_autograd(x), self._peer(dst, "dst", other=True)
+        like, src = self._without_autograd(like), self._peer(src, "src", other=True)
+        out = self._out_or_new(out, like.shape, like, "recv")
         check_out("send_recv", x, out, self.rank)
         return self._exchange(x, dst, out, like, src, async_op, label)
 
@@ -279,12 +279,12 @@ class Communicator(Buffers):
             self.order.wait(number)
             check_match(self, collective, x, op, src)
             self.order.wait(0)
-        source, landing = self._ready(x, out, collective in IN_PLACE)
+        source, landing = self._source_and_landing(x, out, collective in IN_PLACE)
         given, taken = (source, landing) if x.dtype in NAMED else (as_bytes(source), as_bytes(landing))
         if not async_op and not watched() and span is None and not transfers:
             with self.order.until_end(number):
                 call(given, taken, self._group, False)
-            return out if landing is out else landed(landing, out)
+            return out if landing is out else copied_to_out(landing, out)
         lent, references = lend(given, taken)
         handle = Handle([unrecorded(call, *lent, self._group, True), *transfers], out, landing, lent, references,
                         self._pending, span, self.order, number)
@@ -311,7 +311,7 @@ class Communicator(Buffers):
             for work in works:
                 work.wait()
             self.order.end()
-            return out if landing is out else landed(landing, out)
+            return out if landing is out else copied_to_out(landing, out)
         handle = Handle(works, out, landing, [source], pending=self._pending, span=span, order=self.order)
         return handle if async_op else handle.wait()
 

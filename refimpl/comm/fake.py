@@ -52,7 +52,7 @@ class FakeCommunicator(Communicator):
 
     def _run(self, collective, x, out, async_op, call, op=None, src=0, label=""):
         _, span, _ = self._begin(collective, x, out, op, src, label)
-        (source, landing), N = self._ready(x, out, collective in IN_PLACE), self.world_size
+        (source, landing), N = self._source_and_landing(x, out, collective in IN_PLACE), self.world_size
         if collective in ("reduce_scatter", "all_to_all"):
             source = source.view(N, x.shape[0] // N, *x.shape[1:])[self.rank]
         if collective in ("all_gather", "all_to_all"):

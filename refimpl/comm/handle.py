@@ -52,7 +52,7 @@ class Handle:
         self.works = ()
         wait_for_release(self._lent, self._references)
         if self._landing is not None:
-            landed(self._landing, self._result)
+            copied_to_out(self._landing, self._result)
         self._landing, self._lent = None, ()
         return self._result
 
@@ -85,7 +85,7 @@ def when_passed(works):
     return lambda: max(transfer.passed() for transfer in transfers) if transfers else None
 
 
-def landed(landing, out):
+def copied_to_out(landing, out):
     """Return `out`, with the result copied to it from `landing` unless that is the same memory."""
     if not same_memory(landing, out):
         out.detach().copy_(landing)

@@ -156,7 +156,7 @@ class SimulatedCommunicator(Communicator):
 
     def _run(self, collective, x, out, async_op, call, op=None, src=0, label=""):
         number, span, _ = self._begin(collective, x, out, op, src, label)
-        source, landing = self._ready(x, out, collective in IN_PLACE)
+        source, landing = self._source_and_landing(x, out, collective in IN_PLACE)
         what = described(collective, x, op, src if collective == "broadcast" else None)
         _, work = self._post(what, functools.partial(_act, collective, op, src), source, landing)
         handle = Handle([work], out, landing, [source], None, self._pending, span, self.order, number)

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from ..phantom.told import pretending
 from ..ranks import RankError
 from ..ranks.running import unpack
-from ..ranks.signs import RECORD, keep_record
+from ..ranks.signs import RECORD, set_own_record
 from ..ranks.worker import UnpicklableResult, from_distributed, pickled_result
 from .communicator import Communicator
 from .hang_diagnosis import last_collectives, pages
 from .hosts import joining, sockets
-from .hosts.notes import Failure
+from .hosts.notes import ReportedFailure
 from .hosts.patience import FILES
-from .hosts.watch import Watch
+from .hosts.watch import PeerWatch
 
 TRACE = 3000  # characters of the traceback that other ranks see
 FOLDER = os.path.dirname(__file__)
@@ -52,8 +52,8 @@ def run_under_torchrun(fn, world_size, args, devices, backend, timeout, debug):
     if _met is None:
         _met = joining.meet(store, rank, world, backend)
     hosts, store = _met[0], dist.PrefixStore(f"world {_met[1]}", store)
-    prefix, record = f"launch {next(_launches)}", keep_record(bytearray(RECORD))
-    watch = Watch(dist.PrefixStore(prefix, store), lambda: dist.PrefixStore(prefix, store.clone()), rank, hosts,
+    prefix, record = f"launch {next(_launches)}", set_own_record(bytearray(RECORD))
+    watch = PeerWatch(dist.PrefixStore(prefix, store), lambda: dist.PrefixStore(prefix, store.clone()), rank, hosts,
                   record, timeout)
     with watch:
         try:
@@ -102,7 +102,8 @@ def store_of(rank, world):
 
 
 def connect(backend, store, rank, world, timeout):
-    """Connect this rank to all others. The timeout of a collective is only the last resort: `Watch` knows sooner."""
+    """Connect this rank to all others. The timeout of a collective is only the last resort: `PeerWatch`
+    knows sooner."""
     seconds = min(max(timeout, FILES), 365 * 24 * 3600)
     with sockets.noted():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world,
@@ -113,7 +114,7 @@ def connect(backend, store, rank, world, timeout):
 def raise_for(error, watch, rank, record):
     """Tell the others of an exception of this rank, and raise what it should see: its own, as a RankError, or that of
     the rank to blame. Returns for what is not an Exception, once the others know of it."""
-    here, hosts = watch.hosts.tell([rank]), watch.hosts
+    here, hosts = watch.hosts.format_ranks([rank]), watch.hosts
     if watch.verdict and type(error) is RankError and error.ranks == tuple(watch.verdict.ranks):
         raise error  # of the verdict itself
     consequence = from_distributed(error, [FOLDER]) or watch.interrupted and isinstance(error, KeyboardInterrupt)
@@ -130,7 +131,7 @@ def raise_for(error, watch, rank, record):
     of_others = isinstance(error, RankError) and error.ranks and rank not in error.ranks
     kind = type(error).__name__ if isinstance(error, RankError) else "RankError"
     trace = "".join(traceback.format_exception(error))[-TRACE:]
-    watch.failed(Failure(f"{here} {what}", list(error.ranks) if of_others else [rank], kind,
+    watch.failed(ReportedFailure(f"{here} {what}", list(error.ranks) if of_others else [rank], kind,
                          f"where it was raised:\n{trace}", consequence=bool(consequence or of_others)))
     if isinstance(error, Exception):
         more = began.partition("\n")[2]

@@ -9,12 +9,12 @@ def in_blocks(x, size):
     return F.pad(x, (0, -x.numel() % size)).view(-1, size)
 
 
-def joined(scales, codes):
+def scales_and_codes(scales, codes):
     """Return fp32 scales and uint8 codes as one payload of bytes."""
     return torch.cat([scales.float().view(-1).view(torch.uint8), codes.view(-1).view(torch.uint8)])
 
 
-def parted(payload, numel, size):
+def split_scales_and_codes(payload, numel, size):
     """Return the scales (blocks, 1), and the codes as bytes, of a payload."""
     scales = 4 * -(-numel // size)
     return payload[:scales].clone().view(torch.float32).view(-1, 1), payload[scales:]

@@ -15,7 +15,7 @@ which are not compressed.
 import torch
 
 from ..comm.traffic import Traffic, ring_traffic
-from .powersgd import Layout
+from .powersgd import FactorLayout
 
 
 def gradient_traffic(compressor, layouts, world_size, rank=0, shards=False, dtype=torch.float32):
@@ -24,7 +24,7 @@ def gradient_traffic(compressor, layouts, world_size, rank=0, shards=False, dtyp
     N, sent = world_size, Traffic()
     for layout in layouts:
         if compressor.coder is None:
-            factors = Layout([shape for _, shape in layout.slots], compressor.ratio, compressor.rank)
+            factors = FactorLayout([shape for _, shape in layout.slots], compressor.ratio, compressor.rank)
             for numel in (factors.whole_numel + sum(factors.p_sizes), sum(factors.q_sizes)):
                 sent += Traffic(all_reduce=ring_traffic("all_reduce", numel * dtype.itemsize, N, rank, dtype.itemsize))
             continue

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .int8 import Int8
-from .powersgd import Layout
-from .random_k import Random
+from .powersgd import FactorLayout
+from .random_k import RandomK
 from .reduction import Reductions, finite_or
 from .sign import Sign
 from .threshold import Threshold
 from .topk import TopK
 
-FLAT = {"topk": TopK, "threshold": Threshold, "random": Random, "int8": Int8, "sign": Sign}
+FLAT = {"topk": TopK, "threshold": Threshold, "random": RandomK, "int8": Int8, "sign": Sign}
 ALGORITHMS = (*FLAT, "powersgd")
 
 
@@ -77,7 +77,7 @@ class GradientCompressor(Reductions):
             raise ValueError(f'rank={rank} with algorithm={algorithm!r}: powersgd alone has factors of a rank')
         self.algorithm, self.ratio, self.error_feedback = algorithm, ratio, bool(error_feedback)
         self.warmup, self.seed, self.rank, self.loss_scale = warmup, seed, rank, loss_scale
-        self.coder = FLAT[algorithm](ratio) if algorithm in FLAT else None  # powersgd has a Layout of each bucket
+        self.coder = FLAT[algorithm](ratio) if algorithm in FLAT else None  # powersgd has a FactorLayout of each bucket
         self.steps, self.kept, self._pending = 0, {}, {}  # key → {"residual": (n,), "q": powersgd's factors}
         self.comm, self.layouts = None, ()
 
@@ -89,7 +89,7 @@ class GradientCompressor(Reductions):
     def payload_bytes(self, shape: Sequence[int], itemsize: int = 4) -> int:
         """Return the bytes that are sent of one tensor of this shape, whose elements have `itemsize` bytes."""
         shape = torch.Size(shape)
-        return self.coder.payload_bytes(shape.numel(), itemsize) if self.coder else Layout(
+        return self.coder.payload_bytes(shape.numel(), itemsize) if self.coder else FactorLayout(
             [shape], self.ratio, self.rank).payload_bytes(itemsize)
 
     # --- one tensor --------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class GradientCompressor(Reductions):
         else:
             data, q = self.coder.encode(compensated, x.dtype, seed), None
             self.coder.add(sent := torch.zeros_like(compensated), data, x.dtype, seed)
-        self.keep(key, compensated, sent, q)
+        self.keep_residual(key, compensated, sent, q)
         self.kept[key] = self._valid(key, self._pending.pop(key))
         return Payload(data, x.shape, x.dtype, seed)
 
@@ -116,8 +116,8 @@ class GradientCompressor(Reductions):
         wide = _wide(payload.dtype)
         out = torch.zeros(payload.shape.numel(), dtype=wide, device=payload.data.device)
         if self.coder is None:
-            layout, data = Layout([payload.shape], self.ratio, self.rank), payload.data.to(wide)
-            layout.write([out.view(payload.shape)], *data.split([layout.whole_numel, sum(layout.p_sizes),
+            layout, data = FactorLayout([payload.shape], self.ratio, self.rank), payload.data.to(wide)
+            layout.write_average([out.view(payload.shape)], *data.split([layout.whole_numel, sum(layout.p_sizes),
                                                                  sum(layout.q_sizes)]))
         else:
             self.coder.add(out, payload.data, payload.dtype, payload.seed)
@@ -125,10 +125,10 @@ class GradientCompressor(Reductions):
 
     def _alone(self, key, compensated, x):
         """Return powersgd's payload of one tensor, what was sent, and the next Q."""
-        layout, tensors = Layout([x.shape], self.ratio, self.rank), [compensated.view(x.shape)]
-        first = layout.left(tensors, before := self.factors(key, layout, compensated))
+        layout, tensors = FactorLayout([x.shape], self.ratio, self.rank), [compensated.view(x.shape)]
+        first = layout.first_payload(tensors, before := self.factors(key, layout, compensated))
         p = first[layout.whole_numel :]
-        q = layout.right(tensors, p)
+        q = layout.second_payload(tensors, p)
         data = torch.cat([first, q]).to(x.dtype)
         sent = self.decompress(Payload(data, x.shape, x.dtype, 0)).view(-1).to(compensated.dtype)
         return data, sent, finite_or(q, before)
@@ -146,7 +146,7 @@ class GradientCompressor(Reductions):
                              "give each gradient a key of its own")
         return x if residual is None else x.add_(residual, alpha=self._scale())
 
-    def keep(self, key: object, compensated: torch.Tensor, sent: torch.Tensor, q: Any = None) -> None:
+    def keep_residual(self, key: object, compensated: torch.Tensor, sent: torch.Tensor, q: Any = None) -> None:
         """Keep what was not sent (written over `compensated`), and powersgd's factors, until `step` or `drop`."""
         kept = {} if q is None else {"q": q}
         if self.error_feedback:
@@ -160,7 +160,7 @@ class GradientCompressor(Reductions):
         q = self._latest(key).get("q")
         if q is not None:
             return q.clone()
-        return layout.start(self.seed if isinstance(key, int) else self.seed_of(key) % 2**32,
+        return layout.draw_factors(self.seed if isinstance(key, int) else self.seed_of(key) % 2**32,
                             key if isinstance(key, int) else 0, like)
 
     def step(self) -> None:

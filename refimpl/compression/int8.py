@@ -8,7 +8,7 @@
 
 import torch
 
-from .blocks import in_blocks, joined, parted
+from .blocks import in_blocks, scales_and_codes, split_scales_and_codes
 
 BLOCK = 256
 
@@ -30,9 +30,9 @@ class Int8:
         blocks = in_blocks(x, BLOCK)
         scales = blocks.abs().amax(1, keepdim=True).float() / 127 + 0 * blocks.sum(1, keepdim=True).float()
         steps = (blocks / torch.where(scales == 0, 1, scales)).nan_to_num(0).round().clamp(-127, 127).to(torch.int8)
-        return joined(scales, steps.view(-1)[: x.numel()])
+        return scales_and_codes(scales, steps.view(-1)[: x.numel()])
 
     def add(self, out, payload, dtype, seed):
         """Add what was sent to `out` (n,)."""
-        scales, codes = parted(payload, out.numel(), BLOCK)
+        scales, codes = split_scales_and_codes(payload, out.numel(), BLOCK)
         out.add_((in_blocks(codes.view(torch.int8).to(out.dtype), BLOCK) * scales).view(-1)[: out.numel()])

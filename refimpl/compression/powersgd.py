@@ -15,7 +15,7 @@ import torch
 MIN_COMPRESSION_RATE = 2
 
 
-class Layout:
+class FactorLayout:
     """Which tensors of a bucket are sent as factors, and which whole. `rank`: r; without one it is chosen for each
     matrix, so that r(n + m) is at most `ratio` · n · m."""
 
@@ -38,7 +38,7 @@ class Layout:
         """Return the bytes of both factors and of what is sent whole."""
         return itemsize * (self.whole_numel + sum(self.p_sizes) + sum(self.q_sizes))
 
-    def start(self, seed, key, like):
+    def draw_factors(self, seed, key, like):
         """Draw the first Q's of bucket `key`, side by side. A seed is drawn for each bucket in turn, as torch does."""
         generator = torch.Generator().manual_seed(int(np.random.RandomState(seed).randint(1_000_000_000,
                                                                                           size=key + 1)[key]))
@@ -46,7 +46,7 @@ class Layout:
                  for n, m, r in self.matrices.values()]
         return torch.cat([*drawn, torch.zeros(0, dtype=like.dtype)]).to(like.device)
 
-    def left(self, tensors, q):
+    def first_payload(self, tensors, q):
         """Return what is sent first, flat: whole tensors, then each P = M Q, with Q made orthonormal in place."""
         parts = [tensors[number].reshape(-1) for number, _ in self.whole]
         for (number, (n, m, r)), each in zip(self.matrices.items(), q.split(self.q_sizes), strict=True):
@@ -54,7 +54,7 @@ class Layout:
             parts.append((tensors[number].reshape(n, m) @ each.view(m, r)).view(-1))
         return torch.cat([*parts, q[:0]])
 
-    def right(self, tensors, p):
+    def second_payload(self, tensors, p):
         """Return what is sent next, flat: each Mᵀ P, with P made orthonormal in place."""
         parts = []
         for (number, (n, m, r)), each in zip(self.matrices.items(), p.split(self.p_sizes), strict=True):
@@ -62,7 +62,7 @@ class Layout:
             parts.append((tensors[number].reshape(n, m).T @ each.view(n, r)).view(-1))
         return torch.cat([*parts, p[:0]])
 
-    def write(self, out, whole, p, q):
+    def write_average(self, out, whole, p, q):
         """Write the average into `out`, one tensor for each: whole ones, and P Qᵀ."""
         for (number, _), each in zip(self.whole, whole.split([numel for _, numel in self.whole]), strict=True):
             out[number].copy_(each.view(out[number].shape))

@@ -10,7 +10,7 @@ import torch
 from . import sparse
 
 
-class Random:
+class RandomK:
     """The algorithm `"random"` on flat tensors (n,). If any of x is inf or NaN, all that is sent is NaN."""
 
     summed = True  # the sum of payloads is the payload of the sum

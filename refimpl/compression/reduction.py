@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..comm.handle import Then
-from .powersgd import Layout
+from .powersgd import FactorLayout
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator
@@ -54,7 +54,7 @@ class Reductions:
         seed = self.seed_of(key)
         payload = self.coder.encode(x, dtype, seed)
         self.coder.add(sent := torch.zeros_like(x), payload, dtype, seed)
-        self.keep(key, x, sent)
+        self.keep_residual(key, x, sent)
         send = self.comm.all_reduce if self.coder.summed else self.comm.all_gather
         like = sent.zero_()
 
@@ -76,7 +76,7 @@ class Reductions:
         for chunk, out, seed in zip(x.chunk(len(seeds)), sent.chunk(len(seeds)), seeds, strict=True):
             payloads.append(self.coder.encode(chunk, dtype, seed))
             self.coder.add(out, payloads[-1], dtype, seed)
-        self.keep(key, x, sent)
+        self.keep_residual(key, x, sent)
         send = self.comm.reduce_scatter if self.coder.summed else self.comm.all_to_all
 
         def average(got):
@@ -96,20 +96,20 @@ class Reductions:
         """Launch powersgd's first all_reduce; the second is called when that is waited for, on all ranks at the same
         place of their programs."""
         slots, N = self.layouts[key].slots, self.comm.world_size
-        layout = Layout([shape for _, shape in slots], self.ratio, self.rank)
+        layout = FactorLayout([shape for _, shape in slots], self.ratio, self.rank)
 
         def views(flat):
             return [flat[first : first + shape.numel()].view(shape) for first, shape in slots]
 
         def average(first):
             whole, p = first.to(x.dtype).split([layout.whole_numel, sum(layout.p_sizes)])
-            q = self.comm.all_reduce(layout.right(views(x), p).to(dtype), label=label).to(x.dtype).div_(N)
+            q = self.comm.all_reduce(layout.second_payload(views(x), p).to(dtype), label=label).to(x.dtype).div_(N)
             result = torch.zeros_like(x)
-            layout.write(views(result), whole / N, p, q)
+            layout.write_average(views(result), whole / N, p, q)
             self._keep_factors(key, layout, views, x, result, finite_or(q, before))
             return result.to(dtype)
 
-        first = layout.left(views(x), before := self.factors(key, layout, x))
+        first = layout.first_payload(views(x), before := self.factors(key, layout, x))
         return Then(self.comm.all_reduce(first.to(dtype), async_op=True, label=label), average)
 
     def _keep_factors(self, key, layout, views, x, average, q):
@@ -117,7 +117,7 @@ class Reductions:
         sent, mine = average.clone(), views(x)
         for number, _ in layout.whole:
             views(sent)[number].copy_(mine[number])
-        self.keep(key, x, sent, q)
+        self.keep_residual(key, x, sent, q)
 
     # --- saved and loaded with the engine ----------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Reductions:
             kept, wide = self.kept.get(key, {}), torch.promote_types(layout.dtype, torch.float32)
             sizes = {"residual": layout.numel} if self.error_feedback else {}
             if self.coder is None:
-                sizes["q"] = sum(Layout([shape for _, shape in layout.slots], self.ratio, self.rank).q_sizes)
+                sizes["q"] = sum(FactorLayout([shape for _, shape in layout.slots], self.ratio, self.rank).q_sizes)
             found |= {f"{key}/{name}": kept.get(name, torch.zeros(numel, dtype=wide, device=layout.device))
                       for name, numel in sizes.items() if numel}
         return found

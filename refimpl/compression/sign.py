@@ -8,7 +8,7 @@
 
 import torch
 
-from .blocks import in_blocks, joined, parted
+from .blocks import in_blocks, scales_and_codes, split_scales_and_codes
 
 BLOCK = 1024
 
@@ -30,11 +30,11 @@ class Sign:
         sums = in_blocks(x.abs(), BLOCK).sum(1, keepdim=True)
         counts = in_blocks(torch.ones_like(x), BLOCK).sum(1, keepdim=True)
         bits = in_blocks((x >= 0).to(torch.uint8), 8) << torch.arange(8, dtype=torch.uint8, device=x.device)
-        return joined(sums / counts, bits.sum(1, dtype=torch.uint8))
+        return scales_and_codes(sums / counts, bits.sum(1, dtype=torch.uint8))
 
     def add(self, out, payload, dtype, seed):
         """Add what was sent to `out` (n,)."""
-        scales, codes = parted(payload, out.numel(), BLOCK)
+        scales, codes = split_scales_and_codes(payload, out.numel(), BLOCK)
         bits = codes.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=out.device) & 1
         signs = in_blocks(bits.view(-1)[: out.numel()].to(out.dtype) * 2 - 1, BLOCK)
         out.add_((signs * scales).view(-1)[: out.numel()])

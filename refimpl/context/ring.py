@@ -78,7 +78,7 @@ class _Ring(torch.autograd.Function):
         out = out.transpose(1, 2)  # so that heads are side by side in memory, as the next layer wants them
         lse = out.new_full((B, H, T), -math.inf)
         with torch.autocast(q.device.type, enabled=False):
-            for (rows, keys, causal), (k_here, v_here) in _around(ctx, q, k, v):
+            for (rows, keys, causal), (k_here, v_here) in _each_block(ctx, q, k, v):
                 block = pair.forward(q[:, :, rows], k_here[:, :, keys], v_here[:, :, keys], causal=causal,
                                      scale=options["scale"])
                 _merge(out[:, :, rows], lse[:, :, rows], *block)
@@ -91,9 +91,10 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out):
         q, k, v, out, lse = ctx.saved_tensors
-        dq, follow = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format), _Following(ctx.comm)
+        dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
+        travelling = _TravellingGradients(ctx.comm)
         with torch.autocast(q.device.type, enabled=False):
-            for seen, (k_here, v_here) in _around(ctx, q, k, v, every=True):
+            for seen, (k_here, v_here) in _each_block(ctx, q, k, v, every=True):
                 found = None
                 if seen is not None:
                     rows, keys, causal = seen
@@ -101,13 +102,13 @@ class _Ring(torch.autograd.Function):
                                               out[:, :, rows], lse[:, :, rows], causal=causal,
                                               scale=ctx.options["scale"])
                     dq[:, :, rows] += found[0]
-                follow.add(k.shape, lse.dtype, found and (keys, *found[1:]), k.device)
+                travelling.add(k.shape, lse.dtype, found and (keys, *found[1:]), k.device)
                 del found, k_here, v_here
-        dk, dv = follow.wait()
+        dk, dv = travelling.wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _around(ctx, q, k, v, every=False):
+def _each_block(ctx, q, k, v, every=False):
     """Yield (what is seen, (k, v)) of each rank's keys and values: first those of this rank, then of the one before,
     and so on. While they are used here, they are on their way to the next rank. `every`: also those that no query
     sees, as (None, (k, v)). In a dry run one of each shape is computed: the others would take the same memory again."""
@@ -146,7 +147,7 @@ def _merge(out, lse, block_out, block_lse):
     lse.copy_(new)
 
 
-class _Following:
+class _TravellingGradients:
     """The sum of dK and dV of the keys that are here. It follows them from rank to rank, and each adds its part; after
     N steps it is with the rank that has the keys. It arrives while the next part is computed."""
 
@@ -163,14 +164,14 @@ class _Following:
             keys, dk, dv = part
             total[0][:, :, keys] += dk
             total[1][:, :, keys] += dv
-        self.arriving = _pass_on(self.comm, total, "their gradients") if self.comm.world_size > 1 else _Here(total)
+        self.arriving = _pass_on(self.comm, total, "their gradients") if self.comm.world_size > 1 else _Delivered(total)
 
     def wait(self):
         """Return (dk, dv) of this rank's keys."""
         return self.arriving.wait()
 
 
-class _Here:
+class _Delivered:
     """A message from this rank to itself."""
 
     def __init__(self, x):

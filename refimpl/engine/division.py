@@ -5,7 +5,7 @@ import itertools
 
 from torch import nn
 
-from ..pipeline.stages import Elsewhere, part_of, stage_of
+from ..pipeline.stages import LayerOfAnotherStage, part_of, stage_of
 from ..pipeline.tied import shared
 from ..sharding import names_of, room_of, set_apart, set_spec, spec_of
 
@@ -35,7 +35,7 @@ class Division:
 def layers_of(stage):
     """Return the layers of a stage, as a list."""
     lists = [module for module in stage.modules() if isinstance(module, nn.ModuleList)]
-    return [layer for layer in (lists[0] if lists else stage.children()) if not isinstance(layer, Elsewhere)]
+    return [layer for layer in (lists[0] if lists else stage.children()) if not isinstance(layer, LayerOfAnotherStage)]
 
 
 def _name_holders(stages, tie, order, mesh):

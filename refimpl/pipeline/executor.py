@@ -127,13 +127,13 @@ class PipelineParallelStage:
         known = key in self._shapes or self._expected is not None
         shapes = self._shapes.setdefault(key, self._expected or {})
         mailbox = Mailbox(self._messages, shapes, known, self.comm.device)
-        step = Step(self, cut(inputs, m) if first else None, cut(targets, m) if last else None, mailbox)
+        runner = InstructionRunner(self, cut(inputs, m) if first else None, cut(targets, m) if last else None, mailbox)
         self._ties.begin()
         for i, turn in enumerate(self._turns):
-            step.take(turn, i == self._ends[turn.instruction[1]])
+            runner.run(turn, i == self._ends[turn.instruction[1]])
         mailbox.finish()
         self._ties.end()
-        return step.loss
+        return runner.loss
 
     @torch.no_grad()
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Any:
@@ -144,19 +144,20 @@ class PipelineParallelStage:
         check_batch(self.comm, self.schedule, first, last, inputs, targets)
         shapes = dict(self._expected or {})
         mailbox = Mailbox(self._messages, shapes, self._expected is not None, self.comm.device)
-        step = Step(self, cut(inputs, m) if first else None, cut(targets, m) if last else None, mailbox, trains=False)
+        runner = InstructionRunner(self, cut(inputs, m) if first else None, cut(targets, m) if last else None, mailbox,
+                                   trains=False)
         units = [getattr(unit, "model", unit) for unit in self.stages.values()]
         modes = {module: module.training for unit in units for module in unit.modules()}
         try:
             for module in modes:
                 module.training = False
             for turn in route_forwards(self.schedule, self.comm.rank):
-                step.take(turn, False)
+                runner.run(turn, False)
             mailbox.finish()
         finally:
             for module, training in modes.items():
                 module.training = training
-        return step.loss
+        return runner.loss
 
     def call(self, stage: int, *args: Any) -> Any:
         """Return what a stage makes of its arguments."""
@@ -181,7 +182,7 @@ def is_engine(unit):
 # --- one step: each instruction, with what arrives before it and leaves after it ------------------------------------
 
 
-class Step:
+class InstructionRunner:
     """Runs the instructions of one step. `loss`: the sum of the scaled losses so far, on the last stage's rank.
 
     `inputs`, `targets`: of each micro-batch, a tuple of tensors, on the ranks of the first and of the last stage.
@@ -195,17 +196,17 @@ class Step:
         self._in_flight = {}  # (stage, micro-batch) -> (what came in, ends of its graph), until FULL or B
         self._parts = {}  # (stage, micro-batch) -> Parts of its leaf modules, until W
 
-    def take(self, turn, is_last):
+    def run(self, turn, is_last):
         """Run one instruction, with the messages around it. `is_last`: no later one adds to its stage's gradients."""
         kind, stage, k = turn.instruction
         arrived = self.mailbox.receive(turn)
         with computing(SPANS[kind], f"{stage}.{k}"):
-            made = self._run(kind, stage, k, arrived, is_last)
+            made = self._compute(kind, stage, k, arrived, is_last)
         del arrived  # it goes before what was made leaves
         if turn.makes is not None:
             self.mailbox.send(turn, made)
 
-    def _run(self, kind, stage, k, arrived, is_last):
+    def _compute(self, kind, stage, k, arrived, is_last):
         if kind == FORWARD:
             return self._forward(stage, k, arrived)
         if kind == WEIGHT:

@@ -29,17 +29,17 @@ class Linear:
     also_whole = True
 
     @staticmethod
-    def run(call, x):
+    def forward(call, x):
         """Return y, and what backward needs besides x and the weight."""
         return call.plain(x), ()
 
     @staticmethod
-    def inputs(leaf, x, dy, weight):
+    def input_gradient(leaf, x, dy, weight):
         """Return dx."""
         return dy @ weight
 
     @staticmethod
-    def add(leaf, x, dy):
+    def add_weight_gradients(leaf, x, dy):
         """Add to the gradients of the weight and the bias."""
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         add_product(leaf.weight, dy.t(), x)
@@ -50,12 +50,12 @@ class Conv1D(Linear):
     """The formulas of Hugging Face's Conv1D, a Linear whose weight is transposed."""
 
     @staticmethod
-    def inputs(leaf, x, dy, weight):
+    def input_gradient(leaf, x, dy, weight):
         """Return dx."""
         return dy @ weight.t()
 
     @staticmethod
-    def add(leaf, x, dy):
+    def add_weight_gradients(leaf, x, dy):
         """Add to the gradients of the weight and the bias."""
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         add_product(leaf.weight, x.t(), dy)
@@ -66,7 +66,7 @@ class Embedding(Linear):
     """The formulas of nn.Embedding; ids have no gradient."""
 
     @staticmethod
-    def add(leaf, ids, dy):
+    def add_weight_gradients(leaf, ids, dy):
         """Add to the gradient of the weight."""
         ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if leaf.padding_idx is not None:
@@ -82,20 +82,20 @@ class LayerNorm(Linear):
     also_whole = False
 
     @staticmethod
-    def run(call, x):
+    def forward(call, x):
         """Return y, and μ and 1/σ of each row."""
         leaf = call.leaf
         y, mean, rstd = torch.native_layer_norm(x, leaf.normalized_shape, leaf.weight, leaf.bias, leaf.eps)
         return y, (mean, rstd)
 
     @staticmethod
-    def inputs(leaf, x, dy, weight, *saved):
+    def input_gradient(leaf, x, dy, weight, *saved):
         """Return dx."""
         return torch.ops.aten.native_layer_norm_backward(dy, x, leaf.normalized_shape, *saved, weight, leaf.bias,
                                                          (True, False, False))[0]
 
     @staticmethod
-    def add(leaf, x, dy, *saved):
+    def add_weight_gradients(leaf, x, dy, *saved):
         """Add to the gradients of the weight and the bias."""
         _, dw, db = torch.ops.aten.native_layer_norm_backward(dy, x, leaf.normalized_shape, *saved, leaf.weight,
                                                               leaf.bias, (False, True, leaf.bias is not None))
@@ -124,7 +124,7 @@ def add_sum(bias, dy):
         bias.grad.add_(dy.sum(0))
 
 
-def rule_of(leaf):
+def formulas_of(leaf):
     """Return the formulas of a leaf module, or None if autograd has to do it."""
     kind = type(leaf)
     if "forward" in leaf.__dict__:  # somebody's own
@@ -138,7 +138,7 @@ def rule_of(leaf):
     return Conv1D if ask_of_others("transposed", leaf) else None
 
 
-def applies(leaf, args, kwargs):
+def formulas_hold(leaf, args, kwargs):
     """Tell whether a leaf module's formulas hold for this call: one tensor comes in, dtypes are one, nobody hooks into
     gradients of weights."""
     if len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor or torch.is_autocast_enabled(args[0].device.type):

@@ -46,7 +46,7 @@ class Turn(NamedTuple):
     left: tuple
 
 
-def needed(schedule, instruction):
+def received_by(schedule, instruction):
     """Return (what an instruction needs, the rank that makes it), or (None, None)."""
     kind, s, k = instruction
     if kind == FORWARD and s > 0:
@@ -56,7 +56,7 @@ def needed(schedule, instruction):
     return None, None
 
 
-def made(schedule, instruction):
+def sent_by(schedule, instruction):
     """Return (what an instruction makes, the rank that needs it), or (None, None)."""
     kind, s, k = instruction
     if kind == FORWARD and s < schedule.stages - 1:
@@ -74,12 +74,12 @@ def route(schedule, rank):
                for _, message in room}  # from this time on its receiver is ready
     left = [[] for _ in times[rank]]
     for i, instruction in enumerate(schedule.ranks[rank]):
-        message, target = made(schedule, instruction)
+        message, target = sent_by(schedule, instruction)
         later = [j for j in range(i + 2, len(left)) if times[rank][j] >= arrives.get(message, 0)]
         if message is not None and target != rank and later:
             left[later[0]].append(message)
-    return [Turn(instruction, *needed(schedule, instruction), *made(schedule, instruction), tuple(places[rank][i]),
-                 tuple(left[i])) for i, instruction in enumerate(schedule.ranks[rank])]
+    return [Turn(instruction, *received_by(schedule, instruction), *sent_by(schedule, instruction),
+                 tuple(places[rank][i]), tuple(left[i])) for i, instruction in enumerate(schedule.ranks[rank])]
 
 
 def route_forwards(schedule, rank):
@@ -89,9 +89,9 @@ def route_forwards(schedule, rank):
     for k in range(schedule.micro_batches):
         for s in schedule.stages_of(rank):
             instruction = Instruction(FORWARD, s, k)
-            message, source = needed(schedule, instruction)
+            message, source = received_by(schedule, instruction)
             room = () if source in (None, rank) else ((source, message),)
-            turns.append(Turn(instruction, message, source, *made(schedule, instruction), room, ()))
+            turns.append(Turn(instruction, message, source, *sent_by(schedule, instruction), room, ()))
     return turns
 
 
@@ -100,12 +100,12 @@ def _rooms(schedule, rank):
     order, streams, placed = schedule.ranks[rank], {}, {}
     for source, instructions in enumerate(schedule.ranks):
         if source != rank:
-            products = [made(schedule, each) for each in instructions]
+            products = [sent_by(schedule, each) for each in instructions]
             streams[source] = [message for message, target in products if message is not None and target == rank]
     rooms = [[] for _ in order]
     for i in range(len(order)):
         for instruction in order[i:i + 2]:
-            message, source = needed(schedule, instruction)
+            message, source = received_by(schedule, instruction)
             if source not in (None, rank):
                 until = streams[source].index(message) + 1
                 rooms[i] += [(source, each) for each in streams[source][placed.get(source, 0):until]]

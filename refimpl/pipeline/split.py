@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm.backend.torch_internals import watched
 from ..ground.marks import mark, mark_of
-from .leaves import LARGE, applies, rule_of, tell_trackers
+from .leaves import LARGE, formulas_hold, formulas_of, tell_trackers
 
 
 class SplitBackward:
@@ -70,7 +70,7 @@ class LeafForward:
     """Stands before a leaf module's own forward."""
 
     def __init__(self, leaf, split):
-        self.leaf, self.split, self.rule = leaf, split, None if split is None else rule_of(leaf)
+        self.leaf, self.split, self.rule = leaf, split, None if split is None else formulas_of(leaf)
         self.own = leaf.__dict__.get("forward")  # of this object alone, if somebody gave it one
         self.also_whole = self.rule is not None and self.rule.also_whole and leaf.weight.numel() >= LARGE
 
@@ -80,11 +80,11 @@ class LeafForward:
         if split is None or not split.active or not torch.is_grad_enabled() or is_compiling():
             return self.plain(*args, **kwargs)
         rule = self.rule
-        if rule is not None and (split.parts is not None or self.also_whole) and applies(self.leaf, args, kwargs):
-            return _Known.apply(self, split.parts, args[0], None if args[0].requires_grad else _anchor())
+        if rule is not None and (split.parts is not None or self.also_whole) and formulas_hold(self.leaf, args, kwargs):
+            return _ByFormulas.apply(self, split.parts, args[0], None if args[0].requires_grad else _anchor())
         if split.parts is None or _has_history(kwargs, *(x for x in args if not isinstance(x, torch.Tensor))):
             return self.plain(*args, **kwargs)
-        return joined(self, split.parts, args, kwargs)
+        return run_detached(self, split.parts, args, kwargs)
 
     def plain(self, *args, **kwargs):
         """Call the module's own forward."""
@@ -103,13 +103,13 @@ class LeafForward:
         return other
 
 
-class _Known(torch.autograd.Function):
+class _ByFormulas(torch.autograd.Function):
     """A leaf module with formulas. `parts` is None if B and W are one."""
 
     @staticmethod
     def forward(ctx, leaf, parts, x, anchor):
         ctx.leaf, ctx.parts = leaf, parts
-        y, needed = leaf.rule.run(leaf, x)
+        y, needed = leaf.rule.forward(leaf, x)
         ctx.save_for_backward(x, leaf.leaf.weight, *needed)
         ctx.set_materialize_grads(False)
         return y.detach()  # else a view, to autograd, and nobody could write to it
@@ -120,15 +120,16 @@ class _Known(torch.autograd.Function):
             return None, None, None, None
         (x, weight, *needed), rule, leaf = ctx.saved_tensors, ctx.leaf.rule, ctx.leaf.leaf
         if ctx.parts is None:
-            rule.add(leaf, x, dy, *needed)
+            rule.add_weight_gradients(leaf, x, dy, *needed)
             tell_trackers(leaf)
         else:
-            _keep(dy)
-            ctx.parts.append(KnownPart(leaf, rule, x.detach(), dy, *needed))  # a stage's x has its gradient with it
-        return None, None, rule.inputs(leaf, x, dy, weight, *needed) if ctx.needs_input_grad[2] else None, None
+            _mark_kept(dy)
+            # Detached, since a stage's x is a leaf, and would keep its own gradient alive with it until W.
+            ctx.parts.append(DeferredByFormulas(leaf, rule, x.detach(), dy, *needed))
+        return None, None, rule.input_gradient(leaf, x, dy, weight, *needed) if ctx.needs_input_grad[2] else None, None
 
 
-class KnownPart:
+class DeferredByFormulas:
     """What W has to do for a leaf module with formulas, from its x and dy, and what else it kept."""
 
     def __init__(self, leaf, rule, *kept):
@@ -138,26 +139,26 @@ class KnownPart:
     def weights_backward(self):
         """Add to the gradients of the module's parameters, and forget x and dy."""
         kept, self.kept = self.kept, None
-        self.rule.add(self.leaf, *kept)
+        self.rule.add_weight_gradients(self.leaf, *kept)
         tell_trackers(self.leaf)
 
 
-def joined(leaf, parts, args, kwargs):
+def run_detached(leaf, parts, args, kwargs):
     """Call a leaf module on inputs without history; return its output as part of the stage's graph."""
     apart = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
     outputs, structure = tree_flatten(leaf.plain(*apart, **kwargs))
     places = [i for i, y in enumerate(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
     if places:
         ends, inputs = [get_gradient_edge(outputs[i]) for i in places], [x for x in args if isinstance(x, torch.Tensor)]
-        part = Part(leaf.leaf, ends, [x for x in apart if isinstance(x, torch.Tensor)])
+        part = DeferredByGraph(leaf.leaf, ends, [x for x in apart if isinstance(x, torch.Tensor)])
         anchor = None if any(x.requires_grad for x in inputs) else _anchor()
-        nodes = _Joined.apply(part, parts, [outputs[i].detach() for i in places], anchor, *inputs)
+        nodes = _ByGraph.apply(part, parts, [outputs[i].detach() for i in places], anchor, *inputs)
         for i, y in zip(places, nodes, strict=True):
             outputs[i] = y
     return tree_unflatten(outputs, structure)
 
 
-class _Joined(torch.autograd.Function):
+class _ByGraph(torch.autograd.Function):
     """A leaf module with a small graph."""
 
     @staticmethod
@@ -174,7 +175,7 @@ class _Joined(torch.autograd.Function):
         return None, None, None, None, *ctx.part.inputs_backward(gradients)
 
 
-class Part:
+class DeferredByGraph:
     """A call of a leaf module: its small graph, from `inputs` to `ends`, and from B until W its outputs' gradients."""
 
     def __init__(self, leaf, ends, inputs):
@@ -184,7 +185,7 @@ class Part:
         """Return the gradients of the inputs, None of those that need none; keep the outputs' gradients."""
         self.ends, self.gradients = zip(*((end, dy) for end, dy in zip(self.ends, gradients, strict=True)
                                           if dy is not None), strict=True)
-        _keep(*self.gradients)
+        _mark_kept(*self.gradients)
         wanted = [x for x in self.inputs if x.requires_grad]
         found = iter(torch.autograd.grad(self.ends, wanted, self.gradients, retain_graph=True, allow_unused=True)
                      if wanted else ())
@@ -201,7 +202,7 @@ def _has_history(*things):
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_flatten(things)[0])
 
 
-def _keep(*gradients):
+def _mark_kept(*gradients):
     """Mark gradients that are kept until W, unless they are messages, for a tracker that looks on."""
     for dy in gradients if watched() else ():
         if mark_of(dy.untyped_storage()) is None:

@@ -16,7 +16,7 @@ from ..model import GPT
 from ..others import ask
 
 
-class Some(nn.ModuleList):
+class ChosenLayers(nn.ModuleList):
     """Some of a model's layers, under the names that they have there."""
 
     def __init__(self, layers, chosen):
@@ -35,7 +35,7 @@ def layers_of(model):
 
 def is_decoder(model):
     """Tell whether a model is a decoder of transformers, whose stages are made by what its class computes."""
-    return isinstance(_kind(model), _OfDecoder)
+    return isinstance(_kind(model), _DecoderLayers)
 
 
 def stage_of(model, first, end):
@@ -51,7 +51,7 @@ def part_of(model, chosen):
     return _kind(model).stage(model, chosen)
 
 
-def without(module, **others):
+def with_children(module, **others):
     """Return a module that shares all with `module`; `others` replaces children, or leaves those out that are None."""
     shell = copy.copy(module)
     shell._parameters, shell._buffers = dict(module._parameters), dict(module._buffers)
@@ -77,7 +77,7 @@ class GPTStage(GPT):
         return self.predict(x_BTC, targets_BT) if self.is_last else x_BTC
 
 
-class _OfGPT:
+class _GPTLayers:
     @staticmethod
     def layers(model):
         return model.blocks
@@ -86,7 +86,7 @@ class _OfGPT:
     def stage(model, chosen):
         first, last = 0 in chosen, len(model.blocks) - 1 in chosen
         gone = dict.fromkeys([*["embedding", "positions", "dropout"] * (not first), *["norm", "head"] * (not last)])
-        stage = without(model, blocks=Some(model.blocks, chosen), **gone)
+        stage = with_children(model, blocks=ChosenLayers(model.blocks, chosen), **gone)
         stage.__class__, stage.is_first, stage.is_last = GPTStage, first, last
         return stage
 
@@ -94,7 +94,7 @@ class _OfGPT:
 # --- nn.Sequential ---------------------------------------------------------------------------------------------------
 
 
-class _OfSequential:
+class _SequentialLayers:
     @staticmethod
     def layers(model):
         return list(model.named_children())
@@ -108,7 +108,7 @@ class _OfSequential:
 # --- decoders of transformers ----------------------------------------------------------------------------------------
 
 
-class Elsewhere(nn.Module):
+class LayerOfAnotherStage(nn.Module):
     """Stands where a layer of another stage is, and passes x on: layers count from 0 in each stage. It has what the
     layer has, but modules, parameters and hooks: its number, and of which kind it is."""
 
@@ -135,7 +135,7 @@ def _refuse_more(stage, targets):
                         "with targets −100")
 
 
-class Nothing(nn.Module):
+class ModuleOfAnotherStage(nn.Module):
     """Stands where another stage computes something, and returns what it is given to compute with; of ids, a zero."""
 
     def forward(self, *args, **kwargs):
@@ -156,7 +156,7 @@ class DecoderStage:
         `options`: the model's own, as position_ids."""
         _refuse_more(self, targets)
         layers, given = self.get_submodule(self.anatomy.layers), {"use_cache": False, **options}
-        others = [layer for layer in layers if isinstance(layer, Elsewhere)]
+        others = [layer for layer in layers if isinstance(layer, LayerOfAnotherStage)]
         for layer in others:
             layer.calls = 0
         try:
@@ -184,7 +184,7 @@ class DecoderStage:
         return int((labels[..., int(self.anatomy.shifts):] != -100).sum())
 
 
-class _OfDecoder:
+class _DecoderLayers:
     def __init__(self, anatomy):
         self.anatomy = anatomy
 
@@ -200,7 +200,7 @@ class _OfDecoder:
         _refuse_changed(model, anatomy)
         first, last = 0 in chosen, len(layers) - 1 in chosen
         gone = [*anatomy.first * (not first), *anatomy.last * (not last)]
-        some = nn.ModuleList(layer if i in chosen else Elsewhere(layer, anatomy.returns)
+        some = nn.ModuleList(layer if i in chosen else LayerOfAnotherStage(layer, anatomy.returns)
                              for i, layer in enumerate(layers))
         others = {anatomy.layers: some, **{name: _instead(model, name) for name in gone}}
         stage = _replaced(model, others)
@@ -234,21 +234,23 @@ def _replaced(module, others, prefix=""):
             children[name] = others[full]
         elif any(other.startswith(f"{full}.") for other in others):
             children[name] = _replaced(child, others, f"{full}.")
-    return without(module, **children)
+    return with_children(module, **children)
 
 
 def _instead(model, name):
     """Return what stands in place of a module that another stage has."""
-    return None if "." not in name else Nothing()  # the head, and what else is beside the decoder, is not called
+    if "." not in name:
+        return None  # the head, and what else is beside the decoder, is not called
+    return ModuleOfAnotherStage()
 
 
 def _kind(model):
     if isinstance(model, GPT):
-        return _OfGPT
+        return _GPTLayers
     if type(model) is nn.Sequential:
-        return _OfSequential
+        return _SequentialLayers
     if (anatomy := ask("blocks", model)) is not None:
-        return _OfDecoder(anatomy)
+        return _DecoderLayers(anatomy)
     raise TypeError(f"the layers of {type(model).__name__} are not known: expected our GPT, an nn.Sequential, or a "
                     "decoder of transformers as GPT-2 and Llama; or build the stages yourself, and give "
                     "PipelineParallelStage each one")

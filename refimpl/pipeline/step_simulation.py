@@ -68,7 +68,7 @@ class Simulation:
     def in_flight(self):
         return tuple(in_flight(order) for order in self.schedule.ranks)
 
-    def held(self, rank):
+    def activations_over_time(self, rank):
         """Return [(time, activations in flight)] of a rank: after each moment at which the number changes."""
         return self._changes(rank, (1,) * self.schedule.stages, (1,) * self.schedule.stages)
 

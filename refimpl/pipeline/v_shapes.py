@@ -15,7 +15,7 @@ from .schedules import check_sizes, first_of
 DOWN, UP = 0, 1  # a rank's two stages
 
 
-class _Order:
+class _InstructionList:
     """A rank's list while it is written: each kind takes the micro-batches of a stage in order."""
 
     def __init__(self, ranks, rank):
@@ -42,7 +42,7 @@ def _schedule(name, ranks, micro_batches, write):
     rank_of = (*range(ranks), *reversed(range(ranks)))
     orders = []
     for r in range(ranks):
-        order = _Order(ranks, r)
+        order = _InstructionList(ranks, r)
         write(order, ranks, r, enough)
         orders.append(tuple(order.order))
     return first_of(micro_batches, Schedule(name, tuple(orders), rank_of, enough))

@@ -7,14 +7,14 @@ import signal
 
 from .crowded import TOO_MANY, more_open_files
 from .errors import RankError, names
-from .worker import TORCH_DISTRIBUTED, Failure
+from .worker import TORCH_DISTRIBUTED, RankFailure
 
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 STARTING = ("/ranks/worker.py", "/ranks/forking.py", "<string>")
 
 
 def died(rank, when, hint=""):
-    """Return the Failure of a `launched_ranks.LaunchedRank` whose process ended too early."""
+    """Return the RankFailure of a `launched_ranks.LaunchedRank` whose process ended too early."""
     errors, number = rank.errors.decode(errors="replace").strip(), rank.status & 0x7F
     text = [f"the last that it wrote to stderr:\n{errors}"] if errors else []
     text += [f"where it was:\n{show(frames)}" for frames in threads(rank.stacks.decode(errors="replace"))]
@@ -29,7 +29,7 @@ def died(rank, when, hint=""):
     if "Received data size doesn't match" in errors:
         what += f"; tensors of different sizes met in a collective: {hint}"
     # gloo aborts the process on an invalid message, so another rank may be to blame.
-    return Failure(rank.number, what, "\n\n".join(text), when, consequence=number == signal.SIGABRT)
+    return RankFailure(rank.number, what, "\n\n".join(text), when, consequence=number == signal.SIGABRT)
 
 
 def blame(failures, dead, explain=lambda: None):

@@ -23,7 +23,7 @@ GRACE = 0.25  # between two looks at ranks that wait for one that has returned: 
 STDERR_KEPT = 4000  # bytes, for the message when a rank dies
 
 
-class Rank:
+class LaunchedRank:
     """Holds what the caller knows about one rank."""
 
     def __init__(self, number):
@@ -35,7 +35,7 @@ class Rank:
         self.ends = {}  # our ends of its control socket and of its pipes, by name
 
 
-class Ranks:
+class LaunchedRanks:
     """Starts and watches the ranks of one launch, as a context. When it exits, no process is left.
 
     `payload` is the file that `worker.read_payload` reads, `records` the one of `signs.shared_records`, `listener` the
@@ -43,7 +43,7 @@ class Ranks:
     """
 
     def __init__(self, world, payload, records, listener, read_records):
-        self._world, self._ranks = world, [Rank(number) for number in range(world.size)]
+        self._world, self._ranks = world, [LaunchedRank(number) for number in range(world.size)]
         self._files, self._listener, self._read_records = [payload, records], listener, read_records
         self._signs = self._stuck = None
         self._output, self._events = RankOutput(world.size), bytearray()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .crowded import open_files_named, temporary_file
 from .errors import RankError
-from .launched_ranks import Ranks
+from .launched_ranks import LaunchedRanks
 from .pickling import pack
 from .signs import shared_records
 from .worker import LENGTH, Setup
@@ -33,7 +33,7 @@ def run(fn: Callable[..., Any], world: "World", args: Sequence[Any] = (), timeou
         setup = pickle.dumps(Setup(world, listener.getsockname()[1], _directory(), list(sys.path), dict(os.environ),
                                    sources, resource.getrlimit(resource.RLIMIT_NOFILE)))
         with temporary_file(LENGTH.pack(len(setup)), setup, packed) as payload, \
-                Ranks(world, payload, records, listener, read_records) as ranks:
+                LaunchedRanks(world, payload, records, listener, read_records) as ranks:
             return [unpack(rank, value) for rank, value in enumerate(ranks.results(timeout, limit))]
 
 

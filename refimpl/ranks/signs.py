@@ -74,12 +74,12 @@ def map_record(fd, rank):
     return memoryview(mmap.mmap(fd, RECORD, offset=rank * RECORD))
 
 
-def take_record(fd, rank):
+def map_own_record(fd, rank):
     """Return the memory of the record of this process, which is that rank: `beat` writes to it."""
-    return keep_record(map_record(fd, rank))
+    return set_own_record(map_record(fd, rank))
 
 
-def keep_record(memory):
+def set_own_record(memory):
     """Take `memory` for the record of this process; return it."""
     global _record
     _record = memory

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .errors import RankError
 from .pickling import pack_result
-from .signs import take_record
+from .signs import map_own_record
 from .world import World
 
 LENGTH = struct.Struct("q")
@@ -45,7 +45,7 @@ class Setup:
 
 
 @dataclass
-class Failure:
+class RankFailure:
     """Says why a rank did not return. `when`: time.monotonic(), the same clock for all processes of a machine."""
 
     rank: int
@@ -71,7 +71,7 @@ def run(rank, control, out, err, stacks, payload, record, listener=None):
         prepare(rank, setup)
         fn, args = pickle.loads(packed)
         store = meet(rank, setup, listener)  # rank 0's store must exist as long as any rank
-        connection = setup.world.connect(rank, store, take_record(record, rank))
+        connection = setup.world.connect(rank, store, map_own_record(record, rank))
         report(parent, READY, None)
         value = pickled_result(fn(connection, *args))
         flush()
@@ -157,10 +157,11 @@ def pickled_result(value):
 
 
 def describe(rank, error, folders=()):
-    """Return the Failure of a rank that raised `error`. `folders`: of code whose errors may come from other ranks."""
+    """Return the RankFailure of a rank that raised `error`. `folders`: of code whose errors may come from other
+    ranks."""
     when = time.monotonic()
     if isinstance(error, UnpicklableResult):
-        return Failure(rank, f"returned an unpicklable value: {error}", when=when)
+        return RankFailure(rank, f"returned an unpicklable value: {error}", when=when)
     if isinstance(error, SystemExit):
         what = f"exited with code {error.code!r} (sys.exit) before it returned"
     else:
@@ -176,7 +177,7 @@ def describe(rank, error, folders=()):
         exception = None
     # Ranks may exchange exceptions. Those without one then raise a RankError that names the rank that had one.
     of_another = type(error) is RankError and error.ranks and rank not in error.ranks
-    return Failure(rank, what, text, when, exception,
+    return RankFailure(rank, what, text, when, exception,
                    bool(of_another) or from_distributed(error, folders))
 
 

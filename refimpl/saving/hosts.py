@@ -22,7 +22,7 @@ def is_first(hosts, rank):
 
 def tell(comm, ranks):
     """Return ranks of a communicator for an error, by their numbers in the world, with their hosts."""
-    return comm.hosts.tell([comm.ranks[rank] for rank in ranks])
+    return comm.hosts.format_ranks([comm.ranks[rank] for rank in ranks])
 
 
 @contextlib.contextmanager

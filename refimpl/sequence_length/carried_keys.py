@@ -44,7 +44,7 @@ class Carried:
             self._values[layer][which] = mark(new.new_empty(self._shape), CARRIED)
         return self._values[layer][which]
 
-    def need_gradients(self):
+    def allocate_gradients(self):
         """Allocate the sums of gradients, as zeros."""
         self.gradients = [[mark(torch.zeros_like(value), CARRIED) for value in pair] for pair in self._values]
 

@@ -103,15 +103,15 @@ class ChunkedSequenceProcessor:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if length <= self.chunk_size:
             return self.model(tokens, targets)
-        one_pass = _Pass(self, tokens, targets, trained if torch.is_grad_enabled() else [])
+        one_pass = _ChunkedPass(self, tokens, targets, trained if torch.is_grad_enabled() else [])
         if not one_pass.trained:
             return one_pass.forward()
         # Not parameters with hooks: autograd would call the hooks once more, without a gradient.
         free = [p for p in trained if not p._backward_hooks and not p._post_accumulate_grad_hooks]
-        return _Loss.apply(one_pass, *(free or [torch.empty(0, requires_grad=True)]))
+        return _ChunkedLoss.apply(one_pass, *(free or [torch.empty(0, requires_grad=True)]))
 
 
-class _Loss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """One autograd node for forward and backward of all chunks. `anchors` require a gradient, so that backward is
     called."""
 
@@ -136,7 +136,7 @@ class _Loss(torch.autograd.Function):
         return None, *(None for _ in ctx.needs_input_grad[1:])
 
 
-class _Pass:
+class _ChunkedPass:
     """Runs forward and backward of one sequence in chunks. `trained`: the parameters that get gradients."""
 
     def __init__(self, process, tokens, targets, trained):
@@ -185,7 +185,7 @@ class _Pass:
     def backward(self, gradient):
         """Add the gradient to `.grad`, chunk by chunk, from the last to the first."""
         if not self.truncated:
-            self.carried.need_gradients()
+            self.carried.allocate_gradients()
         try:
             for first, last in reversed(self.chunks):
                 again = last < self.tokens.shape[1]

@@ -58,7 +58,7 @@ class VocabularyParallelEmbedding(nn.Module):
         made.__dict__ |= {key: value for key, value in vars(embedding).items() if key not in vars(made)}
         made._buffers.update(embedding._buffers)
         made._modules.update(embedding._modules)
-        made.__class__ = type(type(embedding).__name__, (_Asked, type(embedding), _Between), {})
+        made.__class__ = type(type(embedding).__name__, (_ChecksLookup, type(embedding), _LooksUpOwnRows), {})
         return made
 
     @staticmethod
@@ -84,7 +84,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return f"rows {self.first} … {self.end - 1} of {self.V}, {self.weight.shape[1]}"
 
 
-class _Between(VocabularyParallelEmbedding, nn.Embedding):
+class _LooksUpOwnRows(VocabularyParallelEmbedding, nn.Embedding):
     """Stands between a subclass of nn.Embedding and nn.Embedding: its `super().forward` looks up this rank's rows."""
 
     def forward(self, tokens):
@@ -92,7 +92,7 @@ class _Between(VocabularyParallelEmbedding, nn.Embedding):
         return super().forward(tokens)
 
 
-class _Asked:
+class _ChecksLookup:
     """Stands before such a subclass. TypeError if its forward has not looked up rows by `super().forward`."""
 
     def forward(self, tokens):

@@ -63,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
         gather = self.gather_output if gather is None else gather
         return gather_logits(y, self.comm, self.features) if gather else y
 
-    def held(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    def weights_in(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return [(weight (n, C), bias or None)] of all parts in `dtype`. A part that other ranks hold, too, gets the
         sum of their gradients."""
         biases = self.biases or [None] * len(self.weights)
@@ -106,14 +106,14 @@ def columns(x, layers):
     keeps the rows of this rank alone."""
     rows, tokens = getattr(x, "sequence_rows", None) or (x, None)
     dtype = _computed_in(x, layers[0].weights[0])
-    pairs = [layer.held(dtype) for layer in layers]
+    pairs = [layer.weights_in(dtype) for layer in layers]
     flat = [each for pair in pairs for weight_and_bias in pair for each in weight_and_bias]
     whole = x.detach().to(dtype) if tokens is not None else None
-    outputs = _Columns.apply(rows.to(dtype), whole, tokens, layers[0].comm, [len(pair) for pair in pairs], *flat)
+    outputs = _ColumnProducts.apply(rows.to(dtype), whole, tokens, layers[0].comm, [len(pair) for pair in pairs], *flat)
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-class _Columns(torch.autograd.Function):
+class _ColumnProducts(torch.autograd.Function):
     """Y = X Aᵀ + b of several layers, of several parts each; X is whole, or this rank's rows with what was gathered."""
 
     @staticmethod

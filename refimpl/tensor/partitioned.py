@@ -92,7 +92,7 @@ class PartitionedInputs:
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return this rank's part and how to make the tensor of it; None if the tensor stays whole."""
-        dense = self._takes(tensor)
+        dense = self._is_dense(tensor)
         if dense is None:
             return None
         storage = tensor.untyped_storage()
@@ -104,8 +104,8 @@ class PartitionedInputs:
             flat = tensor.detach()
             flat = flat.as_strided((tensor.numel(),), (1,)) if dense else flat.reshape(-1)
             part, checksum = self._cut(flat), bit_sum(flat) if self.check else None
-            known = self._parts[key] = _Known(part, checksum, storage)
-        return part, _Layout(known, tensor.shape, tensor.stride(), tensor.device, dense)
+            known = self._parts[key] = _KeptInput(part, checksum, storage)
+        return part, _TensorLayout(known, tensor.shape, tensor.stride(), tensor.device, dense)
 
     @torch.no_grad()
     def unpack(self, part: torch.Tensor, layout: Any) -> torch.Tensor:
@@ -120,7 +120,7 @@ class PartitionedInputs:
         return torch.empty_strided(layout.shape, layout.stride, dtype=part.dtype, device=layout.device).copy_(
             flat.view(layout.shape))
 
-    def _takes(self, tensor):
+    def _is_dense(self, tensor):
         """Tell whether the tensor is dense, without gaps between its elements; None if it stays whole."""
         if self._is_parameter(tensor) or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return None
@@ -166,7 +166,7 @@ class PartitionedInputs:
                 "out; if inputs differ by rounding alone, check=False takes the parts as they are")
 
 
-class _Known:
+class _KeptInput:
     """What is known of an input while it is kept: its part, its checksum, and its storage (so that no other one gets
     the same address)."""
 
@@ -176,10 +176,10 @@ class _Known:
         self.part, self.checksum, self.storage = weakref.ref(part), checksum, StorageWeakRef(storage)
 
 
-class _Layout(NamedTuple):
+class _TensorLayout(NamedTuple):
     """How a tensor lay in memory."""
 
-    known: _Known
+    known: _KeptInput
     shape: torch.Size
     stride: tuple
     device: torch.device

@@ -44,7 +44,7 @@ class SameBatch:
         self.comm = comm
         self.names = [each.name for each in inspect.signature(model.forward).parameters.values()
                       if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        self.late = []  # of the last forward: (name, its Sum)
+        self.late = []  # of the last forward: (name, its HostChecksum)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -53,7 +53,7 @@ class SameBatch:
             return
         given = sorted((name, x) for name, x in self._given(args, kwargs) if comparable(x))
         shapes = {name: described(x) for name, x in given}
-        sums = [(name, Sum.of(x)) for name, x in given if has_values(x)]
+        sums = [(name, HostChecksum.of(x)) for name, x in given if has_values(x)]
         before = {name: each.value() for name, each in self.late}
         now = {name: each.value() for name, each in sums if each.event is None}
         self.late = [(name, each) for name, each in sums if each.event is not None]
@@ -65,21 +65,21 @@ class SameBatch:
     def _given(self, args, kwargs):
         """Yield (name, value) of what the model is given, under the names of its parameters."""
         for i, value in enumerate(args):
-            yield from leaves(self.names[i] if i < len(self.names) else f"argument {i}", value)
+            yield from named_values(self.names[i] if i < len(self.names) else f"argument {i}", value)
         for name, value in kwargs.items():
-            yield from leaves(name, value)
+            yield from named_values(name, value)
 
 
-def leaves(name, value):
+def named_values(name, value):
     """Yield (name, value) of a value, or of what is in it: {"x": …} of an argument `batch` is "batch.x"."""
     if name in OWN:
         return
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from leaves(f"{name}.{key}", each)
+            yield from named_values(f"{name}.{key}", each)
     elif isinstance(value, (list, tuple)):
         for i, each in enumerate(value):
-            yield from leaves(f"{name}.{i}", each)
+            yield from named_values(f"{name}.{i}", each)
     else:
         yield name, value
 
@@ -104,7 +104,7 @@ def described(x):
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 
-class Sum(NamedTuple):
+class HostChecksum(NamedTuple):
     """The checksum of a tensor, in host memory, and the event after which it is there; None: it is there now."""
 
     host: torch.Tensor

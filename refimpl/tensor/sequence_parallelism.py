@@ -45,12 +45,12 @@ def sequence_parallel(model: torch.nn.Module, comm: "Communicator", plan: Any = 
         raise ValueError(f"{type(model).__name__} has adapters of peft, which read all tokens, and a rank has some of "
                          "them: use tensor_parallel")
     blocks, norm = region_of(model) if region is None else region
-    tokens = _Tokens(blocks, norm)
+    tokens = _SplitTokens(blocks, norm)
     summed = proven_sums(model, comm, plan, loss_parallel, tokens)
     return tokens(split_as(model, comm, plan, loss_parallel, summed), comm)
 
 
-class _Tokens(NamedTuple):
+class _SplitTokens(NamedTuple):
     """Splits the tokens between layers, after the layers."""
 
     blocks: str
@@ -66,7 +66,7 @@ def split_tokens(model, comm, blocks, norm):
     `blocks`: the list of its blocks. `norm`: after which module ranks have all tokens again; of a stage without a last
     norm it is the last block.
     """
-    here = Region(comm)
+    here = RowsRegion(comm)
     blocks[0].register_forward_pre_hook(here.enter, with_kwargs=True)
     norm.register_forward_hook(here.leave)
     model.register_forward_hook(here.end, always_call=True)
@@ -95,7 +95,7 @@ def _readers(block):
     return [*columns.pop(block), *(module for module, found in columns.items() if found)]
 
 
-class Region:
+class RowsRegion:
     """The blocks of a model in which each rank has rows. `tokens`: (B, T) of the forward that is under way."""
 
     def __init__(self, comm):
@@ -111,7 +111,7 @@ class Region:
         if module.training:
             self.random.common = None  # a stream that a recomputation has left
             self.random.begin()
-        return replaced(_Cut.apply(x, self.comm))
+        return replaced(_TokensToRows.apply(x, self.comm))
 
     @torch._disable_dynamo
     def remember(self, module, args, kwargs):
@@ -132,7 +132,7 @@ class Region:
     def gather(self, name, module, args, kwargs):
         """Give a module all tokens. Split layers find in `sequence_rows` what autograd keeps instead."""
         rows, replaced = _first(module, args, kwargs, name)
-        x = _Join.apply(rows, self.comm, self.tokens)
+        x = _RowsToTokens.apply(rows, self.comm, self.tokens)
         x.sequence_rows = rows, self.tokens
         return replaced(x)
 
@@ -140,7 +140,7 @@ class Region:
     def leave(self, module, args, output):
         """Return all tokens behind the last norm."""
         self.random.end()
-        return _Join.apply(output, self.comm, self.tokens)
+        return _RowsToTokens.apply(output, self.comm, self.tokens)
 
     @torch._disable_dynamo
     def end(self, module, args, output):
@@ -156,7 +156,7 @@ def _first(module, args, kwargs, name=None):
     return kwargs[name], lambda x: (args, {**kwargs, name: x})
 
 
-class _Cut(torch.autograd.Function):
+class _TokensToRows(torch.autograd.Function):
     """All tokens, which every rank has, to this rank's rows; backward gathers."""
 
     @staticmethod
@@ -170,7 +170,7 @@ class _Cut(torch.autograd.Function):
         return whole_sequence(dx, ctx.comm, ctx.tokens), None
 
 
-class _Join(torch.autograd.Function):
+class _RowsToTokens(torch.autograd.Function):
     """Rows of all ranks to all tokens, whose gradient is the same on every rank; backward takes this rank's rows."""
 
     @staticmethod

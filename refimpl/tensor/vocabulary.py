@@ -44,10 +44,10 @@ def gather_logits(logits, comm, V):
     backward takes this rank's columns of the gradient and communicates nothing.
     """
     check_columns(logits, comm, V, part(V, comm))
-    return _Gather.apply(logits, comm, V) if comm.world_size > 1 else logits
+    return _GatherLogits.apply(logits, comm, V) if comm.world_size > 1 else logits
 
 
-class _Gather(torch.autograd.Function):
+class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, comm, V):
         ctx.part = part(V, comm)
@@ -61,10 +61,10 @@ class _Gather(torch.autograd.Function):
 
 def own_features(x, comm):
     """Return this rank's columns of x (…, V), which is the same on all ranks: the conjugate of `gather_logits`."""
-    return _Own.apply(x, comm) if comm.world_size > 1 else x
+    return _OwnFeatures.apply(x, comm) if comm.world_size > 1 else x
 
 
-class _Own(torch.autograd.Function):
+class _OwnFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm):
         ctx.comm, ctx.V = comm, x.shape[-1]
@@ -117,13 +117,14 @@ def vocabulary_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tenso
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
     check_ids(targets, V, "targets", ignore_index)
-    losses = _Loss.apply(logits, targets, _Plan(comm, V, ignore_index, label_smoothing, overwrite, chunk_bytes))
+    options = _LossOptions(comm, V, ignore_index, label_smoothing, overwrite, chunk_bytes)
+    losses = _SplitCrossEntropy.apply(logits, targets, options)
     if reduction == "none":
         return losses
     return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
-class _Plan(NamedTuple):
+class _LossOptions(NamedTuple):
     """What the loss is given besides tensors."""
 
     comm: object
@@ -148,7 +149,7 @@ class _Plan(NamedTuple):
             yield first, end, buffer[: end - first]
 
 
-class _Loss(torch.autograd.Function):
+class _SplitCrossEntropy(torch.autograd.Function):
     """The loss of each row (N,). Rows: Σ, z_t − m, t + 1 of the rank that has column t, and Σ (z − m) if ε > 0."""
 
     @staticmethod

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refimpl.comm import Handle
-from refimpl.comm.handle import landed
+from refimpl.comm.handle import copied_to_out
 
 
 class Work:
@@ -49,6 +49,6 @@ def test_a_work_that_fails_fails_every_time():
 def test_what_has_landed_where_it_belongs_is_not_copied():
     out = torch.zeros(4)
     version = out._version
-    assert landed(out, out) is out and landed(out.detach(), out) is out and out._version == version
+    assert copied_to_out(out, out) is out and copied_to_out(out.detach(), out) is out and out._version == version
     parameter = torch.nn.Parameter(torch.zeros(4))
-    assert landed(torch.ones(4), parameter) is parameter and parameter.sum() == 4
+    assert copied_to_out(torch.ones(4), parameter) is parameter and parameter.sum() == 4

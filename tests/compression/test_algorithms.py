@@ -7,7 +7,7 @@ import torch
 from compression_kit import FLAT
 
 from refimpl.compression import ALGORITHMS, GradientCompressor
-from refimpl.compression.powersgd import Layout
+from refimpl.compression.powersgd import FactorLayout
 
 SHAPES = [(), (1,), (3,), (7,), (257,), (1025,), (64, 48), (3, 5, 7), (4097,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -178,7 +178,7 @@ def test_keys_tell_gradients_apart(algorithm):
 
 def test_factors_are_chosen_by_the_ratio():
     for ratio in (0.01, 0.1, 0.3):
-        layout = Layout([torch.Size((300, 200)), torch.Size((50,))], ratio)
+        layout = FactorLayout([torch.Size((300, 200)), torch.Size((50,))], ratio)
         (n, m, r), = layout.matrices.values()
         assert r == max(1, int(ratio * 60_000 / 500)) and layout.payload_bytes() == 4 * (50 + r * (n + m))
         assert r == 1 or r * (n + m) <= ratio * n * m

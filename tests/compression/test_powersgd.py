@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from benchmarks.tensor_parallel import SIZES, Decoder
 from refimpl.compression import GradientCompressor
-from refimpl.compression.powersgd import Layout, orthonormalize
+from refimpl.compression.powersgd import FactorLayout, orthonormalize
 from refimpl.zero import DataParallel
 from refimpl.zero.internals.hook import BucketLayout
 
@@ -59,7 +59,7 @@ def test_it_is_torchs(comm, rank, feedback):
         hook.step()
         theirs = powerSGD_hook(state, StandIn(g.clone())).wait()
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert comm.traffic.total == 6 * Layout(SHAPES, 1, rank).payload_bytes()
+    assert comm.traffic.total == 6 * FactorLayout(SHAPES, 1, rank).payload_bytes()
 
 
 class Cold(GradientCompressor):
@@ -87,7 +87,7 @@ def test_bytes_of_a_decoder(rank, nbytes):
     with torch.device("meta"):
         shapes = [p.shape for p in Decoder(**SIZES).parameters()]
     assert 4 * sum(shape.numel() for shape in shapes) == 29_546_496
-    assert Layout(shapes, 1, rank).payload_bytes() == nbytes
+    assert FactorLayout(shapes, 1, rank).payload_bytes() == nbytes
 
 
 @pytest.mark.parametrize(("rank", "nbytes"), [(1, 198_144), (4, 626_688)])

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from refimpl.comm import FakeCommunicator
 from refimpl.context import SequenceParallelAttention, context_parallel
 from refimpl.pipeline.stages_proof import prove_stages
-from refimpl.tensor.sequence_parallelism import _Tokens
+from refimpl.tensor.sequence_parallelism import _SplitTokens
 from refimpl.tensor.split_plan import region_of
 from refimpl.tensor.tensor import proven_sums
 
@@ -70,7 +70,8 @@ def row_of(kind):
         return None
     comm = FakeCommunicator(0, 3)
     return [_said(prove_stages, model), _said(lambda model: "+" * len(proven_sums(model, comm)), model),
-            _said(lambda model: "+" * len(proven_sums(model, comm, None, False, _Tokens(*region_of(model)))), model),
+            _said(lambda model: "+" * len(proven_sums(model, comm, None, False, _SplitTokens(*region_of(model)))),
+                  model),
             *(_said(lambda model, method=method: context_parallel(model, SequenceParallelAttention(comm, method)),
                     on_meta(kind)) for method in ("ring", "gathered", "ulysses"))]
 

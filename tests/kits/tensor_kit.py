@@ -8,7 +8,7 @@ from outside.models import GROUPED, causal
 from torch import nn
 
 from refimpl.model import GPT, GPTConfig
-from refimpl.pipeline.stages import Elsewhere
+from refimpl.pipeline.stages import LayerOfAnotherStage
 from refimpl.tensor import sequence_parallel, tensor_parallel
 
 V, ROWS, T = 61, 3, 7  # a vocabulary and a number of tokens that no number of ranks divides
@@ -99,5 +99,5 @@ def distances(comm, name, split, dtype):
 def bodies(model):
     """Return the blocks of a model, of a stage those that are there."""
     blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    here = [block for block in blocks if not isinstance(block, Elsewhere)]
+    here = [block for block in blocks if not isinstance(block, LayerOfAnotherStage)]
     return here if len(here) < len(blocks) else blocks

@@ -18,7 +18,7 @@ from torch import nn
 from refimpl import memory
 from refimpl.comm import ring_traffic
 from refimpl.pipeline import PipelineParallelStage, executor, schedule, simulate, validate
-from refimpl.pipeline.executor import Step
+from refimpl.pipeline.executor import InstructionRunner
 from refimpl.pipeline.instructions import BACKWARD, WEIGHT
 from refimpl.pipeline.mailbox import Mailbox
 from refimpl.pipeline.messages import message_bytes, message_traffic
@@ -47,7 +47,7 @@ def activations(plan):
     return whole, left
 
 
-class Hoarding(Step):
+class Hoarding(InstructionRunner):
     """The mutant that keeps every graph until the step's end."""
 
     def __init__(self, *args):
@@ -68,7 +68,7 @@ class Late(Mailbox):
         return super().receive(turn._replace(left=()))
 
 
-MUTANTS = {"hoarding": ("Step", Hoarding), "late": ("Mailbox", Late)}
+MUTANTS = {"hoarding": ("InstructionRunner", Hoarding), "late": ("Mailbox", Late)}
 
 
 def readings(comm, name, m, mutant=None):
@@ -78,14 +78,15 @@ def readings(comm, name, m, mutant=None):
     batch = torch.randn(ROWS * m, T, C, dtype=torch.float64)
     for _ in range(2):
         pipe.train_step(batch, batch)
-    after, start, take = [], comm.traffic, Step.take
+    after, start, run = [], comm.traffic, InstructionRunner.run
 
     def watched(*args):
-        take(*args)
+        run(*args)
         after.append(t.now["activations"])
 
     as_mutant = mock.patch.object(executor, *MUTANTS[mutant]) if mutant else contextlib.nullcontext()
-    with memory.track(*pipe.stages.values(), batch) as t, as_mutant, mock.patch.object(Step, "take", watched):
+    counting = mock.patch.object(InstructionRunner, "run", watched)
+    with memory.track(*pipe.stages.values(), batch) as t, as_mutant, counting:
         pipe.train_step(batch, batch)
     line = t.timeline
     most = {c: int(line.nbytes[:, i].max()) for i, c in enumerate(line.categories)}

@@ -18,7 +18,7 @@ from users_kit import Model
 from refimpl import memory
 from refimpl.model import GPT
 from refimpl.pipeline import split as split_module
-from refimpl.pipeline.split import KnownPart, Part, SplitBackward
+from refimpl.pipeline.split import DeferredByFormulas, DeferredByGraph, SplitBackward
 
 ROWS = 12
 
@@ -296,6 +296,6 @@ def test_a_part_that_keeps_its_graph_after_w_is_seen(monkeypatch):
     def keeping(part):
         torch.autograd.backward(part.ends, part.gradients, inputs=[*part.leaf.parameters()], retain_graph=True)
 
-    monkeypatch.setattr(Part, "weights_backward", keeping)
-    monkeypatch.setattr(KnownPart, "weights_backward", lambda part: None)
+    monkeypatch.setattr(DeferredByGraph, "weights_backward", keeping)
+    monkeypatch.setattr(DeferredByFormulas, "weights_backward", lambda part: None)
     assert kept(parts_too=True)[2] == before

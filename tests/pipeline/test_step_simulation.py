@@ -26,7 +26,7 @@ def test_two_ranks_by_hand():
     assert [[timed[1:] for timed in rank] for rank in step.ranks] == [
         [(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
     assert step.step_time == 9 and step.idle == (3, 0)
-    assert step.held(0) == [(0, 0), (0, 1), (1, 2), (6, 1), (9, 0)]
+    assert step.activations_over_time(0) == [(0, 0), (0, 1), (1, 2), (6, 1), (9, 0)]
     assert step.in_flight == ((2, 2, 0), (1, 1, 0))
 
 
@@ -86,8 +86,8 @@ def test_bytes_of_activations():
 def test_held_is_what_the_order_says(name, ranks, micro_batches, costs):
     step = simulate(schedule(name, ranks, micro_batches), costs and Costs(*costs), activation_bytes=7)
     for r in range(ranks):
-        assert max(n for _, n in step.held(r)) == step.in_flight[r].peak == step.peak_bytes[r] / 7
-        assert step.held(r)[-1][1] == 0
+        assert max(n for _, n in step.activations_over_time(r)) == step.in_flight[r].peak == step.peak_bytes[r] / 7
+        assert step.activations_over_time(r)[-1][1] == 0
 
 
 def by_ticks(built, costs):

@@ -32,7 +32,7 @@ from refimpl.pipeline.stages_proof import prove_stages
 from refimpl.proof import CannotShrink, CutDiffers, once, ranks
 from refimpl.proof.compare import Computed, computed, difference
 from refimpl.tensor import sequence_parallel, tensor_parallel
-from refimpl.tensor.sequence_parallelism import _Tokens
+from refimpl.tensor.sequence_parallelism import _SplitTokens
 from refimpl.tensor.split_plan import Column, Row, region_of
 from refimpl.tensor.tensor import proven_sums, split_as
 
@@ -416,7 +416,7 @@ OPT = {"model.decoder.layers.*.self_attn.q_proj": "column", "model.decoder.layer
                                             ("phi3", None)])
 def test_tokens_of_models_whose_region_nobody_named(kind, plan):
     model = on_meta(kind)
-    assert proven_sums(model, THREE, plan, False, _Tokens(*region_of(model))) == ()
+    assert proven_sums(model, THREE, plan, False, _SplitTokens(*region_of(model))) == ()
 
 
 def test_a_norm_that_sees_all_tokens_and_is_summed_is_seen():

@@ -9,8 +9,8 @@ import pytest
 from refimpl.comm import CollectiveMismatch
 from refimpl.ranks.errors import names
 from refimpl.ranks.failure_report import blame, died, explained, hung, show, threads, waiting_in
-from refimpl.ranks.launched_ranks import Rank
-from refimpl.ranks.worker import TORCH_DISTRIBUTED, Failure
+from refimpl.ranks.launched_ranks import LaunchedRank
+from refimpl.ranks.worker import TORCH_DISTRIBUTED, RankFailure
 from refimpl.ranks.world import World
 
 FOLDER, HINT = "/refimpl/comm", "debug=True compares what ranks are about to do"
@@ -32,7 +32,7 @@ class Connected(World):
 
 
 def ended(status, value=None, errors=b"", stacks=b""):
-    rank = Rank(2)
+    rank = LaunchedRank(2)
     rank.status, rank.value, rank.errors, rank.stacks = status, value, errors, stacks
     return died(rank, 7.0, HINT)
 
@@ -61,21 +61,21 @@ def test_a_rank_that_gloo_aborts_may_be_a_consequence_and_its_last_words_are_tol
 
 
 def test_blame_goes_to_what_nothing_else_explains_then_to_the_dead_then_to_the_earliest():
-    broken = Failure(0, "raised RuntimeError: Connection closed", when=1, consequence=True)
-    late = Failure(1, "raised ValueError: b", when=3)
-    early = Failure(2, "raised KeyError: a\nmore", "its lines", when=2)
-    dead = Failure(3, "exited with code 1", when=4)
+    broken = RankFailure(0, "raised RuntimeError: Connection closed", when=1, consequence=True)
+    late = RankFailure(1, "raised ValueError: b", when=3)
+    early = RankFailure(2, "raised KeyError: a\nmore", "its lines", when=2)
+    dead = RankFailure(3, "exited with code 1", when=4)
     error = blame([broken, late, early], set())
     assert error.ranks == (2,)
     assert str(error) == "rank 2 raised KeyError: a\nmore\nrank 1, too, raised ValueError: b\n\nits lines"
     assert blame([broken, late, early, dead], {3}).rank == 3
     assert blame([broken], set()).rank == 0
-    assert blame([broken, Failure(1, "was killed by SIGABRT", when=5, consequence=True)], {1}).rank == 1
+    assert blame([broken, RankFailure(1, "was killed by SIGABRT", when=5, consequence=True)], {1}).rank == 1
 
 
 def test_what_explains_consequences_is_told_first_and_keeps_its_class():
     asked, better = [], CollectiveMismatch("rank 2 began other collectives", [2])
-    broken, own = Failure(0, "was killed by SIGABRT", consequence=True), Failure(1, "raised ValueError: b")
+    broken, own = RankFailure(0, "was killed by SIGABRT", consequence=True), RankFailure(1, "raised ValueError: b")
     error = blame([broken], {0}, lambda: asked.append(1) or better)
     assert (type(error), error.ranks) == (CollectiveMismatch, (2,))
     assert str(error) == f"{better}\n\nrank 0 was killed by SIGABRT"
@@ -84,11 +84,11 @@ def test_what_explains_consequences_is_told_first_and_keeps_its_class():
 
 
 def test_the_exception_itself_is_the_cause_or_its_loss_is_told():
-    raised = Failure(1, "raised ValueError: x", exception=pickle.dumps(ValueError("x")))
+    raised = RankFailure(1, "raised ValueError: x", exception=pickle.dumps(ValueError("x")))
     assert isinstance(blame([raised], set()).__cause__, ValueError)
-    lost = blame([Failure(1, "raised Odd: x", exception=b"no pickle")], set())
+    lost = blame([RankFailure(1, "raised Odd: x", exception=b"no pickle")], set())
     assert lost.__cause__ is None and "(the exception itself could not be unpickled: " in str(lost)
-    mismatch = Failure(1, "raised …", "lines", exception=pickle.dumps(CollectiveMismatch("rank 2 differs", [2])))
+    mismatch = RankFailure(1, "raised …", "lines", exception=pickle.dumps(CollectiveMismatch("rank 2 differs", [2])))
     error = blame([mismatch], set())
     assert (type(error), error.ranks, str(error)) == (CollectiveMismatch, (2,), "rank 2 differs\n\nlines")
 

@@ -31,21 +31,21 @@ def test_too_many_open_files_say_so_and_leave_nothing(processes_left):
 
 def test_an_interrupt_at_any_moment_stays_an_interrupt(processes_left, monkeypatch):
     """While ranks are started, when some have no pipe yet; later moments have their own tests."""
-    start = launched_ranks.Ranks._start
+    start = launched_ranks.LaunchedRanks._start
     for moment in range(3):
         def interrupted(self, rank, ends, moment=moment):
             if rank.number == moment:
                 raise KeyboardInterrupt
             start(self, rank, ends)
 
-        monkeypatch.setattr(launched_ranks.Ranks, "_start", interrupted)
+        monkeypatch.setattr(launched_ranks.LaunchedRanks, "_start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             launch(lambda comm: comm.barrier(), 3)
         assert processes_left() == []
 
 
 def test_a_second_interrupt_does_not_leave_ranks_behind(processes_left, monkeypatch):
-    monkeypatch.setattr(launched_ranks.Ranks, "_end", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(launched_ranks.LaunchedRanks, "_end", mock.Mock(side_effect=KeyboardInterrupt))
     timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):

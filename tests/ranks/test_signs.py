@@ -8,7 +8,7 @@ import time
 import pytest
 
 from refimpl.ranks import signs
-from refimpl.ranks.signs import RECORD, Signs, cpu_seconds, map_record, shared_records, take_record
+from refimpl.ranks.signs import RECORD, Signs, cpu_seconds, map_own_record, map_record, shared_records
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_rank_that_sleeps_says_that_it_goes_on(monkeypatch):
     monkeypatch.setattr(signs, "_record", None)
     signs.beat()  # this process is no rank
     with shared_records(2) as (file, read):
-        take_record(file.fileno(), 1)
+        map_own_record(file.fileno(), 1)
         seen = [read()]
         for _ in range(2):
             signs.beat()

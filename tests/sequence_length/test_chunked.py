@@ -193,11 +193,11 @@ def with_every_graph(monkeypatch):
         return self.last.detach()
 
     def backward(self, gradient):
-        self.carried.need_gradients()
+        self.carried.allocate_gradients()
         self.last.backward(gradient)
 
-    monkeypatch.setattr(chunked._Pass, "forward", forward)
-    monkeypatch.setattr(chunked._Pass, "backward", backward)
+    monkeypatch.setattr(chunked._ChunkedPass, "forward", forward)
+    monkeypatch.setattr(chunked._ChunkedPass, "backward", backward)
 
 
 def test_versions_that_save_nothing_are_seen(family, monkeypatch):

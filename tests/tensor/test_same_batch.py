@@ -186,9 +186,9 @@ class Event:
 
 @on_ranks(2)
 def test_values_on_a_gpu_are_compared_before_the_next_forward_and_shapes_at_once(comm):
-    model, of = split_mlp(comm), same_batch.Sum.of
+    model, of = split_mlp(comm), same_batch.HostChecksum.of
     x, y = torch.ones(2, 6), torch.ones(2, 6) * (1 + comm.rank)
-    with mock.patch.object(same_batch.Sum, "of", lambda each: of(each)._replace(event=Event())):
+    with mock.patch.object(same_batch.HostChecksum, "of", lambda each: of(each)._replace(event=Event())):
         assert said(model, x) is None and Event.waited == 0
         assert said(model, y) is None and Event.waited == 1  # runs: nobody has waited for its sum
         ranks, text = said(model, x)

@@ -10,10 +10,10 @@ from .tensors import NAMED, check_out, describe, resolved, same_memory
 IN_PLACE = ("all_reduce", "broadcast")  # torch reads from and writes to one tensor
 
 
-class Buffers:
+class CollectiveBuffers:
     """Chooses buffers for a Communicator, which inherits this: it has `rank`, `_group` and `_nccl`."""
 
-    def _ready(self, x, out, in_place=False):
+    def _source_and_landing(self, x, out, in_place=False):
         """Return (source, landing): x where the backend can read it, and a tensor like `out` that it can write to.
 
         With `in_place` both are one tensor, which holds x.
@@ -27,7 +27,7 @@ class Buffers:
             landing.copy_(x)
         return landing, landing
 
-    def _result(self, out, shape, x, collective):
+    def _out_or_new(self, out, shape, x, collective):
         """Return `out`, or a new tensor if it is None. Raises TypeError or ValueError if `out` does not fit."""
         if out is None:
             return mark(torch.empty(shape, dtype=x.dtype, device=x.device), "communication")
@@ -59,7 +59,7 @@ class Buffers:
         """Tell whether x is copied through host memory, as gloo needs it for CUDA tensors."""
         return x.is_cuda and not self._nccl
 
-    def _given(self, x):
+    def _without_autograd(self, x):
         """Return x without autograd. TypeError if a collective cannot move it."""
         if type(x) is Tensor and x.dtype in NAMED and x.layout is strided and not (
                 x.requires_grad or x.is_meta or x.is_neg() or x.is_nested):  # fast path

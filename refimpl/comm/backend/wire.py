@@ -24,52 +24,56 @@ class Wire:
         if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
             raise ValueError("a link is for ranks of one machine, which share a clock: torchrun has some on another")
         self.link, self._group, self._world_size = link, group, world_size
-        self._collectives, self._sources = Queue(), defaultdict(Queue)
+        self._collectives, self._sources = TransferQueue(), defaultdict(TransferQueue)
         self._free = self._left = 0.0  # when the last collective ends, and when this rank's last message has passed
 
     def collective(self, name, sent_bytes):
-        """Begin a collective in which this rank sends so many bytes; return its Transfer."""
+        """Begin a collective in which this rank sends so many bytes; return its LinkTransfer."""
         with unseen():
             mine = torch.tensor([now(), self.link.seconds(name, sent_bytes, self._world_size)], dtype=torch.float64,
                                 device="cpu")
             everyones = torch.empty(self._world_size, 2, dtype=torch.float64, device="cpu")
-        told = unrecorded(pairwise.all_gather, everyones, mine, self._group, True, BEGAN)
-        return Transfer(self._collectives, told, lambda: self._follow(*zip(*everyones.tolist(), strict=True)))
+        message = unrecorded(pairwise.all_gather, everyones, mine, self._group, True, BEGAN)
+        def read_end():
+            began, seconds = zip(*everyones.tolist(), strict=True)
+            return self._end_after_the_last(began, seconds)
 
-    def _follow(self, began, seconds):
+        return LinkTransfer(self._collectives, message, read_end)
+
+    def _end_after_the_last(self, began, seconds):
         """Return when a collective ends that follows on the last one; from each rank's time and seconds."""
         self._free = max(self._free, *began) + max(seconds)
         return self._free
 
     def send(self, nbytes, dst):
-        """Send a message of so many bytes; return its Transfer."""
+        """Send a message of so many bytes; return its LinkTransfer."""
         self._left = passed = max(self._left, now()) + self.link.seconds("send", nbytes, self._world_size)
         with unseen():
-            told = self._group.send([torch.tensor([passed], dtype=torch.float64, device="cpu")], dst, PASSED)
-        return Transfer(Queue(), told, lambda: passed)
+            message = self._group.send([torch.tensor([passed], dtype=torch.float64, device="cpu")], dst, PASSED)
+        return LinkTransfer(TransferQueue(), message, lambda: passed)
 
     def receive(self, src):
-        """Receive a message; return its Transfer."""
+        """Receive a message; return its LinkTransfer."""
         with unseen():
             passed = torch.empty(1, dtype=torch.float64, device="cpu")
-            return Transfer(self._sources[src], self._group.recv([passed], src, PASSED), passed.item)
+            return LinkTransfer(self._sources[src], self._group.recv([passed], src, PASSED), passed.item)
 
 
-class Queue:
+class TransferQueue:
     """Holds transfers whose ends are worked out one after the other."""
 
     def __init__(self):
         self.begun, self.lock = deque(), threading.Lock()
 
 
-class Transfer:
+class LinkTransfer:
     """A transfer over the link, as a work to wait for. `end`: when it has passed, None until someone has waited.
 
-    `told`: the message about it. Once that has come, `tell()` says when it has passed.
+    `message`: what the other side says about it. Once that has come, `read_end()` returns when it has passed.
     """
 
-    def __init__(self, queue, told, tell):
-        self.end, self._queue, self._told, self._tell = None, queue, told, tell
+    def __init__(self, queue, message, read_end):
+        self.end, self._queue, self._message, self._read_end = None, queue, message, read_end
         queue.begun.append(self)
 
     def wait(self):
@@ -87,6 +91,6 @@ class Transfer:
         return since_1970(self.end)
 
     def _settle(self):
-        self._told.wait()
-        self.end = self._tell()
-        self._told = self._tell = None
+        self._message.wait()
+        self.end = self._read_end()
+        self._message = self._read_end = None

@@ -87,7 +87,7 @@ class Hosts:
             found.setdefault(self._of[rank], []).append(rank)
         return found
 
-    def tell(self, ranks):
+    def format_ranks(self, ranks):
         """Format ranks of the world, with their hosts if there are several: "rank 3 (hostb)"; "ranks 0 and 1 (hosta)
         and rank 3 (hostb)"."""
         if not self.several:
@@ -109,8 +109,8 @@ class Hosts:
     def warn_of_crossing(self, what, groups, advice):
         """Warn if one of the groups, ranks of the world that should have fast links, is on several hosts."""
         if self.several and (crossing := [group for group in groups if len(self.groups(group)) > 1]):
-            warnings.warn(f"{what}: {self.tell(crossing[0])} are on several hosts, and exchange over the cable what is "
-                          f"meant for the links within one; {advice}", stacklevel=3)
+            warnings.warn(f"{what}: {self.format_ranks(crossing[0])} are on several hosts, and exchange over the cable "
+                          f"what is meant for the links within one; {advice}", stacklevel=3)
 
     def check(self):
         """Raise RankError, the same on all ranks, for what differs and must not."""
@@ -119,15 +119,15 @@ class Hosts:
             for rank, each in enumerate(self.facts):
                 found.setdefault(each[what], []).append(rank)
             if len(found) > 1:
-                told = "; ".join(f"{value} on {self.tell(ranks)}" for value, ranks in found.items())
+                told = "; ".join(f"{value} on {self.format_ranks(ranks)}" for value, ranks in found.items())
                 raise RankError(f"ranks differ in {what.replace('_', ' ')}: {told}. {advice[0].upper()}{advice[1:]}",
                                 sum(list(found.values())[1:], []))
         astray = [rank for rank, each in enumerate(self.facts) if (each["named"] or "127.").startswith("127.")]
         if self.several and astray and not os.environ.get("GLOO_SOCKET_IFNAME"):
             first = self.facts[astray[0]]
             raise RankError(
-                f"{self.tell(astray)}: there the host's own name stands for {first['named'] or 'no address'}, which "
-                "other hosts cannot reach (\"Connection refused\" would follow). Set GLOO_SOCKET_IFNAME to the "
+                f"{self.format_ranks(astray)}: there the host's own name stands for {first['named'] or 'no address'}, "
+                "which other hosts cannot reach (\"Connection refused\" would follow). Set GLOO_SOCKET_IFNAME to the "
                 f"interface that leads to the others ({first['interface']}), or let /etc/hosts say its "
                 "address in place of 127.0.1.1", astray)
 

@@ -27,7 +27,7 @@ WAITING = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.dis
 
 
 @dataclass
-class Failure:
+class ReportedFailure:
     """Says how ranks failed: a text for all, and the `ranks` to blame. `kind`: of which class the error is.
 
     `first`: whether the rank that wrote it knew of no other's failure. A `consequence` is not to blame: a connection
@@ -59,7 +59,7 @@ class Note:
     patience: float = 0.0
     knows: bool = False
     digest: int = 0
-    failure: Failure | None = None
+    failure: ReportedFailure | None = None
 
     def pack(self):
         """Return it as text."""
@@ -69,10 +69,10 @@ class Note:
     def read(cls, text):
         """Return a note from its text."""
         given = json.loads(text)
-        return cls(**{**given, "failure": given["failure"] and Failure(**given["failure"])})
+        return cls(**{**given, "failure": given["failure"] and ReportedFailure(**given["failure"])})
 
 
-class Own:
+class OwnNote:
     """Keeps the note of this rank. `record`: the memory in which its communicators keep their orders."""
 
     def __init__(self, record, world_size):
@@ -124,13 +124,13 @@ def read_record(packed):
 
 
 @dataclass
-class Others:
+class PeerNotes:
     """Holds the notes of all ranks, and since when each has not changed."""
 
     notes: list = field(default_factory=list)
     heard: list = field(default_factory=list)  # time.monotonic() of the last change, here
 
-    def take(self, notes):
+    def update(self, notes):
         """Take in what was read just now."""
         now, before = time.monotonic(), [each.count for each in self.notes] or [None] * len(notes)
         self.heard = [self.heard[rank] if note.count == before[rank] else now for rank, note in enumerate(notes)]

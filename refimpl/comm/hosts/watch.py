@@ -13,7 +13,7 @@ import zlib
 
 from ...ranks.errors import RankError
 from . import sockets, terminated, verdicts
-from .notes import Failure, Note, Others, Own, read_record
+from .notes import Note, OwnNote, PeerNotes, ReportedFailure, read_record
 
 EVERY = 0.5  # seconds between two notes; on many ranks more, as one store serves all
 HURRY = 0.1  # seconds between two notes of a rank that has failed
@@ -25,8 +25,8 @@ SAID = 2.0  # seconds in which the failure that broke a connection may come to t
 UNTIL_DEAD = 4.0  # seconds in which a rank that is gone is told from one that is late
 
 
-class Watch:
-    """Writes and reads notes while this rank runs a function. `verdict`: the Failure that ends it, or None.
+class PeerWatch:
+    """Writes and reads notes while this rank runs a function. `verdict`: the ReportedFailure that ends it, or None.
 
     - `store`: torch's, of this launch alone. `again`: a function that opens it once more, for a thread of its own.
     - `record`: in which this rank's communicators keep their orders. `timeout`: seconds for which no rank goes on.
@@ -35,7 +35,7 @@ class Watch:
     def __init__(self, store, again, rank, hosts, record, timeout):
         self._main_store, self._again, self.rank, self.hosts = store, again, rank, hosts
         self.size, self._timeout, self._every = len(hosts.facts), timeout, max(EVERY, len(hosts.facts) / 64)
-        self._own, self._others, self._records = Own(record, self.size), Others(), [b""] * self.size
+        self._own, self._others, self._records = OwnNote(record, self.size), PeerNotes(), [b""] * self.size
         self._spins = "nccl" in hosts.facts[rank].get("backend", "")  # who waits for a GPU is never quiet
         self.verdict = self._lost = None
         self._known_at, self._suspicion, self._idle, self._answered = 0.0, "", None, time.monotonic()
@@ -50,8 +50,8 @@ class Watch:
         store.set(f"note {self.rank}", self._own.note.pack())
         store.set(f"record {self.rank}", b"")
         store.add("here", 1)
-        self._threads = [threading.Thread(target=work, daemon=True, name=name)
-                         for work, name in ((self._talk, "refimpl notes"), (self._look, "refimpl watch"))]
+        works = {"refimpl notes": self._exchange_notes, "refimpl watch": self._watch_the_clock}
+        self._threads = [threading.Thread(target=work, daemon=True, name=name) for name, work in works.items()]
         for thread in self._threads:
             thread.start()
         return self
@@ -71,8 +71,8 @@ class Watch:
         while self._main_store.add("here", 0) < self.size:
             if time.monotonic() > until:
                 gone = [rank for rank in range(self.size) if not self._main_store.check([f"note {rank}"])]
-                raise RankError(f"{self.hosts.tell(gone)} came, and ended before all ranks had come: what it printed "
-                                "says why", gone)
+                raise RankError(f"{self.hosts.format_ranks(gone)} came, and ended before all ranks had come: what it "
+                                "printed says why", gone)
             time.sleep(HURRY)
 
     def returned(self):
@@ -100,16 +100,16 @@ class Watch:
     def error(self, began, doing=""):
         """Return the exception that says why a connection of this rank broke, or None if nobody knows. `began`: what to
         add of this rank."""
-        failure = self._why()
+        failure = self._wait_for_verdict()
         if failure is None:
             return None
         error = verdicts.error_of(failure, self.hosts, self.rank, doing)
-        more = [self.hosts.in_text(line) for line in verdicts.too(failure, self._others.notes)]
+        more = [self.hosts.in_text(line) for line in verdicts.other_failures(failure, self._others.notes)]
         if more or began:
             error = type(error)("\n".join([str(error), *more, *([began] if began else [])]), error.ranks)
         return error
 
-    def _why(self):
+    def _wait_for_verdict(self):
         """Wait for the verdict: two seconds for what a rank has written, then for who is silent."""
         began = time.monotonic()
         self._own.note.knows = self._raises = self._asks = True
@@ -118,13 +118,13 @@ class Watch:
             if self._store_is_lost():
                 return self._without_store()
             if waited > SAID and self._others.notes:
-                found = verdicts.mismatched(self._records_now()) or verdicts.ended(self._others, self.hosts)
+                found = verdicts.mismatched(self._records_now()) or verdicts.ended_silently(self._others, self.hosts)
                 if found:
                     self._conclude(found)
                     break
             self._wait_for_news(HURRY)
         if self.verdict:
-            self.failed(Failure(self.verdict.text, self.verdict.ranks, self.verdict.kind, self.verdict.trace,
+            self.failed(ReportedFailure(self.verdict.text, self.verdict.ranks, self.verdict.kind, self.verdict.trace,
                                 consequence=self.verdict.consequence))
         return self.verdict
 
@@ -134,7 +134,7 @@ class Watch:
 
     # --- the thread that talks to the store --------------------------------------------------------------------------
 
-    def _talk(self):
+    def _exchange_notes(self):
         keys, records = ([f"{what} {rank}" for rank in range(self.size)] for what in ("note", "record"))
         self._own.writer, hurry = threading.get_ident(), SOON
         try:
@@ -145,8 +145,8 @@ class Watch:
                     store.set(f"record {self.rank}", zlib.compress(bytes(self._own.record), 1))
                 store.set(f"note {self.rank}", self._own.note.pack())
                 if store.add("here", 0) >= self.size:
-                    self._others.take([Note.read(each) for each in store.multi_get(keys)])
-                    if self._asks or self._judges() or self._own.note.quiet > self._timeout / 2:
+                    self._others.update([Note.read(each) for each in store.multi_get(keys)])
+                    if self._asks or self._is_judge() or self._own.note.quiet > self._timeout / 2:
                         self._records = [read_record(each) for each in store.multi_get(records)]
                     self._judge()
                 self._answered = time.monotonic()
@@ -161,16 +161,16 @@ class Watch:
 
     def _judge(self):
         """Find a failure in what was read; write it, if this rank is the first that sees it."""
-        if found := verdicts.written(self._others.notes):
-            self._weigh(found)
+        if found := verdicts.first_written(self._others.notes):
+            self._accept_or_wait(found)
             return
         if self._timeout == float("inf") or self._over.is_set():
             return
         me = self._own.note
-        found = self._twice(verdicts.does_not_go_on(self._others, self.hosts, self._timeout, self._records_now()))
+        found = self._said_twice(verdicts.no_progress(self._others, self.hosts, self._timeout, self._records_now()))
         if not found and (self._spins or me.quiet > verdicts.SILENT / 3):
             found = verdicts.went_silent(self._others, self.hosts)
-        if not found and self._judges():
+        if not found and self._is_judge():
             suspicion = verdicts.stuck(self._others.notes, self._records_now(), self.hosts)
             if suspicion and suspicion.text == self._suspicion:  # twice: a message may have been under way
                 found = suspicion
@@ -180,7 +180,7 @@ class Watch:
             self._conclude(found)
             self._wake.set()
 
-    def _twice(self, found):
+    def _said_twice(self, found):
         """Return a finding once each rank has said it again: a note may be older than what has just ended the wait."""
         counts = [note.count for note in self._others.notes]
         self._idle = (self._idle or counts) if found else None
@@ -188,17 +188,17 @@ class Watch:
             counts, self._idle, self._others.notes, strict=True))
         return found if again else None
 
-    def _weigh(self, found):
+    def _accept_or_wait(self, found):
         """Take a failure that was written for the verdict. A rank that was ended by SIGTERM may not be the one that
         failed: who has ended without a word comes first, and that takes a while to be seen."""
         if found.kind == verdicts.TERMINATED:
             self._terminated_at = self._terminated_at or time.monotonic()
             late = time.monotonic() - self._terminated_at > verdicts.DEAD + 2 * self._every
-            found = verdicts.ended(self._others, self.hosts) or (found if late else None)
+            found = verdicts.ended_silently(self._others, self.hosts) or (found if late else None)
         if found:
             self._conclude(found)
 
-    def _judges(self):
+    def _is_judge(self):
         """Tell whether it is this rank that looks at all records: the lowest that waits."""
         waits = [rank for rank, note in enumerate(self._others.notes) if note.doing and note.quiet > verdicts.SETTLED]
         return bool(waits) and waits[0] == self.rank
@@ -215,7 +215,7 @@ class Watch:
 
     # --- the thread that looks at the clock --------------------------------------------------------------------------
 
-    def _look(self):
+    def _watch_the_clock(self):
         while not self._over.is_set():
             if self._terminated.wait(EVERY):
                 self._say_terminated()
@@ -236,8 +236,8 @@ class Watch:
     def _say_terminated(self):
         """Write that this rank is being ended, and end."""
         note = self._own.note
-        note.failure = note.failure or Failure(f"{self.hosts.tell([self.rank])} was ended by SIGTERM", [self.rank],
-                                               verdicts.TERMINATED, consequence=True)
+        note.failure = note.failure or ReportedFailure(f"{self.hosts.format_ranks([self.rank])} was ended by SIGTERM",
+                                                       [self.rank], verdicts.TERMINATED, consequence=True)
         self._wake.set()
         self._wait_for_news(2 * EVERY)
         terminated.end()
@@ -246,15 +246,15 @@ class Watch:
         return self._lost is not None or time.monotonic() - self._answered > verdicts.SILENT
 
     def _without_store(self):
-        """Return the Failure of a rank that has lost the store."""
+        """Return the ReportedFailure of a rank that has lost the store."""
         where = os.environ.get("MASTER_ADDR", "?")
         since = self._lost[0] if self._lost else time.strftime(
             "%H:%M:%S", time.localtime(time.time() - (time.monotonic() - self._answered)))
         ranks = self.hosts.groups().get(where, [0])
         how = "its process has ended, rank 0's or torchrun's" if self._lost else "it does not answer"
-        return Failure(f"{self.hosts.tell([self.rank])} has lost {where}, where torch's store and "
-                       f"{self.hosts.tell(ranks)} are, since {since}: {how}; the host is down, or cut off from this "
-                       "one, or what it printed says why", ranks)
+        return ReportedFailure(f"{self.hosts.format_ranks([self.rank])} has lost {where}, where torch's store and "
+                               f"{self.hosts.format_ranks(ranks)} are, since {since}: {how}; the host is down, or cut "
+                               "off from this one, or what it printed says why", ranks)
 
     def _interrupt(self):
         """Raise KeyboardInterrupt in the main thread, which waits elsewhere, unless the user handles SIGINT."""

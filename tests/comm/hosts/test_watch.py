@@ -1,45 +1,45 @@
 """What a rank concludes from notes: that no rank goes on is said once each rank has said it again."""
 
-from refimpl.comm.hosts.notes import Note, Others, Own
+from refimpl.comm.hosts.notes import Note, OwnNote, PeerNotes
 from refimpl.comm.hosts.patience import patience, patient
-from refimpl.comm.hosts.watch import Watch
+from refimpl.comm.hosts.watch import PeerWatch
 from refimpl.ranks import signs
-from refimpl.ranks.signs import RECORD, keep_record
+from refimpl.ranks.signs import RECORD, set_own_record
 
 
 def watch_of(*notes):
-    """A Watch of which the notes alone are there."""
-    watch = object.__new__(Watch)
-    watch._idle, watch._others = None, Others(list(notes))
+    """A PeerWatch of which the notes alone are there."""
+    watch = object.__new__(PeerWatch)
+    watch._idle, watch._others = None, PeerNotes(list(notes))
     return watch
 
 
 def test_a_finding_is_told_once_all_notes_are_newer():
     watch = watch_of(Note(count=5), Note(count=9))
-    assert watch._twice("idle") is None
+    assert watch._said_twice("idle") is None
     watch._others.notes = [Note(count=6), Note(count=9)]
-    assert watch._twice("idle") is None, "rank 1's note is the one from before"
+    assert watch._said_twice("idle") is None, "rank 1's note is the one from before"
     watch._others.notes = [Note(count=7), Note(count=10)]
-    assert watch._twice("idle") == "idle"
+    assert watch._said_twice("idle") == "idle"
 
 
 def test_a_finding_that_ends_begins_anew():
     watch = watch_of(Note(count=5))
-    assert watch._twice("idle") is None and watch._twice(None) is None
+    assert watch._said_twice("idle") is None and watch._said_twice(None) is None
     watch._others.notes = [Note(count=6)]
-    assert watch._twice("idle") is None
+    assert watch._said_twice("idle") is None
 
 
 def test_a_rank_that_has_returned_says_no_more():
     watch = watch_of(Note(count=5), Note(count=9, returned=True))
-    assert watch._twice("idle") is None
+    assert watch._said_twice("idle") is None
     watch._others.notes[0].count = 6
-    assert watch._twice("idle") == "idle"
+    assert watch._said_twice("idle") == "idle"
 
 
 def test_the_end_of_patience_is_a_sign(monkeypatch):
     monkeypatch.setattr(signs, "_record", None)
-    own = Own(keep_record(bytearray(RECORD)), 1)
+    own = OwnNote(set_own_record(bytearray(RECORD)), 1)
     own.refresh()
     with patient(100.0):
         own._quiet_since -= 50
