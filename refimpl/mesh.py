@@ -218,6 +218,7 @@ class ConnectedMesh(Mesh):
                              f"{mesh.world_size} ranks")
         mesh = _on_hosts(mesh, comm)
         super().__init__(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.shards)
+        # A frozen dataclass refuses to set attributes.
         self.__dict__.update(comm=comm, here=self.coordinates(comm.rank), _made={})
         for kind in ("tp", *(("shards",) if self.shards else ())):
             if comm.rank == 0:

@@ -79,6 +79,7 @@ def accumulate(model: Any, *batch: Any, micro_batch: int | None = None, micro_ba
         with sums:
             for number, (part, weight) in enumerate(work, 1):
                 with ranks.micro_batch(number == len(work), weight):
+                    # A tensor, so that no micro-batch waits for a number.
                     loss = loss + _backward(ranks, _one_number(loss_fn(model, *part)), weight, scale)
                 sums.check_kept()
             if not work:
@@ -169,5 +170,6 @@ def accumulation_bytes(parameters: int, activations: int, micro_batches: int, gr
                                 ("micro_batches", micro_batches, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ValueError(f"{name}={number!r}: expected an integer of at least {least}")
+    # A sum in fp32 is there in place of `.grad`, not beside it.
     element = max(gradient.itemsize, 0 if dtype is None else dtype.itemsize)
     return Ledger(gradients=parameters * element * (micro_batches > 1), activations=activations)

@@ -102,7 +102,7 @@ def _largest(sizes, fits, peaks):
     rises again once the first does. This valley is searched by its slope, after the whole batch was tried. That needs
     `peaks` (rows → bytes of the sizes tried so far), which a probe does not have for sizes that ran out of memory.
     """
-    last = len(sizes) - 1
+    last = len(sizes) - 1  # in one piece no gradients lie beside activations: it may fit where halves do not
     if peaks is not None and fits(last):
         return last
     low, high, stride = (0, len(sizes), 1) if fits(0) else (None, 0, 0)
@@ -155,7 +155,7 @@ def _probe(step, rows, args, device):
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        _forget(error)
+        _forget(error)  # else its frames keep the tensors of the run that failed
         reading = None
     if reading is None:
         return None

@@ -125,6 +125,7 @@ class OneProcess:
         """Sum the number `terms` over all ranks. These 8 bytes are sent before the first backward, which needs them."""
         if self.comm is None:
             return terms
+        # A count may be a fraction; integers are exact to 2⁵³.
         total = self.comm.all_reduce(torch.tensor(terms, dtype=torch.float64, device=self.comm.device))
         return terms * self.comm.world_size if isinstance(total, FakeTensor) else total.item()
 
@@ -153,6 +154,7 @@ class SummedByComm(OneProcess):
     def reduce_gradients(self, sums):
         """Reduce one parameter after another, in place. One that has no gradient on any rank stays without."""
         here = [sums.so_far(parameter) is not None for parameter in self.parameters]
+        # All ranks reduce the same ones: else some would wait for ever.
         anywhere = self.comm.all_reduce(torch.tensor(here, dtype=torch.uint8, device=self.comm.device), "max")
         wanted = here if isinstance(anywhere, FakeTensor) else anywhere.tolist()
         for parameter, is_wanted in zip(self.parameters, wanted, strict=True):
@@ -191,7 +193,7 @@ class AveragedByModel(OneProcess):
 
         Its loss is an empty sum of the parameters, since a mean over no targets is NaN.
         """
-        forward()
+        forward()  # DDP's reducer is made ready by a forward
         torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in self.parameters])
 
 
@@ -211,7 +213,7 @@ class AveragedByEngine(OneProcess):
         These 8 bytes are sent before the first forward.
         """
         most = self.comm.all_reduce(torch.tensor(len(work), device=self.comm.device), "max")
-        missing = 0 if isinstance(most, FakeTensor) else int(most) - len(work)
+        missing = 0 if isinstance(most, FakeTensor) else int(most) - len(work)  # all make as many backwards: each is a collective
         return work + [(work[-1][0] if work else spare, 0)] * missing
 
     def sum_dtype(self, dtype, parts):

@@ -42,7 +42,7 @@ class GradientSums:
     def _add(self, parameter):
         """Move `parameter.grad`, which autograd has just written, to the sum."""
         _check_present(parameter)
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = parameter.grad, None  # so autograd makes a new one, and does not add in bf16
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
@@ -72,7 +72,7 @@ class GradientSums:
     def write_gradients(self):
         """Round each sum once into its parameter's `.grad`, in the gradient's own dtype, and free the sum."""
         while self._sums:
-            parameter, total = self._sums.popitem()
+            parameter, total = self._sums.popitem()  # one by one: a sum goes before the next gradient is made
             parameter.grad = mark(total.to(gradient_dtype(parameter)), "gradients")
 
 

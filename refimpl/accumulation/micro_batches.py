@@ -100,6 +100,7 @@ def _counts(parts, count):
     if any(isinstance(each, FakeTensor) for each in found):
         return [1] * len(found)
     if all(isinstance(each, torch.Tensor) and each.numel() == 1 for each in found):
+        # One wait for the device, not one for each part.
         found = torch.stack([each.detach().reshape(()) for each in found]).tolist()
     for number, each in enumerate(found):
         if not isinstance(each, (int, float)) or not 0 <= each < math.inf:

@@ -25,7 +25,7 @@ def tree_all_reduce(comm: "Communicator", x: torch.Tensor) -> torch.Tensor:
             comm.send(total, comm.rank - size)
         elif comm.rank % (2 * size) == 0 and comm.rank + size < comm.world_size:
             total.add_(comm.recv(total, comm.rank + size))
-    for size in reversed(sizes):
+    for size in reversed(sizes):  # the way back: who sent last receives first
         if comm.rank % (2 * size) == size:
             comm.recv(total, comm.rank - size, out=total)
         elif comm.rank % (2 * size) == 0 and comm.rank + size < comm.world_size:

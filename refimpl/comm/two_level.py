@@ -58,7 +58,7 @@ def two_level_all_reduce(intra: "Communicator", inter: "Communicator", x: "torch
     """
     if op not in ("sum", "avg"):
         raise ValueError(f"op={op!r}: expected 'sum' or 'avg'")
-    flat = F.pad(x.detach().reshape(-1), (0, -x.numel() % intra.world_size))
+    flat = F.pad(x.detach().reshape(-1), (0, -x.numel() % intra.world_size))  # a reduce_scatter has equal chunks
     shard = intra.reduce_scatter(flat, op)
     shard = inter.all_reduce(shard, op, out=shard)
     return intra.all_gather(shard)[: x.numel()].view(x.shape)

@@ -139,7 +139,7 @@ class GradientCompressor(Reductions):
         """Return a flat gradient plus what was not sent of it before, as a new tensor."""
         if not flat.is_floating_point():
             raise TypeError(f"{name}: gradients of {flat.dtype}: expected floats, such as torch.float32")
-        x = flat.detach().to(_wide(flat.dtype), copy=True)
+        x = flat.detach().to(_wide(flat.dtype), copy=True)  # a copy: the residual is written over it
         residual = self._latest(key).get("residual")
         if residual is not None and residual.shape != x.shape:
             raise ValueError(f"{name}: {x.numel()} numbers for key {key!r}, whose residual has {residual.numel()}: "
@@ -176,6 +176,7 @@ class GradientCompressor(Reductions):
 
     def seed_of(self, key: object, chunk: int = 0) -> int:
         """Return the seed of a bucket, or of a chunk of it, in this step."""
+        # Not hash(): that of a text differs from process to process.
         return zlib.crc32(f"{self.seed} {self.steps} {key} {chunk}".encode())
 
     def _latest(self, key):

@@ -52,7 +52,7 @@ class FactorLayout:
         for (number, (n, m, r)), each in zip(self.matrices.items(), q.split(self.q_sizes), strict=True):
             orthonormalize(each.view(m, r))
             parts.append((tensors[number].reshape(n, m) @ each.view(m, r)).view(-1))
-        return torch.cat([*parts, q[:0]])
+        return torch.cat([*parts, q[:0]])  # q[:0]: cat refuses an empty list, and a bucket may have neither
 
     def second_payload(self, tensors, p):
         """Return what is sent next, flat: each Mᵀ P, with P made orthonormal in place."""

@@ -26,11 +26,13 @@ class RandomK:
         """Return the places (k,), int64."""
         k = sparse.count(numel, self.ratio)
         ends = torch.arange(k + 1) * numel // max(k, 1)
+        # On the CPU: a GPU draws others from the same seed.
         drawn = torch.rand(k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return (ends[:-1] + (drawn * ends.diff()).long()).to(device)
 
     def encode(self, x, dtype, seed):
         """Return what is sent of x (n,): (k,) of `dtype`."""
+        # 0 · Σ is NaN if any of x is inf or NaN, drawn or not.
         return (x[self.places(x.numel(), seed, x.device)] + 0 * x.sum()).to(dtype)
 
     def add(self, out, payload, dtype, seed):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def finite_or(x, before):
     """Return x if all of it is finite, else `before`. It does not wait for the device."""
-    return torch.where(x.sum().isfinite(), x, before)
+    return torch.where(x.sum().isfinite(), x, before)  # `if` would wait for the device
 
 
 class Reductions:
@@ -56,7 +56,7 @@ class Reductions:
         self.coder.add(sent := torch.zeros_like(x), payload, dtype, seed)
         self.keep_residual(key, x, sent)
         send = self.comm.all_reduce if self.coder.summed else self.comm.all_gather
-        like = sent.zero_()
+        like = sent.zero_()  # what was sent is subtracted by now: its memory takes the average
 
         def average(got):
             return self._average(got.view(1 if self.coder.summed else self.comm.world_size, -1), like, dtype, seed)

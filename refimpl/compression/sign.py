@@ -28,6 +28,7 @@ class Sign:
     def encode(self, x, dtype, seed):
         """Return what is sent of x (n,), as bytes."""
         sums = in_blocks(x.abs(), BLOCK).sum(1, keepdim=True)
+        # Zeros that fill the last block do not count.
         counts = in_blocks(torch.ones_like(x), BLOCK).sum(1, keepdim=True)
         bits = in_blocks((x >= 0).to(torch.uint8), 8) << torch.arange(8, dtype=torch.uint8, device=x.device)
         return scales_and_codes(sums / counts, bits.sum(1, dtype=torch.uint8))

@@ -25,7 +25,7 @@ class Threshold(TopK):
             return sparse.pack(x, torch.zeros(0, dtype=torch.int64, device=x.device), dtype)
         sample = size[:: max(1, x.numel() // SAMPLE)]
         threshold = sample.topk(sparse.count(sample.numel(), self.ratio)).values[-1]
-        above = ~(size < threshold)
+        above = ~(size < threshold)  # not size >= threshold: NaN is above, too
         found = above.nonzero().view(-1)
         if found.numel() > k:
             found = found[size[found].topk(k).indices]

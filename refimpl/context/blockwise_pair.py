@@ -26,15 +26,16 @@ def _scores(q_BHTD, k_BGSD, causal, scale):
 def _forward(q_BHTD, k_BGSD, v_BGSD, *, causal=False, scale=None):
     scores_BGRS, rows_BGRD = _scores(q_BHTD, k_BGSD, causal, scale)
     lse_BGR1 = scores_BGRS.logsumexp(-1, keepdim=True)
-    out_BGRD = scores_BGRS.sub_(lse_BGR1).exp_() @ v_BGSD.to(rows_BGRD.dtype)
+    out_BGRD = scores_BGRS.sub_(lse_BGR1).exp_() @ v_BGSD.to(rows_BGRD.dtype)  # in place: one T × S matrix at a time
     return out_BGRD.view(q_BHTD.shape), lse_BGR1.view(q_BHTD.shape[:3])
 
 
 def _backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None):
     weights_BGRS, rows_BGRD = _scores(q_BHTD, k_BGSD, causal, scale)
     shape, wide, scale = rows_BGRD.shape, rows_BGRD.dtype, q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    weights_BGRS.sub_(lse_BHT.reshape(*shape[:3], 1)).exp_()
+    weights_BGRS.sub_(lse_BHT.reshape(*shape[:3], 1)).exp_()  # of the whole sequence, not of this block
     d_out_BGRD = d_out_BHTD.to(wide).reshape(shape)
+    # Σ_j P_j dP_j over the whole sequence is dO · O, so that keys elsewhere are not needed.
     delta_BGR1 = (d_out_BHTD.to(wide) * out_BHTD.to(wide)).sum(-1).view(*shape[:3], 1)
     dv_BGSD = weights_BGRS.mT @ d_out_BGRD
     ds_BGRS = weights_BGRS.mul_((d_out_BGRD @ v_BGSD.to(wide).mT).sub_(delta_BGR1)).mul_(scale)

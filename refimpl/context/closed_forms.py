@@ -55,6 +55,7 @@ def context_block_terms(config, batch, tokens, world_size, method="ring", dtype=
     if method == "gathered":
         return terms
     times, key = repeats(config.heads, config.kv_heads, world_size), terms["values"]
+    # The output is there as heads, for attention, and as tokens, for the projection.
     return terms | {"output of heads": terms["projection input"], "repeated key heads": 2 * (times - 1) * key,
                     "logsumexp": row}
 

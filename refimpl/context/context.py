@@ -85,6 +85,7 @@ class SequenceParallelAttention:
 
     def gather(self, x: torch.Tensor, *, dim: int = 1) -> torch.Tensor:
         """Return the whole sequence of which x is this rank's part: the inverse of `shard`, without autograd."""
+        # An all_gather joins ranks along dim 0.
         every = self.comm.all_gather(x.detach().movedim(dim, 0).contiguous(), label="a sequence")
         return in_order(every, self.comm.world_size, self.order, 0).movedim(0, dim)
 
@@ -96,7 +97,7 @@ class SequenceParallelAttention:
     def check_length(self, tokens: torch.Tensor) -> None:
         """Raise CollectiveMismatch, naming them, if ranks have another number of rows or tokens (B, T) than rank 0."""
         shape = torch.tensor([tokens.shape[:2]], dtype=torch.int64)
-        gathered = self.comm.host().all_gather(shape, label="rows and tokens")
+        gathered = self.comm.host().all_gather(shape, label="rows and tokens")  # no rank waits for its GPU
         if isinstance(gathered, FakeTensor):
             return
         shapes = [tuple(each) for each in gathered.tolist()]

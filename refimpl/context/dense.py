@@ -19,6 +19,7 @@ def dense_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, softca
     scores_BHTS = q_BHTD.to(wide) * D ** -0.5 @ k_BHSD.mT
     if softcap is not None:
         scores_BHTS = softcap * (scores_BHTS / softcap).tanh()
+    # The last query stands at the last key.
     ahead_TS = torch.arange(S, device=q_BHTD.device) - torch.arange(S - T, S, device=q_BHTD.device)[:, None]
     hidden_TS = ahead_TS > (0 if causal else math.inf if window is None else window)
     if window is not None:
@@ -27,4 +28,4 @@ def dense_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, softca
     if sinks is not None:
         sinks_BHT1 = sinks.to(wide).view(-1, 1, 1).expand(*scores_BHTS.shape[:3], 1)
         scores_BHTS = torch.cat((scores_BHTS, sinks_BHT1), -1)
-    return (scores_BHTS.softmax(-1)[..., :S] @ v_BHSD).to(q_BHTD.dtype)
+    return (scores_BHTS.softmax(-1)[..., :S] @ v_BHSD).to(q_BHTD.dtype)  # a sink takes weight, and has no value

@@ -83,7 +83,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, comm, order, pieces, attention, causal, options):
         ctx.save_for_backward(*compact(q, k, v), *[] if sinks is None else [sinks])
         ctx.given = comm, order, pieces, attention, causal, options
-        ctx.autocast = torch.is_autocast_enabled(q.device.type)
+        ctx.autocast = torch.is_autocast_enabled(q.device.type)  # backward computes the forward again, as it was
         return _computed(q, *_gather(k, v, comm, order), sinks, *ctx.given[2:])
 
     @staticmethod
@@ -91,10 +91,10 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx, d_out):
         (q, k, v, *sinks), (comm, order, *how) = ctx.saved_tensors, ctx.given
         inputs = [x.detach().requires_grad_() for x in (q, *_gather(k, v, comm, order), *sinks)]
-        with torch.enable_grad(), torch.autocast(q.device.type, enabled=ctx.autocast):
+        with torch.enable_grad(), torch.autocast(q.device.type, enabled=ctx.autocast):  # a graph for this one backward
             out = _computed(*inputs, *[] if sinks else [None], *how)
         dq, dk, dv, *d_sinks = torch.autograd.grad(out, inputs, d_out)
-        del inputs, out
+        del inputs, out  # all ranks' keys, before the sum needs room
         return dq, *_scatter(dk, dv, comm, order), *(d_sinks or [None]), *[None] * 6
 
 
@@ -115,7 +115,7 @@ def _gather(k, v, comm, order):
 
 def _scatter(dk, dv, comm, order):
     """Sum the gradients of all keys over ranks; return (dk, dv) of this rank's."""
-    wide = torch.promote_types(dk.dtype, torch.float32)
+    wide = torch.promote_types(dk.dtype, torch.float32)  # parts of N ranks are added up: not in 16 bits
     rows = by_rank(torch.stack((dk, dv)).permute(3, 0, 1, 2, 4).to(wide), comm.world_size, order, 0)
     mine = comm.reduce_scatter(rows.contiguous(), label="their gradients")
     return mine.to(dk.dtype).permute(1, 2, 3, 0, 4)

@@ -39,6 +39,7 @@ def options_of(attention):
     """Return the names of an attention's options, without those that a partial has fixed. None among them: any."""
     fixed = attention.keywords if isinstance(attention, functools.partial) else {}
     try:
+        # A module's forward has the names; its call takes anything.
         given = inspect.signature(getattr(attention, "forward", attention)).parameters.values()
     except ValueError:  # a builtin
         return set()

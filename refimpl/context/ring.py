@@ -65,7 +65,8 @@ def blocks_seen(r, s, T, causal, order):
     if not causal or r == s:
         return everything, everything, causal
     if order == "plain":
-        return (everything, everything, False) if s < r else None
+        return (everything, everything, False) if s < r else None  # later ranks have later tokens alone
+    # Chunk s is before r and 2N−1−r, chunk 2N−1−s after both; for s > r chunk 2N−1−r is after both of s.
     return (everything, slice(0, T // 2), False) if s < r else (slice(T // 2, T), everything, False)
 
 
@@ -76,8 +77,8 @@ class _Ring(torch.autograd.Function):
         B, H, T, D = q.shape
         out = q.new_zeros(B, T, H, D, dtype=torch.promote_types(q.dtype, torch.float32))
         out = out.transpose(1, 2)  # so that heads are side by side in memory, as the next layer wants them
-        lse = out.new_full((B, H, T), -math.inf)
-        with torch.autocast(q.device.type, enabled=False):
+        lse = out.new_full((B, H, T), -math.inf)  # no key seen yet; the own block comes first, and has one
+        with torch.autocast(q.device.type, enabled=False):  # it would round the sums to 16 bits
             for (rows, keys, causal), (k_here, v_here) in _each_block(ctx, q, k, v):
                 block = pair.forward(q[:, :, rows], k_here[:, :, keys], v_here[:, :, keys], causal=causal,
                                      scale=options["scale"])
@@ -94,6 +95,7 @@ class _Ring(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
         travelling = _TravellingGradients(ctx.comm)
         with torch.autocast(q.device.type, enabled=False):
+            # Gradients travel N steps, seen or not.
             for seen, (k_here, v_here) in _each_block(ctx, q, k, v, every=True):
                 found = None
                 if seen is not None:
@@ -101,7 +103,7 @@ class _Ring(torch.autograd.Function):
                     found = ctx.pair.backward(d_out[:, :, rows], q[:, :, rows], k_here[:, :, keys], v_here[:, :, keys],
                                               out[:, :, rows], lse[:, :, rows], causal=causal,
                                               scale=ctx.options["scale"])
-                    dq[:, :, rows] += found[0]
+                    dq[:, :, rows] += found[0]  # dq stays: only keys, and their gradients, go around
                 travelling.add(k.shape, lse.dtype, found and (keys, *found[1:]), k.device)
                 del found, k_here, v_here
         dk, dv = travelling.wait()
@@ -141,7 +143,7 @@ def _merge(out, lse, block_out, block_lse):
 
         L = ln(e^L_a + e^L_b)        O = e^(L_a − L) O_a + e^(L_b − L) O_b
     """
-    new = torch.logaddexp(lse, block_lse)
+    new = torch.logaddexp(lse, block_lse)  # no e^L by itself: it overflows
     out.mul_((lse - new).exp_().unsqueeze(-1))
     out.add_(block_out.to(out.dtype).mul_((block_lse - new).exp_().unsqueeze(-1)))
     lse.copy_(new)

@@ -63,7 +63,7 @@ def in_order(x, world_size, order, dim):
     if order == "plain":
         return x
     chunks = x.chunk(2 * world_size, dim)
-    return torch.cat([*chunks[::2], *chunks[::-2]], dim)
+    return torch.cat([*chunks[::2], *chunks[::-2]], dim)  # ranks' first chunks ascend, their second ones descend
 
 
 def by_rank(x, world_size, order, dim):

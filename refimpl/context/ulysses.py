@@ -37,8 +37,9 @@ def ulysses_attention(q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.
     check_dropout(dropout_p)
     H, G, N = q_BHTD.shape[1], k_BGTD.shape[1], comm.world_size
     if sinks is not None:
+        # Else `repeats` says what is wrong.
         options["sinks"] = sinks[comm.rank * H // N : (comm.rank + 1) * H // N] if H % N == 0 else sinks
-    if N == 1:
+    if N == 1:  # no copy, and any number of heads
         return call(attention, q_BHTD, k_BGTD, v_BGTD, causal, **options)
     times = repeats(H, G, N)
     if times > 1:

@@ -59,7 +59,7 @@ def pipeline(model: torch.nn.Module, comm: "Communicator", schedule: "Schedule |
     mine = {s: stages[s] for s in schedule.stages_of(comm.rank)}
     if initialize is None:
         initialize = model.initialize if isinstance(model, GPT) else getattr(model, "_init_weights", None)
-    del stages, model
+    del stages, model  # what other ranks have is freed before this one's is built
     build(mine.values(), comm.device, initialize)
     mine = {s: stage.to(comm.device) for s, stage in mine.items()}
     return PipelineParallelStage(mine, comm, schedule, loss=loss, count=count, tied=ties)
@@ -85,7 +85,7 @@ class PipelineParallelStage:
 
     def __init__(self, stages: Any, comm: "Communicator", schedule: "Schedule", *, loss: Any = None, count: Any = None,
                  total: Any = None, tied: Any = ()) -> None:
-        validate(schedule)
+        validate(schedule)  # a circle of waits is named here, before ranks hang in it
         self.stages, self.comm, self.schedule, self.loss = dict(stages), comm, schedule, loss
         modules = {s: getattr(stage, "model", stage) if is_engine(stage) else stage for s, stage in stages.items()}
         check_stages(modules, comm, schedule)
@@ -170,7 +170,7 @@ class PipelineParallelStage:
         if not is_engine(unit):
             torch.autograd.backward(ends, gradients)
             return
-        with contextlib.nullcontext() if is_last else unit.no_sync():
+        with contextlib.nullcontext() if is_last else unit.no_sync():  # one reduction a step
             unit.backward(ends, gradients)
 
 
@@ -221,6 +221,7 @@ class InstructionRunner:
             out = self._loss(stage, k, x) if is_last else self.pipe.call(stage, *x)
         out = list(out) if isinstance(out, (tuple, list)) else [out]
         if self.trains:
+            # An edge keeps the graph, and not y, whose memory is free once it has been sent.
             self._in_flight[stage, k] = x, [torch.autograd.graph.get_gradient_edge(y) for y in out if y.requires_grad]
         return out
 
@@ -229,13 +230,14 @@ class InstructionRunner:
         loss = self.pipe.call(stage, *x, *self.targets[k]) if self.pipe.loss is None else (
             self.pipe.loss(self.pipe.call(stage, *x), *self.targets[k]))
         loss, weight = one_number(loss), self.weights[k]
-        loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0
+        loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0  # times 0 NaN stays NaN
+        # On the device: no rank waits for a number.
         self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
         return loss
 
     def _leaves(self, stage, k, arrived):
         """Return what arrived as the begin of a graph."""
-        return [x.detach().requires_grad_(needs_gradient and self.trains)
+        return [x.detach().requires_grad_(needs_gradient and self.trains)  # a graph ends at its rank
                 for x, (_, needs_gradient, _) in zip(arrived, self.mailbox.shapes[stage, k], strict=True)]
 
     def _recording(self, stage, k):
@@ -251,11 +253,12 @@ class InstructionRunner:
         if ends:
             with self._recording(stage, k):
                 self.pipe.backward(stage, ends, arrived, is_last and kind == BACKWARD)
+        # The stage before waits for a gradient, used or not.
         return [torch.zeros_like(each) if each.grad is None else each.grad for each in x if each.requires_grad]
 
     def _weights_backward(self, stage, k):
         parts = self._parts.pop((stage, k))
-        while parts:
+        while parts:  # each part frees its x and dy before the next adds
             parts.pop().weights_backward()
 
 

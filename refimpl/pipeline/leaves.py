@@ -70,10 +70,10 @@ class Embedding(Linear):
         """Add to the gradient of the weight."""
         ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if leaf.padding_idx is not None:
-            dy = dy.masked_fill((ids == leaf.padding_idx)[:, None], 0)
+            dy = dy.masked_fill((ids == leaf.padding_idx)[:, None], 0)  # the padding row gets no gradient
         if leaf.weight.grad is None:
             leaf.weight.grad = torch.zeros_like(leaf.weight)
-        leaf.weight.grad.index_add_(0, ids, dy)
+        leaf.weight.grad.index_add_(0, ids, dy)  # not weight.grad += one of all rows: it is zero but for these tokens
 
 
 class LayerNorm(Linear):
@@ -111,7 +111,7 @@ def add_product(weight, a, b):
     if weight.grad is None:
         weight.grad = a @ b
     else:
-        weight.grad.addmm_(a, b)
+        weight.grad.addmm_(a, b)  # beta = 1: the product is added as it is made
 
 
 def add_sum(bias, dy):
@@ -143,7 +143,7 @@ def formulas_hold(leaf, args, kwargs):
     gradients of weights."""
     if len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor or torch.is_autocast_enabled(args[0].device.type):
         return False
-    if args[0].dtype != leaf.weight.dtype and args[0].is_floating_point():
+    if args[0].dtype != leaf.weight.dtype and args[0].is_floating_point():  # ids are integers, whatever the weight is
         return False
     for p in leaf._parameters.values():
         if p is not None and not _is_plain(p):
@@ -169,5 +169,5 @@ def tell_trackers(leaf):
     """Call the trackers that look on, after a gradient was added."""
     for p in leaf._parameters.values():
         if p is not None and p._post_accumulate_grad_hooks and p.grad is not None:
-            for hook in p._post_accumulate_grad_hooks.values():
+            for hook in p._post_accumulate_grad_hooks.values():  # autograd calls them for what it adds itself
                 hook(p)

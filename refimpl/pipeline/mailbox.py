@@ -70,10 +70,11 @@ class Mailbox:
         if message.kind == "activation":
             self.shapes[message[1:]] = [(x.dtype, x.requires_grad, tuple(x.shape)) for x in tensors]
         if target == self.comm.rank:
-            self._coming[message] = tensors
+            self._coming[message] = tensors  # to this rank itself: handed over, uncopied
             return
-        tensors = [mark(x.detach().to(self.comm.device), "communication") for x in tensors]
+        tensors = [mark(x.detach().to(self.comm.device), "communication") for x in tensors]  # with NCCL, on the host
         if message.kind == "activation" and not self.known:
+            # First: the receiver does not know how much room it takes.
             tensors.insert(0, header_of(self.shapes[message[1:]], message))
         self._leaving[message] = [self.comm.send(x, target, async_op=True, label=str(message)) for x in tensors]
 

@@ -104,9 +104,10 @@ def _rooms(schedule, rank):
             streams[source] = [message for message, target in products if message is not None and target == rank]
     rooms = [[] for _ in order]
     for i in range(len(order)):
-        for instruction in order[i:i + 2]:
+        for instruction in order[i:i + 2]:  # one ahead, to travel meanwhile; more would hold memory for nothing
             message, source = received_by(schedule, instruction)
             if source not in (None, rank):
+                # All that come before it: a stream cannot be received out of order.
                 until = streams[source].index(message) + 1
                 rooms[i] += [(source, each) for each in streams[source][placed.get(source, 0):until]]
                 placed[source] = max(placed.get(source, 0), until)

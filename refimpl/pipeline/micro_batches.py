@@ -55,7 +55,7 @@ def check_batch(comm, schedule, first, last, inputs, targets):
         found = tensors_of(batch) if batch is not None else ()
         rows.append(found[0].shape[0] if found else -1 if not needed else 0)
         texts += [f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in found]
-    digest = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:7], "big")
+    digest = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:7], "big")  # 7 bytes fit an int64
     mine = torch.tensor([[*rows, digest]])
     everyones = comm.host().all_gather(mine, label="the shapes of a batch")
     if not comm.has_others:  # a rank alone, in a dry run

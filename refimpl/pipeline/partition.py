@@ -47,11 +47,11 @@ def cuts(model, stages, style="parameters", *, example=None):
     if not isinstance(stages, int) or isinstance(stages, bool) or not 1 <= stages <= layers:
         raise ValueError(f"stages={stages!r} of a model of {layers} layers: expected 1 to {layers}, one layer or more "
                          "in each")
-    if stages > 1:
+    if stages > 1:  # one stage is the model itself
         prove_stages(model)
     if style == "uniform":
         return [layers // stages * (s + 1) + min(s + 1, layers % stages) for s in range(stages)]
-    singles = [stage_of(model, i, i + 1) for i in range(layers)]
+    singles = [stage_of(model, i, i + 1) for i in range(layers)]  # the first with the embedding, the last with the head
     costs = _operations(singles, example) if style == "cost" else [
         sum(p.numel() for p in single.parameters()) for single in singles]
     return balanced(costs, stages)
@@ -84,7 +84,7 @@ def _operations(singles, example):
                          "layer costs")
     found, x = [], (example,) if isinstance(example, torch.Tensor) else tuple(example)
     meta = next(singles[0].parameters()).is_meta
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:  # operations are counted, not computed
         x = tuple(each.to("meta") if meta else mode.from_tensor(each) for each in x)
         for single in singles:
             with FlopCounterMode(display=False) as counter:

@@ -12,6 +12,7 @@ def check_stages(modules, comm, schedule):
     A rank alone, in a dry run or where the others are pretended, has nobody to ask."""
     if not comm.has_others or pretending():
         return
+    # A schedule is long: its hash travels.
     digest = hashlib.sha256(repr((schedule.ranks, schedule.rank_of)).encode()).hexdigest()
     mine = {"schedule": [schedule.name, schedule.micro_batches, digest],
             "stages": {s: sorted({str(x.dtype) for x in module.parameters() if x.is_floating_point()})

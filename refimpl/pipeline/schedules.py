@@ -37,7 +37,7 @@ def interleaved(ranks, micro_batches, chunks=2):
     in a whole one. Narayanan et al. 2021, section 2.2.2.
     """
     check_sizes(ranks, micro_batches, chunks)
-    groups = -(-micro_batches // ranks) * ranks
+    groups = -(-micro_batches // ranks) * ranks  # a last group is written whole, and cut
     orders = [alternate(*in_groups(ranks, r, groups, chunks), 2 * (ranks - 1 - r) + (chunks - 1) * ranks)
               for r in range(ranks)]
     return first_of(micro_batches, Schedule("interleaved", tuple(map(tuple, orders)), tuple(range(ranks)) * chunks,

@@ -45,7 +45,7 @@ class SplitBackward:
         self._leaves = [each for each in module.modules() if not any(True for _ in each.children())
                         and any(p.requires_grad for p in each.parameters(recurse=False))]
         for leaf in self._leaves:
-            leaf.forward = LeafForward(leaf, self)
+            leaf.forward = LeafForward(leaf, self)  # on the object: a call of the module still runs its hooks
         apart = {p for leaf in self._leaves for p in leaf.parameters(recurse=False)}
         self.whole = [name for name, p in module.named_parameters() if p.requires_grad and p not in apart]
 
@@ -77,11 +77,13 @@ class LeafForward:
     def __call__(self, *args, **kwargs):
         """Call the module's forward; inside a recording, as a node of the graph that knows B and W."""
         split = self.split
+        # While dynamo compiles, it is given a plain call.
         if split is None or not split.active or not torch.is_grad_enabled() or is_compiling():
             return self.plain(*args, **kwargs)
         rule = self.rule
         if rule is not None and (split.parts is not None or self.also_whole) and formulas_hold(self.leaf, args, kwargs):
             return _ByFormulas.apply(self, split.parts, args[0], None if args[0].requires_grad else _anchor())
+        # A tensor inside an argument would lose its graph.
         if split.parts is None or _has_history(kwargs, *(x for x in args if not isinstance(x, torch.Tensor))):
             return self.plain(*args, **kwargs)
         return run_detached(self, split.parts, args, kwargs)
@@ -110,7 +112,7 @@ class _ByFormulas(torch.autograd.Function):
     def forward(ctx, leaf, parts, x, anchor):
         ctx.leaf, ctx.parts = leaf, parts
         y, needed = leaf.rule.forward(leaf, x)
-        ctx.save_for_backward(x, leaf.leaf.weight, *needed)
+        ctx.save_for_backward(x, leaf.leaf.weight, *needed)  # saved, so that a weight changed in place is noticed
         ctx.set_materialize_grads(False)
         return y.detach()  # else a view, to autograd, and nobody could write to it
 
@@ -145,6 +147,7 @@ class DeferredByFormulas:
 
 def run_detached(leaf, parts, args, kwargs):
     """Call a leaf module on inputs without history; return its output as part of the stage's graph."""
+    # The small graph ends here: its B goes no further.
     apart = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
     outputs, structure = tree_flatten(leaf.plain(*apart, **kwargs))
     places = [i for i, y in enumerate(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
@@ -171,7 +174,7 @@ class _ByGraph(torch.autograd.Function):
     def backward(ctx, *gradients):
         if all(dy is None for dy in gradients):
             return (None,) * (4 + len(ctx.part.inputs))
-        ctx.parts.append(ctx.part)
+        ctx.parts.append(ctx.part)  # in the order of B, the last module first
         return None, None, None, None, *ctx.part.inputs_backward(gradients)
 
 
@@ -187,6 +190,7 @@ class DeferredByGraph:
                                           if dy is not None), strict=True)
         _mark_kept(*self.gradients)
         wanted = [x for x in self.inputs if x.requires_grad]
+        # The graph is retained for W. An input may lead to no output.
         found = iter(torch.autograd.grad(self.ends, wanted, self.gradients, retain_graph=True, allow_unused=True)
                      if wanted else ())
         return [next(found) if x.requires_grad else None for x in self.inputs]
@@ -194,7 +198,7 @@ class DeferredByGraph:
     def weights_backward(self):
         """Add to the gradients of the module's parameters, and forget the graph."""
         weights = [p for p in self.leaf.parameters(recurse=False) if p.requires_grad]
-        torch.autograd.backward(self.ends, self.gradients, inputs=weights)
+        torch.autograd.backward(self.ends, self.gradients, inputs=weights)  # the weights alone: dx was made in B
         self.ends, self.gradients, self.inputs = (), None, ()
 
 

@@ -54,6 +54,7 @@ def part_of(model, chosen):
 def with_children(module, **others):
     """Return a module that shares all with `module`; `others` replaces children, or leaves those out that are None."""
     shell = copy.copy(module)
+    # New dicts: copy.copy shares them, and the model would lose its children, too.
     shell._parameters, shell._buffers = dict(module._parameters), dict(module._buffers)
     shell._modules = {name: others.get(name, child) for name, child in module._modules.items()
                       if others.get(name, child) is not None}
@@ -87,6 +88,7 @@ class _GPTLayers:
         first, last = 0 in chosen, len(model.blocks) - 1 in chosen
         gone = dict.fromkeys([*["embedding", "positions", "dropout"] * (not first), *["norm", "head"] * (not last)])
         stage = with_children(model, blocks=ChosenLayers(model.blocks, chosen), **gone)
+        # By its class alone, so that parameters, hooks and config stay the model's.
         stage.__class__, stage.is_first, stage.is_last = GPTStage, first, last
         return stage
 
@@ -163,7 +165,7 @@ class DecoderStage:
             if self.is_first:
                 given["input_ids"] = x
             else:
-                layers[0].arrives = x
+                layers[0].arrives = x  # what the model did before its layers goes unused
                 given["inputs_embeds"] = x.new_zeros(()).expand_as(x)  # one number; who writes to it is told
             if self.is_last:
                 out = super().forward(**given, labels=targets)

@@ -115,7 +115,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs(), *, link: Any = None, me
     rank_of, arrived = schedule.rank_of, {}
     clock, sending, times = [0] * len(schedule.ranks), [0] * len(schedule.ranks), tuple([] for _ in schedule.ranks)
     for rank, each, event, needs in executed(schedule):
-        begin = max(clock[rank], arrived[needs]) if needs else clock[rank]
+        begin = max(clock[rank], arrived[needs]) if needs else clock[rank]  # `executed` has given what it needs before
         arrived[event] = clock[rank] = end = begin + seconds[each.stage][each.kind]
         times[rank].append((begin, end))
         to = _receiver(event, stages)

@@ -33,7 +33,7 @@ class Ties:
                 raise ValueError(f"{' and '.join(tie.values())} are tied and on one rank, as {len(here)} parameters: "
                                  "expected the same one in both modules")
             ranks = tuple(sorted({rank_of[stage] for stage in tie}))
-            if len(ranks) == 1:
+            if len(ranks) == 1:  # one parameter in two modules of a rank: autograd adds
                 continue
             if ranks not in groups:
                 groups[ranks] = comm.split(ranks)
@@ -44,13 +44,14 @@ class Ties:
     def begin(self):
         """Put aside the gradients of earlier steps: they are summed already."""
         for parameter, _ in self._copies:
-            self._before[parameter], parameter.grad = parameter.grad, None
+            self._before[parameter], parameter.grad = parameter.grad, None  # summed again, they would count N times
 
     def end(self):
         """Sum this step's gradients over ranks, and add them to the earlier ones."""
         for parameter, group in self._copies:
             before = self._before.pop(parameter)
             if parameter.requires_grad:
+                # Others wait for it all the same.
                 mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 group.all_reduce(mine, out=mine)
                 parameter.grad = mine if before is None else before.add_(mine)

@@ -24,7 +24,7 @@ class _InstructionList:
     def add(self, kinds, way):
         """Append an instruction of each kind, of the stage on this way, for the next micro-batch."""
         for kind in kinds:
-            counted = INPUT if kind == BACKWARD else kind
+            counted = INPUT if kind == BACKWARD else kind  # FULL and B are both a stage's next backward
             each = Instruction(kind, self.stages[way], self.done[counted, way])
             self.done[counted, way] += 1
             self.order.append(each)
@@ -38,7 +38,7 @@ class _InstructionList:
 
 def _schedule(name, ranks, micro_batches, write):
     check_sizes(ranks, micro_batches)
-    enough = max(micro_batches, 2 * ranks)
+    enough = max(micro_batches, 2 * ranks)  # the lists are written for as many, and cut
     rank_of = (*range(ranks), *reversed(range(ranks)))
     orders = []
     for r in range(ranks):

@@ -162,14 +162,14 @@ def executed(schedule):
         order = schedule.ranks[rank]
         for i in range(at[rank], len(order)):
             needs, brought = waits_for(order[i], stages), event(order[i])
-            if needs and needs not in done:
+            if needs and needs not in done:  # no clock: whether it can run does not depend on costs
                 waiting[needs] = rank  # only one instruction waits for an event
                 at[rank] = i
                 break
             yield rank, order[i], brought, needs
             done.add(brought)
             if brought in waiting:
-                ready.append(waiting.pop(brought))
+                ready.append(waiting.pop(brought))  # that rank stopped at this event, and can go on
     if waiting:
         raise _deadlock(schedule, at, {rank: needs for needs, rank in waiting.items()})
 

@@ -57,7 +57,7 @@ def split(order, behind):
             cut.append(each)
             continue
         cut.append(Instruction(INPUT, *each[1:]))
-        waiting.append(Instruction(WEIGHT, *each[1:]))
+        waiting.append(Instruction(WEIGHT, *each[1:]))  # nobody waits for a W, so it may come late
         if len(waiting) > behind:
             cut.append(waiting.pop(0))
     return cut + waiting

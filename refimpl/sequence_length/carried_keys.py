@@ -142,6 +142,7 @@ class _Carry(torch.autograd.Function):
         if summed is None:  # truncated: keys and values of earlier chunks get no gradient
             return gradient[:, :, ctx.place].clone(), None, None, None, None
         summed = summed[layer][which]
+        # Later chunks have added theirs: backward runs from the last chunk on.
         summed[:, :, : ctx.place.stop] += gradient
         return summed[:, :, ctx.place], None, None, None, None
 

@@ -150,6 +150,7 @@ class _ChunkedPass:
     def _condition(self):
         """Return what must not change until backward: each tensor's version counter, and each module's mode."""
         tensors = [self.tokens, self.targets, *self.model.parameters(), *self.model.buffers()]
+        # Inference tensors have no counter.
         return ([None if tensor.is_inference() else tensor._version for tensor in tensors],
                 [module.training for module in self.model.modules()])
 
@@ -170,7 +171,7 @@ class _ChunkedPass:
             if again:
                 self.environments.append(Environment(self.model, [self.tokens]))
             with torch.set_grad_enabled(bool(self.trained) and not again):
-                self.last = self._loss(first, last, store=True)
+                self.last = self._loss(first, last, store=True)  # of the last chunk alone it has a graph
             if again:
                 self.environments[-1].drop_unused()
             loss = loss + self.last.detach()

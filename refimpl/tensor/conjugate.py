@@ -22,18 +22,18 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm):
         ctx.comm = comm
-        return x.view_as(x)
+        return x.view_as(x)  # no copy: every rank has x
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx):
-        return ctx.comm.all_reduce(dx), None
+        return ctx.comm.all_reduce(dx), None  # not in place: autograd may add this dx to another
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, comm):
-        ctx.mark_dirty(y)
+        ctx.mark_dirty(y)  # the sum may go over y: backward of the product that made it reads its inputs alone
         return comm.all_reduce(y, out=y)
 
     @staticmethod
@@ -99,7 +99,7 @@ def whole_sequence(x, comm, tokens, **options):
     shape, handle = (*tokens, x.shape[-1]), comm.all_gather(x.reshape(-1, x.shape[-1]), **options)
 
     def landed(rows):
-        return rows[: tokens.numel()].view(shape)
+        return rows[: tokens.numel()].view(shape)  # without what pads the last rank
 
     return (lambda: landed(handle.wait())) if options.get("async_op") else landed(handle)
 
@@ -110,6 +110,7 @@ def sequence_sum(y, comm, **options):
     rows, C = y.reshape(-1, y.shape[-1]), y.shape[-1]
     missing = rows_of(y.shape[:-1], comm.world_size) * comm.world_size - len(rows)
     if missing:
+        # Chunks of a reduce_scatter are equal; zeros change no sum.
         rows = torch.cat([rows, rows.new_zeros(missing, C)])
     mine = rows.new_empty(1, len(rows) // comm.world_size, C)
     handle = comm.reduce_scatter(rows, out=mine[0], **options)

@@ -50,14 +50,16 @@ class VocabularyParallelEmbedding(nn.Module):
         """
         (first, end), whole = cls.cut(embedding, comm, name), embedding.weight
         weight = nn.Parameter(whole.detach()[first:end].clone(), requires_grad=whole.requires_grad)
+        # Of any rank, so that a bucket keeps the same room on all.
         largest = -(-len(whole) // comm.world_size) * whole.shape[1]
         set_spec(weight, ShardSpec(name, tuple(whole.shape), (first, 0), tuple(weight.shape)), (name,), largest)
         made = cls(weight, comm, embedding.num_embeddings, padding_idx=embedding.padding_idx)
         if type(embedding).forward is nn.Embedding.forward:
             return made
         made.__dict__ |= {key: value for key, value in vars(embedding).items() if key not in vars(made)}
-        made._buffers.update(embedding._buffers)
+        made._buffers.update(embedding._buffers)  # a subclass's forward reads them, as Gemma's its scale
         made._modules.update(embedding._modules)
+        # Still an instance of the subclass, but its super().forward finds ours before nn.Embedding's.
         made.__class__ = type(type(embedding).__name__, (_ChecksLookup, type(embedding), _LooksUpOwnRows), {})
         return made
 
@@ -112,6 +114,7 @@ class _Lookup(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         ctx.module = module
         local, elsewhere = local_rows(tokens, module.first, module.end)
+        # Without the mask a row would be added once by each rank that does not have it.
         out = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
         return module.comm.all_reduce(out, out=out, label="embedding")
 

@@ -39,7 +39,7 @@ def cut_of(model, comm, name, style):
     if style not in CUTS:
         raise ValueError(f"{name} is a parameter: expected a style of {', '.join(CUTS)}, and not {style!r}")
     dim, n = CUTS[style]
-    dim = max(dim + whole.dim(), 0)
+    dim = max(dim + whole.dim(), 0)  # a vector, as attention's sinks, has one dim to cut
     if whole.shape[dim] % n:
         raise ValueError(f"{name}: {whole.shape[dim]} features in {n} equal parts: expected a multiple of {n}")
     part(whole.shape[dim] // n, comm, name)
@@ -55,6 +55,7 @@ def split_experts(module, comm):
 
 
 def _entered(x, comm):
+    # Tensors of ids and masks have no gradient to sum.
     return enter(x, comm) if isinstance(x, torch.Tensor) and x.requires_grad else x
 
 

@@ -46,7 +46,7 @@ class ColumnParallelLinear(nn.Module):
         self.parts, self.heads, cuts = column_cuts(linear, comm, name, parts, heads)
         self.weights, self.biases, self.replicas, first = nn.ParameterList(), nn.ParameterList(), [], 0
         for size, (begin, end, peers) in zip(self.parts, cuts, strict=True):
-            most = max(end - begin, -(-size // comm.world_size))
+            most = max(end - begin, -(-size // comm.world_size))  # heads that several ranks share are more than 1/N
             self.replicas.append(_group(comm, peers))
             numbers = [comm.ranks[peer] for peer in peers] if len(peers) > 1 else ()
             self.weights.append(_block(linear.weight, 1 if self.transposed else 0, first + begin, first + end,
@@ -70,6 +70,7 @@ class ColumnParallelLinear(nn.Module):
         found = []
         for weight, bias, replicas in zip(self.weights, biases, self.replicas, strict=True):
             if replicas is not None:
+                # Each of these ranks has a part of the queries that read it, so a part of its gradient.
                 weight, bias = enter(weight, replicas), None if bias is None else enter(bias, replicas)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             found.append((weight.t() if self.transposed else weight, bias))
@@ -93,11 +94,12 @@ class Siblings:
         if layer in self.ready:
             if self.x() is x:
                 return self.ready.pop(layer)
-            self.apart = True
+            self.apart = True  # as in cross-attention: q of one x, k and v of another
         self.ready = {}
         if self.apart:
             return columns(x, [layer])[0]
-        self.x, self.ready = weakref.ref(x), dict(zip(self.layers, columns(x, self.layers), strict=True))
+        self.x = weakref.ref(x)  # weak: else x would live until the next forward
+        self.ready = dict(zip(self.layers, columns(x, self.layers), strict=True))
         return self.ready.pop(layer)
 
 
@@ -108,7 +110,7 @@ def columns(x, layers):
     dtype = _computed_in(x, layers[0].weights[0])
     pairs = [layer.weights_in(dtype) for layer in layers]
     flat = [each for pair in pairs for weight_and_bias in pair for each in weight_and_bias]
-    whole = x.detach().to(dtype) if tokens is not None else None
+    whole = x.detach().to(dtype) if tokens is not None else None  # autograd sees the rows alone, and keeps 1/N
     outputs = _ColumnProducts.apply(rows.to(dtype), whole, tokens, layers[0].comm, [len(pair) for pair in pairs], *flat)
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
@@ -121,7 +123,7 @@ class _ColumnProducts(torch.autograd.Function):
         weights, biases = flat[::2], flat[1::2]
         ctx.comm, ctx.tokens, ctx.counts, ctx.biased = comm, tokens, counts, [bias is not None for bias in biases]
         ctx.save_for_backward(x, *weights)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # of features that nobody used None comes, not zeros to multiply
         whole, outputs, at = x if tokens is None else whole, [], 0
         for count in counts:
             outputs.append(_fused(whole, weights[at : at + count], biases[at : at + count]))
@@ -140,7 +142,7 @@ class _ColumnProducts(torch.autograd.Function):
         if of_x:
             for dy, weight in zip(parts, weights, strict=True):
                 if dy is not None:
-                    dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+                    dx = dy @ weight if dx is None else dx.addmm_(dy, weight)  # one dx for q, k and v: one all_reduce
             landed = _reduced(dx, x, ctx)  # beside the weights' gradients
         whole = x if gathered is None else gathered()
         rows = whole.reshape(-1, whole.shape[-1]) if any(of_weights) else None
@@ -154,7 +156,7 @@ def _reduced(dx, x, ctx):
     """Begin the sum of dx, (tokens, C), over the ranks. Returns a function that waits for it."""
     if ctx.tokens is not None:
         return sequence_sum(dx.view(*ctx.tokens, -1), ctx.comm, async_op=True)
-    handle = ctx.comm.all_reduce(dx, out=dx, async_op=True)
+    handle = ctx.comm.all_reduce(dx, out=dx, async_op=True)  # in place: dx was made here
     return lambda: handle.wait().view(x.shape)
 
 
@@ -165,7 +167,7 @@ def _fused(x, weights, biases):
     rows = x.reshape(-1, x.shape[-1])
     y, at = rows.new_empty(len(rows), sum(len(weight) for weight in weights)), 0
     for weight, bias in zip(weights, biases, strict=True):
-        out = y[:, at : at + len(weight)]
+        out = y[:, at : at + len(weight)]  # products go straight to their columns: no copy to join q, k and v
         torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
         at += len(weight)
     return y.view(*x.shape[:-1], -1)
@@ -211,6 +213,7 @@ class RowParallelLinear(nn.Module):
         x = own_features(x, self.comm) if self.of_whole else x
         y = F.linear(x, self.weight.t() if self.transposed else self.weight)
         y = leave_sequence(y, self.comm) if self.sequence else leave(y, self.comm)
+        # Added to the sum: added to each rank's part, it would count N times.
         return y if self.bias is None else y.add_(self.bias.to(y.dtype))
 
     def extra_repr(self) -> str:
@@ -285,6 +288,7 @@ def _group(comm, peers):
 
 def _block(tensor, dim, begin, end, name, replicas, most):
     """Return this rank's block of a whole parameter, copied, with its spec. `most`: of any rank, along `dim`."""
+    # A copy: a view would keep the whole weight alive.
     value = tensor.detach().narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
     block = nn.Parameter(value, requires_grad=tensor.requires_grad)
     offsets = [0] * tensor.dim()

@@ -96,12 +96,14 @@ class PartitionedInputs:
         if dense is None:
             return None
         storage = tensor.untyped_storage()
+        # The version: an input that was changed in place is another one.
         key = (storage._cdata, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.numel(),
                None if dense else (tensor.shape, tensor.stride()))
         known = self._parts.get(key)
-        part = None if known is None else known.part()
+        part = None if known is None else known.part()  # weak: None once the regions that shared it are done
         if part is None:
             flat = tensor.detach()
+            # A dense one is read in memory's order, without a copy.
             flat = flat.as_strided((tensor.numel(),), (1,)) if dense else flat.reshape(-1)
             part, checksum = self._cut(flat), bit_sum(flat) if self.check else None
             known = self._parts[key] = _KeptInput(part, checksum, storage)
@@ -122,6 +124,7 @@ class PartitionedInputs:
 
     def _is_dense(self, tensor):
         """Tell whether the tensor is dense, without gaps between its elements; None if it stays whole."""
+        # A tensor of a subclass may hold more than its elements.
         if self._is_parameter(tensor) or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return None
         if not tensor.requires_grad or tensor.is_complex() or tensor.nbytes < max(self.smallest, 1):
@@ -192,9 +195,10 @@ def bit_sum(flat):
     s_i is the sum of 64 words of 8 bytes, the i-th 512 bytes. So it differs for other values, and where 512 bytes or
     more changed places, such as two sequences of a batch. It reads at the speed of memory and makes 1/32 of its bytes.
     """
+    # A view in int64 has to begin at a whole word.
     flat = flat if flat.storage_offset() * flat.itemsize % SUM_BYTES == 0 else flat.clone()
     octets = flat.view(torch.uint8)
     whole = len(octets) // (SUM_BYTES * WORDS) * SUM_BYTES * WORDS
     sums = octets[:whole].view(torch.int64).view(-1, WORDS).sum(1)
-    weights = torch.arange(1, 2 * len(sums) + 1, 2, device=flat.device)
+    weights = torch.arange(1, 2 * len(sums) + 1, 2, device=flat.device)  # odd: no change of one s_i is 0 modulo 2^64
     return sums.mul_(weights).sum() - octets[whole:].sum()

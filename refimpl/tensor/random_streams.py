@@ -21,13 +21,14 @@ class OwnRandom:
     @torch._disable_dynamo
     def begin(self):
         """Go on with a stream of this rank's own, until `end`. No-op within."""
+        # Fake tensors have no number to draw.
         if self.common is not None or torch._guards.active_fake_mode() is not None:
             return
         begin = int(torch.randint(BEGINS, ()))
         cuda = self.comm.device.type == "cuda"
         self.common = torch.get_rng_state(), torch.cuda.get_rng_state(self.comm.device) if cuda else None
         seed = (begin + STEP * (self.comm.rank + 1)) % 2**63
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all GPUs, too
         if cuda:
             with torch.cuda.device(self.comm.device):
                 torch.cuda.manual_seed(seed)

@@ -49,8 +49,9 @@ class SameBatch:
     @torch._disable_dynamo
     @torch.no_grad()
     def __call__(self, model, args, kwargs):
-        if self.comm.world_size == 1 or torch._C._current_graph_task_id() != -1:
+        if self.comm.world_size == 1 or torch._C._current_graph_task_id() != -1:  # within a backward: a recomputation
             return
+        # Ranks may pass keywords in another order.
         given = sorted((name, x) for name, x in self._given(args, kwargs) if comparable(x))
         shapes = {name: described(x) for name, x in given}
         sums = [(name, HostChecksum.of(x)) for name, x in given if has_values(x)]
@@ -59,7 +60,7 @@ class SameBatch:
         self.late = [(name, each) for name, each in sums if each.event is not None]
         texts = texts_if_other(self.comm, "the batch", json.dumps([shapes, now, before]))
         if texts is not None:
-            self.late = []
+            self.late = []  # they are of a batch that is refused
             raise mismatch(self.comm.ranks, [json.loads(each) for each in texts])
 
     def _given(self, args, kwargs):
@@ -140,12 +141,12 @@ def checksum(x):
     if len(octets) % 8:
         octets = torch.nn.functional.pad(octets, (0, -len(octets) % 8))
     elif octets.storage_offset() % 8:
-        octets = octets.clone()
+        octets = octets.clone()  # a view in int64 has to begin at a whole word
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for piece in octets.view(torch.int64).split(PIECE):
         weights = torch.arange(1, len(piece) + 1, device=x.device).mul_(MIX)
         weights.bitwise_xor_(weights >> 29).mul_(MIX_AGAIN).bitwise_xor_(weights >> 32).bitwise_or_(1)
-        total = total.mul_(MIX_AGAIN).add_(weights.mul_(piece).sum())
+        total = total.mul_(MIX_AGAIN).add_(weights.mul_(piece).sum())  # multiplied: pieces that change places show, too
     return total
 
 

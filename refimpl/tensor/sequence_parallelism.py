@@ -69,7 +69,7 @@ def split_tokens(model, comm, blocks, norm):
     here = RowsRegion(comm)
     blocks[0].register_forward_pre_hook(here.enter, with_kwargs=True)
     norm.register_forward_hook(here.leave)
-    model.register_forward_hook(here.end, always_call=True)
+    model.register_forward_hook(here.end, always_call=True)  # no rank is left on its own stream
     split = set()
     for block in blocks:
         block.register_forward_pre_hook(here.remember, with_kwargs=True)
@@ -80,6 +80,7 @@ def split_tokens(model, comm, blocks, norm):
             parent.register_forward_pre_hook(functools.partial(here.gather, name), with_kwargs=True)
         for layer in block.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                # The bias of a layer by rows is whole on each rank, which adds it to its own rows alone.
                 split |= {*layer.parameters()} - {getattr(layer, "bias", None)}
             if isinstance(layer, RowParallelLinear):
                 layer.sequence = True
@@ -116,7 +117,7 @@ class RowsRegion:
     @torch._disable_dynamo
     def remember(self, module, args, kwargs):
         """Note of which forward a block's input is: it may be recomputed after another forward has begun."""
-        rows, _ = _first(module, args, kwargs)
+        rows, _ = _first(module, args, kwargs)  # what recomputes the block keeps this very storage
         if torch._C._current_graph_task_id() == -1:  # no backward is under way
             storage = rows.untyped_storage()
             self.forwards[storage._cdata] = StorageWeakRef(storage), self.tokens
@@ -181,4 +182,4 @@ class _RowsToTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx):
-        return own_rows(dx, ctx.comm), None, None
+        return own_rows(dx, ctx.comm), None, None  # no sum: all ranks compute the same from all tokens

@@ -80,6 +80,7 @@ def matched(model, plan):
     no module, for an unknown style, and for a module of two styles."""
     found, names = {}, names_of(model)
     for pattern, style in plan.items():
+        # Hugging Face's own plans are read as they are.
         style = OTHER_NAMES.get(style, style) if isinstance(style, str) else style
         if not isinstance(style, (Column, Row)) and style not in STYLES:
             raise ValueError(f"{pattern}: style {style!r}: expected one of {', '.join((*STYLES, *OTHER_NAMES))}, or a "
@@ -104,6 +105,7 @@ def names_of(model):
 
 
 def matches(pattern, names):
+    # A `*` is one part of a name, a layer's number: it has no dot.
     regex = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
     return [name for name in names if regex.fullmatch(name)]
 

@@ -87,7 +87,7 @@ def split_as(model, comm, plan, loss_parallel, summed=()):
     """Split a model, unproven, by its plan. `summed`: names of modules that are in no plan, and whose gradients are of
     this rank's part."""
     styles = matched(model, {**(plan_of(model) if plan is None else plan), **dict.fromkeys(summed, "whole")})
-    _check(model, comm, styles)
+    _check(model, comm, styles)  # by all ranks, before one of them changes its model
     for name in [name for name, style in styles.items() if style == "whole"]:
         sum_gradients(model.get_submodule(name).parameters(), comm)
         del styles[name]
@@ -109,8 +109,8 @@ def split_as(model, comm, plan, loss_parallel, summed=()):
             setattr(made[name], hooks, getattr(whole, hooks))
         model.set_submodule(name, made[name])
     for name, first in tied.items():
-        made[name].weights[0] = weight = made[first].weight
-        weight.whole_names += (f"{name}.weight",)
+        made[name].weights[0] = weight = made[first].weight  # tied again: each was cut by itself
+        weight.whole_names += (f"{name}.weight",)  # one block, saved under both names
     for parent, layers in _by_parent(model, made).items():
         _finish(parent, *zip(*layers, strict=True), comm)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -186,9 +186,9 @@ def _check_cuts(model, comm, styles, heads_of):
 def sum_gradients(parameters, comm):
     """Sum each parameter's gradient over the ranks, once; also if it is frozen now and trained later."""
     for p in parameters:
-        if not hasattr(p, "gradient_is_summed"):
+        if not hasattr(p, "gradient_is_summed"):  # a weight of two modules is listed twice
             trains, p.gradient_is_summed = p.requires_grad, True
-            p.requires_grad_().register_hook(lambda gradient: comm.all_reduce(gradient))
+            p.requires_grad_().register_hook(lambda gradient: comm.all_reduce(gradient))  # a frozen one takes no hook
             p.requires_grad_(trains)
 
 
@@ -269,7 +269,7 @@ def _count_heads(attention, columns):
     if not here:
         return
     counts = [rows * heads // size for rows, size, heads in here]
-    H, G = max(counts), min(counts)
+    H, G = max(counts), min(counts)  # q has the most heads, k and v the fewest
     for name, count in {"num_heads": H, "num_attention_heads": H, "num_key_value_heads": G,
                         "num_key_value_groups": H // G, "queries_per_key": H // G,
                         **dict.fromkeys(("split_size", "attn_dim"), max(rows for rows, _, _ in here))}.items():

@@ -56,6 +56,7 @@ class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         first, end = ctx.part
+        # A copy: a view would keep the gradient of all V.
         return gradient[..., first:end].clone(memory_format=torch.contiguous_format), None, None
 
 
@@ -78,7 +79,7 @@ class _OwnFeatures(torch.autograd.Function):
 
 def _gathered(columns, comm, V):
     n, widest = comm.world_size, -(-V // comm.world_size)
-    padded = F.pad(columns, (0, widest - columns.shape[-1]), value=float("-inf"))
+    padded = F.pad(columns, (0, widest - columns.shape[-1]), value=float("-inf"))  # an all_gather has equal parts
     found = comm.all_gather(padded.unsqueeze(0), label="logits")  # (n, …, widest)
     widths = [end - first for first, end in (part(V, (rank, n)) for rank in range(n))]
     return torch.cat([found[rank, ..., :width] for rank, width in enumerate(widths)], -1)
@@ -155,7 +156,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, plan):
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        maximum = logits.amax(1).to(dtype)
+        maximum = logits.amax(1).to(dtype)  # all ranks need one m: their Σ of exp(z − m) are added
         plan.comm.all_reduce(maximum, "max", out=maximum, label="maximum of logits")
         sums = logits.new_zeros((4 if plan.smoothing else 3, len(logits)), dtype=dtype)
         for first, end, z in plan.chunks(logits, dtype):
@@ -167,7 +168,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         local, here, ignored = plan.onehot(targets, dtype)
         predicted = logits.gather(1, local.long()[:, None])[:, 0].to(dtype).sub_(maximum)
         sums[1].copy_(predicted.masked_fill_(here == 0, 0))
-        torch.mul(here, targets + 1, out=sums[2])
+        torch.mul(here, targets + 1, out=sums[2])  # + 1: token 0 is not taken for no target
         plan.comm.all_reduce(sums, out=sums, label="sums of the loss")
         if plan.comm.has_others:
             check_same(sums[2], (targets + 1).masked_fill_(ignored, 0).to(dtype), plan.comm)
@@ -187,12 +188,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx.plan = None if plan.overwrite else plan
         local, here, ignored = plan.onehot(targets, maximum.dtype)
         local, here = local.long(), here.mul_(plan.smoothing - 1)
-        scale = gradient.masked_fill(ignored, 0)[:, None]
+        scale = gradient.masked_fill(ignored, 0)[:, None]  # an ignored row has loss 0, whatever its logits are
         out = logits.detach() if plan.overwrite else torch.empty_like(logits)
         # In the logits' own dtype it is computed where it stays; a 16-bit gradient in fp32, some rows at a time.
         chunks = [(0, len(out), out)] if out.dtype == maximum.dtype else plan.chunks(logits, maximum.dtype)
         for first, end, z in chunks:
             torch.sub(logits[first:end], maximum[first:end, None], out=z).sub_(log_sum[first:end, None]).exp_()
+            # `here` is 0 where another rank has the target.
             z[torch.arange(end - first, device=z.device), local[first:end]] += here[first:end]
             if plan.smoothing:
                 z.sub_(plan.smoothing / plan.V)

@@ -38,7 +38,7 @@ def check_same(found, expected, comm):
 def local_rows(ids, first, end):
     """Return (the row of each id in the part first … end − 1, or some row of it; whether the id is elsewhere)."""
     elsewhere = (ids < first) | (ids >= end)
-    return (ids - first).clamp_(0, end - first - 1), elsewhere
+    return (ids - first).clamp_(0, end - first - 1), elsewhere  # some row that is there: the caller masks what it gives
 
 
 def check_columns(logits, comm, V, part):
