@@ -205,7 +205,8 @@ class AveragedByEngine(OneProcess):
 
     def __init__(self, engine, parameters):
         super().__init__([])  # none whose `.grad` is summed, reduced or dropped here
-        self.engine, self.comm, self.factor, self._trained = engine, engine.comm, engine.comm.world_size, parameters
+        self.engine, self.comm, self._trained = engine, engine.comm, parameters
+        self.factor = engine.comm.world_size
 
     def padded_work(self, work, spare):
         """Return `work`, and as often as other ranks have more: its last micro-batch, or `spare`, with a weight of 0.
@@ -213,7 +214,7 @@ class AveragedByEngine(OneProcess):
         These 8 bytes are sent before the first forward.
         """
         most = self.comm.all_reduce(torch.tensor(len(work), device=self.comm.device), "max")
-        missing = 0 if isinstance(most, FakeTensor) else int(most) - len(work)  # all make as many backwards: each is a collective
+        missing = 0 if isinstance(most, FakeTensor) else int(most) - len(work)  # all make as many backwards
         return work + [(work[-1][0] if work else spare, 0)] * missing
 
     def sum_dtype(self, dtype, parts):

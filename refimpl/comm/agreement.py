@@ -53,10 +53,9 @@ def check_same(comm, what, text):
 
 
 def check_phase(comm, phase, step, micro_batch, parts=(), written=None, settings=None):
-    """Raise CollectiveMismatch, naming the ranks, if some rank is about to do something else than rank 0, or has begun
-    other collectives: in `comm`, or in communicators of a part of its ranks that all ranks use alike, `parts`; or if
-    modules wrote other values to a parameter there: `written`, {name: a number of all bits}; or if it is about to do it
-    with other `settings`, {name: value}."""
+    """Raise CollectiveMismatch, naming the ranks, if some rank differs from rank 0 in what it is about to do (`phase`,
+    `step`, `micro_batch`), in the collectives that it has begun in `comm` or in its sub-groups `parts`, in what modules
+    wrote to parameters (`written`, {name: a number of all bits}) or in `settings`, {name: value}."""
     orders, written, settings = [comm.order, *(part.order for part in parts)], written or {}, settings or {}
     numbers = [order.digest for order in orders]
     for each in filter(None, (written, settings)):

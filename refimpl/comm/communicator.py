@@ -228,7 +228,7 @@ class Communicator(CollectiveBuffers):
 
     @property
     def hosts(self) -> Any:
-        """On which host each rank of the world is, and what that host has (`hosts.facts.Hosts`)."""
+        """Return the `hosts.facts.Hosts`: on which host each rank of the world is, and what that host has."""
         if self._hosts is None:
             from .hosts.facts import Hosts
 
@@ -334,7 +334,8 @@ class Communicator(CollectiveBuffers):
         """Count the bytes of a message. Returns its span of time or None."""
         if x is not None:
             self._count("send", x.nbytes)
-        kind = "recv" if x is None else "send" if out is None else "send_recv"
+        sends = "send" if out is None else "send_recv"
+        kind = "recv" if x is None else sends
         return started(kind, *(tensor for tensor in (x, out) if tensor is not None), name=label)
 
     def _count(self, collective, nbytes, itemsize=1, src=0):

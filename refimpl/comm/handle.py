@@ -63,7 +63,7 @@ class Handle:
 
 
 class Then:
-    """A handle whose result goes through a function, once."""
+    """Wraps a handle. `wait()` returns `finish(result)`, which is called once."""
 
     def __init__(self, handle, finish):
         self._handle, self._finish, self._result = handle, finish, None

@@ -1,4 +1,4 @@
-"""What the orders of ranks tell when they hang, when one was killed, or when one returned too early.
+"""Finds why ranks hang, or who waits for a rank that has returned too early, from the orders of their collectives.
 
 A rank keeps the order of each of its communicators on a page of its record, which the caller can read (`ranks.signs`).
 """

@@ -68,7 +68,8 @@ class _Meeting:
     """A collective in which ranks meet: it happens when the last one has come, or fails on all of them."""
 
     def __init__(self, size, act):
-        self._size, self._act, self.posts, self.error, self.result = size, act, {}, None, None
+        self._size, self._act = size, act
+        self.posts, self.error, self.result = {}, None, None  # rank -> (what it begins, what it gives)
 
     def post(self, rank, what, *given):
         """Come; `what`: text of what this rank begins. The last one acts for all."""

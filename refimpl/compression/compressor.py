@@ -78,7 +78,8 @@ class GradientCompressor(Reductions):
         self.algorithm, self.ratio, self.error_feedback = algorithm, ratio, bool(error_feedback)
         self.warmup, self.seed, self.rank, self.loss_scale = warmup, seed, rank, loss_scale
         self.coder = FLAT[algorithm](ratio) if algorithm in FLAT else None  # powersgd has a FactorLayout of each bucket
-        self.steps, self.kept, self._pending = 0, {}, {}  # key → {"residual": (n,), "q": powersgd's factors}
+        self.steps = 0
+        self.kept, self._pending = {}, {}  # key → {"residual": (n,), "q": powersgd's factors}; those of this step
         self.comm, self.layouts = None, ()
 
     def __repr__(self):
@@ -164,14 +165,14 @@ class GradientCompressor(Reductions):
                             key if isinstance(key, int) else 0, like)
 
     def step(self) -> None:
-        """Let what is kept count: the step was made."""
+        """Use the residuals of this step from now on: the optimizer's step was made."""
         for key, kept in self._pending.items():
             self.kept[key] = self._valid(key, kept)
         self._pending.clear()
         self.steps += 1
 
     def drop(self) -> None:
-        """Forget what was to be kept since the last step, which is not made."""
+        """Drop the residuals since the last step: the optimizer's step is not made."""
         self._pending.clear()
 
     def seed_of(self, key: object, chunk: int = 0) -> int:

@@ -16,7 +16,7 @@ MIN_COMPRESSION_RATE = 2
 
 
 class FactorLayout:
-    """Which tensors of a bucket are sent as factors, and which whole. `rank`: r; without one it is chosen for each
+    """Says which tensors of a bucket are sent as factors, and which whole. `rank`: r; without one it is chosen for each
     matrix, so that r(n + m) is at most `ratio` · n · m."""
 
     def __init__(self, shapes, ratio, rank=None):

@@ -26,7 +26,7 @@ def finite_or(x, before):
 
 
 class Reductions:
-    """The part of a GradientCompressor that sends. `attach` has told it the communicator and the buckets."""
+    """Sends the payloads of a GradientCompressor, over the communicator and for the buckets that `attach` was given."""
 
     @property
     def reduces_shards(self) -> bool:
@@ -39,8 +39,8 @@ class Reductions:
         return self.steps >= self.warmup
 
     def attach(self, comm: "Communicator", layouts: Any) -> None:
-        """Learn the ranks, and `numel`, `dtype`, `device` and `slots`, [(first, shape)], of each bucket. RuntimeError
-        for a second engine: what is kept belongs to one model."""
+        """Set the ranks, and `numel`, `dtype`, `device` and `slots`, [(first, shape)], of each bucket. RuntimeError for
+        a second engine: residuals belong to one model."""
         if self.comm is not None:
             raise RuntimeError(f"{self!r} is another engine's hook already: make one for each engine")
         self.comm, self.layouts = comm, layouts
@@ -67,9 +67,10 @@ class Reductions:
         """Launch the reduction of bucket `key` to shards. The handle's `wait()` returns this rank's shard of the
         average, (n/N,) in `dtype`."""
         if self.coder is None:
-            rank = self.comm.rank
-            return Then(self.all_reduce(key, flat, dtype, label),
-                        lambda whole: whole.chunk(self.comm.world_size)[rank].clone())
+            def own(whole):
+                return whole.chunk(self.comm.world_size)[self.comm.rank].clone()  # a view would keep the whole
+
+            return Then(self.all_reduce(key, flat, dtype, label), own)
         x = self.compensated(key, flat, label)
         sent, seeds = torch.zeros_like(x), [self.seed_of(key, chunk) for chunk in range(self.comm.world_size)]
         payloads = []

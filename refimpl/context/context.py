@@ -41,9 +41,9 @@ class SequenceParallelAttention:
     - `method`: "ring", "ulysses" or "gathered"; see these files.
     - `order`: "plain" or "zig-zag"; see `token_order`. By default zig-zag, in which causal attention is as much work on
       each rank; for Ulysses plain, which has no other.
-    - `attention`: what computes it. For a ring an `AttentionPair`; else any function (q, k, v) -> out. By default
-      dense; in a model, for Ulysses and gathered, the model's own; with a window,
-      a softcap or sinks `dense_attention`, which has the matrix in memory. Yours gets `window`, `softcap` and `sinks`.
+    - `attention`: what computes it. For a ring an `AttentionPair`; else any function (q, k, v) -> out, which gets
+      `window`, `softcap` and `sinks`. By default it is dense; in a model, for Ulysses and gathered, it is the model's
+      own; with a window, a softcap or sinks it is `dense_attention`, which has the matrix in memory.
 
     ValueError for an unknown method or order, and for Ulysses in zig-zag order.
     """
@@ -64,8 +64,8 @@ class SequenceParallelAttention:
                  dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
         """Return attention of this rank's tokens. Raises as the method does."""
         check_dropout(dropout_p)
-        attention = self.attention or (dense_pair if self.method == "ring" else dense_attention if options
-                                       else softmax_attention)
+        default = dense_attention if options else softmax_attention
+        attention = self.attention or (dense_pair if self.method == "ring" else default)
         if self.method != "ulysses":
             options["order"] = self.order
         return METHODS[self.method](q_BHTD, k_BGTD, v_BGTD, self.comm, causal=causal, attention=attention, **options)

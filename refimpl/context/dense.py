@@ -21,7 +21,8 @@ def dense_attention(q_BHTD, k_BGSD, v_BGSD, *, causal=False, window=None, softca
         scores_BHTS = softcap * (scores_BHTS / softcap).tanh()
     # The last query stands at the last key.
     ahead_TS = torch.arange(S, device=q_BHTD.device) - torch.arange(S - T, S, device=q_BHTD.device)[:, None]
-    hidden_TS = ahead_TS > (0 if causal else math.inf if window is None else window)
+    ahead = math.inf if window is None else window
+    hidden_TS = ahead_TS > (0 if causal else ahead)
     if window is not None:
         hidden_TS |= ahead_TS < -window
     scores_BHTS = scores_BHTS.masked_fill(hidden_TS, -math.inf)

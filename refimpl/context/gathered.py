@@ -57,8 +57,11 @@ def _pieces(comm, T, causal, order, window, cu_seqlens):
         return [(slice(0, T), slice(0, T * comm.world_size), {})]
     pieces, row = [], 0
     for first, end in spans(comm.rank, comm.world_size, T, order):
-        rows, row = slice(row, row + end - first), row + end - first
-        begin, options = 0 if window is None else max(0, first - window), {} if window is None else {"window": window}
+        rows = slice(row, row + end - first)
+        row = rows.stop
+        begin, options = 0, {}
+        if window is not None:
+            begin, options = max(0, first - window), {"window": window}
         if cu_seqlens is None:
             pieces.append((rows, slice(begin, end), options))
         else:

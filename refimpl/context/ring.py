@@ -150,8 +150,8 @@ def _merge(out, lse, block_out, block_lse):
 
 
 class _TravellingGradients:
-    """The sum of dK and dV of the keys that are here. It follows them from rank to rank, and each adds its part; after
-    N steps it is with the rank that has the keys. It arrives while the next part is computed."""
+    """Sums dK and dV of the keys that are here. The sum travels with its keys from rank to rank, and each rank adds its
+    part. After N steps the sum is at the rank that has the keys. It travels while the next part is computed."""
 
     def __init__(self, comm):
         self.comm, self.arriving = comm, None
@@ -174,7 +174,7 @@ class _TravellingGradients:
 
 
 class _Delivered:
-    """A message from this rank to itself."""
+    """Stands for a message from this rank to itself, which has arrived."""
 
     def __init__(self, x):
         self.x = x

@@ -11,8 +11,8 @@ from ..proof.ranks import prove, weights_of
 
 
 def prove_context(model, attention, give):
-    """Prove that a model of transformers to which `give(model, attention)` gives an attention of split sequences
-    computes what it does whole. CutDiffers if it does not; CannotShrink if no toy of it can be made."""
+    """Prove that a model of transformers computes on parts of a sequence what it computes on the whole. `give(model,
+    attention)` gives it the attention. CutDiffers if it does not; CannotShrink if no toy of it can be made."""
     if attention.comm.world_size == 1:
         return
 

@@ -75,8 +75,7 @@ class PipelineParallelStage:
     - `loss`: `loss(output, *targets)`, if the last stage returns an output in place of the loss.
     - `count`: `count(*targets)`, the number of terms in that mean. By default what the last stage's `count_targets`
       says if it has one, else integers other than −100, or all numbers.
-    - `total`: `total(number of this rank's terms)`, by which losses are divided in place of it
-      (`micro_batches.weights_of`).
+    - `total`: returns what losses are divided by, from the number of this rank's terms (`micro_batches.weights_of`).
     - `tied`: [{stage: name of a parameter there}] of what stages share (`tied.shared`).
 
     Gradients are in the parameters' `.grad`: make an optimizer of `parameters()`. Raises ScheduleError for a schedule
@@ -105,8 +104,8 @@ class PipelineParallelStage:
         self.total = total
 
     def expect(self, shapes: Any) -> None:
-        """Say what stages receive, before a first step shows it: {(stage, micro-batch): [(dtype, whether it needs a
-        gradient, shape) of each tensor]}. For a dry run, in which no other rank tells."""
+        """Set the shapes that stages receive, for a dry run, in which no other rank sends any: {(stage, micro-batch):
+        [(dtype, whether it needs a gradient, shape) of each tensor]}."""
         self._expected = dict(shapes)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -160,7 +159,7 @@ class PipelineParallelStage:
         return runner.loss
 
     def call(self, stage: int, *args: Any) -> Any:
-        """Return what a stage makes of its arguments."""
+        """Run a stage's forward on these arguments."""
         unit = self.stages[stage]
         return unit.forward(*args) if is_engine(unit) else unit(*args)
 

@@ -159,14 +159,14 @@ def _is_plain(p):
 
 
 def _only_watched(p):
-    """Tell whether nobody but trackers wants to know when a gradient was added."""
+    """Tell whether a parameter has no hooks that run after its gradient was added, but those of trackers."""
     hooks = p._post_accumulate_grad_hooks
     watching = set(map(id, meters))
     return not hooks or all(id(getattr(hook, "__self__", None)) in watching for hook in hooks.values())
 
 
 def tell_trackers(leaf):
-    """Call the trackers that look on, after a gradient was added."""
+    """Call the hooks of trackers, after a gradient was added."""
     for p in leaf._parameters.values():
         if p is not None and p._post_accumulate_grad_hooks and p.grad is not None:
             for hook in p._post_accumulate_grad_hooks.values():  # autograd calls them for what it adds itself

@@ -33,8 +33,8 @@ def count_targets(*targets, ignore_index=-100):
 def weights_of(targets, count=None, total=None):
     """Return [n_k / n of each micro-batch]. ValueError if no target counts.
 
-    `total`: maps this rank's targets to n, by default themselves: those of all N ranks over N, if gradients are
-    averaged over N ranks of other rows or tokens.
+    `total`: a function from the number of this rank's targets to n, by default the same number. Where gradients are
+    averaged over N ranks of other rows or tokens, n is the number of all their targets, divided by N.
     """
     counts = [(count or count_targets)(*each) for each in targets]
     n = sum(counts) if total is None else total(sum(counts))
@@ -53,7 +53,8 @@ def check_batch(comm, schedule, first, last, inputs, targets):
     rows, texts = [], []
     for needed, batch in ((first, inputs), (last, targets)):
         found = tensors_of(batch) if batch is not None else ()
-        rows.append(found[0].shape[0] if found else -1 if not needed else 0)
+        missing = 0 if needed else -1
+        rows.append(found[0].shape[0] if found else missing)
         texts += [f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in found]
     digest = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:7], "big")  # 7 bytes fit an int64
     mine = torch.tensor([[*rows, digest]])

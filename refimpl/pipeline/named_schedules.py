@@ -92,7 +92,8 @@ def _chunks(name, chunks):
     """Stages of a rank, checked."""
     if name not in BUILDERS:
         raise ValueError(f"no schedule {name!r}: expected one of {', '.join(BUILDERS)}")
-    fixed = None if name in IN_CHUNKS else 2 if name in ("zb-v", "dualpipe-v") else 1
+    fixed = 2 if name in ("zb-v", "dualpipe-v") else 1
+    fixed = None if name in IN_CHUNKS else fixed
     if chunks is not None and fixed is not None and chunks != fixed:
         raise ValueError(f"{name} with chunks={chunks!r}: a rank has {fixed} of it. Leave chunks out")
     chunks = chunks if chunks is not None else fixed or 2

@@ -36,7 +36,7 @@ from .leaves import LARGE, formulas_hold, formulas_of, tell_trackers
 class SplitBackward:
     """Divides the backward of `module`, one stage, or runs it without temporary gradients.
 
-    It stands before the `forward` of leaf modules, until `remove`, and only acts inside `recording`. `whole`: names of
+    It wraps the `forward` of leaf modules until `remove`, and acts inside `recording` alone. `whole`: names of
     trainable parameters of no leaf module, whose gradients come in B.
     """
 
@@ -67,10 +67,11 @@ class SplitBackward:
 
 
 class LeafForward:
-    """Stands before a leaf module's own forward."""
+    """Wraps a leaf module's own forward."""
 
     def __init__(self, leaf, split):
-        self.leaf, self.split, self.rule = leaf, split, None if split is None else formulas_of(leaf)
+        self.leaf, self.split = leaf, split
+        self.rule = None if split is None else formulas_of(leaf)
         self.own = leaf.__dict__.get("forward")  # of this object alone, if somebody gave it one
         self.also_whole = self.rule is not None and self.rule.also_whole and leaf.weight.numel() >= LARGE
 
@@ -106,7 +107,7 @@ class LeafForward:
 
 
 class _ByFormulas(torch.autograd.Function):
-    """A leaf module with formulas. `parts` is None if B and W are one."""
+    """Runs a leaf module by formulas. `parts` is None if B and W are one."""
 
     @staticmethod
     def forward(ctx, leaf, parts, x, anchor):
@@ -132,7 +133,7 @@ class _ByFormulas(torch.autograd.Function):
 
 
 class DeferredByFormulas:
-    """What W has to do for a leaf module with formulas, from its x and dy, and what else it kept."""
+    """Holds what W needs of a leaf module with formulas: its x and dy, and what else it kept."""
 
     def __init__(self, leaf, rule, *kept):
         self.leaf, self.rule, self.kept = leaf, rule, kept
@@ -162,7 +163,7 @@ def run_detached(leaf, parts, args, kwargs):
 
 
 class _ByGraph(torch.autograd.Function):
-    """A leaf module with a small graph."""
+    """Stands for a leaf module in the stage's graph; the module keeps a small graph of its own."""
 
     @staticmethod
     def forward(ctx, part, parts, outputs, anchor, *inputs):
@@ -179,7 +180,7 @@ class _ByGraph(torch.autograd.Function):
 
 
 class DeferredByGraph:
-    """A call of a leaf module: its small graph, from `inputs` to `ends`, and from B until W its outputs' gradients."""
+    """Holds a leaf module's small graph, from `inputs` to `ends`, and from B until W its outputs' gradients."""
 
     def __init__(self, leaf, ends, inputs):
         self.leaf, self.ends, self.inputs, self.gradients = leaf, ends, inputs, None

@@ -117,7 +117,9 @@ class LayerOfAnotherStage(nn.Module):
     def __init__(self, layer, returns):
         super().__init__()
         self.__dict__.update({name: value for name, value in vars(layer).items() if name not in vars(self)})
-        self.returns, self.arrives, self.passes, self.calls = returns, None, False, 0
+        self.returns = returns  # how many values the layer returns; 0: x alone
+        self.arrives, self.passes = None, False  # x of the stage before; whether to keep x for the next one
+        self.calls = 0
 
     def __call__(self, *args, **kwargs):
         self.calls += 1
@@ -176,7 +178,9 @@ class DecoderStage:
                 raise RuntimeError(f"{type(self).__name__} has not called each of its {len(layers)} layers once: what "
                                    "another stage has to do would be left out, or be done twice. A model that skips "
                                    "layers (layerdrop, num_hidden_layers below its list) has no stages")
-            return layers[-1].arrives if not self.is_last else out.logits if targets is None else out.loss
+            if not self.is_last:
+                return layers[-1].arrives
+            return out.logits if targets is None else out.loss
         finally:
             for layer in others:
                 layer.arrives, layer.passes = None, False

@@ -19,7 +19,9 @@ class _InstructionList:
     """A rank's list while it is written: each kind takes the micro-batches of a stage in order."""
 
     def __init__(self, ranks, rank):
-        self.stages, self.done, self.order, self.behind = (rank, 2 * ranks - 1 - rank), Counter(), [], []
+        self.stages = rank, 2 * ranks - 1 - rank
+        self.order, self.done = [], Counter()  # (kind, way) -> micro-batches that have had it
+        self.behind = []  # Bs whose W is still to come
 
     def add(self, kinds, way):
         """Append an instruction of each kind, of the stage on this way, for the next micro-batch."""

@@ -1,4 +1,4 @@
-"""What `run` has to be told of the ranks' connection. `comm.launch` defines one that makes Communicators."""
+"""How the ranks of a launch are connected, which the caller of `run` says. `comm.launch` connects Communicators."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -158,7 +158,9 @@ class _Search:
     def nearest(self, lengths):
         """Return the three of `lengths` nearest to the bounds, ascending; None if there are fewer."""
         at = self.fits or self.fails
-        return sorted(sorted(lengths, key=lambda length: abs(length - at))[:3]) if len(lengths) > 2 else None
+        if len(lengths) < 3:
+            return None
+        return sorted(sorted(lengths, key=lambda length: abs(length - at))[:3])
 
     def predicted(self):
         """Return the longest multiple that fits, by polynomials through the three nearest dry runs."""

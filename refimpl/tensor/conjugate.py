@@ -96,12 +96,15 @@ def rows_of(tokens, world_size):
 
 def whole_sequence(x, comm, tokens, **options):
     """Gather rows (1, n, C) to (*tokens, C). With async_op=True return a function that waits for them."""
-    shape, handle = (*tokens, x.shape[-1]), comm.all_gather(x.reshape(-1, x.shape[-1]), **options)
+    shape = (*tokens, x.shape[-1])
+    handle = comm.all_gather(x.reshape(-1, x.shape[-1]), **options)
 
     def landed(rows):
         return rows[: tokens.numel()].view(shape)  # without what pads the last rank
 
-    return (lambda: landed(handle.wait())) if options.get("async_op") else landed(handle)
+    if options.get("async_op"):
+        return lambda: landed(handle.wait())
+    return landed(handle)
 
 
 def sequence_sum(y, comm, **options):
@@ -114,7 +117,12 @@ def sequence_sum(y, comm, **options):
         rows = torch.cat([rows, rows.new_zeros(missing, C)])
     mine = rows.new_empty(1, len(rows) // comm.world_size, C)
     handle = comm.reduce_scatter(rows, out=mine[0], **options)
-    return (lambda: (handle.wait(), mine)[1]) if options.get("async_op") else mine
+
+    def wait():
+        handle.wait()
+        return mine
+
+    return wait if options.get("async_op") else mine
 
 
 def own_rows(x, comm):

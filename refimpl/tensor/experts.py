@@ -60,8 +60,9 @@ def _entered(x, comm):
 
 
 def split_shared_key(module, comm, rotated):
-    """Of a layer whose output every rank reads whole, and of whose last `rotated` features each of its heads alone
-    reads all, as the key of multi-head latent attention that all heads share: sum the gradient of these."""
+    """Sum over ranks the gradient of a whole layer's last `rotated` features: the key that all heads of multi-head
+    latent attention share, of which each rank has some. The features before them go to a layer by columns, which sums
+    their gradient itself."""
     def after(module, args, output):
         y, key = output.split((output.shape[-1] - rotated, rotated), -1)
         return torch.cat((y, enter(key, comm)), -1)

@@ -42,9 +42,11 @@ class ColumnParallelLinear(nn.Module):
                  gather_output: bool = False) -> None:
         super().__init__()
         self.comm, self.gather_output, self.siblings = comm, gather_output, Siblings([self])
-        self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
+        self.transposed = is_transposed(linear)
+        self.in_features, self.features = features_of(linear, name)
         self.parts, self.heads, cuts = column_cuts(linear, comm, name, parts, heads)
-        self.weights, self.biases, self.replicas, first = nn.ParameterList(), nn.ParameterList(), [], 0
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.replicas, first = [], 0
         for size, (begin, end, peers) in zip(self.parts, cuts, strict=True):
             most = max(end - begin, -(-size // comm.world_size))  # heads that several ranks share are more than 1/N
             self.replicas.append(_group(comm, peers))
@@ -85,7 +87,8 @@ class Siblings:
     is summed over the ranks once. If another is called with another x, they are computed apart from then on."""
 
     def __init__(self, layers):
-        self.layers, self.ready, self.x, self.apart = layers, {}, None, len(layers) == 1
+        self.layers, self.apart = layers, len(layers) == 1
+        self.x, self.ready = None, {}  # what was read last; layer -> its features of that, until it is called
         for layer in layers:
             layer.siblings = self
 
@@ -135,8 +138,8 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
         of_x, of_weights, of_biases = ctx.needs_input_grad[0], ctx.needs_input_grad[5::2], ctx.needs_input_grad[6::2]
-        parts, dx, landed = _parts(dys, ctx.counts, weights), None, None
-        gathered = None
+        parts = _parts(dys, ctx.counts, weights)
+        dx = landed = gathered = None
         if ctx.tokens is not None and any(of_weights):
             gathered = whole_sequence(x, ctx.comm, ctx.tokens, async_op=True)  # beside dx
         if of_x:
@@ -148,7 +151,8 @@ class _ColumnProducts(torch.autograd.Function):
         rows = whole.reshape(-1, whole.shape[-1]) if any(of_weights) else None
         grads = []
         for dy, w, b in zip(parts, of_weights, of_biases, strict=True):
-            grads += [dy.t() @ rows if w and dy is not None else None, dy.sum(0) if b and dy is not None else None]
+            grads.append(dy.t() @ rows if w and dy is not None else None)
+            grads.append(dy.sum(0) if b and dy is not None else None)
         return landed() if of_x else None, None, None, None, None, *grads
 
 
@@ -198,7 +202,8 @@ class RowParallelLinear(nn.Module):
                  of_whole: bool = False) -> None:
         super().__init__()
         self.comm, self.sequence, self.of_whole = comm, False, of_whole
-        self.transposed, (self.in_features, self.features) = is_transposed(linear), features_of(linear, name)
+        self.transposed = is_transposed(linear)
+        self.in_features, self.features = features_of(linear, name)
         begin, end = row_cut(linear, comm, name, heads)
         self.weight = _block(linear.weight, 0 if self.transposed else 1, begin, end, f"{name}.weight", (),
                              max(end - begin, -(-self.in_features // comm.world_size)))

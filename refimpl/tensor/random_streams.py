@@ -20,7 +20,7 @@ class OwnRandom:
 
     @torch._disable_dynamo
     def begin(self):
-        """Go on with a stream of this rank's own, until `end`. No-op within."""
+        """Switch to this rank's own stream, until `end`. Does nothing if the rank is on it already."""
         # Fake tensors have no number to draw.
         if self.common is not None or torch._guards.active_fake_mode() is not None:
             return
@@ -35,7 +35,7 @@ class OwnRandom:
 
     @torch._disable_dynamo
     def end(self):
-        """Go back to the common stream. No-op outside."""
+        """Switch back to the common stream. Does nothing if the rank is on it already."""
         if self.common is None:
             return
         (cpu, cuda), self.common = self.common, None

@@ -125,7 +125,7 @@ class HostChecksum(NamedTuple):
         return cls(host, event)
 
     def value(self):
-        """Return it, as a number."""
+        """Return the checksum as a number."""
         if self.event is not None:
             self.event.synchronize()  # the forward that it preceded is launched, and its backward: the GPU has work
         return self.host.item()

@@ -51,7 +51,7 @@ def sequence_parallel(model: torch.nn.Module, comm: "Communicator", plan: Any = 
 
 
 class _SplitTokens(NamedTuple):
-    """Splits the tokens between layers, after the layers."""
+    """Splits the tokens of a model whose layers are split. By its two names it equals another one, for `prove`."""
 
     blocks: str
     norm: str
@@ -97,7 +97,7 @@ def _readers(block):
 
 
 class RowsRegion:
-    """The blocks of a model in which each rank has rows. `tokens`: (B, T) of the forward that is under way."""
+    """Holds hooks for the blocks in which each rank has rows of tokens. `tokens`: (B, T) of the current forward."""
 
     def __init__(self, comm):
         self.comm, self.tokens, self.random = comm, None, OwnRandom(comm)
@@ -105,7 +105,7 @@ class RowsRegion:
 
     @torch._disable_dynamo
     def enter(self, module, args, kwargs):
-        """Keep this rank's rows of the first block's input."""
+        """Begin the region: cut the first block's input to this rank's rows."""
         x, replaced = _first(module, args, kwargs)
         self.tokens = x.shape[:-1]
         self.forwards = {key: (held, tokens) for key, (held, tokens) in self.forwards.items() if not held.expired()}
@@ -139,13 +139,13 @@ class RowsRegion:
 
     @torch._disable_dynamo
     def leave(self, module, args, output):
-        """Return all tokens behind the last norm."""
+        """End the region: gather all tokens after the last norm."""
         self.random.end()
         return _RowsToTokens.apply(output, self.comm, self.tokens)
 
     @torch._disable_dynamo
     def end(self, module, args, output):
-        """End the forward, also one that raised."""
+        """Leave this rank's own stream of random numbers, also after a forward that raised."""
         self.random.end()
 
 

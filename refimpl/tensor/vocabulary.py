@@ -126,7 +126,7 @@ def vocabulary_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tenso
 
 
 class _LossOptions(NamedTuple):
-    """What the loss is given besides tensors."""
+    """Holds what the loss is given besides tensors."""
 
     comm: object
     V: int
@@ -151,7 +151,7 @@ class _LossOptions(NamedTuple):
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """The loss of each row (N,). Rows: Σ, z_t − m, t + 1 of the rank that has column t, and Σ (z − m) if ε > 0."""
+    """Computes the loss of each token, (N,). Ranks sum Σ, z_t − m, t + 1 where column t is, and Σ (z − m) if ε > 0."""
 
     @staticmethod
     def forward(ctx, logits, targets, plan):

@@ -67,7 +67,8 @@ class CollectiveBuffers:
         if not isinstance(x, Tensor):
             raise TypeError(f"a collective moves tensors, and this is {type(x).__name__}: pass torch.tensor(…)")
         if x.layout is not strided or x.is_nested or x.is_quantized:
-            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
+            kind = "quantized" if x.is_quantized else x.layout
+            kind = "nested" if x.is_nested else kind
             raise TypeError(f"a collective moves dense tensors, and this one is {kind}")
         if self._group is not None and (isinstance(x, FakeTensor) or x.is_meta):
             raise TypeError("a fake or meta tensor has no data to send: give the dry run a "

@@ -62,7 +62,7 @@ class Note:
     failure: ReportedFailure | None = None
 
     def pack(self):
-        """Return it as text."""
+        """Return the note as text."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -83,7 +83,7 @@ class OwnNote:
         self._used = self._children_at = self._children = 0.0
 
     def refresh(self):
-        """Bring it up to date; return whether the record has changed."""
+        """Bring the note up to date; return whether the record has changed."""
         given = patience()  # first: the record tells that it has ended
         now, note, content = time.monotonic(), self.note, bytes(self.record)
         digest = zlib.crc32(content)
@@ -131,7 +131,7 @@ class PeerNotes:
     heard: list = field(default_factory=list)  # time.monotonic() of the last change, here
 
     def update(self, notes):
-        """Take in what was read just now."""
+        """Replace the notes by those that were read just now, and see which have changed."""
         now, before = time.monotonic(), [each.count for each in self.notes] or [None] * len(notes)
         self.heard = [self.heard[rank] if note.count == before[rank] else now for rank, note in enumerate(notes)]
         self.notes = notes

@@ -16,7 +16,8 @@ KINDS = {"RankError": RankError, "CollectiveMismatch": CollectiveMismatch}
 
 
 def first_written(notes):
-    """Return the failure that a rank has written: of those to blame, what was first, of the lowest rank; or None."""
+    """Return the failure to report, of those that ranks wrote, or None. One that is no consequence goes before others;
+    then one whose rank knew of no other; then that of the lowest rank."""
     found = [note.failure for note in notes if note.failure]
     return min(found, key=lambda each: (each.consequence, not each.first, each.ranks), default=None)
 

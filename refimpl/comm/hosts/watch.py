@@ -34,11 +34,14 @@ class PeerWatch:
 
     def __init__(self, store, again, rank, hosts, record, timeout):
         self._main_store, self._again, self.rank, self.hosts = store, again, rank, hosts
-        self.size, self._timeout, self._every = len(hosts.facts), timeout, max(EVERY, len(hosts.facts) / 64)
-        self._own, self._others, self._records = OwnNote(record, self.size), PeerNotes(), [b""] * self.size
+        self.size, self._timeout = len(hosts.facts), timeout
+        self._every = max(EVERY, self.size / 64)
+        self._own, self._others = OwnNote(record, self.size), PeerNotes()
+        self._records = [b""] * self.size
         self._spins = "nccl" in hosts.facts[rank].get("backend", "")  # who waits for a GPU is never quiet
-        self.verdict = self._lost = None
-        self._known_at, self._suspicion, self._idle, self._answered = 0.0, "", None, time.monotonic()
+        self.verdict, self._known_at = None, 0.0
+        self._lost, self._answered = None, time.monotonic()  # when and how the store was lost; when it last answered
+        self._suspicion, self._idle = "", None  # of `stuck`; counts of notes when no rank went on
         self._terminated, self._terminated_at = terminated.Terminated(), 0.0
         self._asks = self._raises = self.interrupted = False  # for records; the main thread has come to its end
         self._wake, self._read, self._over = threading.Event(), threading.Condition(), threading.Event()
@@ -98,8 +101,8 @@ class PeerWatch:
             self._wait_for_news(HURRY)
 
     def error(self, began, doing=""):
-        """Return the exception that says why a connection of this rank broke, or None if nobody knows. `began`: what to
-        add of this rank."""
+        """Return the exception that says why a connection of this rank broke, or None if nobody knows. `began`: a text
+        about this rank's own error, which is added."""
         failure = self._wait_for_verdict()
         if failure is None:
             return None
@@ -152,7 +155,8 @@ class PeerWatch:
                 self._answered = time.monotonic()
                 with self._read:
                     self._read.notify_all()
-                hurry = HURRY if self._raises else hurry * 1.5 if self._own.note.returned else SOON
+                hurry = hurry * 1.5 if self._own.note.returned else SOON
+                hurry = HURRY if self._raises else hurry
                 self._wake.wait(self._every if hurry == SOON else min(hurry, self._every))
                 self._wake.clear()
         except (RuntimeError, ValueError) as error:  # the store is gone, or this process ends
@@ -189,8 +193,8 @@ class PeerWatch:
         return found if again else None
 
     def _accept_or_wait(self, found):
-        """Take a failure that was written for the verdict. A rank that was ended by SIGTERM may not be the one that
-        failed: who has ended without a word comes first, and that takes a while to be seen."""
+        """Make a failure that a rank wrote the verdict. SIGTERM alone is no cause: a rank that ended without a word
+        comes before it, and it takes a while until that is seen."""
         if found.kind == verdicts.TERMINATED:
             self._terminated_at = self._terminated_at or time.monotonic()
             late = time.monotonic() - self._terminated_at > verdicts.DEAD + 2 * self._every
