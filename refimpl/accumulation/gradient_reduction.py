@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What `accumulate` takes in place of a model: it trains `model` on the ranks of `comm`, as engines of ZeRO do.
+    """Stands for what `accumulate` takes in place of a model: it trains `model` on the ranks of `comm`, as engines of
+    ZeRO do.
 
     Its gradients are averages over all ranks. It keeps them where it likes, whole or in shards, so that `accumulate`
     looks at no `.grad`. All ranks call `forward` and `backward` together, and each as often as the others.
@@ -85,7 +86,7 @@ def _communicator_of(model, parameters):
 
 
 class OneProcess:
-    """The case of one process, which has the whole batch. The other cases override what differs."""
+    """Handles one process, which has the whole batch. The other cases override what differs."""
 
     comm = None
     sequence_is_split = False  # whether ranks have parts of one sequence, so that each micro-batch needs all of them
@@ -138,7 +139,7 @@ class OneProcess:
 
 
 class SummedByComm(OneProcess):
-    """The case of ranks that `comm` connects. The model is an ordinary one, and its gradients are summed here."""
+    """Handles ranks that `comm` connects. The model is an ordinary one, and its gradients are summed here."""
 
     def __init__(self, parameters, comm):
         super().__init__(parameters)
@@ -165,7 +166,7 @@ class SummedByComm(OneProcess):
 
 
 class AveragedByModel(OneProcess):
-    """The case of a model that averages gradients over W ranks itself. Each loss is multiplied by W, for the sum."""
+    """Handles a model that averages gradients over W ranks itself. Each loss is multiplied by W, for the sum."""
 
     def __init__(self, model, parameters, comm):
         super().__init__(parameters)
@@ -198,7 +199,7 @@ class AveragedByModel(OneProcess):
 
 
 class AveragedByEngine(OneProcess):
-    """The case of an engine, which holds the gradients and averages them over W ranks: each loss is multiplied by W.
+    """Handles an engine, which holds the gradients and averages them over W ranks: each loss is multiplied by W.
 
     Its ranks make equally many backwards. One with fewer micro-batches runs its last one again, with a weight of 0.
     """

@@ -210,7 +210,7 @@ class Communicator(CollectiveBuffers):
 
     @property
     def link(self) -> "Link | None":
-        """The `Link` over which its transfers go, or None: as fast as the machine. Set on every rank, to the same."""
+        """Return the `Link` of its transfers, or None: as fast as the machine. Set it on every rank, to the same."""
         return self._link
 
     @link.setter

@@ -35,7 +35,7 @@ def send_header(comm, x, dst):
 
 
 class CheckedReceive:
-    """A receive that first compares the header, as a work to wait for. `wait` raises CollectiveMismatch if x does not
+    """Receives, but compares the header first; a work to wait for. `wait` raises CollectiveMismatch if x does not
     fit.
 
     The header may come late, so it is read in `wait`; the receives from one rank begin in the order in which they were

@@ -50,7 +50,7 @@ def simulate(fn: Callable[..., Any], world_size: int, *args: object) -> list[Any
 
 
 class _Shared:
-    """What the ranks of one communicator share: collectives under way, and messages that wait. `ranks`: of the world"""
+    """Holds what ranks of one communicator share: collectives under way, messages that wait. `ranks`: of the world"""
 
     def __init__(self, turns, ranks):
         self.turns, self.ranks = turns, tuple(ranks)
@@ -65,7 +65,7 @@ class _Shared:
 
 
 class _Meeting:
-    """A collective in which ranks meet: it happens when the last one has come, or fails on all of them."""
+    """Holds a collective in which ranks meet: it happens when the last one has come, or fails on all of them."""
 
     def __init__(self, size, act):
         self._size, self._act = size, act
@@ -88,7 +88,7 @@ class _Meeting:
 
 
 class _Waiting:
-    """One rank's wait, as a work of a Handle: until `ready()`, then `finish()`."""
+    """Waits for one rank, as a work of a Handle: until `ready()`, then `finish()`."""
 
     def __init__(self, turns, rank, ready, what, finish):
         self._turns, self._rank, self._ready, self._what, self._finish = turns, rank, ready, what, finish

@@ -29,7 +29,8 @@ ALGORITHMS = (*FLAT, "powersgd")
 
 
 class Payload(NamedTuple):
-    """What is sent of a gradient: `data`, flat; `nbytes` counts it. The rest is known to the receiver and not sent.
+    """Holds what is sent of a gradient: `data`, flat; `nbytes` counts it. The rest is known to the receiver and not
+    sent.
 
     `shape`: of the gradient. `seed`: which random elements were drawn, equal on all ranks.
     """

@@ -142,7 +142,7 @@ def context_parallel(model: torch.nn.Module, attention: SequenceParallelAttentio
 
 
 class _Positions:
-    """A hook that gives a GPT the positions of a rank's tokens."""
+    """Gives a GPT the positions of a rank's tokens, as a hook before its forward."""
 
     def __init__(self, attention, context):
         self.attention, self.context = attention, context

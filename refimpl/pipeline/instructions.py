@@ -12,7 +12,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "F", "FULL", "B", "W"
 
 
 class Instruction(NamedTuple):
-    """One computation of one stage on one micro-batch.
+    """Names one computation of one stage on one micro-batch.
 
     `kind`: "F" the forward; "B" the gradient of the stage's input alone; "W" the gradients of its weights alone, any
     time after its B; "FULL" both at once.
@@ -28,7 +28,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in order.
+    """Says what each rank computes, in order.
 
     - `ranks[r]`: the Instructions of rank r, as a tuple.
     - `rank_of[s]`: the rank that has stage s.
@@ -42,7 +42,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many stages the model is split in: ranks × chunks of a rank."""
+        """Return how many stages the model is split in: ranks × chunks of a rank."""
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

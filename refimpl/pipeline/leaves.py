@@ -24,7 +24,7 @@ LARGE = 2**17  # elements of a weight, from which on a temporary gradient costs 
 
 
 class Linear:
-    """The formulas of nn.Linear. `also_whole`: they are worth it where B and W are one."""
+    """Computes by the formulas of nn.Linear. `also_whole`: they are worth it where B and W are one."""
 
     also_whole = True
 
@@ -47,7 +47,7 @@ class Linear:
 
 
 class Conv1D(Linear):
-    """The formulas of Hugging Face's Conv1D, a Linear whose weight is transposed."""
+    """Computes by the formulas of Hugging Face's Conv1D, a Linear whose weight is transposed."""
 
     @staticmethod
     def input_gradient(leaf, x, dy, weight):
@@ -63,7 +63,7 @@ class Conv1D(Linear):
 
 
 class Embedding(Linear):
-    """The formulas of nn.Embedding; ids have no gradient."""
+    """Computes by the formulas of nn.Embedding; ids have no gradient."""
 
     @staticmethod
     def add_weight_gradients(leaf, ids, dy):
@@ -77,7 +77,7 @@ class Embedding(Linear):
 
 
 class LayerNorm(Linear):
-    """The formulas of nn.LayerNorm. In one piece autograd's kernel is quicker."""
+    """Computes by the formulas of nn.LayerNorm. In one piece autograd's kernel is quicker."""
 
     also_whole = False
 

@@ -18,7 +18,7 @@ from .step_simulation import simulate
 
 
 class Message(NamedTuple):
-    """What a stage receives for a micro-batch. `kind`: "activation" or "gradient"."""
+    """Names what a stage receives for a micro-batch. `kind`: "activation" or "gradient"."""
 
     kind: str
     stage: int
@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """An instruction of a rank, and the messages around it.
+    """Holds an instruction of a rank, and the messages around it.
 
     - `needs`: what it receives, or None; `source`: from which rank.
     - `makes`: what it sends, or None; `target`: to which rank. From the rank to itself, it is handed over.

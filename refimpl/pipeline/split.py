@@ -100,7 +100,7 @@ class LeafForward:
             self.leaf.forward = self.own
 
     def __deepcopy__(self, memo):
-        """A copy of the module is of no pipeline."""
+        """Return the forward of a copied module, which is of no pipeline."""
         other = LeafForward(memo[id(self.leaf)], None)
         other.own = self.own
         return other

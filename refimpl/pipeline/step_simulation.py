@@ -20,7 +20,7 @@ from .validate import check_complete, check_own_order, executed, in_flight
 
 
 class Costs(NamedTuple):
-    """What a stage's F, B and W take: seconds, or any unit. A FULL takes `backward` + `weight`."""
+    """Says what a stage's F, B and W take: seconds, or any unit. A FULL takes `backward` + `weight`."""
 
     forward: float = 1
     backward: float = 1
@@ -28,7 +28,7 @@ class Costs(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """An Instruction with its begin and end, from the begin of the step."""
+    """Holds an Instruction with its begin and end, from the begin of the step."""
 
     instruction: Instruction
     begin: float
@@ -37,7 +37,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step in time, as `simulate` gives it.
+    """Holds a step in time, as `simulate` returns it.
 
     - `times[r]`: (begin, end) of each instruction of rank r, in order. `ranks[r]`: the same as Timed.
     - `step_time`: from the first begin to the last end of all ranks.
@@ -79,7 +79,7 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self):
-        """The most bytes of activations at once, of each rank."""
+        """Return the most bytes of activations at once, of each rank."""
         return tuple(max(nbytes for _, nbytes in self.nbytes(rank)) for rank in range(len(self.times)))
 
     def _changes(self, rank, whole, kept):
@@ -134,7 +134,7 @@ def _receiver(event, stages):
 
 
 def _of_each(given, stages, name, cls=None):
-    """One value for each stage, from one for all or from as many."""
+    """Return one value for each stage, from one for all or from as many."""
     many = isinstance(given, (list, tuple)) and not isinstance(given, Costs)
     values = tuple(given) if many else (given,) * stages
     if len(values) != stages:

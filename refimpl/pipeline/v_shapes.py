@@ -16,7 +16,7 @@ DOWN, UP = 0, 1  # a rank's two stages
 
 
 class _InstructionList:
-    """A rank's list while it is written: each kind takes the micro-batches of a stage in order."""
+    """Holds a rank's list while it is written: each kind takes the micro-batches of a stage in order."""
 
     def __init__(self, ranks, rank):
         self.stages = rank, 2 * ranks - 1 - rank

@@ -133,7 +133,7 @@ def check_own_order(schedule):
 
 
 def _before_on_this_rank(each):
-    """What has to precede an instruction in its rank's list; None for a forward."""
+    """Return what has to precede an instruction in its rank's list; None for a forward."""
     kind, stage, j = each
     return None if kind == FORWARD else Instruction(INPUT if kind == WEIGHT else FORWARD, stage, j)
 
@@ -175,8 +175,8 @@ def executed(schedule):
 
 
 def _deadlock(schedule, at, waiting):
-    """The error for ranks that are at place `at` and wait for the events `waiting`: follow who waits for whom until the
-    circle closes."""
+    """Return the error for ranks that are at place `at` and wait for the events `waiting`: follow who waits for whom
+    until the circle closes."""
     path, rank = {}, min(waiting)
     while rank not in path:
         kind, stage, j = waiting[rank]

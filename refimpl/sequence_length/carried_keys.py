@@ -108,7 +108,7 @@ def _check_alignment(attention, q_BHTD, k_BGSD, options):
 
 
 class _Mask:
-    """A causal mask (T, S), aligned bottom-right, in the queries' dtype; made once for all layers of a chunk."""
+    """Makes a causal mask (T, S), aligned bottom-right, in the queries' dtype; made once for all layers of a chunk."""
 
     def __init__(self, first, last):
         self.first, self.last, self.made = first, last, None

@@ -112,7 +112,7 @@ class ChunkedSequenceProcessor:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """One autograd node for forward and backward of all chunks. `anchors` require a gradient, so that backward is
+    """Runs forward and backward of all chunks as one autograd node. `anchors` require a gradient, so that backward is
     called."""
 
     @staticmethod

@@ -107,7 +107,7 @@ class _ChecksLookup:
 
 
 class _Lookup(torch.autograd.Function):
-    """The rows that are here, added up over ranks. It saves the tokens."""
+    """Looks up the rows that are here, and adds them up over ranks. Saves the tokens for backward."""
 
     @staticmethod
     def forward(ctx, weight, tokens, module):

@@ -170,8 +170,8 @@ class PartitionedInputs:
 
 
 class _KeptInput:
-    """What is known of an input while it is kept: its part, its checksum, and its storage (so that no other one gets
-    the same address)."""
+    """Holds what is known of an input while it is kept: its part, its checksum, and its storage (so that no other one
+    gets the same address)."""
 
     __slots__ = ("__weakref__", "checksum", "part", "storage")
 
@@ -180,7 +180,7 @@ class _KeptInput:
 
 
 class _TensorLayout(NamedTuple):
-    """How a tensor lay in memory."""
+    """Says how a tensor lay in memory."""
 
     known: _KeptInput
     shape: torch.Size

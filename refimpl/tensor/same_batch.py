@@ -106,7 +106,7 @@ def described(x):
 
 
 class HostChecksum(NamedTuple):
-    """The checksum of a tensor, in host memory, and the event after which it is there; None: it is there now."""
+    """Holds a tensor's checksum in host memory, and the event after which it is there; None: it is there now."""
 
     host: torch.Tensor
     event: torch.cuda.Event | None

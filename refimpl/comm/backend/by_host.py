@@ -130,8 +130,8 @@ class ByHost:
 
 
 class Relayed:
-    """A collective under way, with the methods of torch's works. When `taken` has come, `then()` sends what follows;
-    when all else has come, too, `last()` completes it."""
+    """Holds a collective under way, with the methods of torch's works. When `taken` has come, `then()` sends what
+    follows; when all else has come, too, `last()` completes it."""
 
     def __init__(self, taken, then, rest, last=None):
         self._taken, self._then, self._rest, self._last = taken, then, rest, last

@@ -67,7 +67,7 @@ class TransferQueue:
 
 
 class LinkTransfer:
-    """A transfer over the link, as a work to wait for. `end`: when it has passed, None until someone has waited.
+    """Holds a transfer over the link, as a work to wait for. `end`: when it has passed, None until someone has waited.
 
     `message`: what the other side says about it. Once that has come, `read_end()` returns when it has passed.
     """
