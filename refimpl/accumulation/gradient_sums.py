@@ -31,7 +31,7 @@ class GradientSums:
                 hook = self._add if parameter in narrow else self._written.append  # a C function: cheap
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         except BaseException:
-            self.__exit__()
+            self.__exit__()  # a hook that is left would act in other backwards
             raise
         return self
 

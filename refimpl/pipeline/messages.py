@@ -75,6 +75,7 @@ def route(schedule, rank):
     left = [[] for _ in times[rank]]
     for i, instruction in enumerate(schedule.ranks[rank]):
         message, target = sent_by(schedule, instruction)
+        # Not sooner than i + 2: the message travels while instruction i + 1 runs.
         later = [j for j in range(i + 2, len(left)) if times[rank][j] >= arrives.get(message, 0)]
         if message is not None and target != rank and later:
             left[later[0]].append(message)

@@ -84,6 +84,7 @@ def split_tokens(model, comm, blocks, norm):
                 split |= {*layer.parameters()} - {getattr(layer, "bias", None)}
             if isinstance(layer, RowParallelLinear):
                 layer.sequence = True
+    # A module of the region sees this rank's rows alone: its gradient is one part of the sum.
     sum_gradients([p for module in (*blocks, norm) for p in module.parameters() if p not in split], comm)
     return model
 
@@ -108,6 +109,7 @@ class RowsRegion:
         """Begin the region: cut the first block's input to this rank's rows."""
         x, replaced = _first(module, args, kwargs)
         self.tokens = x.shape[:-1]
+        # A freed input's address may be another's soon.
         self.forwards = {key: (held, tokens) for key, (held, tokens) in self.forwards.items() if not held.expired()}
         if module.training:
             self.random.common = None  # a stream that a recomputation has left

@@ -107,7 +107,7 @@ def split_as(model, comm, plan, loss_parallel, summed=()):
         made[name] = _split(whole, comm, name, style, heads_of[name]).train(whole.training)
         for hooks in HOOKS:  # the same dicts: who registered a hook can remove it
             setattr(made[name], hooks, getattr(whole, hooks))
-        model.set_submodule(name, made[name])
+        model.set_submodule(name, made[name])  # the whole layer goes, unless the caller has it
     for name, first in tied.items():
         made[name].weights[0] = weight = made[first].weight  # tied again: each was cut by itself
         weight.whole_names += (f"{name}.weight",)  # one block, saved under both names
@@ -116,6 +116,7 @@ def split_as(model, comm, plan, loss_parallel, summed=()):
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not hasattr(tensor, "shard_spec"):
             spec = spec_of(name, tensor)
+            # The same on all ranks, so that norms and files count it once.
             set_spec(tensor, type(spec)(name, spec.shape, replicas=comm.ranks if comm.world_size > 1 else ()))
     _split_loss(model, comm, made, styles, loss_parallel)
     model.register_forward_pre_hook(SameBatch(comm, model), prepend=True, with_kwargs=True)

@@ -167,7 +167,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         z = None  # the buffer is freed, whether there were rows or not
         local, here, ignored = plan.onehot(targets, dtype)
         predicted = logits.gather(1, local.long()[:, None])[:, 0].to(dtype).sub_(maximum)
-        sums[1].copy_(predicted.masked_fill_(here == 0, 0))
+        sums[1].copy_(predicted.masked_fill_(here == 0, 0))  # one rank has it: the sum over ranks is z_t − m
         torch.mul(here, targets + 1, out=sums[2])  # + 1: token 0 is not taken for no target
         plan.comm.all_reduce(sums, out=sums, label="sums of the loss")
         if plan.comm.has_others:
@@ -177,6 +177,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         if plan.smoothing:
             loss.sub_(sums[3], alpha=plan.smoothing / plan.V)
         ctx.plan = plan
+        # Softmax is computed from these again: no second (N, v).
         ctx.save_for_backward(logits, targets, maximum, log_sum)
         return loss.masked_fill_(ignored, 0)
 
