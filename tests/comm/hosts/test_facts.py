@@ -17,10 +17,12 @@ def test_who_is_where():
     found = hosts("a", "a", "b", "c")
     assert found.several and found.names == ("a", "b", "c") and found.of(2) == "b"
     assert found.groups([1, 2, 3]) == {"a": [1], "b": [2], "c": [3]}
-    assert found.format_ranks([0, 1, 2]) == "ranks 0 and 1 (a) and rank 2 (b)" and found.tell([3]) == "rank 3 (c)"
+    assert found.format_ranks([0, 1, 2]) == "ranks 0 and 1 (a) and rank 2 (b)"
+    assert found.format_ranks([3]) == "rank 3 (c)"
     assert found.format_ranks([0, 2, 3]) == "rank 0 (a), rank 2 (b) and rank 3 (c)"
     one = Hosts.one(3)
-    assert not one.several and one.format_ranks([0, 2]) == "ranks 0 and 2" and one.in_text("rank 1 of 3") == "rank 1 of 3"
+    assert not one.several and one.format_ranks([0, 2]) == "ranks 0 and 2"
+    assert one.in_text("rank 1 of 3") == "rank 1 of 3"
 
 
 def test_two_hosts_of_one_name_are_told_apart():
