@@ -7,7 +7,7 @@ from .ground.lazy import lazily
 __getattr__, __dir__ = lazily(__name__, {
     "refimpl.context": "AttentionPair SequenceParallelAttention context_parallel dense_pair gathered_attention "
                        "ring_attention ulysses_attention",
-    "refimpl.pipeline": "PipelineParallelStage pipeline", "refimpl.proof": "CannotShrink CutDiffers",
+    "refimpl.pipeline": "PipelineParallelStage pipeline", "refimpl.equivalence": "CannotShrink CutDiffers",
     "refimpl.tensor": "ColumnParallelLinear PartitionedInputs RowParallelLinear VocabularyParallelEmbedding "
                       "sequence_parallel tensor_parallel vocabulary_parallel_cross_entropy"})
 # ruff: noqa: F822

@@ -17,7 +17,7 @@ TYPED = ["memory", "zero", "comm", "checkpointing", "accumulation", "mixed_preci
          "offload", "tensor", "context", "pipeline", "compression", "parallel", "engine", "activations", "saving",
          "allocator", "mlp", "sequence_length", "explain", "estimate", "rehearse", "phantom", "ranks",
          "model", "mesh", "sharding", "catalog", "config", "data", "rotary",
-         "partial_step", "others", "unseen", "versions"]
+         "optimizer_subset", "others", "side_effects", "versions"]
 DUNDERS = {"__init__", "__call__", "__enter__", "__exit__", "__iter__", "__len__", "__getitem__", "__contains__"}
 
 

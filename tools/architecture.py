@@ -20,8 +20,8 @@ TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_leng
               "cross_entropy", "mlp", "zero", "offload", "tensor", "context", "pipeline", "compression", "allocator"}
 FLOORS = {**dict.fromkeys(("versions", "phantom", "ground", "papers", "elsewhere"), 0),
           **dict.fromkeys(("memory", "comm", "ranks"), 1),
-          **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "partial_step",
-                           "unseen", "saving", "proof", "others"), 2),
+          **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "optimizer_subset",
+                           "side_effects", "saving", "equivalence", "others"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
           **dict.fromkeys(("engine", "planner", "estimate", "explain", "known_models", "rehearse", "cli", "parallel",
                            "__main__"), 4)}

@@ -26,9 +26,9 @@ from refimpl.comm import FakeCommunicator, Link
 from refimpl.comm.timed_compute import compute
 from refimpl.ground.compiling import CannotCompile
 from refimpl.offload import CPUAdam
+from refimpl.offload.adamw_kernels import CompiledKernel, Hyper, TorchKernel
 from refimpl.offload.closed_forms import pipelined
 from refimpl.offload.copies import host_bytes
-from refimpl.offload.kernels import CompiledKernel, Hyper, TorchKernel
 from refimpl.zero import Zero1
 
 from ..record import row
@@ -169,7 +169,7 @@ def overlap_row(device, tries=3):
     taken = []
     for _ in range(tries):
         engine.backward(engine(torch.zeros(1, 4096, dtype=torch.bfloat16, device=device)).sum())
-        engine.update.masters[engine.buckets[0]].arrived()
+        engine.update.masters[engine.buckets[0]].wait_for_gradients()
         begun = time.perf_counter()
         engine.step()
         synchronize()

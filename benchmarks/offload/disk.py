@@ -15,11 +15,11 @@ from refimpl.comm import Link
 from refimpl.ground.eviction import moved_bytes
 from refimpl.model import GPT, GPTConfig
 from refimpl.offload import DiskStore, TieredStore
-from refimpl.offload.disk.buffers import Buffer
+from refimpl.offload.disk.buffer_pool import Buffer
 from refimpl.offload.disk.file import BlockFile
 from refimpl.offload.disk.space import Space
-from refimpl.offload.tiers.moves import Counts
-from refimpl.offload.tiers.simulate import simulate
+from refimpl.offload.tiers.bucket_moves import Counts
+from refimpl.offload.tiers.step_simulator import simulate
 from refimpl.offload.traces import engine_trace, stored_bytes
 from refimpl.zero.closed_forms import gathers
 from refimpl.zero.units import default_units, unit_buckets

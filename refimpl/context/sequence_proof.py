@@ -5,9 +5,9 @@ import copy
 import torch
 from torch.nn import functional as F
 
-from ..proof.compare import Computed, computed
-from ..proof.loss import shifts
-from ..proof.ranks import prove, weights_of
+from ..equivalence.comparison import Computed, computed
+from ..equivalence.cut_over_ranks import prove, weights_of
+from ..equivalence.loss_check import shifts
 
 
 def prove_context(model, attention, give):

@@ -1,9 +1,9 @@
 """Techniques put together: from a model and a mesh to an engine that trains it.
 
 Order of reading: `together` (the order in which techniques are applied, in one file), `training` (what it returns),
-`division` (the model in stages, weights that two of them share), `initial` (a rank makes its own part), `refused` (what
-does not go together, with numbers), `batch` (the same rows on ranks that share them). `launch` runs a function on the
-ranks of a mesh; `dry` asks any rank of a mesh that nobody has.
+`division` (the model in stages, weights that two of them share), `initial_values` (a rank makes its own part),
+`refused` (what does not go together, with numbers), `batch` (the same rows on ranks that share them). `launch` runs a
+function on the ranks of a mesh; `dry` asks any rank of a mesh that nobody has.
 """
 
 from .dry import DryRank, dry_rank, worst_rank

@@ -15,12 +15,13 @@ def check_batch(mesh, tokens, targets):
     if group.world_size == 1:
         return
     mine = [number for x in (tokens, targets) for number in (MISSING if x is None else _sums(x))]
-    told = group.host().all_gather(torch.tensor([[mesh.comm.rank, *mine]]), label="which batch")
-    if isinstance(told, FakeTensor):
+    gathered = group.host().all_gather(torch.tensor([[mesh.comm.rank, *mine]]), label="which batch")
+    if isinstance(gathered, FakeTensor):
         return
-    told = told.tolist()
+    gathered = gathered.tolist()
     for what, place in (("tokens", 1), ("targets", 3)):
-        given = {each[0]: tuple(each[place : place + 2]) for each in told if tuple(each[place : place + 2]) != MISSING}
+        given = {each[0]: tuple(each[place : place + 2]) for each in gathered}
+        given = {rank: sums for rank, sums in given.items() if sums != MISSING}
         first = min(given, default=None)
         if differ := [rank for rank in given if given[rank] != given[first]]:
             raise ValueError(

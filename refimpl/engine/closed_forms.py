@@ -30,7 +30,7 @@ STATES = {4: 8, 2: 12}  # bytes of Adam for a parameter of so many: two moments;
 
 
 @dataclass(frozen=True)
-class Part:
+class StageContents:
     """What a stage has: `layers`, and whether it is the first or the last of the model."""
 
     layers: int
@@ -38,17 +38,18 @@ class Part:
     is_last: bool
 
 
-def parts_of(config, stages):
-    """Return the Part of each stage, divided by parameters (`pipeline.partition`)."""
+def stage_contents(config, stages):
+    """Return the StageContents of each stage. Stages have about equal parameters (`pipeline.partition`)."""
     costs = [_layer(config)] * config.layers
     costs[0] += _front(config)
     costs[-1] += _back(config)
     ends = balanced(costs, stages)
     firsts = [0, *ends[:-1]]
-    return [Part(end - first, first == 0, end == config.layers) for first, end in zip(firsts, ends, strict=True)]
+    return [StageContents(end - first, first == 0, end == config.layers)
+            for first, end in zip(firsts, ends, strict=True)]
 
 
-def part_parameters(config, part, tp=1, *, split_only=False):
+def stage_parameters(config, part, tp=1, *, split_only=False):
     """Return how many parameters a rank of tp has of a stage; `split_only`: of those that tp cuts."""
     norm = config.norm_parameters()
     whole = part.layers * (config.norms * norm + 2 * config.hidden * config.bias) + norm * part.is_last
@@ -65,7 +66,7 @@ def axis_traffic(config, mesh, pp, rows, micro_batches, *, dtype=torch.float32, 
     `rows`: of a place on dp. The mesh's tp has to divide heads and vocabulary, its cp the tokens; cp itself is
     `context.closed_forms`'.
     """
-    part, e = parts_of(config, mesh.pp)[pp], dtype.itemsize
+    part, e = stage_contents(config, mesh.pp)[pp], dtype.itemsize
     tokens = rows // micro_batches * config.context_length // mesh.cp
     x = tokens * config.hidden * e
     once = ring_traffic("all_reduce", x, mesh.tp, itemsize=e)
@@ -74,7 +75,7 @@ def axis_traffic(config, mesh, pp, rows, micro_batches, *, dtype=torch.float32, 
     neighbours = (not part.is_first) + (not part.is_last)
     tied = config.tied and mesh.pp > 1 and (part.is_first or part.is_last)
     weight = config.vocab_size // mesh.tp * config.hidden * e
-    P = part_parameters(config, part, mesh.tp) * e
+    P = stage_parameters(config, part, mesh.tp) * e
     N = mesh.dp * mesh.cp
     return {"tp": micro_batches * (sums * once + loss),
             "pp": micro_batches * neighbours * x + tied * ring_traffic("all_reduce", weight, 2, itemsize=e),
@@ -91,8 +92,8 @@ def rank_bytes(config, mesh, pp, rows, micro_batches, *, dtype=torch.float32, re
 
     Beside these a rank holds one layer that is recomputed, messages, and on the last stage logits.
     """
-    part, e = parts_of(config, mesh.pp)[pp], dtype.itemsize
-    count, length, b = part_parameters(config, part, mesh.tp), config.context_length // mesh.cp, rows // micro_batches
+    part, e = stage_contents(config, mesh.pp)[pp], dtype.itemsize
+    count, length, b = stage_parameters(config, part, mesh.tp), config.context_length // mesh.cp, rows // micro_batches
     kept = b * length * config.hidden * e if recompute else sum(split_block_terms(config, b, length, mesh.tp,
                                                                                   dtype).values())
     return Ledger({"parameters": count * e, "gradients": count * e,

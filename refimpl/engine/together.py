@@ -27,19 +27,19 @@ import torch
 from ..checkpointing import recompute as recompute_each
 from ..comm.same_model import check_same_model
 from ..context import SequenceParallelAttention, context_parallel
+from ..equivalence.loss_check import prove_loss
 from ..ground.tensors import is_dry
 from ..model import GPT
 from ..pipeline import PipelineParallelStage
 from ..pipeline import schedule as schedule_of
 from ..pipeline.micro_batches import count_targets
 from ..pipeline.partition import cuts
-from ..proof.loss import prove_loss
 from ..tensor import tensor_parallel
 from ..tensor.sequence_parallelism import split_tokens
 from ..tensor.split_plan import region_of
 from ..zero import DataParallel, Zero1, Zero2, Zero3
 from .division import Division, layers_of
-from .initial import FromFile, FromRandom, give_values, on_meta
+from .initial_values import FileValues, RandomValues, give_values, on_meta
 from .refused import check
 from .training import ParallelEngine
 
@@ -111,8 +111,8 @@ def loss_of(model):
 def values_of(model, seed, weights):
     """Return what gives a model on the meta device its values, before it is split; None for one that has them."""
     if on_meta(model):
-        made = FromRandom(copy.deepcopy(model), seed)
-        return made if weights is None else FromFile(weights, made)
+        made = RandomValues(copy.deepcopy(model), seed)
+        return made if weights is None else FileValues(weights, made)
     if weights is not None:
         raise ValueError(f"weights={weights!r} of a model that has values: build it in `with torch.device(\"meta\"):`")
     return None

@@ -9,13 +9,13 @@ A model is a name of the catalog, a `config.json` of Hugging Face, or `file.py:f
 between: the step that real ranks run is run on tensors without memory (`memory.dry_run`), beside ranks that do not
 exist.
 
-Order of reading: `options` (what can be asked), `step` (the step, real or dry), `models` (what MODEL names) with
-`source`, `hugging_face`, `our_gpt` and `users`, `kernels` (a GPU's, also for dry runs of your own), `reserved`,
-`estimate` (the dry run and what it says), `report` (as text and as JSON), `command`.
+Order of reading: `training_options` (what can be asked), `tracked_step` (the step, real or dry), `model_sources` (what
+MODEL names) with `source`, `hugging_face`, `our_gpt` and `users`, `kernels` (a GPU's, also for dry runs of your own),
+`reserved`, `estimate` (the dry run and what it says), `report` (as text and as JSON), `command`.
 """
 
 from .estimate import Estimate, estimate
 from .kernels import kernels_of
-from .options import Options
+from .training_options import Options
 
 __all__ = ["Estimate", "Options", "estimate", "kernels_of"]

@@ -4,8 +4,8 @@ import argparse
 
 from ..elsewhere.text import print_json, print_text, refuse
 from .estimate import estimate
-from .options import CHOICES, Options
 from .report import as_json, as_text
+from .training_options import CHOICES, Options
 
 TABLES = "\n".join(f"{name}:\n" + "\n".join(f"  {key:<14} {what}" for key, what in table.items())
                    for name, table in CHOICES.items())

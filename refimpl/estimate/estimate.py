@@ -12,11 +12,11 @@ from ..comm import FakeCommunicator
 from ..memory.fakes.places import of_the_program, raised
 from ..memory.tracking.taking import NOT_COUNTED
 from .kernels import kernels_of
-from .models import find
-from .options import CPU, Options
+from .model_sources import find
 from .report import as_text
 from .reserved import cublas_workspace, reserved
-from .step import train
+from .tracked_step import train
+from .training_options import CPU, Options
 
 PHASES = ("forward", "backward", "step")
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from ..elsewhere.text import one_line
 from ..memory import human
-from .options import OPTIMIZERS, PRECISIONS
+from .training_options import OPTIMIZERS, PRECISIONS
 
 LIBRARIES = 2**30  # what a verdict leaves for the CUDA context and libraries
 

@@ -1,13 +1,13 @@
 """`refimpl explain SCRIPT [args]`, and `refimpl check FILE`: which bytes a script takes, why, and what would help.
 
-Order of reading: `script` (run it as Python would), `steps` (end it after k optimizer steps), `recording` and `models`
-(what is written down meanwhile), `run` (these together); then `replay` (a recording with some bytes taken away),
+Order of reading: `script` (run it as Python would), `steps` (end it after k optimizer steps), `recorder` and `models`
+(what is written down meanwhile), `script_run` (these together); then `recorded_timeline` (the peak without some bytes),
 `kinds` and `arithmetic` (what "16 bytes × parameters" leaves out), `helps/` (what each technique would save),
-`switch` (techniques switched on from outside); `explanation`, `writing` and `command` say it; `check` is for CI.
+`switch` (techniques switched on from outside); `explanation`, `report_files` and `command` say it; `check` is for CI.
 """
 
 from .explanation import Explanation
-from .run import Run, run
 from .script import Function, Script
+from .script_run import Run, run
 
 __all__ = ["Explanation", "Function", "Run", "Script", "run"]

@@ -35,13 +35,13 @@ class Arithmetic:
         return "\n".join(lines)
 
 
-def arithmetic(replay):
-    """Lay the peak of a Replay out beside what 16 bytes × parameters (or whatever they come to here) would be."""
+def arithmetic(timeline):
+    """Lay a recorded peak out beside what 16 bytes × parameters (or whatever they come to here) would be."""
     held = Counter()
-    kinds = Kinds(replay)
-    for i in replay.alive(replay.peak_row).tolist():
-        held[kinds[i]] += int(replay.nbytes[i])
-    weights, gradients, states, terms = _expected(replay)
+    kinds = Kinds(timeline)
+    for i in timeline.alive(timeline.peak_row).tolist():
+        held[kinds[i]] += int(timeline.nbytes[i])
+    weights, gradients, states, terms = _expected(timeline)
     rest = [("parameters in other types or outside the models that ran", held.pop(PARAMETERS, 0) - weights),
             ("gradients that are not there at the peak" if held[GRADIENTS] < gradients else "gradients beyond one each",
              held.pop(GRADIENTS, 0) - gradients),
@@ -53,20 +53,20 @@ def arithmetic(replay):
     expected = weights + gradients + states
     known = expected + sum(nbytes for _, nbytes in rest)
     rest.append(("other temporaries: what operations returned and nothing keeps", other))
-    rest.append(("resized storages", replay.peak - known - other))
-    return Arithmetic(replay.peak, expected, terms, [(name, n) for name, n in rest if n], _beyond(replay))
+    rest.append(("resized storages", timeline.peak - known - other))
+    return Arithmetic(timeline.peak, expected, terms, [(name, n) for name, n in rest if n], _beyond(timeline))
 
 
-def _expected(replay):
+def _expected(timeline):
     """(bytes of weights, of gradients, of optimizer state, the terms in words) by the arithmetic."""
-    models = [model for model in replay.recording.models if model.trained + model.frozen]
+    models = [model for model in timeline.recording.models if model.trained + model.frozen]
     trained, frozen = sum(m.trained for m in models), sum(m.frozen for m in models)
     sizes = Counter()
     for model in models:
         sizes.update(model.dtypes)
     weights = sum(size * count for size, count in sizes.items())
-    state = sum(int(replay.nbytes[i]) for i in replay.where(OPTIMIZER_STATE)
-                if replay.freed[i] >= replay.rows and replay.records[i].shape)  # one number alone is a counter
+    state = sum(int(timeline.nbytes[i]) for i in timeline.where(OPTIMIZER_STATE)
+                if timeline.freed[i] >= timeline.rows and timeline.records[i].shape)  # one number alone is a counter
     if not trained:
         return weights, 0, 0, f"{frozen:,} frozen parameters"
     each, beside = divmod(state, trained)
@@ -82,12 +82,12 @@ def _expected(replay):
     return weights, main * trained, state, terms
 
 
-def _beyond(replay):
+def _beyond(timeline):
     """What the caching allocator holds beside tensors, if the run was on CUDA."""
-    cuda = replay.recording.cuda
-    if not cuda or not replay.trace.device.startswith("cuda"):
+    cuda = timeline.recording.cuda
+    if not cuda or not timeline.trace.device.startswith("cuda"):
         return []
-    found = [("workspaces of kernels and libraries, at the allocator's own peak", cuda["requested"] - replay.peak),
+    found = [("workspaces of kernels and libraries, at the allocator's own peak", cuda["requested"] - timeline.peak),
              ("rounding to blocks of 512 bytes", cuda["allocated"] - cuda["requested"]),
              ("reserved and not allocated: fragmentation and cached blocks", cuda["reserved"] - cuda["allocated"])]
     return [(name, nbytes) for name, nbytes in found if nbytes]

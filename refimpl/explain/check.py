@@ -19,8 +19,8 @@ from ..elsewhere.text import one_line, print_text, refuse, shown
 from ..ground.ledger import Ledger
 from ..saving.durable import replacing
 from .explanation import Explanation
-from .run import run as run_script
 from .script import Function, Script
+from .script_run import run as run_script
 
 EXAMPLE = """FILE says what to run:
   script = "train.py"            # or: function = "steps.py:step"; beside FILE
@@ -38,7 +38,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckFile:
     """What a file asks for. `recorded`: {"peak": bytes, category: bytes …}, empty before the first --record."""
 
     path: Path
@@ -134,7 +134,7 @@ def _fits(key, value):
 
 
 def _is_recorded(table):
-    """Tell whether a table has what `Plan.record` writes."""
+    """Tell whether a table has what `CheckFile.record` writes."""
     numbers = {name: value for name, value in table.items() if name != "torch"}
     if type(table.get("torch", "")) is not str or len(table.get("torch", "")) > LONGEST or numbers.get("peak") == 0:
         return False
@@ -161,7 +161,7 @@ def run(arguments, parser):
     """Run what the file names, and compare or record. Exit status 1 if the peak has grown beyond the tolerance or is of
     0 bytes, 2 for a bad file or none recorded, and the script's own if it fails."""
     try:
-        plan = Plan.load(arguments.file)
+        plan = CheckFile.load(arguments.file)
         program = plan.program()
         if arguments.record:
             plan.text_with(Ledger(parameters=1))  # before the run: whether the file can be edited
@@ -197,7 +197,7 @@ def _record(plan, ledger, parser):
 
 
 def compare(plan, ledger):
-    """Return (whether the peak has grown beyond the tolerance, that in words) for a Plan and a Ledger."""
+    """Return (whether the peak has grown beyond the tolerance, that in words) for a CheckFile and a Ledger."""
     recorded = Ledger(_categories(plan.recorded))
     before, now, name = plan.recorded["peak"], ledger.total, one_line(plan.path.name)
     change = now / before - 1

@@ -11,10 +11,10 @@ from pathlib import Path
 from ..elsewhere.text import one_line, print_text, refuse
 from .explanation import Explanation
 from .helps import TECHNIQUES
-from .run import run as run_script
+from .report_files import write
 from .script import Script
+from .script_run import run as run_script
 from .switch import SWITCHES
-from .writing import write
 
 
 def add_arguments(parser):
@@ -85,7 +85,7 @@ def _compared(explanation, switched, before):
     if "peak" not in before:
         return f"switched on: {title}"
     promised = next(each for each in before["helps"] if each["name"] == switched.name)
-    was, now = before["peak of the last step"], explanation.replay.last_peak
+    was, now = before["peak of the last step"], explanation.timeline.last_peak
     return (f"switched on: {title}. The last step's peak was {was:,} bytes without it and is {now:,}: {was - now:,} "
             f"bytes saved; {'at most ' if promised['bound'] else ''}{promised['saves']:,} were promised, "
             f"{_verdict(promised, was - now)}")

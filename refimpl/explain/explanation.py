@@ -11,11 +11,11 @@ from ..memory.records import BUILD
 from ..versions import misfit
 from .arithmetic import arithmetic
 from .helps import helps
-from .replay import Replay
+from .recorded_timeline import RecordedTimeline
 
 if TYPE_CHECKING:
     from ..memory.trace import Moment
-    from .run import Run
+    from .script_run import Run
 
 VIEWS = ("module", "line", "tensor")
 ROWS = 8
@@ -29,14 +29,14 @@ class Explanation:
         self.run, self.trace = run, run.recording.trace
 
     @cached_property
-    def replay(self) -> Any:
-        """Return the Replay of the recording."""
-        return Replay(self.run.recording)
+    def timeline(self) -> Any:
+        """Return the RecordedTimeline of the recording."""
+        return RecordedTimeline(self.run.recording)
 
     @cached_property
     def moment(self) -> "Moment":
         """Return the Moment of the peak, from the first forward on."""
-        return self.trace.timeline[self.replay.peak_row]
+        return self.trace.timeline[self.timeline.peak_row]
 
     @property
     def phase(self) -> str | None:
@@ -47,22 +47,22 @@ class Explanation:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was allocated."""
-        return not self.trace.ops or not self.replay.peak
+        return not self.trace.ops or not self.timeline.peak
 
     @cached_property
     def trains(self) -> bool:
         """Whether a model ran and a backward with it."""
-        return bool(self.replay.backwards) and any(model.trained for model in self.run.recording.models)
+        return bool(self.timeline.backwards) and any(model.trained for model in self.run.recording.models)
 
     @cached_property
     def arithmetic(self) -> Any:
         """Return the Arithmetic, None if nothing trained."""
-        return arithmetic(self.replay) if self.trains else None
+        return arithmetic(self.timeline) if self.trains else None
 
     @cached_property
     def helps(self) -> Any:
         """Return what would help; nothing if nothing trained."""
-        return helps(self.replay) if self.trains else []
+        return helps(self.timeline) if self.trains else []
 
     def top(self, by: str) -> list[tuple[str, int]]:
         """Return the largest holders at the peak, [(name, bytes)]. Layers of one list are one row: "blocks.*.mlp"."""
@@ -80,7 +80,7 @@ class Explanation:
         if cure := misfit(self.run.ending.text):
             found.append(cure)
         whole = self.trace.peak_moment()
-        if whole.phase == BUILD and whole.ledger.total > self.replay.peak:
+        if whole.phase == BUILD and whole.ledger.total > self.timeline.peak:
             found.append(f"building the model took more, {whole.ledger.total:,} bytes, after {whole.operation}")
         if not self.run.by_class and not cure:
             found.append("no optimizer of torch.optim made a step here: this is no training, or it steps elsewhere (in "
@@ -114,7 +114,7 @@ class Explanation:
         if self.is_empty:
             return found
         moment, rest = self.moment, self.arithmetic
-        found |= {"peak": moment.ledger.total, "peak of the last step": self.replay.last_peak,
+        found |= {"peak": moment.ledger.total, "peak of the last step": self.timeline.last_peak,
                   "operation": moment.operation, "module": moment.module,
                   "phase": moment.phase,
                   "ledger": dict(moment.ledger),

@@ -36,14 +36,14 @@ STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, BUFFERS, INPUTS)
 class Kinds:
     """Names the kind of each record of a recording: `kinds[i]`."""
 
-    def __init__(self, replay):
-        self._records, self._categories = replay.records, replay.categories
-        models, self._begin = replay.recording.models, replay.trace.first_call or 0
+    def __init__(self, timeline):
+        self._records, self._categories = timeline.records, timeline.categories
+        models, self._begin = timeline.recording.models, timeline.trace.first_call or 0
         self._parameters = set().union(*(model.shapes for model in models))
         self._parameters |= {shape[::-1] for shape in self._parameters if len(shape) == 2}
         self._blocks = tuple(path for model in models for path in model.blocks)
         self._beginnings = tuple(f"{path}." for path in self._blocks)
-        records = [record for i, record in enumerate(self._records) if replay.nbytes[i]]
+        records = [record for i, record in enumerate(self._records) if timeline.nbytes[i]]
         self.widths = {r.shape[-1] for r in records if r.op == "_log_softmax" and len(r.shape) > 1}
         softmaxes = {tuple(r.shape) for r in records if r.op in SOFTMAXES and len(r.shape) >= 3}
         self._scores = softmaxes | {(s[0] * s[1], *s[2:]) for s in softmaxes if len(s) == 4}

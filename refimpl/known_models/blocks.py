@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..proof.double import InDouble
-from ..proof.loss import shifts
-from ..proof.once import once
+from ..equivalence.fp64 import InFP64
+from ..equivalence.loss_check import shifts
+from ..equivalence.once_per_class import once
 from .toys import tokens_of, toy_of
 
 
@@ -100,7 +100,7 @@ def _calls(model):
     order = [0]
     handles = [module.register_forward_hook(note) for module in names]
     try:
-        with InDouble(), torch.no_grad():
+        with InFP64(), torch.no_grad():
             model(input_ids=tokens_of(model), use_cache=False)
     finally:
         for handle in handles:

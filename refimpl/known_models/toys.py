@@ -21,9 +21,9 @@ import math
 
 import torch
 
-from ..proof.compare import CannotShrink
-from ..proof.double import InDouble
-from ..proof.ranks import weights_of
+from ..equivalence.comparison import CannotShrink
+from ..equivalence.cut_over_ranks import weights_of
+from ..equivalence.fp64 import InFP64
 
 SIZES = {"vocab": 96, "positions": 48, "window": 4, "experts": 6, "chosen": 2}
 LENGTH, LAYERS, MOST, MOST_NUMBERS = 12, 4, 32, 8_000_000
@@ -63,7 +63,7 @@ def toy_of(model, whole_windows=False):
     for ranks, head in itertools.product((3, 4), HEADS):
         try:
             toy = _built(model, shrunk(config, head, ranks, window))
-            with InDouble(), torch.no_grad():
+            with InFP64(), torch.no_grad():
                 copy.deepcopy(toy)(input_ids=tokens_of(toy), use_cache=False)  # some keep what they saw
             return toy, ranks
         except Exception as error:  # whatever a class says of sizes that do not divide
@@ -259,7 +259,7 @@ def _built(model, config):
         numbers = sum(p.numel() for p in type(model)(config).parameters())
     if numbers > MOST_NUMBERS:
         raise ValueError(f"{numbers:,} parameters are left: a size of its config goes by a name that is not known")
-    with torch.device("cpu"), InDouble():
+    with torch.device("cpu"), InFP64():
         toy = type(model)(config).double().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

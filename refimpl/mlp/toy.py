@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from ..unseen import unseen
+from ..side_effects import no_side_effects
 
 # keep, chunk_size, dtype (None: the weights' own), under autocast; the largest error by the largest number
 TRIALS = (("input", None, None, False), ("hidden", 4, torch.float64, False), ("input", None, None, True))
@@ -36,7 +36,7 @@ def differs(mlp, form, replaced):
     under autocast. Of `mlp` nothing is called but modules without weights, nothing is changed, and the state of the
     random numbers is that of before.
     """
-    with unseen(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with no_side_effects(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for training, (keep, chunk_size, dtype, autocast) in product((True, False), TRIALS):
             toy = _toy(mlp, form, dtype)
             dtype = next(toy.parameters()).dtype

@@ -8,8 +8,8 @@ Both work at stages 1 to 3 of refimpl.zero, on any number of ranks: `Zero1` on o
 
 Order of reading: `papers/offload` (the idea in one screen), then `copies` (what moves bytes between a device and the
 host), `host_store` (which bytes, and when), `cpu_adam` (AdamW on the host, copies on both sides of it) with `host_part`
-(what rests there), `host_link` (the copies), `tiles` (in which order) and `kernels` (what computes a tile),
-`closed_forms` (bytes in each memory, and on each link in a step).
+(what rests there), `host_link` (the copies), `tiled_update` (in which order) and `adamw_kernels` (what computes a
+tile), `closed_forms` (bytes in each memory, and on each link in a step).
 
 Then `disk_store` (a file behind a fixed number of buffers) with `disk/`, `tiered_store` (device, host and disk, by the
 order of a step) with `tiers/`, and `traces` (what an engine asks in a step).

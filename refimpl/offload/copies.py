@@ -4,8 +4,9 @@
     copy = link.start("to host", [(host, tensor)], host)     # returns at once
     copy.wait()                                              # what is computed from here on comes after the copy
 
-On CUDA a copy runs on a stream of its own, one for each direction, from or to page-locked memory. On a CPU, where both
-memories are one, `Rehearsal` makes the same copies in the same order, and can take as long as a link of a given rate.
+On CUDA a copy runs on a stream of its own, one for each direction, from or to page-locked memory (`StreamLink`). On a
+CPU, where both memories are one, `SimulatedLink` makes the same copies in the same order, and can take as long as a
+link of a given rate.
 """
 
 import ctypes
@@ -101,7 +102,7 @@ class StreamCopy(Copy):
         self.event.synchronize()
 
 
-class Streams:
+class StreamLink:
     """Copy on two more streams of a CUDA device, one for each direction: a link carries both at a time.
 
     A copy begins after the work that is queued on the current stream, and after the copy `after`. What it reads and
@@ -154,7 +155,7 @@ class TimedCopy(Copy):
     _finish = _wait
 
 
-class Rehearsal:
+class SimulatedLink:
     """Copy within host memory, at once. With a `rate` (a `comm.Link`, bytes per second in each direction) a copy ends
     when a link of that rate would have carried it: after `after`, and after those before it in its direction."""
 
@@ -184,4 +185,4 @@ def link_of(device, rate=None):
     if real and rate is not None:
         raise ValueError(f"rate={rate!r}, and {device} has a link of its own rate: leave rate out; a rate is for "
                          "rehearsals on a CPU")
-    return Streams(device) if real else Rehearsal(rate)
+    return StreamLink(device) if real else SimulatedLink(rate)

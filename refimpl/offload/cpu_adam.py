@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..partial_step import groups_before, partial_step
+from ..optimizer_subset import snapshot_groups, step_subset
+from .adamw_kernels import Hyper, kernel_of
 from .host_link import HostLink
 from .host_part import HostPart
-from .kernels import Hyper, kernel_of
-from .tiles import merged, update_tiles
+from .tiled_update import merged, update_tiles
 
 SUB_GROUP_SIZE = 2**23  # elements: 16 MB of 16-bit weights; a tile's update takes about 5 ms, its copy 0.5 to 1
 
@@ -77,12 +77,13 @@ class HostUpdate:
         self.below_host = getattr(getattr(stored, "store", None), "below_host", False)
         self.link = HostLink(options.sub_group_size, options.rate, locked=not self.below_host)
         if self.below_host:
-            stored.keep("states", lambda bucket: self.masters[bucket].states() if bucket in self.masters else [])
-            stored.keep("gradients", lambda bucket: [self.masters[bucket].gradient] if bucket in self._reduced else [])
+            masters, reduced = self.masters, self._reduced
+            stored.register("states", lambda bucket: masters[bucket].states() if bucket in masters else [])
+            stored.register("gradients", lambda bucket: [masters[bucket].gradient] if bucket in reduced else [])
         for bucket in buckets:
             with self.loaded(bucket):
                 part = self.masters[bucket] = HostPart(bucket, shards[bucket], options.ratio, self.link)
-                self.pieces[bucket] = [(cut, _own(part.held(cut), bucket.dtype)) for piece in bucket.pieces(rank)
+                self.pieces[bucket] = [(cut, _own(part.master_of(cut), bucket.dtype)) for piece in bucket.pieces(rank)
                                        for cut in part.cut(piece)]
         self.optimizer = optimizer(self._groups(groups, named))
         check_optimizer(self.optimizer)
@@ -118,7 +119,7 @@ class HostUpdate:
             self._reduced.add(bucket)
             self._set_gradients(bucket)
             if self.below_host:
-                part.arrived()
+                part.wait_for_gradients()
 
     def _set_gradients(self, bucket):
         for piece, own in self.pieces[bucket]:
@@ -135,7 +136,7 @@ class HostUpdate:
         """Yield (bucket, pieces) of all buckets, with their gradients."""
         for bucket, following in itertools.pairwise([*self.pieces, None]):
             with self.loaded(bucket, following, only="gradients"):
-                self.masters[bucket].arrived()
+                self.masters[bucket].wait_for_gradients()
                 yield bucket, self.pieces[bucket]
 
     def drop_gradients(self, bucket):
@@ -152,7 +153,7 @@ class HostUpdate:
     def step(self, used, updated):
         """Update this rank's shard of each bucket, as far as parameters are `used`. `updated(bucket)` then launches the
         all_gather of all shards. The weights of one bucket go to the device while the next one is computed."""
-        before = groups_before(self.optimizer)
+        before = snapshot_groups(self.optimizer)
         handles, last = [], None
         try:
             for bucket, following in itertools.pairwise([*self.pieces, None]):
@@ -183,7 +184,7 @@ class HostUpdate:
         """Run the optimizer on one bucket: it updates the device's part, and `_update_tiles` then the host's."""
         check_optimizer(self.optimizer)  # hyper-parameters may have been changed
         part, given = self.masters[bucket], []
-        part.arrived()
+        part.wait_for_gradients()
         for number, (piece, own) in enumerate(self.pieces[bucket]):
             gradient = own.grad if piece.slot.parameter in used else None
             own.grad = None
@@ -193,7 +194,7 @@ class HostUpdate:
                 own.grad_dtype, own.grad = own.dtype, gradient.to(own.dtype)
         self._now = bucket, given
         try:
-            partial_step(self.optimizer, (own for _, own in self.pieces[bucket]), before)
+            step_subset(self.optimizer, (own for _, own in self.pieces[bucket]), before)
         except BaseException:
             for *_, own, gradient in given:  # so that the step can be tried again
                 own.grad_dtype, own.grad = gradient.dtype, gradient

@@ -62,7 +62,7 @@ class DiskStore:
         self._space = Space(folder, capacity_bytes, buffer_bytes, buffer_count, thread_count, link)
         self._owner, self._open = None, True
         self._away, self._kept = {}, set()  # key → tensors without bytes; keys whose contents the file has
-        self._reading = {}  # key → Transfer
+        self._reading = {}  # key → DiskTransfer
 
     @property
     def folder(self) -> "Path":

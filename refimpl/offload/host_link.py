@@ -28,7 +28,7 @@ class HostLink:
         """Note that a part of so many elements exists."""
         self._largest[dtype, device] = max(self._largest[dtype, device], numel)
 
-    def take(self, numel, dtype, device):
+    def allocate(self, numel, dtype, device):
         """Return host memory, (numel,)."""
         self.host_bytes += numel * dtype.itemsize
         return host_bytes(numel * dtype.itemsize, device if self.locked else CPU).view(dtype)
@@ -52,15 +52,15 @@ class HostLink:
         their way at most: the one before them is added now."""
         kind = shard.dtype, shard.device
         if len(self._adding) == DEPTH:
-            self._adding[0].arrived()
+            self._adding[0].wait_for_gradients()
         if kind not in self._scratch:
             size = max(count for (_, device), count in self._largest.items() if device == shard.device)
-            self._scratch[kind] = deque(self.take(size, *kind) for _ in range(DEPTH))
+            self._scratch[kind] = deque(self.allocate(size, *kind) for _ in range(DEPTH))
         scratch = self._scratch[kind].popleft()
         self._adding.append(part)
         return scratch, self.start(TO_HOST, scratch[: shard.numel()], shard, name)
 
-    def added(self, part, scratch, device):
+    def mark_added(self, part, scratch, device):
         """Note that it was added."""
         self._adding.remove(part)
         self._scratch[scratch.dtype, device].append(scratch)
@@ -70,7 +70,7 @@ class HostLink:
         kind = dtype, device
         if kind not in self._tiles:
             size = min(self.sub_group_size, self._largest[kind])
-            self._tiles[kind] = deque([self.take(size, *kind), None] for _ in range(2))
+            self._tiles[kind] = deque([self.allocate(size, *kind), None] for _ in range(2))
         tiles = self._tiles[kind]
         if tiles[0][1] is not None:
             tiles[0][1].finish()

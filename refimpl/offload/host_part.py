@@ -54,7 +54,7 @@ class HostPart:
         place = piece.place if self.on_host(piece) else piece.place - self.n
         return (on_host if self.on_host(piece) else on_device)[place : place + piece.end - piece.first]
 
-    def held(self, piece):
+    def master_of(self, piece):
         """Return what the optimizer updates of a piece: its part of the masters."""
         return self._view(piece, self.master, self.device_master)
 
@@ -109,12 +109,12 @@ class HostPart:
         added to those before."""
         here, rest = shard[: self.n], shard[self.n :]
         if not first:
-            self.arrived()
+            self.wait_for_gradients()
             self._further = self.link.add(self, here, self.name)
             self.device_gradient += rest
             return
         if self.gradient is None or self.gradient.dtype != shard.dtype:
-            self.gradient = self.link.take(self.n, shard.dtype, self.device)
+            self.gradient = self.link.allocate(self.n, shard.dtype, self.device)
         if self.n:
             self._copy = self.link.start(TO_HOST, self.gradient, here, self.name)
         alone = shard.untyped_storage().nbytes() == shard.nbytes
@@ -124,7 +124,7 @@ class HostPart:
         """Copy the device's part if it is part of a whole buffer."""
         self.device_gradient = mark(self.device_gradient.clone(), "gradients")
 
-    def arrived(self):
+    def wait_for_gradients(self):
         """Return when all gradients are here, and added."""
         if self._copy is not None:
             self._copy.finish()
@@ -133,7 +133,7 @@ class HostPart:
             (scratch, copy), self._further = self._further, None
             copy.finish()
             self.gradient += scratch[: self.n]
-            self.link.added(self, scratch, self.device)
+            self.link.mark_added(self, scratch, self.device)
 
     def gradient_of(self, piece):
         """Return the gradient of a piece."""
@@ -141,7 +141,7 @@ class HostPart:
 
     def drop_gradient(self, free):
         """Forget the gradients. `free`: the host memory, too."""
-        self.arrived()
+        self.wait_for_gradients()
         self.device_gradient = None
         if free:
             self.gradient = None

@@ -20,7 +20,7 @@ from .owner import take_over
 DEPTH = 2  # copies to the host at a time: each holds device memory until it is done
 
 
-class Kept:
+class StoredTensors:
     """What the store has of one key: the tensors, the host memory of their contents, and the copies on their way."""
 
     def __init__(self):
@@ -54,7 +54,8 @@ class HostStore:
             raise TypeError(f"rate={rate!r}: expected a refimpl.comm.Link, such as Link(bytes_per_second=16e9)")
         self.depth, self.rate, self.host_bytes = depth, rate, 0
         self.moved = dict.fromkeys((TO_HOST, TO_DEVICE), 0)
-        self._kept, self._links, self._leaving = defaultdict(Kept), {}, []  # by key; by device; keys, the oldest first
+        self._kept, self._links = defaultdict(StoredTensors), {}  # by key; by device
+        self._leaving = []  # StoredTensors on their way to the host, the oldest first
         self._spare = defaultdict(list)  # (bytes, device) → host memory that nobody needs at the moment
         self._owner, self._closed = None, False
 
@@ -76,8 +77,8 @@ class HostStore:
         sizes = tuple(_whole_bytes(key, tensor) for tensor in tensors)
         fits = kept.host is not None and kept.sizes == sizes
         if not fits:
-            self._give_up(kept, again=False)
-            kept.host = self._take(sum(sizes), tensors)
+            self._release_host_memory(kept, again=False)
+            kept.host = self._allocate(sum(sizes), tensors)
         kept.tensors, kept.sizes, kept.away = tensors, sizes, True
         if changed or not fits:
             self._send(key, kept)
@@ -103,7 +104,7 @@ class HostStore:
         if kept is not None:
             if kept.coming is not None:
                 kept.coming.finish()
-            self._give_up(kept)
+            self._release_host_memory(kept)
 
     # --- in the end --------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class HostStore:
         self._check_open()
         return self._kept[key]
 
-    def _take(self, nbytes, tensors):
+    def _allocate(self, nbytes, tensors):
         device = tensors[0].device
         spare = self._spare[nbytes, device]
         if spare:
@@ -146,11 +147,11 @@ class HostStore:
         self.host_bytes += nbytes
         return host_bytes(nbytes, device)
 
-    def _give_up(self, kept, again=True):
+    def _release_host_memory(self, kept, again=True):
         """Keep a key's host memory for the next `put` of as many bytes, or free it, when copies to it are done."""
         if kept.host is None:
             return
-        self._arrived(kept)
+        self._wait_for_copy(kept)
         if again:
             self._spare[kept.host.numel(), kept.tensors[0].device].append(kept.host)
         else:
@@ -165,7 +166,7 @@ class HostStore:
         kept.coming = self._copy(TO_DEVICE, [(_flat(tensor), part) for tensor, part in kept.parts()], kept, key)
 
     def _send(self, key, kept):
-        self._arrived(kept)
+        self._wait_for_copy(kept)
         self._settle(self.depth - 1)
         kept.leaving = self._copy(TO_HOST, [(part, _flat(tensor)) for tensor, part in kept.parts()], kept, key)
         self._leaving.append(kept)
@@ -173,9 +174,9 @@ class HostStore:
     def _settle(self, most):
         """Wait for copies to the host, the oldest first, until at most so many keys are on their way."""
         while len(self._leaving) > most:
-            self._arrived(self._leaving[0])
+            self._wait_for_copy(self._leaving[0])
 
-    def _arrived(self, kept):
+    def _wait_for_copy(self, kept):
         """Return when a key's copy to the host is done."""
         if kept.leaving is not None:
             kept.leaving.finish()

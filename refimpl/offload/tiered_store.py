@@ -19,14 +19,14 @@ from .disk.flat import check_own_storages
 from .disk.space import Space
 from .disk_store import check_link, check_sizes
 from .owner import take_over
+from .tiers.bucket_moves import DEVICE
 from .tiers.mover import Mover
-from .tiers.moves import DEVICE
-from .tiers.plan import Plan
+from .tiers.placement import TierPlacement
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from .tiers.moves import Counts
+    from .tiers.bucket_moves import Counts
 
 SHARE = 0.9  # of the free memory that `device="auto"` takes
 
@@ -67,7 +67,7 @@ class TieredStore:
             check_link(name, link)
         space = folder and Space(folder, disk, buffer_bytes, buffer_count, thread_count, disk_link)
         self._mover = Mover(space or None, links)
-        self.plan = Plan(self._mover, None if device == "auto" else device, host, bool(folder), rule)
+        self.plan = TierPlacement(self._mover, None if device == "auto" else device, host, bool(folder), rule)
         self._owner, self._open, self._said = None, True, False
         self._least_free = float("inf") if device == "auto" else None
         self._events, self._ended = collections.deque(), None  # (accesses so far, is one, what, key, …)
@@ -101,7 +101,7 @@ class TieredStore:
         check_own_storages(key, tensors)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._event("changed" if changed else "same", key, nbytes, bucket is None or bucket.nbytes != nbytes)
-        self.plan.rest(key, nbytes, changed, tensors)
+        self.plan.end_use(key, nbytes, changed, tensors)
         self._after(tensors)
 
     def prefetch(self, key: object) -> None:

@@ -10,17 +10,17 @@ parameters is read whenever it is gathered, and changed by the update.
 
 `DiskStore` reads at each "need" and writes at each "changed", in whole blocks:
 
-    file      Σ_key ⌈b / 4096⌉ · 4096, and what lies free between (`disk.places`)
+    file      Σ_key ⌈b / 4096⌉ · 4096, and what lies free between (`disk.extents`)
     read      Σ_need ⌈b / 4096⌉ · 4096
     written   Σ_changed ⌈b / 4096⌉ · 4096
 
-What a `TieredStore` moves of it depends on its capacities: `tiers.simulate` replays the same trace.
+What a `TieredStore` moves of it depends on its capacities: `tiers.step_simulator` replays the same trace.
 """
 
 import torch
 
+from .disk.extents import FileExtents
 from .disk.file import aligned
-from .disk.places import Places
 
 MOMENTS = 2
 LOW = (torch.float16, torch.bfloat16)
@@ -82,14 +82,14 @@ def engine_trace(buckets, stage, *, micro_batches=1, gathers=(), seconds=0.0, **
 def disk_store_bytes(buckets, stage, **options):
     """Compute the bytes of a DiskStore's file, by replaying the first puts: masters come before there are moments, so
     places are given back and taken again. Arguments as of `stored_bytes`."""
-    held, places = stored_bytes(buckets, stage, **options), Places()
+    held, extents = stored_bytes(buckets, stage, **options), FileExtents()
     for kind, masters in (("parameters", None), ("states", 4), ("gradients", None)):
         for i, bucket in enumerate(buckets):
             if (kind, i) in held and not (kind == "states" and bucket.dtype not in LOW):
-                places.place((kind, i), masters * bucket.shard_numel if masters else held[kind, i])
+                extents.allocate((kind, i), masters * bucket.shard_numel if masters else held[kind, i])
     for i in range(len(buckets)):
-        places.place(("states", i), held["states", i])
-    return places.end
+        extents.allocate(("states", i), held["states", i])
+    return extents.end
 
 
 def disk_store_traffic(buckets, stage, **options):

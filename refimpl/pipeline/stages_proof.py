@@ -5,10 +5,10 @@ import copy
 
 import torch
 
+from ..equivalence.comparison import CutDiffers, computed, difference
+from ..equivalence.cut_over_ranks import first_line_of, whole_of
+from ..equivalence.once_per_class import once
 from ..others import ask
-from ..proof.compare import CutDiffers, computed, difference
-from ..proof.once import once
-from ..proof.ranks import said, whole_of
 from .micro_batches import weights_of
 from .stages import is_decoder, layers_of, stage_of
 
@@ -46,7 +46,7 @@ def _computed_in(stages, toy, tokens, labels):
         parts = [stage_of(toy, first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
         return computed(toy, lambda: _chained(parts, tokens, labels))
     except Exception as error:
-        raise CutDiffers(f"{type(toy).__name__} cannot be computed in {stages} stages: {said(error)}. "
+        raise CutDiffers(f"{type(toy).__name__} cannot be computed in {stages} stages: {first_line_of(error)}. "
                          f"{BY_HAND}") from error
 
 

@@ -3,13 +3,13 @@
     from refimpl.rehearse import rehearse
     rehearse("train.py", on="t4")["steps"]
 
-Order of reading: `run` (one GPU, a process of its own for it), `command` (what is asked and printed), `child` (that
-process: the device without kernels, then the script for some steps), `values` (what a script may not ask of a device
-that computes nothing), `files` (what it may not write), `processes` (scripts that start one for each GPU), `records`
-(for pages on machines that cannot).
+Order of reading: `rehearsing` (one GPU, a process of its own for it), `command` (what is asked and printed), `child`
+(that process: the device without kernels, then the script for some steps), `value_guard` (what a script may not ask of
+a device that computes nothing), `file_guard` (what it may not write), `processes` (scripts that start one for each
+GPU), `recorded_rehearsals` (for pages on machines that cannot).
 """
 
-from .records import rehearse_or_read
-from .run import CannotRehearse, rehearse
+from .recorded_rehearsals import rehearse_or_read
+from .rehearsing import CannotRehearse, rehearse
 
 __all__ = ["CannotRehearse", "rehearse", "rehearse_or_read"]

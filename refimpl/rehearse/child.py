@@ -54,13 +54,13 @@ class Rehearsal:
 
     def __init__(self, steps, numbers, world, rank, snapshot):
         from ..explain.steps import Steps
-        from .files import Guard
+        from .file_guard import FileGuard
         from .peaks import Peaks
         from .processes import OneOf
-        from .values import Watch
+        from .value_guard import ValueGuard
 
         self.readings, self.failed = [], None
-        self._watch, self._guard, self._peaks = Watch(), Guard(snapshot), Peaks()
+        self._watch, self._guard, self._peaks = ValueGuard(), FileGuard(snapshot), Peaks()
         self._contexts = [self._peaks, OneOf(world, rank), *([] if numbers else [self._guard, self._watch])]
         self._steps = Steps(steps, self._stepped, lambda: None, lambda: None)
 
@@ -97,7 +97,7 @@ class Rehearsal:
 
 def out_of_memory(error, step):
     """Return PyTorch's words, the step, and the innermost line of the user's that asked for too much."""
-    from .values import users
+    from .value_guard import users
 
     line = None
     if found := users(reversed([*traceback.walk_tb(error.__traceback__)])):

@@ -9,7 +9,7 @@ from ..elsewhere.text import one_line, print_json, print_text, refuse
 from ..estimate.command import number
 from ..explain.script import check_file
 from ..ground.ledger import human
-from .run import CannotRehearse, device, rehearse
+from .rehearsing import CannotRehearse, device, rehearse
 
 EXAMPLE = """examples:
   refimpl rehearse train.py --on h100

@@ -14,20 +14,20 @@ import torch
 from ..comm.texts import broadcast_text, gather_results
 from ..sharding import ShardSpec, copy_overlap
 from .description import describe, differences, listed, located, set_hyperparameters
+from .dtype_names import DTYPES, name_of
 from .durable import make_folder, replacing, widest_first, write_tensors
-from .form import KIND, STATE_DICT, Each, mismatch
 from .manifest import SavedStateError
-from .names import DTYPES, name_of
-from .on_all import validate_on_all
 from .optimizer_state import elements, flat, kind_of, make_state, tensors_of
-from .own import gather_own, scatter_own
+from .raise_on_all import validate_on_all
+from .rank_tensors import gather_own, scatter_own
+from .schema import KIND, STATE_DICT, Each, mismatch
 from .sharded import compare_values
 from .validity import faults
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from .state import TrainingState
+    from .training_state import TrainingState
 
 
 def state_dict(state: "TrainingState") -> dict[str, Any]:

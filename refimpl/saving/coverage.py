@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from ..sharding import coverage_fault
 from .description import spec_from
+from .dtype_names import DTYPES, tensor_of
 from .durable import NAMES, naming
 from .manifest import FOLDER, NAME, SavedStateError
-from .names import DTYPES, tensor_of
 from .optimizer_state import NUMBERS
 
 

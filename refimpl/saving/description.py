@@ -13,7 +13,7 @@ import torch
 
 from ..comm.texts import gather_results
 from ..sharding import ShardSpec, check_replicas, check_specs
-from .names import DTYPES, name_of, tensor_of
+from .dtype_names import DTYPES, name_of, tensor_of
 from .optimizer_state import state_of
 
 SHOWN = 4  # differences that an error lists

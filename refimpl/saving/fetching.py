@@ -20,8 +20,8 @@ import torch
 
 from ..comm.texts import broadcast_text, gather_results
 from .durable import make_folder, naming
-from .hosts import is_first, on_host
 from .manifest import FETCHED
+from .ranks_by_host import is_first, on_host
 
 CHUNK = 2**24  # bytes
 

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ground.marks import mark
-from .names import DTYPES, name_of
+from .dtype_names import DTYPES, name_of
 
 PLAIN = torch.Tensor, torch.nn.Parameter, FakeTensor  # others have bytes of their own, such as blocks and their scales
 NUMBERS = ("step", "mu_product", "eta", "mu")  # keys under which torch's optimizers keep a number in a tensor

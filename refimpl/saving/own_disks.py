@@ -20,10 +20,10 @@ from ..comm.texts import broadcast_text, gather_results
 from . import manifest as manifests
 from .description import listed
 from .durable import make_folder, sync_folder
-from .form import MANIFEST, mismatch
-from .hosts import is_first
 from .lock import only_save
 from .manifest import NAME, SavedStateError
+from .ranks_by_host import is_first
+from .schema import MANIFEST, mismatch
 
 
 def is_there(directory):

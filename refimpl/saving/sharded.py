@@ -42,22 +42,22 @@ import torch
 from ..comm.texts import gather_results
 from ..sharding import overlaps
 from . import fetching, own_disks
-from . import hosts as of_ranks
 from . import manifest as manifests
-from .checks import check_files, check_manifest, files_read, names_read, states_in, stored_in
+from . import ranks_by_host as of_ranks
 from .coverage import file_of, readable
 from .description import describe, piece_of, set_hyperparameters
 from .durable import make_folder, raw_bytes, sync_folder, widest_first, write_tensors
+from .load_checks import check_files, check_manifest, files_read, names_read, states_in, stored_in
 from .lock import only_save
 from .manifest import SavedStateError
-from .on_all import validate_on_all
 from .optimizer_state import elements, flat, make_state, state_of, tensors_of
-from .own import OWN, own_tensors
+from .raise_on_all import validate_on_all
+from .rank_tensors import OWN, own_tensors
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from .state import TrainingState
+    from .training_state import TrainingState
 
 # --- save ------------------------------------------------------------------------------------------------------------
 

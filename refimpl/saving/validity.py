@@ -11,10 +11,10 @@ import reprlib
 
 import torch
 
-from ..unseen import unseen
+from ..side_effects import no_side_effects
 from .description import _plain_items
-from .form import is_number
-from .names import DTYPES, name_of
+from .dtype_names import DTYPES, name_of
+from .schema import is_number
 
 # What torch's schedulers write to param groups: a state may be loaded before they are made.
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
@@ -80,7 +80,7 @@ def _tried(optimizer, group, now, options, where, states, new):
     return []
 
 
-@unseen()
+@no_side_effects()
 def _kept(optimizer, options, dtype, shape, kinds=None):
     """Return the state after a step of a toy that begins with the state `kinds`, and its param group."""
     known, toy = inspect.signature(type(optimizer)).parameters, torch.nn.Parameter(torch.ones(shape, dtype=dtype))

@@ -4,8 +4,7 @@ Order of reading: `papers/tensor_parallel` (the idea in one screen), `conjugate`
 (layers by columns, by rows), `vocabulary` (logits and loss), `embedding`, `split_plan` and `tensor` (a model, from
 outside), `experts`, `random_streams` (dropout), `same_batch` (what its ranks compare before a forward),
 `sequence_parallelism` (and its tokens), `partitioned` (and the inputs of recomputed regions), `closed_forms` (bytes,
-traffic). That what is cut computes what the whole does:
-`refimpl/proof`.
+traffic). That what is cut computes what the whole does: `refimpl/equivalence`.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..ground.lazy import lazily
 
 if TYPE_CHECKING:
-    from ..proof import CannotShrink, CutDiffers
+    from ..equivalence import CannotShrink, CutDiffers
     from .embedding import VocabularyParallelEmbedding
     from .linear import ColumnParallelLinear, RowParallelLinear
     from .partitioned import PartitionedInputs
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from .vocabulary import vocabulary_parallel_cross_entropy
 
 __getattr__, __dir__ = lazily(__name__, {
-    "..proof": "CannotShrink CutDiffers", ".embedding": "VocabularyParallelEmbedding",
+    "..equivalence": "CannotShrink CutDiffers", ".embedding": "VocabularyParallelEmbedding",
     ".linear": "ColumnParallelLinear RowParallelLinear", ".partitioned": "PartitionedInputs",
     ".sequence_parallelism": "sequence_parallel", ".tensor": "tensor_parallel",
     ".vocabulary": "vocabulary_parallel_cross_entropy"})

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ..comm.agreement import check_model
+from ..equivalence.comparison import CannotShrink
+from ..equivalence.cut_over_ranks import prove
 from ..model import GPT
 from ..others import ask, ask_of_others
-from ..proof.compare import CannotShrink
-from ..proof.ranks import prove
 from ..sharding import set_spec, spec_of
 from .embedding import VocabularyParallelEmbedding
 from .experts import cut_of, split_experts, split_parameter, split_shared_key

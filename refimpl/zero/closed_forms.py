@@ -23,8 +23,8 @@ from ..comm.traffic import Traffic, ring_traffic
 from ..ground.ledger import Ledger
 from ..ground.state_bytes import STATES
 from ..saving.coverage import file_of
+from ..saving.dtype_names import part_name
 from ..saving.durable import safetensors_bytes, widest_first
-from ..saving.names import part_name
 from ..sharding import spec_of
 from .bucket import buckets_of, default_bucket_bytes
 from .units import (

@@ -18,15 +18,15 @@ from ..comm.agreement import check_phase, check_same, used_on_any_rank
 from ..sharding import spec_of
 from .bucket import buckets_of, default_bucket_bytes
 from .hybrid import holders, levels_of
-from .internals.alongside import Companion
+from .internals.argument_checks import check_frozen, check_optimizer, check_parts, settings_of, trained_and_frozen
 from .internals.as_optimizer import ActsAsOptimizer
+from .internals.companion import Companion
 from .internals.elementwise import check_elementwise, computes_nothing
 from .internals.hook import attach
 from .internals.norms import clip_grad_norm_
 from .internals.persistence import load, load_state_dict, save, save_weights, shards, state_dict
 from .internals.replicas import check_replicas
-from .internals.store import Stored, StoredUpdate
-from .internals.trained import check_frozen, check_optimizer, check_parts, settings_of, trained
+from .internals.store import BucketStore, StoredUpdate
 from .internals.writes import Writes, gathered
 from .parameters import WholeParameters
 from .update import ShardedUpdate
@@ -55,7 +55,7 @@ class Engine(ActsAsOptimizer):
             raise ValueError(f"in_flight_bytes={in_flight_bytes}: expected bytes from 0 on, or None")
         self.model, self.comm, self.world = model, comm, comm if world is None else world
         self.levels = levels_of(comm, shards, replicas, self.stage)
-        named, self._frozen = trained(model, optimizer, *((None, None) if self.stage else (store, update)))
+        named, self._frozen = trained_and_frozen(model, optimizer, *((None, None) if self.stage else (store, update)))
         check_same(comm, "engine", f"{type(self).__name__}, bucket_bytes={bucket_bytes}, reduce_dtype={reduce_dtype}")
         self.buckets, self.frozen_buckets = self._lay_out(named, bucket_bytes)
         self.specs = {name: spec_of(name, x) for name, x in (*model.named_parameters(), *model.named_buffers())}
@@ -65,8 +65,8 @@ class Engine(ActsAsOptimizer):
         if self.stage:  # a rank's optimizer gets flat pieces
             check_elementwise(optimizer, groups, named)
         attach(hook, within, self.buckets, self.stage)  # before the first bytes of shards, as it takes some itself
-        self._stored = Stored(store, [*self.buckets, *self.frozen_buckets])
-        self._hold_parameters()
+        self._stored = BucketStore(store, [*self.buckets, *self.frozen_buckets])
+        self._make_parameters()
         make = update or (self.update_type if store is None else StoredUpdate)
         self.update = make(self.buckets, self.parameters.shards, within.rank, optimizer, groups, named, self._stored)
         check_optimizer(comm, self.optimizer)
@@ -89,7 +89,7 @@ class Engine(ActsAsOptimizer):
         bucket_bytes = default_bucket_bytes(named, self.stage) if bucket_bytes is None else bucket_bytes
         return buckets_of(named, self.levels.shards.world_size, bucket_bytes), []
 
-    def _hold_parameters(self):
+    def _make_parameters(self):
         self.parameters = WholeParameters(self.model, self.levels, self.buckets)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class Engine(ActsAsOptimizer):
         with self.reducer.reducing(False):
             yield
         with self.reducer.reducing(True):
-            self.reducer.take_all()
+            self.reducer.accept_all_gradients()
 
     def step(self) -> None:
         """Update the parameters, on all ranks alike, and drop the gradients. RuntimeError on all ranks, before anything

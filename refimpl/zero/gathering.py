@@ -15,7 +15,7 @@ from ..ground.marks import mark
 from ..ground.values import no_value
 from .internals.casts import Casts
 from .internals.released import Unread, release, restore
-from .internals.store import Stored
+from .internals.store import BucketStore
 
 
 class Gathering:
@@ -30,7 +30,7 @@ class Gathering:
 
     def __init__(self, comm, shards, whole, look_ahead, limit, stored=None):
         self.comm, self.shards, self.whole = comm, shards, whole
-        self.stored = Stored(None, ()) if stored is None else stored
+        self.stored = BucketStore(None, ()) if stored is None else stored
         self.look_ahead, self.limit, self.casts, self.quantized = look_ahead, limit, Casts(), None
         self._views, self._placeholders = {}, {}  # bucket → `data` of its parameters: views of `whole`, or NaN
         self._nan = {}  # (dtype, device) → the element that all placeholders expand
@@ -39,7 +39,8 @@ class Gathering:
         self.writes, self._versions = None, {}  # a `Writes`; parameter → version when it was gathered
         self.large_heads = set()
         self.computing = 0  # forwards and backwards of the engine that run
-        self.outside, self.held = {}, set()  # buckets that others than their units read; those that stay for them
+        self.outside = {}  # buckets that others than their units read, as a tied head does
+        self.kept_for_outside = set()  # those of them that stay whole until backward has ended
         for bucket, tensor in whole.items():
             if not tensor.untyped_storage().nbytes():
                 self.hide(bucket)
@@ -49,8 +50,8 @@ class Gathering:
         for which it is gathered; without one it is a unit by itself."""
         kept, use = not self._users[bucket], (bucket, bucket if unit is None else unit)
         self._users[bucket] += 1
-        if self.computing and bucket in self.outside and bucket not in self.held:
-            self.held.add(bucket)
+        if self.computing and bucket in self.outside and bucket not in self.kept_for_outside:
+            self.kept_for_outside.add(bucket)
             self._users[bucket] += 1
         if bucket in self._gathered:
             if kept:  # `release` had kept it for this use
@@ -94,19 +95,19 @@ class Gathering:
         self.gather(bucket)
         self.release(bucket)
 
-    def hold_again(self):
+    def gather_kept_again(self):
         """Gather what others than their units read, for the backward of a forward after which another backward has
         ended: that has released it."""
         for bucket in self.outside:
-            if bucket not in self.held:
+            if bucket not in self.kept_for_outside:
                 self.gather(bucket)
                 self.release(bucket)
 
-    def release_held(self, before):
+    def release_kept(self, before):
         """End the uses of what a forward without a backward has kept for readers outside of units; `before`: what was
         kept when it began."""
-        for bucket in self.held - before:
-            self.held.remove(bucket)
+        for bucket in self.kept_for_outside - before:
+            self.kept_for_outside.remove(bucket)
             self.release(bucket)
 
     def release_unused(self):
@@ -120,7 +121,7 @@ class Gathering:
 
     def release_all(self):
         """Free everything, also what some forward keeps whole for a backward: the shards are about to change."""
-        self._users.clear(), self.held.clear()
+        self._users.clear(), self.kept_for_outside.clear()
         self.release_unused()
 
     def end_step(self):
@@ -220,7 +221,7 @@ class Gathering:
                                    "would lose its exact numbers. Use Zero3 without quantized_weights")
             if names and self.writes is not None:
                 with self.stored.loaded(bucket, only="parameters"):
-                    self.writes.keep(bucket, self.whole[bucket], names)
+                    self.writes.write_to_shard(bucket, self.whole[bucket], names)
                 self.see([bucket])
 
     def _free(self, bucket):

@@ -52,32 +52,33 @@ def levels_of(comm, shards, replicas, stage):
                         "Zero2 or Zero3")
     mine = [1 + group.ranks.index(rank) if rank in group.ranks else 0 for group in (shards, replicas)
             for rank in comm.ranks]
-    told = comm.host().all_gather(torch.tensor([[*mine, shards.world_size, replicas.world_size]]), label="the levels")
-    if not isinstance(told, FakeTensor) and comm.has_others and not _is_grid(told.tolist()):
+    mine += [shards.world_size, replicas.world_size]
+    gathered = comm.host().all_gather(torch.tensor([mine]), label="the levels")
+    if not isinstance(gathered, FakeTensor) and comm.has_others and not _is_grid(gathered.tolist()):
         raise ValueError(f"shards={shards!r} and replicas={replicas!r} of {comm!r}: expected groups that are the rows "
                          "and the columns of a grid of all ranks, as Mesh(dp=8, shards=4).connect(comm) makes them")
     return Levels(comm, shards, replicas)
 
 
-def _is_grid(told):
+def _is_grid(gathered):
     """Tell whether each place (shards.rank, replicas.rank) is one rank's, and groups are rows and columns of places."""
-    N, (S, R) = len(told), told[0][-2:]
-    places = [(row[i] - 1, row[N + i] - 1) for i, row in enumerate(told)]
+    N, (S, R) = len(gathered), gathered[0][-2:]
+    places = [(row[i] - 1, row[N + i] - 1) for i, row in enumerate(gathered)]
     return sorted(places) == list(itertools.product(range(S), range(R))) and all(
         row == [*((s + 1) * (r == mine[1]) for s, r in places), *((r + 1) * (s == mine[0]) for s, r in places), S, R]
-        for row, mine in zip(told, places, strict=True))
+        for row, mine in zip(gathered, places, strict=True))
 
 
 class AcrossReplicas:
     """The reduction of one bucket over both levels: a Handle whose second collective begins after the first.
 
-    Every rank calls `go_on` at the same place of its program, so that the order of collectives is the same on all.
+    Every rank calls `launch_across` at the same place of its program: so the order of collectives is the same on all.
     """
 
     def __init__(self, within, replicas, label):
         self._within, self._replicas, self._label, self._across = within, replicas, label, None
 
-    def go_on(self):
+    def launch_across(self):
         """Wait for the reduce_scatter within the group of shards; launch the all_reduce of the shard."""
         if self._across is None:
             shard, self._within = self._within.wait(), None
@@ -85,7 +86,7 @@ class AcrossReplicas:
 
     def wait(self):
         """Return this rank's shard of the average over all ranks."""
-        self.go_on()
+        self.launch_across()
         return self._across.wait()
 
 

@@ -105,23 +105,23 @@ class Reducer:
         if self.syncing and bucket not in self.unlaunched:
             raise RuntimeError(f"{slot.name} got a gradient again after its bucket was reduced, as when two reentrant "
                                "recomputations use it: recompute with use_reentrant=False")
-        self.take(parameter)
+        self.accept_gradient(parameter)
         self.used.add(parameter)
         self.missing[bucket].discard(parameter)
         self.launch_ready()
 
-    def take(self, parameter):
+    def accept_gradient(self, parameter):
         """Move the gradient to its bucket's buffer, where autograd adds to it from then on."""
         if parameter.grad is not self.views.get(parameter):
-            parameter.grad = self.views[parameter] = self.placed(parameter, parameter.grad)
+            parameter.grad = self.views[parameter] = self.move_to_bucket(parameter, parameter.grad)
 
-    def take_all(self):
+    def accept_all_gradients(self):
         """Move all gradients to their buckets, which are then complete."""
         for parameter in self.place:
             if parameter.grad is not None:
                 self.arrived(parameter)
 
-    def placed(self, parameter, gradient):
+    def move_to_bucket(self, parameter, gradient):
         """Return the gradient in its bucket's buffer; one that fills the bucket alone becomes the buffer."""
         bucket, slot = self.place[parameter]
         check_dense(slot.name, gradient)
@@ -157,7 +157,7 @@ class Reducer:
                 self.views[slot.parameter] = slot.view(self.buffer(bucket)).zero_()
         handle = self.reduce(bucket)
         for earlier in self.handles.values() if self.replicas else ():
-            earlier.go_on()
+            earlier.launch_across()
         self.handles[bucket] = AcrossReplicas(handle, self.replicas, bucket.name) if self.replicas else handle
         self.wait_until(self.in_flight_bytes)
 
@@ -228,9 +228,9 @@ class ReduceScatter(Reducer):
         """Keep the shard of the average. If it is in another dtype, or from a hook, the buffer is freed."""
         if self.hooked or shard.dtype != bucket.dtype:
             del self.flat[bucket]
-        self.keep(bucket, shard)
+        self.keep_shard(bucket, shard)
 
-    def keep(self, bucket, shard):
+    def keep_shard(self, bucket, shard):
         """Give the shard to the update. Whole gradients are no longer needed."""
         self.update.add_gradients(bucket, mark(shard, "gradients"))
         for slot in bucket.slots:
@@ -249,13 +249,13 @@ class ReduceScatter(Reducer):
 class ReduceScatterAtOnce(ReduceScatter):
     """Frees whole gradients as soon as they are reduced."""
 
-    def take(self, parameter):
+    def accept_gradient(self, parameter):
         """Move the gradient to its bucket's buffer; `parameter.grad` is None again."""
         gradient, parameter.grad = parameter.grad, None
         if parameter in self.views:  # used twice: by two recomputations
             self.views[parameter].add_(gradient)
         else:
-            self.views[parameter] = self.placed(parameter, gradient)
+            self.views[parameter] = self.move_to_bucket(parameter, gradient)
 
     def buffer_dtype(self, bucket):
         """Return the dtype of the reduction. The buffer is not kept, so it need not have the gradients' own."""
@@ -270,7 +270,7 @@ class ReduceScatterAtOnce(ReduceScatter):
     def reduced(self, bucket, shard):
         """Keep the shard of the averaged gradients, and free the whole."""
         self.encoded(bucket)
-        self.keep(bucket, shard)
+        self.keep_shard(bucket, shard)
 
     def encoded(self, bucket):
         """Free the whole gradients: nobody reads them any more."""

@@ -22,12 +22,12 @@ class ShardedParameters:
     - `of_unit[unit]`, `units_of[bucket]`: the buckets of a unit, and the units of a bucket that is trained.
     - `trained`, `frozen`: the buckets; those of frozen parameters have shards alone. `frozen_pieces[bucket]`: [(Piece,
       its part of the shard)].
-    - `start`: what gives values to a model that was built on the meta device, or None.
+    - `initializer`: what gives values to a model that was built on the meta device, or None.
     """
 
-    def __init__(self, model, levels, named, units, threshold, start=None):
-        self.model, self.levels, self.comm, self.threshold, self.start = (model, levels, levels.shards, threshold,
-                                                                          start)
+    def __init__(self, model, levels, named, units, threshold, initializer=None):
+        self.model, self.levels, self.comm = model, levels, levels.shards
+        self.threshold, self.initializer = threshold, initializer
         self.trained = unit_buckets(named, units, self.comm.world_size, threshold)
         self.frozen = frozen_buckets(model, units, self.comm.world_size, threshold)
         self.of_unit, self.units_of = {}, {bucket: [] for bucket in self.trained}
@@ -41,38 +41,41 @@ class ShardedParameters:
         """Return the buckets of a unit that are whole only while they are gathered."""
         return [bucket for bucket in self.of_unit[unit] if not is_persistent(bucket, self.threshold)]
 
-    def hold(self, stored, look_ahead, limit, in_fp32=False):
+    def materialize(self, stored, look_ahead, limit, in_fp32=False):
         """Give the parameters values, unit by unit, and cut them. `in_fp32`: shards of what is trained in 16 bits are
         its masters, and are rounded for each gather."""
-        self.shards, self.whole, self.frozen_pieces, start = {}, {}, {}, self.start
+        self.shards, self.whole, self.frozen_pieces, initializer = {}, {}, {}, self.initializer
         self.gathering = Gathering(self.comm, self.shards, self.whole, look_ahead, limit, stored)
         self.gathering.large_heads = large_heads(self.model, (*self.trained, *self.frozen))
-        stored.keep("parameters", lambda bucket: [] if is_persistent(bucket, self.threshold) else [self.shards[bucket]])
-        modules, held = modules_of_units(list(self.of_unit)), {p for bucket in (*self.trained, *self.frozen)
-                                                               for p in bucket.parameters}
-        if start:
-            start.make_whole([p for p in self.model.parameters() if p not in held])
+        stored.register("parameters", self._stored_shards)
+        modules = modules_of_units(list(self.of_unit))
+        held = {p for bucket in (*self.trained, *self.frozen) for p in bucket.parameters}
+        if initializer:
+            initializer.make_whole([p for p in self.model.parameters() if p not in held])
         for unit, buckets in self.of_unit.items():
             for bucket in buckets:
                 self._make_whole(bucket)
-            if start:
-                start.fill(modules[unit])
+            if initializer:
+                initializer.fill(modules[unit])
             for bucket in buckets:
                 if self._cut(bucket):
                     stored.put(bucket, only="parameters")
-        if start:
-            start.finish()
+        if initializer:
+            initializer.finish()
         self._broadcast_rest()
         for bucket in self.trained if in_fp32 else ():
             if bucket.dtype in LOW and not is_persistent(bucket, self.threshold):
                 self.shards[bucket] = mark(self.shards[bucket].float(), "optimizer state")
+
+    def _stored_shards(self, bucket):
+        return [] if is_persistent(bucket, self.threshold) else [self.shards[bucket]]
 
     def _broadcast_rest(self):
         broadcast_rest(self.model, self.levels.comm, (*self.trained, *self.frozen))
 
     def _make_whole(self, bucket):
         """Put all parameters of a bucket side by side; again, if an earlier unit has some of them, too."""
-        read = self.start and not self.start.reads_shards_of(bucket)
+        read = self.initializer and not self.initializer.reads_shards_of(bucket)
         if bucket not in self.whole:
             whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             for slot, view in zip(bucket.slots, bucket.views(mark(whole, "parameters")), strict=True):
@@ -80,7 +83,7 @@ class ShardedParameters:
                 slot.parameter.data = view
             self.whole[bucket] = whole
             if read:
-                self.start.read_whole(bucket)
+                self.initializer.read_whole(bucket)
         elif read and not is_persistent(bucket, self.threshold):
             self.gathering.fetch(bucket)
 
@@ -93,8 +96,8 @@ class ShardedParameters:
         if bucket not in self.shards:
             self.shards[bucket] = mark(torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=bucket.device),
                                        "parameters")
-        if self.start and self.start.reads_shards_of(bucket):
-            self.start.read(bucket.pieces(rank), self.shards[bucket])
+        if self.initializer and self.initializer.reads_shards_of(bucket):
+            self.initializer.read(bucket.pieces(rank), self.shards[bucket])
             if stays:
                 self.comm.all_gather(self.shards[bucket], out=whole, label=bucket.name)
         else:

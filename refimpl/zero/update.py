@@ -11,7 +11,7 @@ import itertools
 import torch
 
 from ..ground.marks import mark
-from ..partial_step import groups_before, partial_step
+from ..optimizer_subset import snapshot_groups, step_subset
 from .internals.writes import follow
 
 LOW = (torch.float16, torch.bfloat16)
@@ -34,11 +34,11 @@ class ShardedUpdate:
         self.pieces, self.masters, self.gradients, self.optimizer = {}, {}, {}, None
         for bucket in buckets:
             with self.loaded(bucket):
-                self.pieces[bucket] = [(piece, _piece_of(self._held(bucket), piece, bucket.dtype))
+                self.pieces[bucket] = [(piece, _piece_of(self._master_or_shard(bucket), piece, bucket.dtype))
                                        for piece in bucket.pieces(rank)]
         self.optimizer = optimizer(self._groups(groups, named))
 
-    def _held(self, bucket):
+    def _master_or_shard(self, bucket):
         """Return what holds a bucket's elements: its master, made here, or its shard."""
         shard, low = self.shards[bucket], self.shards[bucket].dtype in LOW
         if bucket not in self.masters and (low or self.device is not None):
@@ -101,7 +101,7 @@ class ShardedUpdate:
     def step(self, used, updated):
         """Update this rank's shard of each bucket, as far as parameters are `used`. `updated(bucket)` then launches the
         all_gather of all shards, while the next bucket is updated, and returns its Handle or None."""
-        before = groups_before(self.optimizer)
+        before = snapshot_groups(self.optimizer)
         handles = []
         for bucket, following in itertools.pairwise([*self.pieces, None]):
             with self.loaded(bucket, following):
@@ -109,7 +109,7 @@ class ShardedUpdate:
                     gradient, own.grad = own.grad, None
                     if gradient is not None and piece.slot.parameter in used:
                         own.grad_dtype, own.grad = own.dtype, gradient.to(own.dtype)
-                partial_step(self.optimizer, (own for _, own in self.pieces[bucket]), before)
+                step_subset(self.optimizer, (own for _, own in self.pieces[bucket]), before)
                 self.round_master(bucket)
                 self.drop_gradients(bucket)
             handles.append(updated(bucket))

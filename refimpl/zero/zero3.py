@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .internals.backwards import Backwards, is_opaque
-from .internals.starting import start
+from .internals.initializers import initializer_of
 from .quantized.gather import check_codec, quantized_gather
 from .reducer import ReduceScatterAtOnce, check_dense
 from .sharded_parameters import ShardedParameters, is_persistent
@@ -42,7 +42,7 @@ class ReduceByUnit(ReduceScatterAtOnce):
     so all ranks reduce at the same place between their gathers, whatever they used inside the unit. Gradients stay
     where autograd has made them until then: the bucket's buffer comes when the unit's parameters have gone."""
 
-    def take(self, parameter):
+    def accept_gradient(self, parameter):
         """Leave the gradient; `launch` moves it."""
         check_dense(self.place[parameter][1].name, parameter.grad)
 
@@ -52,7 +52,7 @@ class ReduceByUnit(ReduceScatterAtOnce):
         for slot in bucket.slots:
             gradient, slot.parameter.grad = slot.parameter.grad, None
             if gradient is not None:
-                self.views[slot.parameter] = self.placed(slot.parameter, gradient)
+                self.views[slot.parameter] = self.move_to_bucket(slot.parameter, gradient)
             del gradient
         super().launch(bucket)
 
@@ -102,7 +102,7 @@ class Zero3(Zero2):
         self.persistence_threshold, self.reshard_after_forward = persistence_threshold, reshard_after_forward
         self._limits, self._codec = (look_ahead, max_live_parameters), quantized_weights
         self._backwards = Backwards(self._backward_begun, self._backward_ended)
-        self._start = start(model, comm.device, initialize)
+        self._initializer = initializer_of(model, comm.device, initialize)
         self._in_fp32 = options.get("store") is None and options.get("update") is None
         super().__init__(model, comm, *args, **options)
         self.gathering.writes = self.writes
@@ -115,14 +115,14 @@ class Zero3(Zero2):
 
     def _lay_out(self, named, bucket_bytes):
         self.parameters = ShardedParameters(self.model, self.levels, named, self.units, self.persistence_threshold,
-                                            self._start)
+                                            self._initializer)
         return self.parameters.trained, self.parameters.frozen
 
-    def _hold_parameters(self):
+    def _make_parameters(self):
         quantized = quantized_gather(self.levels.shards, self._codec)
         # `parameters.sharded(unit)`: a unit's buckets that are not persistent. `updated` does not gather these: the
         # next forward does.
-        self.parameters.hold(self._stored, *self._limits, in_fp32=self._in_fp32)
+        self.parameters.materialize(self._stored, *self._limits, in_fp32=self._in_fp32)
         self.gathering.quantized = quantized  # from the first forward on
 
     @property
@@ -137,7 +137,7 @@ class Zero3(Zero2):
         self.gathering.release_unused()
         self._backwards.forward_begins()
         self._backwards.evaluating, backward_follows = not torch.is_grad_enabled(), False
-        self.gathering.computing, held = self.gathering.computing + 1, set(self.gathering.held)
+        self.gathering.computing, held = self.gathering.computing + 1, set(self.gathering.kept_for_outside)
         try:
             with self._unread():
                 output = self.model(*args, **kwargs)
@@ -147,7 +147,7 @@ class Zero3(Zero2):
             self._backwards.evaluating = False
             self.gathering.computing -= 1
             if not backward_follows:
-                self.gathering.release_held(held)
+                self.gathering.release_kept(held)
                 self.gathering.release_unused()
 
     @contextlib.contextmanager
@@ -199,7 +199,7 @@ class Zero3(Zero2):
         """Compute gradients as `Zero2.backward` does."""
         self.gathering.computing += 1
         try:
-            self.gathering.hold_again()
+            self.gathering.gather_kept_again()
             with self._unread():
                 super().backward(output, gradient)
         finally:

@@ -7,7 +7,7 @@ import torch
 from together_kit import ADAMW, GPTS, ROWS, T
 
 from refimpl.engine import dry_rank
-from refimpl.engine.closed_forms import axis_traffic, part_parameters, parts_of, rank_bytes, wire_seconds
+from refimpl.engine.closed_forms import axis_traffic, rank_bytes, stage_contents, stage_parameters, wire_seconds
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
 from refimpl.pipeline import partition
@@ -22,9 +22,9 @@ def test_stages_and_their_parameters(name, stages):
     with torch.device("meta"):
         parts = partition(GPT(config), stages)
     assert [(len(part.blocks), part.is_first, part.is_last) for part in parts] == [
-        (each.layers, each.is_first, each.is_last) for each in parts_of(config, stages)]
+        (each.layers, each.is_first, each.is_last) for each in stage_contents(config, stages)]
     assert [sum(p.numel() for p in part.parameters()) for part in parts] == [
-        part_parameters(config, each) for each in parts_of(config, stages)]
+        stage_parameters(config, each) for each in stage_contents(config, stages)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -8,7 +8,8 @@ from estimate_kit import as_read
 
 from refimpl import memory
 from refimpl.comm import launch
-from refimpl.estimate import Options, estimate, step
+from refimpl.estimate import Options, estimate
+from refimpl.estimate import tracked_step as step
 from refimpl.zero import DataParallel
 
 PLAIN = [
@@ -66,12 +67,12 @@ def test_an_estimate_that_shards_nothing_is_seen(names, ranks, monkeypatch):
 def test_a_first_step_would_not_do(names, monkeypatch):
     """The mutant: the first step is tracked, in whose backward there are no optimizer states."""
     found = estimate(names["gpt"])
-    whole, calls = step._Loop.step, []
+    whole, calls = step._PlainLoop.step, []
     def second(self, args, kwargs):
         calls.append(self)
         if len(calls) > 1:
             whole(self, args, kwargs)
-    monkeypatch.setattr(step._Loop, "step", second)
+    monkeypatch.setattr(step._PlainLoop, "step", second)
     first = memory.dry_run(lambda: step.train(None, names["gpt"], Options())).result.trace
     assert first.peak_moment("backward").ledger["optimizer state"] == 0 < found.phases["backward"]["optimizer state"]
 

@@ -10,7 +10,7 @@ from estimate_kit import CONFIGS
 
 from refimpl import catalog
 from refimpl.estimate import Options, estimate
-from refimpl.estimate.models import find
+from refimpl.estimate.model_sources import find
 from refimpl.model import GPTConfig
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, "hidden_size": 4096,

@@ -7,7 +7,7 @@ from functools import partial
 from exercises_kit import graded
 
 from exercises import a_gpu_without_a_gpu as page
-from refimpl.rehearse import records
+from refimpl.rehearse import recorded_rehearsals as records
 
 MIB = 2**20
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

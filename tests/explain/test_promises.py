@@ -11,7 +11,7 @@ from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.explain import Script, kinds, run
 from refimpl.explain.arithmetic import arithmetic
-from refimpl.explain.replay import Replay
+from refimpl.explain.recorded_timeline import RecordedTimeline
 from refimpl.zero import Zero1, Zero2, Zero3
 
 program = cache(Program)
@@ -53,21 +53,21 @@ def test_bounds_of_states_count_the_temporaries_of_the_update(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
         """))
-    replay = Replay(run(Script(path)).recording)
+    timeline = RecordedTimeline(run(Script(path)).recording)
     for name, engine in (("zero1", Zero1), ("zero2", Zero2), ("zero3", Zero3)):
-        promised = helps_of(replay)[name].saves
+        promised = helps_of(timeline)[name].saves
         model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
         engine = engine(model, FakeCommunicator(0, 8), partial(torch.optim.AdamW, foreach=True))
         with memory.track(engine, engine.optimizer) as t:
             for _ in range(2):
                 engine.backward(engine(torch.randn(8, 256)).sum())
                 engine.step()
-        assert 0.5 * promised < replay.peak - t.peak_moment().ledger.total <= promised, name
+        assert 0.5 * promised < timeline.peak - t.peak_moment().ledger.total <= promised, name
 
 
 def test_what_the_arithmetic_leaves_out_sums_to_the_peak_and_is_what_shapes_say():
     L, B, H, T, V = 2, 8, 4, 128, 2048
-    found, lora = arithmetic(program("loop").replay), arithmetic(program("lora").replay)
+    found, lora = arithmetic(program("loop").timeline), arithmetic(program("lora").timeline)
     for each in (found, lora):
         assert each.expected + sum(dict(each.rest).values()) == each.peak
     rest = dict(found.rest)
@@ -83,7 +83,7 @@ def test_a_model_that_recomputes_and_whose_hidden_layer_is_as_wide_as_its_vocabu
     here = program("recomputed")
     assert here.helps["recompute"].why == "every block is recomputed already"
     assert here.helps["attention"].bound and here.saved("attention") <= here.promised("attention")
-    assert not any(kind in dict(arithmetic(here.replay).rest) for kind in kinds.OF_LOSS), "the peak is in a block"
+    assert not any(kind in dict(arithmetic(here.timeline).rest) for kind in kinds.OF_LOSS), "the peak is in a block"
     assert here.promised("logits") == 0, "tensors of an MLP are no logits"
 
 
@@ -100,6 +100,6 @@ def test_a_model_of_images_has_no_sequences():
 
 
 def test_gradients_that_are_zeroed_in_place_are_found():
-    assert program("vision").replay.categories.count("gradients") > 0
+    assert program("vision").timeline.categories.count("gradients") > 0
     assert "drop" not in program("loop").helps["none"].why and "already" in program("loop").helps["none"].why
     assert "already" not in program("vision").helps["none"].why

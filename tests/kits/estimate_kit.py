@@ -7,7 +7,7 @@ import outside  # noqa: F401 - so that transformers can be imported
 import torch
 
 from refimpl.estimate import Options
-from refimpl.estimate.step import train
+from refimpl.estimate.tracked_step import train
 
 CONFIGS = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4},

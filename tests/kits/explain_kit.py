@@ -6,14 +6,14 @@ import outside  # noqa: F401 - before anything imports torchvision
 
 from refimpl.explain import Script, run
 from refimpl.explain.helps import helps
-from refimpl.explain.replay import Replay
+from refimpl.explain.recorded_timeline import RecordedTimeline
 
 PROGRAMS = Path(__file__).parents[1] / "explain" / "programs"
 
 
-def helps_of(replay):
+def helps_of(timeline):
     """{name: Help}."""
-    return {each.name: each for each in helps(replay)}
+    return {each.name: each for each in helps(timeline)}
 
 
 class Program:
@@ -21,21 +21,21 @@ class Program:
 
     def __init__(self, name):
         self.path = PROGRAMS / f"{name}.py"
-        self.replay = self.run()
-        self.helps = helps_of(self.replay)
+        self.timeline = self.run()
+        self.helps = helps_of(self.timeline)
 
     def run(self, *arguments, switch=None):
         made = run(Script(self.path, arguments), 2, switch)
         assert made.done and made.status == 0, made.ending.text
         assert switch is None or made.switched.applied, made.switched.refused
-        return Replay(made.recording)
+        return RecordedTimeline(made.recording)
 
     def promised(self, name):
         return self.helps[name].saves
 
     def saved(self, name, *arguments):
         """By how much the last step's peak is lower with the technique on; `arguments` are the program's own switch."""
-        return self.replay.last_peak - self.run(*arguments, switch=None if arguments else name).last_peak
+        return self.timeline.last_peak - self.run(*arguments, switch=None if arguments else name).last_peak
 
 
 def held(promised, saved):

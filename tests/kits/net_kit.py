@@ -46,7 +46,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "cut_models.md"
 HEAD = """# Which models can be cut
 
 Every causal language model of transformers {version} that can be built by its type, cut by default in each way, as the
-test `tests/proof/test_net.py` finds it each night. **yes**: a toy of its class computes cut what it computes
+test `tests/equivalence/test_net.py` finds it each night. **yes**: a toy of its class computes cut what it computes
 whole, in fp64: its logits, its loss and every gradient. **no**: it is refused, by name, before anything is cut.
 
 - stages: `pipeline` and `together`, in as many stages as there are layers, and in three.

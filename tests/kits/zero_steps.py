@@ -98,8 +98,8 @@ def as_predicted(make, stage, category, dtype=None, reduce_dtype=None):
 
 class ParametersKept(Zero3):
     """Gathered, and never let go."""
-    def _hold_parameters(self):
-        super()._hold_parameters()
+    def _make_parameters(self):
+        super()._make_parameters()
         self.gathering._free = lambda bucket: None
 
 

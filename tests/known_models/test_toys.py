@@ -7,10 +7,11 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from refimpl.comm import FakeCommunicator
+from refimpl.equivalence import CannotShrink
+from refimpl.equivalence import once_per_class as once
+from refimpl.equivalence.fp64 import InFP64
 from refimpl.known_models.toys import LENGTH, shrunk, tokens_of, toy_of
 from refimpl.pipeline.stages_proof import prove_stages
-from refimpl.proof import CannotShrink, once
-from refimpl.proof.double import InDouble
 from refimpl.tensor.tensor import proven_sums
 
 
@@ -46,7 +47,7 @@ def test_a_part_of_a_head_that_is_rotated_stays_even():
 def test_a_toy_is_small_and_all_of_it_counts(kind):
     toy, _ = toy_of(on_meta(kind))
     tokens = tokens_of(toy)
-    with InDouble():
+    with InFP64():
         output = toy(input_ids=tokens, labels=tokens, use_cache=False)
         output.loss.backward()
     assert sum(p.numel() for p in toy.parameters()) < 1e6 and output.loss.dtype == torch.float64
@@ -57,7 +58,7 @@ def test_a_toy_is_small_and_all_of_it_counts(kind):
 
 def test_values_are_in_fp64_wherever_a_model_asks_for_less():
     x = torch.full((2,), 1 / 3, dtype=torch.float64)
-    with InDouble():
+    with InFP64():
         assert x.float().dtype == x.to(torch.float32).dtype == torch.zeros(2, dtype=torch.bfloat16).dtype == x.dtype
         assert torch.equal(x.softmax(-1, dtype=torch.float32), torch.full_like(x, 0.5))
         assert torch.ones(2).dtype == torch.tensor(0.5).dtype == torch.linspace(0, 1, 3).dtype == x.dtype

@@ -9,7 +9,7 @@ import torch
 from refimpl import memory
 from refimpl.comm import Link
 from refimpl.offload import copies
-from refimpl.offload.copies import LockedPages, Rehearsal, host_bytes, link_of
+from refimpl.offload.copies import LockedPages, SimulatedLink, host_bytes, link_of
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_memory_of_the_host_is_marked_and_nothing_is_locked_on_a_cpu(driver):
 
 
 def test_a_rehearsal_copies_at_once_and_takes_the_links_time():
-    link, source = Rehearsal(Link(1e6, 0.01)), torch.arange(10_000, dtype=torch.uint8)
+    link, source = SimulatedLink(Link(1e6, 0.01)), torch.arange(10_000, dtype=torch.uint8)
     targets = [torch.zeros_like(source) for _ in range(3)]
     begin = time.monotonic()
     first = link.start("to host", [(targets[0], source)], source)

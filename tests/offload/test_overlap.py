@@ -14,7 +14,7 @@ from refimpl.comm.timed_compute import Delay, compute
 from refimpl.offload import CPUAdam, HostStore
 from refimpl.offload.closed_forms import pipelined
 from refimpl.zero import Zero1, Zero2
-from refimpl.zero.internals.timeline import timeline
+from refimpl.zero.internals.step_timeline import timeline
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 SIZE, LAYERS = 100, 12  # rows and columns of a weight; weights
@@ -73,7 +73,7 @@ def test_weights_of_a_tile_go_back_while_the_next_is_computed(compute_seconds, c
     update = CPUAdam(sub_group_size=1000, kernel=Timed(compute_seconds / 1000), rate=Link(2000 / copy_seconds))
     engine = Zero1(model, FakeCommunicator(0, 1), ADAMW, update=update)
     engine.backward(engine(torch.ones(1, 200, dtype=torch.bfloat16)).sum())
-    engine.update.masters[engine.buckets[0]].arrived()
+    engine.update.masters[engine.buckets[0]].wait_for_gradients()
     with timeline(engine) as line:
         begin = time.perf_counter()
         engine.step()
@@ -103,7 +103,7 @@ def test_on_a_slow_link_gradients_take_what_the_link_takes():
     begin = time.perf_counter()
     engine.backward(loss)
     for part in engine.update.masters.values():
-        part.arrived()
+        part.wait_for_gradients()
     within(time.perf_counter() - begin, 0.005 + LAYERS * 0.020)
 
 

@@ -15,8 +15,8 @@ from refimpl import memory
 from refimpl.comm import Link
 from refimpl.offload import DiskStore, HostStore, TieredStore, tiered_store
 from refimpl.offload.errors import StoreError
-from refimpl.offload.tiers.moves import Counts
-from refimpl.offload.tiers.simulate import simulate
+from refimpl.offload.tiers.bucket_moves import Counts
+from refimpl.offload.tiers.step_simulator import simulate
 from refimpl.zero import Zero1, Zero3
 
 SMALL, UNIT = {"buffer_bytes": 16384}, 2**20

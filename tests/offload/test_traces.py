@@ -9,7 +9,7 @@ from offload_kit import STAGES, alone, engine_of, train_gpt
 from refimpl.comm import FakeCommunicator
 from refimpl.offload import DiskStore, TieredStore
 from refimpl.offload.errors import StoreError
-from refimpl.offload.tiers.simulate import simulate
+from refimpl.offload.tiers.step_simulator import simulate
 from refimpl.offload.traces import disk_store_bytes, disk_store_traffic, engine_trace, least_device_bytes, stored_bytes
 from refimpl.zero import Zero1, Zero2, Zero3
 

@@ -19,8 +19,8 @@ def test_the_optimizers_state_is_that_of_a_share(make, is_so):
 class BufferKept(Zero1):
     """The mutant: whole gradients stay beside shards of another dtype."""
     class reducer_type(ReduceScatter):
-        def keep(self, bucket, shard):
-            super().keep(bucket, shard)
+        def keep_shard(self, bucket, shard):
+            super().keep_shard(bucket, shard)
             self.flat[bucket] = self.buffer(bucket)
 
 

@@ -32,9 +32,9 @@ def test_whole_gradients_never_are_there_together(make):
 class Copied(Zero2):
     """The mutant: every gradient is copied to a buffer."""
     class reducer_type(ReduceScatterAtOnce):
-        def placed(self, parameter, gradient):
+        def move_to_bucket(self, parameter, gradient):
             self.buffer(self.place[parameter][0])
-            return super().placed(parameter, gradient)
+            return super().move_to_bucket(parameter, gradient)
 
 
 @pytest.mark.parametrize("make", [Zero2, Copied])

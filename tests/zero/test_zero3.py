@@ -53,11 +53,11 @@ def test_a_dry_run_counts_what_comes_when_it_comes():
 
 class Emptied(Zero3):
     """The mutant: released parameters are views of a storage without bytes."""
-    def _hold_parameters(self):
+    def _make_parameters(self):
         def hide(gathering, bucket):
             gathering.whole[bucket].untyped_storage().resize_(0)
         with unittest.mock.patch.object(Gathering, "hide", hide):
-            super()._hold_parameters()
+            super()._make_parameters()
 
 
 def looking(comm, make):
@@ -124,8 +124,8 @@ def test_evaluation_in_between(comm):
 
 class Remembers(Zero3):
     """The mutant: what was gathered between two steps is taken for the beginning of the next."""
-    def _hold_parameters(self):
-        super()._hold_parameters()
+    def _make_parameters(self):
+        super()._make_parameters()
         self.gathering.release_unused = lambda: None
 
 

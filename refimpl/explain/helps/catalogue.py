@@ -1,4 +1,4 @@
-"""The techniques of the package, each with its cost, its page, and the function that reads its saving from a Replay."""
+"""The techniques of the package, each with its cost, its page, and what reads its saving from a timeline."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ RANKS = states.RANKS
 
 
 class Technique(NamedTuple):
-    """One technique: `room` is its package in refimpl, `find(replay)` returns a Found, or why it would save nothing;
+    """One technique: `room` is its package in refimpl, `find(timeline)` returns a Found, or why it would save nothing;
     `page` is the slug of its page."""
 
     name: str
@@ -74,19 +74,19 @@ TECHNIQUES = [Technique(*each) for each in (
 )]
 
 
-def helps(replay):
+def helps(timeline):
     """List a Help for each of TECHNIQUES, those that save most first; those that save nothing say why.
 
-    `replay`: a recorded step as a Replay. Each saving is in bytes of that step's peak, of the technique alone, so they
+    `timeline`: of a recorded step. Each saving is in bytes of that step's peak, of the technique alone, so they
     do not add up.
     """
-    return sorted((_help(technique, replay) for technique in TECHNIQUES), key=lambda each: -each.saves)
+    return sorted((_help(technique, timeline) for technique in TECHNIQUES), key=lambda each: -each.saves)
 
 
-def _help(technique, replay):
-    found = technique.find(replay)
+def _help(technique, timeline):
+    found = technique.find(timeline)
     if isinstance(found, Found):
-        saves, bound, why = max(0, replay.saved(found.spans)), found.bound, ""
+        saves, bound, why = max(0, timeline.saved(found.spans)), found.bound, ""
         why = why or ("" if saves else "it holds nothing at the peak, or the peak moves and is as high")
     else:
         saves, bound, why = 0, "", found

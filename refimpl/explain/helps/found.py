@@ -1,4 +1,4 @@
-"""What a technique would save at a recorded peak: as spans of a Replay, or the reason why nothing."""
+"""What a technique would save at a recorded peak: as spans of a RecordedTimeline, or the reason why nothing."""
 
 from typing import NamedTuple
 

@@ -10,45 +10,47 @@ from ..kinds import OF_LOSS, Kinds
 from .found import Found
 
 
-def without_logits(replay):
+def without_logits(timeline):
     """Compute the loss some tokens at a time."""
-    kinds, by_step = Kinds(replay), defaultdict(list)
+    kinds, by_step = Kinds(timeline), defaultdict(list)
     if not kinds.widths:
         return "no log_softmax ran: the loss is no cross entropy"
-    for i in replay.where("activations", "temporaries"):
+    for i in timeline.where("activations", "temporaries"):
         if kinds[i] in OF_LOSS:
-            by_step[_loss_of(replay, i)].append(i)
-    spans = [span for loss, records in by_step.items() if loss is not None for span in _without(replay, loss, records)]
+            by_step[_loss_of(timeline, i)].append(i)
+    spans = [span for loss, records in by_step.items() if loss is not None
+             for span in _without(timeline, loss, records)]
     return Found(spans) if spans else "no rows of logits are in memory"
 
 
-def _loss_of(replay, i):
+def _loss_of(timeline, i):
     """The log_softmax that a record of logits or of their gradients belongs to: the nearest before a gradient, the
     nearest after logits."""
-    losses = [j for j in replay.where("activations", "temporaries") if replay.records[j].op == "_log_softmax"]
-    if replay.records[i].phase == BACKWARD:
-        return max((j for j in losses if replay.born[j] <= replay.born[i]), key=lambda j: replay.born[j], default=None)
-    return min((j for j in losses if replay.born[j] >= replay.born[i]), key=lambda j: replay.born[j], default=None)
+    losses = [j for j in timeline.where("activations", "temporaries") if timeline.records[j].op == "_log_softmax"]
+    born = timeline.born
+    if timeline.records[i].phase == BACKWARD:
+        return max((j for j in losses if born[j] <= born[i]), key=lambda j: born[j], default=None)
+    return min((j for j in losses if born[j] >= born[i]), key=lambda j: born[j], default=None)
 
 
-def _without(replay, loss, records):
+def _without(timeline, loss, records):
     """Take a loss's rows of logits away, and put in the bytes of the chunked loss."""
-    record = replay.records[loss]
-    N, V = int(replay.nbytes[loss]) // 4 // record.shape[-1], record.shape[-1]
-    C, bias = _head(replay, V, records)
+    record = timeline.records[loss]
+    N, V = int(timeline.nbytes[loss]) // 4 // record.shape[-1], record.shape[-1]
+    C, bias = _head(timeline, V, records)
     if C is None:
         return []
-    form = chunked_cross_entropy_bytes(N, V, C, torch.float32, bias=bias, weight_needs=_trained(replay, V, C))
-    backward = [replay.born[i] for i in records if replay.records[i].phase == BACKWARD]
-    first, kept = int(min(replay.born[i] for i in records)), int(replay.born[loss]) + 2
-    last = int(max(backward, default=replay.freed[loss]))
-    return [*(replay.whole(i) for i in records), (first, kept, form.forward), (kept, last, form.saved),
+    form = chunked_cross_entropy_bytes(N, V, C, torch.float32, bias=bias, weight_needs=_trained(timeline, V, C))
+    backward = [timeline.born[i] for i in records if timeline.records[i].phase == BACKWARD]
+    first, kept = int(min(timeline.born[i] for i in records)), int(timeline.born[loss]) + 2
+    last = int(max(backward, default=timeline.freed[loss]))
+    return [*(timeline.whole(i) for i in records), (first, kept, form.forward), (kept, last, form.saved),
             (last, last + 2, form.backward - form.saved)]
 
 
-def _head(replay, V, records):
+def _head(timeline, V, records):
     """(width of the hidden states, whether there is a bias) of the head that makes V numbers a row."""
-    for model in replay.recording.models:
+    for model in timeline.recording.models:
         if V in model.heads:
             C, bias, _ = model.heads[V]
             return C, bias
@@ -58,5 +60,5 @@ def _head(replay, V, records):
     return None, False
 
 
-def _trained(replay, V, C):
-    return any(r.phase == BACKWARD and tuple(r.shape) in ((V, C), (C, V)) for r in replay.records)
+def _trained(timeline, V, C):
+    return any(r.phase == BACKWARD and tuple(r.shape) in ((V, C), (C, V)) for r in timeline.records)

@@ -15,17 +15,17 @@ FLOATS = (*WIDE, "bfloat16", "float16")
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
 
 
-def saved(replay):
+def saved(timeline):
     """List the records that autograd saved in forward, and freed in backward: large ones, no parameters."""
-    return [i for i in replay.where(ACTIVATIONS, phase=FORWARD)
-            if replay.records[i].saved and replay.records[i].freed_by_backward and replay.nbytes[i] >= SMALLEST]
+    return [i for i in timeline.where(ACTIVATIONS, phase=FORWARD)
+            if timeline.records[i].saved and timeline.records[i].freed_by_backward and timeline.nbytes[i] >= SMALLEST]
 
 
-def compressed(method, replay):
+def compressed(method, timeline):
     """Compress by one of the methods of `compress_activations`."""
-    spans = [span for i in saved(replay) if (after := _packed_bytes(method, replay, i)) < replay.nbytes[i]
-             for span in _spans(replay, i, after)]
-    if not spans and replay.retained:
+    spans = [span for i in saved(timeline) if (after := _packed_bytes(method, timeline, i)) < timeline.nbytes[i]
+             for span in _spans(timeline, i, after)]
+    if not spans and timeline.retained:
         return RETAINED
     if not spans:
         return "no mask is saved" if method == "lossless" else "nothing of a wider type that wants a gradient is saved"
@@ -35,33 +35,34 @@ def compressed(method, replay):
 lossless, bf16, int8 = (partial(compressed, method) for method in ("lossless", "bf16", "int8"))
 
 
-def on_the_host(replay):
+def on_the_host(timeline):
     """Keep what is saved in host memory (`offload_activations`), where the device has a memory of its own."""
-    spans = [span for i in saved(replay) if replay.nbytes[i] >= 2**20 for span in _spans(replay, i, 0)]
+    spans = [span for i in saved(timeline) if timeline.nbytes[i] >= 2**20 for span in _spans(timeline, i, 0)]
     if not spans:
-        return RETAINED if replay.retained else "no saved tensor has 1 MiB"
+        return RETAINED if timeline.retained else "no saved tensor has 1 MiB"
     return Found(spans, "copies on their way are on the device; on a CPU nothing is saved")
 
 
-def _spans(replay, i, after):
-    first, last = int(replay.born[i]) + FORWARD_USE, int(replay.freed[i]) - BACKWARD_USE
-    return [(first, last, after - int(replay.nbytes[i])), (last, int(replay.freed[i]), after)]  # at last both are there
+def _spans(timeline, i, after):
+    first, last = int(timeline.born[i]) + FORWARD_USE, int(timeline.freed[i]) - BACKWARD_USE
+    packed = first, last, after - int(timeline.nbytes[i])
+    return [packed, (last, int(timeline.freed[i]), after)]  # at last both are there
 
 
-def _packed_bytes(method, replay, i):
-    record, nbytes = replay.records[i], int(replay.nbytes[i])
+def _packed_bytes(method, timeline, i):
+    record, nbytes = timeline.records[i], int(timeline.nbytes[i])
     size = SIZES.get(record.dtype, nbytes + 1)
     n, one_a_row = nbytes // size, not record.shape or record.shape[-1] == 1
-    if record.dtype == "bool" or _is_noise(replay, record):
+    if record.dtype == "bool" or _is_noise(timeline, record):
         return mask_bytes(n, size)
-    if i not in replay.recording.wanting or one_a_row:
+    if i not in timeline.recording.wanting or one_a_row:
         return nbytes
     if method == "bf16" and record.dtype in WIDE:
         return cast_bytes(n)
     return group_bytes(n, GROUP) if method == "int8" and record.dtype in FLOATS else nbytes
 
 
-def _is_noise(replay, record):
+def _is_noise(timeline, record):
     """Whether the record is dropout's noise on a CPU: two values, in the type of the input."""
-    following = replay.trace.ops[record.born + 1 : record.born + 2]
+    following = timeline.trace.ops[record.born + 1 : record.born + 2]
     return record.op == "empty_like" and bool(following) and following[0].name == "bernoulli_"

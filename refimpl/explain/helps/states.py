@@ -10,38 +10,38 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 NO_SEQUENCE = "no model here reads sequences"
 
 
-def set_to_none(replay):
+def set_to_none(timeline):
     """Drop gradients after each step: `zero_grad()` as it is by default, before the next forward, not after it."""
     spans = []
-    for step, (_, end) in enumerate(replay.steps[:-1]):
-        begins = next((row for row in replay.forwards if row >= end), replay.rows)
-        until = next((row for row in replay.backwards if row >= end), replay.steps[step + 1][1])
-        spans += [(end, min(until, int(replay.freed[i])), -replay.nbytes[i]) for i in replay.where(GRADIENTS)
-                  if replay.born[i] < end and replay.freed[i] > begins]
+    for step, (_, end) in enumerate(timeline.steps[:-1]):
+        begins = next((row for row in timeline.forwards if row >= end), timeline.rows)
+        until = next((row for row in timeline.backwards if row >= end), timeline.steps[step + 1][1])
+        spans += [(end, min(until, int(timeline.freed[i])), -timeline.nbytes[i]) for i in timeline.where(GRADIENTS)
+                  if timeline.born[i] < end and timeline.freed[i] > begins]
     return Found(spans, "in backward they come back one after the other") if spans else (
         "gradients are None already while the forward runs")
 
 
-def without_graph(replay):
+def without_graph(timeline):
     """Run forwards whose loss is never differentiated under `torch.no_grad()`."""
     spans = []
-    for call in replay.recording.calls:
-        saved = [i for i in replay.made_in(call) if call.depth == 1 and replay.records[i].saved]
-        if not call.goes_back and not any(replay.records[i].freed_by_backward for i in saved):
-            spans += [replay.whole(i) for i in saved]
+    for call in timeline.recording.calls:
+        saved = [i for i in timeline.made_in(call) if call.depth == 1 and timeline.records[i].saved]
+        if not call.goes_back and not any(timeline.records[i].freed_by_backward for i in saved):
+            spans += [timeline.whole(i) for i in saved]
     return Found(spans, "what the program itself keeps stays") if spans else "every forward here has its backward"
 
 
-def _scaled(categories, replay, ranks=RANKS, bound="buckets, and what is whole for a moment, come on top",
+def _scaled(categories, timeline, ranks=RANKS, bound="buckets, and what is whole for a moment, come on top",
             temporaries=lambda kind: kind == UPDATE, gone=(UPDATE,)):
     """Leave 1/`ranks` of what is in `categories`, and of the temporaries of the kinds that go with it: a bound has to
     count all that can be cut. Of the kinds `gone` nothing is left: an update may go bucket by bucket."""
-    spans, kinds = [], Kinds(replay)
-    for i in replay.where(*categories, TEMPORARIES):
-        if replay.categories[i] in categories or temporaries(kinds[i]):
-            first, after, nbytes = replay.whole(i)
+    spans, kinds = [], Kinds(timeline)
+    for i in timeline.where(*categories, TEMPORARIES):
+        if timeline.categories[i] in categories or temporaries(kinds[i]):
+            first, after, nbytes = timeline.whole(i)
             spans.append((first, after, nbytes if kinds[i] in gone else nbytes * (ranks - 1) // ranks))
-    return Found(spans, bound) if replay.where(*categories) else (
+    return Found(spans, bound) if timeline.where(*categories) else (
         f"there is nothing of {' or '.join(categories)}")
 
 
@@ -55,91 +55,92 @@ def _of_the_model(kind):
     return kind != BEFORE
 
 
-def zero1(replay):
+def zero1(timeline):
     """Cut optimizer state among ranks, and with it the update."""
-    return _scaled([OPTIMIZER_STATE], replay)
+    return _scaled([OPTIMIZER_STATE], timeline)
 
 
-def zero2(replay):
+def zero2(timeline):
     """Cut gradients, too."""
-    return _scaled([OPTIMIZER_STATE, GRADIENTS], replay)
+    return _scaled([OPTIMIZER_STATE, GRADIENTS], timeline)
 
 
-def zero3(replay):
+def zero3(timeline):
     """Cut parameters, too."""
-    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS], replay)
+    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS], timeline)
 
 
-def on_the_host(replay):
+def on_the_host(timeline):
     """Keep gradients and optimizer state in host memory, or on a disk, and update there."""
-    return _scaled([OPTIMIZER_STATE, GRADIENTS], replay, 10**9, "where the device has a memory of its own; a bucket is "
-                   "there in turn")
+    return _scaled([OPTIMIZER_STATE, GRADIENTS], timeline, 10**9,
+                   "where the device has a memory of its own; a bucket is there in turn")
 
 
-def split_layers(replay):
+def split_layers(timeline):
     """Cut every layer's weights, and its states, among ranks."""
-    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS], replay, RANKS,
+    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS], timeline, RANKS,
                    "norms, and activations between the layers, stay whole", _of_the_model)
 
 
-def split_model(replay):
+def split_model(timeline):
     """Give each rank some of the layers, and the batch in as many micro-batches as there are ranks."""
-    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS], replay, RANKS,
+    return _scaled([OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS], timeline, RANKS,
                    "ranks with the embedding or the head hold more; the first keeps as many micro-batches as there are "
                    "ranks", _of_the_model)
 
 
-def split_sequence(replay):
+def split_sequence(timeline):
     """Give each rank a part of every sequence: attention is in tiles then."""
-    if not _ran(replay, "embedding", "softmax", "scaled_dot_product"):
+    if not _ran(timeline, "embedding", "softmax", "scaled_dot_product"):
         return NO_SEQUENCE
-    return _scaled([ACTIVATIONS, INPUTS], replay, RANKS, "keys and values of others pass by", _of_the_batch,
+    return _scaled([ACTIVATIONS, INPUTS], timeline, RANKS, "keys and values of others pass by", _of_the_batch,
                    OF_SCORES)
 
 
-def fewer_rows(replay):
+def fewer_rows(timeline):
     """Give each rank a part of the batch."""
-    if most_rows(replay) == 1:
+    if most_rows(timeline) == 1:
         return "the batch has one row"
-    return _scaled([ACTIVATIONS, INPUTS], replay, RANKS, "gradients on their way are in buckets", _of_the_batch)
+    return _scaled([ACTIVATIONS, INPUTS], timeline, RANKS, "gradients on their way are in buckets", _of_the_batch)
 
 
-def in_chunks(replay):
+def in_chunks(timeline):
     """Run a long sequence in chunks, with the whole gradient."""
-    if not _ran(replay, "embedding"):
+    if not _ran(timeline, "embedding"):
         return NO_SEQUENCE
-    return _scaled([ACTIVATIONS], replay, RANKS, "keys, values and their gradients stay for all chunks", _of_the_batch,
-                   OF_SCORES)
+    return _scaled([ACTIVATIONS], timeline, RANKS, "keys, values and their gradients stay for all chunks",
+                   _of_the_batch, OF_SCORES)
 
 
-def _ran(replay, *names):
+def _ran(timeline, *names):
     """Whether an operation ran in a model whose name has one of `names` in it: not `_log_softmax`, a loss's."""
-    return any(name in op.name and op.name != "_log_softmax" for op in replay.trace.ops for name in names if op.module)
+    ops = [op for op in timeline.trace.ops if op.module and op.name != "_log_softmax"]
+    return any(name in op.name for op in ops for name in names)
 
 
-def half_precision(replay):
+def half_precision(timeline):
     """Run matrix products and what follows in 16 bits, under autocast."""
-    spans, kinds = [], Kinds(replay)
-    for i in replay.where(ACTIVATIONS, TEMPORARIES):
-        record = replay.records[i]
-        if record.dtype in ("bfloat16", "float16") and record.op in PRODUCTS and replay.categories[i] == ACTIVATIONS:
+    spans, kinds = [], Kinds(timeline)
+    for i in timeline.where(ACTIVATIONS, TEMPORARIES):
+        record = timeline.records[i]
+        if record.dtype in ("bfloat16", "float16") and record.op in PRODUCTS and timeline.categories[i] == ACTIVATIONS:
             return "matrix products run in 16 bits already"
         if record.dtype == "float32" and kinds[i] not in (LOG_PROBABILITIES, LOSS, UPDATE, BEFORE):
-            first, after, nbytes = replay.whole(i)
+            first, after, nbytes = timeline.whole(i)
             spans.append((first, after, nbytes // 2))
     return Found(spans, "norms, the loss and what they read stay in 32 bits, and weights are cast") if spans else (
         "no activation has 32 bits")
 
 
-def fragments(replay):
+def fragments(timeline):
     """Take back what is reserved and not allocated."""
-    cuda = replay.recording.cuda
-    if not cuda or not replay.trace.device.startswith("cuda"):
+    cuda = timeline.recording.cuda
+    if not cuda or not timeline.trace.device.startswith("cuda"):
         return "a CPU's allocator reserves nothing; on CUDA the difference of reserved and allocated is said here"
     free = cuda["reserved"] - cuda["allocated"]
-    return Found([(0, replay.rows, -free)], "of what is reserved, not of the tensors")
+    return Found([(0, timeline.rows, -free)], "of what is reserved, not of the tensors")
 
 
-def on_the_wire(replay):
+def on_the_wire(timeline):
     """Send gradients compressed."""
     return "it saves bytes on the wire, none in memory"

@@ -1,4 +1,4 @@
-"""Places of buckets in a store's file: each has one, from an aligned offset on, as long as its size is the same."""
+"""Tensors of buckets in a store's file: each bucket has an extent of it, as long as its size is the same."""
 
 import functools
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import StoreError
-from .buffers import Buffers
+from .buffer_pool import BufferPool
+from .extents import FileExtents
 from .file import BlockFile, aligned
 from .flat import Flat
 from .pace import Pace
-from .places import Places
-from .transfers import Transfers
+from .transfers import TransferThreads
 
 
 @dataclass
@@ -28,9 +28,9 @@ class Space:
     def __init__(self, folder, capacity_bytes, buffer_bytes, buffer_count, thread_count, link):
         self.capacity_bytes, self.traffic, self.failure = capacity_bytes, DiskTraffic(), None
         self.file = BlockFile(folder)
-        buffers = {way: Buffers(buffer_count // 2, buffer_bytes) for way in ("write", "read")}
-        self._transfers = Transfers(self.file, buffers, thread_count, Pace(link))
-        self.places, self._writing = Places(), {}  # key → Transfer
+        buffers = {way: BufferPool(buffer_count // 2, buffer_bytes) for way in ("write", "read")}
+        self._transfers = TransferThreads(self.file, buffers, thread_count, Pace(link))
+        self.extents, self._writing = FileExtents(), {}  # key → DiskTransfer
         if capacity_bytes is not None:
             try:
                 self.file.reserve(aligned(capacity_bytes))
@@ -42,21 +42,21 @@ class Space:
         """Give up the file, with all that is in it."""
         self._transfers.close()
 
-    def place(self, key, nbytes):
+    def allocate(self, key, nbytes):
         """Return (offset, bytes) of a bucket, which are on the disk from now on. StoreError if there is no room."""
-        return self.places.place(key, nbytes, functools.partial(self._reserve, key, nbytes))
+        return self.extents.allocate(key, nbytes, functools.partial(self._reserve, key, nbytes))
 
     def _reserve(self, key, nbytes, end):
         if self.capacity_bytes is not None and end > aligned(self.capacity_bytes):
-            raise StoreError(None, f"{key} has {nbytes:,} bytes, and {self.places.end:,} of capacity_bytes="
+            raise StoreError(None, f"{key} has {nbytes:,} bytes, and {self.extents.end:,} of capacity_bytes="
                                    f"{self.capacity_bytes:,} are taken: pass at least {end:,}")
         self.file.reserve(end)
 
     def write(self, key, tensors):
-        """Write tensors. Return a Transfer, or None in a dry run, as soon as all bytes are in buffers."""
+        """Write tensors. Return a DiskTransfer, or None in a dry run, as soon as all bytes are in buffers."""
         if transfer := self._writing.pop(key, None):  # an earlier one must not overtake this
             transfer.wait()
-        offset, nbytes = self.place(key, sum(tensor.nbytes for tensor in tensors))
+        offset, nbytes = self.allocate(key, sum(tensor.nbytes for tensor in tensors))
         self.traffic.written += nbytes
         if flat := self._flat(tensors):
             transfer = self._writing[key] = self._transfers.writing(flat)
@@ -69,8 +69,8 @@ class Space:
         return transfer
 
     def read(self, key, tensors):
-        """Begin to read tensors. Return a Transfer, or None in a dry run."""
-        offset, nbytes = self.places.of[key]
+        """Begin to read tensors. Return a DiskTransfer, or None in a dry run."""
+        offset, nbytes = self.extents.of[key]
         self.traffic.read += nbytes
         flat = self._flat(tensors)
         return flat and self._transfers.read(flat, offset, key, self._writing.get(key))

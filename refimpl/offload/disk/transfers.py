@@ -19,7 +19,7 @@ from .file import aligned
 STOP = None
 
 
-class Transfer:
+class DiskTransfer:
     """Counts the blocks of one bucket that are under way. `wait` returns when none is, and raises what went wrong."""
 
     def __init__(self, blocks):
@@ -55,10 +55,10 @@ class Transfer:
             raise self.error
 
 
-class Transfers:
+class TransferThreads:
     """Writes and reads buckets, block by block.
 
-    - `file`: a BlockFile; `buffers`: {"write": Buffers, "read": Buffers}.
+    - `file`: a BlockFile; `buffers`: {"write": BufferPool, "read": BufferPool}.
     - `threads`: how many call the file at a time.
     - `pace`: called around each transfer, for a slower link.
     - `sums[offset]`: the checksum of the block that begins there.
@@ -79,8 +79,9 @@ class Transfers:
         self._end()
 
     def writing(self, flat):
-        """Return the Transfer of a Flat that is to be written."""
-        return Transfer(2 * len(range(0, flat.nbytes, self.buffers["write"].nbytes)))  # a block is written and summed
+        """Return the DiskTransfer of a Flat that is to be written."""
+        blocks = len(range(0, flat.nbytes, self.buffers["write"].nbytes))
+        return DiskTransfer(2 * blocks)  # a block is written and summed
 
     def write(self, transfer, flat, offset):
         """Write a Flat to the file from `offset` on. Return as soon as all of it is in buffers."""
@@ -88,7 +89,7 @@ class Transfers:
         for number, begin in enumerate(places):
             buffer = None
             try:
-                buffer = self.buffers["write"].take()
+                buffer = self.buffers["write"].lend()
                 nbytes = aligned(flat.copy_out(buffer, begin))
             except BaseException as error:  # such as Ctrl-C while the disk is slow
                 if buffer is not None:
@@ -100,9 +101,9 @@ class Transfers:
             self._calls.put((self._write, transfer, lent, nbytes, offset + begin))
 
     def read(self, flat, offset, key, after=None):
-        """Begin to read a Flat from `offset` on, after the Transfer that writes it. Return a Transfer."""
+        """Begin to read a Flat from `offset` on, after the DiskTransfer that writes it. Return a DiskTransfer."""
         places = range(0, flat.nbytes, self.buffers["read"].nbytes)
-        transfer = Transfer(len(places))
+        transfer = DiskTransfer(len(places))
         for begin in places:
             self._calls.put((self._read, transfer, flat, offset, begin, key, after))
         return transfer
@@ -128,7 +129,7 @@ class Transfers:
     def _read(self, transfer, flat, offset, begin, key, after):
         if after is not None:
             after.wait()
-        buffer = self.buffers["read"].take()
+        buffer = self.buffers["read"].lend()
         lent = _Lent(self.buffers["read"], buffer, 1)
         try:
             nbytes = aligned(min(flat.nbytes - begin, buffer.nbytes))

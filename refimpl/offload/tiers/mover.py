@@ -13,10 +13,10 @@ import weakref
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..disk.buffers import Buffer
+from ..disk.buffer_pool import Buffer
 from ..disk.flat import Flat, empty, fill
 from ..disk.pace import Pace
-from .moves import DEVICE, DISK, HOST
+from .bucket_moves import DEVICE, DISK, HOST
 
 LINKS, STOP = ("out", "in", "disk"), None
 NEWEST = 0.3  # weight of the newest reading of a rate
@@ -87,7 +87,7 @@ class Mover:
 
     def reserve(self, bucket):
         """Give a bucket its place on the disk. StoreError if there is none."""
-        self.space.place(bucket.key, bucket.nbytes)
+        self.space.allocate(bucket.key, bucket.nbytes)
 
     @staticmethod
     def free(bucket, tier):

@@ -22,7 +22,7 @@ class Tier:
         """Return the bytes that rest here or come."""
         return self.capacity - self.room
 
-    def take(self, nbytes):
+    def allocate(self, nbytes):
         """Take room that is there. Return the moves after which it is free."""
         after = []
         while self._free < nbytes and self._leaving:
@@ -33,7 +33,7 @@ class Tier:
         self.peak = max(self.peak, self.used)
         return after
 
-    def leave(self, nbytes, move=None):
+    def free(self, nbytes, move=None):
         """Give room back, now or when `move` has ended."""
         if move is None:
             self._free += nbytes

@@ -21,7 +21,7 @@ KEPT = 1000  # calls of a module without gradients that are remembered, in case 
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class ForwardCall:
     """One call of a module's forward, in the model's forward of this number: it began and ended at these places in the
     order of all calls."""
 
@@ -56,7 +56,7 @@ class Backwards:
 
     def enter(self, module, in_backward):
         """Note that a forward of `module` begins; `in_backward`: it is a recomputation."""
-        call, earlier = Call(module, self._forward, self._next()), self._without_graph[module]
+        call, earlier = ForwardCall(module, self._forward, self._next()), self._without_graph[module]
         if in_backward and torch.is_grad_enabled() and earlier:
             call = next((each for each in reversed(earlier) if each.forward == self._current), earlier[-1])
             earlier.remove(call)

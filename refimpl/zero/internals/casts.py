@@ -86,10 +86,10 @@ class Casts:
         """Note that autocast made `cast` of `parameter`, or of a view of it."""
         key = parameter.untyped_storage()._cdata
         if key in self._of:
-            self._of[key].append(Cast(parameter, cast))
+            self._of[key].append(ParameterCast(parameter, cast))
 
 
-class Cast:
+class ParameterCast:
     """One cast of a parameter. It keeps neither the tensor nor its storage alive: autograd and autocast do."""
 
     def __init__(self, parameter, cast):
@@ -114,7 +114,7 @@ class Cast:
         return True
 
     def restore(self):
-        """Cast the parameter again, into the same storage. Return whether anyone holds it."""
+        """ParameterCast the parameter again, into the same storage. Return whether anyone holds it."""
         storage, cast = self._storage(), self._cast()
         if storage is None and cast is None:
             return False

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...phantom.told import running
 from ...saving.optimizer_state import kind_of
-from ...unseen import unseen
+from ...side_effects import no_side_effects
 from ..bucket import buckets_of
 from ..update import ShardedUpdate
 
@@ -40,7 +40,7 @@ def check_elementwise(optimizer, groups, named):
     device, given, name = named[0][1].device, kinds_of_groups(groups, named), name_of(optimizer)
     elsewhere = computes_nothing(named)
     for dtype in (torch.float64, torch.float32):  # not every kernel takes fp64
-        with unseen():
+        with no_side_effects():
             trial = _Trial(optimizer, given, "cpu" if elsewhere else device, dtype)
             try:
                 whole = trial.whole()

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...comm import CollectiveMismatch
 from ...comm.texts import gather_results
+from .argument_checks import settings_of
 from .persistence import spec
 from .store import DeviceMemory
-from .trained import settings_of
 
 EVERY = 100  # steps
 CHUNK = 2**16  # elements that are in fp64 at once

@@ -57,7 +57,7 @@ class DeviceMemory:
         """No-op: nothing is kept here."""
 
 
-class Stored:
+class BucketStore:
     """What an engine has in its store: for each bucket tensors of several kinds."""
 
     def __init__(self, store, buckets):
@@ -66,7 +66,7 @@ class Stored:
         if hasattr(self.store, "attach"):
             self.store.attach(self)
 
-    def keep(self, kind, tensors):
+    def register(self, kind, tensors):
         """Keep tensors of another kind: `tensors(bucket)` returns them."""
         self._kinds[kind] = tensors
 
@@ -112,8 +112,8 @@ class StoredUpdate(ShardedUpdate):
     def __init__(self, *args, **options):
         self._away = set()  # buckets whose gradients the store has
         *_, stored = args
-        stored.keep("states", self.states)
-        stored.keep("gradients", self.apart)
+        stored.register("states", self.states)
+        stored.register("gradients", self.apart)
         super().__init__(*args, **options)
         for bucket in self.pieces if self.optimizer.state else ():  # some optimizers make their states at once
             with stored.loaded(bucket, only="states"):

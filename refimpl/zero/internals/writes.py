@@ -37,11 +37,11 @@ class Writes:
         for bucket, whole in self.whole.items():
             names = [slot.name for slot in bucket.slots if slot.parameter._version != self._versions[slot.parameter]]
             if names:
-                self.keep(bucket, whole, names)
+                self.write_to_shard(bucket, whole, names)
         self.see()
 
     @torch.no_grad()
-    def keep(self, bucket, whole, names):
+    def write_to_shard(self, bucket, whole, names):
         """Take this rank's part of a bucket's whole parameters, of which `names` were written, into its shard."""
         if isinstance(whole, FakeTensor):
             return

@@ -27,7 +27,7 @@ from ...ground.marks import mark
 from .codec import BlockCodec
 
 
-class Ranks(NamedTuple):
+class ReduceGroups(NamedTuple):
     """The N ranks of a reduction. On two levels rank s + S · r is rank s of `intra` and rank r of `inter`; on one,
     `intra` is `comm`, and `inter` None."""
 
@@ -68,7 +68,7 @@ class QuantizedReduce:
             raise RuntimeError(f"{self!r} is another engine's hook already: make one for each engine")
         check_same(comm, "hook", self.about)
         two = self.ranks_per_machine not in (None, 1, comm.world_size)
-        self.ranks = Ranks(comm, *levels(comm, self.ranks_per_machine)) if two else Ranks(comm, comm)
+        self.ranks = ReduceGroups(comm, *levels(comm, self.ranks_per_machine)) if two else ReduceGroups(comm, comm)
 
     def reduce_scatter(self, key, flat, dtype, label):
         """Encode a bucket to be reduced to shards; `begin()` sends. The handle's `wait()` returns this rank's, (n/N,)
@@ -105,7 +105,7 @@ class Replicas:
 
     def all_reduce(self, x, op, *, out, async_op, label):
         """Launch the average of x over the replicas, into `out`."""
-        return all_reduce(Ranks(self._comm, self._comm), self._codec, x, out, label).begin()
+        return all_reduce(ReduceGroups(self._comm, self._comm), self._codec, x, out, label).begin()
 
 
 class Exchange:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from refimpl.offload.disk.buffers import Buffer
+from refimpl.offload.disk.buffer_pool import Buffer
 from refimpl.offload.disk.flat import Flat, check_own_storages, empty, fill
 
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from refimpl import memory, phantom
 from refimpl.estimate import Options, estimate, kernels_of
-from refimpl.estimate import step as steps
-from refimpl.estimate.models import find
+from refimpl.estimate import tracked_step as steps
+from refimpl.estimate.model_sources import find
 from refimpl.memory.records import START
 from refimpl.model import built_in
 

@@ -121,7 +121,7 @@ def test_it_trains_as_data_parallelism_does(comm, world_size, name, options):
     plain, ours = (parameters_of(train(each)) for each in (DataParallel(made(name), comm, SGD), engine))
     assert all(p.isfinite().all() for p in plain.values())
     assert equal(plain, ours) if world_size == 1 else farthest(plain, ours) < 1e-5
-    assert engine.gathering.live() == 0 and not engine.gathering.held
+    assert engine.gathering.live() == 0 and not engine.gathering.kept_for_outside
     assert all(isinstance(p, Released) for p in engine.model.parameters())
 
 
@@ -174,8 +174,8 @@ def test_what_is_read_stays_from_its_first_use_to_the_end_and_nothing_else_does(
 
 class Unserved(Zero3):
     """The mutant: a reader gets what is there."""
-    def _hold_parameters(self):
-        super()._hold_parameters()
+    def _make_parameters(self):
+        super()._make_parameters()
         self.gathering.read = lambda name: None
 
 

@@ -1,0 +1,85 @@
+"""One run of a script under the recorder, to the k-th optimizer step."""
+
+import atexit
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .recorder import ScriptRecorder, ScriptRecording
+from .script import Ending
+from .steps import Steps
+from .switch import Switched
+
+if TYPE_CHECKING:
+    from .script import Script
+
+
+@dataclass
+class Run:
+    """What came of a run: the ScriptRecording so far, how the script ended, and how many steps of `limit` it made.
+
+    `by_class`: steps by class of optimizer. `switched`: the Switched technique, if one was. `is_parent`: False in a
+    process that the script forked and that came back here: it has nothing to say.
+    """
+
+    name: str
+    recording: ScriptRecording
+    ending: Ending
+    limit: int
+    steps: int
+    by_class: dict
+    done: bool
+    caught: int
+    switched: Switched | None
+    is_parent: bool
+
+    @property
+    def status(self) -> int:
+        """Return the exit status: 0 once the steps are made, else the script's own."""
+        return 0 if self.done else self.ending.status
+
+    @property
+    def words(self) -> str:
+        """Return one sentence that says how far the script came."""
+        made = ", ".join(f"{count} step{'s' * (count > 1)} of {name}" for name, count in self.by_class.items())
+        made = made or "no optimizer step"
+        if self.done:
+            return f"{made}, then ended" + (", though the script caught the end and went on" if self.caught or
+                                            self.ending.how != "steps" else "")
+        how = {"end": "ended by itself", "exit": f"exited with status {self.ending.status}",
+               "error": f"failed: {self.ending.words.rstrip('.')}", "interrupt": "was interrupted"}[self.ending.how]
+        return f"{how}, after {made}" + (f" ({self.limit} were asked for)" if self.by_class else "")
+
+
+def run(script: "Script", steps: int = 2, switch: Any = None, report: Any = None) -> Run:
+    """Run a Script or Function for `steps` optimizer steps and return the Run. What it writes to stderr is written.
+
+    `switch`: a technique to switch on. `report(run)` is called in place of a return, and the process ends, if the
+    script catches the end of the recording again and again.
+    """
+    process = os.getpid()
+    switched = Switched(switch) if switch else None
+
+    def made(ending):
+        return Run(script.name, recorder.recording(), ending, steps, counter.count, dict(counter.by_class),
+                   counter.done, counter.caught, switched, os.getpid() == process)
+
+    def caught():
+        if report is not None:
+            report(made(Ending("steps")))
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    with switched or nullcontext():
+        recorder = ScriptRecorder(switched.on_model if switched else None)
+        counter = Steps(steps, recorder.stepped, recorder.stop, caught)
+        with recorder, counter:
+            ending = script.run()
+    if ending.text and not counter.done:
+        sys.stdout.flush()
+        sys.stderr.write(ending.text)
+    return made(ending)
