@@ -12,7 +12,7 @@ from zero_kit import equal, farthest, gpt, parameters_of, train_gpt
 from refimpl.comm import FakeCommunicator, Link
 from refimpl.offload import CPUAdam, HostStore
 from refimpl.offload.closed_forms import cpu_adam_traffic, host_store_bytes
-from refimpl.offload.copies import Streams, host_bytes
+from refimpl.offload.copies import StreamLink, host_bytes
 from refimpl.zero import Zero1, Zero2, Zero3
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
@@ -116,7 +116,7 @@ def test_memory_that_was_given_back_is_not_overwritten_while_it_is_copied():
 
 @pytest.mark.alone
 def test_copies_run_beside_the_computation_and_beside_each_other(cuda, seconds):
-    link, x = Streams(cuda), torch.randn(4096, 4096, device="cuda")
+    link, x = StreamLink(cuda), torch.randn(4096, 4096, device="cuda")
     there, back = (torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
     host, other = host_bytes(256 * MIB, cuda), host_bytes(256 * MIB, cuda)
 
@@ -158,7 +158,7 @@ def test_gradients_leave_during_backward(make):
     each.backward(each(x).float().mean())
     for part in each.update.masters.values():
         assert part.gradient.is_pinned()
-        part.arrived()
+        part.wait_for_gradients()
     each.step()
 
 

@@ -8,7 +8,7 @@ from refimpl.comm.two_level import levels
 from refimpl.papers import quantized_zero as paper
 from refimpl.zero.quantized import BlockCodec
 from refimpl.zero.quantized.gather import QuantizedGather
-from refimpl.zero.quantized.reduce import Ranks, reduce_scatter
+from refimpl.zero.quantized.reduce import ReduceGroups, reduce_scatter
 
 n, CODEC = 16 * 256, BlockCodec()  # sizes that need no padding
 
@@ -23,8 +23,9 @@ def beside(comm):
     shard, g, whole, found = torch.randn(n), torch.randn(4 * n), torch.empty(4 * n), []
     for ours, theirs in (
             (lambda: QuantizedGather(comm, CODEC).launch(shard, whole).wait(), lambda: paper.gather(comm, shard)),
-            (lambda: reduce_scatter(Ranks(comm, comm), CODEC, g, n, g.dtype).wait(), lambda: paper.reduce(comm, g)),
-            (lambda: reduce_scatter(Ranks(comm, intra, inter), CODEC, g, n, g.dtype).wait(),
+            (lambda: reduce_scatter(ReduceGroups(comm, comm), CODEC, g, n, g.dtype).wait(),
+             lambda: paper.reduce(comm, g)),
+            (lambda: reduce_scatter(ReduceGroups(comm, intra, inter), CODEC, g, n, g.dtype).wait(),
              lambda: paper.reduce_on_two_levels(intra, inter, g))):
         before = comm.traffic.total
         mine, between = ours(), comm.traffic.total

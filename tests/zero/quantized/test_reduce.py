@@ -12,7 +12,7 @@ from refimpl.zero.quantized import BlockCodec, QuantizedReduce
 from refimpl.zero.quantized.closed_forms import gather_bytes, mean_traffic, reduce_bytes, reduce_traffic
 from refimpl.zero.quantized.codec import SLICE
 from refimpl.zero.quantized.gather import QuantizedGather
-from refimpl.zero.quantized.reduce import Ranks, all_reduce, reduce_scatter
+from refimpl.zero.quantized.reduce import ReduceGroups, all_reduce, reduce_scatter
 
 CODEC = BlockCodec()
 
@@ -26,7 +26,7 @@ def of_any_size(comm, dtype):
     (intra, inter), found = levels(comm, 2), []
     for numel in (0, 1, 5, 64, 100, 3001):
         mean = sum(gradients(rank, numel).to(dtype).float() for rank in range(4)) / 4
-        for ranks in (Ranks(comm, comm), Ranks(comm, intra, inter)):
+        for ranks in (ReduceGroups(comm, comm), ReduceGroups(comm, intra, inter)):
             mine, before = gradients(comm.rank, numel).to(dtype), comm.traffic
             result = all_reduce(ranks, CODEC, mine, mine).begin().wait()
             assert result is mine
@@ -47,7 +47,7 @@ def test_parts_of_any_size():
 def test_a_part_of_the_bytes_goes_between_machines():
     def sent_by_level(comm):
         intra, inter = levels(comm, 2)
-        reduce_scatter(Ranks(comm, intra, inter), CODEC, torch.ones(4 * 300), 300, torch.float32).wait()
+        reduce_scatter(ReduceGroups(comm, intra, inter), CODEC, torch.ones(4 * 300), 300, torch.float32).wait()
         return {"intra": intra.traffic.total, "inter": inter.traffic.total}
     for sent in launch(sent_by_level, 4):
         assert sent == reduce_traffic(CODEC, 300, 4, 2) and sent["inter"] == CODEC.payload_bytes(300)
@@ -68,7 +68,7 @@ def test_bytes_in_flight():
     assert flying == gather_bytes(CODEC, n, N) < 4 * N * n / 3.9 and after == 4 * N * n
     most = t.peak.total - t.start.total
     assert 0 <= most - flying - 4 * N * n <= 9 * SLICE
-    for ranks in (Ranks(comm, comm), Ranks(comm, comm.split([0, 1]), comm.split([0, 2]))):
+    for ranks in (ReduceGroups(comm, comm), ReduceGroups(comm, comm.split([0, 1]), comm.split([0, 2]))):
         with memory.track(flat) as t:
             handle = reduce_scatter(ranks, CODEC, flat, n, torch.float32)
             encoded = t.now.total - t.start.total
