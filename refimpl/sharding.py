@@ -58,7 +58,7 @@ class ShardSpec:
                   "order": tuple(self.order), "fused": tuple(self.fused),
                   "end": block if self.end is None else self.end}
         for key, value in filled.items():
-            object.__setattr__(self, key, value)
+            object.__setattr__(self, key, value)  # the dataclass is frozen, so that specs are keys
         if self.fused:
             dim, n = self.fused
             if self.order or lengths[dim] % n or shape[dim] % n:

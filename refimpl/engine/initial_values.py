@@ -63,7 +63,8 @@ class RandomValues:
 
     def _make(self, unit):
         module = copy.deepcopy(self.whole.get_submodule(unit))
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the program's own random numbers go on as before
+            # 7 bytes: a seed is below 2⁶³
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed} {unit}".encode()).digest()[:7], "big"))
             build([module], "cpu", self.initialize)
         return {f"{unit}.{name}": x.detach() for name, x in (*module.named_parameters(remove_duplicate=False),

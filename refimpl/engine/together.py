@@ -84,7 +84,7 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
     if mesh.tp > 1:
         tensor_parallel(model, tp, loss_parallel=not isinstance(model, GPT))
     division = Division(model, ends, order, mesh)
-    del model
+    del model  # the layers of other ranks go with it
     if values is not None:
         give_values(division.here, mesh.comm.device, values)
     if sequence:

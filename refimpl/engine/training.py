@@ -88,7 +88,7 @@ class ParallelEngine:
     def _mean(self, loss):
         """Return the mean over the ranks that have a loss: those of the last stage."""
         mine = torch.zeros((), dtype=torch.float64, device=self.mesh.comm.device) if loss is None else loss.double()
-        return self.mesh.comm.all_reduce(mine) / (self.mesh.tp * self.data.world_size)
+        return self.mesh.comm.all_reduce(mine) / (self.mesh.tp * self.data.world_size)  # each rank of tp has the loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm, over all parameters of the whole model, is at most `max_norm`; return the

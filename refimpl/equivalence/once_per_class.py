@@ -21,5 +21,5 @@ def once(question, model, find):
         _found[key] = done
     error = _found[key].exception()
     if error is not None:
-        raise error.with_traceback(None)
+        raise error.with_traceback(None)  # or each raise would lengthen the same traceback
     return _found[key].result()

@@ -71,7 +71,7 @@ class TorchKernel:
                 low.copy_(p)
         finally:
             if before != self.threads:
-                torch.set_num_threads(before)
+                torch.set_num_threads(before)  # it is the whole process's setting
 
     def _fp32(self, gradient):
         """Return a gradient in fp32, of which there is one at a time."""
@@ -119,6 +119,7 @@ class CompiledKernel:
         codes = CODES[g.dtype], -1 if low is None else CODES[low.dtype]
         work = functools.partial(self._step, *addresses[:4], codes[0], addresses[4], codes[1], p.numel(),
                                  _StepConstants.of(hyper), ctypes.byref(ctypes.c_int64(0)))
+        # one thread fewer: this one works, too
         waiting = [_pool().submit(work) for _ in range(min(self.threads, -(-p.numel() // PIECE)) - 1)]
         work()
         for each in waiting:

@@ -39,7 +39,7 @@ def host_bytes(nbytes, device):
 class LockedPages(mmap.mmap):
     """Host memory whose pages are locked until it is freed, which is after the last tensor on it."""
 
-    def __init__(self, _, nbytes):
+    def __init__(self, _, nbytes):  # _: −1, by which mmap makes memory without a file
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         if error := int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)):
             self.address = None
@@ -117,7 +117,7 @@ class StreamLink:
         """Start to copy [(target, source)], in order; return the Copy. `whole`: a tensor of as many bytes."""
         stream, event = self._streams[direction], torch.cuda.Event()
         copy = StreamCopy(direction, whole, name, event, self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still have to compute what is copied
         if after is not None:
             stream.wait_event(after.event)
         with torch.cuda.stream(stream), torch.no_grad():
@@ -166,7 +166,7 @@ class SimulatedLink:
         """Copy [(target, source)]; return the Copy. `whole`: a tensor of as many bytes."""
         begin = max(now(), self._free[direction], after.end if after is not None else 0.0)
         end = begin if self.rate is None else begin + self.rate.seconds("send", whole.nbytes, 2)
-        self._free[direction] = end
+        self._free[direction] = end  # a link carries one copy at a time in a direction
         copy = TimedCopy(direction, whole, name, end)
         with torch.no_grad():
             for target, source in pairs:

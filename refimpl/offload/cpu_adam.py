@@ -119,7 +119,7 @@ class HostUpdate:
             self._reduced.add(bucket)
             self._set_gradients(bucket)
             if self.below_host:
-                part.wait_for_gradients()
+                part.wait_for_gradients()  # the store may take it to the disk when this context ends
 
     def _set_gradients(self, bucket):
         for piece, own in self.pieces[bucket]:
@@ -161,9 +161,9 @@ class HostUpdate:
                     stack.enter_context(self.loaded(bucket, following))
                     self._update(bucket, used, before)
                     held = stack.pop_all()
-                last, done = (bucket, held), last
+                last, done = (bucket, held), last  # a bucket behind: its weights travel while the next is computed
                 handles += self._publish(done, updated)
-                if self.below_host:  # which has room for two buckets
+                if self.below_host:  # which has room for two buckets: one is loaded while one is updated
                     last, done = None, last
                     handles += self._publish(done, updated)
         finally:

@@ -99,7 +99,7 @@ class DiskStore:
         tensors = list(tensors)
         check_own_storages(key, tensors)
         if changed or key not in self._kept:
-            self._kept.discard(key)
+            self._kept.discard(key)  # if the write fails, the file has neither the old contents nor the new
             self._space.write(key, tensors)
             self._kept.add(key)
         empty(tensors)
@@ -123,7 +123,7 @@ class DiskStore:
                     transfer.wait()
             except StoreError:
                 del self._reading[key]
-                empty(self._away[key])
+                empty(self._away[key])  # so that nobody takes half of it for the contents
                 raise
             del self._reading[key], self._away[key]
 

@@ -39,7 +39,7 @@ class HostLink:
         if device not in self._links:
             self._links[device] = link_of(device, self.rate)
         if direction == TO_HOST:
-            while len(self._leaving) >= DEPTH:
+            while len(self._leaving) >= DEPTH:  # else gradients would pile up on the device
                 self._leaving.popleft().finish()
         self.moved[direction] += source.nbytes
         copy = self._links[device].start(direction, [(target, source)], source, name=name)
@@ -70,6 +70,7 @@ class HostLink:
         kind = dtype, device
         if kind not in self._tiles:
             size = min(self.sub_group_size, self._largest[kind])
+            # two: one is computed while the other one travels
             self._tiles[kind] = deque([self.allocate(size, *kind), None] for _ in range(2))
         tiles = self._tiles[kind]
         if tiles[0][1] is not None:

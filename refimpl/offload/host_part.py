@@ -118,6 +118,7 @@ class HostPart:
         if self.n:
             self._copy = self.link.start(TO_HOST, self.gradient, here, self.name)
         alone = shard.untyped_storage().nbytes() == shard.nbytes
+        # a view of the rest would keep the host's part on the device, too
         self.device_gradient = mark(rest.clone(), "gradients") if alone and self.n else rest
 
     def own_gradient(self):

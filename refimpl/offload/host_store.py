@@ -80,10 +80,10 @@ class HostStore:
             self._release_host_memory(kept, again=False)
             kept.host = self._allocate(sum(sizes), tensors)
         kept.tensors, kept.sizes, kept.away = tensors, sizes, True
-        if changed or not fits:
+        if changed or not fits:  # what was only read is on the host already
             self._send(key, kept)
         for tensor in tensors:
-            tensor.untyped_storage().resize_(0)
+            tensor.untyped_storage().resize_(0)  # a GPU's allocator gives it away when the copy is done
 
     def prefetch(self, key: object) -> None:
         """Begin to copy back, if the tensors are away."""
@@ -167,7 +167,7 @@ class HostStore:
 
     def _send(self, key, kept):
         self._wait_for_copy(kept)
-        self._settle(self.depth - 1)
+        self._settle(self.depth - 1)  # room for the one that begins now
         kept.leaving = self._copy(TO_HOST, [(part, _flat(tensor)) for tensor, part in kept.parts()], kept, key)
         self._leaving.append(kept)
 
@@ -189,7 +189,7 @@ class HostStore:
         if device not in self._links:
             self._links[device] = link_of(device, self.rate)
         self.moved[direction] += kept.host.nbytes
-        after = kept.leaving if direction == TO_DEVICE else None
+        after = kept.leaving if direction == TO_DEVICE else None  # it reads what that copy is still writing
         name = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         return self._links[device].start(direction, pairs, kept.host, after, name)
 

@@ -166,7 +166,7 @@ class TieredStore:
         """Note what is asked. `access`: whether it is recorded as one."""
         now, first = self._mover.now(), self.recording.accesses - 2 * len(self.recording.step)
         self._events.append((self.recording.accesses, access, what, key, nbytes, now - (self._ended or now)))
-        while self.recording.whole and self._events[0][0] < first:
+        while self.recording.whole and self._events[0][0] < first:  # two steps are enough for `trace`
             self._events.popleft()
         self._ended = now
 

@@ -62,10 +62,11 @@ class Bucket:
         self.slots, end = [], 0
         for name, parameter in named_parameters:
             self.slots.append(Slot(name, parameter, end, end + parameter.numel(), order_of(parameter)))
+            # its room, not its elements: ranks that share what follows cut it alike
             end = aligned(end + room_of(parameter), parameter.itemsize)
         first = self.slots[0].parameter
         self.dtype, self.device, self.world_size = first.dtype, first.device, world_size
-        self.shard_numel = aligned(-(-end // world_size), first.itemsize)
+        self.shard_numel = aligned(-(-end // world_size), first.itemsize)  # each shard begins aligned, too
         self.numel = self.shard_numel * world_size
         self.name = _common_name([slot.name for slot in self.slots])
 

@@ -29,6 +29,7 @@ class AllReduce(Reducer):
             return self.by_hook("all_reduce", bucket)
         flat = self.flat[bucket]
         if self.dtype in (None, flat.dtype):
+            # in place: the average takes no bytes of its own
             return self.comm.all_reduce(flat, "avg", out=flat, async_op=True, label=bucket.name)
         return self.comm.all_reduce(flat.to(self.dtype), "avg", async_op=True, label=bucket.name)
 
@@ -61,7 +62,7 @@ class WholeUpdate:
         for pairs in self.pieces.values():
             for _, parameter in pairs:
                 if parameter not in used:
-                    parameter.grad = None
+                    parameter.grad = None  # a gradient of zeros would still let AdamW decay it
         self.optimizer.step()
 
     def with_gradients(self):

@@ -80,7 +80,7 @@ class Engine(ActsAsOptimizer):
     def check_phase(self, phase: str, settings: "Settings | None" = None) -> None:
         """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch, with
         the same `settings`, and modules wrote the same to parameters on all of them (`internals.writes`)."""
-        self.writes.look()
+        self.writes.look()  # what modules wrote travels with this check, in one message
         self.writes.settle(self._stored, self.update, lambda digests: check_phase(
             self.comm, phase, self._steps, self.reducer.micro_batches, self.levels.parts, digests, settings))
 
@@ -138,7 +138,7 @@ class Engine(ActsAsOptimizer):
                                "whole until they are reduced")
         self.check_phase("backward")
         check_frozen(self._frozen)
-        with self.reducer.reducing(False):
+        with self.reducer.reducing(False):  # a stage's later micro-batches still add to its gradients
             yield
         with self.reducer.reducing(True):
             self.reducer.accept_all_gradients()
@@ -151,11 +151,12 @@ class Engine(ActsAsOptimizer):
         check_replicas(self)
         if self._companion is not None:
             self._companion.step(self.param_groups)
+        # a rank updates its shard of a parameter that others alone have used: the average is the same on all
         self.update.step(used_on_any_rank(self.comm, self.reducer.place, self.reducer.used), self.parameters.updated)
         self._steps += 1
         if self.reducer.hook is not None:
             self.reducer.hook.step()
-        self.writes.see()
+        self.writes.see()  # what the optimizer wrote is no module's write
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -52,7 +52,7 @@ class Gathering:
         self._users[bucket] += 1
         if self.computing and bucket in self.outside and bucket not in self.kept_for_outside:
             self.kept_for_outside.add(bucket)
-            self._users[bucket] += 1
+            self._users[bucket] += 1  # one use more, which only the end of backward takes back
         if bucket in self._gathered:
             if kept:  # `release` had kept it for this use
                 self._seen.append(use)
@@ -61,7 +61,7 @@ class Gathering:
         if bucket not in self._in_flight:
             self._launch(bucket)
         self._wait(bucket)
-        self.casts.restore(self.whole[bucket])
+        self.casts.restore(self.whole[bucket])  # after the gather, from whose values a cast is computed
         self._gathered.add(bucket)
         self._seen.append(use)
         self._prefetch()
@@ -113,7 +113,7 @@ class Gathering:
     def release_unused(self):
         """Free all buckets not in use. The next gather then counts as the first of a step."""
         for bucket in list(self._in_flight):  # prefetched but not used
-            self._wait(bucket)
+            self._wait(bucket)  # the collective writes until it ends: only then can its bytes go
             self._free(bucket)
         for bucket in [bucket for bucket in self._gathered if not self._users[bucket]]:
             self._free(bucket)
@@ -147,7 +147,7 @@ class Gathering:
             restore(slot.parameter)
             slot.parameter.data = view
         self.see([bucket])
-        self.stored.put(bucket, "parameters", changed=False)
+        self.stored.put(bucket, "parameters", changed=False)  # it has been gathered, so the shard may leave again
 
     def _launch(self, bucket):
         self.stored.get(bucket, "parameters")
@@ -161,6 +161,7 @@ class Gathering:
         self._make_room(bucket)
         if shard.dtype != bucket.dtype:  # a master: it is rounded where it will be in the whole
             shard = bucket.shard(self.whole[bucket], self.comm.rank).copy_(shard)
+        # with the shard, a copy in 16 bits perhaps: the collective reads it until it ends
         self._in_flight[bucket] = self.comm.all_gather(shard, out=self.whole[bucket], async_op=True,
                                                        label=bucket.name), shard
 
@@ -176,7 +177,7 @@ class Gathering:
     @contextlib.contextmanager
     def exact(self):
         """Gather exact parameters in this context, also those that are whole already. All ranks call it."""
-        quantized, self.quantized = self.quantized, None
+        quantized, self.quantized = self.quantized, None  # what is read or saved is exact, what is computed with is not
         try:
             self._gather_again(quantized)
             yield
@@ -249,6 +250,7 @@ class Gathering:
             restore(slot.parameter)
             slot.parameter.data = placeholder
             if slot.parameter.numel():
+                # weak: a parameter that a user keeps must not keep the engine with all of its shards
                 release(slot.parameter, functools.partial(_served, weakref.ref(self), slot.name))
         self.casts.release(self.whole[bucket])
         self.whole[bucket].untyped_storage().resize_(0)  # this frees it, also where autograd has saved a view

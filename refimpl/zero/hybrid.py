@@ -54,6 +54,7 @@ def levels_of(comm, shards, replicas, stage):
             for rank in comm.ranks]
     mine += [shards.world_size, replicas.world_size]
     gathered = comm.host().all_gather(torch.tensor([mine]), label="the levels")
+    # in a dry run there are no values, and nobody else, to compare
     if not isinstance(gathered, FakeTensor) and comm.has_others and not _is_grid(gathered.tolist()):
         raise ValueError(f"shards={shards!r} and replicas={replicas!r} of {comm!r}: expected groups that are the rows "
                          "and the columns of a grid of all ranks, as Mesh(dp=8, shards=4).connect(comm) makes them")
@@ -82,6 +83,7 @@ class AcrossReplicas:
         """Wait for the reduce_scatter within the group of shards; launch the all_reduce of the shard."""
         if self._across is None:
             shard, self._within = self._within.wait(), None
+            # in place: the shard of this group's sum is not needed by itself
             self._across = self._replicas.all_reduce(shard, "avg", out=shard, async_op=True, label=self._label)
 
     def wait(self):
@@ -97,6 +99,6 @@ def holders(specs, world, replicas):
     for row, spec in zip(mine, specs.values(), strict=True):
         row[list(spec.replicas or (world.rank,))] = 1
     found = replicas.host().all_reduce(mine, "max", label="who holds the same")
-    if isinstance(found, FakeTensor):
+    if isinstance(found, FakeTensor):  # a dry run has no values
         return {}
     return {name: tuple(row.nonzero().view(-1).tolist()) for name, row in zip(specs, found, strict=True)}

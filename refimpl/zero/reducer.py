@@ -84,7 +84,7 @@ class Reducer:
             self.finish()
             self.micro_batches, self.synced = self.micro_batches + 1, syncing
         except BaseException:
-            while self.handles:
+            while self.handles:  # other ranks are in these collectives: each that has begun ends
                 self.handles.popitem()[1].wait()
             self.drop()
             raise
@@ -100,7 +100,7 @@ class Reducer:
         """Put a complete gradient into its bucket. Autograd calls this hook once for each parameter in a backward."""
         bucket, slot = self.place[parameter]
         if not self.running:
-            self.drop()
+            self.drop()  # they are of this rank alone
             raise RuntimeError("loss.backward() by itself reduces nothing: call engine.backward(loss)")
         if self.syncing and bucket not in self.unlaunched:
             raise RuntimeError(f"{slot.name} got a gradient again after its bucket was reduced, as when two reentrant "
@@ -112,7 +112,7 @@ class Reducer:
 
     def accept_gradient(self, parameter):
         """Move the gradient to its bucket's buffer, where autograd adds to it from then on."""
-        if parameter.grad is not self.views.get(parameter):
+        if parameter.grad is not self.views.get(parameter):  # else autograd has added to the view, in place
             parameter.grad = self.views[parameter] = self.move_to_bucket(parameter, parameter.grad)
 
     def accept_all_gradients(self):
@@ -125,6 +125,7 @@ class Reducer:
         """Return the gradient in its bucket's buffer; one that fills the bucket alone becomes the buffer."""
         bucket, slot = self.place[parameter]
         check_dense(slot.name, gradient)
+        # The collective writes into the buffer, so nobody else may hold a gradient that becomes it.
         if (bucket not in self.flat and gradient.numel() == bucket.numel and gradient.is_contiguous()
                 and not slot.order and gradient.dtype == self.buffer_dtype(bucket) and owns_storage(gradient)):
             self.flat[bucket] = mark(gradient, "gradients").view(-1)
@@ -154,9 +155,9 @@ class Reducer:
         del self.unlaunched[bucket]
         for slot in bucket.slots:
             if slot.parameter not in self.views:  # this rank has not used it
-                self.views[slot.parameter] = slot.view(self.buffer(bucket)).zero_()
+                self.views[slot.parameter] = slot.view(self.buffer(bucket)).zero_()  # ranks send equal bytes
         handle = self.reduce(bucket)
-        for earlier in self.handles.values() if self.replicas else ():
+        for earlier in self.handles.values() if self.replicas else ():  # a bucket later: theirs has had time to end
             earlier.launch_across()
         self.handles[bucket] = AcrossReplicas(handle, self.replicas, bucket.name) if self.replicas else handle
         self.wait_until(self.in_flight_bytes)
@@ -210,7 +211,7 @@ class ReduceScatter(Reducer):
                 parameter.grad = None
         if self.synced:
             for bucket in self.flat:
-                self.update.copy_gradients(bucket)
+                self.update.copy_gradients(bucket)  # the shard is a view of the buffer that is freed below
             self.flat.clear()
         super().begin(syncing)
 
@@ -220,6 +221,7 @@ class ReduceScatter(Reducer):
             return self.by_hook("reduce_scatter", bucket)
         flat = self.flat[bucket]
         if self.dtype in (None, flat.dtype):
+            # in place: the shard is a part of the whole, which stays until the step anyway
             return self.comm.reduce_scatter(flat, "avg", out=bucket.shard(flat, self.comm.rank), async_op=True,
                                             label=bucket.name)
         return self.comm.reduce_scatter(flat.to(self.dtype), "avg", async_op=True, label=bucket.name)
@@ -243,7 +245,7 @@ class ReduceScatter(Reducer):
         super().finish()
         if self.syncing:
             for parameter, stand_in in self.stand_ins.items():
-                parameter.grad = stand_in
+                parameter.grad = stand_in  # None would let torch's clip_grad_norm_ clip nothing
 
 
 class ReduceScatterAtOnce(ReduceScatter):

@@ -65,6 +65,7 @@ class ShardedParameters:
         self._broadcast_rest()
         for bucket in self.trained if in_fp32 else ():
             if bucket.dtype in LOW and not is_persistent(bucket, self.threshold):
+                # The master is the shard: no 16-bit copy of it rests beside it.
                 self.shards[bucket] = mark(self.shards[bucket].float(), "optimizer state")
 
     def _stored_shards(self, bucket):

@@ -20,7 +20,7 @@ def unit_buckets(named, units, world_size, persistence_threshold=0):
     for unit, parameters in of_unit.items():
         kinds = {}
         for p in parameters:
-            if p in names and owner[p] is unit:
+            if p in names and owner[p] is unit:  # a shared parameter has one bucket, in one unit
                 kinds.setdefault((p.dtype, p.device, p.numel() < persistence_threshold), []).append((names[p], p))
         buckets += [Bucket(slots, world_size) for slots in kinds.values()]
     return buckets[::-1]

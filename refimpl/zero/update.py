@@ -36,7 +36,7 @@ class ShardedUpdate:
             with self.loaded(bucket):
                 self.pieces[bucket] = [(piece, _piece_of(self._master_or_shard(bucket), piece, bucket.dtype))
                                        for piece in bucket.pieces(rank)]
-        self.optimizer = optimizer(self._groups(groups, named))
+        self.optimizer = optimizer(self._groups(groups, named))  # after the masters: it may make states at once
 
     def _master_or_shard(self, bucket):
         """Return what holds a bucket's elements: its master, made here, or its shard."""
@@ -78,7 +78,7 @@ class ShardedUpdate:
         self.gradients[bucket] = shard
         for piece, own in self.pieces[bucket]:
             part, own.grad = shard[piece.place : piece.place + piece.end - piece.first], None
-            own.grad_dtype, own.grad = part.dtype, part
+            own.grad_dtype, own.grad = part.dtype, part  # grad_dtype cannot change while there is a gradient
 
     def copy_gradients(self, bucket):
         """Copy a shard that is part of a whole buffer, which is about to be freed; one apart may be in a store."""
@@ -107,11 +107,11 @@ class ShardedUpdate:
             with self.loaded(bucket, following):
                 for piece, own in self.pieces[bucket]:
                     gradient, own.grad = own.grad, None
-                    if gradient is not None and piece.slot.parameter in used:
-                        own.grad_dtype, own.grad = own.dtype, gradient.to(own.dtype)
+                    if gradient is not None and piece.slot.parameter in used:  # else no decay, no momentum
+                        own.grad_dtype, own.grad = own.dtype, gradient.to(own.dtype)  # in fp32 for this bucket alone
                 step_subset(self.optimizer, (own for _, own in self.pieces[bucket]), before)
                 self.round_master(bucket)
-                self.drop_gradients(bucket)
+                self.drop_gradients(bucket)  # now, so that the next bucket's temporaries may take its bytes
             handles.append(updated(bucket))
         for handle in filter(None, handles):
             handle.wait()

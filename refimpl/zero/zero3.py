@@ -94,7 +94,7 @@ class Zero3(Zero2):
                  look_ahead: int = LOOK_AHEAD, max_live_parameters: int = 10**9, persistence_threshold: int = 0,
                  initialize: Callable[[torch.nn.Module], Any] | None = None, reshard_after_forward: bool = True,
                  quantized_weights: Any = None, **options: Any) -> None:
-        check_codec(comm, quantized_weights)
+        check_codec(comm, quantized_weights)  # another codec would read other ranks' payloads wrongly
         if not isinstance(look_ahead, int) or not 0 <= look_ahead <= MOST_AHEAD:
             raise ValueError(f"look_ahead={look_ahead}: expected a number of units from 0 on, not of elements; with 1 "
                              "the next is gathered while one computes")
@@ -111,7 +111,7 @@ class Zero3(Zero2):
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))  # they resize storages
         for unit in self.units:
             unit.register_forward_pre_hook(before, prepend=True)  # before hooks that read parameters
-            unit.register_forward_hook(after, always_call=True)
+            unit.register_forward_hook(after, always_call=True)  # also if the forward raises: nothing stays whole
 
     def _lay_out(self, named, bucket_bytes):
         self.parameters = ShardedParameters(self.model, self.levels, named, self.units, self.persistence_threshold,
@@ -218,7 +218,7 @@ class Zero3(Zero2):
                                "(torch.autograd.grad and double backward need stage 0 to 2)")
         for bucket in self._trained_buckets(unit):
             self.reducer.missing[bucket].update(
-                slot.parameter for slot in bucket.slots
+                slot.parameter for slot in bucket.slots  # those alone that this backward reaches
                 if torch._C._will_engine_execute_node(self._accumulators[slot.parameter]))
         if reads_weights_in_backward(unit):
             for bucket in self.parameters.sharded(unit):
@@ -226,6 +226,7 @@ class Zero3(Zero2):
 
     def _backward_ended(self, unit):
         """Release a unit, and reduce its gradients, unless some are still to come."""
+        # parameters go first: the buffer of gradients takes their place in memory
         for bucket in self.parameters.sharded(unit) if reads_weights_in_backward(unit) else ():
             self.gathering.release(bucket)
         for bucket in self._trained_buckets(unit):

@@ -41,7 +41,7 @@ class FileExtents:
     def _find(self, nbytes):
         fits = [(free, offset) for offset, free in self._free if free >= nbytes]
         if fits:
-            return min(fits)[1], self.end
+            return min(fits)[1], self.end  # the smallest that fits: large free parts stay large
         if self._free and sum(self._free[-1]) == self.end:
             return self._free[-1][0], self._free[-1][0] + nbytes
         return self.end, self.end + nbytes

@@ -83,6 +83,7 @@ class BlockFile:
             return
         try:
             if hasattr(os, "posix_fallocate"):
+                # ftruncate would leave a hole, which a later write may find no room for
                 os.posix_fallocate(self._fd, self.nbytes, nbytes - self.nbytes)
             else:
                 os.ftruncate(self._fd, nbytes)

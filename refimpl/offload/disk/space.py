@@ -58,7 +58,7 @@ class Space:
             transfer.wait()
         offset, nbytes = self.allocate(key, sum(tensor.nbytes for tensor in tensors))
         self.traffic.written += nbytes
-        if flat := self._flat(tensors):
+        if flat := self._flat(tensors):  # none in a dry run
             transfer = self._writing[key] = self._transfers.writing(flat)
             try:
                 self._transfers.write(transfer, flat, offset)

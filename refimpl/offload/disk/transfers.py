@@ -96,7 +96,7 @@ class TransferThreads:
                     self.buffers["write"].give_back(buffer)
                 transfer.abandon(2 * (len(places) - number), error)
                 raise
-            lent = _Lent(self.buffers["write"], buffer, 2)
+            lent = _Lent(self.buffers["write"], buffer, 2)  # two: one writes it, one sums it
             self._copies.put((self._sum, transfer, lent, nbytes, offset + begin))
             self._calls.put((self._write, transfer, lent, nbytes, offset + begin))
 

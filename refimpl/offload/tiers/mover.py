@@ -116,11 +116,12 @@ def _work(moves, pace):
         try:
             for each in move.after:
                 mover.wait(each)
-            begun = time.monotonic()
+            begun = time.monotonic()  # the wait for other moves says nothing of this link's rate
             with pace(move.nbytes), torch.cuda.stream(move.stream) if move.stream else contextlib.nullcontext():
                 _copy(move, mover.space)
         except BaseException as error:  # whoever waits for the move raises it
             move.error = error
+        # A move that others come after would keep all before it alive, and their tensors.
         move.after, move.contents, move.tensors, move.mover = [], None, None, None
         mover.ended(move, time.monotonic() - begun)
         del move, mover

@@ -46,7 +46,7 @@ class TierPlacement:
         if bucket is None or bucket.in_use:
             return
         begun = self._note(key)
-        self.counts.hits += DEVICE in bucket.where and bucket.loaded
+        self.counts.hits += DEVICE in bucket.where and bucket.loaded  # a prefetched one had to move: no hit
         if DEVICE not in bucket.where:
             self._load(bucket, self._victims(bucket.nbytes))
         bucket.in_use = bucket.loaded = True
@@ -149,7 +149,7 @@ class TierPlacement:
         source = HOST if HOST in bucket.where else DISK
         after = self.tiers[DEVICE].allocate(bucket.nbytes)
         after += [bucket.coming[source]] if source in bucket.coming else []
-        bucket.loaded = False
+        bucket.loaded = False  # until somebody uses it
         self._start(bucket, source, DEVICE, after)
 
     def _evict(self, bucket):
@@ -157,7 +157,7 @@ class TierPlacement:
         came = bucket.coming.pop(DEVICE, None)
         if bucket.where > {DEVICE}:
             if came is not None:
-                self.mover.wait(came)
+                self.mover.wait(came)  # its memory must not go while a load writes there
             self.mover.free(bucket, DEVICE)
             self.tiers[DEVICE].free(bucket.nbytes)
         else:
@@ -178,8 +178,9 @@ class TierPlacement:
         if bucket.host_bytes > host.capacity:
             return False
         while host.room < bucket.host_bytes:
+            # not the one that is being loaded: it is read from there
             there = [each for each in self.buckets.values() if HOST in each.where and each is not self._loading]
-            twice = [each for each in there if DEVICE in each.where]
+            twice = [each for each in there if DEVICE in each.where]  # to lose such a copy costs no write
             victim = max(twice or there, key=self._rank, default=None)
             if victim is None or not twice and (self._rank(victim) <= limit or not self.has_disk):
                 return False
@@ -229,7 +230,7 @@ class TierPlacement:
         missing = nbytes - device.room
         if missing > 0:
             free = [each for each in self.buckets.values() if DEVICE in each.where and not each.in_use]
-            free.sort(key=lambda each: (each.loaded, self._rank(each)))
+            free.sort(key=lambda each: (each.loaded, self._rank(each)))  # prefetched and not yet used: last to go
             while missing > 0 and free:
                 victim = free.pop()
                 if ask and (not victim.loaded or self._known and self._rank(victim) <= limit):

@@ -59,7 +59,7 @@ class Backwards:
         call, earlier = ForwardCall(module, self._forward, self._next()), self._without_graph[module]
         if in_backward and torch.is_grad_enabled() and earlier:
             call = next((each for each in reversed(earlier) if each.forward == self._current), earlier[-1])
-            earlier.remove(call)
+            earlier.remove(call)  # recomputed, it has the place in the order that it had
             self._current = call.forward
             self._end_after(call)
         self._stack.append(call)
@@ -79,6 +79,7 @@ class Backwards:
             call.late = made, torch._C._autograd._get_sequence_nr() - 1
             self._late.append(call)
         if recomputed or not in_backward:
+            # any: its backward begins when the first gradient reaches one of its outputs
             torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: self._begin(call), mode="any")
         return True
 

@@ -43,7 +43,7 @@ class Companion:
                         for each in (torch.arange(sum(sizes)), *drawn)]
             self.index, *cut = self.cut
             self.sides = None
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # what cannot be made on the host is not watched
                 self.sides = [_Side(optimizer, places, shapes, drawn), _Side(optimizer, places, [
                     (part.stop - part.start,) for part in parts], cut)] if shapes else None
 
@@ -80,7 +80,7 @@ class Companion:
         for side in self.sides or ():
             for state in side.optimizer.state.values():
                 if "step" in state:
-                    state["step"] = state["step"] * 0 + steps
+                    state["step"] = state["step"] * 0 + steps  # a tensor stays a tensor, a number a number
 
 
 class _Side:

@@ -38,7 +38,7 @@ def check_elementwise(optimizer, groups, named):
     noise. On a device that computes nothing the trial runs on the CPU; one that cannot run there is not tried.
     """
     device, given, name = named[0][1].device, kinds_of_groups(groups, named), name_of(optimizer)
-    elsewhere = computes_nothing(named)
+    elsewhere = computes_nothing(named)  # no values to compare there: then the trial runs on the CPU
     for dtype in (torch.float64, torch.float32):  # not every kernel takes fp64
         with no_side_effects():
             trial = _Trial(optimizer, given, "cpu" if elsewhere else device, dtype)
@@ -181,7 +181,7 @@ def _kept_otherwise(update):
 def raise_lr(group):
     """Give a param group a learning rate at which an update can be seen."""
     if isinstance(lr := group.get("lr"), (int, float, torch.Tensor)) and lr < LEAST_LR:
-        group["lr"] = lr * 0 + 1e-3
+        group["lr"] = lr * 0 + 1e-3  # a tensor stays a tensor
 
 
 def uneven(shape, generator):

@@ -57,7 +57,7 @@ def _made(tensor, device, placeholders):
         placeholders[tensor.dtype] = mark(placeholder, "parameters")
     parameter = nn.Parameter(placeholders[tensor.dtype].expand(tensor.shape), tensor.requires_grad)
     if not isinstance(tensor, FakeTensor):  # which has its device there
-        parameter.__dict__.update(tensor.__dict__)
+        parameter.__dict__.update(tensor.__dict__)  # such as the spec of a part, see `sharding.set_spec`
     return parameter
 
 
@@ -100,6 +100,7 @@ class ModuleInitializer(Initializer):
             new = self._made.pop(module)
             fresh = any(x not in self._done for x in new.values())  # not the second of two that share a weight
             if fresh and hasattr(module, "reset_parameters"):
+                # reset_parameters writes all of the module's, also those that had values
                 kept = [(p, p.clone()) for p in module.parameters(recurse=False) if p not in self._new]
                 module.reset_parameters()
                 for parameter, value in kept:
@@ -183,12 +184,12 @@ class FileInitializer(Initializer):
     def _read(self, parameter, first, end, out):
         name = self._found(self._aliases[parameter])
         with safe_open(self._files[name], framework="pt") as stored:
-            if not parameter.dim():
+            if not parameter.dim():  # a scalar has no rows to slice
                 out.copy_(stored.get_tensor(name).reshape(-1))
                 return
             row = max(1, parameter[0].numel())
             begin = first // row
-            rows = stored.get_slice(name)[begin : -(-end // row)]
+            rows = stored.get_slice(name)[begin : -(-end // row)]  # a file gives rows, and a shard begins anywhere
             out.copy_(rows.reshape(-1)[first - begin * row : end - begin * row])
 
     def _check_shapes(self):

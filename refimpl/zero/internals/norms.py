@@ -27,7 +27,7 @@ def clip_grad_norm_(engine: Any, max_norm: float, norm_type: float = 2.0) -> tor
     engine.reducer.check_reduced()
     engine.check_phase("clip_grad_norm_")
     number = max_norm if isinstance(max_norm, (int, float)) else "a tensor"
-    engine.clipped = {"norm_type": norm_type, "max_norm": number}
+    engine.clipped = {"norm_type": norm_type, "max_norm": number}  # ranks compare it before the step
     alone = not engine.stage and engine.world is engine.comm  # every rank has all gradients
     counted = itertools.chain.from_iterable(engine.gradients()) if alone else owned_gradients(engine)
     norm = global_norm(engine.world, counted, norm_type, alone)
@@ -42,6 +42,7 @@ def local_power(gradients, norm_type, device):
     """Return Σ |g|^p over this rank's gradients, or max |g| for ∞, as an fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in (each for each in gradients if each.numel()):  # max has no value for nothing
+        # in fp32 at least: squares of 16-bit numbers overflow fp16, and a sum of them loses bits
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
         norm = norm.double().to(device)
         total = torch.maximum(total, norm) if norm_type == math.inf else total + norm**norm_type
@@ -60,6 +61,7 @@ def global_norm(comm, gradients, norm_type, replicated):
 @torch.no_grad()
 def clip_(gradients, norm, max_norm):
     """Multiply all gradients by max_norm / norm if that is below 1, as torch.nn.utils.clip_grad_norm_ does."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's own: the same factor
     for gradient in gradients:
+        # a factor rounded to 16 bits would move all gradients by its rounding: it stays in fp32 beside these
         gradient.mul_(factor.to(gradient.device, gradient.dtype if gradient.dtype.itemsize >= 4 else None))

@@ -158,5 +158,5 @@ def _load(engine, doing, load, source, hook):
     engine._steps = load(state, source)
     if engine._companion is not None:
         engine._companion.go_to(engine._steps, engine.param_groups)
-    engine.zero_grad()
+    engine.zero_grad()  # they were of the values before
     publish(engine)

@@ -116,7 +116,7 @@ class StoredUpdate(ShardedUpdate):
         stored.register("gradients", self.apart)
         super().__init__(*args, **options)
         for bucket in self.pieces if self.optimizer.state else ():  # some optimizers make their states at once
-            with stored.loaded(bucket, only="states"):
+            with stored.loaded(bucket, only="states"):  # their first put, from which the store knows them
                 pass
 
     @contextlib.contextmanager

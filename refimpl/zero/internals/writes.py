@@ -51,7 +51,7 @@ class Writes:
         shard, part = self.shards[bucket], bucket.shard(whole, self.rank)
         if bucket not in self._undo:
             self._undo[bucket] = None if shard.data_ptr() == part.data_ptr() else shard.clone()
-        if self._undo[bucket] is not None:
+        if self._undo[bucket] is not None:  # else the shard is a part of the whole, and has been written
             follow(shard, part)
 
     def settle(self, stored, update, agree):

@@ -111,10 +111,10 @@ class BlockCodec:
         n, size = len(x), -(-len(x) // self.block)
         blocks = F.pad(x.to(torch.float32, copy=True), (0, -n % self.block)).view(size, self.block)
         s = torch.linalg.vector_norm(blocks, float("inf"), 1).div_(_on_device(self.limit, blocks))
-        s = torch.where(s < SMALLEST, 0, s).to(self.scale_dtype)
-        scales[:size] = s
+        s = torch.where(s < SMALLEST, 0, s).to(self.scale_dtype)  # a subnormal scale would have few bits
+        scales[:size] = s  # rounded: codes are made with the scale that is read back
         blocks.div_(torch.where(s == 0, 1, s).float()[:, None]).round_().clamp_(-self.limit, self.limit)
-        q = blocks.nan_to_num_(0).view(-1)
+        q = blocks.nan_to_num_(0).view(-1)  # the scale of such a block is NaN, which is enough
         if self.bits == 4:
             even, odd = q[: n + n % 2].view(-1, 2).to(torch.int8).unbind(1)
             codes[: -(-n // 2)] = ((even & 15) | (odd << 4)).view(torch.uint8)

@@ -175,7 +175,7 @@ def _between(ranks, codec, received, numel, m, label):
         part = partial[:, : max(0, numel - (machine * S + ranks.intra.rank) * m)]
         codec.decode(received[None, :, machine], part, m)
         codec.encode(part, sent[machine : machine + 1], m)
-    del part, partial
+    del part, partial  # before the payloads of other machines come
     return ranks.inter.all_to_all(sent.view(-1), label=label)
 
 
