@@ -20,9 +20,9 @@ def step_subset(optimizer: "torch.optim.Optimizer", parameters: "Iterable[torch.
     that moment, so that an optimizer that counts steps in its groups counts one. All parameters are in their groups
     again afterwards, also if the step raises.
     """
-    some = {id(p) for p in parameters}
+    some = {id(p) for p in parameters}  # by id: tensors compare by element
     for group, (params, options) in zip(optimizer.param_groups, before, strict=True):
-        group.clear()
+        group.clear()  # in place: others may hold these dicts
         group.update(options, params=[p for p in params if id(p) in some])
     try:
         optimizer.step()

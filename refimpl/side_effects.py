@@ -29,7 +29,7 @@ def no_side_effects() -> Iterator[None]:
         Variable._execution_engine = engine
         for each, had in seen:
             each.update(had)
-        generator.set_state(before)
+        generator.set_state(before)  # a user's seed gives what it gave without the trial
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ def check_batch(mesh, tokens, targets):
 def _sums(x):
     """Return (elements, a checksum that depends on their order)."""
     flat = x.detach().reshape(-1).long()
+    # weights: rows that changed places have the same plain sum
     weights = torch.arange(1, flat.numel() + 1, device=flat.device) * 2654435761 % 2**31
     total = (flat * weights).sum()
     return flat.numel(), 0 if isinstance(total, FakeTensor) else int(total)

@@ -67,6 +67,7 @@ def dry_rank(build: Callable[[], torch.nn.Module], mesh: "Mesh", rank: int, rows
     if rows % micro_batches:
         raise ValueError(f"rows={rows} in {micro_batches} micro-batches: expected a multiple, so that all are alike")
     traced = min(micro_batches, mesh.pp - mesh.coordinates(rank)["pp"] + 2)
+    # in other schedules micro-batches in flight follow no simple rule: trace all of them
     traced = traced if schedule == "1f1b" and mesh.pp > 1 and not every else micro_batches
     options |= {"optimizer": optimizer, "schedule": schedule, "micro_batches": traced}
     size = (rows, rows // micro_batches * traced, length)
@@ -95,7 +96,7 @@ def _step(build, mesh, rank, size, max_norm, options):
     del model
     (all_rows, rows), length = size[:2], size[2] or length
     engine.expect(rows, length, hidden, dtype)
-    make_states(engine.engine)
+    make_states(engine.engine)  # a first step would make them: what is asked is a later one
     batch = [torch.zeros(all_rows, length, dtype=torch.int64)[:rows] if needed else None for needed in engine.needs]
     if options.get("zero") == 3:  # whose first step does not know yet in which order units run
         engine.train_step(*batch)

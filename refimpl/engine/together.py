@@ -72,10 +72,10 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
     """
     order = schedule_of(schedule, mesh.pp, micro_batches, chunks)
     ends = cuts(model, order.stages, style)
-    check(model, mesh, zero, order, ends, sequence, recompute, loss)
+    check(model, mesh, zero, order, ends, sequence, recompute, loss)  # while the model is still whole
     tp, cp, pp, data = (mesh.get_parallel_group(*axes) for axes in (("tp",), ("cp",), ("pp",), ("dp", "cp")))
     if loss is None and (loss := loss_of(model)) is not None:
-        prove_loss(model, loss_of)
+        prove_loss(model, loss_of)  # a class may add to it, as what balances experts
     check_same_model(mesh.comm, model, seed=seed, weights=_bytes_of(weights))
     values = values_of(model, seed, weights)
     attention = SequenceParallelAttention(cp, context) if mesh.cp > 1 else None

@@ -1,7 +1,9 @@
-"""A model that is cut is proven against the whole, once for each class: `double` lets a toy of it compute in fp64,
-`compare` says where two of them differ first, `ranks` cuts it over simulated ranks, `once` remembers. How the toy is
-made is `known_models/toys`. A part of a sequence on each rank: `context/sequence_proof`. Pipeline stages:
-`pipeline/stages_proof`.
+"""Checks that a model that is cut computes what the whole does, on a small model of its class, once for each class.
+
+`fp64` lets that toy compute in fp64, `comparison` says where two of them differ first, `cut_over_ranks` cuts it over
+simulated ranks, `once_per_class` remembers what was found, and `loss_check` compares a loss from logits with the
+model's own. `known_models/toys` makes the toy. `context/sequence_proof` checks a part of a sequence on each rank, and
+`pipeline/stages_proof` checks the stages of a pipeline.
 """
 
 from .comparison import CannotShrink, CutDiffers

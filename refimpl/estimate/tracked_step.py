@@ -1,4 +1,4 @@
-"""The step that an estimate is of: the same function runs on real ranks, and dry.
+"""The training step that an estimate tracks: the same function runs on real ranks, and dry.
 
 A first step makes optimizer states, and lets ZeRO 3 learn in which order layers run. The second one is tracked: all
 later ones are like it.

@@ -78,7 +78,7 @@ class CheckFile:
     def record(self, ledger):
         """Write the peak into the file, whole or not at all; the rest of it stays as it was written. ValueError if the
         file cannot be edited so."""
-        text, path = self.text_with(ledger), os.path.realpath(self.path)
+        text, path = self.text_with(ledger), os.path.realpath(self.path)  # a link stays a link
         with replacing(path) as beside:
             shutil.copymode(path, beside)
             with open(beside, "w", encoding="utf-8", newline="") as file:

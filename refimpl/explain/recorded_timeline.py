@@ -34,9 +34,9 @@ class RecordedTimeline:
         self.born = np.full(count, self.rows)
         self.freed, self.nbytes = np.full(count, self.rows), np.zeros(count, dtype=np.int64)
         for index, record, delta in trace.events:
-            if self.records[record].device != device:
+            if self.records[record].device != device:  # bytes of another device are in no peak of this one
                 continue
-            if self.born[record] == self.rows:
+            if self.born[record] == self.rows:  # it may grow later: the first time counts
                 self.born[record] = index + 1
             self.nbytes[record] += max(delta, 0)
             if delta < 0:

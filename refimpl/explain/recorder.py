@@ -74,7 +74,7 @@ class ScriptRecorder(Tracker):
 
     def enter_module(self, module):
         """Note the call, and at a model's first call what it is; `on_model(module)` may change it before it runs."""
-        recomputes = torch._C._current_graph_task_id() != -1
+        recomputes = torch._C._current_graph_task_id() != -1  # a part that backward calls again is no model
         if not self._modules and module not in self._known and not recomputes:
             self._known.add(module)
             if self._on_model:
@@ -100,7 +100,7 @@ class ScriptRecorder(Tracker):
             call.sequence_first = getattr(opened, "batch_first", None) is False
             self.calls.append(call)
             self._closed = module, call
-            if opened is module:
+            if opened is module:  # those above it have raised, and did not leave
                 break
 
     def _returned(self, module, arguments, output):

@@ -69,10 +69,10 @@ def run(script: "Script", steps: int = 2, switch: Any = None, report: Any = None
     def caught():
         if report is not None:
             report(made(Ending("steps")))
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # os._exit runs none of them
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(0)  # the script catches what should end it, again and again
 
     with switched or nullcontext():
         recorder = ScriptRecorder(switched.on_model if switched else None)

@@ -138,7 +138,7 @@ def _library():
     step.argtypes = [pointer, pointer, pointer, pointer, ctypes.c_int32, pointer, ctypes.c_int32, ctypes.c_int64,
                      _StepConstants, pointer]
     step.restype = None
-    if not has_half():
+    if not has_half():  # found out now, and not in the first step
         raise CannotCompile("the compiler has no 16-bit floats: use g++ 12 or clang++ 15, or newer ones")
     return library
 

@@ -186,7 +186,7 @@ class HostUpdate:
         part, given = self.masters[bucket], []
         part.wait_for_gradients()
         for number, (piece, own) in enumerate(self.pieces[bucket]):
-            gradient = own.grad if piece.slot.parameter in used else None
+            gradient = own.grad if piece.slot.parameter in used else None  # no decay where no rank has a gradient
             own.grad = None
             if gradient is not None and part.on_host(piece):
                 given.append((number, piece, own, gradient))
@@ -238,7 +238,7 @@ def _own(held, dtype):
 
 def check_optimizer(optimizer):
     """TypeError for an optimizer that is not torch's AdamW or Adam; ValueError for options that are not computed."""
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):  # a subclass may compute something else
         raise TypeError(f"{type(optimizer).__name__}: CPUAdam computes torch.optim.AdamW. For another optimizer on the "
                         "host: update=functools.partial(refimpl.zero.update.ShardedUpdate, device='cpu')")
     for group in optimizer.param_groups:

@@ -102,7 +102,7 @@ class DiskStore:
             self._kept.discard(key)  # if the write fails, the file has neither the old contents nor the new
             self._space.write(key, tensors)
             self._kept.add(key)
-        empty(tensors)
+        empty(tensors)  # only now: all bytes are in buffers, or in the file
         self._away[key] = tensors
 
     def prefetch(self, key: object) -> None:

@@ -114,6 +114,7 @@ class HostPart:
             self.device_gradient += rest
             return
         if self.gradient is None or self.gradient.dtype != shard.dtype:
+            # kept from step to step: page-locking memory takes long
             self.gradient = self.link.allocate(self.n, shard.dtype, self.device)
         if self.n:
             self._copy = self.link.start(TO_HOST, self.gradient, here, self.name)
@@ -126,7 +127,7 @@ class HostPart:
         self.device_gradient = mark(self.device_gradient.clone(), "gradients")
 
     def wait_for_gradients(self):
-        """Return when all gradients are here, and added."""
+        """Wait until all gradients are in host memory, and added up."""
         if self._copy is not None:
             self._copy.finish()
             self._copy = None

@@ -103,7 +103,7 @@ class HostStore:
         kept = self._kept.pop(key, None)
         if kept is not None:
             if kept.coming is not None:
-                kept.coming.finish()
+                kept.coming.finish()  # its memory is about to be used again
             self._release_host_memory(kept)
 
     # --- in the end --------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class HostStore:
             return
         self._wait_for_copy(kept)
         if again:
-            self._spare[kept.host.numel(), kept.tensors[0].device].append(kept.host)
+            self._spare[kept.host.numel(), kept.tensors[0].device].append(kept.host)  # locking pages takes long: kept
         else:
             self.host_bytes -= kept.host.numel()
         kept.host = None

@@ -12,4 +12,4 @@ def take_over(store, owner, keys, drop):
                            "store of its own")
     for key in keys if other is None else ():
         drop(key)
-    store._owner = weakref.ref(owner)
+    store._owner = weakref.ref(owner)  # a store must not keep an engine alive

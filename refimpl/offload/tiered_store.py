@@ -176,6 +176,7 @@ class TieredStore:
         if self._least_free is not None:
             self._least_free = min(self._least_free, free_bytes(tensors))
             if self.recording.whole:
+                # once a whole step is known: the least that was free in it is what shards may take
                 self.plan.tiers[DEVICE].grow(int(SHARE * self._least_free))
                 self._least_free = None
         if self.recording.departures and not self._said:

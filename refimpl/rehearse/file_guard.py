@@ -65,7 +65,7 @@ class FileGuard:
         self._made.add(path)
 
     def made(self, folder):
-        """Take what will lie in a folder for the run's own, unless it is there already."""
+        """Note a folder that the run makes: what will lie in it is its own. No-op for one that is there already."""
         if not os.path.exists(folder):
             self._made.add(os.path.realpath(os.fsdecode(folder)))
 

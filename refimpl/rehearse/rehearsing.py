@@ -42,6 +42,7 @@ def rehearse(script: "str | PathLike[str]", arguments: Sequence[str] = (), *, on
                    "result": str(result)}
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
         command = [sys.executable, "-m", "refimpl.rehearse.child", json.dumps(options), str(script), *arguments]
+        # a process of its own: the device has to come before torch
         done = subprocess.run(command, stdout=stdout, env=phantom.environment_without() | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths))})
         found = json.loads(result.read_text()) if result.exists() else {

@@ -51,7 +51,7 @@ class ValueGuard:
 
     def __exit__(self, *exception):
         phantom.libphantom().phantom_ask_at_reads(None)
-        self._library._destroy()
+        self._library._destroy()  # else PyTorch's kernels stay overridden
 
     @staticmethod
     def _refusing(name):

@@ -80,7 +80,7 @@ def load_state_dict(state: "TrainingState", sd: dict[str, Any]) -> int:
             raise SavedStateError(f"the state_dict does not fit what is trained here: {listed(found)}")
 
     validate_on_all(comm, fits)
-    scatter_own(state, sd.get("own"), check=True)
+    scatter_own(state, sd.get("own"), check=True)  # before anything is changed
     set_hyperparameters(state, description["groups"])
     scatter_own(state, sd.get("own"))
     _scatter(state, sd, description, _tensors(description, _in_order(reports)))
@@ -98,7 +98,7 @@ def save_weights(state: "TrainingState", path: "str | PathLike[str]", dtype: tor
     """
     comm, path = state.comm, Path(path)
     description, reports = describe(state)
-    compare_values(state, reports)
+    compare_values(state, reports)  # a save compares them as it writes; here nothing else does
     own = {name: DTYPES[about["dtype"]] for kind in ("rest", "parameters") for name, about in description[kind].items()}
     written = {name: dtype if dtype and each.is_floating_point else each for name, each in own.items()}
     wanted = widest_first(_tensors({**description, "states": {}}, _in_order(reports)), lambda each: written[each[0]])
@@ -154,7 +154,7 @@ def _gathered(state, description, reports, wanted):
                     {rank: report["pieces"] for rank, report in enumerate(reports)})
     with state.one_group() as load:
         for name, key, dtype, shape in wanted:
-            whole = None if comm.rank else torch.zeros(shape, dtype=dtype)
+            whole = None if comm.rank else torch.zeros(shape, dtype=dtype)  # N copies may not fit a machine
             for rank, part, spec in found.get(name, ()):
                 if rank == comm.rank:
                     load(mine[part].group)

@@ -230,7 +230,7 @@ def _plain(value, key):
 def _like(current, value):
     """Return `value`, read from JSON, as a tensor or tuple if `current` is one."""
     if isinstance(current, torch.Tensor):
-        return current.fill_(value)
+        return current.fill_(value)  # in place: a captured graph, or a scheduler, holds this tensor
     if isinstance(value, list) and isinstance(current, tuple):
         return tuple(_like(old, new) for old, new in zip(current, value, strict=True))
     return value

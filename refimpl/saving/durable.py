@@ -43,7 +43,7 @@ def header_of(specs, metadata=None):
         begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
@@ -118,6 +118,7 @@ def replacing(path):
     """Give the name of a new, empty file to write and sync. It is put in the place of `path`, atomically, when the
     context ends; after an error it is removed."""
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"
+    # with the mode of an ordinary file, which one of tempfile's would not have
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
         yield temporary
@@ -126,7 +127,7 @@ def replacing(path):
         with contextlib.suppress(OSError):
             os.remove(temporary)
         raise
-    sync_folder(Path(path).absolute().parent)
+    sync_folder(Path(path).absolute().parent)  # else the new name may be lost in a crash
 
 
 def write_atomically(path, text):

@@ -35,7 +35,7 @@ def only_save(directory):
         ended.set()
         beats.join()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(path)  # while it is locked: nobody else can have it by this name
         os.close(file)
 
 
@@ -50,9 +50,9 @@ def _taken(path):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _refusal(path, file) from None
-            if _elsewhere(file) and _beats(file):
+            if _elsewhere(file) and _beats(file):  # the lock of another host may not be known here
                 raise _refusal(path, file)
-            if _is_named(path, file):
+            if _is_named(path, file):  # else its holder has removed it since it was opened
                 os.ftruncate(file, 0)
                 os.pwrite(file, _words(), 0)
                 return file

@@ -50,7 +50,7 @@ def begin(directory, step):
                           "before this save is whole", stacklevel=2)
     folder = new_name(step)
     (directory / folder).mkdir()
-    sync_folder(directory)
+    sync_folder(directory)  # else a crash could lose a folder whose files are synced
     return folder
 
 
@@ -94,6 +94,7 @@ def read(directory):
         raise SavedStateError(f"{path} is no file")
     try:
         with naming(path):
+            # before it is read: a damaged file may have any size
             if (size := path.stat().st_size) > (most := _largest(directory)):
                 raise SavedStateError(f"{path} is damaged: it has {size:,} bytes, and the files that it names have "
                                       f"{most - ROOM:,}, whose headers say more than a manifest")
@@ -128,7 +129,7 @@ def verify(path, about):
     size = path.stat().st_size
     if size != about["bytes"]:
         raise SavedStateError(f"{path} has {size} bytes: expected {about['bytes']}; it was cut short or written to")
-    found = sha256_of(path)
+    found = sha256_of(path)  # last, as it reads all of the file
     if found != about["sha256"]:
         raise SavedStateError(f"{path} is damaged: its SHA-256 is {found}, expected {about['sha256']}")
 

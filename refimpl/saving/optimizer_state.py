@@ -67,7 +67,7 @@ def make_state(state, shard, kinds):
     be written. No-op for what is not trained."""
     if shard.own is None:
         return
-    if not kinds:
+    if not kinds:  # saved before its first step, or without a state
         state.optimizer.state.pop(shard.own, None)
         return
     held, own = state.optimizer.state[shard.own], shard.own
@@ -76,6 +76,7 @@ def make_state(state, shard, kinds):
     for key, kind in kinds.items():
         dtype, now = DTYPES[kind["dtype"]] if "dtype" in kind else None, held.get(key)
         if "value" not in kind:
+            # else the tensor that is there is written to: a store may know it
             if not isinstance(now, torch.Tensor) or now.dtype != dtype or now.shape != own.shape:
                 held[key] = mark(torch.zeros_like(own, dtype=dtype, requires_grad=False), "optimizer state")
         elif dtype is None:

@@ -92,11 +92,11 @@ def _save(state, directory, name, description, reports, first):
     """Write on all ranks; then the `first` rank, with shared=False that of each host, makes it the saved state."""
     comm = state.comm
     written = gather_results(comm, lambda: _write(state, directory / name), "save: files that are written")
-    _check_replicas(reports, [hashes for _, hashes in written])
+    _check_replicas(reports, [hashes for _, hashes in written])  # before the manifest: a wrong save replaces nothing
     files = {file_of(rank): {**about, "pieces": report["pieces"]}
              for rank, ((about, _), report) in enumerate(zip(written, reports, strict=True))}
     gather_results(comm, lambda: _commit(directory, name, description, files) if first else None)
-    gather_results(comm, lambda: _end(directory, name) if first else None)
+    gather_results(comm, lambda: _end(directory, name) if first else None)  # after all hosts have a whole new one
 
 
 def _end(directory, name):
@@ -129,6 +129,7 @@ def _write(state, folder):
             load(shard.group)
             tensor = tensors_of(state, shard)[key]
             if _is_compared(shard):
+                # a sum of values could be equal by chance
                 hashes[_named(shard)][key] = hashlib.sha256(raw_bytes(tensor)).hexdigest()
             if shard in written:
                 yield elements(tensor, shard)
@@ -136,7 +137,7 @@ def _write(state, folder):
 
     with state.one_group() as load:
         about = write_tensors(folder / file_of(state.comm.rank), specs, tensors(load))
-    sync_folder(folder)
+    sync_folder(folder)  # the file's name, too, is on the disk before the manifest says so
     return about, hashes
 
 
@@ -244,13 +245,14 @@ def _read(comm, directory, hosts):
 @torch.no_grad()
 def _restore(state, folder, manifest):
     """Read what this rank holds: a group at a time, of it a file at a time, and one slice of it."""
-    set_hyperparameters(state, manifest["groups"])
+    set_hyperparameters(state, manifest["groups"])  # first: a state's device depends on capturable and fused
     stored = stored_in(manifest)
     with state.one_group() as load:
         for group, shards in itertools.groupby(state.shards, key=lambda shard: shard.group):
             load(group)
             files = {}
             for shard in shards:
+                # before its values are copied: an optimizer without a step has no tensors yet
                 make_state(state, shard, manifest["states"].get(shard.spec.name))
                 for file, part, spec in stored.get(shard.spec.name, ()):
                     if views := overlaps(shard.spec, spec):
@@ -259,7 +261,7 @@ def _restore(state, folder, manifest):
                 with _open(folder / file) as opened:
                     for part, views, shard in found:
                         _copy(opened, part, views, tensors_of(state, shard))
-    if manifest["world_size"] == state.comm.world_size:
+    if manifest["world_size"] == state.comm.world_size:  # other ranks could not go on with these random numbers
         _restore_generators(state.comm, folder)
     if state.own:
         with _open(folder / file_of(state.comm.rank)) as stored:

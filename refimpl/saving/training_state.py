@@ -44,7 +44,7 @@ class TrainingState:
 
     def __post_init__(self):
         self.names = _names(self.model)
-        kept = set(self.names.values())
+        kept = set(self.names.values())  # buffers with persistent=False are in no state_dict
         self.shards = [shard for shard in self.shards if shard.kind != "buffers" or shard.spec.name in kept]
         for name, parts in self.by_name.items():
             if any(overlaps(a.spec, b.spec) for a, b in itertools.combinations(parts, 2)):
@@ -75,7 +75,7 @@ class TrainingState:
             def load(group):
                 if now != [group]:
                     now.clear()
-                    stack.close()
+                    stack.close()  # before the next one is loaded: a store has room for one
                     stack.enter_context(self.loaded(group))
                     now.append(group)
             yield load

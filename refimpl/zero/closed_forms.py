@@ -79,6 +79,7 @@ def model_state_bytes(model, world_size, stage, *, rank=0, optimizer="adamw", bu
                 [piece.end - piece.first for piece in bucket.pieces(rank)])
         itemsize = 4 if low and stage else bucket.dtype.itemsize
         states += (4 * shard if low and stage else 0) + STATES[optimizer] * itemsize * sum(mine)
+        # a counter of steps for each piece, which for a GPU's pieces is in host memory
         states += 4 * len(mine) * (optimizer in ("adam", "adamw") and torch.device(device).type == "cpu")
     frozen = _frozen_layout(model, world_size, stage, units, persistence_threshold)
     placeholders |= {(bucket.dtype, bucket.device): bucket.dtype.itemsize for bucket in frozen}

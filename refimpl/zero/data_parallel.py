@@ -36,7 +36,7 @@ class AllReduce(Reducer):
     def reduced(self, bucket, average):
         """Let each `parameter.grad` be the average, also if only another rank has used the parameter."""
         if average is not self.flat[bucket]:
-            self.flat[bucket].copy_(average)
+            self.flat[bucket].copy_(average)  # back in the gradients' own dtype
         for slot in bucket.slots:
             slot.parameter.grad = self.views[slot.parameter]
 

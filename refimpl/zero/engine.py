@@ -78,8 +78,8 @@ class Engine(ActsAsOptimizer):
         self._companion = Companion(optimizer, groups, named) if watched else None
 
     def check_phase(self, phase: str, settings: "Settings | None" = None) -> None:
-        """Raise CollectiveMismatch on all ranks unless all of them are about to do this, in the same micro-batch, with
-        the same `settings`, and modules wrote the same to parameters on all of them (`internals.writes`)."""
+        """Raise CollectiveMismatch on all ranks unless all are about to do the same: `phase`, in the same micro-batch,
+        with the same `settings`. Modules must have written the same to parameters, too (`internals.writes`)."""
         self.writes.look()  # what modules wrote travels with this check, in one message
         self.writes.settle(self._stored, self.update, lambda digests: check_phase(
             self.comm, phase, self._steps, self.reducer.micro_batches, self.levels.parts, digests, settings))
@@ -130,9 +130,9 @@ class Engine(ActsAsOptimizer):
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Let any backwards run in this context, not this engine's own, as those of a pipeline's stages in the order of
-        its schedule. Their gradients add up as one micro-batch's, in `.grad`; at the end they are averaged over all
-        ranks. Above stage 1 parameters or gradients would not be whole in between: RuntimeError."""
+        """Collect the gradients of backwards that others run in this context, as a pipeline does for its stages. They
+        add up in `.grad` as those of one micro-batch, and are averaged over all ranks at the end. RuntimeError above
+        stage 1, where parameters or gradients would not be whole in between."""
         if self.stage not in (0, 1):
             raise RuntimeError(f"collect at stage {self.stage}: expected DataParallel or Zero1, whose gradients are "
                                "whole until they are reduced")

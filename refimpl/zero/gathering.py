@@ -46,8 +46,8 @@ class Gathering:
                 self.hide(bucket)
 
     def gather(self, bucket, unit=None):
-        """Return when `bucket` is whole. It stays whole until it has been released as often as it was gathered. `unit`:
-        for which it is gathered; without one it is a unit by itself."""
+        """Gather `bucket`; return when it is whole. It stays whole until it has been released as often as it was
+        gathered. `unit`: the unit that needs it; without one the bucket counts as a unit by itself."""
         kept, use = not self._users[bucket], (bucket, bucket if unit is None else unit)
         self._users[bucket] += 1
         if self.computing and bucket in self.outside and bucket not in self.kept_for_outside:
@@ -85,8 +85,8 @@ class Gathering:
         return Unread(self._nan.values, names)
 
     def read(self, name):
-        """Gather a released parameter that is read, in a forward or backward: from then on it stays whole, in each
-        step, from its first use to the end of backward, as what is in no unit does in FSDP2. Else RuntimeError."""
+        """Gather a released parameter that somebody reads in a forward or backward. From then on it stays whole in each
+        step, from its first use to the end of backward, as FSDP2 keeps what is in no unit. RuntimeError elsewhere."""
         if not self.computing:
             raise RuntimeError(f"{name} is in shards, and is read or written outside of forward and backward: "
                                "`with engine.gathered():` makes it whole, with write=True to keep what is written")
@@ -96,16 +96,16 @@ class Gathering:
         self.release(bucket)
 
     def gather_kept_again(self):
-        """Gather what others than their units read, for the backward of a forward after which another backward has
-        ended: that has released it."""
+        """Gather again what is read outside of its unit. With several forwards in flight, the end of another backward
+        has released it."""
         for bucket in self.outside:
             if bucket not in self.kept_for_outside:
                 self.gather(bucket)
                 self.release(bucket)
 
     def release_kept(self, before):
-        """End the uses of what a forward without a backward has kept for readers outside of units; `before`: what was
-        kept when it began."""
+        """Stop keeping buckets for readers outside of their units, after a forward without a backward. `before`: what
+        was kept when that forward began."""
         for bucket in self.kept_for_outside - before:
             self.kept_for_outside.remove(bucket)
             self.release(bucket)

@@ -93,8 +93,8 @@ class AcrossReplicas:
 
 
 def holders(specs, world, replicas):
-    """Return {name: numbers in `world` of all ranks that hold the same shards}: for each replica of this rank, itself,
-    or those that its spec names because tensor parallelism has copied the parameter. All ranks call it."""
+    """Return {name: all ranks that hold the same shard, as numbers in `world`}. All ranks call it. Each replica adds
+    itself, or the ranks that the parameter's spec names: tensor parallelism leaves some parameters whole on all."""
     mine = torch.zeros(len(specs), world.world_size, dtype=torch.uint8)
     for row, spec in zip(mine, specs.values(), strict=True):
         row[list(spec.replicas or (world.rank,))] = 1

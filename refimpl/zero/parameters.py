@@ -13,9 +13,9 @@ class WholeParameters:
             whole = self.whole[bucket] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             for slot, view in zip(bucket.slots, bucket.views(whole), strict=True):
                 view.copy_(slot.parameter.detach())
-                slot.parameter.data = view
+                slot.parameter.data = view  # the same Parameter: hooks, ties and the user's names stay
             self.shards[bucket] = bucket.shard(whole, self.comm.rank)
-        self.spread()
+        self.spread()  # else ranks that were seeded differently would train N models
 
     def stay(self):
         """Return {bucket: its whole parameters} of those that are whole between steps: all."""

@@ -33,10 +33,12 @@ def check_dense(name, gradient):
 
 
 class Reducer:
-    """Puts gradients into buckets, and reduces one when it is complete. A stage says how: `reduce(bucket)` launches the
-    collective of `flat[bucket]`, and `reduced(bucket, result)` gets what it returned: with `replicas`, after these have
-    averaged it (`hybrid`). A `hook` may do it in their place (`hook`). `in_flight_bytes`: of buckets on the wire while
-    backward goes on, since each is in memory, whole, until its collective ends."""
+    """Puts gradients into buckets, and reduces each bucket when it is complete.
+
+    A stage says how: `reduce(bucket)` launches the collective of `flat[bucket]`, and `reduced(bucket, result)` gets its
+    result. With `replicas` these have averaged the result before (`hybrid`). A `hook` may reduce in their place (`hook`).
+    `in_flight_bytes`: of buckets on the wire while backward goes on. A bucket is whole until its collective ends.
+    """
 
     def __init__(self, buckets, comm, update, dtype=None, replicas=None, hook=None, in_flight_bytes=None):
         self.buckets, self.comm, self.update, self.dtype = buckets, comm, update, dtype
@@ -97,7 +99,7 @@ class Reducer:
         self.unlaunched, self.syncing, self.running = dict.fromkeys(self.buckets if syncing else ()), syncing, True
 
     def arrived(self, parameter):
-        """Put a complete gradient into its bucket. Autograd calls this hook once for each parameter in a backward."""
+        """Put a complete gradient into its bucket, and launch it if it is full. Autograd calls this once a parameter."""
         bucket, slot = self.place[parameter]
         if not self.running:
             self.drop()  # they are of this rank alone
@@ -111,7 +113,7 @@ class Reducer:
         self.launch_ready()
 
     def accept_gradient(self, parameter):
-        """Move the gradient to its bucket's buffer, where autograd adds to it from then on."""
+        """Move a parameter's gradient to its bucket's buffer, where autograd adds to it from then on."""
         if parameter.grad is not self.views.get(parameter):  # else autograd has added to the view, in place
             parameter.grad = self.views[parameter] = self.move_to_bucket(parameter, parameter.grad)
 
@@ -171,7 +173,7 @@ class Reducer:
     def wait_until(self, most):
         """Wait for reductions, the oldest first, until at most so many bytes of buckets are on the wire."""
         while self.handles and sum(bucket.nbytes for bucket in self.handles) > most:
-            bucket = next(iter(self.handles))
+            bucket = next(iter(self.handles))  # the oldest: collectives end in the order in which they began
             self.reduced(bucket, self.handles.pop(bucket).wait())
 
     def drop(self):
@@ -212,7 +214,7 @@ class ReduceScatter(Reducer):
         if self.synced:
             for bucket in self.flat:
                 self.update.copy_gradients(bucket)  # the shard is a view of the buffer that is freed below
-            self.flat.clear()
+            self.flat.clear()  # their gradients are in shards: the next micro-batch fills buffers anew
         super().begin(syncing)
 
     def reduce(self, bucket):

@@ -43,7 +43,7 @@ class ReduceByUnit(ReduceScatterAtOnce):
     where autograd has made them until then: the bucket's buffer comes when the unit's parameters have gone."""
 
     def accept_gradient(self, parameter):
-        """Leave the gradient; `launch` moves it."""
+        """Leave the gradient where autograd has made it; `launch` moves it to the bucket."""
         check_dense(self.place[parameter][1].name, parameter.grad)
 
     def launch(self, bucket):
@@ -103,6 +103,7 @@ class Zero3(Zero2):
         self._limits, self._codec = (look_ahead, max_live_parameters), quantized_weights
         self._backwards = Backwards(self._backward_begun, self._backward_ended)
         self._initializer = initializer_of(model, comm.device, initialize)
+        # a store, or the host, has the masters elsewhere: then a 16-bit shard is gathered
         self._in_fp32 = options.get("store") is None and options.get("update") is None
         super().__init__(model, comm, *args, **options)
         self.gathering.writes = self.writes
@@ -144,7 +145,7 @@ class Zero3(Zero2):
             backward_follows = torch.is_grad_enabled()
             return output
         finally:
-            self._backwards.evaluating = False
+            self._backwards.evaluating = False  # also if it raises
             self.gathering.computing -= 1
             if not backward_follows:
                 self.gathering.release_kept(held)
@@ -170,6 +171,7 @@ class Zero3(Zero2):
 
     def _unread(self):
         """Return what refuses reads of parameters that no gather serves: in the first step, on real tensors."""
+        # the first step alone: a dispatch mode slows each operation down
         first = not self._steps and not any(isinstance(p, FakeTensor) for p in self.reducer.place)
         return self.gathering.unread() if first else contextlib.nullcontext()
 
@@ -220,7 +222,7 @@ class Zero3(Zero2):
             self.reducer.missing[bucket].update(
                 slot.parameter for slot in bucket.slots  # those alone that this backward reaches
                 if torch._C._will_engine_execute_node(self._accumulators[slot.parameter]))
-        if reads_weights_in_backward(unit):
+        if reads_weights_in_backward(unit):  # an embedding's backward needs indices alone
             for bucket in self.parameters.sharded(unit):
                 self.gathering.gather(bucket, unit)
 

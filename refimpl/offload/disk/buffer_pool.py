@@ -16,6 +16,7 @@ class Buffer:
     """
 
     def __init__(self, nbytes, pinned):
+        # a block more: torch aligns to 64 bytes, O_DIRECT wants a block's
         whole = torch.empty(nbytes + BLOCK, dtype=torch.uint8, pin_memory=pinned)
         first = -whole.data_ptr() % BLOCK
         self.nbytes, self.tensor = nbytes, mark(whole, HOST_MEMORY)[first : first + nbytes]

@@ -6,9 +6,9 @@ from .file import aligned
 
 
 class FileExtents:
-    """Gives each key a place of whole blocks. `end`: the bytes of the file that were ever taken.
+    """Gives each key an extent, some whole blocks of the file. `end`: the bytes of the file that were ever taken.
 
-    The smallest free place that fits is taken, or else the file grows, from a free place at its end if there is one.
+    The smallest free part that fits is taken, or else the file grows, from a free part at its end if there is one.
     """
 
     def __init__(self):

@@ -97,6 +97,7 @@ class TransferThreads:
                 transfer.abandon(2 * (len(places) - number), error)
                 raise
             lent = _Lent(self.buffers["write"], buffer, 2)  # two: one writes it, one sums it
+            # summed by one thread while another one writes
             self._copies.put((self._sum, transfer, lent, nbytes, offset + begin))
             self._calls.put((self._write, transfer, lent, nbytes, offset + begin))
 

@@ -1,4 +1,4 @@
-"""What a plan knows of a bucket, what it moves, and what it counts."""
+"""What a placement knows of a bucket, what it moves, and what it counts."""
 
 from dataclasses import dataclass, field
 
@@ -28,8 +28,8 @@ class Move:
 
 @dataclass(eq=False)
 class TieredBucket:
-    """Is what a plan knows of a key: the tiers that have its contents or get them by a move that was begun, which is
-    `coming[tier]`."""
+    """What a placement knows of a key. `where`: the tiers that have its contents, or get them by a move that has begun,
+    which is `coming[tier]`."""
 
     key: object
     nbytes: int
@@ -48,7 +48,7 @@ class TieredBucket:
 
 @dataclass
 class Counts:
-    """Counts what a plan did: accesses that found their bucket on the device, all accesses, seconds that they waited,
+    """Counts what a placement did: accesses that found their bucket on the device, all accesses, seconds that they waited,
     how many did, and bytes on each way."""
 
     hits: int = 0

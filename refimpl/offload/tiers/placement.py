@@ -1,6 +1,6 @@
 """Decides which bucket moves where, and when. It moves no byte itself: `mover` does, or a simulator's clock.
 
-    need(key)          it is computed with from now on: load it, if it is not on the device, and wait
+    need(key)          the engine computes with it from now on: load it, if it is not on the device, and wait
     hint(key)          it will be needed soon: begin to load it
     end_use(key, …)    it is computed with no more; it may stay on the device as long as nothing else needs the room
     drop(key)          nobody needs its contents again
@@ -26,8 +26,8 @@ SPARE = 1.5  # of the time that a load takes
 
 
 class TierPlacement:
-    """Says what moves, to a `mover`: `now()`, `start(move)`, `wait(move)`, `seconds(link, nbytes)`, `reserve(bucket)`,
-    `free(bucket, tier)`.
+    """Decides which bucket moves, and lets a `mover` move it: `now()`, `start(move)`, `wait(move)`,
+    `seconds(link, nbytes)`, `reserve(bucket)`, `free(bucket, tier)`.
 
     `capacities`: {tier: bytes}, no disk if it has none. `device`: None for as much as is computed with at a time.
     """
@@ -67,7 +67,7 @@ class TierPlacement:
         """Note that a bucket, with all its bytes on the device, is computed with no more."""
         begun, bucket = self.mover.now(), self.buckets.get(key)
         if bucket is None or bucket.nbytes != nbytes:
-            self.drop(key)
+            self.drop(key)  # another size: what is known of it is of other tensors
             self._check_fits(nbytes)
             begun = self._note(key)
             bucket = self.buckets[key] = TieredBucket(key, nbytes, tensors, {DEVICE})
@@ -262,6 +262,7 @@ class TierPlacement:
             link = "in" if HOST in bucket.where else "disk"
             way = self.mover.seconds(link, bucket.host_bytes)
             backlog += way
+            # not yet: a load that comes too early takes the room of buckets that are needed sooner
             if distance and seconds > SPARE * backlog + self.mover.backlog(link):
                 return
             victims = self._victims(bucket.nbytes, distance, ask=True)

@@ -26,7 +26,7 @@ class Tier:
         """Take room that is there. Return the moves after which it is free."""
         after = []
         while self._free < nbytes and self._leaving:
-            move, left = self._leaving.popleft()
+            move, left = self._leaving.popleft()  # the one that began first ends first
             self._free += left
             after.append(move)
         self._free -= nbytes

@@ -53,7 +53,7 @@ class ActsAsOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self):
         """Return False. GradScaler.step reads this first: TypeError for one that looks at a rank's own shard alone, so
         that some ranks would step and others not. (ShardedGradScaler asks all, and has a `process_group`.)"""
-        scaler = sys._getframe(1).f_locals.get("self")
+        scaler = sys._getframe(1).f_locals.get("self")  # nothing hands the scaler over: it is found in its own frame
         if (not self.gradients_are_whole and isinstance(scaler, torch.amp.GradScaler)
                 and not hasattr(scaler, "process_group")):
             raise TypeError(f"GradScaler looks for inf in one rank's shard of the gradients, and {type(self).__name__} "

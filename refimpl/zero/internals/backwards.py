@@ -22,8 +22,8 @@ KEPT = 1000  # calls of a module without gradients that are remembered, in case 
 
 @dataclasses.dataclass(eq=False)
 class ForwardCall:
-    """One call of a module's forward, in the model's forward of this number: it began and ended at these places in the
-    order of all calls."""
+    """One call of a module's forward. `forward`: the number of the model's forward that made it. `begin`, `end`: its
+    places among the beginnings and ends of all calls."""
 
     module: torch.nn.Module
     forward: int

@@ -12,6 +12,7 @@ class InShards(torch.Tensor):
     @staticmethod
     def __new__(cls, parameter, name):
         kind = {"dtype": parameter.dtype, "device": parameter.device}
+        # strides of 0 and no storage: it has a shape, and takes no bytes
         return cls._make_wrapper_subclass(cls, parameter.shape, [0] * parameter.dim(), **kind, storage_size=0)
 
     def __init__(self, parameter, name):
@@ -27,5 +28,5 @@ class InShards(torch.Tensor):
     def __repr__(self):
         return f"<gradient of {self.of}, in shards>"
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo):  # copies of a model have its parameters' gradients copied
         return self

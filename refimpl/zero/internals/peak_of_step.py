@@ -1,4 +1,4 @@
-"""What stages 1 to 3 have at the highest moment of a step, beside the optimizer's state and activations: closed form.
+"""The peak of a step at stages 1 to 3 in closed form, beside the optimizer's state and activations.
 
 Units 1 … n run one after the other; a more are gathered ahead. Unit k has U_k bytes; a rank's shard of them is S_k. Its
 largest layer's gradients have m_k bytes. At stage 3, while unit k's backward runs, these are alive:
@@ -33,12 +33,14 @@ MADE, WAITING, REDUCED = "gradients just made", "gradient of a tensor used twice
 
 
 def peak_of_step_bytes(model, world_size, stage, *, look_ahead=1, in_flight_bytes=None, bucket_bytes=None, units=None,
-                    order=None, outside=()):
-    """Return {what: bytes} of parameters and gradients at the moment of a step, the third or a later one, when they are
-    most. Arguments as the engine's; `stage` 1 to 3, else ValueError. `order`: the model's modules in the order of their
+                       order=None, outside=()):
+    """Return {what: bytes} of parameters and gradients at the peak of a step, the third or a later one.
+
+    Arguments as the engine's; `stage` 1 to 3, else ValueError. `order`: the model's modules in the order of their
     forwards, by default that in which the model has them. At stage 3 only that of units matters. `outside`: parameters
     that the model itself reads after all units, as a head tied by `F.linear(x, self.embedding.weight)` does: at stage 3
-    they stay whole until backward has ended."""
+    they stay whole until backward has ended.
+    """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage!r}: expected 1, 2 or 3 (at stage 0 parameters and gradients are whole)")
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -57,7 +59,7 @@ def peak_of_step_bytes(model, world_size, stage, *, look_ahead=1, in_flight_byte
 
 
 class _SimulatedStep:
-    """Goes through a step. `now`: bytes that are alive; `most`: those of the highest moment so far."""
+    """Goes through a step without computing. `now`: bytes that are alive; `most`: those of the peak so far."""
 
     def __init__(self, buckets, stage, in_flight_bytes):
         self.stage, self.in_flight_bytes, self.buckets = stage, in_flight_bytes, buckets

@@ -58,7 +58,7 @@ class DeviceMemory:
 
 
 class BucketStore:
-    """What an engine has in its store: for each bucket tensors of several kinds."""
+    """Puts the tensors of buckets into a store and gets them back: states, gradients and parameters, by kind."""
 
     def __init__(self, store, buckets):
         self.store = DeviceMemory() if store is None else store
@@ -67,7 +67,7 @@ class BucketStore:
             self.store.attach(self)
 
     def register(self, kind, tensors):
-        """Keep tensors of another kind: `tensors(bucket)` returns them."""
+        """Add a kind of tensors that the store keeps: `tensors(bucket)` returns those of a bucket."""
         self._kinds[kind] = tensors
 
     def put(self, bucket, only=None, changed=True):

@@ -52,6 +52,7 @@ def largest(x_BK, bad_BK):
 def codes_of(x_BK, s_B, bad_BK, LIMIT: tl.constexpr):
     """Return round(x / s) in int32; 0 where there is no number or no scale."""
     usable_B = s_B > 0  # not 0, nor NaN
+    # div_rn: the plain division of a GPU rounds otherwise than torch's
     y_BK = tl.div_rn(tl.where(bad_BK, 0.0, x_BK), tl.where(usable_B, s_B, 1.0)[:, None])
     y_BK = tl.minimum(tl.maximum(tl.where(usable_B[:, None], y_BK, 0.0), -1.0 * LIMIT), 1.0 * LIMIT)
     return ((y_BK + 12582912.0) - 12582912.0).to(tl.int32)
@@ -61,7 +62,7 @@ def codes_of(x_BK, s_B, bad_BK, LIMIT: tl.constexpr):
 def quantize_kernel(x_ptr, scales_ptr, codes_ptr, n, x_stride, scales_stride, codes_stride, SMALLEST: tl.constexpr,
                     LIMIT: tl.constexpr, B: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr):
     """Encode B blocks of K numbers of a row; PACKED: two codes in a byte."""
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)  # offsets of large buckets exceed int32
     x_ptr += row * x_stride
     codes_ptr += row * codes_stride
     blocks = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
