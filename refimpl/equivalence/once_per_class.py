@@ -11,8 +11,8 @@ _found = {}
 def once(question, model, find):
     """Return find(model), which is the same for all models of one kind; `question` names it.
 
-    It runs without side effects, and in a thread of its own, in which no mode is on. What it raises is raised again for the next
-    model. CannotShrink for a model without a config of transformers.
+    It runs without side effects, and in a thread of its own, in which no mode is on. What it raises is raised again for
+    the next model. CannotShrink for a model without a config of transformers.
     """
     key = question, *ask("kind", model)
     if key not in _found:

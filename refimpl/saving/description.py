@@ -101,7 +101,8 @@ def _merged(reports, what):
 def piece_of(spec):
     """Return a spec in JSON: [first, end]; of a block that is not the whole tensor, or that is in an order of its own,
     also its offsets, its lengths, that order, and of fused parts which dim has how many."""
-    more = [list(spec.order), list(spec.fused)] if spec.fused else [list(spec.order)] if spec.order else []
+    more = [list(spec.order)] if spec.order or spec.fused else []
+    more += [list(spec.fused)] if spec.fused else []
     block = [list(spec.offsets), list(spec.lengths)] if more or spec.lengths != spec.shape else []
     return [spec.first, spec.end, *block, *more]
 
@@ -194,8 +195,9 @@ def _kind(value):
     """Return in words which values can stand where this one does."""
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_kind, value))}]"
-    return "a string" if isinstance(value, str) else "True, False or None" if value is None or isinstance(
-        value, bool) else "a number"
+    if isinstance(value, str):
+        return "a string"
+    return "True, False or None" if value is None or isinstance(value, bool) else "a number"
 
 
 def _sizes(members):

@@ -36,13 +36,14 @@ class Reducer:
     """Puts gradients into buckets, and reduces each bucket when it is complete.
 
     A stage says how: `reduce(bucket)` launches the collective of `flat[bucket]`, and `reduced(bucket, result)` gets its
-    result. With `replicas` these have averaged the result before (`hybrid`). A `hook` may reduce in their place (`hook`).
+    result, which `replicas` have averaged before (`hybrid`). A `hook` may reduce in place of the collective (`hook`).
     `in_flight_bytes`: of buckets on the wire while backward goes on. A bucket is whole until its collective ends.
     """
 
     def __init__(self, buckets, comm, update, dtype=None, replicas=None, hook=None, in_flight_bytes=None):
         self.buckets, self.comm, self.update, self.dtype = buckets, comm, update, dtype
-        self.replicas, self.hook = hook.between(replicas) if replicas and hasattr(hook, "between") else replicas, hook
+        self.hook = hook
+        self.replicas = hook.between(replicas) if replicas and hasattr(hook, "between") else replicas
         self.place = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self.flat, self.views = {}, {}  # bucket → its gradients side by side; parameter → its gradient there
         self.used, self.micro_batches, self.synced = set(), 0, False  # since the last step
@@ -99,7 +100,7 @@ class Reducer:
         self.unlaunched, self.syncing, self.running = dict.fromkeys(self.buckets if syncing else ()), syncing, True
 
     def arrived(self, parameter):
-        """Put a complete gradient into its bucket, and launch it if it is full. Autograd calls this once a parameter."""
+        """Put a complete gradient into its bucket. Autograd calls this hook once for each parameter in a backward."""
         bucket, slot = self.place[parameter]
         if not self.running:
             self.drop()  # they are of this rank alone

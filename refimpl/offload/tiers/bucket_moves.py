@@ -48,8 +48,8 @@ class TieredBucket:
 
 @dataclass
 class Counts:
-    """Counts what a placement did: accesses that found their bucket on the device, all accesses, seconds that they waited,
-    how many did, and bytes on each way."""
+    """Counts what a placement did: accesses that found their bucket on the device, all accesses, seconds that they
+    waited, how many did, and bytes on each way."""
 
     hits: int = 0
     accesses: int = 0

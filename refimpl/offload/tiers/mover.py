@@ -64,8 +64,10 @@ class Mover:
         cuda = next((tensor.device for tensor in bucket.tensors if tensor.is_cuda), None)
         move.stream = cuda and torch.cuda.current_stream(cuda)
         if any(isinstance(tensor, FakeTensor) for tensor in bucket.tensors):  # a dry run: of this thread alone
-            {(True, False): empty, (False, True): fill}.get((move.source == DEVICE, move.target == DEVICE),
-                                                            lambda _: None)(move.tensors)
+            if move.source == DEVICE:
+                empty(move.tensors)
+            elif move.target == DEVICE:
+                fill(move.tensors)
             move.done.set()
         else:
             self._waiting[move.link] += move.nbytes

@@ -89,7 +89,9 @@ def _kind(value):
     """Return what of a hyper-parameter may decide how a step is computed."""
     if isinstance(value, (list, tuple)):
         return str(list(map(_kind, value)))
-    return str(value != 0) if isinstance(value, float) else "tensor" if torch.is_tensor(value) else repr(value)
+    if isinstance(value, float):
+        return str(value != 0)
+    return "tensor" if torch.is_tensor(value) else repr(value)
 
 
 class _Trial:

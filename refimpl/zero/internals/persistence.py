@@ -92,7 +92,9 @@ def training_state(engine, hook=True):
     if kept is not None:
         last = sum(bool(slot.order) for bucket in engine.buckets for slot in bucket.slots)
         about["own"] = f"{kept.about}, {last} parameters in channels_last" if last else kept.about
-    own = kept.state_tensors() if kept is not None else {} if hook else None
+    own = {} if hook else None  # None: what was saved of another hook is left
+    if kept is not None:
+        own = kept.state_tensors()
     groups = [[engine.specs[name].name for name in names] for names in engine.update.group_names]
     return TrainingState(engine.world, shards(engine), engine.optimizer, groups, engine.model, engine._steps,
                          about, lambda bucket: _loaded(engine, bucket), own,

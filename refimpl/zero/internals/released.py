@@ -2,8 +2,8 @@
 
 A parameter's tensor stays the same object while its elements come and go. While they are away its class is `Released`,
 whose `__torch_function__` sees each use of it from Python, by whatever name or list it was found: a head that is tied
-by `F.linear(x, self.embedding.weight)`, a penalty over `self.parameters()`, a `functional_call`. A shape, a
-dtype or a hook needs no elements; for all else `served` gathers it. Other tensors are not slowed down.
+by `F.linear(x, self.embedding.weight)`, a penalty over `self.parameters()`, a `functional_call`. A
+shape, a dtype or a hook needs no elements; for all else `served` gathers it. Other tensors are not slowed down.
 
 There are reads for which torch calls no `__torch_function__`: `torch.tensor(p)`, transforms of torch.func of a
 parameter itself (`vmap(f)(p)`), and those of a backward. In an engine's first step `Unread`, a dispatch mode, refuses
