@@ -5,7 +5,7 @@ import torch
 from refimpl.comm import launch
 from refimpl.zero.quantized import BlockCodec
 from refimpl.zero.quantized.gather import QuantizedGather
-from refimpl.zero.quantized.reduce import Ranks, reduce_scatter
+from refimpl.zero.quantized.reduce import ReduceGroups, reduce_scatter
 
 from . import verdict
 
@@ -17,7 +17,7 @@ def _sent(comm, numel, bits):
     codec, n = BlockCodec(bits, BLOCK), numel // comm.world_size
     for _ in range(2):
         QuantizedGather(comm, codec).launch(torch.ones(n), torch.empty(numel)).wait()
-    reduce_scatter(Ranks(comm, comm), codec, torch.ones(numel), n, torch.float32).wait()
+    reduce_scatter(ReduceGroups(comm, comm), codec, torch.ones(numel), n, torch.float32).wait()
     return comm.traffic.total
 
 

@@ -120,12 +120,13 @@ def test_the_stop_button_during_a_launch_leaves_no_process(checkout, opened):
 
 
 def ranks(checkout):
-    """The processes below a kernel that runs in the checkout's learn/."""
+    """The ranks of a kernel that runs in the checkout's learn/: children of the process that forks them, which stays."""
     found = []
     for process in psutil.process_iter():
         try:
             if "ipykernel" in " ".join(process.cmdline()) and process.cwd() == str(checkout / "learn"):
-                found += [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+                found += [rank for forks in process.children() for rank in forks.children(recursive=True)
+                          if rank.status() != psutil.STATUS_ZOMBIE]
         except psutil.Error:
             continue
     return found

@@ -67,8 +67,8 @@ def first_of_its_own(model, first, end):
     stage, anatomy = stages.stage_of(model, first, end), anatomy_of(model)
     if not stage.is_first:
         layers = stage.get_submodule(anatomy.layers)
-        kept = [layer for layer in layers if not isinstance(layer, stages.Elsewhere)]
-        marks = [layer for layer in layers if isinstance(layer, stages.Elsewhere)]
+        kept = [layer for layer in layers if not isinstance(layer, stages.LayerOfAnotherStage)]
+        marks = [layer for layer in layers if isinstance(layer, stages.LayerOfAnotherStage)]
         order = [marks[0], *kept, *marks[1:]] if stage.is_last else [marks[0], *kept, marks[-1]]
         stage.get_submodule(anatomy.layers)._modules = {str(i): layer for i, layer in enumerate(order)}
     return stage
@@ -104,7 +104,7 @@ def test_what_is_done_before_the_layers_and_again_in_each_stage_is_seen(kind, mo
             x, layers[-1].arrives = layers[-1].arrives, None
             return x
 
-    class AsItCame(stages.Elsewhere):
+    class AsItCame(stages.LayerOfAnotherStage):
         pass
 
     monkeypatch.setattr(stages, "_stage_class", lambda cls: type("Stage", (Again, cls), {}))
@@ -205,12 +205,12 @@ def test_a_stage_keeps_no_message_alive():
     x = parts[0](torch.ones(1, 4, dtype=torch.int64))
     parts[1](x)
     for part in parts:
-        assert all(layer.arrives is None for layer in part.model.layers if isinstance(layer, stages.Elsewhere))
+        assert all(layer.arrives is None for layer in part.model.layers if isinstance(layer, stages.LayerOfAnotherStage))
     broken = RuntimeError("out of memory")
     parts[1].model.layers[1].register_forward_pre_hook(lambda *given: (_ for _ in ()).throw(broken))
     with pytest.raises(RuntimeError, match="out of memory"):
         parts[1](x)
-    assert all(layer.arrives is None for layer in parts[1].model.layers if isinstance(layer, stages.Elsewhere))
+    assert all(layer.arrives is None for layer in parts[1].model.layers if isinstance(layer, stages.LayerOfAnotherStage))
 
 
 def test_a_loss_of_more_than_logits_is_refused_by_together():
