@@ -5,7 +5,7 @@ import torch
 
 from refimpl.cross_entropy.fused import IGNORED
 from refimpl.cross_entropy.kernels.configs import KERNELS, TABLE, look_up
-from refimpl.cross_entropy.kernels.tile import Loss, Shape
+from refimpl.cross_entropy.kernels.tile import LossTerms, Shape
 from refimpl.cross_entropy.triton_backward import backward_launches
 from refimpl.cross_entropy.triton_forward import forward_launch
 
@@ -14,9 +14,9 @@ from .table import TARGETS
 
 ROWS = Shape(8192, 128256, 4096)  # a batch of Llama-3-8B
 RANKS = 8
-VARIANTS = {"": (False, Loss(-100, 0.0, 0.0, 0.0, ROWS.V), 1),
-            " bias softcap": (True, Loss(-100, 0.1, 1e-4, 30.0, ROWS.V), 1),
-            " split": (False, Loss(IGNORED, 0.0, 0.0, 0.0, ROWS.V), RANKS)}
+VARIANTS = {"": (False, LossTerms(-100, 0.0, 0.0, 0.0, ROWS.V), 1),
+            " bias softcap": (True, LossTerms(-100, 0.1, 1e-4, 30.0, ROWS.V), 1),
+            " split": (False, LossTerms(IGNORED, 0.0, 0.0, 0.0, ROWS.V), RANKS)}
 
 
 def cases(chips=tuple(TARGETS), change=None):

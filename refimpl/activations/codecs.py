@@ -74,7 +74,7 @@ def mask_bytes(n, itemsize=1):
 
 
 @dataclass(frozen=True)
-class Cast:
+class BFloat16Values:
     """The values rounded to bfloat16."""
 
     values: torch.Tensor  # (n,) bfloat16
@@ -87,7 +87,7 @@ class Cast:
 
 def encode_cast(flat):
     """Round floating values (n,) to bfloat16. inf and NaN stay; what is above 3.39e38 becomes inf."""
-    return Cast(flat.to(torch.bfloat16), flat.dtype)
+    return BFloat16Values(flat.to(torch.bfloat16), flat.dtype)
 
 
 def cast_bytes(n):

@@ -24,7 +24,7 @@ from .codecs import (
     has_values,
     mask_bytes,
 )
-from .saved_tensors import SavedStorages, Stored
+from .saved_tensors import PackedStorage, SavedStorages
 
 METHODS = ("lossless", "bf16", "int8")
 ROUNDED = {"bf16": (torch.float32, torch.float64),
@@ -151,7 +151,7 @@ def is_log(tensor):
     return tensor.grad_fn is not None and type(tensor.grad_fn).name(tensor.grad_fn) == "LogSoftmaxBackward0"
 
 
-class Compressed(Stored):
+class Compressed(PackedStorage):
     """A storage's code. What is decoded is shared while it is in use: an operation that saved a tensor twice
     decodes it once, and nothing is held for the next operation."""
 

@@ -2,7 +2,7 @@
 
 `saved_tensors_hooks` shows each tensor that autograd saves and asks what to keep in its place. Bytes belong to
 storages, though, and one storage is often saved by several operations, as it is or as a view. So each storage is
-handed to the technique once, whole, and every tensor on it becomes a View of what the technique made of it.
+handed to the technique once, whole, and every tensor on it becomes a PackedView of what the technique made of it.
 
 Three kinds are never touched, since their owner keeps them and a second copy could only cost: parameters and buffers of
 the model with their views, leaves that want a gradient, and the tensors that the model was called with. A cast of a
@@ -26,10 +26,10 @@ ALIASES = {"TBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBa
            "PermuteBackward0", "ExpandBackward0", "AliasBackward0", CAST}
 
 
-class Stored:
+class PackedStorage:
     """Hold what a technique made of one storage; `restore()` returns its flat content, a tensor (n,).
 
-    It lives as long as autograd holds a View of it. `views` counts them.
+    It lives as long as autograd holds a PackedView of it. `views` counts them.
     """
 
     def __init__(self, tensor):
@@ -42,8 +42,8 @@ class Stored:
         raise NotImplementedError(f"{type(self).__name__} defines no restore()")
 
 
-class View:
-    """Stand in the place of one saved tensor: where it lies in a Stored."""
+class PackedView:
+    """Stand in the place of one saved tensor: where it lies in a PackedStorage."""
 
     __slots__ = ("offset", "shape", "stored", "stride")
 
@@ -143,7 +143,7 @@ class SavedStorages:
         return None
 
     def store(self, flat, tensor):
-        """Return (name of the kind, bytes taken, Stored) for the flat content of the storage, or a str: why not."""
+        """Return (name of the kind, bytes taken, PackedStorage) for the storage's flat content, or why not: a str."""
         raise NotImplementedError(f"{type(self).__name__} defines no store()")
 
     # --- the context ------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class SavedStorages:
         if self._hooks is not None:
             raise RuntimeError(f"this {type(self).__name__} is in use already: make another one for the inner region")
         self.report = Report()
-        self._stored = weakref.WeakValueDictionary()  # (storage, version, dtype) -> Stored
+        self._stored = weakref.WeakValueDictionary()  # (storage, version, dtype) -> PackedStorage
         self._left = {}  # storage -> weak reference, which also keeps the address from being reused
         owned = [*self._model.parameters(), *self._model.buffers()]
         self._owned = {tensor.untyped_storage()._cdata for tensor in owned if type(tensor) in PLAIN}
@@ -208,7 +208,7 @@ class SavedStorages:
         key = storage._cdata, tensor._version, tensor.dtype
         stored = self._stored.get(key)
         if stored is not None:
-            return View(stored, tensor)
+            return PackedView(stored, tensor)
         nbytes = storage.nbytes()
         if self._is_owned(tensor, storage):
             if storage._cdata not in self._left:
@@ -223,12 +223,12 @@ class SavedStorages:
             self.report.add(kind, nbytes, after, stored)
             if stored is not None:
                 self._stored[key] = stored
-                return View(stored, tensor)
+                return PackedView(stored, tensor)
         _remember(self._left, storage)  # kept whole for one tensor, so for all of this storage
         return Whole(tensor)
 
     def _store(self, tensor, nbytes):
-        """Return (kind, bytes, Stored), or (reason, `nbytes`, None) for a storage that is kept whole."""
+        """Return (kind, bytes, PackedStorage), or (reason, `nbytes`, None) for a storage that is kept whole."""
         if nbytes < self.smallest:
             reason = f"left: smaller than {self.smallest:,} B"
         elif self._chosen is not None and not self._inside:

@@ -189,13 +189,13 @@ class CachingAllocator:
         if self.settings.expandable_segments and self.device.expands(pool.owner):
             return expandable.grow(self, pool, stream, size)
         nbytes = self.settings.segment(size)
-        address = self.take(nbytes, lambda: self.device.malloc(nbytes))
+        address = self.reserve_memory(nbytes, lambda: self.device.malloc(nbytes))
         if address is None:
             return None
         self._segments[address], self._born = nbytes, self._born + 1
         return Block(address, nbytes, stream, pool, born=self._born)
 
-    def take(self, nbytes: int, ask: Callable[[], Any]) -> Any:
+    def reserve_memory(self, nbytes: int, ask: Callable[[], Any]) -> Any:
         """Return what `ask()` does, and count `nbytes` as reserved; None if that is too much, or the device refuses."""
         given = ask() if self.reserved + nbytes <= self.limit else None
         if given is not None:

@@ -141,7 +141,7 @@ def _move_blocks(pool, found):
     pool._forget_holes()
     for i, top in enumerate(tops):
         if rest := i * SEGMENT + pool.segments[i].numel() - top:
-            pool._add(top, rest)
+            pool._add_hole(top, rest)
     return shifts
 
 
@@ -193,4 +193,4 @@ class CompactingPool(PlannedPool):
             top += block.size
         self._live = live
         self._forget_holes()
-        self._add(top, self.limit // self.alignment * self.alignment - top)
+        self._add_hole(top, self.limit // self.alignment * self.alignment - top)

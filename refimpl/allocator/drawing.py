@@ -28,7 +28,7 @@ def segment_map(**snapshots: Any) -> "Figure":
     """
     if not snapshots or not all(snapshot.entries for snapshot in snapshots.values()):
         raise ValueError("segment_map needs snapshots with events: segment_map(default=record(trace))")
-    drawn = {label: _Layout(snapshot) for label, snapshot in snapshots.items()}
+    drawn = {label: _SegmentBoxes(snapshot) for label, snapshot in snapshots.items()}
     highest = max(rows.height for rows in drawn.values())
     divisor, unit = next((size, name) for size, name in UNITS if highest >= size)
     figure = MemoryFigure(figsize=(max(8.5, 5 * len(drawn)), 4.2), layout="constrained", facecolor="white")
@@ -54,7 +54,7 @@ def segment_map(**snapshots: Any) -> "Figure":
     return figure
 
 
-class _Layout:
+class _SegmentBoxes:
     """Boxes (first event, last event, bottom, top): `segments`, and `blocks` by category. `failures`: events."""
 
     def __init__(self, snapshot):

@@ -79,7 +79,7 @@ def _may_be_used(block):
 def _map(allocator, block, size):
     """Give memory to the first bytes of a block without; returns it, joined with free neighbours, or None."""
     address, size = block.segment.outward(block.address, size)
-    if not allocator.take(size, lambda: allocator.device.map(address, size)):
+    if not allocator.reserve_memory(size, lambda: allocator.device.map(address, size)):
         return None
     pool = block.pool
     pool.remove(block)

@@ -13,7 +13,7 @@ from .holes import ByPlace, BySize
 POLICIES = {"first_fit": ByPlace, "best_fit": BySize}
 
 
-class Places:
+class FreeList:
     """Finds room for sizes that are multiples of `alignment` bytes, a power of two. `allocated`: bytes that are taken.
 
     ValueError for another policy or alignment.
@@ -32,7 +32,7 @@ class Places:
         """Return the bytes of the largest hole."""
         return self._holes.largest
 
-    def _take(self, size):
+    def _allocate(self, size):
         """Return where `size` bytes begin from now on; None if no hole has so many."""
         found = self._holes.find(size)
         if found is None:
@@ -48,7 +48,7 @@ class Places:
         self.allocated += size
         return begin
 
-    def _give(self, begin, size):
+    def _release(self, begin, size):
         """Take them back."""
         self.allocated -= size
         end = begin + size
@@ -70,13 +70,13 @@ class Places:
         """Start with no hole."""
         self._holes, self._ends, self._sizes = POLICIES[self.policy](), {}, {}  # end → begin, begin → size
 
-    def _add(self, begin, size):
+    def _add_hole(self, begin, size):
         """Add a hole that touches no other."""
         self._holes.add(begin, size)
         self._sizes[begin], self._ends[begin + size] = size, begin
 
 
-class PlannedPool(Places):
+class PlannedPool(FreeList):
     """A pool of one segment of `capacity` bytes without memory, for replays.
 
     `reserved` is the highest end that was ever taken: with so many bytes the pool would have served all requests.
@@ -86,7 +86,7 @@ class PlannedPool(Places):
         super().__init__(policy, alignment)
         self.limit, self.reserved, self.requested = capacity, 0, 0
         self._live = {}
-        self._add(0, capacity // alignment * alignment)
+        self._add_hole(0, capacity // alignment * alignment)
 
     def rounded(self, nbytes):
         """Return the bytes that a request takes."""
@@ -95,7 +95,7 @@ class PlannedPool(Places):
     def allocate(self, nbytes, stream=0):
         """Return a Block; its address is its place. OutOfMemory if no hole has room."""
         size = self.rounded(nbytes)
-        begin = self._take(size)
+        begin = self._allocate(size)
         if begin is None:
             raise OutOfMemory(f"{size} bytes for a request of {nbytes}: {self.allocated} of {self.limit} bytes are "
                               f"taken, the largest hole has {self.largest_hole}", size)
@@ -108,7 +108,7 @@ class PlannedPool(Places):
         """Give a block back."""
         del self._live[block.address]
         self.requested -= block.requested
-        self._give(block.address, block.size)
+        self._release(block.address, block.size)
 
     def why(self, size, stream):
         """Return (free bytes, bytes of the largest hole, the live blocks beside it)."""

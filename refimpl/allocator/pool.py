@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from .places import Places
+from .places import FreeList
 
 SEGMENT = 2**48  # a place is a segment's number times this, and a byte in it
 
@@ -21,7 +21,7 @@ class PoolExhausted(MemoryError):
     """Raised if a pool may not grow by what a request needs."""
 
 
-class GPUMemoryPool(Places):
+class GPUMemoryPool(FreeList):
     """Backs tensors of any dtype and shape by views of segments that it allocated before.
 
     - `initial_capacity`: bytes of the first segment.
@@ -68,10 +68,10 @@ class GPUMemoryPool(Places):
             self._shapes[shape, dtype] = self._layout(shape, dtype)
         nbytes, size, sizes, strides = self._shapes[shape, dtype]
         with self._lock:
-            begin = self._take(size)
+            begin = self._allocate(size)
             if begin is None:
                 self._expand(size)
-                begin = self._take(size)
+                begin = self._allocate(size)
             segment, offset = divmod(begin, SEGMENT)
             flat, first = self._of(segment, dtype)
             tensor = flat.as_strided(sizes, strides, first + offset // dtype.itemsize)
@@ -96,7 +96,7 @@ class GPUMemoryPool(Places):
                                                  "it is not from this pool"))
             del self._live[address]
             self.requested -= nbytes
-            self._give(begin, size)
+            self._release(begin, size)
 
     def close(self) -> None:
         """Give all segments back. ValueError, which says how many, if tensors are live."""
@@ -139,7 +139,7 @@ class GPUMemoryPool(Places):
         first = -raw.data_ptr() % self.alignment
         self.segments.append(raw[first:first + size])
         self.capacity += size
-        self._add((len(self.segments) - 1) * SEGMENT, size)
+        self._add_hole((len(self.segments) - 1) * SEGMENT, size)
 
     # --- views -------------------------------------------------------------------------------------------------------
 

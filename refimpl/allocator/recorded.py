@@ -34,7 +34,7 @@ class RecordedDevice:
     def _next(self, action):
         return self.expected[0][1:] if self.expected and self.expected[0][0] == action else (None, None)
 
-    def _take(self, *event):
+    def _expect(self, *event):
         self.checked += 1
         if not self.expected or self.expected[0] != event:
             theirs = "{0} of {2} bytes at {1:#x}".format(*self.expected[0]) if self.expected else "nothing of the kind"
@@ -49,12 +49,12 @@ class RecordedDevice:
         """Return the recorded address of the next segment; None if memory is given back first."""
         address, _ = self._next("segment_alloc")
         if address is not None:
-            self._take("segment_alloc", address, nbytes)
+            self._expect("segment_alloc", address, nbytes)
         return address
 
     def free(self, address, nbytes):
         """Take a segment back, as recorded."""
-        self._take("segment_free", address, nbytes)
+        self._expect("segment_free", address, nbytes)
 
     def reserve(self, nbytes):
         """Return where the next piece of memory goes, though other memory may be given back before."""
@@ -67,12 +67,12 @@ class RecordedDevice:
         """Give memory to these addresses, as recorded; None if memory is given back first, or there is none."""
         if self._next("segment_map")[0] is None:
             return None
-        self._take("segment_map", address, nbytes)
+        self._expect("segment_map", address, nbytes)
         return True
 
     def unmap(self, address, nbytes):
         """Take the memory of these addresses back, as recorded."""
-        self._take("segment_unmap", address, nbytes)
+        self._expect("segment_unmap", address, nbytes)
 
 
 @dataclass

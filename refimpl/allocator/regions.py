@@ -20,14 +20,14 @@ from .places import PlannedPool
 class ContiguousRegion:
     """Memory of `nbytes` that is allocated once; tensors that live long are copied into it, one after the other.
 
-    `kept = region.keep(checkpoint)` in forward, `region.clear()` after backward. `used`: bytes so far.
+    `kept = region.copy_in(checkpoint)` in forward, `region.clear()` after backward. `used`: bytes so far.
     """
 
     def __init__(self, nbytes, device=None, alignment=512):
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.alignment, self.used = alignment, 0
 
-    def keep(self, tensor):
+    def copy_in(self, tensor):
         """Return a copy of a tensor, contiguous, in the region: the tensor itself can be freed. OutOfMemory if the
         region is too small."""
         size = -(-tensor.nbytes // self.alignment) * self.alignment

@@ -26,7 +26,7 @@ CURES = ("expandable_segments:True", "max_split_size_mb:32", "max_split_size_mb:
 class Replay:
     """What a replay read. Bytes after each event, int64 arrays (N,): `reserved`, `allocated`, `requested`.
 
-    `failure`: a Failure if a request failed; the arrays end before it. `allocator`: as it is at the end.
+    `failure`: a FailedRequest if a request failed; the arrays end before it. `allocator`: as it is at the end.
     """
 
     trace: object
@@ -61,7 +61,7 @@ class Replay:
 
 
 @dataclass
-class Failure:
+class FailedRequest:
     """A request that failed: `event` in the trace, `nbytes` asked for, `size` as rounded, and what was there.
 
     - `free`: bytes in segments that nobody had; `largest`: of the largest hole that this request might have.
@@ -147,4 +147,4 @@ def _failure(trace, allocator, live, event, nbytes, size, stream):
     names = {block.address: number for number, block in live.items()}
     neighbours = [(trace.name_of(names[block.address]), trace.category_of(names[block.address]), block.requested)
                   for block in beside if block.address in names]
-    return Failure(event, nbytes, size, allocator.reserved, allocator.limit, free, largest, neighbours)
+    return FailedRequest(event, nbytes, size, allocator.reserved, allocator.limit, free, largest, neighbours)

@@ -39,7 +39,7 @@ class Range:
 
 
 @dataclass
-class Start:
+class RecordingStart:
     """When a recording began: `ranges`, sorted by address; `live`: {address: (bytes asked for, size or None, stream,
     frames)}; `bases`: {(stream, small, owner): first address of its expandable segment}."""
 
@@ -49,7 +49,7 @@ class Start:
 
 
 def rewind(snapshot, settings):
-    """Return the Start of a snapshot's recording. DamagedTrace, with the event, if an event cannot be undone."""
+    """Return the RecordingStart of a snapshot. DamagedTrace, with the event, if an event cannot be undone."""
     live, ranges = {}, {}
     for segment in snapshot.segments:
         at = segment["address"]
@@ -75,7 +75,7 @@ def rewind(snapshot, settings):
             _put(ranges, Range(at, at + size, stream, action == "segment_unmap"), i)
         elif action in ("segment_alloc", "segment_map"):
             _cut(ranges, at, at + size, i)
-    start = Start([ranges[at] for at in sorted(ranges)], live)
+    start = RecordingStart([ranges[at] for at in sorted(ranges)], live)
     _classify(start, snapshot, settings)
     _find_ends(start, snapshot, settings)
     _find_bases(start, snapshot, settings)

@@ -164,8 +164,8 @@ def attention_flops(q_shape: Sequence[int], k_shape: Sequence[int], *, v_dim: in
 
 def resolve_shapes(q_shape, k_shape, dtype, *, v_dim=None, causal=False, window=None, dropout_p=0.0, cu_seqlens=None,
                    cu_seqlens_k=None):
-    """Resolve a call from shapes alone, with the checks of a real one. Returns (Call, (e, w)): e bytes for an element,
-    w for an element of `wide_dtype`."""
+    """Resolve a call from shapes alone, with the checks of a real one. Returns (AttentionCall, (e, w)): e bytes for
+    an element, w for an element of `wide_dtype`."""
     q, k = (torch.empty(tuple(shape), dtype=dtype, device="meta") for shape in (q_shape, k_shape))
     v = k if v_dim is None else k.new_empty((*k.shape[:3], v_dim))
     call = resolve(q, k, v, causal=causal, window=window, scale=None, dropout_p=dropout_p, seed=0,

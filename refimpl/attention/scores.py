@@ -143,7 +143,7 @@ class PrefixLM(ScoreHook):
             raise ValueError("PrefixLM with causal=True: expected causal=False, the hook is causal after the prefix")
 
 
-class Composed(ScoreHook):
+class ComposedHooks(ScoreHook):
     """Several hooks, from the first to the last: the derivative is the product of theirs."""
 
     def __init__(self, hooks):
@@ -182,13 +182,13 @@ def hook_of(score):
         if first.masks and not second.masks:
             raise ValueError(f"score has {type(second).__name__} after {type(first).__name__}, a mask: expected masks "
                              "last")
-    return None if not hooks else hooks[0] if len(hooks) == 1 else Composed(hooks)
+    return None if not hooks else hooks[0] if len(hooks) == 1 else ComposedHooks(hooks)
 
 
 def as_kernels_take(hook):
     """Return a ScoreHook, or None, as (softcap, slopes, documents, prefix); None if the kernels cannot compute it: a
     class that they do not know, two hooks of one class, or a softcap after ALiBi."""
-    hooks = hook.hooks if isinstance(hook, Composed) else () if hook is None else (hook,)
+    hooks = hook.hooks if isinstance(hook, ComposedHooks) else () if hook is None else (hook,)
     found, kinds = {type(each): each for each in hooks}, [type(each) for each in hooks]
     known = all(kind in (Softcap, Alibi, Documents, PrefixLM) for kind in kinds) and len(found) == len(kinds)
     if not known or (Softcap in kinds and kinds[0] is not Softcap):

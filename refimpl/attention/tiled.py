@@ -25,7 +25,7 @@ import torch
 from ..ground.derivatives import refuse_batched_gradients, refuse_transforms
 from .call.arguments import INSTEAD, refuse_second_derivative, resolve, without_autocast
 from .call.dry import in_tiles
-from .call.part import Part, load, store
+from .call.part import SequenceTiles, load, store
 from .call.philox import dropped_bytes, runs_of
 from .call.sequences import tiles
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
@@ -86,10 +86,10 @@ class _Tiled(torch.autograd.Function):
         refuse_batched_gradients("tiled_attention", INSTEAD, d_out_BHTV, d_lse_BHT)
         *saved, seed = ctx.saved_tensors
         call = ctx.call if seed is None else ctx.call.with_seed(seed)
-        return *_Gradients.apply(*saved, d_out_BHTV, d_lse_BHT, call, ctx.sizes), None, None, None
+        return *_TiledBackward.apply(*saved, d_out_BHTV, d_lse_BHT, call, ctx.sizes), None, None, None
 
 
-class _Gradients(torch.autograd.Function):
+class _TiledBackward(torch.autograd.Function):
     """The backward as an operation of its own: a derivative of it, by dO or by q, k or v, comes here and is refused."""
 
     @staticmethod
@@ -118,7 +118,7 @@ def _forward(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, sizes):
 
 
 def _forward_tiles(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, sizes, is_new):
-    for part in Part.of(call, q_BHTD, k_BGSD):
+    for part in SequenceTiles.of(call, q_BHTD, k_BGSD):
         q, out, lse, k, v = part.cut((q_BHTD, out_BHTV, lse_BHT1), (k_BGSD, v_BGSV))
         band = part.sequence.band
         out[:, :, : band.fully_masked].zero_()
@@ -180,7 +180,7 @@ def backward_of(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BH
 
 def _backward_tiles(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSV, call,
                     sizes, is_new):
-    for part in Part.of(call, q_BHTD, k_BGSD):
+    for part in SequenceTiles.of(call, q_BHTD, k_BGSD):
         by_query = (q_BHTD, out_BHTV, lse_BHT1, d_out_BHTV, dq_BHTD, *([] if d_lse_BHT1 is None else [d_lse_BHT1]))
         q, out, lse, d_out, dq, *d_lse, k, v, dk, dv = part.cut(by_query, (k_BGSD, v_BGSV, dk_BGSD, dv_BGSV))
         for rows, spans in part.tiles(sizes, is_new):

@@ -32,7 +32,7 @@ DROPPED = {  # part -> the terms of a block that are not kept, but recomputed
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BlockSizes:
     """The unit sizes of one shape, in bytes, and its dropout and attention as they matter here."""
 
     U: int
@@ -71,7 +71,7 @@ def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=Non
     if config.post_norms:
         raise ValueError("post_norms=True: this closed form covers two norms in a block; use profile_chain or "
                          "memory.dry_run")
-    z = Sizes.of(config, batch, sequence, dtype, device)
+    z = BlockSizes.of(config, batch, sequence, dtype, device)
     terms = block_terms(config, batch, sequence, dtype, device)
     U, Q, K, F, S, W, M, D, causal = z.U, z.Q, z.K, z.F, z.S, z.W, z.M, z.dropout, terms["causal mask"]
     whole = sum(terms.values()) - U
@@ -107,7 +107,7 @@ def gpt_costs(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dtype
     """
     if part not in DROPPED:
         raise ValueError(f"part={part!r}: expected one of {', '.join(map(repr, DROPPED))}")
-    n, z = config.layers, Sizes.of(config, batch, sequence, dtype, device)
+    n, z = config.layers, BlockSizes.of(config, batch, sequence, dtype, device)
     s, p, q, r = moments(config, batch, sequence, dtype, device, part)
     *head, head_flops = _head(config, batch, sequence, dtype, device)
     kept, dropping, saving, backward = ([x] * n + [y] for x, y in zip((s, p, q, r), head, strict=True))
@@ -172,7 +172,7 @@ def kept_bytes(config: "GPTConfig", batch: int, sequence: int, plan: Sequence[An
     n = config.layers
     plan = list(range(n)) if plan is None else plan
     regions = [item for item in plan if isinstance(item, tuple)]
-    z = Sizes.of(config, batch, sequence, dtype, device)
+    z = BlockSizes.of(config, batch, sequence, dtype, device)
     terms = activation_terms(config, batch, sequence, dtype, device)
     s = moments(config, batch, sequence, dtype, device, part)[0] + z.U
     kept = (len(plan) - len(regions)) * s + len(regions) * z.U

@@ -46,7 +46,7 @@ def _has_own_output(overload):
     return bool(results) and not overload._schema.is_mutable and not any(r.alias_info for r in results)
 
 
-class _Kept:
+class _SavedCall:
     """Holds the outputs of one call, their versions, and the random states after it if it drew numbers."""
 
     def __init__(self, operation, outputs, random):
@@ -107,7 +107,7 @@ class _Keeping(TorchDispatchMode):
         before = _random_states(args) if torch.Tag.nondeterministic_seeded in func.tags else {}
         outputs = func(*args, **kwargs)
         random = {device: random_state(device) for device, state in before.items() if has_drawn(device, state)}
-        self._calls.append(_Kept(func, outputs, random))
+        self._calls.append(_SavedCall(func, outputs, random))
         return outputs
 
 

@@ -186,7 +186,7 @@ class RecomputedRegion:
         self._descriptions.append(Description.of(tensor))
         return placeholder
 
-    def take(self, placeholder):
+    def pop_tensor(self, placeholder):
         """Return the tensor of `placeholder`, once. If it is not there, all of the region's are recomputed."""
         with self._lock:
             if placeholder.tensor is None:
@@ -227,7 +227,7 @@ def _forget(region):
 
 
 def _unpack(placeholder):
-    return placeholder.region.take(placeholder)
+    return placeholder.region.pop_tensor(placeholder)
 
 
 def _same(tensor):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .call import check_call, flat, refuse_second_derivative, sum_dtype
-from .rows import Columns, Terms, part_factors, row_losses
+from .rows import Terms, VocabularyColumns, part_factors, row_losses
 from .sums import WeightSum, scaled
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def multi_token_cross_entropy(hiddens: Sequence[torch.Tensor], weight: torch.Ten
     "Better & Faster Large Language Models via Multi-token Prediction" (Gloeckle et al. 2024), section 2.
     """
     scales = [1.0] * len(hiddens) if scales is None else [float(scale) for scale in scales]
-    terms, columns = Terms(ignore_index, label_smoothing, z_loss, softcap), Columns.of(comm, len(weight), vocabulary)
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
+    columns = VocabularyColumns.of(comm, len(weight), vocabulary)
     hiddens = check_call(hiddens, weight, targets, scales, bias, reduction, chunk_size, terms, columns)
     sums = sum_dtype(weight_gradient, weight, hiddens[0].dtype)
     targets = [flat(each) for each in targets]
@@ -92,8 +93,8 @@ def multi_token_cross_entropy(hiddens: Sequence[torch.Tensor], weight: torch.Ten
     rows = max(1, min(N, chunk_size or default_chunk_size(N, *weight.shape)))
     given = (*hiddens, weight) if bias is None else (*hiddens, weight, bias)
     needed = [torch.is_grad_enabled() and each.requires_grad for each in given]
-    plan = _Plan(targets, tuple(scales), reduction, terms, columns, rows, needed, sums)
-    return _Loss.apply(plan, *given)
+    settings = _ChunkedSettings(targets, tuple(scales), reduction, terms, columns, rows, needed, sums)
+    return _ChunkedLoss.apply(settings, *given)
 
 
 def default_chunk_size(N: int, V: int, C: int) -> int:
@@ -102,20 +103,20 @@ def default_chunk_size(N: int, V: int, C: int) -> int:
     return max(1, min(N, max(256, 2 ** max(0, (N * C - 1) // V).bit_length())))
 
 
-class _Plan(NamedTuple):
+class _ChunkedSettings(NamedTuple):
     """What the loss is given besides tensors that may have gradients."""
 
     targets: list
     scales: tuple
     reduction: str
     terms: Terms
-    columns: Columns
+    columns: VocabularyColumns
     rows: int
     needed: list  # of each tensor given: whether its gradient is
     sums: torch.dtype  # of dW
 
 
-class _Gradients:
+class _GradientSums:
     """Hold what forward computes for backward: dh of each part in its dtype, sums of dW and db; None where not needed.
 
     `wide`, of db: fp32, or fp64 for fp64.
@@ -128,36 +129,37 @@ class _Gradients:
                         for x, need in zip(given[:K], needed[:K], strict=True)]
 
 
-class _Loss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, *given):
+    def forward(ctx, settings, *given):
         with torch.autocast(given[0].device.type, enabled=False):
-            return _Loss._forward(ctx, plan, *given)
+            return _ChunkedLoss._forward(ctx, settings, *given)
 
     @staticmethod
-    def _forward(ctx, plan, *given):
-        K = len(plan.targets)
+    def _forward(ctx, settings, *given):
+        K = len(settings.targets)
         hiddens, weight, bias = given[:K], given[K].to(given[0].dtype), given[K + 1] if len(given) > K + 1 else None
         wide = torch.promote_types(weight.dtype, torch.float32)
-        factors, ctx.power = part_factors(plan.targets, plan.scales, plan.reduction, plan.terms.ignore_index, wide)
-        found = _Gradients(given, K, plan.needed, wide, plan.sums) if any(plan.needed) else None
+        factors, ctx.power = part_factors(settings.targets, settings.scales, settings.reduction,
+                                          settings.terms.ignore_index, wide)
+        found = _GradientSums(given, K, settings.needed, wide, settings.sums) if any(settings.needed) else None
         losses = torch.zeros(K, dtype=wide, device=weight.device)
-        buffers = _Buffers(plan.rows, weight, wide)
-        for k, (hidden, targets) in enumerate(zip(hiddens, plan.targets, strict=True)):
-            for first in range(0, len(hidden), plan.rows):
-                at = slice(first, first + plan.rows)
+        buffers = _ChunkLogits(settings.rows, weight, wide)
+        for k, (hidden, targets) in enumerate(zip(hiddens, settings.targets, strict=True)):
+            for first in range(0, len(hidden), settings.rows):
+                at = slice(first, first + settings.rows)
                 dh = None if found is None or found.hiddens[k] is None else found.hiddens[k][at]
-                losses[k].add_(_chunk(hidden[at], weight, bias, targets[at], factors[k], plan, buffers, found, dh))
+                losses[k].add_(_chunk(hidden[at], weight, bias, targets[at], factors[k], settings, buffers, found, dh))
         del buffers
-        if found is not None and plan.columns.comm is not None:
+        if found is not None and settings.columns.comm is not None:
             for dh in found.hiddens:
                 if dh is not None:
-                    plan.columns.comm.all_reduce(dh, out=dh, label="gradient of hidden")
-        ctx.found, ctx.dtypes, ctx.rows = found, [x.dtype for x in given], plan.rows
+                    settings.columns.comm.all_reduce(dh, out=dh, label="gradient of hidden")
+        ctx.found, ctx.dtypes, ctx.rows = found, [x.dtype for x in given], settings.rows
         losses.mul_(ctx.power)
         total = losses.sum()
-        if any(scale != 1 for scale in plan.scales):  # the losses apart are those without their scales
-            losses.div_(torch.tensor(plan.scales, dtype=wide, device=losses.device))
+        if any(scale != 1 for scale in settings.scales):  # the losses apart are those without their scales
+            losses.div_(torch.tensor(settings.scales, dtype=wide, device=losses.device))
         ctx.mark_non_differentiable(losses)
         ctx.set_materialize_grads(False)
         return total, losses
@@ -177,7 +179,7 @@ class _Loss(torch.autograd.Function):
         return None, *results
 
 
-class _Buffers:
+class _ChunkLogits:
     """Memory for a chunk's logits: (R, V) in fp32 and, for 16-bit inputs, (R, V) in their dtype."""
 
     def __init__(self, rows, weight, wide):
@@ -185,7 +187,7 @@ class _Buffers:
         self.narrow = self.wide if weight.dtype == wide else weight.new_empty((rows, len(weight)))
 
 
-def _chunk(h_RC, weight_VC, bias_V, targets_R, factor, plan, buffers, found, dh_RC):
+def _chunk(h_RC, weight_VC, bias_V, targets_R, factor, settings, buffers, found, dh_RC):
     """Return the sum of the losses of a chunk; add its gradients to `found`, and write those of its rows to dh_RC."""
     z_RV, narrow_RV = buffers.wide[: len(h_RC)], buffers.narrow[: len(h_RC)]
     torch.mm(h_RC, weight_VC.T, out=narrow_RV)
@@ -193,12 +195,12 @@ def _chunk(h_RC, weight_VC, bias_V, targets_R, factor, plan, buffers, found, dh_
         z_RV.copy_(narrow_RV)
     if bias_V is not None:
         z_RV.add_(bias_V)
-    loss_R = row_losses(z_RV, targets_R, plan.terms, plan.columns, factor, found is not None)
+    loss_R = row_losses(z_RV, targets_R, settings.terms, settings.columns, factor, found is not None)
     if found is None:
         return loss_R.sum()
     if found.bias is not None:
         found.bias.add_(z_RV.sum(0))
-    if narrow_RV.dtype != z_RV.dtype and (dh_RC is not None or z_RV.is_cuda or plan.sums == narrow_RV.dtype):
+    if narrow_RV.dtype != z_RV.dtype and (dh_RC is not None or z_RV.is_cuda or settings.sums == narrow_RV.dtype):
         narrow_RV.copy_(z_RV)
     if dh_RC is not None:
         torch.mm(narrow_RV, weight_VC, out=dh_RC)

@@ -18,7 +18,7 @@ import torch
 from .call import check_call, flat, refuse_second_derivative, sum_dtype
 from .closed_forms import HeadBytes
 from .kernels.configs import config_for, words_at_once
-from .rows import Columns, Terms, exchange, part_factors
+from .rows import Terms, VocabularyColumns, exchange, part_factors
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator
@@ -69,54 +69,56 @@ def fused_multi_token_cross_entropy(hiddens: Sequence[torch.Tensor], weight: tor
     if skip is not None and not skip >= 0:
         raise ValueError(f"skip={skip!r}: expected a number of at least 0, or None to leave out nothing")
     scales = [1.0] * len(hiddens) if scales is None else [float(scale) for scale in scales]
-    terms, columns = Terms(ignore_index, label_smoothing, z_loss, softcap), Columns.of(comm, len(weight), vocabulary)
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
+    columns = VocabularyColumns.of(comm, len(weight), vocabulary)
     hiddens = check_call(hiddens, weight, targets, scales, bias, reduction, None, terms, columns)
     if hiddens[0].dtype not in DTYPES:
         raise TypeError(f"hidden is of {hiddens[0].dtype}: expected fp32, bf16 or fp16; chunked_linear_cross_entropy "
                         "takes fp64")
     if bias is not None and bias.requires_grad and not weight.requires_grad:
         raise ValueError("bias needs a gradient and weight does not: expected both to, or neither")
-    plan = _Plan([flat(each) for each in targets], tuple(scales), reduction, terms, columns,
-                 NOTHING if skip is None else float(skip), sum_dtype(weight_gradient, weight, hiddens[0].dtype))
-    return _Loss.apply(plan, weight, bias, *hiddens)
+    sums = sum_dtype(weight_gradient, weight, hiddens[0].dtype)
+    settings = _FusedSettings([flat(each) for each in targets], tuple(scales), reduction, terms, columns,
+                              NOTHING if skip is None else float(skip), sums)
+    return _FusedLoss.apply(settings, weight, bias, *hiddens)
 
 
-class _Plan(NamedTuple):
+class _FusedSettings(NamedTuple):
     """What the loss is given besides tensors that may have gradients."""
 
     targets: list
     scales: tuple
     reduction: str
     terms: Terms
-    columns: Columns
+    columns: VocabularyColumns
     skip: float
     sums: torch.dtype  # of dW
 
-    def options(self):
+    def operator_arguments(self):
         """Return the terms as operators take them."""
         ignore_index, label_smoothing, z_loss, softcap = self.terms
         ignore_index = ignore_index if self.columns.comm is None else IGNORED
         return ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), self.columns.V
 
 
-class _Loss(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, weight, bias, *hiddens):
+    def forward(ctx, settings, weight, bias, *hiddens):
         cast = weight.to(hiddens[0].dtype).contiguous()
-        ctx.factors, ctx.power = part_factors(plan.targets, plan.scales, plan.reduction, plan.terms.ignore_index,
-                                              torch.float32)
+        ctx.factors, ctx.power = part_factors(settings.targets, settings.scales, settings.reduction,
+                                              settings.terms.ignore_index, torch.float32)
         losses, found = torch.zeros_like(ctx.factors), []
-        for k, (hidden, targets) in enumerate(zip(hiddens, plan.targets, strict=True)):
-            loss_N, *for_backward = _rows(hidden.contiguous(), cast, bias, targets, plan)
+        for k, (hidden, targets) in enumerate(zip(hiddens, settings.targets, strict=True)):
+            loss_N, *for_backward = _rows(hidden.contiguous(), cast, bias, targets, settings)
             torch.sum(loss_N, 0, out=losses[k])
             found += for_backward
             del loss_N
         ctx.save_for_backward(weight, bias, *hiddens, *found)
-        ctx.plan = plan
+        ctx.settings = settings
         losses.mul_(ctx.factors).mul_(ctx.power)
         total = losses.sum()
-        if any(scale != 1 for scale in plan.scales):  # the losses apart are those without their scales
-            losses.div_(torch.tensor(plan.scales, device=losses.device))
+        if any(scale != 1 for scale in settings.scales):  # the losses apart are those without their scales
+            losses.div_(torch.tensor(settings.scales, device=losses.device))
         ctx.mark_non_differentiable(losses)
         ctx.set_materialize_grads(False)
         return total, losses
@@ -124,18 +126,18 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient, _):
         refuse_second_derivative(gradient)
-        plan, (weight, bias, *rest) = ctx.plan, ctx.saved_tensors
-        hiddens, rest = rest[: len(plan.targets)], rest[len(plan.targets) :]
+        settings, (weight, bias, *rest) = ctx.settings, ctx.saved_tensors
+        hiddens, rest = rest[: len(settings.targets)], rest[len(settings.targets) :]
         needs_weight, _, *needs = ctx.needs_input_grad[1:]
-        parts = [_Part(hidden, *rest[2 * k : 2 * k + 2], ctx.factors[k]) for k, hidden in enumerate(hiddens)]
-        head, scale = _Head(weight, bias, hiddens[0].dtype, plan), ctx.power * gradient
+        parts = [_LossPart(hidden, *rest[2 * k : 2 * k + 2], ctx.factors[k]) for k, hidden in enumerate(hiddens)]
+        head, scale = _Head(weight, bias, hiddens[0].dtype, settings), ctx.power * gradient
         # Sums of dh are in fp32, all rows of a part: they are rounded, and freed, before dW is there.
         used, results = zip(*[_hidden(head, part, scale) if need else ([], None)
                               for part, need in zip(parts, needs, strict=True)], strict=True)
         return None, *(_weight(head, parts, used, scale) if needs_weight else (None, None)), *results
 
 
-class _Part(NamedTuple):
+class _LossPart(NamedTuple):
     """One of the losses, as backward knows it."""
 
     hidden: torch.Tensor
@@ -150,12 +152,12 @@ class _Head(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     dtype: torch.dtype
-    plan: _Plan
+    settings: _FusedSettings
 
     def blocks(self):
         """Return slices of words, a single one if the weight is neither cast nor its sums rounded."""
         V = len(self.weight)
-        apart = self.weight.dtype != self.dtype or self.weight.dtype != self.plan.sums
+        apart = self.weight.dtype != self.dtype or self.weight.dtype != self.settings.sums
         size = words_at_once(V, self.weight.device) if apart else V
         return [slice(first, min(first + size, V)) for first in range(0, V, size)]
 
@@ -163,37 +165,38 @@ class _Head(NamedTuple):
         """Add a block's part of the gradients of one loss to dh, or to dW and db of these words."""
         from .kernels.operators import head_backward
 
-        targets, options = part.targets, self.plan.options()
+        targets, options = part.targets, self.settings.operator_arguments()
         if block.start:
             targets = targets.sub(block.start).masked_fill_(targets == options[0], NEVER)
             options = (NEVER, *options[1:])
         weight, bias = (x if x is None else x[block] for x in (self.weight, self.bias))
         head_backward(part.hidden.contiguous(), weight.to(self.dtype).contiguous(), bias, targets, part.lse,
-                      part.factor, dh, dw, db, used, *options, self.plan.skip)
+                      part.factor, dh, dw, db, used, *options, self.settings.skip)
 
 
 def _hidden(head, part, scale):
     """Return (which tiles were used, block by block; the gradient of a part's hidden states)."""
     from .triton_backward import empty_used
 
-    dh, used, plan = torch.zeros(part.hidden.shape, dtype=torch.float32, device=part.hidden.device), [], head.plan
-    config = config_for("hidden", dh.device, head.dtype, plan.terms.softcap is not None)
+    dh, used = torch.zeros(part.hidden.shape, dtype=torch.float32, device=part.hidden.device), []
+    settings = head.settings
+    config = config_for("hidden", dh.device, head.dtype, settings.terms.softcap is not None)
     for block in head.blocks():
         used.append(empty_used(dh, block.stop - block.start, config))
         head.add(part, block, dh, None, None, used[-1])
     dh = dh.mul_(part.factor * scale).to(head.dtype)
-    plan.columns.reduce(dh, "sum", "gradient of hidden")
+    settings.columns.reduce(dh, "sum", "gradient of hidden")
     return used, dh
 
 
 def _weight(head, parts, used, scale):
     """Return the gradients of weight and bias, of all parts. `used`: what `_hidden` noted for each, or nothing."""
-    weight, bias, _, plan = head
+    weight, bias, _, settings = head
     blocks, dw = head.blocks(), torch.empty_like(weight, memory_format=torch.contiguous_format)
     db = None if bias is None or not bias.requires_grad else torch.zeros_like(bias, dtype=torch.float32)
     apart = None
-    if dw.dtype != plan.sums:
-        apart = torch.empty_like(dw[: blocks[0].stop], dtype=plan.sums)
+    if dw.dtype != settings.sums:
+        apart = torch.empty_like(dw[: blocks[0].stop], dtype=settings.sums)
     for k, block in enumerate(blocks):
         sums = (dw[block] if apart is None else apart[: block.stop - block.start]).zero_()
         for part, tiles in zip(parts, used, strict=True):
@@ -205,22 +208,23 @@ def _weight(head, parts, used, scale):
     return dw, None if db is None else db.mul_(scale).to(bias.dtype)
 
 
-def _rows(hidden, weight, bias, targets, plan):
+def _rows(hidden, weight, bias, targets, settings):
     """Return the rows' losses (N,), 0 where the target is ignored; then targets and logsumexp, as backward needs them:
     with split columns a target is a column here, ELSEWHERE or IGNORED."""
     from .kernels.operators import head_forward
     from .triton_forward import combined
 
-    terms, columns = plan.terms, plan.columns
+    terms, columns = settings.terms, settings.columns
     ignored_N, here_N, elsewhere_N = targets == terms.ignore_index, targets, None
     if columns.comm is not None:
         here_N, elsewhere_N = columns.find(targets)
         here_N = here_N.masked_fill_(elsewhere_N, ELSEWHERE).masked_fill_(ignored_N, IGNORED)
-    parts = head_forward(hidden, weight, bias, here_N, *plan.options())
+    parts = head_forward(hidden, weight, bias, here_N, *settings.operator_arguments())
     lse_N, predicted_N, total_N = combined(parts)
     del parts
     if columns.comm is not None:
-        lse_N, predicted_N, total_N = _over_ranks(lse_N, predicted_N, total_N, targets, elsewhere_N, ignored_N, plan)
+        lse_N, predicted_N, total_N = _over_ranks(lse_N, predicted_N, total_N, targets, elsewhere_N, ignored_N,
+                                                  settings)
     loss_N = lse_N.sub(predicted_N, alpha=1 - terms.label_smoothing)
     if terms.label_smoothing:
         loss_N.sub_(total_N, alpha=terms.label_smoothing / columns.V)
@@ -229,16 +233,16 @@ def _rows(hidden, weight, bias, targets, plan):
     return loss_N.masked_fill_(ignored_N, 0), here_N, lse_N
 
 
-def _over_ranks(lse_N, predicted_N, total_N, targets_N, elsewhere_N, ignored_N, plan):
+def _over_ranks(lse_N, predicted_N, total_N, targets_N, elsewhere_N, ignored_N, settings):
     """Return (lse, target's logit, sum of logits), (N,) each, of all ranks' words. The last is None if nobody asks."""
-    sums = lse_N.new_empty((3 + bool(plan.terms.label_smoothing), len(lse_N)))
-    m_N = plan.columns.reduce(lse_N.clone(), "max", "maximum of logits")
+    sums = lse_N.new_empty((3 + bool(settings.terms.label_smoothing), len(lse_N)))
+    m_N = settings.columns.reduce(lse_N.clone(), "max", "maximum of logits")
     torch.sub(lse_N, m_N, out=sums[0]).exp_()
     sums[1].copy_(predicted_N)
-    if plan.terms.label_smoothing:
+    if settings.terms.label_smoothing:
         sums[2].copy_(total_N)
-    exchange(sums, targets_N, elsewhere_N, ignored_N, plan.columns)
-    return m_N.add_(sums[0].log()), sums[1], sums[2] if plan.terms.label_smoothing else None
+    exchange(sums, targets_N, elsewhere_N, ignored_N, settings.columns)
+    return m_N.add_(sums[0].log()), sums[1], sums[2] if settings.terms.label_smoothing else None
 
 
 def fused_cross_entropy_bytes(N: int, V: int, C: int, dtype: torch.dtype = torch.float32, *,

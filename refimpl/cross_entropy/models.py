@@ -41,15 +41,15 @@ def without_logits(model: "torch.nn.Module", **options: Any) -> Any:
     something else to its logits between head and loss, or if `options` and the model both have a softcap.
     """
     if isinstance(model, GPT):
-        return _OfGPT(model, options)
+        return _GPTWithoutLogits(model, options)
     return _WithoutLogits(*ask("head", model), options)
 
 
-class _OfGPT:
+class _GPTWithoutLogits:
     """The loss of our GPT, replaced."""
 
     def __init__(self, model, options):
-        if isinstance(getattr(model.loss, "__self__", None), _OfGPT):
+        if isinstance(getattr(model.loss, "__self__", None), _GPTWithoutLogits):
             raise ValueError("the loss of this GPT has been replaced before: remove() that first")
         self.model, self.before, self.options = model, model.loss, options
         model.loss = self._loss

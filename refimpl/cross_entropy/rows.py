@@ -37,7 +37,7 @@ class Terms(NamedTuple):
             raise ValueError(f"softcap={self.softcap!r}: expected a finite number above 0, or None for no softcap")
 
 
-class Columns(NamedTuple):
+class VocabularyColumns(NamedTuple):
     """Which columns of the logits are here: first … first + v − 1 of V. With `comm`, other ranks have the others.
 
     `comm` is a Communicator: `all_reduce(x, op, out=x, label=…)` with op "sum" and "max", `rank` and `world_size`.

@@ -12,7 +12,7 @@ from collections import defaultdict
 LONGEST = 20_000  # accesses of a step
 
 
-class Recording:
+class AccessRecording:
     """Notes accesses to keys, and says when a key is needed next.
 
     `departures`: how often an access was another than expected, after a whole step had been repeated, in which every

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptByKernels:
     """What the kernels of a device keep, where devices differ. Bytes per element; e is that of the activations."""
 
     mask: int  # dropout: CPU keeps the noise it multiplied with (e), CUDA a boolean (1)
@@ -30,8 +30,8 @@ def kept_on(device, element):
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r}: what its kernels keep is not known here; expected 'cpu' or 'cuda'")
     if kind == "cuda":
-        return Kept(mask=1, statistics=max(4, element), fused_rms=True, softmax=3)
-    return Kept(mask=element, statistics=element, fused_rms=False, softmax=2)
+        return KeptByKernels(mask=1, statistics=max(4, element), fused_rms=True, softmax=3)
+    return KeptByKernels(mask=element, statistics=element, fused_rms=False, softmax=2)
 
 
 def check_sizes(batch, sequence, dtype=torch.float32):

@@ -26,7 +26,7 @@ def moved_bytes(trace, capacity, rule="belady", steps=1, first=None):
     """
     if rule not in RULES:
         raise ValueError(f"rule={rule!r}: expected one of {', '.join(RULES)}")
-    whole, state = list(trace) * steps, _Replay(capacity, rule)
+    whole, state = list(trace) * steps, _SimulatedDevice(capacity, rule)
     future = defaultdict(deque)
     for place, (what, key, _) in enumerate(whole):
         if what == "need":
@@ -41,7 +41,7 @@ def moved_bytes(trace, capacity, rule="belady", steps=1, first=None):
     return {"loaded": state.loaded, "evicted": state.evicted}
 
 
-class _Replay:
+class _SimulatedDevice:
     def __init__(self, capacity, rule):
         self.capacity, self.rule, self.next = capacity, rule, {}
         self.here, self.used, self.dirty, self.in_use, self.away = {}, {}, set(), set(), set()

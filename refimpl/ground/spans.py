@@ -39,7 +39,7 @@ class Span(NamedTuple):
         return (self.end - self.begin) / 1e9
 
 
-class Recording:
+class SpanRecording:
     """The spans of one rank, in the order in which they ended. `lanes`: which of them to draw, from the top."""
 
     def __init__(self, lanes=None):
@@ -85,7 +85,7 @@ class SpanRecorder:
 
     def __init__(self, lanes=None):
         self.lanes = lanes or {}
-        self.recording = Recording([COMPUTE, *dict.fromkeys(self.lanes.values())] if lanes else None)
+        self.recording = SpanRecording([COMPUTE, *dict.fromkeys(self.lanes.values())] if lanes else None)
         self._busy, self._in_flight = {}, []  # lane → (kind, name, begin); RunningSpans
 
     def __enter__(self):

@@ -100,7 +100,7 @@ def shrunk(config, head=HEADS[0], ranks=3, window=SIZES["window"]):
     for name in getattr(small, "sub_configs", ()):
         if getattr(small, name, None) is not None:
             setattr(small, name, shrunk(getattr(small, name), head, ranks, window))
-    sizes = _Sizes(config, head, ranks, window)
+    sizes = _ToySizes(config, head, ranks, window)
     if sizes.hidden is not None:
         of_layers = vars(small).pop("_heterogeneity_spec", None)  # layers with values of their own, as Gemma 4's heads
         for key, value in sizes.all():
@@ -111,7 +111,7 @@ def shrunk(config, head=HEADS[0], ranks=3, window=SIZES["window"]):
     return small
 
 
-class _Sizes:
+class _ToySizes:
     """The sizes of a config, and of its toy's."""
 
     def __init__(self, config, head, ranks, window):

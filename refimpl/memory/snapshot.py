@@ -36,7 +36,7 @@ def snapshot_of(trace):
             addresses.free(gone["addr"], gone["size"])
             entries += [gone | {"action": done, "time_us": time_us} for done in ("free_requested", "free_completed")]
         else:
-            live[i] = {"action": "alloc", "addr": addresses.take(nbytes), "size": nbytes, "stream": 0,
+            live[i] = {"action": "alloc", "addr": addresses.allocate(nbytes), "size": nbytes, "stream": 0,
                        "time_us": time_us, "category": categories[i],
                        "frames": frames_of(trace, trace.records[i], categories[i])}
             entries.append(live[i])
@@ -93,7 +93,7 @@ class Addresses:
         """Return the bytes of the block for a request."""
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    def take(self, nbytes):
+    def allocate(self, nbytes):
         """Return the address of a block for `nbytes`."""
         size = self.rounded(nbytes)
         for i, (address, room) in enumerate(self._holes):

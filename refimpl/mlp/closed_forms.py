@@ -7,7 +7,7 @@ import torch
 from .function import GATED
 
 
-class _Composed(NamedTuple):
+class _ComposedActivation(NamedTuple):
     """Of an activation of several operations: whether autograd keeps its input, how many tensors beside it, with what
     the last layer is given; the most that are made at a time, in forward and in backward."""
 
@@ -18,8 +18,8 @@ class _Composed(NamedTuple):
 
 
 # relu(x)², x σ(1.702 x), and ½x (1 + tanh(√(2/π) (x + 0.044715 x³))), as transformers compose them
-COMPOSED = {"relu2": _Composed(False, 2, 2, 6), "quick_gelu": _Composed(True, 2, 2, 6),
-            "gelu_new": _Composed(True, 4, 3, 8)}
+COMPOSED = {"relu2": _ComposedActivation(False, 2, 2, 6), "quick_gelu": _ComposedActivation(True, 2, 2, 6),
+            "gelu_new": _ComposedActivation(True, 4, 3, 8)}
 
 
 class MLPBytes(NamedTuple):

@@ -54,7 +54,7 @@ def run(graph, module, *given):
     return fx.Interpreter(module, graph=graph).run(*given)
 
 
-class Plan(NamedTuple):
+class MLPSettings(NamedTuple):
     """What the layer is given besides tensors."""
 
     form: FeedForward
@@ -80,30 +80,30 @@ class MLPFunction(torch.autograd.Function):
     hidden."""
 
     @staticmethod
-    def forward(ctx, plan, x_ND, *parameters):
+    def forward(ctx, settings, x_ND, *parameters):
         with torch.autocast(x_ND.device.type, enabled=False):
-            *ups, down = _pairs(plan, parameters, x_ND.dtype)
-            N, known = len(x_ND), ACTIVATIONS.get(plan.form.activation)
+            *ups, down = _pairs(settings, parameters, x_ND.dtype)
+            N, known = len(x_ND), ACTIVATIONS.get(settings.form.activation)
             out_ND = x_ND.new_empty(N, len(down[0]))
-            kept = [x_ND.new_empty(N if plan.keeps else plan.rows, len(weight)) for weight, _ in ups]
-            spare = x_ND.new_empty(plan.rows, plan.form.hidden) if plan.keeps and known else None
-            for at in _chunks(N, plan.rows):
+            kept = [x_ND.new_empty(N if settings.keeps else settings.rows, len(weight)) for weight, _ in ups]
+            spare = x_ND.new_empty(settings.rows, settings.form.hidden) if settings.keeps and known else None
+            for at in _chunks(N, settings.rows):
                 rows = at.stop - at.start
-                inner = [each[at if plan.keeps else slice(rows)] for each in kept]
+                inner = [each[at if settings.keeps else slice(rows)] for each in kept]
                 for layer, a_R in zip(ups, inner, strict=True):
                     _linear(x_ND[at], *layer, a_R)
                 if known:
-                    *up_RH, gate_RH = plan.parts(inner)
+                    *up_RH, gate_RH = settings.parts(inner)
                     y_RH = gate_RH if spare is None else spare[:rows]
                     known[0](gate_RH, y_RH)
                     if up_RH:
                         y_RH.mul_(*up_RH)
                 else:
-                    y_RH = plan.inner(inner)
+                    y_RH = settings.inner(inner)
                 _linear(y_RH, *down, out_ND[at])
                 del y_RH
-        ctx.plan = plan
-        ctx.save_for_backward(x_ND, *parameters, *(kept if plan.keeps else ()))
+        ctx.settings = settings
+        ctx.save_for_backward(x_ND, *parameters, *(kept if settings.keeps else ()))
         return out_ND
 
     @staticmethod
@@ -116,33 +116,33 @@ class MLPFunction(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad[1:]
         parameters, kept = saved[: len(needs)], saved[len(needs) :]
         dx_ND = torch.empty_like(x_ND) if needs_x else None
-        totals = [_total(p, x_ND.dtype, ctx.plan.rows < len(x_ND)) if need else None
+        totals = [_total(p, x_ND.dtype, ctx.settings.rows < len(x_ND)) if need else None
                   for p, need in zip(parameters, needs, strict=True)]
-        _backward(ctx.plan, x_ND, dy_ND, _pairs(ctx.plan, parameters, x_ND.dtype), kept, dx_ND, totals)
+        _backward(ctx.settings, x_ND, dy_ND, _pairs(ctx.settings, parameters, x_ND.dtype), kept, dx_ND, totals)
         # one after the other: each sum is freed when it is in its parameter's dtype
         return None, dx_ND, *(None if (total := totals.pop(0)) is None else total.to(p.dtype) for p in parameters)
 
 
-def _backward(plan, x_ND, dy_ND, layers, kept, dx_ND, totals):
+def _backward(settings, x_ND, dy_ND, layers, kept, dx_ND, totals):
     """Write the gradient of x, and add those of the parameters to `totals`, chunk by chunk."""
     *ups, (down_DH, _) = layers
-    known, totals_of = plan.form.activation, [*zip(totals[::2], totals[1::2], plan.form.flipped, strict=True)]
-    grads, again = ([x_ND.new_empty(plan.rows, len(weight)) for weight, _ in ups] if needed else []
+    known, totals_of = settings.form.activation, [*zip(totals[::2], totals[1::2], settings.form.flipped, strict=True)]
+    grads, again = ([x_ND.new_empty(settings.rows, len(weight)) for weight, _ in ups] if needed else []
                     for needed in (known, not kept))
-    for at in _chunks(len(x_ND), plan.rows):
+    for at in _chunks(len(x_ND), settings.rows):
         rows = slice(at.stop - at.start)
         inner = [_linear(x_ND[at], *layer, each[rows]) for layer, each in zip(ups, again, strict=False)]
         inner = inner or [each[at] for each in kept]
         through = _through if known else _through_any
         work = [each[rows] for each in grads]
-        gradients = through(plan, inner, dy_ND[at], down_DH, work, totals_of[-1], not at.start)
+        gradients = through(settings, inner, dy_ND[at], down_DH, work, totals_of[-1], not at.start)
         for k, ((weight, _), g_R) in enumerate(zip(ups, gradients, strict=True)):
             _add(totals_of[k], g_R, x_ND[at], not at.start)
             if dx_ND is None:
                 continue
             if k == 0:
                 torch.mm(g_R, weight, out=dx_ND[at])
-            elif again and again[0].numel() >= plan.rows * x_ND.shape[1]:  # rounded twice, as the plain layers' sum
+            elif again and again[0].numel() >= settings.rows * x_ND.shape[1]:  # rounded twice, as the plain layers' sum
                 dx_ND[at] += torch.mm(g_R, weight, out=again[0].view(-1)[: dx_ND[at].numel()].view_as(dx_ND[at]))
             else:
                 torch.addmm(dx_ND[at], g_R, weight, out=dx_ND[at])
@@ -151,11 +151,11 @@ def _backward(plan, x_ND, dy_ND, layers, kept, dx_ND, totals):
         total.zero_()
 
 
-def _pairs(plan, parameters, dtype):
+def _pairs(settings, parameters, dtype):
     """Return [(weight (out, in), bias), …] in a dtype."""
     cast = [p if p is None else p.to(dtype) for p in parameters]
     return [(weight.T if flipped else weight, bias)
-            for weight, bias, flipped in zip(cast[::2], cast[1::2], plan.form.flipped, strict=True)]
+            for weight, bias, flipped in zip(cast[::2], cast[1::2], settings.form.flipped, strict=True)]
 
 
 def _chunks(N, rows):
@@ -167,10 +167,10 @@ def _linear(x, weight, bias, out):
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
-def _through(plan, inner, dy_RD, down_DH, grads, total, first):
+def _through(settings, inner, dy_RD, down_DH, grads, total, first):
     """Return the gradients by what `inner` holds, in the memory of `grads`; add that of the last layer to its sum."""
-    function, slope = ACTIVATIONS[plan.form.activation]
-    (*up_RH, gate_RH), (*up_grad, gate_grad) = plan.parts(inner), plan.parts(grads)
+    function, slope = ACTIVATIONS[settings.form.activation]
+    (*up_RH, gate_RH), (*up_grad, gate_grad) = settings.parts(inner), settings.parts(grads)
     act_RH = up_grad[0] if up_grad else gate_grad
     function(gate_RH, act_RH)
     _add(total, dy_RD, torch.mul(act_RH, *up_RH, out=gate_grad) if up_RH else act_RH, first)
@@ -182,11 +182,11 @@ def _through(plan, inner, dy_RD, down_DH, grads, total, first):
     return grads
 
 
-def _through_any(plan, inner, dy_RD, down_DH, _, total, first):
+def _through_any(settings, inner, dy_RD, down_DH, _, total, first):
     """As `_through`, by autograd: the module's own operations once more, with their graph."""
     given = [each.detach().requires_grad_() for each in inner]
     with torch.enable_grad():
-        y_RH = plan.inner(given)
+        y_RH = settings.inner(given)
     _add(total, dy_RD, y_RH.detach(), first)
     return torch.autograd.grad(y_RH, given, torch.mm(dy_RD, down_DH))
 

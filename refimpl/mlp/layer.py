@@ -10,7 +10,7 @@ from torch import nn
 
 from ..ground.derivatives import refuse_transforms
 from ..others import ask
-from .function import ACTIVATIONS, GATED, INSTEAD, FeedForward, MLPFunction, NotFeedForward, Plan, run
+from .function import ACTIVATIONS, GATED, INSTEAD, FeedForward, MLPFunction, MLPSettings, NotFeedForward, run
 from .toy import differs
 
 KEEP = ("input", "hidden")
@@ -125,9 +125,9 @@ class MemoryEfficientMLP(nn.Module):
         x_ND = x.to(dtype).reshape(-1, d)
         rows = max(1, min(len(x_ND), self.chunk_size or len(x_ND)))
         trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, *parameters))
-        plan = Plan(form, rows, self.keep == "hidden" and trained, self, (1,) * (x.ndim - 2),
-                     torch.is_autocast_enabled(device))
-        y_ND = MLPFunction.apply(plan, x_ND, *parameters)
+        settings = MLPSettings(form, rows, self.keep == "hidden" and trained, self, (1,) * (x.ndim - 2),
+                               torch.is_autocast_enabled(device))
+        y_ND = MLPFunction.apply(settings, x_ND, *parameters)
         return y_ND.view(*x.shape[:-1], y_ND.shape[1])
 
 

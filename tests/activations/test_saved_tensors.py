@@ -17,7 +17,7 @@ from users_kit import Model, function_of
 
 from refimpl import memory
 from refimpl.activations import compress_activations, saved_tensors
-from refimpl.activations.saved_tensors import SavedStorages, Stored, View, Whole
+from refimpl.activations.saved_tensors import PackedStorage, PackedView, SavedStorages, Whole
 from refimpl.model import GPT, GPTConfig
 
 
@@ -35,7 +35,7 @@ class Copies(SavedStorages):
         return "copied", flat.nbytes, stored
 
 
-class Copy(Stored):
+class Copy(PackedStorage):
     def restore(self):
         return self.flat
 
@@ -112,7 +112,7 @@ def test_views_come_back_as_they_were():
     for view in views:
         stored = Copy(view)
         stored.flat = base.detach().clone().view(-1)
-        back = View(stored, view).unpack()
+        back = PackedView(stored, view).unpack()
         assert torch.equal(back, view) and back.stride() == view.stride()
 
 
@@ -268,7 +268,7 @@ def test_techniques_say_what_they_do(linear, x):
     with pytest.raises(NotImplementedError, match="SavedStorages defines no store"), SavedStorages(linear, 0, None):
         linear(x)
     with pytest.raises(NotImplementedError, match=r"Stored defines no restore\(\)"):
-        Stored(x).restore()
+        PackedStorage(x).restore()
     assert no_hooks()
 
 

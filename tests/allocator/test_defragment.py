@@ -211,13 +211,13 @@ def test_a_compacting_pool_fails_only_if_too_little_is_free():
 
 def test_a_region_keeps_copies_one_after_the_other():
     region = ContiguousRegion(4096, "cpu")
-    kept = [region.keep(torch.full((100,), float(i)).requires_grad_()) for i in range(4)]
+    kept = [region.copy_in(torch.full((100,), float(i)).requires_grad_()) for i in range(4)]
     assert [t.data_ptr() - kept[0].data_ptr() for t in kept] == [0, 512, 1024, 1536] and region.used == 2048
     assert [t[7].item() for t in kept] == [0, 1, 2, 3] and not kept[0].requires_grad
     with pytest.raises(OutOfMemory, match="the region has 4096, 2048 of them used"):
-        region.keep(torch.zeros(1000))
+        region.copy_in(torch.zeros(1000))
     region.clear()
-    assert region.keep(torch.ones(2, 3, dtype=torch.int64)).tolist() == [[1, 1, 1]] * 2
+    assert region.copy_in(torch.ones(2, 3, dtype=torch.int64)).tolist() == [[1, 1, 1]] * 2
 
 
 def test_regions_say_why_a_request_fails():

@@ -6,14 +6,14 @@ import pytest
 from allocator_kit import random_trace
 
 from refimpl.allocator import Snapshot, record, segment_map
-from refimpl.allocator.drawing import _Layout
+from refimpl.allocator.drawing import _SegmentBoxes
 from refimpl.allocator.snapshot import SEGMENT_EVENTS
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 def test_boxes_have_the_bytes_of_each_event(settings):
     snapshot = record(random_trace(400, streams=2), settings=settings, capacity=400 * 2**20)
-    drawn, reserved, live = _Layout(snapshot), 0, {}
+    drawn, reserved, live = _SegmentBoxes(snapshot), 0, {}
     for i, entry in enumerate(snapshot.entries):
         reserved += entry["size"] * SEGMENT_EVENTS.get(entry["action"], 0)
         if entry["action"] == "alloc":

@@ -229,8 +229,8 @@ def test_backward_lets_go_of_each_tensor_as_it_takes_it(monkeypatch):
         return [held for name, held in by_op if name == "cos"]
     assert held_along_backward() == [(7 - i) * 4000 for i in range(8)]  # x itself is an input
     class Hoarder(RecomputedRegion):
-        def take(self, placeholder):
-            tensor = super().take(placeholder)
+        def pop_tensor(self, placeholder):
+            tensor = super().pop_tensor(placeholder)
             self.__dict__.setdefault("hoard", []).append(tensor)
             return tensor
 

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refimpl.ground import accesses as module
-from refimpl.ground.accesses import Recording
+from refimpl.ground.accesses import AccessRecording
 
 
 def recorded(text, recording=None):
-    recording = recording or Recording()
+    recording = recording or AccessRecording()
     for key in text:
         recording.note(key, 1.0)
     return recording

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from refimpl.ground import spans
-from refimpl.ground.spans import Recording, Span, SpanRecorder, started
+from refimpl.ground.spans import Span, SpanRecorder, SpanRecording, started
 
 X = torch.zeros(4)
 
@@ -81,7 +81,7 @@ def test_a_recording_can_be_sent_from_a_rank():
 
 
 def test_what_is_hidden_is_neither_waiting_nor_idle():
-    line = Recording()
+    line = SpanRecording()
     line.spans = [Span("compute", "forward", "a", 0, 10), Span("compute", "backward", "a", 20, 40),
                   Span("gather", "all_gather", "a", 5, 30, 8, waited=4), Span("reduce", "all_reduce", "", 39, 45)]
     assert line.hidden("all_gather") * 1e9 == pytest.approx(5 + 10 - 4)

@@ -11,7 +11,7 @@ from triton.runtime.interpreter import GridExecutor
 from refimpl.comm import launch
 from refimpl.cross_entropy.fused import fused_linear_cross_entropy, fused_multi_token_cross_entropy
 from refimpl.cross_entropy.kernels.configs import INTERPRETED
-from refimpl.cross_entropy.kernels.tile import Loss, Shape
+from refimpl.cross_entropy.kernels.tile import LossTerms, Shape
 from refimpl.cross_entropy.triton_backward import backward, empty_used
 from refimpl.cross_entropy.triton_forward import combined, forward
 
@@ -73,7 +73,7 @@ def split(comm, cases):
 def rows(hidden, weight, targets, config=INTERPRETED):
     """(lse, target's logit, sum of logits)"""
     shape = Shape(len(hidden), *weight.shape)
-    return combined(forward(hidden, weight, None, targets, shape, Loss(-100, 0.0, 0.0, 0.0, shape.V), config))
+    return combined(forward(hidden, weight, None, targets, shape, LossTerms(-100, 0.0, 0.0, 0.0, shape.V), config))
 
 
 def skipping(hidden, weight, targets, skip, hidden_needed=True):
@@ -84,5 +84,5 @@ def skipping(hidden, weight, targets, skip, hidden_needed=True):
         dh, used = torch.zeros_like(hidden), empty_used(hidden, shape.V, INTERPRETED)
     dw = torch.zeros_like(weight)
     backward(hidden, weight, None, targets, lse, torch.ones(()), dh, dw, None, used, shape,
-             Loss(-100, 0.0, 0.0, 0.0, shape.V), skip)
+             LossTerms(-100, 0.0, 0.0, 0.0, shape.V), skip)
     return dh, dw, used

@@ -61,11 +61,11 @@ def test_a_storage_that_is_resized_is_freed_and_taken_anew(tmp_path):
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
 def test_holes_become_one(order):
     addresses = Addresses(0)
-    blocks = [addresses.take(nbytes) for nbytes in (1, 512, 513)]
+    blocks = [addresses.allocate(nbytes) for nbytes in (1, 512, 513)]
     assert blocks == [0, 512, 1024] and addresses.end == 2048
     for i in order:
         addresses.free(blocks[i], (1, 512, 513)[i])
-    assert addresses.take(2048) == 0 and addresses.end == 2048 and addresses.take(1) == 2048
+    assert addresses.allocate(2048) == 0 and addresses.end == 2048 and addresses.allocate(1) == 2048
 
 
 def test_a_parameter_is_made_in_building(tmp_path):

@@ -11,10 +11,10 @@ from collections import deque
 
 import torch
 
-from ..saved_tensors import Stored
+from ..saved_tensors import PackedStorage
 
 
-class Offloaded(Stored):
+class Offloaded(PackedStorage):
     """Holds a storage in host memory. `copy`: the copy fetched to the device, until all operations have used it."""
 
     def __init__(self, tensor, schedule, index, host):
@@ -24,7 +24,7 @@ class Offloaded(Stored):
 
     def restore(self):
         """Return its flat content on the device."""
-        return self.schedule.take(self)
+        return self.schedule.reload(self)
 
 
 class TransferSchedule:
@@ -34,7 +34,7 @@ class TransferSchedule:
         self._transfer, self._depth = transfer, depth
         self._order = []  # weak references to the Offloaded, in the order of sending
         self._leaving = deque()  # (flat, its version, ticket, weak reference to the Offloaded)
-        self._backward = self._first = None  # autograd's id of the backward that fetches; what it took first
+        self._backward = self._first = None  # autograd's id of the backward that fetches; what it reloaded first
         self._lock = threading.RLock()  # autograd has one thread for each CUDA device
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class TransferSchedule:
     def wait(self, left=0):
         """Wait until at most `left` storages are on their way; the device memory of the others is free.
 
-        A storage that was written to while it was copied is marked: `take` refuses it.
+        A storage that was written to while it was copied is marked: `reload` refuses it.
         """
         with self._lock:
             while len(self._leaving) > left:
@@ -65,7 +65,7 @@ class TransferSchedule:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def take(self, stored):
+    def reload(self, stored):
         """Return the content on the device and prefetch what was sent before it. RuntimeError if it was overwritten.
 
         Nothing is fetched ahead of what a backward takes first: that is the loss's, logits as a rule, and there most
@@ -91,7 +91,7 @@ class TransferSchedule:
             return flat
 
     def _begin(self, task):
-        """Schedule `forget` for the end of a backward, at its first `take`; return whether it is that."""
+        """Schedule `forget` for the end of a backward, at its first `reload`; return whether it is that."""
         if task == self._backward:
             return False
         self.forget()
@@ -116,7 +116,7 @@ class TransferSchedule:
 
     def forget(self):
         """Drop copies that were fetched and not used, and reset, since a retained graph may run again."""
-        with self._lock:  # another thread's backward may be in `take`
+        with self._lock:  # another thread's backward may be in `reload`
             self._backward = None
             for stored in filter(None, (reference() for reference in self._order)):
                 if stored.copy is not None:

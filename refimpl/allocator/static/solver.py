@@ -49,7 +49,7 @@ def solve(trace, capacity, *, steps=1_000_000, seconds=None, seed=0):
     there = np.flatnonzero((lifetimes.nbytes > 0) & (lifetimes.ends > lifetimes.begins))
     offsets, until = np.zeros(len(lifetimes), dtype=np.int64), time.process_time() + (seconds or FAR)
     if len(there):
-        problem = Problem(lifetimes.begins[there], lifetimes.ends[there], lifetimes.nbytes[there], capacity)
+        problem = PackingProblem(lifetimes.begins[there], lifetimes.ends[there], lifetimes.nbytes[there], capacity)
         if problem.sums.max() > problem.capacity:
             return None
         found = problem.search(steps, until, np.random.default_rng(seed))
@@ -59,7 +59,7 @@ def solve(trace, capacity, *, steps=1_000_000, seconds=None, seed=0):
     return StaticPlan(lifetimes, offsets, lifetimes.nbytes)
 
 
-class Problem:
+class PackingProblem:
     """B blocks and S sections: `members` (S, B) says which block is live in which. All sizes in `unit` bytes."""
 
     def __init__(self, begins, ends, nbytes, capacity):

@@ -57,7 +57,7 @@ def record_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[An
 
     Tensors on the accelerator are recorded if an argument or parameter that it meets is there, else those on the CPU.
     """
-    recorder = Recorder()
+    recorder = StepRecorder()
     with recorder:
         result = step(*args, **kwargs)
     return result, recorder.trace(result)
@@ -110,7 +110,7 @@ def listed(outputs):
     return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
-class Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """Records a step; see `record_step`."""
 
     def __init__(self):

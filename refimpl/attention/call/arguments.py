@@ -27,7 +27,7 @@ KERNELS = ("auto", "triton", "hopper", "gluon")
 MAX_HEAD_DIM = 256
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of an attention, checked, with their defaults filled in."""
 
     scale: float
@@ -40,12 +40,12 @@ class Call(NamedTuple):
     def with_seed(self, seed):
         """Return the call with another seed. Not by `_replace`: under torch.compile of PyTorch 2.11 what that returns
         is an empty tuple once it leaves the graph."""
-        return Call(self.scale, self.dropout_p, seed, self.sequences, self.score, self.packed)
+        return AttentionCall(self.scale, self.dropout_p, seed, self.sequences, self.score, self.packed)
 
 
 def resolve(q_BHTD, k_BGSD, v_BGSV, *, causal, window, scale, dropout_p, seed, cu_seqlens, cu_seqlens_k,
             max_seqlen=None, max_seqlen_k=None, score=None, sinks=None, sequences=None):
-    """Check the arguments and return them as a Call. Raises TypeError or ValueError before any computation.
+    """Check the arguments and return them as an AttentionCall. Raises TypeError or ValueError before any computation.
     `sequences`: how many are packed, if only the device knows where (`resolve_packed`)."""
     check_tensors(q_BHTD, k_BGSD, v_BGSV)
     check_mask(causal, window)
@@ -63,15 +63,15 @@ def resolve(q_BHTD, k_BGSD, v_BGSV, *, causal, window, scale, dropout_p, seed, c
     score = check_score(score, sinks, q_BHTD, k_BGSD, causal, sequences)
     seed = check_dropout(dropout_p, seed, q_BHTD.device)  # last: it may draw
     spans = zip(zip(queries, queries[1:], strict=False), zip(keys, keys[1:], strict=False), strict=True)
-    return Call(scale, dropout_p, seed, tuple(
+    return AttentionCall(scale, dropout_p, seed, tuple(
         Sequence(rows, cols, Band.of(rows[1] - rows[0], cols[1] - cols[0], causal, window)) for rows, cols in spans),
         score, sequences is not None)
 
 
 def resolve_packed(q_BHTD, k_BGSD, v_BGSV, options, packing):
-    """Return (Call, (cu_seqlens, cu_seqlens_k, longest, longest_k)) for the kernels, without a wait for the device if
-    `max_seqlen` is given; None, None, 0, 0 if nothing is packed. The Call's sequences are not set if they are not known
-    on the host. `options`, `packing`: the arguments of `resolve`."""
+    """Return (AttentionCall, (cu_seqlens, cu_seqlens_k, longest, longest_k)) for the kernels; None, None, 0, 0 if
+    nothing is packed. With `max_seqlen` the host does not wait for the device, and the call's sequences are not set if
+    only the device knows them. `options`, `packing`: the arguments of `resolve`."""
     ends, ends_k = packing["cu_seqlens"], packing["cu_seqlens_k"]
     ends_k = ends if ends_k is None else ends_k
     if packing["max_seqlen"] is None or all(map(is_known, (ends, ends_k))):

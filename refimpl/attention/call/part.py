@@ -11,7 +11,7 @@ from .philox import dropped, runs_of
 from .sequences import tiles
 
 
-class Part(NamedTuple):
+class SequenceTiles(NamedTuple):
     """Describes one sequence of a call: its heads, and which weights of a tile are masked or dropped."""
 
     call: object

@@ -148,7 +148,7 @@ def _short(ends):
 
 
 def as_tensors(call, packing, given, device):
-    """Return (cu_seqlens, cu_seqlens_k, longest, longest_k) for the kernels, of a Call whose sequences the host knows;
+    """Return (cu_seqlens, cu_seqlens_k, longest, longest_k) for the kernels, of a call whose sequences the host knows;
     None, None, 0, 0 if nothing is packed. `given`: cu_seqlens and cu_seqlens_k."""
     if not call.packed:
         return None, None, 0, 0

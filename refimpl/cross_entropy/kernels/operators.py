@@ -32,11 +32,11 @@ def head_forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
                  label_smoothing: float, z_loss: float, softcap: float, vocabulary: int) -> Tensor:
     """Return (parts, 3, N) in fp32: logsumexp, the target's logit and the sum of logits of each row, for each part."""
     from ..triton_forward import forward
-    from .tile import Loss, Shape
+    from .tile import LossTerms, Shape
 
     check_interpreter(hidden)
     return forward(hidden, weight, bias, targets, Shape(*hidden.shape[:1], *weight.shape),
-                   Loss(ignore_index, label_smoothing, z_loss, softcap, vocabulary))
+                   LossTerms(ignore_index, label_smoothing, z_loss, softcap, vocabulary))
 
 
 @head_forward.register_fake
@@ -52,10 +52,10 @@ def head_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: 
                   label_smoothing: float, z_loss: float, softcap: float, vocabulary: int, skip: float) -> None:
     """Add to dh and db, in fp32, and dW; None where none is asked. `triton_backward.backward` says more."""
     from ..triton_backward import backward
-    from .tile import Loss, Shape
+    from .tile import LossTerms, Shape
 
     backward(hidden, weight, bias, targets, lse, scale, dh, dw, db, used, Shape(*hidden.shape[:1], *weight.shape),
-             Loss(ignore_index, label_smoothing, z_loss, softcap, vocabulary), skip)
+             LossTerms(ignore_index, label_smoothing, z_loss, softcap, vocabulary), skip)
 
 
 @head_backward.register_fake

@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     C: int
 
 
-class Loss(NamedTuple):
+class LossTerms(NamedTuple):
     """What a kernel needs to know of the loss: `Terms`, without None; and the words of all ranks together."""
 
     ignore_index: int

@@ -71,7 +71,7 @@ def _install():
     for name in ("frombuffer", "from_dlpack", "get_rng_state"):  # they make a tensor by no operation
         _wrap(torch, name, _make)
     _listen_to_autograd()
-    _installed.enter_context(compiled.heard(functools.partial(tell, "made")))
+    _installed.enter_context(compiled.heard(functools.partial(tell, "tensor_made")))
     _installed.callback(setattr, Variable, "_execution_engine", Variable._execution_engine)
     Variable._execution_engine = WatchedEngine(functools.partial(tell, "ran"))
 
@@ -119,7 +119,7 @@ def _resize(original, storage, size):
 
 def _make(original, *args, **kwargs):
     tensor = original(*args, **kwargs)
-    tell("made", original.__name__, tensor)
+    tell("tensor_made", original.__name__, tensor)
     return tensor
 
 

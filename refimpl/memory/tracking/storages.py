@@ -224,7 +224,7 @@ class StorageMode(Trace, TorchDispatchMode):
                 found.append(record)
         return found
 
-    def made(self, name: str, tensor: torch.Tensor) -> None:
+    def tensor_made(self, name: str, tensor: torch.Tensor) -> None:
         """Note a tensor that a call made without an operation."""
         self._record(name, tensor)
 

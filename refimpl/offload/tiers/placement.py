@@ -17,7 +17,7 @@ prefetching and caching strategies": do no harm). Over a slow link it pays to lo
 `_is_late`.
 """
 
-from ...ground.accesses import Recording
+from ...ground.accesses import AccessRecording
 from ..errors import StoreError
 from .bucket_moves import DEVICE, DISK, HOST, Counts, Move, TieredBucket
 from .tier import Tier
@@ -33,7 +33,7 @@ class TierPlacement:
     """
 
     def __init__(self, mover, device, host, disk, rule="belady"):
-        self.mover, self.rule, self.recording, self.counts = mover, rule, Recording(), Counts()
+        self.mover, self.rule, self.recording, self.counts = mover, rule, AccessRecording(), Counts()
         self.tiers = {DEVICE: Tier(DEVICE, device or 0), HOST: Tier(HOST, host)}
         self.grows, self.has_disk, self.disk_bytes = device is None, disk, 0
         self.buckets, self._ended, self._entering, self._loading = {}, mover.now(), [], None

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from refimpl.activations.saved_tensors import View
+from refimpl.activations.saved_tensors import PackedView
 from refimpl.activations.transfer.schedule import TransferSchedule
 
 
@@ -24,7 +24,7 @@ class Case:
             self.flats.append(weakref.ref(flat.untyped_storage()))
             self.values.append(flat.clone())
             stored = self.schedule.send(flat, flat)
-            self.views.append([View(stored, flat) for _ in range(views)])
+            self.views.append([PackedView(stored, flat) for _ in range(views)])
 
     @property
     def alive(self):
@@ -168,19 +168,19 @@ def test_host_memory_goes_with_the_graph(lazy, case):
 
 def test_what_was_written_to_on_its_way_out_is_refused(lazy):
     schedule, flat = TransferSchedule(lazy, 2), torch.zeros(10)
-    view = View(schedule.send(flat, flat), flat)
+    view = PackedView(schedule.send(flat, flat), flat)
     flat.add_(1)
     schedule.wait()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation while it was copied to the host: float32 "
                                            r"\[10\] is at version 1, expected version 0"):
         view.unpack()
     flat = torch.zeros(10)
-    view = View(schedule.send(flat, flat), flat)
+    view = PackedView(schedule.send(flat, flat), flat)
     flat.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         view.unpack()  # inside the region, before anybody has settled
     late = torch.zeros(10)
-    view = View(schedule.send(late, late), late)
+    view = PackedView(schedule.send(late, late), late)
     schedule.wait()
     late.add_(1)
     assert torch.equal(view.unpack(), torch.zeros(10)), "the copy was made by then"
@@ -189,7 +189,7 @@ def test_what_was_written_to_on_its_way_out_is_refused(lazy):
 def test_a_wait_that_was_interrupted_is_made_again(lazy):
     """Until then the device's memory is not given away."""
     schedule, flat = TransferSchedule(lazy, 2), torch.ones(10)
-    alive, view = weakref.ref(flat.untyped_storage()), View(schedule.send(flat, flat), flat)
+    alive, view = weakref.ref(flat.untyped_storage()), PackedView(schedule.send(flat, flat), flat)
     lazy._queue[0] = lazy._queue[0][0], torch.ones(10)  # the schedule alone holds the source
     del flat
     with patch.object(lazy, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
