@@ -16,12 +16,13 @@ import torch
 from tqdm import tqdm
 
 from refimpl import memory
-from refimpl.allocator import AllocationTrace, plan_static, replay
+from refimpl.allocator import AllocationTrace, plan_static
+from refimpl.allocator import replaying as replay
+from refimpl.allocator.contiguous_region import RegionPool
 from refimpl.allocator.defragment import CompactingPool
-from refimpl.allocator.places import PlannedPool
-from refimpl.allocator.regions import RegionPool
+from refimpl.allocator.free_list import PlannedPool
 from refimpl.allocator.static import Arena, execute, load_problem, problem_names, record_step, solve, without_out
-from refimpl.allocator.static.plan import PLACEMENTS
+from refimpl.allocator.static.static_plan import PLACEMENTS
 from refimpl.ground.allocations import Maker
 from refimpl.model import GPT, GPTConfig
 

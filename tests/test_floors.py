@@ -65,7 +65,7 @@ NAMES = {"__name__", "__qualname__", "__module__"}
 TEXT = {"startswith", "endswith", "partition", "rpartition", "split", "removeprefix", "removesuffix", "get"}
 UNRELATED = {  # who reads the name of a class or function for another reason
     "others.py": "whether something is torch's or ours, and nobody need be asked",
-    "attention/traffic.py": "operations of torch that make empty tensors",
+    "attention/kernel_traffic.py": "operations of torch that make empty tensors",
     "comm/same_model.py": "torch's own code is compared by torch's version",
     "ranks/pickling.py": "where a function and a module are found again",
     "zero/units.py": "hooks that are ours"}

@@ -48,7 +48,7 @@ from refimpl.others import ask
 print(ask("cache", {3}), ask("cache", {4}), *sorted(n for n in sys.modules if n.startswith("refimpl.known_models.")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["mine", "None", "refimpl.known_models.attention"]
+    assert done.stdout.split() == ["mine", "None", "refimpl.known_models.attention_layers"]
 
 
 def test_who_registers_before_any_question_is_asked_before_what_is_known():

@@ -18,8 +18,8 @@ from refimpl.attention import (
     reference_attention_bytes,
     tiled_attention_bytes,
 )
-from refimpl.attention.cache import DEEPSEEK, HEADS, LAYERS, gqa_cache_bytes, mla_cache_bytes
 from refimpl.attention.kernels import configs
+from refimpl.attention.kv_cache import DEEPSEEK, HEADS, LAYERS, gqa_cache_bytes, mla_cache_bytes
 from refimpl.comm import FakeCommunicator, ring_traffic
 from refimpl.context.closed_forms import attention_traffic, context_activation_bytes, idle_share
 from refimpl.cross_entropy import chunked_cross_entropy_bytes, plain_cross_entropy_bytes

@@ -6,7 +6,7 @@ import torch
 
 from refimpl import memory
 from refimpl.attention import ScoreHook, reference_attention, tiled_attention
-from refimpl.attention.cache import expand
+from refimpl.attention.kv_cache import expand
 
 from . import verdict
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from refimpl import memory
 from refimpl.attention import reference_attention
-from refimpl.attention.traffic import counted
+from refimpl.attention.kernel_traffic import counted
 
 from . import close, drawn, verdict
 

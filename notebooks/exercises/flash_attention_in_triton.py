@@ -9,7 +9,7 @@ import triton.language as tl
 
 from refimpl import memory
 from refimpl.attention import flash_attention
-from refimpl.attention.traffic import counted
+from refimpl.attention.kernel_traffic import counted
 
 from . import close, drawn, verdict
 

@@ -1,8 +1,8 @@
 """Saved tensors in fewer bytes, or elsewhere: compression and host offload of what autograd keeps for backward.
 
 Read `papers/activations` (the idea in one screen), then `saved_tensors` (each storage once), `codecs` and `compress`,
-then `offload` with `transfer/schedule` (when a storage is copied) and `transfer/streams` (how). `closed_forms` predicts
-the bytes, `report` tells what was done.
+then `offload` with `transfer/copy_order` (when a storage is copied) and `transfer/streams` (how). `closed_forms`
+predicts the bytes, `storage_report` tells what was done.
 """
 
 from .closed_forms import (
@@ -13,7 +13,7 @@ from .closed_forms import (
 )
 from .compress import compress_activations
 from .offload import offload_activations
-from .report import Report
+from .storage_report import Report
 from .transfer.streams import Rehearsal
 
 __all__ = [

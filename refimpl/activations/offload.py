@@ -12,7 +12,7 @@ has the idea, for feature maps.
 from typing import TYPE_CHECKING, Any
 
 from .saved_tensors import SavedStorages
-from .transfer.schedule import TransferSchedule
+from .transfer.copy_order import TransferSchedule
 from .transfer.streams import CUDATransfer
 
 if TYPE_CHECKING:

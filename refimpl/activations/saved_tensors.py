@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from .report import Report
+from .storage_report import Report
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 CAST = "ToCopyBackward0"

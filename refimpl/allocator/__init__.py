@@ -2,9 +2,10 @@
 
 Order of reading: `papers/caching_allocator` (a caching allocator in one screen); `settings`, `blocks`, `caching`
 (PyTorch's, rule by rule), `expandable`, `device`; `holes` and `pool` (first fit and best fit on real tensors);
-`ground/allocations` (a trace), `replay`; `snapshot`, `rewind`, `recorded` (PyTorch's own recordings, read and
-replayed), `record` (written), `drawing`; `papers/static_plan` (a static plan in one screen), `static` (plans, an arena
-that runs a step); `defragment`, `regions` (against holes: moving what is live, and keeping apart what lives long).
+`free_list` says which hole; `ground/allocations` (a trace), `replaying`; `snapshot`, `recording_start`,
+`recording_comparison` (PyTorch's own recordings, read and replayed), `simulated_snapshot` (written), `drawing`;
+`papers/static_plan` (a static plan in one screen), `static` (plans, an arena that runs a step); `defragment`,
+`contiguous_region` (against holes: moving what is live, and keeping apart what lives long).
 """
 
 from typing import TYPE_CHECKING
@@ -15,11 +16,11 @@ from .caching import CachingAllocator
 from .defragment import defragment
 from .device import OutOfMemory
 from .pool import GPUMemoryPool, PoolExhausted
-from .record import record
-from .recorded import compare
-from .replay import explain, replay
-from .rewind import capacity_of, trace_of
+from .recording_comparison import compare
+from .recording_start import capacity_of, trace_of
+from .replaying import explain, replay
 from .settings import Settings
+from .simulated_snapshot import record
 from .snapshot import Snapshot
 from .static import (
     ActivationReuseOptimizer,

@@ -7,9 +7,9 @@ import numpy as np
 
 from ..elsewhere.text import one_line, print_text, refuse
 from ..ground.allocations import ALLOC
-from .recorded import compare
-from .replay import explain
-from .rewind import capacity_of, line, trace_of
+from .recording_comparison import compare
+from .recording_start import capacity_of, line, trace_of
+from .replaying import explain
 from .settings import WITHOUT_EFFECT, Settings, items
 from .snapshot import LIVE, Snapshot
 

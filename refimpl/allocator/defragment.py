@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .device import OutOfMemory
-from .places import PlannedPool
+from .free_list import PlannedPool
 from .pool import SEGMENT
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """A memory pool: tensors as views of a few large segments, and a free list that finds a hole for each.
 
-`places` says which hole. The articles' GPUMemoryPool counts elements of one dtype and moves tensors when it grows, so
-views of them point at freed memory. Here sizes are bytes, and the pool grows by another segment.
+`free_list` says which hole. The articles' GPUMemoryPool counts elements of one dtype and moves tensors when it grows,
+so views of them point at freed memory. Here sizes are bytes, and the pool grows by another segment.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from .places import FreeList
+from .free_list import FreeList
 
 SEGMENT = 2**48  # a place is a segment's number times this, and a byte in it
 

@@ -4,9 +4,10 @@ Order of reading: `papers/flash_attention` (the idea in one screen), then `paper
 as a kernel), `reference` (the definition, and what it costs), `memory_efficient` (softmax in chunks), `tiled`
 (FlashAttention in PyTorch), `flash` (the same by kernels: what users call), `scores` (softcap, ALiBi, masks and sinks,
 in all of these), `triton_forward` and `triton_backward` (the kernels), `triton_hopper`, `gluon_forward` and
-`gluon_consumer` (the forward twice more, for one chip), `traffic` (the bytes that they move), `pair` (forward and
-backward apart), `block` (a transformer block around them). `figure` draws the pages' figures. One level down: `call`
-(arguments, masks, dropout) and `kernels` (what the Triton kernels share).
+`gluon_consumer` (the forward twice more, for one chip), `kernel_traffic` (the bytes that they move),
+`forward_backward_pair` (the two passes apart), `block` (a transformer block around them), `kv_cache` (what a token
+leaves in a cache). `figure` draws the pages' figures. One level down: `call` (arguments, masks, dropout) and `kernels`
+(what the Triton kernels share).
 """
 
 from typing import TYPE_CHECKING
@@ -21,12 +22,12 @@ from .tiled import tiled_attention, tiled_attention_bytes
 if TYPE_CHECKING:
     from ..ground.attention_pair import AttentionPair
     from .block import FlashTransformerBlock, flash_block_terms
-    from .pair import flash_pair, tiled_pair
-    from .traffic import flash_attention_traffic
+    from .forward_backward_pair import flash_pair, tiled_pair
+    from .kernel_traffic import flash_attention_traffic
 
 __getattr__, __dir__ = lazily(__name__, {
     "..ground.attention_pair": "AttentionPair", ".block": "FlashTransformerBlock flash_block_terms",
-    ".pair": "flash_pair tiled_pair", ".traffic": "flash_attention_traffic"})
+    ".forward_backward_pair": "flash_pair tiled_pair", ".kernel_traffic": "flash_attention_traffic"})
 __all__ = [
     "Alibi", "AttentionBytes", "AttentionFlops", "AttentionPair", "Documents", "FlashTransformerBlock", "PrefixLM",
     "ScoreHook", "Softcap", "alibi_slopes", "attention_flops", "flash_attention", "flash_attention_bytes",

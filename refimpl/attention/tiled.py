@@ -24,9 +24,9 @@ import torch
 
 from ..ground.derivatives import refuse_batched_gradients, refuse_transforms
 from .call.arguments import INSTEAD, refuse_second_derivative, resolve, without_autocast
-from .call.dry import in_tiles
-from .call.part import SequenceTiles, load, store
+from .call.dry_tiles import in_tiles
 from .call.philox import dropped_bytes, runs_of
+from .call.sequence_tiles import SequenceTiles, load, store
 from .call.sequences import tiles
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
 from .scores import sink_gradient

@@ -1,7 +1,7 @@
 """Recomputation: keep less in the forward, compute it again in backward.
 
 Read `papers/recomputation` (the idea in one screen), then `reentrant` (its function alone, and what it cannot do),
-`region` (`checkpoint`, on saved-tensor hooks), `operations` (keep the results of some operations); then what to
+`region` (`checkpoint`, on saved-tensor hooks), `save_list` (keep the results of some operations); then what to
 recompute: `chain` (plans and segments), `schedule` (the best plan for a budget), `policies` and `adaptive` (from
 outside a model). `closed_forms` predicts bytes and FLOPs, `profile` measures them, `figure` draws, `statistics` is for
 BatchNorm.

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from ..ground.options import check_options
+from ..ground.keyword_options import check_options
 from ..others import ask
 from .region import OPTIONS, checkpoint, checkpointed
 
@@ -202,8 +202,8 @@ def selective(blocks: Sequence[nn.Module], part: str = "attention core", **optio
 
     Blocks are modules with `.attention` (a module, its function as `.attention.attention`) and `.mlp`, as those of
     `refimpl.model`. In all others the `attention` is the modules that compute it, with their projections, whatever
-    their names (`known_models/attention`). ValueError for an unknown part or blocks without it. The `options` are those
-    of `checkpoint`; TypeError for any other.
+    their names (`known_models/attention_layers`). ValueError for an unknown part or blocks without it. The `options`
+    are those of `checkpoint`; TypeError for any other.
 
     The core is where scores of s × s are made: it is most of the bytes of a long sequence and few of the operations
     ("Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al. 2022, section 5).

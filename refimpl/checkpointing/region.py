@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..ground.rerun import Environment
 from ..others import ask_of_others
-from .operations import KeepOperations, operations
+from .save_list import KeepOperations, operations
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -50,7 +50,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, early_stop: bool = True, save
 
     - `early_stop`: end the recomputation with the last tensor that backward needs. False runs `fn` to its end, and then
       also notices tensors that it would save after that one.
-    - `save`: operations (`[torch.ops.aten.addmm, …]`) whose outputs are kept and not computed again; see `operations`.
+    - `save`: operations (`[torch.ops.aten.addmm, …]`) whose outputs are kept and not computed again; see
+      `save_list`.
     - `recompute_context`: makes a context to recompute in; see `frozen_statistics`.
     - `keep`: an object that keeps the region's input tensors in another form until the recomputation. For each of them
       `keep.pack(tensor)` returns None to leave it as it is, or `(kept, context)`: a tensor that shares no memory with

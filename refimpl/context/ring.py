@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..ground.marks import mark
-from ..ground.tensors import is_dry
+from ..ground.nested_tensors import is_dry
 from .blockwise_pair import dense_pair
 from .inner_attention import check_dropout, check_shapes, compact
 from .token_order import check_order

@@ -5,7 +5,7 @@ import math
 import torch
 
 from ..ground.derivatives import refuse_batched_gradients, refuse_transforms
-from ..ground.tensors import is_dry
+from ..ground.nested_tensors import is_dry
 
 INSTEAD = "the logits and torch.nn.functional.cross_entropy"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -22,7 +22,7 @@ import torch
 
 from .call import check_call, flat, refuse_second_derivative, sum_dtype
 from .rows import Terms, VocabularyColumns, part_factors, row_losses
-from .sums import WeightSum, scaled
+from .weight_gradient import WeightSum, scaled
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator

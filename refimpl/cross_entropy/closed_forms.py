@@ -50,7 +50,7 @@ def chunked_cross_entropy_bytes(N: int, V: int, C: int, dtype: torch.dtype = tor
         backward    saved + w + R·C·w                     16 bits: rows of dh are scaled in fp32, and of dW, R at most
 
     s: w, or the bytes of `weight_gradient`. The fp32 sum of a 16-bit weight has half its rows in dW's own memory (see
-    `sums`), V/2 rounded down: C·d bytes more for an odd V.
+    `weight_gradient`), V/2 rounded down: C·d bytes more for an odd V.
     d, w: bytes of `dtype` and of fp32 (8 for fp64). Without gradients of hidden, weight or bias their terms are absent.
     `parts` K: losses of one head, each of N rows. `split`: V is this rank's part. `weight_dtype`: the weight's own, if
     autocast casts it, V·C·d more in forward, and its gradient stays in fp32: in backward its rows are scaled in place.

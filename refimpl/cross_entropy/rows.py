@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..comm import CollectiveMismatch
-from ..ground.tensors import is_dry
+from ..ground.nested_tensors import is_dry
 
 
 class Terms(NamedTuple):

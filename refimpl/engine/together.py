@@ -28,7 +28,7 @@ from ..checkpointing import recompute as recompute_each
 from ..comm.same_model import check_same_model
 from ..context import SequenceParallelAttention, context_parallel
 from ..equivalence.loss_check import prove_loss
-from ..ground.tensors import is_dry
+from ..ground.nested_tensors import is_dry
 from ..model import GPT
 from ..pipeline import PipelineParallelStage
 from ..pipeline import schedule as schedule_of

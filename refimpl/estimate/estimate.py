@@ -9,7 +9,7 @@ import torch
 
 from .. import catalog, memory
 from ..comm import FakeCommunicator
-from ..memory.fakes.places import of_the_program, raised
+from ..memory.fakes.program_lines import of_the_program, raised
 from ..memory.tracking.taking import NOT_COUNTED
 from .kernels import kernels_of
 from .model_sources import find

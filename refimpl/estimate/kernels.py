@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from .. import catalog
-from ..mixed_precision.internals import kernels, lists
-from ..mixed_precision.internals.regions import AutocastRegion
+from ..mixed_precision.internals import casting_kernels as kernels
+from ..mixed_precision.internals import lists
+from ..mixed_precision.internals.autocast_regions import AutocastRegion
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..memory.fakes.places import of_the_program, raised
+from ..memory.fakes.program_lines import of_the_program, raised
 from ..model import GPT
 from .source import Source, tokens, tokens_of, words
 

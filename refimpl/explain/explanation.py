@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..elsewhere.text import one_line
 from ..ground.ledger import human
-from ..memory.records import BUILD
+from ..memory.storage_records import BUILD
 from ..versions import misfit
 from .arithmetic import arithmetic
 from .helps import helps

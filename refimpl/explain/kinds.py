@@ -13,7 +13,7 @@ from ..ground.ledger import (
     PARAMETERS,
     TEMPORARIES,
 )
-from ..memory.records import BACKWARD, STEP
+from ..memory.storage_records import BACKWARD, STEP
 
 LOGITS = "logits"
 LOG_PROBABILITIES = "log-probabilities, kept by the loss"

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..memory.records import BACKWARD, FORWARD
+from ..memory.storage_records import BACKWARD, FORWARD
 
 
 class RecordedTimeline:

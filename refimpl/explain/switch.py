@@ -13,7 +13,7 @@ from ..activations import compress_activations, offload_activations
 from ..attention import flash_attention, tiled_attention
 from ..checkpointing import recompute
 from ..cross_entropy import without_logits
-from ..known_models.attention import use_attention
+from ..known_models.attention_layers import use_attention
 from ..mlp import memory_efficient_mlps
 from .models import blocks_of
 

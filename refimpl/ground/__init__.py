@@ -3,14 +3,16 @@
     ledger             the categories of bytes, and tables of them
     marks              a technique says what a tensor is for; a meter subscribes
     spans              what a rank does, and what goes on meanwhile
-    tensors            which tensors are in a thing, and whether one is of a dry run
-    rerun, options, derivatives    a function that is run again; options that are strings; transforms that are refused
+    nested_tensors     which tensors are in a thing, and whether one is of a dry run
+    rerun              a function that is run again
+    keyword_options    options that a technique does not have are refused
+    derivatives        transforms of torch.func that are refused
     activation_bytes, state_bytes, step_bytes, cache_bytes    the closed forms of a model, its states, a step, a cache
 
 And what two techniques need, and may not ask of each other:
 
     allocations, lifetimes    which bytes were asked for and freed, in order; born and freed, as intervals
-    values             how a model on the meta device gets its values
+    materializing      how a model on the meta device gets its values
     attention_pair     an attention in two functions, forward and backward
     autocast_keys      where each of our two listeners to autocast hears of it
     accesses, eviction what is needed next, and which goes when room is needed: Belady's rule and LRU

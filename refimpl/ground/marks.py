@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch.compiler import is_compiling
 
 from .ledger import category_name
-from .tensors import dense_parts
+from .nested_tensors import dense_parts
 
 if TYPE_CHECKING:
     import torch

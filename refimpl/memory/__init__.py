@@ -2,11 +2,11 @@
 run.
 
 Order of reading: `papers/meter` (the idea in one screen), then the instruments: `ground/ledger` (categories and bytes),
-`tracker` and the `trace` that it writes (of `records`, read as a `Timeline` and by `top`, kept in a `trace_file`),
-`allocator`, `dry`, `workspaces` (tracker and allocator laid over each other). The closed forms, which techniques use
-too, are on the ground: `ground/state_bytes`, `ground/activation_bytes`, `ground/step_bytes`; what draws them, `figure`
-and `gantt`, is there as well. `chrome` draws for a browser. `tracking/` is the tracker's machinery: how it hears of
-modules, finds lines, stays out of autograd's way and follows compiled code.
+`tracker` and the `trace` that it writes (of `storage_records`, read as a `Timeline` and by `top`, kept in a
+`trace_file`), `allocator`, `dry_running`, `workspaces` (tracker and allocator laid over each other). The closed forms,
+which techniques use too, are on the ground: `ground/state_bytes`, `ground/activation_bytes`, `ground/step_bytes`; what
+draws them, `figure` and `gantt`, is there as well. `chrome` draws for a browser. `tracking/` is the tracker's
+machinery: how it hears of modules, finds lines, stays out of autograd's way and follows compiled code.
 """
 
 from ..ground.activation_bytes import (
@@ -19,13 +19,13 @@ from ..ground.activation_bytes import (
 from ..ground.figure import plot
 from ..ground.ledger import CATEGORIES, Ledger, beside, human
 from ..ground.marks import mark
+from ..ground.nested_tensors import is_dry
 from ..ground.state_bytes import bytes_per_parameter, model_state_bytes
 from ..ground.step_bytes import training_step_bytes, training_step_moments
-from ..ground.tensors import is_dry
 from .allocator import Reading, measure
 from .chrome import export_chrome
-from .dry import dry_run
-from .records import Line
+from .dry_running import dry_run
+from .storage_records import Line
 from .top import Held
 from .trace import Moment, Timeline, Trace, load
 from .tracker import Tracker, track

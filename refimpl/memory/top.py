@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..ground.ledger import category_name
-from .records import BUILD, FORWARD, START, Line
+from .storage_records import BUILD, FORWARD, START, Line
 
 NO_MODULE, NO_LINE, OLDER = "(no module)", "(no line)", "(before the trace)"
 BY = ("module", "line", "source", "operation", "tensor", "category")

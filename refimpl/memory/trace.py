@@ -11,7 +11,7 @@ import numpy as np
 from ..elsewhere.text import one_line
 from ..ground.ledger import CATEGORIES, PARAMETERS, Ledger
 from . import top, trace_file
-from .records import BACKWARD, BUILD, END, FORWARD, START, STEP, Line, Op, StorageRecord, category_of
+from .storage_records import BACKWARD, BUILD, END, FORWARD, START, STEP, Line, Op, StorageRecord, category_of
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -219,8 +219,8 @@ class Trace:
         return to_html(self, path, title)
 
     def export_snapshot(self, path: "str | PathLike[str]") -> "Path":
-        """Write the timeline for PyTorch's memory viewer; see `memory.snapshot.export_snapshot`."""
-        from .snapshot import export_snapshot
+        """Write the timeline for PyTorch's memory viewer; see `memory.memory_viz.export_snapshot`."""
+        from .memory_viz import export_snapshot
 
         return export_snapshot(self, path)
 

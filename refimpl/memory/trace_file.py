@@ -12,7 +12,7 @@ from pathlib import Path
 from ..elsewhere.files import opened
 from ..elsewhere.text import shown
 from ..ground.ledger import category_name
-from .records import Line, Op, StorageRecord
+from .storage_records import Line, Op, StorageRecord
 
 FORMAT, VERSION = "refimpl memory trace", 1
 LIMIT, HEAD, ROW = 2**30, 2**23, 2**20  # bytes of a file, of its first line, and of another

@@ -22,8 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ground.ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
 from ..ground.marks import mark_of
-from ..ground.tensors import tensors_in
-from .records import BACKWARD, FORWARD, STEP
+from ..ground.nested_tensors import tensors_in
+from .storage_records import BACKWARD, FORWARD, STEP
 from .trace import Trace
 from .tracking import listeners
 from .tracking.in_place import calibrate

@@ -2,8 +2,8 @@
 
 Each works by itself, on the model, the optimizer or the loss that you give it. Read `papers/mixed_precision` (the idea
 in one screen), then `autocasting` (with the tables of `internals/lists`), then `scaler`, `masters` and `optimizer`,
-then `plan`; `activations` predicts what autocast saves. `internals/` is machinery: kernels below Python, the state of a
-thread, checks.
+then `precision_plan`; `activations` predicts what autocast saves. `internals/` is machinery: kernels below Python, the
+state of a thread, checks.
 """
 
 from .activations import autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes
@@ -11,7 +11,7 @@ from .autocasting import autocast
 from .internals.recompute import keep_precision
 from .masters import step_bytes
 from .optimizer import MixedPrecisionOptimizer
-from .plan import DynamicPrecisionModel, plan_bytes, precision_context
+from .precision_plan import DynamicPrecisionModel, plan_bytes, precision_context
 from .scaler import AdaptiveLossScaler
 
 __all__ = [

@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from torch.utils._contextlib import _DecoratorContextManager
 
-from .internals import kernels, recompute
-from .internals.regions import AutocastRegion, current, set_stack, state
+from .internals import casting_kernels as kernels
+from .internals import recompute
+from .internals.autocast_regions import AutocastRegion, current, set_stack, state
 from .internals.support import check_computes, check_device, check_dtype
 
 

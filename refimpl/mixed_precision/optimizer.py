@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import masters
-from .internals import options
+from .internals import group_options as options
 from .internals.support import check_dtype
 
 

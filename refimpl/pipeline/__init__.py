@@ -11,7 +11,7 @@ Then what runs them: `executor`, `messages` and `mailbox` (what goes between ran
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazily
-from ..ground.values import build
+from ..ground.materializing import build
 from .executor import PipelineParallelStage, pipeline
 from .instructions import Instruction, Schedule
 from .named_schedules import BUILDERS, idle_time, in_flight, schedule

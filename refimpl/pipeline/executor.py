@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ground.materializing import build
 from ..ground.spans import computing
-from ..ground.values import build
 from ..model import GPT
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
 from .mailbox import Mailbox

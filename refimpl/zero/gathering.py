@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 
 from ..ground.marks import mark
-from ..ground.values import no_value
+from ..ground.materializing import no_value
 from .internals.casts import Casts
 from .internals.released import Unread, release, restore
 from .internals.store import BucketStore

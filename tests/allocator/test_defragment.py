@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refimpl.allocator import GPUMemoryPool, OutOfMemory, PoolExhausted, defragment, replay
+from refimpl.allocator import GPUMemoryPool, OutOfMemory, PoolExhausted, defragment
+from refimpl.allocator import replaying as replay
+from refimpl.allocator.contiguous_region import ContiguousRegion, RegionPool, lives_long
 from refimpl.allocator.defragment import CompactingPool
-from refimpl.allocator.places import PlannedPool
-from refimpl.allocator.regions import ContiguousRegion, RegionPool, lives_long
+from refimpl.allocator.free_list import PlannedPool
 from refimpl.ground.allocations import Maker
 
 

@@ -9,7 +9,19 @@ import torch
 from allocator_kit import random_trace
 from torch.cuda import _memory_viz
 
-from refimpl.allocator import AllocationTrace, DamagedTrace, Snapshot, capacity_of, record, replay, trace_of
+from refimpl.allocator import (
+    AllocationTrace,
+    DamagedTrace,
+    Snapshot,
+    capacity_of,
+    trace_of,
+)
+from refimpl.allocator import (
+    replaying as replay,
+)
+from refimpl.allocator import (
+    simulated_snapshot as record,
+)
 from refimpl.allocator.settings import MIB
 
 

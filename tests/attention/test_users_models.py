@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from refimpl.attention import Softcap, flash_attention, tiled_attention
-from refimpl.attention.cache import gqa_cache_bytes, mla_cache_bytes
+from refimpl.attention.kv_cache import gqa_cache_bytes, mla_cache_bytes
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "max_position_embeddings": 64}

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks import allocator, traces
-from refimpl.allocator import replay
-from refimpl.allocator.places import PlannedPool
+from refimpl.allocator import replaying as replay
+from refimpl.allocator.free_list import PlannedPool
 
 SMALL = "ZeRO-3, gathers and releases"
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import precision
 from benchmarks.meter import SMALL
-from refimpl.mixed_precision.internals.regions import AutocastRegion
+from refimpl.mixed_precision.internals.autocast_regions import AutocastRegion
 
 
 def test_a_run_reads_time_and_bytes_of_every_recipe(run):

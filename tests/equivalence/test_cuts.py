@@ -25,8 +25,8 @@ from refimpl.equivalence import cut_over_ranks as ranks
 from refimpl.equivalence import once_per_class as once
 from refimpl.equivalence.comparison import Computed, computed, difference
 from refimpl.known_models import toys
-from refimpl.known_models.blocks import anatomy_of
 from refimpl.known_models.changes import changes_of
+from refimpl.known_models.decoder_anatomy import anatomy_of
 from refimpl.known_models.toys import results_of, tokens_of, toy_of
 from refimpl.mesh import Mesh
 from refimpl.mlp import memory_efficient_mlps

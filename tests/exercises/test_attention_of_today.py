@@ -9,7 +9,7 @@ from exercises_kit import graded
 
 from exercises import attention_of_today as page
 from refimpl.attention import ScoreHook, reference_attention
-from refimpl.attention.cache import absorbed, expand
+from refimpl.attention.kv_cache import absorbed, expand
 
 
 class Strided(ScoreHook):

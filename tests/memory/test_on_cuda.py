@@ -8,7 +8,7 @@ from refimpl import catalog, memory
 from refimpl.estimate import kernels_of
 from refimpl.memory.on_cuda.attention import choose
 from refimpl.memory.on_cuda.inside import INSIDE
-from refimpl.memory.records import START
+from refimpl.memory.storage_records import START
 from refimpl.memory.tracking.taking import Processors
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from refimpl import memory
-from refimpl.memory.records import StorageRecord
+from refimpl.memory.storage_records import StorageRecord
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 
 from refimpl import memory
 from refimpl.mixed_precision import autocast, autocast_activation_bytes, autocast_activation_terms, weight_cast_bytes
-from refimpl.mixed_precision.internals.regions import AutocastRegion
+from refimpl.mixed_precision.internals.autocast_regions import AutocastRegion
 from refimpl.model import GPT, GPTConfig
 
 LOW = [torch.bfloat16, torch.float16]

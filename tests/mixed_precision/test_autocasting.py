@@ -11,10 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.ground.tensors import tensors_in
+from refimpl.ground.nested_tensors import tensors_in
 from refimpl.mixed_precision import autocast, keep_precision
 from refimpl.mixed_precision.internals import recompute
-from refimpl.mixed_precision.internals.regions import KEY, current, state
+from refimpl.mixed_precision.internals.autocast_regions import KEY, current, state
 from refimpl.model import GPT, GPTConfig
 
 

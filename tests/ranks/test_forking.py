@@ -47,7 +47,7 @@ def test_what_the_caller_has_imported_no_rank_imports_again(another_server):
 @WITHOUT_GPU
 def test_other_libraries_are_left_to_the_ranks(another_server):
     """The server would fail where transformers works only after what the caller has done before."""
-    names = ("refimpl.known_models.attention", "transformers")
+    names = ("refimpl.known_models.attention_layers", "transformers")
     importlib.import_module(names[0])
     end_the_server()
     loaded = launch(lambda comm: [name in sys.modules for name in names], 2)

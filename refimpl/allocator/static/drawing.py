@@ -1,7 +1,7 @@
 """A plan as PyTorch would have recorded it, for `segment_map` and for PyTorch's memory viewer."""
 
 from ...ground.allocations import ALLOC
-from ..record import frames_of
+from ..simulated_snapshot import frames_of
 from ..snapshot import Snapshot
 
 FIRST = 2**21  # the arena's address

@@ -16,9 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arena import Arena
-from .plan import StaticPlan, plan_static
-from .step import StepTrace, key_of
-from .writing import write, writes_directly
+from .out_variants import write, writes_directly
+from .static_plan import StaticPlan, plan_static
+from .step_recording import StepTrace, key_of
 
 ORDER, LAYOUT, OCCUPIED, LONGER, SHORTER = "order", "layout", "occupied", "longer", "shorter"
 

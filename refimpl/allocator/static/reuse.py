@@ -19,8 +19,8 @@ from ...ground.lifetimes import Lifetimes
 from .arena import Arena
 from .execute import OCCUPIED, execute
 from .graphed import PlayedStep, aside
-from .plan import PLACEMENTS, plan_static
-from .step import record_step
+from .static_plan import PLACEMENTS, plan_static
+from .step_recording import record_step
 
 
 class ActivationReuseOptimizer:

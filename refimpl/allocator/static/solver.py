@@ -28,7 +28,7 @@ import time
 import numpy as np
 
 from ...ground.lifetimes import Lifetimes
-from .plan import StaticPlan
+from .static_plan import StaticPlan
 
 FAR = 2**40  # the lowest place of what is placed
 FIRST, UNIT, DISTURBED = 3000, 1000, 0.03  # steps before a restart; how far a preference moves, in shares of B

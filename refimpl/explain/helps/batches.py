@@ -1,7 +1,7 @@
 """A batch in parts (`refimpl.accumulation`): activations of one part, and gradients that wait for the others."""
 
 from ...ground.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES
-from ...memory.records import STEP
+from ...memory.storage_records import STEP
 from .found import Found
 
 

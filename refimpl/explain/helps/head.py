@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 
 from ...cross_entropy import chunked_cross_entropy_bytes
-from ...memory.records import BACKWARD
+from ...memory.storage_records import BACKWARD
 from ..kinds import OF_LOSS, Kinds
 from .found import Found
 

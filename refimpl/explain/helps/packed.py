@@ -5,7 +5,7 @@ from functools import partial
 from ...activations.codecs import cast_bytes, group_bytes, mask_bytes
 from ...activations.compress import SMALLEST
 from ...ground.ledger import ACTIVATIONS
-from ...memory.records import FORWARD
+from ...memory.storage_records import FORWARD
 from .found import RETAINED, Found
 
 FORWARD_USE, BACKWARD_USE = 3, 3  # operations that use the tensor itself

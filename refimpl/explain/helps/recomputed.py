@@ -1,7 +1,7 @@
 """Recomputation: what a module made in forward is dropped when it returns, and made again when its backward begins."""
 
 from ...ground.ledger import ACTIVATIONS
-from ...memory.records import BACKWARD
+from ...memory.storage_records import BACKWARD
 from ..recorded_timeline import inside
 from .found import RETAINED, Found
 

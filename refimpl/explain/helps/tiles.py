@@ -1,7 +1,7 @@
 """Attention in tiles (`refimpl.attention`): the matrices of tokens × tokens leave the recording."""
 
 from ...attention import tiled_attention_bytes
-from ...memory.records import BACKWARD, FORWARD
+from ...memory.storage_records import BACKWARD, FORWARD
 from ..kinds import OF_SCORES, SOFTMAXES, Kinds
 from .found import Found
 

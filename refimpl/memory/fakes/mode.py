@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..on_cuda.dispatch import RULES, composites
 from .declared import Declared, made_in_size
-from .places import of_the_program, running
+from .program_lines import of_the_program, running
 
 aten = torch.ops.aten
 KNOWN = 2**16  # bytes of the largest tensor whose values are kept

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _foreach_utils
 
-from .places import of_the_program, running
+from .program_lines import of_the_program, running
 
 # Where libraries ask whether a tensor is fake, in order to do something else, as under a compiler.
 _ASKING = (("transformers.utils.import_utils", "is_fake_tensor"),)

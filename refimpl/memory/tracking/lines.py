@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ..records import Line
+from ..storage_records import Line
 from .in_place import WatchedEngine
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ground.marks import mark_of
-from ...ground.tensors import PLAIN, dense_parts
-from ..records import START, Op, StorageRecord
+from ...ground.nested_tensors import PLAIN, dense_parts
+from ..storage_records import START, Op, StorageRecord
 from ..trace import Trace
 from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
 from .lines import Lines

@@ -14,7 +14,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from ...ground import rerun
-from .regions import AutocastRegion, set_stack, state
+from .autocast_regions import AutocastRegion, set_stack, state
 
 _lock = threading.Lock()
 _open = 0  # regions, over all threads

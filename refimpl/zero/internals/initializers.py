@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ground.marks import mark
-from ...ground.values import lacks_values, no_value, replaced
+from ...ground.materializing import lacks_values, no_value, replaced
 
 
 def initializer_of(model, device, initialize=None):

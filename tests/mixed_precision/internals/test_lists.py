@@ -6,7 +6,8 @@ from packaging.version import Version
 from torch.nn import functional as F
 
 from refimpl.mixed_precision import autocast
-from refimpl.mixed_precision.internals import kernels, lists
+from refimpl.mixed_precision.internals import casting_kernels as kernels
+from refimpl.mixed_precision.internals import lists
 
 # Known to one side only: what a version of PyTorch took in or dropped, and cuDNN's LSTM, whose flat weights are cast
 # as one buffer (only there where PyTorch was built with CUDA).

@@ -22,7 +22,7 @@ from refimpl import memory, phantom
 from refimpl.estimate import Options, estimate, kernels_of
 from refimpl.estimate import tracked_step as steps
 from refimpl.estimate.model_sources import find
-from refimpl.memory.records import START
+from refimpl.memory.storage_records import START
 from refimpl.model import built_in
 
 pytestmark = [pytest.mark.bytes, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]

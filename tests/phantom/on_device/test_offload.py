@@ -8,7 +8,7 @@ from torch.autograd.graph import save_on_cpu
 
 from refimpl.activations import offload_activations
 from refimpl.activations.saved_tensors import SavedStorages
-from refimpl.activations.transfer.schedule import TransferSchedule
+from refimpl.activations.transfer.copy_order import TransferSchedule
 
 MODELS = {"gpt2": {"n_layer": 4},
           "llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,

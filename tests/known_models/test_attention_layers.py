@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchvision.models import vit_b_16
 
 from refimpl.checkpointing import recompute, selective
-from refimpl.known_models.attention import attentions_of
+from refimpl.known_models.attention_layers import attentions_of
 
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 128}
 T5 = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1,

@@ -3,7 +3,8 @@
 Our GPT has a `loss` that can be set, and gives it its head and the hidden states. A causal model of transformers
 computes `logits = lm_head(hidden)` and `loss = self.loss_function(logits, labels, …)`. Both can be replaced from
 outside: for a call with labels the head hands on the hidden states, and the loss function takes these with the head's
-weight. The model's own forward stays, with all its options. What it does between the two is read: `known_models/head`.
+weight. The model's own forward stays, with all its options. What it does between the two is read by
+`known_models/lm_head`.
 """
 
 import inspect

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from refimpl.mixed_precision import MixedPrecisionOptimizer
-from refimpl.mixed_precision.internals import options
+from refimpl.mixed_precision.internals import group_options as options
 
 
 def test_options_are_replaced_and_parameters_stay():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refimpl import memory
-from refimpl.allocator.static import writing
+from refimpl.allocator.static import out_variants as writing
 
 aten = torch.ops.aten
 X, MASK = torch.arange(24.0).view(4, 6) / 7, torch.arange(24).view(4, 6) % 3 == 0

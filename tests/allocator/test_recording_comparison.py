@@ -7,10 +7,11 @@ import pytest
 from allocator_kit import OTHER_CONSTANTS, OTHER_RULES, random_trace
 
 from benchmarks.recordings import FOLDER, LIMIT, PROGRAMS
-from refimpl.allocator import CachingAllocator, DamagedTrace, Snapshot, compare, record
-from refimpl.allocator.record import RecordingDevice, segments
-from refimpl.allocator.rewind import rewind
+from refimpl.allocator import CachingAllocator, DamagedTrace, Snapshot, compare
+from refimpl.allocator import simulated_snapshot as record
+from refimpl.allocator.recording_start import rewind
 from refimpl.allocator.settings import MIB, Settings
+from refimpl.allocator.simulated_snapshot import RecordingDevice, segments
 
 SETTINGS = ["", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .caching import CachingAllocator
 from .device import OutOfMemory
-from .rewind import restore, rewind
+from .recording_start import restore, rewind
 from .settings import SMALL, Settings
 from .snapshot import SEGMENT_EVENTS
 

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from refimpl.mixed_precision import autocast
-from refimpl.mixed_precision.internals import kernels, lists
-from refimpl.mixed_precision.internals.regions import AutocastRegion, set_stack, state
+from refimpl.mixed_precision.internals import casting_kernels as kernels
+from refimpl.mixed_precision.internals import lists
+from refimpl.mixed_precision.internals.autocast_regions import AutocastRegion, set_stack, state
 
 x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from refimpl import memory
 from refimpl.mixed_precision import DynamicPrecisionModel, autocast, plan_bytes, precision_context
-from refimpl.mixed_precision.plan import cast, resolve
+from refimpl.mixed_precision.precision_plan import cast, resolve
 
 LOW, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 BLOCKS_LOW = {"blocks.*": LOW}

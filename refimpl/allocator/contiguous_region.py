@@ -14,7 +14,7 @@ import torch
 from ..ground.allocations import ALLOC
 from ..ground.lifetimes import Lifetimes
 from .device import OutOfMemory
-from .places import PlannedPool
+from .free_list import PlannedPool
 
 
 class ContiguousRegion:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from refimpl.activations.saved_tensors import PackedView
-from refimpl.activations.transfer.schedule import TransferSchedule
+from refimpl.activations.transfer.copy_order import TransferSchedule
 
 
 class Case:

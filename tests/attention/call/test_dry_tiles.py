@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from refimpl import memory
 from refimpl.attention import tiled_attention
-from refimpl.attention.call import dry
+from refimpl.attention.call import dry_tiles as dry
 from refimpl.model import GPT, GPTConfig
 
 SHAPES = [(2, 4, 2, 300, 300, 16), (1, 2, 1, 70, 130, 8), (1, 4, 4, 513, 513, 32), (2, 2, 2, 130, 33, 8)]  # B H G T S D

@@ -9,7 +9,7 @@ from head_kit import peak_of
 from outside.models import GROUPED, SMALL, causal, masked, padded, seq2seq, text
 
 from refimpl.cross_entropy import chunked_cross_entropy_bytes, plain_cross_entropy_bytes, without_logits
-from refimpl.known_models.head import Change, changed
+from refimpl.known_models.lm_head import Change, changed
 from refimpl.model import GPT, GPTConfig
 from refimpl.others import _answers
 

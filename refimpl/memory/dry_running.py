@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, UnsupportedOperatorExcep
 
 from .fakes.declared import Declared
 from .fakes.mode import KNOWN, DryMode, note_where
-from .fakes.places import of_the_program, raised
+from .fakes.program_lines import of_the_program, raised
 from .fakes.pytorch import as_on_real_tensors
 from .on_cuda import as_on_cuda
 from .tracker import track

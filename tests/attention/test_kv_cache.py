@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from refimpl.attention import cache, reference_attention, tiled_attention
-from refimpl.attention.cache import DEEPSEEK, HEADS, LAYERS, absorbed, expand, gqa_cache_bytes, mla_cache_bytes
+from refimpl.attention import kv_cache as cache
+from refimpl.attention import reference_attention, tiled_attention
+from refimpl.attention.kv_cache import DEEPSEEK, HEADS, LAYERS, absorbed, expand, gqa_cache_bytes, mla_cache_bytes
 
 
 def test_figures_of_the_papers():

@@ -11,7 +11,7 @@ from torch.cuda import _memory_viz
 
 from refimpl import memory
 from refimpl.allocator.snapshot import Snapshot
-from refimpl.memory.snapshot import Addresses
+from refimpl.memory.memory_viz import Addresses
 
 
 def test_the_viewers_file_holds_the_timeline(trace, tmp_path):

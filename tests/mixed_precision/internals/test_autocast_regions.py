@@ -6,7 +6,7 @@ import weakref
 import torch
 from threads_kit import in_a_thread
 
-from refimpl.mixed_precision.internals.regions import KEY, NONE, AutocastRegion, current, set_stack, state
+from refimpl.mixed_precision.internals.autocast_regions import KEY, NONE, AutocastRegion, current, set_stack, state
 
 
 def test_a_new_thread_has_no_regions():

@@ -15,7 +15,7 @@ from torch._C import DispatchKeySet
 
 from ...ground.autocast_keys import REGIONS as KEY
 from . import lists
-from .regions import state
+from .autocast_regions import state
 
 _lock = threading.Lock()
 _libraries = []  # registrations end when these objects are freed

@@ -18,8 +18,8 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.checkpoint import checkpoint
 
 from refimpl import memory
-from refimpl.ground.tensors import tensors_in
-from refimpl.memory.dry import _trackable
+from refimpl.ground.nested_tensors import tensors_in
+from refimpl.memory.dry_running import _trackable
 from refimpl.model import GPT, GPTConfig
 
 from ..conftest import SMALL

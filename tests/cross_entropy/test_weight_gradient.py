@@ -8,7 +8,7 @@ from head_kit import errors, exact, head, sum_bound
 
 from refimpl import memory
 from refimpl.cross_entropy import chunked_linear_cross_entropy
-from refimpl.cross_entropy.sums import WeightSum
+from refimpl.cross_entropy.weight_gradient import WeightSum
 
 HALVES = (torch.bfloat16, torch.float16)
 

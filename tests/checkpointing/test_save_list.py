@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from refimpl import memory
 from refimpl.checkpointing import checkpoint
-from refimpl.checkpointing.operations import operations
+from refimpl.checkpointing.save_list import operations
 
 aten = torch.ops.aten
 

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from refimpl.attention import flash_attention, flash_attention_traffic, reference_attention, triton_forward
+from refimpl.attention.kernel_traffic import KernelTraffic, counted, moved
 from refimpl.attention.kernels import configs
 from refimpl.attention.kernels.configs import Config
 from refimpl.attention.kernels.operators import attention_backward, attention_delta, attention_forward
-from refimpl.attention.traffic import KernelTraffic, counted, moved
 
 pytestmark = kit.in_the_interpreter()
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from refimpl.activations import compress_activations
-from refimpl.activations.report import Report
+from refimpl.activations.storage_report import Report
 
 
 def test_rows_add_up():
