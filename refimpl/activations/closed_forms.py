@@ -47,7 +47,7 @@ def saved_storages(config: "GPTConfig", batch: int, sequence: int, dtype: torch.
     outside = activation_terms(config, batch, sequence, dtype, device)
     kept = kept_on(device, dtype.itemsize)
     norm = norm_terms(config, batch * sequence, dtype.itemsize, kept)
-    del outside["blocks"], outside["last norm"]
+    del outside["blocks"], outside["last norm"]  # these are split below, norm by norm
     split = _Split(config, batch * sequence, dtype.itemsize, kept, norm)
     saved = [each for terms in (norm, outside) for name, nbytes in terms.items() for each in split(name, nbytes)]
     for name, nbytes in block_terms(config, batch, sequence, dtype, device).items():
@@ -142,6 +142,6 @@ def offloaded_activation_bytes(config: "GPTConfig", batch: int, sequence: int, *
     """
     saved = saved_storages(config, batch, sequence, dtype, device)
     if torch.device(device).type == "cpu":
-        smallest = float("inf")
+        smallest = float("inf")  # a CPU's tensors are in host memory already
     host = sum(each.count * each.nbytes for each in saved if each.nbytes >= smallest)
     return sum(each.count * each.nbytes for each in saved) - host, host

@@ -52,7 +52,7 @@ def encode_two_values(flat):
     """
     if not has_values(flat) or flat.dtype.itemsize not in INTEGERS or not flat.numel():
         return None
-    integers = flat.view(INTEGERS[flat.dtype.itemsize])
+    integers = flat.view(INTEGERS[flat.dtype.itemsize])  # bit for bit: as floats −0 equals 0, and NaN nothing
     low, high = integers.aminmax()
     ones = integers == high
     if not bool((ones | (integers == low)).all()):
@@ -64,7 +64,7 @@ def _bits(mask):
     packed = torch.zeros(-(-mask.numel() // 8), dtype=torch.uint8, device=mask.device)
     for i in range(min(8, mask.numel())):
         part = mask[i::8].ne(0).view(torch.uint8)
-        packed[: part.numel()] |= part << i
+        packed[: part.numel()] |= part << i  # eight strided passes: no tensor of eight times the size
     return packed
 
 
@@ -107,7 +107,7 @@ class Groups:
     def decode(self):
         """Return (n,) elements: least + code · step of their group."""
         flat = torch.empty(self.codes.numel(), dtype=self.dtype, device=self.codes.device)
-        for begin, end, first, last in slices(flat.numel(), self.group):
+        for begin, end, first, last in slices(flat.numel(), self.group):  # piece by piece: the workspace stays at CHUNK
             least, step = (each[first:last, None] for each in self.ranges)
             part = flat[begin:end].view(last - first, -1)
             wide = part.copy_(self.codes[begin:end].view_as(part)) if self.dtype is torch.float32 else self.codes[

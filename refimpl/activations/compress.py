@@ -93,6 +93,7 @@ class CompressActivations(SavedStorages):
         if seed is not None and (type(seed) is not int or not 0 <= seed < 2**64):
             raise ValueError(f"seed={seed!r}: expected an integer from 0 to 2**64 - 1")
         self.method, self.group, self._stochastic, self._seed = method, group, stochastic, seed
+        # without a seed the numbers go on from context to context
         self._generators = _generators if seed is None else {}
 
     def refuse(self, tensor):
@@ -114,7 +115,7 @@ class CompressActivations(SavedStorages):
         """Store a mask as bits and anything else rounded; leave it if that is no smaller."""
         n, nbytes = flat.numel(), tensor.untyped_storage().nbytes()
         if not self._is_rounded(tensor):
-            after = mask_bytes(n, flat.dtype.itemsize)
+            after = mask_bytes(n, flat.dtype.itemsize)  # before encoding: nothing is computed in vain
             if after >= nbytes:
                 return "left: would not be smaller"
             code = encode_bits(flat) if flat.dtype is torch.bool else encode_two_values(flat)
@@ -164,6 +165,6 @@ class Compressed(PackedStorage):
         storage = self._decoded() if self._decoded else None
         if storage is None:
             flat = self._code.decode()
-            self._decoded = weakref.ref(flat.untyped_storage())
+            self._decoded = weakref.ref(flat.untyped_storage())  # weak: autograd drops it after the operation
             return flat
         return torch.empty(0, dtype=self._code.dtype, device=storage.device).set_(storage)

@@ -64,7 +64,7 @@ class OffloadActivations(SavedStorages):
         try:
             super().__exit__(*exception)
         finally:
-            self._schedule.wait()
+            self._schedule.wait()  # what is on its way out is free when the region ends
 
     def refuse(self, tensor):
         """Refuse what is in host memory already."""

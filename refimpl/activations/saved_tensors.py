@@ -55,6 +55,7 @@ class PackedView:
     def unpack(self):
         """Return the tensor."""
         with torch.no_grad():
+            # one flat content for all tensors that shared the storage
             return self.stored.restore().as_strided(self.shape, self.stride, self.offset)
 
 
@@ -154,7 +155,7 @@ class SavedStorages:
         self.report = Report()
         self._stored = weakref.WeakValueDictionary()  # (storage, version, dtype) -> PackedStorage
         self._left = {}  # storage -> weak reference, which also keeps the address from being reused
-        owned = [*self._model.parameters(), *self._model.buffers()]
+        owned = [*self._model.parameters(), *self._model.buffers()]  # at entry: a model may be changed between steps
         self._owned = {tensor.untyped_storage()._cdata for tensor in owned if type(tensor) in PLAIN}
         self._callers, self._inside = {}, []
         try:
@@ -205,7 +206,7 @@ class SavedStorages:
         if not has_storage(tensor) or tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
             return Whole(tensor)
         storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version, tensor.dtype
+        key = storage._cdata, tensor._version, tensor.dtype  # written to since, it is another content
         stored = self._stored.get(key)
         if stored is not None:
             return PackedView(stored, tensor)
@@ -252,7 +253,7 @@ class SavedStorages:
     def _made_of(self, node):
         """Return the parameter of which `node` is nothing but views and casts, or None, and these, the last first."""
         steps = []
-        while node is not None and type(node).name(node) in ALIASES:
+        while node is not None and type(node).name(node) in ALIASES:  # autocast's cast of a weight, transposed, say
             steps.append(type(node).name(node))
             ((node, _),) = node.next_functions
         leaf = getattr(node, "variable", None)  # AccumulateGrad has it, the node of a leaf

@@ -43,7 +43,7 @@ class Block:
         if self.before is not None:
             self.before.after = first
         self.before = first
-        self.address, self.size = self.address + size, self.size - size
+        self.address, self.size = self.address + size, self.size - size  # this one keeps its neighbours behind
         return first
 
     def join(self, other):
@@ -79,7 +79,7 @@ class Pool:
         return len(self._keys)
 
     def _key(self, block):
-        return block.stream, block.size, block.born * self._by_age, block.address
+        return block.stream, block.size, block.born * self._by_age, block.address  # PyTorch's order of its std::set
 
     def add(self, block):
         """Add a free block, or one without memory."""
@@ -115,7 +115,7 @@ class Pool:
 
     def at_least(self, stream, size):
         """Go through the free blocks of a stream that have `size` bytes or more, the smallest first."""
-        at = bisect_left(self._keys, (stream, size))
+        at = bisect_left(self._keys, (stream, size))  # a shorter tuple sorts before all keys that begin with it
         while at < len(self._keys) and self._keys[at][0] == stream:
             yield self._blocks[self._keys[at][-1]]
             at += 1

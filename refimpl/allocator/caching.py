@@ -48,7 +48,7 @@ class CachingAllocator:
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes}: expected 0 or more")
         size = self.settings.rounded(nbytes)
-        pool = self._pool(size <= SMALL, owner)
+        pool = self._pool(size <= SMALL, owner)  # by the rounded size: 1 MiB is still small
         block = self._best_fit(pool, size, stream) or self._more(pool, size, stream)
         if block is None:
             raise OutOfMemory(f"{size} bytes for a request of {nbytes}: {self.reserved} of {self.limit} bytes are "
@@ -88,7 +88,7 @@ class CachingAllocator:
     def empty_cache(self) -> Any:
         """Give all segments without a live block back to the device (`torch.cuda.empty_cache`), except those of private
         pools that are in use; returns their bytes."""
-        self.synchronize()
+        self.synchronize()  # PyTorch waits for events before it gives memory back
         return self._give_back(self.unused())
 
     def release_pool(self, owner: tuple[int, int]) -> Any:
@@ -139,7 +139,7 @@ class CachingAllocator:
 
     def _best_fit(self, pool, size, stream):
         """Take the smallest free block that serves `size`, out of the pool; None if there is none."""
-        pool.requests += 1
+        pool.requests += 1  # a free block's age counts requests of its pool
         fitting = pool.at_least(stream, size)
         block = next(fitting, None)
         if block is not None and block.segment is not None:
@@ -175,9 +175,11 @@ class CachingAllocator:
 
     def _more(self, pool, size, stream):
         """Return a block of new memory; None if the device has none."""
+        # PyTorch collects only where the process has a limit
         if (self.settings.memory_fraction or 1) < 1 and self.settings.garbage_collection_threshold:
             self._collect()
         block = self._new(pool, size, stream)
+        # blocks that may not be split serve no smaller request
         if block is None and self._release_large(pool, size, stream):
             block = self._new(pool, size, stream)
         if block is None and not self.capturing:
@@ -188,7 +190,7 @@ class CachingAllocator:
     def _new(self, pool, size, stream):
         if self.settings.expandable_segments and self.device.expands(pool.owner):
             return expandable.grow(self, pool, stream, size)
-        nbytes = self.settings.segment(size)
+        nbytes = self.settings.segment(size)  # cudaMalloc is slow: small requests share a segment
         address = self.reserve_memory(nbytes, lambda: self.device.malloc(nbytes))
         if address is None:
             return None
@@ -220,7 +222,7 @@ class CachingAllocator:
         age = {block: pool.requests - block.since for block in found}
         total, released = sum(age.values()), True
         while excess > 0 and released and age:
-            average, released = total / len(age), False
+            average, released = total / len(age), False  # anew in each round: the oldest ones have gone
             for block in [block for block in age if block.segment is None]:
                 if age[block] >= average:
                     total -= age.pop(block)
@@ -232,7 +234,7 @@ class CachingAllocator:
         together. Tells whether that was enough."""
         if self.settings.max_split_size is None:
             return False
-        size = max(size, self.settings.max_split_size)
+        size = max(size, self.settings.max_split_size)  # only blocks that are never split are given back here
         fitting = next(pool.at_least(stream, size), None)
         if fitting is not None:
             self.release(fitting)

@@ -37,7 +37,7 @@ class ContiguousRegion:
                               "together", size)
         place = self.memory[self.used:self.used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self.used += size
-        return place.copy_(tensor.detach())
+        return place.copy_(tensor.detach())  # a copy with no graph: the original can be freed
 
     def clear(self):
         """Forget everything: nobody may read what was kept."""
@@ -101,7 +101,7 @@ class RegionPool:
 
     def allocate(self, nbytes, stream=0):
         """Return a Block of the region, if the trace's next block lives long, or of the rest. OutOfMemory."""
-        long = next(self._long)
+        long = next(self._long)  # the order of the trace is all that tells
         block = self._pools[long].allocate(nbytes, stream)
         self._place[id(block)] = long
         return block

@@ -47,7 +47,7 @@ def defragment(pool: "GPUMemoryPool", *owners: Any) -> Any:
     nothing has moved, if somebody else holds a tensor of the pool, or its memory: a detached one, a graph that saved
     one for backward, NumPy, DLPack, a storage. TypeError for an owner of another kind.
     """
-    with pool._lock:
+    with pool._lock:  # no other thread may take a block while they move
         pool._check_open()
         return _defragment(pool, owners)
 
@@ -103,7 +103,7 @@ def _references(tensor):
 
 def _refuse_unknown(pool, i, held):
     """Raise ValueError if somebody holds a tensor of segment `i` that is not among `held` and not the pool's own."""
-    alone = torch.empty(1)
+    alone = torch.empty(1)  # what a tensor that nobody shares counts: the base line
     own = [pool.segments[i], *(flat for (segment, _), (flat, _) in pool._typed.items() if segment == i)]
     known = {id(each): each for tensor in own + held for each in (tensor, tensor._base) if each is not None}
     unknown = _references(own[0]) - (_references(alone) - 1) - len(known)  # a view also holds what it is a view of
@@ -133,6 +133,7 @@ def _move_blocks(pool, found):
         shifts[begin], tops[segment] = (size, shift), tops[segment] + size
         live[address - shift] = begin - shift, size, *rest
         if shift:
+            # the lowest first: none is moved onto one that is still to move
             moves.append((segment, begin % SEGMENT, size, shift))
     for move in moves:
         _move(pool.segments, *move)
@@ -162,6 +163,7 @@ def _repoint(pool, i, tensor, shifts):
             if shift:
                 flat, start = pool._of(i, tensor.dtype)
                 at = start + (begin - shift - i * SEGMENT) // tensor.dtype.itemsize
+                # the same tensor object: its owners see the move
                 tensor.data = flat.as_strided(tensor.shape, tensor.stride(), at)
             return int(bool(shift))
     raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is in no live block of the pool: it was freed")
@@ -180,6 +182,7 @@ class CompactingPool(PlannedPool):
         try:
             return super().allocate(nbytes, stream)
         except OutOfMemory:
+            # moving cannot help if too little is free in all
             if self.rounded(nbytes) > self.limit // self.alignment * self.alignment - self.allocated:
                 raise
             self._compact()

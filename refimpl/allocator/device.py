@@ -45,7 +45,7 @@ class VirtualDevice:
 
     def reserve(self, nbytes):
         """Return as many addresses, without memory."""
-        at, size = BASE, -(-nbytes // STEP) * STEP
+        at, size = BASE, -(-nbytes // STEP) * STEP  # addresses in steps of 2 MiB, as a driver maps pages
         for first, end in self._taken:
             if at + size <= first:
                 break

@@ -39,6 +39,7 @@ def free_size(block):
 def grow(allocator, pool, stream, size):
     """Return a block of `size` or more, from new memory behind a free one; None if the device has none."""
     block = _candidate(allocator, pool, stream, size)
+    # the segment begins with addresses that have no memory
     if not block.mapped and (block := _map(allocator, block, min(block.size, size))) is None:
         return None
     while block.size < size:
@@ -93,7 +94,7 @@ def _map(allocator, block, size):
 def unmap(allocator, block):
     """Take the memory of the whole pieces in a free block back; returns the bytes."""
     address, size = block.segment.inward(block.address, block.size)
-    if size == 0:
+    if size == 0:  # no whole piece is free in it
         return 0
     pool = block.pool
     pool.remove(block)

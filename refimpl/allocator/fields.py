@@ -14,7 +14,7 @@ class Kind(NamedTuple):
 
 
 def _whole(low, high):
-    return lambda value: type(value) is int and low <= value < high
+    return lambda value: type(value) is int and low <= value < high  # isinstance would take True for 1
 
 
 def _text(most):

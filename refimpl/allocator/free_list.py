@@ -39,7 +39,7 @@ class FreeList:
             return None
         begin, room = found
         del self._sizes[begin]
-        if room > size:
+        if room > size:  # the rest stays a hole, at the same end
             self._holes.change(begin, room, begin + size, room - size)
             self._sizes[begin + size], self._ends[begin + room] = room - size, begin + size
         else:
@@ -52,6 +52,7 @@ class FreeList:
         """Take them back."""
         self.allocated -= size
         end = begin + size
+        # no two holes may touch: join both sides
         after, before = self._sizes.pop(end, None), self._ends.pop(begin, None)
         if before is not None:
             if after is not None:

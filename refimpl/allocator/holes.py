@@ -64,7 +64,7 @@ class ByPlace:
         places.insert(at, place)
         sizes.insert(at, size)
         if len(places) > CHUNK:
-            half = CHUNK // 2
+            half = CHUNK // 2  # two halves: the next insertions find room
             self._chunks[chunk:chunk + 1] = [(places[:half], sizes[:half]), (places[half:], sizes[half:])]
             self._rebuild()
         else:
@@ -117,7 +117,7 @@ class ByPlace:
             other = tree[node ^ 1]
             most = other if other > most else most
             node >>= 1
-            if tree[node] == most:
+            if tree[node] == most:  # what stands above does not change either
                 return
             tree[node] = most
 

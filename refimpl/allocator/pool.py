@@ -64,7 +64,7 @@ class GPUMemoryPool(FreeList):
         self._check_open()
         if isinstance(shape, list):
             shape = tuple(shape)
-        if (shape, dtype) not in self._shapes:
+        if (shape, dtype) not in self._shapes:  # a step asks for the same shapes again and again
             self._shapes[shape, dtype] = self._layout(shape, dtype)
         nbytes, size, sizes, strides = self._shapes[shape, dtype]
         with self._lock:
@@ -129,6 +129,7 @@ class GPUMemoryPool(FreeList):
             raise PoolExhausted(f"{nbytes} bytes: {self.capacity} of at most {self.max_capacity} are in segments, "
                                 f"{self.allocated} of these live, and the largest hole has {self.largest_hole}; free "
                                 "tensors, or give a larger max_capacity")
+        # doubles, as long as it may
         size = least if self.capacity > room else max(least, self.capacity // self.alignment * self.alignment)
         raw = _taken(size + self.alignment, self.device)
         if raw is None and size > least:
@@ -136,7 +137,7 @@ class GPUMemoryPool(FreeList):
         if raw is None:
             raise PoolExhausted(f"{nbytes} bytes: {self.device} has no room for another segment; {self.allocated} of "
                                 f"{self.capacity} bytes are live, and the largest hole has {self.largest_hole}")
-        first = -raw.data_ptr() % self.alignment
+        first = -raw.data_ptr() % self.alignment  # PyTorch's own alignment may be smaller
         self.segments.append(raw[first:first + size])
         self.capacity += size
         self._add_hole((len(self.segments) - 1) * SEGMENT, size)

@@ -58,6 +58,7 @@ class RecordedDevice:
 
     def reserve(self, nbytes):
         """Return where the next piece of memory goes, though other memory may be given back before."""
+        # the address that a driver chose cannot be computed
         return next((address for action, address, _ in self.expected if action == "segment_map"), 0)
 
     def unreserve(self, address):
@@ -113,7 +114,7 @@ def compare(snapshot: "Snapshot", settings: Any = None, capacity: int = 2**46) -
                     addresses += 1
             elif action == "free_completed":
                 _given_back(allocator)
-                allocator.free(live.pop(at))
+                allocator.free(live.pop(at))  # free_requested alone leaves it to its streams
         _given_back(allocator)
     except Differs as difference:
         return Comparison(addresses, device.checked, str(difference), event)

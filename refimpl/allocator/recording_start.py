@@ -59,7 +59,7 @@ def rewind(snapshot, settings):
             if block["state"] in LIVE:
                 live[at] = block["requested_size"], block["size"], segment["stream"], block.get("frames", ())
             at += block["size"]
-    for i in range(len(snapshot.entries) - 1, -1, -1):
+    for i in range(len(snapshot.entries) - 1, -1, -1):  # backwards, each event undone
         entry = snapshot.entries[i]
         action, at, size, stream = entry["action"], entry.get("addr"), entry["size"], entry["stream"]
         if action == "alloc":
@@ -167,6 +167,7 @@ def _find_bases(start, snapshot, settings):
     for entry in snapshot.entries:
         action, at, size, stream = entry["action"], entry.get("addr"), entry["size"], entry["stream"]
         owner = tuple(entry.get("pool_id", (0, 0)))
+        # small pools grow by 2 MiB, large ones by 20 MiB
         if action == "segment_map" and mapped[key := (stream, size % settings.large_segment_size != 0, owner)]:
             start.bases[key], ends[key] = min(start.bases[key], at), max(ends[key], at + size)
             mapped[key] += size

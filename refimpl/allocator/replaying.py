@@ -126,11 +126,11 @@ def explain(trace: AllocationTrace, *, capacity: int, settings: Any = None, cure
         base = settings if isinstance(settings, Settings) else Settings.parse(settings or "")
         for cure in cures:
             name, value = next(iter(vars(Settings.parse(cure)).items() - vars(Settings()).items()))
-            if getattr(base, name) != getattr(Settings(), name):
+            if getattr(base, name) != getattr(Settings(), name):  # set already: trying it again says nothing
                 continue
             below = {"memory_fraction": 1 - 2**-40} if cure.startswith("garbage") else {}  # collects with one below 1
             again = replay(trace, capacity=capacity, settings=replace(base, **{name: value}, **below),
-                           until=found.failure.event + 1)
+                           until=found.failure.event + 1)  # far enough: does this request pass?
             found.failure.cures[cure] = again.failure is None
     return found
 

@@ -52,7 +52,7 @@ class RecordingDevice(VirtualDevice):
     def map(self, address, nbytes):
         """Give memory to these addresses; returns True, or None if there is too little."""
         given = super().map(address, nbytes)
-        if given and address is not None:
+        if given and address is not None:  # malloc asks map without addresses: that is no event
             self.note("segment_map", nbytes, address)
         return given
 
@@ -96,7 +96,7 @@ def segments(allocator, frames=None):
     blocks = sorted([*free, *allocator.live.values()], key=lambda block: block.address)
     found = []
     for block in blocks:
-        if block.before is None or not block.before.mapped:
+        if block.before is None or not block.before.mapped:  # memory begins here: a segment of its own in a snapshot
             small, owner = block.pool.small, block.pool.owner
             found.append({"device": 0, "address": block.address, "total_size": 0, "allocated_size": 0,
                           "active_size": 0, "requested_size": 0, "stream": block.stream,

@@ -75,7 +75,7 @@ class Snapshot:
         traces, seen = found["device_traces"], set()
         if device is None:
             device = next((i for i, entries in enumerate(traces) if entries), 0)
-        if not 0 <= device < max(1, len(traces)):
+        if not 0 <= device < max(1, len(traces)):  # a snapshot without any event has no device
             raise ValueError(f"device={device}: {path} has {len(traces)} devices")
         for i, segment in enumerate(found["segments"]):
             check_segment(segment, f"{path}: segments[{i}]", seen)

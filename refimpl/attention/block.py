@@ -63,11 +63,13 @@ class FlashSelfAttention(nn.Module):
 
     def __init__(self, config, window):
         super().__init__()
+        # an attribute, as the model's: others may replace it
         self.config, self.window, self.attention = config, window, flash_attention
         self.qkv = nn.Linear(config.hidden, config.q_hidden + 2 * config.kv_hidden, bias=config.has_qkv_bias)
         self.out = nn.Linear(config.q_hidden, config.hidden, bias=config.bias)
         if config.positions == "rotary":
             for name, table in zip(("cos", "sin"), rotation_table(config), strict=True):
+                # not persistent: the config gives them again
                 self.register_buffer(name, table.to(self.qkv.weight.dtype), persistent=False)
 
     def forward(self, x_BTC, cu_seqlens=None):
@@ -94,7 +96,8 @@ def positions_in(cu_seqlens, B, T, rotary, device):
                          f"block with rotary={max(lengths)} or more")
     if cu_seqlens is None:
         return slice(0, T)
-    ends = torch.tensor(ends, device=device)
+    ends = torch.tensor(ends, device=device)  # from a list: nothing is read back from the device
+    # output_size: else a GPU is asked how long the result is
     return torch.arange(T, device=device) - ends[:-1].repeat_interleave(ends.diff(), output_size=T)
 
 
@@ -111,5 +114,5 @@ def flash_block_terms(config: GPTConfig, batch: int, sequence: int, dtype: torch
     """
     terms = block_terms(config, batch, sequence, dtype, device)
     terms = {name: nbytes for name, nbytes in terms.items() if name not in QUADRATIC}
-    terms["logsumexp"] = 4 * batch * config.heads * sequence
+    terms["logsumexp"] = 4 * batch * config.heads * sequence  # fp32 in any precision
     return terms | ({"dropout seed": 8} if config.dropout else {})

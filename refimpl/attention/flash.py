@@ -48,7 +48,7 @@ def flash_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
     a Triton that lacks it, for forward-mode derivatives, under torch.func's grad and the like, and where its backward
     would be differentiated.
     """
-    check_kernel(kernel)
+    check_kernel(kernel)  # an unknown name is refused even where no kernel runs
     packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "max_seqlen": max_seqlen,
                "max_seqlen_k": max_seqlen_k}
     options = {"causal": causal, "window": window, "scale": scale, "dropout_p": dropout_p, "seed": seed, "score": score,
@@ -57,6 +57,7 @@ def flash_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
     hooks = as_kernels_take(hook_of(score))  # without one four Nones; None: one that kernels do not know
     if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES or hooks is None:
         if kernel != "auto":
+            # another bad argument is named first, as everywhere
             resolve(q_BHTD, k_BGSD, v_BGSV, **options, **packing)
             raise ValueError(f"kernel={kernel!r} for {q_BHTD.dtype} on {q_BHTD.device}: Triton's kernels take float16, "
                              "bfloat16 and float32 on CUDA, or on a CPU where TRITON_INTERPRET=1 is set before Triton "
@@ -70,11 +71,12 @@ def flash_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
     check_for_kernels(q_BHTD, k_BGSD, v_BGSV)
     seed = call.seed
     if seed is not None and not isinstance(seed, torch.Tensor):
+        # the operator takes a tensor, so that a seed drawn on the device stays there
         seed = torch.full((), seed, dtype=torch.int64, device=q_BHTD.device)
     out_BHTV, lse2_BHT = attention_forward(q_BHTD, k_BGSD, v_BGSV, call.scale, causal, window, float(dropout_p), seed,
                                            *packed, kernel, *(x.contiguous() if isinstance(x, torch.Tensor) else x
                                                               for x in (sinks, *hooks)))
-    return (out_BHTV, lse2_BHT * math.log(2)) if return_logsumexp else out_BHTV
+    return (out_BHTV, lse2_BHT * math.log(2)) if return_logsumexp else out_BHTV  # from base 2, in which kernels count
 
 
 def kernels_run_on(device):
@@ -114,5 +116,6 @@ def flash_attention_bytes(q_shape: Sequence[int], k_shape: Sequence[int], dtype:
     rows, kept = 4 * B * H * T, e * B * H * T * V + 4 * B * H * T + 8 * (dropout_p > 0)
     gradients = e * B * H * T * D + e * B * G * S * (D + V)
     if sinks is not None:
+        # the sinks' gradient is summed before dQ, dK and dV are there
         gradients = max(gradients + H * sinks.itemsize, 2 * rows + 4 * H * (sinks != torch.float32))
     return AttentionBytes(kept, kept + gradients + rows)

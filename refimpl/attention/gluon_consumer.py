@@ -57,7 +57,7 @@ def attend(rings, out_buf, out_desc, lse2_ptr, sizes, edges, scale_log2, WHO: gl
         mbarrier.wait(q_full.index(0), turn & 1)
         state = _all_but_the_last_product(q_buf.index(WHO), rings, step, row, S, edges, first, n,
                                           (row_R + below, end_R), scale_log2, LEFT, RIGHT, TAIL)
-        mbarrier.arrive(q_empty.index(0), count=1)
+        mbarrier.arrive(q_empty.index(0), count=1)  # the last product reads P and V alone: the next Q may come
         step += n
         m_R, l_R, acc_RD = _last_product(v_buf, v_bars, step, state)
         out_RD = _quotient(acc_RD, l_R, end_R, RIGHT)
@@ -131,8 +131,8 @@ def _step(q, rings, step, key, seen, scale_log2, state, MASKED: gl.constexpr, LE
     s_RN = _scores(q, k_buf, k_bars, step)
     mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
     acc_RD = warpgroup_mma(p_RN, v_buf.index(last % STAGES), acc_RD, is_async=True)
-    s_RN = warpgroup_mma_wait(1, deps=(s_RN,))
-    mbarrier.arrive(k_empty.index(step % STAGES), count=1)
+    s_RN = warpgroup_mma_wait(1, deps=(s_RN,))  # the older of two: P V goes on
+    mbarrier.arrive(k_empty.index(step % STAGES), count=1)  # before the softmax, which needs K no more
     p_RN, m_R, l_R, shrink_R = _softmax(s_RN, m_R, l_R, key, seen, scale_log2, MASKED, LEFT)
     if not MASKED:
         # This barrier is complete already. But ptxas would move the next wait up, before the exponentials, which do not

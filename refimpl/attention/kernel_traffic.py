@@ -65,7 +65,7 @@ def flash_attention_traffic(q_shape: Sequence[int], k_shape: Sequence[int], dtyp
 def _keys(band, queries, size):
     """Count the keys that are loaded for a tile of queries: whole tiles of `size`, cut off at S only."""
     first, end = band.keys_seen(queries)
-    first = first // size * size
+    first = first // size * size  # key_range begins at a multiple of the tile
     return min(band.S, first + -(-(end - first) // size) * size) - first
 
 
@@ -101,6 +101,7 @@ def counted(**tensors):
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("traffic is counted in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is "
                            "imported, in a process of its own if this one is to use the GPU")
+    # the interpreter's own loads: kernels stay as they are
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     found = Counted(collections.Counter(), collections.Counter(), collections.Counter())
@@ -116,6 +117,7 @@ def counted(**tensors):
         _add(found.stored, spans, ptrs, mask)
         return store(self, ptrs, value, mask, *rest)
 
+    # on the class: each program that runs meanwhile counts
     Builder.create_masked_load, Builder.create_masked_store = counting_load, counting_store
     try:
         yield found
@@ -133,7 +135,7 @@ def _add(counter, spans, ptrs, mask):
     """Add the bytes to the counter; returns {name: elements}."""
     at, nbytes = ptrs.data[mask.data], ptrs.get_element_ty().primitive_bitwidth // 8
     counts = {name: int(((at >= first) & (at < end)).sum()) for name, (first, end) in spans.items()}
-    counts["other"] = at.size - sum(counts.values())
+    counts["other"] = at.size - sum(counts.values())  # so that nothing is left out of the sum
     for name, count in counts.items():
         counter[name] += count * nbytes
     return counts
@@ -164,7 +166,7 @@ class moved(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         given, made = _tensors((args, kwargs)), _tensors(result)
-        old = {where for where, *_ in given}
+        old = {where for where, *_ in given}  # an output on an input's storage is a view, unless it was written
         written = {x for x in made if x[0] not in old or function._schema.is_mutable}
         if written and not function.__name__.startswith(("empty", "new_empty")):  # those are not written yet
             name = str(function.overloadpacket)
@@ -176,6 +178,7 @@ class moved(TorchDispatchMode):
 def _tensors(tree):
     """Describe the tensors of a tree: {(storage, offset, (size, stride) of each dimension with a stride, itemsize)}."""
     return {(x.untyped_storage().data_ptr(), x.storage_offset(),
+             # an expanded dimension is read once
              tuple((size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride),
              x.element_size()) for x in tree_leaves(tree) if isinstance(x, torch.Tensor)}
 

@@ -54,6 +54,7 @@ def memory_efficient_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGS
     check_sizes(query_chunk=query_chunk, key_chunk=key_chunk)
     with without_autocast(q_BHTD.device):
         spans = [(sequence, rows) for sequence in call.sequences for rows in tiles((0, sequence.band.T), query_chunk)]
+        # one split: its backward joins all dQ at once, as in _cut
         q_chunks = q_BHTD.split([end - first for _, (first, end) in spans], dim=2)
         return torch.cat([_checkpoint(_query_chunk, q_BHtD, k_BGSD, v_BGSD, call, *span, key_chunk)
                           for q_BHtD, span in zip(q_chunks, spans, strict=True)], dim=2)
@@ -67,8 +68,9 @@ def default_key_chunk(S):
 def _query_chunk(q_BHtD, k_BGSD, v_BGSD, call, sequence, rows, key_chunk):
     """Compute the output of one chunk of queries, in q's dtype."""
     band, G = sequence.band, k_BGSD.shape[1]
-    spans = tiles(band.keys_seen(rows), key_chunk)
+    spans = tiles(band.keys_seen(rows), key_chunk)  # chunks that no query here sees are never computed
     if not spans:
+        # zeros that autograd can follow back to q
         return (q_BHtD * 0)[..., :1].expand(*q_BHtD.shape[:3], v_BGSD.shape[3])
     q_BGRD = q_BHtD.unflatten(1, (G, -1)).flatten(2, 3)  # the heads of a group become rows of one matrix
     chunks = zip(*(_cut(x, sequence.keys[0], spans) for x in (k_BGSD, v_BGSD)), spans, strict=True)
@@ -106,6 +108,7 @@ def _summarise(q_BGRD, k_BGSD, v_BGSD, call, sequence, rows, keys, H):
     p_BGRS = p_BGRS.sub_(m_BGR1.masked_fill(m_BGR1 == -math.inf, 0)).exp_()
     l_BGR1 = p_BGRS.sum(dim=-1, keepdim=True)
     if dropped_BGRS is not None:
+        # after l, which is the sum of all weights: dropout follows the softmax
         p_BGRS = p_BGRS.masked_fill(dropped_BGRS, 0)
     return m_BGR1, l_BGR1, p_BGRS @ v_BGSD.to(wide)
 
@@ -113,7 +116,7 @@ def _summarise(q_BGRD, k_BGSD, v_BGSD, call, sequence, rows, keys, H):
 def _combine(m_chunks, l_chunks, out_chunks, seen_R1):
     """Return Σ_c e^(m_c − m) O_c / Σ_c e^(m_c − m) l_c; zeros in rows that see nothing."""
     m_BGR1 = functools.reduce(torch.maximum, m_chunks)
-    m_BGR1 = m_BGR1.masked_fill(m_BGR1 == -math.inf, 0)
+    m_BGR1 = m_BGR1.masked_fill(m_BGR1 == -math.inf, 0)  # a row that sees nothing: −∞ − (−∞) would be NaN
     shrinks = [(m - m_BGR1).exp() for m in m_chunks]
     l_BGR1, out_BGRD = shrinks[0] * l_chunks[0], shrinks[0] * out_chunks[0]
     for shrink, l_chunk, out_chunk in zip(shrinks[1:], l_chunks[1:], out_chunks[1:], strict=True):

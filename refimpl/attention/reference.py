@@ -63,10 +63,11 @@ def _definition(q_BHTD, k_BGSD, v_BGSV, call, sinks_H, with_lse):
     (B, H, T, _), (G, S, V), wide = q_BHTD.shape, v_BGSV.shape[1:], wide_dtype(q_BHTD.dtype)
     drops = call.seed is not None
     dropped_BHTS = dropped(call.seed, call.dropout_p, B, H, (0, T), (0, S), q_BHTD.device) if drops else None
+    # 16-bit scores would round before the softmax
     scores_BHTS, masked = _scores(q_BHTD.to(wide), k_BGSD.to(wide), call, sinks_H)
     lse_BHT = scores_BHTS.logsumexp(dim=-1) if with_lse else None
     weights_BHTS = scores_BHTS.softmax(dim=-1)[..., :S]  # without the sink's
-    del scores_BHTS
+    del scores_BHTS  # else one more T × S matrix while O is computed
     if drops:
         weights_BHTS = weights_BHTS.masked_fill(dropped_BHTS, 0)
     out_BHTV = (weights_BHTS.reshape(B, G, H // G * T, S) @ v_BGSV.to(wide)).view(B, H, T, V)
@@ -91,7 +92,7 @@ def _scores(q_BHTD, k_BGSD, call, sinks_H):
         scores_BHTS = scores_BHTS.masked_fill(mask_TS, -math.inf)
     if sinks_H is not None:
         sinks_BHT1 = sinks_H.to(scores_BHTS.dtype).view(H, 1, 1).expand(B, H, T, 1)
-        return torch.cat([scores_BHTS, sinks_BHT1], dim=-1), None
+        return torch.cat([scores_BHTS, sinks_BHT1], dim=-1), None  # a sink is always seen: no row is without a key
     if call.score is not None:
         masked = (scores_BHTS == -math.inf).all(dim=-1, keepdim=True)
     return (scores_BHTS, None) if masked is None else (scores_BHTS.masked_fill(masked, 0), masked)
@@ -155,6 +156,7 @@ def attention_flops(q_shape: Sequence[int], k_shape: Sequence[int], *, v_dim: in
 
     FlashAttention-2 (Dao 2023), section 4.1 and appendix, counts likewise. Raises as `reference_attention` does.
     """
+    # pairs do not depend on the dtype
     call, _ = resolve_shapes(q_shape, k_shape, torch.float32, v_dim=v_dim, causal=causal, window=window,
                              cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     (B, H, _, D), V = q_shape, v_dim or q_shape[3]

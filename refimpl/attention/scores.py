@@ -110,6 +110,7 @@ class Documents(ScoreHook):
     def forward(self, scores: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
                 k_idx: torch.Tensor) -> torch.Tensor:
         """Return S, −∞ between two documents and for a query before the first token."""
+        # with T > S the first queries are at positions below 0
         own = self.ids[b, q_idx.clamp(min=0)] == self.ids[b, k_idx]
         return scores.masked_fill(~own | (q_idx < 0), -math.inf)
 
@@ -148,7 +149,7 @@ class ComposedHooks(ScoreHook):
 
     def __init__(self, hooks):
         self.hooks = tuple(hooks)
-        self.masks = self.hooks[-1].masks
+        self.masks = self.hooks[-1].masks  # masks come last, `hook_of` has seen to that
 
     def forward(self, scores, *where):
         """Return the scores after all hooks."""
@@ -160,7 +161,7 @@ class ComposedHooks(ScoreHook):
         """Return the product of the derivatives, each at the scores that its hook is given."""
         product = 1.0
         for hook in self.hooks:
-            product = product * hook.derivative(scores, *where)
+            product = product * hook.derivative(scores, *where)  # the chain rule, at what this hook is given
             scores = hook.forward(scores, *where)
         return product
 
@@ -190,6 +191,7 @@ def as_kernels_take(hook):
     class that they do not know, two hooks of one class, or a softcap after ALiBi."""
     hooks = hook.hooks if isinstance(hook, ComposedHooks) else () if hook is None else (hook,)
     found, kinds = {type(each): each for each in hooks}, [type(each) for each in hooks]
+    # a subclass may compute something else
     known = all(kind in (Softcap, Alibi, Documents, PrefixLM) for kind in kinds) and len(found) == len(kinds)
     if not known or (Softcap in kinds and kinds[0] is not Softcap):
         return None
@@ -204,6 +206,7 @@ def check_tensor(name, x, shape, means, device, integers=False):
         raise TypeError(f"{name} are a {type(x).__name__}: expected a tensor of shape {shape}, {means}")
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} of shape {tuple(x.shape)}: expected {tuple(shape)}, {means}")
+    # ids are compared, slopes are multiplied
     if integers == x.dtype.is_floating_point or x.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise ValueError(f"{name} are {x.dtype}: expected {'ints' if integers else 'floating-point numbers'}")
     if x.device != device:
@@ -216,13 +219,14 @@ def places(call, sequence, rows, keys, heads, device):
     band = call.sequences[sequence].band
     b = torch.full((1, 1, 1, 1), sequence, device=device) if call.packed else torch.arange(heads[0], device=device)
     return (b.view(-1, 1, 1, 1), torch.arange(heads[1], device=device).view(-1, 1, 1),
+            # the last query is beside the last key
             torch.arange(*rows, device=device)[:, None] + (band.S - band.T), torch.arange(*keys, device=device))
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Return the (heads,) slopes of ALiBi in fp32: 2^(−8h / heads) for h = 1 … heads. If heads is no power of two,
     those of the power n below it, and then every other one of 2n (Press et al. 2022, section 3, and their code)."""
-    below = 2 ** int(math.log2(heads))
+    below = 2 ** int(math.log2(heads))  # for other numbers of heads the slopes of n and 2n interleave
     slopes = [2 ** (-8 * (h + 1) / below) for h in range(below)]
     slopes += [2 ** (-4 * (h + 1) / below) for h in range(0, 2 * (heads - below), 2)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)

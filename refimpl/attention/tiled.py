@@ -77,8 +77,9 @@ class _Tiled(torch.autograd.Function):
         with without_autocast(q_BHTD.device):
             _forward(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT.unsqueeze(-1), call, sizes)
         ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT, sinks_H, seed)
+        # a tensor on ctx would escape saved-tensor hooks
         ctx.call, ctx.sizes = call.with_seed(None if seed is not None else call.seed), sizes
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # zeros for an unused lse would be a tensor of its own
         return out_BHTV, lse_BHT
 
     @staticmethod
@@ -121,7 +122,7 @@ def _forward_tiles(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, si
     for part in SequenceTiles.of(call, q_BHTD, k_BGSD):
         q, out, lse, k, v = part.cut((q_BHTD, out_BHTV, lse_BHT1), (k_BGSD, v_BGSV))
         band = part.sequence.band
-        out[:, :, : band.fully_masked].zero_()
+        out[:, :, : band.fully_masked].zero_()  # the loop below has no tile for them
         lse[:, :, : band.fully_masked] = -math.inf if sinks_H is None else sinks_H[:, None, None]
         for rows, spans in part.tiles(sizes, is_new):
             _forward_tile(q, k, v, sinks_H, out, lse, part, rows, spans)
@@ -142,7 +143,7 @@ def _forward_tile(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, part, row
         m_BGR1 = _online(q_BGRD, k_BGSD, v_BGSV, m_BGR1, l_BGR1, out_BGRV, part, rows, keys)
     if part.call.score is not None:
         l_BGR1.masked_fill_(l_BGR1 == 0, 1)  # a hook's mask has hidden every key: zeros, and ln 1 − ∞
-    store(out_BHTV, rows, out_BGRV.div_(l_BGR1 * (1 - part.call.dropout_p)), G)
+    store(out_BHTV, rows, out_BGRV.div_(l_BGR1 * (1 - part.call.dropout_p)), G)  # one division for softmax and dropout
     store(lse_BHT1, rows, l_BGR1.log_().add_(m_BGR1), G)
 
 
@@ -170,6 +171,7 @@ def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
 def backward_of(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, call, sizes):
     """Return (dQ, dK, dV). Each tile of queries writes its dQ, and adds in fp32 to dK and dV of the keys it sees."""
     dq_BHTD = torch.zeros_like(q_BHTD, memory_format=torch.contiguous_format)
+    # in fp32: every tile of queries adds to them
     dk_BGSD, dv_BGSV = (x.new_zeros(x.shape, dtype=lse_BHT1.dtype) for x in (k_BGSD, v_BGSV))
     tensors = q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSV
     options = call.dropout_p > 0, call.sequences, call.score, sizes
@@ -221,8 +223,9 @@ def _backward_tile(q_BHTD, k_BGSD, v_BGSV, lse_BHT1, d_out_BHTV, delta_BGR1, dq_
 def _gradients(q_BGRD, k_BGSD, v_BGSV, lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD, dk_BGSD, dv_BGSV, part, rows, keys):
     """Add to dQ, dK and dV, in place, what one tile of weights contributes."""
     dropout_scale, dropped_BGRS, hook = 1 / (1 - part.call.dropout_p), part.dropped(rows, keys), part.call.score
-    p_BGRS, slope_BGRS = q_BGRD @ k_BGSD.mT, 1.0
+    p_BGRS, slope_BGRS = q_BGRD @ k_BGSD.mT, 1.0  # computed again: forward has kept no weights
     if hook is not None:
+        # before forward: the derivative is at the scores that the hook got
         slope_BGRS = part.by_hook(hook.derivative, p_BGRS, rows, keys)
         p_BGRS = part.by_hook(hook.forward, p_BGRS, rows, keys)
     part.fill_masked(p_BGRS.sub_(lse_BGR1).exp_(), rows, keys, 0)

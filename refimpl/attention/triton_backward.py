@@ -71,6 +71,7 @@ def dkdv_kernel(q, k, v, d_out, lse, delta, dk, dv, packed, band, heads, group, 
         keys = key + tl.arange(0, BLOCK_N)
         begin, end = row_range(key, tl.minimum(key + BLOCK_N, S), T, S, band)
         begin = first_row(begin, key, T, S, score, index)
+        # its group's heads add here: no atomics between them
         for head in range(key_head * group, key_head * group + group):
             q_ptr, d_out_ptr = start(q, batch, head, top_row), start(d_out, batch, head, top_row)
             lse_ptr, delta_ptr = start(lse, batch, head, top_row), start(delta, batch, head, top_row)
@@ -81,6 +82,7 @@ def dkdv_kernel(q, k, v, d_out, lse, delta, dk, dv, packed, band, heads, group, 
                 s_NM = tl.dot(k_ND, q_MD.T, input_precision="ieee")
                 new_NM = changed(s_NM, score, scale, head, rows[None, :], keys[:, None], T, S)
                 p_NM = tl.exp2(new_NM * in_base_2(scale, score) - lse_M[None, :])
+                # after 2^x: what is not seen may be anything before
                 p_NM = tl.where(seen_by(rows[None, :], keys[:, None], T, S, band, score, index), p_NM, 0.0)
                 d_o_MV = load(d_out, d_out_ptr, row, T, V, BLOCK_M, BLOCK_V)
                 dp_NM = tl.dot(v_NV, d_o_MV.T, input_precision="ieee")
@@ -89,11 +91,12 @@ def dkdv_kernel(q, k, v, d_out, lse, delta, dk, dv, packed, band, heads, group, 
                     out_NM = dropped(dropout, batch * heads + head, top_row + row, first_key + key, packed, BLOCK_M,
                                      BLOCK_N).trans()
                     kept_NM = tl.where(out_NM, 0.0, p_NM)
-                    dp_NM = tl.where(out_NM, 0.0, dp_NM * dropout.scale)
+                    dp_NM = tl.where(out_NM, 0.0, dp_NM * dropout.scale)  # of O = (Z ∘ P) V / (1 − p)
                 dv_NV = tl.dot(kept_NM.to(q_MD.dtype), d_o_MV, dv_NV, input_precision="ieee")
                 delta_M = tl.load(delta_ptr + rows * delta.row, mask=rows < T, other=0.0)
                 ds_NM = differentiated(p_NM * (dp_NM - delta_M[None, :]), s_NM, score, scale)
                 dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
+        # the scale once, not for each score
         store(dk, start(dk, batch, key_head, first_key), key, S, dk_ND * scale, D, BLOCK_N, BLOCK_D)
         store(dv, start(dv, batch, key_head, first_key), key, S, dv_NV * dropout_scale(dropout), V, BLOCK_N, BLOCK_V)
 
@@ -111,6 +114,7 @@ def dq_kernel(q, k, v, d_out, lse, delta, dq, packed, band, heads, group, scale,
         k_ptr, v_ptr = start(k, batch, head // group, first_key), start(v, batch, head // group, first_key)
         q_MD = load(q, start(q, batch, head, top_row), row, T, D, BLOCK_M, BLOCK_D)
         d_o_MV = load(d_out, start(d_out, batch, head, top_row), row, T, V, BLOCK_M, BLOCK_V)
+        # 2^−∞ = 0: no row is there
         lse_M = tl.load(start(lse, batch, head, top_row) + rows * lse.row, mask=rows < T, other=INF)
         delta_M = tl.load(start(delta, batch, head, top_row) + rows * delta.row, mask=rows < T, other=0.0)
         dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -154,7 +158,7 @@ def backward(d_out_BHTV, q_BHTD, k_BGSD, v_BGSV, lse2_BHT, delta_BHT, problem, c
 
     `problem`: a `Problem`; `configs`: two `Config`, for the kernels dkdv and dq, by default the table's.
     """
-    found = tuple(map(torch.empty_like, (q_BHTD, k_BGSD, v_BGSV)))
+    found = tuple(map(torch.empty_like, (q_BHTD, k_BGSD, v_BGSV)))  # each element is written once: no zeros are needed
     configs = configs or [config_for(name, q_BHTD, v_BGSV, problem) for name in ("dkdv", "dq")]
     for launch in backward_launches(d_out_BHTV, q_BHTD, k_BGSD, v_BGSV, lse2_BHT, delta_BHT, *found, problem, configs):
         launch.run(q_BHTD.device)

@@ -57,6 +57,7 @@ def forward_kernel(q, k, v, out, lse, sinks, packed, band, heads, group, scale, 
         m_M = tl.full([BLOCK_M], -INF, tl.float32)
         l_M = tl.zeros([BLOCK_M], tl.float32)
         if sinks is not None:
+            # a sink is the key that was seen first: its weight is 2^0 at m = sink
             m_M = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
             l_M = tl.full([BLOCK_M], 1.0, tl.float32)
         acc_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -73,15 +74,16 @@ def forward_kernel(q, k, v, out, lse, sinks, packed, band, heads, group, scale, 
             base_M = tl.where(m_new_M == -INF, 0.0, m_new_M)  # −∞ − (−∞) is NaN, and 2^(−∞ − 0) is 0
             p_MN = tl.exp2(s_MN * c - base_M[:, None])
             shrink_M = tl.exp2(m_M - base_M)
-            l_M = l_M * shrink_M + tl.sum(p_MN, 1)
+            l_M = l_M * shrink_M + tl.sum(p_MN, 1)  # before dropout, which comes after the softmax
             if dropout is not None:
                 p_MN = tl.where(dropped(dropout, batch * heads + head, first_row + row, first_key + key, packed,
                                         BLOCK_M, BLOCK_N), 0.0, p_MN)
             v_NV = load(v, v_ptr, key, S, V, BLOCK_N, BLOCK_V)
+            # 16-bit operands, fp32 sums
             acc_MV = tl.dot(p_MN.to(v_NV.dtype), v_NV, acc_MV * shrink_M[:, None], input_precision="ieee")
             m_M = m_new_M
         seeing_M = sees_something(l_M, rows, T, S, band, score, sinks)
-        l_M = tl.where(seeing_M, l_M, 1.0)
+        l_M = tl.where(seeing_M, l_M, 1.0)  # 0 / 1 for rows that see no key, where 0 / 0 would be NaN
         store(out, out_ptr, row, T, acc_MV / l_M[:, None] * dropout_scale(dropout), V, BLOCK_M, BLOCK_V)
         lse_M = tl.where(seeing_M, tl.where(m_M == -INF, 0.0, m_M) + tl.log2(l_M), -INF)
         store(lse, lse_ptr, row, T, lse_M[:, None], 1, BLOCK_M, 1)

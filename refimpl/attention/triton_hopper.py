@@ -128,10 +128,12 @@ def grid(lse2_BHT, rows):
 def arguments(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse2_BHT, scale, causal, window):
     """Return (the arguments of a launch without those of its mask, the Band, the head_dim that is padded to)."""
     (B, H, T, D), (G, S) = q_BHTD.shape, k_BGSD.shape[1:3]
+    # heads whose keys and values fit into the L2 cache
     cached = max(1, L2_BYTES // (2 * S * D * q_BHTD.element_size())) * (H // G)
     values = {"q_ptr": q_BHTD, "k_ptr": k_BGSD, "v_ptr": v_BGSD, "out_ptr": out_BHTD, "lse2_ptr": lse2_BHT, "B": B,
               "H": H, "G": G, "T": T, "S": S, "scale_log2": scale * LOG2_E, "section": min(cached, B * H)}
     for name, x in (("q", q_BHTD), ("k", k_BGSD), ("v", v_BGSD)):
+        # of size 1 a stride is never used, and TMA refuses odd ones
         strides = (16 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
         values |= zip((f"{name}_batch", f"{name}_head", f"{name}_row"), strides, strict=False)
     return values, Band.of(T, S, causal, window), max(64, triton.next_power_of_2(D))

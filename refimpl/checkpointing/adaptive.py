@@ -57,7 +57,7 @@ class AdaptiveCheckpoint(Recomputing):
         self._used = used or (lambda: bytes_in_use(self.device))
         check_keep(keep)
         self._keep = keep
-        self._costs, self._blocks = {}, 0
+        self._costs, self._blocks = {}, 0  # block → bytes that it kept the last time; None: a call by hand
         self.recomputed = []
 
     def apply(self, blocks: Sequence[torch.nn.Module]) -> Recomputing:
@@ -76,23 +76,24 @@ class AdaptiveCheckpoint(Recomputing):
         return self.memory_threshold * (capacity(self.device) if self.budget is None else self.budget)
 
     def _decide(self, index, fn, /, *args, **kwargs):
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # without a graph a block keeps nothing
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph would repeat one decision
             return outside_of_graph(self._decide, index, fn, *args, **kwargs)
         before, left = self._used(), 1 if index is None else self._blocks - index
-        cost = self._costs.get(index, max(self._costs.values(), default=0))
+        cost = self._costs.get(index, max(self._costs.values(), default=0))  # never kept: as much as the largest known
         whole = before + left * cost <= self.limit
         outputs = fn(*args, **kwargs) if whole else checkpointed(fn, args, kwargs, keep=self._keep)
         if whole:
-            self._costs[index] = max(0, self._used() - before)
-        self.recomputed = [*(self.recomputed if index else []), not whole]
+            self._costs[index] = max(0, self._used() - before)  # a CPU's resident memory may fall meanwhile
+        self.recomputed = [*(self.recomputed if index else []), not whole]  # block 0 begins a new forward
         return outputs
 
 
 def capacity(device):
     """Return the bytes that this process can have on the device."""
     if device.type == "cuda":
+        # what PyTorch has reserved is this process's own, free or not
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().total
 

@@ -25,7 +25,7 @@ def run_chain(functions: Sequence[Callable[..., Any]], plan: Sequence[Any], x: A
     for a plan that does not name every function once, in order; TypeError for an option of `torch.utils.checkpoint`.
     """
     functions = list(functions)
-    refuse_options_of_torch(kwargs)
+    refuse_options_of_torch(kwargs)  # a function with **kwargs would swallow them
     check_keep(keep)
     if list(stages_of(plan)) != list(range(len(functions))):
         raise ValueError(f"plan {plan!r} has the stages {list(stages_of(plan))}: expected 0 to {len(functions) - 1}, "
@@ -63,7 +63,7 @@ def segments_plan(n: int, segments: int) -> list[Any]:
         last = first + n // segments + (i < n % segments)
         plan.append(tuple(range(first, last)))
         first = last
-    return [*plan[:-1], *plan[-1]]
+    return [*plan[:-1], *plan[-1]]  # the last region is needed at once: recomputing it saves nothing
 
 
 def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int, x: Any, *args: Any,
@@ -92,6 +92,7 @@ class PlannedBlocks(nn.ModuleList):
 
     def __init__(self, blocks: Sequence[nn.Module] = (), plan: Sequence[Any] | None = None,
                  keep: "Callable[[torch.Tensor], bool] | None" = None) -> None:
+        # by index: iterating over a PlannedBlocks gives items of its plan
         blocks = [blocks[i] for i in range(len(blocks))]
         super().__init__(blocks)
         check_keep(keep)
@@ -124,7 +125,7 @@ def planned(model: nn.Module, plan: Sequence[Any],
     `PlannedBlocks` raises.
     """
     blocks = model.blocks
-    model.blocks = PlannedBlocks(blocks, plan, keep)
+    model.blocks = PlannedBlocks(blocks, plan, keep)  # the same modules under the same keys: state_dict stays
     try:
         yield model
     finally:

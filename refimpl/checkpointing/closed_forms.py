@@ -74,11 +74,11 @@ def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=Non
     z = BlockSizes.of(config, batch, sequence, dtype, device)
     terms = block_terms(config, batch, sequence, dtype, device)
     U, Q, K, F, S, W, M, D, causal = z.U, z.Q, z.K, z.F, z.S, z.W, z.M, z.dropout, terms["causal mask"]
-    whole = sum(terms.values()) - U
+    whole = sum(terms.values()) - U  # the block's input is the chain's, as x_{i-1}
     copies = U * (config.norm == "rmsnorm" and dtype.itemsize < 4 and not kept_on(device, dtype.itemsize).fused_rms)
     qkv = Q + 2 * K
     s = whole - sum(terms.get(name, 0) for name in DROPPED[part])
-    s += (part == "attention core") * (qkv + z.turned)
+    s += (part == "attention core") * (qkv + z.turned)  # the core's region keeps its inputs, q, k and v
     products = 2 + config.gated  # tensors of F bytes that the MLP's forward holds at once
     attention = U + qkv + z.turned + Q + z.copied + K  # norm1(x); q, k, v; scaled q; copies of k and v
     dropping = attention + max(2 * S + Q, D * (3 * S + M))
@@ -94,7 +94,8 @@ def moments(config, batch, sequence, dtype=torch.float32, device="cpu", part=Non
     elif part == "attention":
         backward.append(U + D * U + saving)
     elif part == "mlp":
-        backward[0] += whole - s
+        backward[0] += whole - s  # the MLP is there again while its down layer is differentiated
+    # a part in a region drops what it makes
     keeping = dropping if part in ("attention core", "attention") else saving
     return s, forward, max(keeping, s + copies + 3 * U), max(backward)
 
@@ -143,6 +144,7 @@ def gpt_peak_bytes(config: "GPTConfig", batch: int, sequence: int, plan: Sequenc
     """
     n = config.layers
     plan = list(range(n)) if plan is None else plan
+    # stage n is the head with its loss
     peak = plan_peak(gpt_costs(config, batch, sequence, dtype, device, part), [*plan, n])
     return peak + _around(config, batch, sequence, dtype, device) + _states(config, plan, part, device)
 
@@ -154,6 +156,7 @@ def _around(config, batch, sequence, dtype, device):
 
 
 def _states(config, plan, part, device):
+    # only kept blocks recompute a part: a region has it all again
     kept = sum(not isinstance(item, tuple) for item in plan)
     regions = _regions(plan) + kept * (part in ("attention core", "attention"))
     return (config.dropout > 0) * regions * (16 if torch.device(device).type == "cuda" else 5056)
@@ -219,7 +222,7 @@ def _again(flops, region, dropout):
     """Count the FLOPs of recomputing a region and the regions in it. A region at its end needs only its input."""
     *before, last = region
     inner = sum(_again(flops, item, dropout) for item in region if isinstance(item, tuple))
-    run = sum(_forward(flops, item) for item in before)
+    run = sum(_forward(flops, item) for item in before)  # the last one is below, without its last product
     return run + inner + (0 if isinstance(last, tuple) else recomputed_flops(flops, "block", dropout))
 
 

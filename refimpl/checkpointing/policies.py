@@ -40,7 +40,7 @@ class Recomputing:
         if isinstance(vars(module).get("forward"), _Forward):
             raise ValueError(f"this {type(module).__name__} is recomputed already: remove() the other policy first")
         previous = vars(module).get("forward")  # set by another technique
-        module.forward = _Forward(module, previous, how, options)
+        module.forward = _Forward(module, previous, how, options)  # on the instance: other modules of the class stay
         self._undo.append(partial(_restore, module, "forward", previous))
         self.modules.append(module)
 
@@ -52,6 +52,7 @@ class Recomputing:
             return self.add(function, **options)
         if isinstance(function, partial) and function.func is checkpoint:
             raise ValueError(f"{name} of this {type(owner).__name__} is recomputed already: remove() the other policy")
+        # a plain function has no module whose forward could change
         setattr(owner, name, partial(checkpoint, function, **options))
         self._undo.append(partial(setattr, owner, name, function))
         self.modules.append(owner)
@@ -59,7 +60,7 @@ class Recomputing:
     def remove(self) -> None:
         """Put the model back as it was."""
         while self._undo:
-            self._undo.pop()()
+            self._undo.pop()()  # the last change first: each holds what was there before it
         self.modules.clear()
 
     def __enter__(self) -> Self:
@@ -88,6 +89,7 @@ class _Forward:
 
     def __call__(self, *args, **kwargs):
         module = self._module()
+        # looked up now: a bound method would hold the module
         forward = self._previous or partial(type(module).forward, module)
         if self._how is checkpoint:
             return checkpointed(forward, args, kwargs, **self._options)  # the call's keywords are the module's own
@@ -137,6 +139,7 @@ def spread(layers, ratio):
     if not 0 <= ratio <= 1:  # NaN is neither
         raise ValueError(f"ratio={ratio!r}: expected a share of the blocks, from 0 to 1")
     n = round(ratio * layers)
+    # where the count of chosen blocks steps up
     return [i for i in range(layers) if (i + 1) * n // layers > i * n // layers]
 
 
@@ -184,6 +187,7 @@ class DynamicCheckpoint(Recomputing):
         if ratio is not None and given:
             given = ", ".join(f"{name}={value!r}" for name, value in given.items())
             raise ValueError(f"ratio={ratio!r} beside {given}: expected one or the other")
+        # before remove(): a wrong value changes nothing
         chosen = every(layers, **given) if ratio is None else spread(layers, ratio)
         self.remove()
         for i in chosen:

@@ -27,7 +27,7 @@ def profile_chain(functions: Sequence[Callable[..., Any]], x: Any, *args: Any, u
         raise ValueError(f"unit={unit!r}: expected 'flops' or 'seconds'")
     input_bytes, stages = x.untyped_storage().nbytes(), []
     for function in functions:
-        x = x.detach().requires_grad_(x.is_floating_point())
+        x = x.detach().requires_grad_(x.is_floating_point())  # each stage alone: tokens have no gradient
         call = partial(function, x, *args, **kwargs)
         parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
         if any(p.requires_grad and p.grad is None for p in parameters):
@@ -47,11 +47,11 @@ def _bytes(call, existing):
     from ..memory import track
 
     with track(existing) as dropping:
-        following = checkpoint(call)
+        following = checkpoint(call)  # F∅, a forward that keeps nothing; then the next stage's input
     with track(existing) as keeping:
         y = call()
         kept, a = keeping.now.total - keeping.start.total, y.untyped_storage().nbytes()
-        end = _End.apply(y)
+        end = _End.apply(y)  # in place of the loss: backward begins here
         del y
         end.backward()
     start = keeping.start.total
@@ -65,7 +65,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y):
-        ctx.options = y.shape, y.dtype, y.device
+        ctx.options = y.shape, y.dtype, y.device  # not y: what follows a stage must not keep its output
         return y.new_zeros(())
 
     @staticmethod
@@ -95,5 +95,5 @@ def _seconds(call, passes=3):
 
 def _now():
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize()  # a GPU computes after the call has returned
     return time.perf_counter()

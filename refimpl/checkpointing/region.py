@@ -85,6 +85,7 @@ def checkpointed(fn, args, kwargs, *, early_stop=True, save=(), recompute_contex
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     refuse_caches((*args, *kwargs.values()))
+    # held by its placeholders alone, from here on
     region = RecomputedRegion(fn, args, kwargs, early_stop, operations(save), recompute_context, keep)
     return region.forward(args, kwargs)
 
@@ -152,6 +153,7 @@ class Description(NamedTuple):
 
     def fits(self, other):
         """Tell whether a recomputed tensor may stand in this one's place."""
+        # a region's input has a node in the forward alone
         return self[:3] == other[:3] and (self.made_by == other.made_by or None in (self.made_by, other.made_by))
 
     def __str__(self):
@@ -178,12 +180,12 @@ class RecomputedRegion:
         """Run `fn` with placeholders for all that autograd would save."""
         with saved_tensors_hooks(self._pack, _unpack), self._kept.keeping() if self._kept else nullcontext():
             outputs = self._fn(*args, **kwargs)
-        self._environment.drop_unused()
+        self._environment.drop_unused()  # a state that nobody drew from need not be kept
         return outputs
 
     def _pack(self, tensor):
         placeholder = Placeholder(self)
-        self._placeholders.append(weakref.ref(placeholder))
+        self._placeholders.append(weakref.ref(placeholder))  # weak: autograd alone decides which are still needed
         self._descriptions.append(Description.of(tensor))
         return placeholder
 
@@ -202,13 +204,14 @@ class RecomputedRegion:
             [leaf.get() if isinstance(leaf, _Input) else leaf for leaf in self._inputs], self._structure)
         recomputation = _Recomputation(self._placeholders, self._descriptions, self._early_stop)
         try:
+            # backward runs without grad
             with self._environment.restored(), self._recompute_context(), torch.enable_grad():
                 with saved_tensors_hooks(recomputation.pack, _same):
                     with self._kept.replaying() if self._kept else nullcontext():
                         self._fn(*args, **kwargs)
-            recomputation.ended()
+            recomputation.ended()  # an early stop does not come here
         except _Enough as enough:
-            if enough.recomputation is not recomputation:
+            if enough.recomputation is not recomputation:  # an outer region's, whose recomputation ran this one
                 raise
         except BaseException:
             self._forget()  # so that a retry recomputes everything
@@ -231,7 +234,7 @@ def _unpack(placeholder):
     return placeholder.region.pop_tensor(placeholder)
 
 
-def _same(tensor):
+def _same(tensor):  # the recomputation's own graph is never gone back through
     return tensor
 
 
@@ -248,6 +251,7 @@ class _Recomputation:
 
     def __init__(self, placeholders, descriptions, early_stop):
         self._placeholders, self._expected = [ref() for ref in placeholders], descriptions[:]
+        # those after it have been freed: nobody needs them
         self._last = max(i for i, placeholder in enumerate(self._placeholders) if placeholder is not None)
         self._early_stop, self._count = early_stop, 0
 

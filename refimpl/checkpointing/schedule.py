@@ -136,7 +136,7 @@ class Program:
         self.chain = chain
         self._stairs = {}  # (s, t), from 0 -> (bytes ascending, times descending)
         n = len(chain)
-        for length in range(1, n + 1):
+        for length in range(1, n + 1):  # short ones first: longer ones are made of them
             for s in range(n - length + 1):
                 options = [self._keep(s, s + length - 1)]
                 options += [self._recompute(s, j, s + length - 1) for j in range(s + 1, s + length)]
@@ -159,6 +159,7 @@ class Program:
             c.forward_peaks[i] + (c.output_bytes[i - 1] if i > s else 0) for i in range(s, j))
         (right, right_times), (left, left_times) = self._stairs[j, t], self._stairs[s, j - 1]
         right = right + c.output_bytes[j - 1]
+        # only where one of the two staircases steps down
         nbytes = np.unique(np.maximum(np.concatenate((right, left)), max(floor, right[0], left[0])))
         times = (right_times[np.searchsorted(right, nbytes, "right") - 1]
                  + left_times[np.searchsorted(left, nbytes, "right") - 1])
@@ -185,7 +186,7 @@ class Program:
             return []
         options = [(_at(self._keep(s, t), m), s)]
         options += [(_at(self._recompute(s, j, t), m), j) for j in range(s + 1, t + 1)]
-        _, j = min(options)
+        _, j = min(options)  # of equal times the first: keep rather than recompute
         if j == s:
             return [s, *self._plan(s + 1, t, m - self.chain.activation_bytes[s] - self.chain.output_bytes[s])]
         region = tuple(self._plan(s, j - 1, m))
@@ -196,7 +197,7 @@ def _lowest(options):
     """Return the lower envelope of staircases: the least time of all of them, at the bytes where it decreases."""
     nbytes = np.concatenate([m for m, _ in options])
     times = np.concatenate([time for _, time in options])
-    order = np.lexsort((times, nbytes))
+    order = np.lexsort((times, nbytes))  # by bytes; of equal bytes the fastest first
     nbytes, times = nbytes[order], np.minimum.accumulate(times[order])
     first = np.r_[True, times[1:] < times[:-1]]
     return nbytes[first], times[first]
@@ -232,6 +233,7 @@ def _peak(chain, plan, t):
         return 0
     item, rest = plan[0], plan[1:]
     if not isinstance(item, tuple):
+        # an output is not held for its own backward
         after = chain.activation_bytes[item] + chain.output_bytes[item] if rest else 0
         return max(chain.gradient_bytes[t] + chain.saving_peaks[item], chain.backward_peaks[item],
                    after + _peak(chain, rest, t))

@@ -16,6 +16,7 @@ def frozen_statistics(*modules: torch.nn.Module) -> Iterator[None]:
     copy of them for as long as it lasts: 8 bytes a channel and 8 a layer in fp32.
     """
     norms = (m for module in modules for m in module.modules() if isinstance(m, _NormBase))
+    # copied back in place: the buffers stay the same tensors
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
         yield

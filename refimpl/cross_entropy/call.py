@@ -46,7 +46,7 @@ def _same_dtype(hiddens, weight, bias):
     """Return hiddens, cast as autocast asks. The loss itself casts the weight, whose gradient then is not rounded."""
     device = weight.device.type
     found = {each.dtype for each in (*hiddens, weight, *([] if bias is None else [bias]))}
-    if torch.is_autocast_enabled(device) and torch.float64 not in found:
+    if torch.is_autocast_enabled(device) and torch.float64 not in found:  # autocast never casts fp64
         return [each.to(torch.get_autocast_dtype(device)) for each in hiddens]
     if len(found) != 1 or not found <= {*FLOATS}:
         raise TypeError(f"hidden, weight and bias are of {sorted(map(str, found))}: expected one dtype, fp64, fp32, "
@@ -57,6 +57,7 @@ def _same_dtype(hiddens, weight, bias):
 def sum_dtype(weight_gradient, weight, dtype):
     """Return the dtype in which dW is summed, if hidden states are of `dtype`; ValueError if that is not known."""
     wide = torch.promote_types(dtype, torch.float32)
+    # a weight that autocast casts keeps its gradient in fp32
     known = (wide, weight.dtype) if weight.dtype == dtype else (wide,)
     if weight_gradient not in (None, *known):
         raise ValueError(f"weight_gradient={weight_gradient!r} for hidden states of {dtype} and a weight of "
@@ -69,7 +70,7 @@ def check_targets(targets, V, ignore_index):
     not waited for: there an assertion fails."""
     if targets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"targets are {targets.dtype}: expected ids in int64 or int32")
-    if is_dry(targets) or targets.is_meta:
+    if is_dry(targets) or targets.is_meta:  # they have no values to check
         return
     inside = ((targets >= 0) & (targets < V)).logical_or_(targets == ignore_index)
     if targets.is_cuda:

@@ -90,7 +90,7 @@ def multi_token_cross_entropy(hiddens: Sequence[torch.Tensor], weight: torch.Ten
     sums = sum_dtype(weight_gradient, weight, hiddens[0].dtype)
     targets = [flat(each) for each in targets]
     N = max(map(len, targets))
-    rows = max(1, min(N, chunk_size or default_chunk_size(N, *weight.shape)))
+    rows = max(1, min(N, chunk_size or default_chunk_size(N, *weight.shape)))  # no token at all is a call, too
     given = (*hiddens, weight) if bias is None else (*hiddens, weight, bias)
     needed = [torch.is_grad_enabled() and each.requires_grad for each in given]
     settings = _ChunkedSettings(targets, tuple(scales), reduction, terms, columns, rows, needed, sums)
@@ -150,7 +150,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 at = slice(first, first + settings.rows)
                 dh = None if found is None or found.hiddens[k] is None else found.hiddens[k][at]
                 losses[k].add_(_chunk(hidden[at], weight, bias, targets[at], factors[k], settings, buffers, found, dh))
-        del buffers
+        del buffers  # before what follows takes memory
         if found is not None and settings.columns.comm is not None:
             for dh in found.hiddens:
                 if dh is not None:
@@ -167,11 +167,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient, _):
         refuse_second_derivative(gradient)
-        found, ctx.found = ctx.found, None
+        found, ctx.found = ctx.found, None  # the gradients are handed over: a second backward has none
         if found is None:
             raise RuntimeError("backward a second time through a chunked cross-entropy: its gradients were computed in "
                                "forward and handed over in the first backward. Compute the loss again")
-        scale = ctx.power.mul_(gradient)
+        scale = ctx.power.mul_(gradient)  # the power of two that `part_factors` left out, and the caller's loss scale
         K = len(found.hiddens)
         results = [scaled(dh, scale, dtype, ctx.rows) for dh, dtype in zip(found.hiddens, ctx.dtypes, strict=False)]
         dw = found.weight and found.weight.handed_on(scale, ctx.dtypes[K], ctx.rows)
@@ -183,7 +183,7 @@ class _ChunkLogits:
     """Memory for a chunk's logits: (R, V) in fp32 and, for 16-bit inputs, (R, V) in their dtype."""
 
     def __init__(self, rows, weight, wide):
-        self.wide = weight.new_empty((rows, len(weight)), dtype=wide)
+        self.wide = weight.new_empty((rows, len(weight)), dtype=wide)  # once: every chunk uses the same memory
         self.narrow = self.wide if weight.dtype == wide else weight.new_empty((rows, len(weight)))
 
 
@@ -192,7 +192,7 @@ def _chunk(h_RC, weight_VC, bias_V, targets_R, factor, settings, buffers, found,
     z_RV, narrow_RV = buffers.wide[: len(h_RC)], buffers.narrow[: len(h_RC)]
     torch.mm(h_RC, weight_VC.T, out=narrow_RV)
     if narrow_RV.dtype != z_RV.dtype:
-        z_RV.copy_(narrow_RV)
+        z_RV.copy_(narrow_RV)  # 16-bit products, as plain layers have; softmax in fp32
     if bias_V is not None:
         z_RV.add_(bias_V)
     loss_R = row_losses(z_RV, targets_R, settings.terms, settings.columns, factor, found is not None)

@@ -64,7 +64,7 @@ def chunked_cross_entropy_bytes(N: int, V: int, C: int, dtype: torch.dtype = tor
     bias = bias and weight_needs
     narrow = half and weight_needs and weight_dtype in (None, dtype)
     own = narrow and weight_gradient == dtype
-    beside = (V - V // 2) * C * w if narrow and not own else 0
+    beside = (V - V // 2) * C * w if narrow and not own else 0  # the half of an fp32 sum that has no room in dW
     total = V * C * d + beside if narrow else V * C * w * weight_needs
     saved = dh + total + bias * V * w + 2 * w
     vectors = 2 + bool(label_smoothing) + split

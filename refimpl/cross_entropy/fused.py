@@ -104,7 +104,7 @@ class _FusedSettings(NamedTuple):
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, weight, bias, *hiddens):
-        cast = weight.to(hiddens[0].dtype).contiguous()
+        cast = weight.to(hiddens[0].dtype).contiguous()  # not saved: backward casts block by block
         ctx.factors, ctx.power = part_factors(settings.targets, settings.scales, settings.reduction,
                                               settings.terms.ignore_index, torch.float32)
         losses, found = torch.zeros_like(ctx.factors), []
@@ -112,7 +112,7 @@ class _FusedLoss(torch.autograd.Function):
             loss_N, *for_backward = _rows(hidden.contiguous(), cast, bias, targets, settings)
             torch.sum(loss_N, 0, out=losses[k])
             found += for_backward
-            del loss_N
+            del loss_N  # before the next loss has its own
         ctx.save_for_backward(weight, bias, *hiddens, *found)
         ctx.settings = settings
         losses.mul_(ctx.factors).mul_(ctx.power)
@@ -168,7 +168,7 @@ class _Head(NamedTuple):
         targets, options = part.targets, self.settings.operator_arguments()
         if block.start:
             targets = targets.sub(block.start).masked_fill_(targets == options[0], NEVER)
-            options = (NEVER, *options[1:])
+            options = (NEVER, *options[1:])  # a block's own targets may be below 0, as −100 is
         weight, bias = (x if x is None else x[block] for x in (self.weight, self.bias))
         head_backward(part.hidden.contiguous(), weight.to(self.dtype).contiguous(), bias, targets, part.lse,
                       part.factor, dh, dw, db, used, *options, self.settings.skip)
@@ -221,7 +221,7 @@ def _rows(hidden, weight, bias, targets, settings):
         here_N = here_N.masked_fill_(elsewhere_N, ELSEWHERE).masked_fill_(ignored_N, IGNORED)
     parts = head_forward(hidden, weight, bias, here_N, *settings.operator_arguments())
     lse_N, predicted_N, total_N = combined(parts)
-    del parts
+    del parts  # freed before the exchange between ranks
     if columns.comm is not None:
         lse_N, predicted_N, total_N = _over_ranks(lse_N, predicted_N, total_N, targets, elsewhere_N, ignored_N,
                                                   settings)
@@ -236,7 +236,7 @@ def _rows(hidden, weight, bias, targets, settings):
 def _over_ranks(lse_N, predicted_N, total_N, targets_N, elsewhere_N, ignored_N, settings):
     """Return (lse, target's logit, sum of logits), (N,) each, of all ranks' words. The last is None if nobody asks."""
     sums = lse_N.new_empty((3 + bool(settings.terms.label_smoothing), len(lse_N)))
-    m_N = settings.columns.reduce(lse_N.clone(), "max", "maximum of logits")
+    m_N = settings.columns.reduce(lse_N.clone(), "max", "maximum of logits")  # e^(lse − m) cannot overflow
     torch.sub(lse_N, m_N, out=sums[0]).exp_()
     sums[1].copy_(predicted_N)
     if settings.terms.label_smoothing:

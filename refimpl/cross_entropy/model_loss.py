@@ -71,7 +71,7 @@ class _WithoutLogits:
         self.active, self.hidden, self.called, self.change = False, None, False, None
         self.parameters = inspect.signature(model.forward)
         self.before, self.next_token_loss = model.loss_function, ask("loss", model, self._score)
-        head.forward = self._head
+        head.forward = self._head  # on the instance: the model's own forward goes on calling its head
         model.loss_function = self._loss
         self.hooks = [model.register_forward_pre_hook(self._begin, with_kwargs=True),
                       model.register_forward_hook(self._end, with_kwargs=True, always_call=True)]
@@ -94,7 +94,7 @@ class _WithoutLogits:
     def _head(self, hidden):
         if not self.active:
             return F.linear(hidden, self.head.weight, self.head.bias)
-        self.hidden, self.version = hidden, _version(hidden)
+        self.hidden, self.version = hidden, _version(hidden)  # a write to logits in place is seen by this
         return hidden
 
     def _loss(self, logits, labels, *args, **options):
@@ -105,6 +105,7 @@ class _WithoutLogits:
             raise RuntimeError(f"{type(self.model).__name__} writes to its logits between head and loss, or computes "
                                "them without its head: expected a loss of the head's own output. Call "
                                "chunked_linear_cross_entropy in its forward")
+        # read once: the config does not change between calls
         self.change = self.change or ask("between", self.model, self.hidden, logits)
         options, factor, softcap = self.options, *self.change
         if softcap is not None and options.get("softcap") is not None:

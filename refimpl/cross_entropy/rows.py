@@ -75,7 +75,7 @@ class VocabularyColumns(NamedTuple):
     def find(self, targets):
         """Return (the column of each target here, or some column; whether it is elsewhere)."""
         if self.comm is None:
-            return targets.clamp(0, self.v - 1).long(), None
+            return targets.clamp(0, self.v - 1).long(), None  # gather needs a column even of an ignored target
         elsewhere = (targets < self.first) | (targets >= self.first + self.v)
         return (targets - self.first).clamp_(0, self.v - 1).long(), elsewhere
 
@@ -110,11 +110,12 @@ def row_losses(z_RV, targets_R, terms, columns, scale, gradient):
     column_R, elsewhere_R = columns.find(targets_R)
     m_R = columns.reduce(z_RV.amax(1), "max", "maximum of logits")
     z_RV.sub_(m_R[:, None])
+    # one all_reduce for all of these
     sums = z_RV.new_empty((2 + bool(terms.label_smoothing) + (columns.comm is not None), len(z_RV)))
     torch.gather(z_RV, 1, column_R[:, None], out=sums[1][:, None])
     if terms.label_smoothing:
         torch.sum(z_RV, 1, out=sums[2])
-    torch.sum(z_RV.exp_(), 1, out=sums[0])
+    torch.sum(z_RV.exp_(), 1, out=sums[0])  # in place: the logits are of no use any more
     if columns.comm is not None:
         exchange(sums, targets_R, elsewhere_R, ignored_R, columns)
     scale_R = scale.expand(len(z_RV)).masked_fill(ignored_R, 0)
@@ -142,7 +143,7 @@ def _to_gradient(z_RV, slope_RV, sum_R, lse_R, column_R, elsewhere_R, scale_R, t
     target_R = torch.mul(scale_R, terms.label_smoothing - 1, out=weight_R)
     if elsewhere_R is not None:
         target_R.masked_fill_(elsewhere_R, 0)
-    z_RV.scatter_add_(1, column_R[:, None], target_R[:, None])
+    z_RV.scatter_add_(1, column_R[:, None], target_R[:, None])  # no one-hot matrix of (R, V)
     if slope_RV is not None:
         z_RV.mul_(slope_RV)
 
@@ -150,7 +151,7 @@ def _to_gradient(z_RV, slope_RV, sum_R, lse_R, column_R, elsewhere_R, scale_R, t
 def exchange(sums, targets_R, elsewhere_R, ignored_R, columns):
     """Sum over the ranks what each found in its columns; the last row tells whether all have the same targets."""
     sums[1].masked_fill_(elsewhere_R, 0)
-    sums[-1].copy_(targets_R + 1).masked_fill_(elsewhere_R | ignored_R, 0)
+    sums[-1].copy_(targets_R + 1).masked_fill_(elsewhere_R | ignored_R, 0)  # + 1: a target of 0 must differ from none
     columns.reduce(sums, "sum", "sums of the loss")
     if is_dry(sums) or not columns.comm.has_others:
         return

@@ -37,7 +37,7 @@ def add_product(a_AB, b_ptr, b_rows, b_count, out_ptr, out_rows, out_count, shap
         b_BK = tl.load(block(b_ptr, b_rows, first, shape, K), inside(b_rows, b_count, first, shape, K), 0.0)
         at, here = block(out_ptr, out_rows, first, shape, K), inside(out_rows, out_count, first, shape, K)
         so_far_AK = tl.load(at, here, 0.0).to(tl.float32)
-        total_AK = tl.dot(a_AB.to(b_BK.dtype), b_BK, so_far_AK, input_precision="ieee")
+        total_AK = tl.dot(a_AB.to(b_BK.dtype), b_BK, so_far_AK, input_precision="ieee")  # 16-bit operands, fp32 sums
         tl.store(at, total_AK, here)
     tl.debug_barrier()  # another thread of this program may read next what this one has written
 
@@ -94,7 +94,7 @@ def backward_launches(hidden, weight, bias, targets, lse, scale, dh, dw, db, use
     for kernel, total, config, programs in (
             (hidden_kernel, {"dh_ptr": dh}, configs[0], shape.N),
             (weight_kernel, {"dw_ptr": dw, "db_ptr": db, "scale_ptr": scale}, configs[1], shape.V)):
-        if next(iter(total.values())) is not None:
+        if next(iter(total.values())) is not None:  # a gradient that nobody wants has no launch
             size = config.block_m if kernel is hidden_kernel else config.block_v
             launches.append(Launch(kernel, (triton.cdiv(programs, size),), {
                 **common, **total, "M": config.block_m, "V": config.block_v, "K": config.block_k}, config))

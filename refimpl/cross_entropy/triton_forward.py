@@ -32,7 +32,7 @@ def forward_kernel(h_ptr, w_ptr, bias_ptr, targets_ptr, out_ptr, tiles, shape, l
     l_M, predicted_M, sum_M = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     for tile in tl.range(0, tiles):
         words = first + tile * V + tl.arange(0, V)
-        if first + tile * V < shape.V:
+        if first + tile * V < shape.V:  # the last part may have fewer tiles
             z_MV, _ = capped_logits(h_ptr, w_ptr, bias_ptr, rows, words, shape, loss, M, V, K, CAPPED)
             m_new_M = tl.maximum(m_M, tl.max(z_MV, 1))
             l_M = l_M * tl.exp(m_M - m_new_M) + tl.sum(tl.exp(z_MV - m_new_M[:, None]), 1)

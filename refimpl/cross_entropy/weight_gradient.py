@@ -17,10 +17,11 @@ class WeightSum:
 
     def __init__(self, weight, dtype):
         self.dtype, (V, C) = dtype, weight.shape
-        if dtype == weight.dtype or weight.dtype.itemsize > 2:
+        if dtype == weight.dtype or weight.dtype.itemsize > 2:  # only 16 bits have a wider sum
             self.result, self.parts = None, [torch.zeros_like(weight, dtype=dtype)]
             return
         self.result = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        # the gradient's own bytes, read as fp32
         front = self.result.view(-1)[: V // 2 * C * 2].view(dtype).view(V // 2, C).zero_()
         self.parts = [front, weight.new_zeros((V - V // 2, C), dtype=dtype)]
 
@@ -43,7 +44,7 @@ class WeightSum:
             return scaled(parts.pop(), scale, dtype, rows)
         out, self.result, start = self.result, None, 0
         while parts:
-            part = parts.pop(0)
+            part = parts.pop(0)  # no list keeps a half that is done
             for first in range(0, len(part), rows):
                 product = part[first : first + rows] * scale  # beside both, which overlap in the first rows
                 out[start + first : start + first + len(product)] = product

@@ -35,12 +35,13 @@ class AccessRecording:
         self._stretches = {shift: length + 1 for shift, length in self._stretches.items()
                            if self.order[now - shift] == key}
         if not self.whole:
-            for place in self._at[key]:
+            for place in self._at[key]:  # each earlier access to the key may be a step ago
                 self._stretches.setdefault(now - place, 1)
         self.order.append(key)
         self.times.append(seconds)
         self._at[key].append(now)
         self._keys.add(key)
+        # the longest stretch; of equals the shortest step
         self._shift = max(self._stretches, key=lambda shift: (self._stretches[shift], -shift), default=0)
         self._settle()
 
@@ -49,7 +50,7 @@ class AccessRecording:
         shift = self._shift
         if shift and self._stretches[shift] >= shift and set(self.order[-shift:]) == self._keys:
             self.whole, self._stretches = True, {shift: self._stretches[shift]}
-        keep = 2 * shift if self.whole else LONGEST
+        keep = 2 * shift if self.whole else LONGEST  # two steps: the last one, and that it repeats
         if len(self.order) > 2 * keep:
             self.order, self.times, at = self.order[-keep:], self.times[-keep:], defaultdict(list)
             for place, key in enumerate(self.order):

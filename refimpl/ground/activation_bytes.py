@@ -63,7 +63,7 @@ def block_terms(config: "GPTConfig", batch: int, sequence: int, dtype: torch.dty
     terms["qkv input"] = e * token * h
     terms["queries and keys"] = e * token * (q + kv)
     terms["values"] = e * token * kv
-    terms["causal mask"] = a // g * s * s
+    terms["causal mask"] = a // g * s * s  # booleans, one for the heads of a group: they are rows of one matrix
     terms["softmax output"] = e * score
     terms["softmax dropout mask"] = kept.mask * score * dropped
     terms["softmax dropout output"] = e * score * dropped
@@ -117,7 +117,7 @@ def activation_terms(config: "GPTConfig", batch: int, sequence: int, dtype: torc
         terms["embedding dropout mask"] = kept.mask * token * h
     terms["last norm"] = sum(last.values())
     terms["head input"] = e * token * h
-    terms["log-probabilities"] = 4 * token * config.vocab_size
+    terms["log-probabilities"] = 4 * token * config.vocab_size  # for backward: its gradient is softmax − one-hot
     terms["loss weight"] = 4  # what the mean was divided by
     return terms
 

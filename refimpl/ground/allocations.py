@@ -68,7 +68,7 @@ class AllocationTrace:
         found, categories, block_of = Maker(), trace.categories(), {}
         for time, i, nbytes in trace.lives(device):
             if nbytes < 0:
-                found.free(block_of.pop(i), time)
+                found.free(block_of.pop(i), time)  # a negative number: its bytes are given back
             else:
                 record = trace.records[i]
                 where = f"{record.op} in {record.module}" if record.module else record.op

@@ -82,7 +82,8 @@ def _compile(found, source, library):
         _beside(made).write_bytes(_description(made.read_bytes()))
         for path in (made, _beside(made)):
             with path.open("rb") as file:
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # on the disk before it gets its name: else a crash leaves half a file
+            # at once: another rank sees the old one or the whole new one
             os.replace(path, library.with_name(path.name))
 
 
@@ -111,7 +112,7 @@ def _description(content):
 def _key(source, found):
     status = os.stat(found)
     said = [Path(source).read_text(), *FLAGS, os.path.realpath(found), str((status.st_size, status.st_mtime_ns)),
-            platform.machine(), _features()]
+            platform.machine(), _features()]  # -march=native: another processor may lack an instruction
     return hashlib.sha256("\0".join(said).encode()).hexdigest()[:20]
 
 

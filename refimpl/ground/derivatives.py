@@ -12,7 +12,7 @@ def refuse_transforms(name, instead, tensors=(), refused=tuple(TRANSFORMS)):
 
     PyTorch would refuse it later, in words about autograd.Function. In a graph of torch.compile nothing is refused.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # dynamo cannot trace the questions below
         return
     active = {each.key().name for each in torch._C._functorch.get_interpreter_stack() or ()}
     for kind in refused:

@@ -70,7 +70,7 @@ class _SimulatedDevice:
 
     def make_room(self):
         while sum(self.here.values()) > self.capacity:
-            free = [key for key in self.here if key not in self.in_use]
+            free = [key for key in self.here if key not in self.in_use]  # what is computed with cannot go
             if not free:
                 raise ValueError(f"capacity={self.capacity:,}: {sum(map(self.here.get, self.in_use)):,} bytes are "
                                  "computed with at a time; pass at least that")
@@ -78,7 +78,7 @@ class _SimulatedDevice:
                 victim = max(free, key=lambda key: self.next.get(key, float("inf")))
             else:
                 victim = min(free, key=self.used.get)
-            if victim in self.dirty:
+            if victim in self.dirty:  # what was not changed is still where it came from
                 self.evicted += self.here[victim]
                 self.dirty.discard(victim)
             self.away.add(victim)

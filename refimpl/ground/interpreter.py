@@ -13,7 +13,7 @@ def check_interpreter(kernel, x, on_a_cpu, instead):
     """
     import triton  # which decides when it is imported whether it interprets
 
-    if isinstance(kernel, triton.JITFunction):
+    if isinstance(kernel, triton.JITFunction):  # decided at import: an interpreted one is another class
         if x.device.type == "cpu":
             raise RuntimeError(on_a_cpu)
         return

@@ -14,4 +14,4 @@ def lazily(package, modules):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(of[name], package), name)
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *of})
+    return get, lambda: sorted({*vars(sys.modules[package]), *of})  # dir() names them before they are loaded

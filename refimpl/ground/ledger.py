@@ -43,7 +43,7 @@ def category_name(name):
     stem = lower.removesuffix("s").removesuffix("y")
     meant = [c for c in CATEGORIES if len(stem) >= 3 and c.startswith(stem)]
     meant = meant or difflib.get_close_matches(lower, CATEGORIES, n=1, cutoff=0.9)
-    if meant and spelled not in CATEGORIES:
+    if meant and spelled not in CATEGORIES:  # bytes under a misspelt name would be missed in sums
         raise ValueError(f"category {name!r}: is it {meant[0]!r}? If not, choose a name that is less like it")
     return spelled
 
@@ -72,6 +72,7 @@ class Ledger(Mapping):
 
     def __init__(self, nbytes: Mapping[str, int] | Iterable[tuple[str, int]] = (), **more: int) -> None:
         given = {category_name(name): _whole(name, count) for name, count in {**dict(nbytes), **more}.items()}
+        # in the order of rows; empty ones are left out
         known = {name: given[name] for name in CATEGORIES if given.get(name)}
         others = {name: count for name, count in given.items() if name not in CATEGORIES and count}
         self._bytes = {**known, **others}

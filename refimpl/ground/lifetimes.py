@@ -50,7 +50,7 @@ class Lifetimes:
         if (taken > 1).any():
             raise ValueError(f"block {int(taken.argmax())} is taken {int(taken.max())} times: expected a number for "
                              "each life, as Maker gives")
-        begins, ends = np.zeros(B, dtype=np.int64), np.where(taken, len(times), 0)
+        begins, ends = np.zeros(B, dtype=np.int64), np.where(taken, len(times), 0)  # never freed: live to the end
         begins[blocks[is_alloc]] = times[is_alloc]
         ends[blocks[~is_alloc]] = times[~is_alloc]
         return cls(begins, ends, np.where(taken, trace.blocks["nbytes"], 0))

@@ -28,6 +28,7 @@ def mark(tensor: "torch.Tensor", category: str) -> "torch.Tensor":
     for dense in dense_parts(tensor):
         storage = dense.untyped_storage()
         key = storage._cdata
+        # an address is used again: the mark goes with its storage
         _marks[key] = weakref.ref(storage, lambda _, key=key: _marks.pop(key, None)), category_name(category)
         tell("marked", dense)
     return tensor

@@ -72,6 +72,7 @@ class Quadratic:
 
             s = ⌊(−b + √(b² − 4a·(c − budget))) / 2a⌋,    ⌊(budget − c) / b⌋ if a = 0
         """
+        # integers: floats are wrong above 2⁵³
         whole = lcm(*(Fraction(each).denominator for each in (self.a, self.b, self.c)))
         a, b, room = (int(each * whole) for each in (self.a, self.b, int(budget) - self.c))
         if a < 0 or (a == 0 and b < 0) or (a == b == 0 and room >= 0):

@@ -48,6 +48,7 @@ class Environment:
     @contextmanager
     def restored(self):
         """Open a context in which all is as it was. Afterwards random numbers go on as if none had been drawn in it."""
+        # backward must not disturb the program's own numbers
         now = {device: random_state(device) for device in self._random}
         with ExitStack() as stack:
             for kind, options in self._autocast.items():

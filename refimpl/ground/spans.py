@@ -116,6 +116,7 @@ class SpanRecorder:
         """Note which work in flight has ended by now; return the time."""
         now = time.time_ns()
         for running in [running for running in self._in_flight if running.is_done()]:
+            # when it ended, if that is known, else when it was seen
             running.end = min(running.ended() or math.inf, now)
             self._in_flight.remove(running)
         return now
@@ -125,6 +126,7 @@ class SpanRecorder:
 def computing(kind, name=""):
     """Record what this rank does in this context as a span of computation in the active recorder, if there is one. In
     another span of computation it is a part of that."""
+    # the outer span has this time already
     recorder = _active[-1] if _active and not _active[-1].is_busy(COMPUTE) else None
     if recorder is not None:
         recorder.enter(COMPUTE, kind, name)

@@ -44,6 +44,7 @@ def model_state_bytes(parameters: int, optimizer: str = "adamw", precision: str 
         if isinstance(count, bool) or not isinstance(count, Real) or not count >= 0 or count % 1:
             raise ValueError(f"{name}={count!r}: expected a count, 0 or more")
     p, k = PRECISIONS[precision], STATES[optimizer]
+    # Adam's step count, an fp32 tensor for each parameter
     counters = 4 * tensors if optimizer in ("adam", "adamw") else 0
     return Ledger({
         PARAMETERS: parameters * p.weight,

@@ -73,7 +73,7 @@ def backward_moments(config, batch, sequence, dtype=torch.float32, device="cpu",
     if keys is not None:
         for name in ("softmax output", "causal mask"):
             block[name] = block[name] * keys // sequence
-        K = K * keys // sequence
+        K = K * keys // sequence  # of the keys that the chunk attends to, not of its own tokens alone
         block["values"], block["queries and keys"] = K * copied, U + K * copied
         terms["blocks"] = config.layers * sum(block.values())
     V, S, gated = terms["log-probabilities"], block["softmax output"], config.gated

@@ -16,6 +16,7 @@ def attentions_of(block):
     """List the modules inside `block` whose forward computes attention; of those inside one another the outer one."""
     found = []
     for module in block.modules():
+        # the outer one has the projections, too
         inside = any(module is each for outer in found for each in outer.modules())
         if module is not block and not inside and computes_attention(type(module)):
             found.append(module)
@@ -31,7 +32,7 @@ def computes_attention(kind):
 
 def _names(function, kind, seen):
     """Collect the names in a function's code, and of the methods and the functions of its own file that it names."""
-    function = inspect.unwrap(function)
+    function = inspect.unwrap(function)  # transformers decorates forwards
     code = getattr(function, "__code__", None)
     if code is None or code in seen:
         return set()

@@ -14,11 +14,12 @@ def changes_of(model):
     What refimpl has put there does not count."""
     try:
         with torch.device("meta"):
-            made = type(model)(copy.deepcopy(model.config))
+            made = type(model)(copy.deepcopy(model.config))  # so that it cannot change the model's own
     except Exception as error:
         return f"{type(model).__name__} cannot be made of its config again ({type(error).__name__})"
     expected = {name: _described(module) for name, module in made.named_modules()}
     for name, module in model.named_modules():
+        # what refimpl has put there is proved elsewhere
         if any(HOME in type(each).__module__.split(".")[:1] for each in _path(model, name)):
             continue
         found = _described(module)

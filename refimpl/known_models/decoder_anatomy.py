@@ -101,7 +101,7 @@ def _calls(model):
     handles = [module.register_forward_hook(note) for module in names]
     try:
         with InFP64(), torch.no_grad():
-            model(input_ids=tokens_of(model), use_cache=False)
+            model(input_ids=tokens_of(model), use_cache=False)  # watched: names of modules say nothing of the order
     finally:
         for handle in handles:
             handle.remove()

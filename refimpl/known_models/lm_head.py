@@ -62,7 +62,7 @@ def _next_token_loss(score, logits, labels, vocab_size=None, num_items_in_batch=
     if shift_labels is None:  # each token predicts the next; the last one predicts none
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss = score(logits, shift_labels.to(logits.device), ignore_index, "mean" if num_items_in_batch is None else "sum")
-    if isinstance(num_items_in_batch, torch.Tensor):
+    if isinstance(num_items_in_batch, torch.Tensor):  # it may be on another device than the loss
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 

@@ -32,6 +32,7 @@ def read(mlp):
     with _disable_current_modes(), torch.no_grad():
         if not 2 <= len(layers) <= 3 or not all(map(_is_layer, layers)):
             raise NotFeedForward(f"{type(mlp).__name__} has other layers with weights than 2 or 3 linear ones")
+        # dropout and the like differ
         forms = {mode: _read(shallow(mlp).train(mode), type(mlp).__name__) for mode in (True, False)}
     if len({form._replace(inner=None, after=None) for form in forms.values()}) > 1:
         raise TypeError(f"{type(mlp).__name__} computes something else in training than in evaluation")
@@ -45,6 +46,7 @@ def linear(layer):
     weight = named.get("weight")
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or named.keys() - {"weight", "bias"}:
         return None
+    # nothing is computed: the operations alone count
     empty = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in named.items()}
     for flipped in (False, True):
         x = torch.empty(2, 3, weight.shape[not flipped], dtype=weight.dtype, device="meta")

@@ -65,7 +65,7 @@ def _function(attention):
         causal = others.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         if scaling is not None and scaling != query.shape[-1] ** -0.5:
-            query = query * (scaling * query.shape[-1] ** 0.5)
+            query = query * (scaling * query.shape[-1] ** 0.5)  # the attention itself multiplies by 1/√D
         length = query.shape[2] * attention.comm.world_size
         windowed = sliding_window is not None and sliding_window < length
         options = {"window": sliding_window - 1} if windowed else {}  # theirs counts the token itself

@@ -96,7 +96,7 @@ def described(toy):
 def shrunk(config, head=HEADS[0], ranks=3, window=SIZES["window"]):
     """Return a small config of the same kind, with heads of size `head`, which so many ranks can share.
     ValueError for sizes that do not divide."""
-    small = copy.deepcopy(config)
+    small = copy.deepcopy(config)  # the model's own config stays
     for name in getattr(small, "sub_configs", ()):
         if getattr(small, name, None) is not None:
             setattr(small, name, shrunk(getattr(small, name), head, ranks, window))
@@ -196,6 +196,7 @@ class _ToySizes:
             return min(value, 2)  # the last two, which come after each kind
         if value == self.layers and "layers" in words:
             return self.small_layers
+        # small numbers are counts, and stay
         return value if value < 64 else 12 * max(1, round(value * self.small_hidden / self.hidden / 12))
 
     def _scaled(self, heads):
@@ -266,7 +267,7 @@ def _built(model, config):
         for p in toy.parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
             if p.dim() > 1:
-                p.copy_(noise * p.shape[-1] ** -0.5)
+                p.copy_(noise * p.shape[-1] ** -0.5)  # variance is kept from layer to layer
             else:
-                p.add_(noise * 0.2)
+                p.add_(noise * 0.2)  # gains near 1, biases near 0: neither is special
     return toy

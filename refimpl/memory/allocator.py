@@ -163,7 +163,7 @@ def _of_this_region(tree):
             of_event = event.extra_fields
             log.append((event.start_time_ns, of_event.alloc_size, of_event.ptr, of_event.total_allocated))
     here, kept, known = set(), [], None  # known: the total after the event before
-    for ns, nbytes, address, total in sorted(log):
+    for ns, nbytes, address, total in sorted(log):  # the tree is not in time order
         by_others = 0 if known is None else total - known - nbytes
         known = total
         if by_others:
@@ -171,7 +171,7 @@ def _of_this_region(tree):
         if nbytes > 0 or address in here:
             (here.add if nbytes > 0 else here.discard)(address)
             kept.append((ns, nbytes))
-    return kept[2:-2]
+    return kept[2:-2]  # the two storages of this meter, each made and freed
 
 
 class CUDAMeasurement(_Measurement):

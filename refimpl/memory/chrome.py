@@ -49,7 +49,7 @@ def storages(trace, microseconds, pid):
     found = []
     for i in sorted(lives, key=lambda i: -lives[i][3])[:LARGEST]:
         record, (first, last, held, most) = trace.records[i], lives[i]
-        end = min(last + 1, len(microseconds) - 1) if not held else -1
+        end = min(last + 1, len(microseconds) - 1) if not held else -1  # still alive: drawn to the end
         kind = f" {record.dtype} {record.shape}" if record.dtype else ""
         said = {"bytes": most, "module": module_of(record), "line": str(record.line or ""),
                 "source": str(record.source or "")}

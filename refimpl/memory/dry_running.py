@@ -87,7 +87,7 @@ def _explained(tracker):
         yield
     except BaseException as error:
         refusal = _refusal(error)
-        (refusal or error).trace = tracker
+        (refusal or error).trace = tracker  # how far it came is worth as much as why it ended
         if refusal is not None:
             raise refusal from error
         for note in tracker.notes:

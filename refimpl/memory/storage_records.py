@@ -79,11 +79,11 @@ def category_of(record, master_weights):
     """
     if record.mark is not None:
         return record.mark
-    for role in _PRIORITY:
+    for role in _PRIORITY:  # before `saved`: a weight that autograd saved is still a parameter
         if role in record.roles:
             return role
     if record.held_by_optimizer:
-        return OPTIMIZER_STATE if master_weights else PARAMETERS
+        return OPTIMIZER_STATE if master_weights else PARAMETERS  # fp32 masters, if a module has the weights
     survives = record.kept or record.alive
     recomputed = record.offered and record.phase == BACKWARD
     if record.saved or recomputed or record.freed_by_backward or (survives and (record.offered or record.packed)):

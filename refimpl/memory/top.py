@@ -58,7 +58,7 @@ def bytes_after(trace, row):
     nbytes, device = np.zeros(len(trace.records), dtype=np.int64), trace.device
     if trace.events:
         index, record, delta = np.array(trace.events, dtype=np.int64).T
-        until = index < row
+        until = index < row  # row 0 is the start: row r is after operation r − 1
         np.add.at(nbytes, record[until], delta[until])
     elsewhere = [record.device != device for record in trace.records]
     nbytes[np.array(elsewhere, dtype=bool)] = 0

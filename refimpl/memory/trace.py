@@ -135,7 +135,7 @@ class Trace:
         deltas = np.zeros((len(self.ops) + 2, len(names)), dtype=np.int64)
         for index, record, delta in self.events:
             if self.records[record].device == device:
-                deltas[index + 1, column[found[record]]] += delta
+                deltas[index + 1, column[found[record]]] += delta  # row 0 is the start, where index is −1
         return Timeline(self._lines(), names, deltas.cumsum(axis=0))
 
     def _lines(self):

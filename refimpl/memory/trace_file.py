@@ -29,7 +29,7 @@ def save(trace, path):
     head = {"format": FORMAT, "version": VERSION, "device": trace._device, "first_call": trace.first_call,
             "began_ns": trace.began_ns, "notes": trace.notes, "fields": _FIELDS, "ops": len(trace.ops),
             "records": len(records), "events": len(trace.events), "lines": [line for line in lines if line]}
-    being_written = path.with_name(f"{path.name}.{os.getpid()}.part")
+    being_written = path.with_name(f"{path.name}.{os.getpid()}.part")  # renamed at the end: no reader sees half a file
     try:
         with being_written.open("w", encoding="utf-8") as file:
             for row in (head, *trace.ops, *records, *trace.events):

@@ -233,7 +233,7 @@ class Tracker(StorageMode):
                 for path, module in thing.named_modules():
                     self._names.setdefault(module, path or type(module).__name__)
             self._owners.learn(thing, self._names)
-            for parameter in thing.parameters():
+            for parameter in thing.parameters():  # again each time: a technique may have replaced some
                 self.own_parameter(parameter)
             for buffer in thing.buffers():
                 self.own_buffer(buffer)

@@ -39,6 +39,7 @@ def with_workspaces(trace: Trace, measurement: "CUDAMeasurement | CPUMeasurement
         if nbytes:
             record = StorageRecord("cpu", op.name, op.phase, op.module, index, nbytes, alive=False, mark=WORKSPACE)
             records.append(record)
+            # alive during one operation only
             events += [(index, len(records) - 1, nbytes), (index + 1, len(records) - 1, -nbytes)]
     notes = [note for note in trace.notes if not note.startswith(NOT_COUNTED)]
     return Trace(trace.ops, records, events, trace.first_call, "cpu", trace.began_ns, notes)

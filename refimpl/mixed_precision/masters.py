@@ -30,7 +30,7 @@ def master_of(parameter):
 @torch.no_grad()
 def narrow(parameter, dtype, fp32_gradient=False):
     """Make a parameter `dtype` in place, and its gradient `dtype` or fp32."""
-    gradient, parameter.grad = parameter.grad, None
+    gradient, parameter.grad = parameter.grad, None  # grad_dtype may not change beside a gradient
     parameter.data = parameter.data.to(dtype)
     parameter.grad_dtype = torch.float32 if fp32_gradient else dtype
     parameter.grad = None if gradient is None else gradient.to(parameter.grad_dtype)
@@ -49,6 +49,7 @@ def check_place(parameter, master, dtype):
 @torch.no_grad()
 def sync(master, parameter):
     """Set the elements of the master that do not round to its weight to the weight."""
+    # the others keep their low bits
     master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
 
 

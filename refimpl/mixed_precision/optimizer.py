@@ -62,7 +62,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         masters.check([p for group in optimizer.param_groups for p in group["params"]])
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         super().__init__(groups, optimizer.defaults)
-        optimizer._has_masters = True
+        optimizer._has_masters = True  # two wrappers would round twice
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor` in the next step, in fp32. (So a loss scaler divides by its scale.)"""
-        self._factor *= factor
+        self._factor *= factor  # applied in fp32, when gradients go to the masters
 
     def widen_gradients(self) -> None:
         """Make every gradient fp32 until the next step or `zero_grad`, so that it can be unscaled and clipped."""
@@ -166,7 +166,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                     self._step_on(bucket, factor)
         finally:
             for master in self._masters.values():
-                master.grad = None
+                master.grad = None  # also after an error: fp32 gradients are lent for a step
         self._take_options()
         self._show(self._masters)
         self.skip_step()  # the factor and wide gradients are used up
@@ -207,6 +207,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         self._give_options()
         masters.give_gradients(bucket, self._masters, factor)
+        # by id: tensors compare element by element
         wanted, groups = {id(self._masters[p]) for p in bucket}, self.inner.param_groups
         everything = [group["params"] for group in groups]
         try:

@@ -128,7 +128,7 @@ class Applied:
         """
         own = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), None)
         dtype = dtype or own
-        if own is None and dtype is around:
+        if own is None and dtype is around:  # no weights and no other dtype: nothing to cast
             return
         self._handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
 
@@ -141,7 +141,7 @@ class Applied:
             if old is None:
                 masters.narrow(p, dtype)
             else:
-                masters.sync(old, p)
+                masters.sync(old, p)  # what training changed stays, the rest is as it was
                 gradient, p.grad = p.grad, None
                 p.data, p.grad_dtype = old, dtype
                 p.grad = None if gradient is None else gradient.to(dtype)

@@ -86,7 +86,7 @@ class AdaptiveLossScaler:
 
     def get_scale(self) -> float:
         """Return S, a float."""
-        self._in_use = True
+        self._in_use = True  # gradients of a loss that was not scaled must not be divided
         return self._scale
 
     def scale(self, loss: Any) -> Any:
@@ -234,7 +234,7 @@ class AdaptiveLossScaler:
         if missing:
             raise ValueError(f"no {', '.join(sorted(missing))} in this state: expected what AdaptiveLossScaler's "
                              "state_dict() gives")
-        before = self.state_dict()
+        before = self.state_dict()  # a wrong state leaves the old one in force
         try:
             self._take(state)
             self._check()

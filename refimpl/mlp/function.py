@@ -84,8 +84,9 @@ class MLPFunction(torch.autograd.Function):
         with torch.autocast(x_ND.device.type, enabled=False):
             *ups, down = _pairs(settings, parameters, x_ND.dtype)
             N, known = len(x_ND), ACTIVATIONS.get(settings.form.activation)
-            out_ND = x_ND.new_empty(N, len(down[0]))
+            out_ND = x_ND.new_empty(N, len(down[0]))  # written chunk by chunk: nothing to concatenate
             kept = [x_ND.new_empty(N if settings.keeps else settings.rows, len(weight)) for weight, _ in ups]
+            # kept inputs must not be written over
             spare = x_ND.new_empty(settings.rows, settings.form.hidden) if settings.keeps and known else None
             for at in _chunks(N, settings.rows):
                 rows = at.stop - at.start
@@ -147,7 +148,7 @@ def _backward(settings, x_ND, dy_ND, layers, kept, dx_ND, totals):
             else:
                 torch.addmm(dx_ND[at], g_R, weight, out=dx_ND[at])
         del gradients, g_R
-    for total in () if len(x_ND) else filter(torch.is_tensor, totals):
+    for total in () if len(x_ND) else filter(torch.is_tensor, totals):  # no chunk has written to them
         total.zero_()
 
 
@@ -171,7 +172,7 @@ def _through(settings, inner, dy_RD, down_DH, grads, total, first):
     """Return the gradients by what `inner` holds, in the memory of `grads`; add that of the last layer to its sum."""
     function, slope = ACTIVATIONS[settings.form.activation]
     (*up_RH, gate_RH), (*up_grad, gate_grad) = settings.parts(inner), settings.parts(grads)
-    act_RH = up_grad[0] if up_grad else gate_grad
+    act_RH = up_grad[0] if up_grad else gate_grad  # in memory of a gradient that is not there yet
     function(gate_RH, act_RH)
     _add(total, dy_RD, torch.mul(act_RH, *up_RH, out=gate_grad) if up_RH else act_RH, first)
     dh_RH = torch.mm(dy_RD, down_DH, out=gate_grad)
@@ -184,7 +185,7 @@ def _through(settings, inner, dy_RD, down_DH, grads, total, first):
 
 def _through_any(settings, inner, dy_RD, down_DH, _, total, first):
     """As `_through`, by autograd: the module's own operations once more, with their graph."""
-    given = [each.detach().requires_grad_() for each in inner]
+    given = [each.detach().requires_grad_() for each in inner]  # leaves: the graph ends at the linear layers
     with torch.enable_grad():
         y_RH = settings.inner(given)
     _add(total, dy_RD, y_RH.detach(), first)

@@ -66,6 +66,7 @@ class MemoryEfficientMLP(nn.Module):
         self._forms, self._signature = forms, signature
         after = [*form.after.nodes] if form.after else []
         self.does_more = any(node.op not in ("placeholder", "output") for node in after)  # behind its last layer
+        # an adapter put in later would be passed by
         self._kinds = [type(self.get_submodule(name)) for name in self.names]
 
     @classmethod
@@ -101,7 +102,7 @@ class MemoryEfficientMLP(nn.Module):
         """Return the layer's output for x (…, d): (…, d). One made `of` another takes what that takes."""
         given = self._signature.bind(*args, **kwargs)
         given.apply_defaults()
-        form = self._forms[self.training]
+        form = self._forms[self.training]  # dropout, say, is there in training alone
         y = self._core(form, given.args[0])
         return y if form.after is None else run(form.after, self, y, *given.args)
 
@@ -120,6 +121,7 @@ class MemoryEfficientMLP(nn.Module):
                             "dtype (or autocast)")
         if x.shape[-1] != (d := up.weight.shape[not form.flipped[0]]):
             raise ValueError(f"x {tuple(x.shape)}: expected (…, {d})")
+        # looked up in each call: they may be replaced
         parameters = [p for layer in layers for p in (layer.weight, getattr(layer, "bias", None))]
         refuse_transforms("MemoryEfficientMLP", INSTEAD, (x, *parameters))
         x_ND = x.to(dtype).reshape(-1, d)

@@ -61,7 +61,7 @@ def _toy(mlp, form, dtype):
     torch.default_generator.manual_seed(0)
     layers = [mlp.get_submodule(name) for name in (*form.ups, form.down)]
     ends = [layer.weight.shape[::1 if flip else -1] for layer, flip in zip(layers, form.flipped, strict=True)]
-    to = 4 if ends[-1][1] == ends[0][0] else 5
+    to = 4 if ends[-1][1] == ends[0][0] else 5  # a residual inside needs an output as wide as the input
     sizes = [*((4, e) for _, e in ends[:-1]), (ends[-1][0], to)]
     return shallow(mlp, {layer: _Toy(*size, getattr(layer, "bias", None) is not None, flip, dtype or layer.weight.dtype)
                          for layer, size, flip in zip(layers, sizes, form.flipped, strict=True)})
@@ -69,7 +69,7 @@ def _toy(mlp, form, dtype):
 
 def _outcome(module, toy, dtype):
     """Return {name: what a module returns, or a gradient}."""
-    torch.default_generator.manual_seed(1)
+    torch.default_generator.manual_seed(1)  # both modules are given the same numbers
     needed = [each for each in inspect.signature(toy.forward).parameters.values() if each.default is each.empty]
     given = {each.name: torch.randn(2, 3, 4, dtype=dtype).mul(4).requires_grad_() for each in needed}
     results = [each for each in tree_leaves(module(*given.values())) if torch.is_tensor(each)]

@@ -120,7 +120,7 @@ def test_the_stop_button_during_a_launch_leaves_no_process(checkout, opened):
 
 
 def ranks(checkout):
-    """The ranks of a kernel that runs in the checkout's learn/: children of the process that forks them, which stays."""
+    """The ranks of a kernel of the checkout's learn/: children of the process that forks them, which stays."""
     found = []
     for process in psutil.process_iter():
         try:

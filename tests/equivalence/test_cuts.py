@@ -205,12 +205,14 @@ def test_a_stage_keeps_no_message_alive():
     x = parts[0](torch.ones(1, 4, dtype=torch.int64))
     parts[1](x)
     for part in parts:
-        assert all(layer.arrives is None for layer in part.model.layers if isinstance(layer, stages.LayerOfAnotherStage))
+        assert all(layer.arrives is None for layer in part.model.layers
+                   if isinstance(layer, stages.LayerOfAnotherStage))
     broken = RuntimeError("out of memory")
     parts[1].model.layers[1].register_forward_pre_hook(lambda *given: (_ for _ in ()).throw(broken))
     with pytest.raises(RuntimeError, match="out of memory"):
         parts[1](x)
-    assert all(layer.arrives is None for layer in parts[1].model.layers if isinstance(layer, stages.LayerOfAnotherStage))
+    assert all(layer.arrives is None for layer in parts[1].model.layers
+               if isinstance(layer, stages.LayerOfAnotherStage))
 
 
 def test_a_loss_of_more_than_logits_is_refused_by_together():

@@ -44,9 +44,9 @@ class TransferSchedule:
         with self._lock:
             host, ticket = self._transfer.to_host(flat)
             stored = Offloaded(tensor, self, len(self._order), host)
-            self._order.append(weakref.ref(stored))
+            self._order.append(weakref.ref(stored))  # weak: autograd holds it as long as backward may need it
             self._leaving.append((flat, flat._version, ticket, self._order[-1]))
-            self.wait(self._depth)
+            self.wait(self._depth)  # at most `depth` copies hold device memory
             return stored
 
     def wait(self, left=0):

@@ -55,7 +55,7 @@ class Arena:
         if (low := self.occupant(offset, nbytes)) is not None:
             raise ValueError(f"bytes {offset} to {offset + nbytes}: a live tensor has {low} to {self._live[low]}")
         first = self._first + offset
-        storage = self._memory[first:first + nbytes]
+        storage = self._memory[first:first + nbytes]  # a storage of its own: a weak reference can tell its end
         self._live[offset] = offset + nbytes
         self._watched[offset] = weakref.ref(storage, lambda _, ended=self._ended: ended.append(offset)), name
         return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, size, stride)

@@ -111,11 +111,11 @@ class Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._left:
             return func(*args, **kwargs)
-        at, self.at = self.at, self.at + 1
+        at, self.at = self.at, self.at + 1  # operations are known by their number alone
         planned = self._operations[at] if at < len(self._operations) else None
         if planned is None or planned.func is not func:
             return self._leave(at, func, planned, args, kwargs)
-        if planned.key is None:
+        if planned.key is None:  # it made nothing: its layouts decide nothing
             return func(*args, **kwargs)
         if planned.key != key_of(args, kwargs):
             return self._leave(at, func, planned, args, kwargs)
@@ -124,6 +124,7 @@ class Follower(TorchDispatchMode):
     def _run(self, at, func, args, kwargs, made):
         """Run an operation into the arena; what has no room there is made outside."""
         outs = [each and self._tensor(at, func, each) for each in made]
+        # one of its outputs has no room: all are made outside
         if any(each is not None and out is None for each, out in zip(made, outs, strict=True)):
             return func(*args, **kwargs)
         nbytes = write(func, args, kwargs, outs)

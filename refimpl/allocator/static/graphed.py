@@ -34,6 +34,7 @@ class PlayedStep:
 
     def __init__(self, step, args, kwargs, trace, plan, arena):
         leaves, self._structure = tree_flatten((args, kwargs))
+        # a graph reads the addresses that it was captured with
         self._inputs = [each.clone() if isinstance(each, torch.Tensor) else each for each in leaves]
         args, kwargs = tree_unflatten(self._inputs, self._structure)
         follower, self._graph = Follower(trace, plan, arena, {}), torch.cuda.CUDAGraph()
@@ -69,5 +70,5 @@ class PlayedStep:
         for offset in (0, size):
             if places.occupant(offset, size) is None:
                 kept = places.empty_strided(offset, result.shape, result.stride(), result.dtype, result.nbytes)
-                return kept.copy_(result.detach())
+                return kept.copy_(result.detach())  # the next replay writes over the original
         return result.detach().clone()  # the caller has kept two: a third is the caching allocator's

@@ -47,7 +47,7 @@ def place(lifetimes, sizes, order, fit="best"):
     begins, ends, all_sizes = lifetimes.begins.tolist(), lifetimes.ends.tolist(), sizes.tolist()
     for b in order.tolist():
         begin, end, size = begins[b], ends[b], all_sizes[b]
-        if not size or begin == end:
+        if not size or begin == end:  # it overlaps nobody: any address will do
             continue
         meets = np.flatnonzero((rows[0, :count] < end) & (rows[1, :count] > begin))
         at = offsets[b] = _gap(rows[2, meets], rows[3, meets], size, fit) if len(meets) else 0

@@ -72,8 +72,9 @@ class ActivationReuseOptimizer:
         Blocks that outlive the call for another reason have their places from its begin to its end."""
         lifetimes, blocks = Lifetimes.of(trace), sorted(outliving)
         begins, ends, nbytes = lifetimes.begins.copy(), lifetimes.ends.copy(), lifetimes.nbytes.copy()
+        # live through the whole step, so that nobody shares them
         begins[blocks], ends[blocks] = 0, max(1, len(trace.events))
-        nbytes[sorted(trace.result)] = 0
+        nbytes[sorted(trace.result)] = 0  # not in the plan: they outlive the call
         self.plan = plan_static(Lifetimes(begins, ends, nbytes), alignment=trace.alignment, placements=self.placements)
         self._planned[which] = trace, self.plan, outliving, results or _places(trace, lifetimes)
         if self.arena is None or self.arena.nbytes < self.plan.nbytes:

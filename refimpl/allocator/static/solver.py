@@ -63,7 +63,7 @@ class PackingProblem:
     """B blocks and S sections: `members` (S, B) says which block is live in which. All sizes in `unit` bytes."""
 
     def __init__(self, begins, ends, nbytes, capacity):
-        self.unit = int(np.gcd.reduce(nbytes))
+        self.unit = int(np.gcd.reduce(nbytes))  # small numbers: offsets are multiples of it anyway
         self.begins, self.ends, self.sizes = begins, ends, nbytes // self.unit
         self.capacity = capacity // self.unit
         self.members = _sections(begins, ends)
@@ -84,7 +84,7 @@ class PackingProblem:
         """Return offsets (B,) in bytes, or None."""
         orders, tried, before = self.orders(), 0, sys.getrecursionlimit()
         B = len(self.sizes)
-        sys.setrecursionlimit(before + 4 * B)
+        sys.setrecursionlimit(before + 4 * B)  # a step of the search is a level of recursion
         try:
             while steps > 0 and time.process_time() < until:
                 turn, which = divmod(tried, 2 * len(orders))

@@ -96,6 +96,7 @@ def plan_static(trace: Any, *, alignment: int = 64, placements: int = PLACEMENTS
     if alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"alignment={alignment}: expected a power of two")
     lifetimes = Lifetimes.of(trace)
+    # what never lives takes no bytes
     sizes = np.where(lifetimes.ends > lifetimes.begins, lifetimes.aligned(alignment), 0)
     offsets = place(lifetimes, sizes, by_size(lifetimes, sizes))
     offsets = improve(lifetimes, sizes, offsets, placements) if len(sizes) else offsets
@@ -106,6 +107,7 @@ def improve(lifetimes, sizes, offsets, placements):
     """Return offsets that need no more than these: of other orders, and of such where what stood too high comes
     first."""
     target = most_live(lifetimes.begins, lifetimes.ends, sizes)
+    # a fixed seed: one trace, one plan
     dice, best, found = np.random.default_rng(0), offsets, int((offsets + sizes).max())
     order, tries = by_size(lifetimes, sizes), placements // len(sizes)
     others = [(by_fullest(lifetimes, sizes), "best"), (by_area(lifetimes, sizes), "best"), (order, "first")]

@@ -74,7 +74,7 @@ def _key(value):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(_key(each) for each in value)
-    return float if isinstance(value, (float, complex)) else value
+    return float if isinstance(value, (float, complex)) else value  # a learning rate changes no layout
 
 
 def fresh_storages(func, args, kwargs, outputs):
@@ -150,7 +150,7 @@ class StepRecorder(TorchDispatchMode):
         devices = sorted({str(each) for each in self._devices.values()}, key=lambda name: (name == "cpu", name))
         device, raw = torch.device(devices[0] if devices else "cpu"), self._maker.trace()
         elsewhere = [block for block, each in self._devices.items() if each != device]
-        raw.blocks["nbytes"][elsewhere] = 0
+        raw.blocks["nbytes"][elsewhere] = 0  # a plan has one arena, on one device
         returned = {each.untyped_storage()._cdata for each in tree_leaves(result) if type(each) in _PLAIN}
         kept = frozenset(block for key, (block, _) in self._block_of.items() if key in returned)
         operations = [_only_on(device, self._devices, each) for each in self._operations]

@@ -91,7 +91,7 @@ def resolve_packed(q_BHTD, k_BGSD, v_BGSV, options, packing):
     if found[0].shape != found[1].shape:
         raise ValueError(f"queries in {len(found[0]) - 1} sequences and keys in {len(found[1]) - 1}: expected as many "
                          "of both")
-    alone = dict.fromkeys(("cu_seqlens", "cu_seqlens_k"))
+    alone = dict.fromkeys(("cu_seqlens", "cu_seqlens_k"))  # the band of a sequence is the device's to know
     return resolve(q_BHTD, k_BGSD, v_BGSV, **options, **alone, sequences=len(found[0]) - 1), (*found, *longest)
 
 
@@ -131,7 +131,7 @@ def check_tensors(q_BHTD, k_BGSD, v_BGSV):
 
 def check_mask(causal, window):
     """Check that `causal` is a bool, and `window` None or an int of at least 0."""
-    if not isinstance(causal, bool):
+    if not isinstance(causal, bool):  # 1, or a mask, would pass for True
         raise TypeError(f"causal is a {type(causal).__name__}: expected True or False; masks other than causal and "
                         "window are not supported")
     if window is not None and type(window) is not int:
@@ -173,6 +173,7 @@ def check_dropout(dropout_p, seed, device):
         raise ValueError(f"seed={seed}: expected an int in [0, 2**63)")
     if not dropout_p:
         return None
+    # on the device: `.item()` would wait for it
     return torch.randint(0, 2**63 - 1, (), device=device) if seed is None else seed
 
 
@@ -190,7 +191,7 @@ def without_autocast(device):
     """Return a context without autocast; some devices, such as "meta", have none."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False)  # it would cast fp32 scores down again
 
 
 def empty_outputs(q_BHTD, V=None):

@@ -26,7 +26,7 @@ def philox(seed, c0, c1, c2, c3, rounds=10):
     k0, k1 = seed & LOW, (seed >> 32) & LOW
     for _ in range(rounds):
         a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0 = ((b >> 32) & LOW) ^ c1 ^ k0
+        c0 = ((b >> 32) & LOW) ^ c1 ^ k0  # int64 shifts its sign in: & LOW drops that
         c1 = b & LOW
         c2 = ((a >> 32) & LOW) ^ c3 ^ k1
         c3 = a & LOW
@@ -46,7 +46,7 @@ def dropped(seed, dropout_p, B, H, rows, columns, device):
     c1 = torch.arange(*rows, device=device)[:, None]
     c2 = torch.arange(B * H, device=device).view(B, H, 1, 1)
     below = [word < threshold for word in philox(seed, c0, c1, c2, 0)]
-    skipped = columns[0] - 4 * first
+    skipped = columns[0] - 4 * first  # a tile may begin within a run of four
     return torch.stack(below, dim=-1).flatten(-2)[..., skipped : skipped + columns[1] - columns[0]]
 
 

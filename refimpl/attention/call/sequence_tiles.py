@@ -36,7 +36,7 @@ class SequenceTiles(NamedTuple):
         for rows in tiles((band.fully_masked, band.T), sizes[0]):
             spans = [keys for keys in tiles(band.keys_seen(rows), sizes[1]) if is_new((
                 rows[1] - rows[0], keys[1] - keys[0], band.all_seen(rows, keys), runs_of(keys), band.left, band.right))]
-            if spans:
+            if spans:  # in a dry run often none is new
                 yield rows, spans
 
     def cut(self, by_query, by_key):
@@ -48,6 +48,7 @@ class SequenceTiles(NamedTuple):
         """Write `value` where a row does not see a key. Returns the tile, (B, G, H/G · rows, keys)."""
         mask_TS = self.sequence.band.mask(rows, keys, self.device)
         if mask_TS is not None:
+            # one mask for the H/G heads that share the key
             tile_BGRS.unflatten(2, (-1, len(mask_TS))).masked_fill_(mask_TS, value)
         return tile_BGRS
 
@@ -69,6 +70,7 @@ class SequenceTiles(NamedTuple):
         (B, H, G), call = self.heads, self.call
         if call.seed is None:
             return None
+        # Philox counts over the whole batch, not this sequence
         rows, keys = ([self.sequence[i][0] + x for x in span] for i, span in enumerate((rows, keys)))
         dropped_BHTS = dropped(call.seed, call.dropout_p, B, H, rows, keys, self.device)
         return dropped_BHTS.unflatten(1, (G, -1)).flatten(2, 3)
@@ -80,6 +82,7 @@ def load(x_BHTD, span, groups):
     The heads of a group become rows of one matrix. A kernel would load such a tile into on-chip memory.
     """
     tile, wide = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1)), torch.promote_types(x_BHTD.dtype, torch.float32)
+    # a copy even of fp32: the caller scales it in place
     return tile.to(wide, memory_format=torch.contiguous_format, copy=True).flatten(2, 3)
 
 

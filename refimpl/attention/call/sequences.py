@@ -27,7 +27,7 @@ class Band(NamedTuple):
     def of(cls, T, S, causal, window):
         """Make the band i − j ≤ window, and j ≤ i if `causal`, else j − i ≤ window, with i counted as a key
         position."""
-        return cls(T, S, window, 0 if causal else window)
+        return cls(T, S, window, 0 if causal else window)  # not causal: both sides, as flash-attention has it
 
     def _first_key(self, query):
         return 0 if self.left is None else max(0, query + self.S - self.T - self.left)
@@ -165,6 +165,7 @@ def is_known(ends):
     """Tell whether the host can read these values without a wait for a device."""
     if not isinstance(ends, torch.Tensor):
         return True
+    # fake and traced tensors have no values to read
     return ends.device.type == "cpu" and not isinstance(ends, FakeTensor) and not torch.compiler.is_compiling()
 
 
@@ -180,5 +181,6 @@ def check_on_device(name, ends, total, longest):
         return
     lengths = ends.diff()
     right = (ends[0] == 0) & (ends[-1] == total) & (lengths >= 0).all() & (lengths <= longest).all()
+    # a check on the host would wait for the device
     torch._assert_async(right, f"{name}: expected to begin with 0, not to decrease, to end with {total}, and no "
                                f"sequence longer than max_seqlen={longest}")

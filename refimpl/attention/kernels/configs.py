@@ -69,5 +69,5 @@ def look_up(kernel, chip, itemsize, D, dropout=False):
     row = TABLE.get((chip, itemsize, bound)) or TABLE["any", itemsize, bound]
     config = row[KERNELS.index(kernel)]
     if dropout and kernel == "dkdv":
-        return config._replace(block_m=max(16, config.block_m // 2))
+        return config._replace(block_m=max(16, config.block_m // 2))  # 16: the least that tl.dot takes
     return config._replace(block_n=max(16, config.block_n // 2)) if dropout else config

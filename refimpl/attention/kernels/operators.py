@@ -51,7 +51,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     if kernel in ("hopper", "gluon"):
         from ..triton_hopper import check_suits, module_of
 
-        check_suits(kernel, q, k, v, problem)
+        check_suits(kernel, q, k, v, problem)  # a kernel by name never falls back in silence
         return module_of(kernel).forward(q, k, v, scale=scale, causal=causal, window=window)
     return triton_forward.forward(q, k, v, problem)
 
@@ -91,6 +91,7 @@ def attention_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Ten
 
 @attention_backward.register_fake
 def _(d_out, q, k, v, *rest):
+    # the layout of q: a transposed one stays transposed
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -104,10 +105,10 @@ def _keep(ctx, inputs, output):
 
 def _differentiate(ctx, d_out, d_lse2):
     q, k, v, out, lse2, sinks, seed, cu_seqlens, cu_seqlens_k, *score = ctx.saved_tensors
-    d_out = torch.zeros_like(out) if d_out is None else d_out
+    d_out = torch.zeros_like(out) if d_out is None else d_out  # the logsumexp alone was used
     if max(d_out.stride()[2:]) >= MAX_STRIDE:
         d_out = d_out.contiguous()
-    delta = attention_delta(out, d_out, d_lse2)
+    delta = attention_delta(out, d_out, d_lse2)  # an operator of its own, so that trackers see Δ
     d_sinks = None if sinks is None else sink_gradient(sinks, lse2 * math.log(2), delta).to(sinks.dtype)
     return *attention_backward(d_out, q, k, v, lse2, delta, *ctx.options, seed, cu_seqlens, cu_seqlens_k, *ctx.longest,
                                ctx.softcap, *score), *[None] * 10, d_sinks, *[None] * 4
@@ -118,5 +119,5 @@ def _refuse(ctx, *gradients):
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_keep)
-attention_delta.register_autograd(_refuse)
+attention_delta.register_autograd(_refuse)  # a second derivative would be wrong without a word
 attention_backward.register_autograd(_refuse)

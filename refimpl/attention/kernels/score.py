@@ -24,7 +24,7 @@ def in_base_2(scale, score):
 def changed(s_tile, score, scale, head, rows, keys, T, S):
     """Return a tile of q·k after the hooks that are no masks: `ScoreHook.forward`. Without hooks it is as given."""
     if score.any is not None:
-        s_tile = s_tile * scale
+        s_tile = s_tile * scale  # hooks see scaled scores; `in_base_2` then leaves the scale out
     if score.softcap is not None:
         s_tile = tanh(s_tile / score.softcap) * score.softcap
     if score.slopes is not None:
@@ -53,7 +53,7 @@ def seen_by(rows, keys, T, S, band, score, index):
     seen = sees(rows, keys, T, S, band)
     position = rows + (S - T)
     if score.documents is not None:
-        ids = score.documents + tl.cast(index, tl.int64) * score.keys
+        ids = score.documents + tl.cast(index, tl.int64) * score.keys  # B · S may exceed 32 bits
         inside = (position >= 0) & (rows < T)
         seen = seen & inside & (tl.load(ids + position, mask=inside, other=0)
                                 == tl.load(ids + keys, mask=keys < S, other=0))

@@ -87,6 +87,7 @@ class Problem(NamedTuple):
         if cu_seqlens is None:
             band, packed, count = Band.of(q_BHTD.shape[2], k_BGSD.shape[2], causal, window), None, q_BHTD.shape[0]
         else:
+            # the grid is as for the longest sequence; others return early
             packed, count = Packed(cu_seqlens, cu_seqlens_k), len(cu_seqlens) - 1
             band = Band.of(longest, longest_k, causal, window)
         if window is not None:  # a window far larger than the sequence would overflow 32 bits
@@ -236,7 +237,7 @@ def dropped(dropout, head, row, key, packed, M: tl.constexpr, N: tl.constexpr):
     """
     seed, rows = tl.load(dropout.seed), (row + tl.arange(0, M))[:, None]
     if packed is None:
-        runs = (key // 4 + tl.arange(0, N // 4))[None, :]
+        runs = (key // 4 + tl.arange(0, N // 4))[None, :]  # tiles begin at multiples of 4: runs are whole
         c0, c1 = tl.broadcast(runs, rows)
         w0, w1, w2, w3 = tl.philox(seed, c0, c1, c0 * 0 + head, c0 * 0)
         word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(M, N)

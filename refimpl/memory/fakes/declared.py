@@ -66,7 +66,7 @@ def _by_line(name, declared):
 
 def _at(place, declared):
     what = next((what for line, what in declared.items() if place.matches(line)), None)
-    return next(what) if isinstance(what, itertools.cycle) else what
+    return next(what) if isinstance(what, itertools.cycle) else what  # in turn, over and over
 
 
 def made_in_size(mode, declared, place, func, args, kwargs, error):

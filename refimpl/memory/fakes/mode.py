@@ -187,7 +187,7 @@ class DryMode(FakeTensorMode):
 
     def _placeholder(self, place, value):
         note = f"{place}: `{place.expression}` reads {value} in a dry run, a placeholder: tensors have no values"
-        if note not in self.notes:
+        if note not in self.notes:  # a loop asks at the same line each time
             self.notes.append(note)
         return value
 

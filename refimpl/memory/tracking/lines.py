@@ -88,7 +88,7 @@ class Lines:
 
     def leave_module(self, depth):
         """Forget all but the `depth` outermost."""
-        del self._calls[depth:]
+        del self._calls[depth:]  # several at once if one of them raised
 
     def made_a_node(self):
         """Tell whether autograd made a node since the last call of `now`."""

@@ -199,7 +199,7 @@ class StorageMode(Trace, TorchDispatchMode):
             record = self.records[index]
             record.alive = False
             record.freed_by_backward = record.kept and torch._C._current_graph_task_id() != -1
-            self.events.append((len(self.ops), index, -record.nbytes))
+            self.events.append((len(self.ops), index, -record.nbytes))  # before the next operation
 
     def _update_size(self, index, nbytes):
         record = self.records[index]

@@ -30,7 +30,7 @@ def register(device_type):
     with _lock:
         if not _libraries:
             everywhere = torch.library.Library("_", "IMPL")
-            everywhere.fallback(torch.library.fallthrough_kernel, KEY.name)
+            everywhere.fallback(torch.library.fallthrough_kernel, KEY.name)  # operations of no table pass in C++
             _libraries.extend((everywhere, torch.library.Library("aten", "IMPL")))
         for name in sorted(set(lists.POLICIES[device_type]) - _registered):
             op = operation(name)
@@ -120,7 +120,7 @@ def fp32_result(op):
 
     def apply(region, call, args, kwargs):
         given = args[place] if len(args) > place else kwargs.get("dtype")
-        if given is not None or not eligible(region, args[0]):
+        if given is not None or not eligible(region, args[0]):  # who names a dtype has chosen it
             return call, args, kwargs
         if other is not op:
             args = (*args, *defaults[len(args):])

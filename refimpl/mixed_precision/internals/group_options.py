@@ -4,7 +4,7 @@
 def replace(group, other):
     """Make the options of `group` those of `other`. Its parameters stay."""
     parameters = group["params"]
-    group.clear()
+    group.clear()  # an option that the other does not have goes, too
     group.update({**other, "params": parameters})
 
 

@@ -27,7 +27,7 @@ def regions_of_now():
 
     Casts of weights made in it last until its end.
     """
-    then = state().stack
+    then = state().stack  # as it is in the forward
     return lambda: _reopened(then)
 
 
@@ -76,7 +76,7 @@ def region_closed():
 
 def _install():
     checkpoint = torch.utils.checkpoint
-    reentrant, frame = checkpoint.CheckpointFunction, checkpoint._CheckpointFrame
+    reentrant, frame = checkpoint.CheckpointFunction, checkpoint._CheckpointFrame  # both of PyTorch's ways to recompute
     forward, init = reentrant.__dict__["forward"], frame.__init__
 
     @staticmethod
