@@ -15,11 +15,11 @@
     ask("toy", model)                       (a small model of its class, how many ranks can share its heads)
     ask("tokens", toy)                      tokens for it; ask("size", toy): its size in words
     ask("results", toy, tokens)             {name: tensor} of what it computes, "loss" among them
-    ask("changes", model)                   what somebody has changed in it since its class made it
-    ask("hooks", module)                    its hooks that somebody put there
+    ask("changes", model)                   what was changed in it since its class made it
+    ask("hooks", module)                    hooks that a user has put there
 
-None: nobody who answers knows the module. Answers may raise what the technique that asks says of it. A question loads
-who answers it, and an answer loads a library: who imports a technique has neither.
+`ask` returns None if no answer knows the module. An answer raises the errors that the asking technique documents. The
+first question loads `known_models`, and an answer loads a library: importing a technique loads neither.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def register(answers: Any) -> None:
 
 
 def ask(question: str, thing: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the first answer that is not None. Who was registered last is asked first."""
+    """Return the first answer that is not None. The last one registered is asked first."""
     importlib.import_module(KNOWN)
     found = (answer(thing, *args, **kwargs) for answer in _answers[question])
     return next((each for each in found if each is not None), None)

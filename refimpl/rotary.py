@@ -18,7 +18,7 @@ def rotation_table(config: "GPTConfig", positions: torch.Tensor | None = None) -
     n = config.rotary_dim
     positions = torch.arange(config.context_length) if positions is None else positions
     frequency = config.rotary_base ** (-torch.arange(0, n, 2, dtype=torch.float32, device=positions.device) / n)
-    angle = positions.float().unsqueeze(-1) * frequency
+    angle = positions.float().unsqueeze(-1) * frequency  # fp32: bf16 rounds integers above 256
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 

@@ -78,7 +78,7 @@ class CachingAllocator:
             block.waits_for.add(stream)
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Note that a stream, or all, are done: blocks that were freed and wait for them are free now."""
+        """Note that a stream, or all streams, have finished: freed blocks that waited for them become free."""
         for block in self._freed:
             block.waits_for -= block.waits_for if stream is None else {stream}
         done, self._freed = ([each for each in self._freed if bool(each.waits_for) is waits] for waits in (False, True))
@@ -92,13 +92,13 @@ class CachingAllocator:
         return self._give_back(self.unused())
 
     def release_pool(self, owner: tuple[int, int]) -> Any:
-        """Note that a private pool is in use no more, since its graph or MemPool is gone: what is free of it goes back,
-        now and with each `empty_cache`. Returns the bytes."""
+        """Note that a private pool's graph or MemPool is gone: its free segments go back, now and with each
+        `empty_cache`. Returns their bytes."""
         self.gone.add(owner)
         return self._give_back(self.unused([owner]))
 
     def unused(self, owners: object = None) -> list[Any]:
-        """List the free blocks of which `empty_cache` gives memory back, in its order; of pools of `owners` alone."""
+        """List the free blocks whose memory `empty_cache` gives back, in its order; of pools of `owners` alone."""
         found = []
         for (_, owner), pool in sorted(self.pools.items(), key=_order_of_release):
             if owner in owners if owners else owner == (0, 0) or owner in self.gone:
@@ -198,7 +198,8 @@ class CachingAllocator:
         return Block(address, nbytes, stream, pool, born=self._born)
 
     def reserve_memory(self, nbytes: int, ask: Callable[[], Any]) -> Any:
-        """Return what `ask()` does, and count `nbytes` as reserved; None if that is too much, or the device refuses."""
+        """Call `ask()` for `nbytes` of the device's memory, and count them as reserved. Returns what `ask` does; None
+        if that would exceed the limit, or if the device refuses."""
         given = ask() if self.reserved + nbytes <= self.limit else None
         if given is not None:
             self.reserved += nbytes
@@ -248,6 +249,6 @@ class CachingAllocator:
 
 
 def _order_of_release(item):
-    """Of the allocator's own pools the large one goes back first, of a private one the small one."""
+    """Return a sort key: of the allocator's own pools the large one goes back first, of private ones the small one."""
     (small, owner), _ = item
     return owner, small is (owner == (0, 0))

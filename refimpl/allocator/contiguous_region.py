@@ -40,7 +40,7 @@ class ContiguousRegion:
         return place.copy_(tensor.detach())  # a copy with no graph: the original can be freed
 
     def clear(self):
-        """Forget everything: nobody may read what was kept."""
+        """Make the region empty: tensors that were copied in may not be read any more."""
         self.used = 0
 
 

@@ -1,4 +1,4 @@
-"""Where a simulated allocator's segments come from: a device of so many bytes, and no memory."""
+"""Where a simulated allocator's segments come from: a device that has a capacity and no memory."""
 
 from bisect import bisect_left, insort
 

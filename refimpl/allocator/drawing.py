@@ -1,6 +1,6 @@
 """A map of an allocator's memory over time: addresses upward, events to the right, blocks in their category's colour.
 
-What is white within a segment is reserved and nobody's: external fragmentation, to be seen.
+What is white within a segment is reserved and free: external fragmentation.
 """
 
 from bisect import bisect_right

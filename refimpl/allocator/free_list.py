@@ -1,4 +1,4 @@
-"""Places in a pool: a request takes a part of a hole, and what is given back joins the holes at both sides.
+"""A free list: a request takes a part of a hole, and released bytes join the holes at both sides.
 
     |—— a ——|· · hole · ·|—— b ——|· · · · hole · · · ·|
 
@@ -14,7 +14,7 @@ POLICIES = {"first_fit": ByPlace, "best_fit": BySize}
 
 
 class FreeList:
-    """Finds room for sizes that are multiples of `alignment` bytes, a power of two. `allocated`: bytes that are taken.
+    """Finds holes for sizes that are multiples of `alignment` bytes, a power of two. `allocated`: bytes in use.
 
     ValueError for another policy or alignment.
     """
@@ -49,7 +49,7 @@ class FreeList:
         return begin
 
     def _release(self, begin, size):
-        """Take them back."""
+        """Make these bytes a hole again."""
         self.allocated -= size
         end = begin + size
         # no two holes may touch: join both sides
@@ -68,7 +68,7 @@ class FreeList:
         self._sizes[begin], self._ends[end] = end - begin, begin
 
     def _forget_holes(self):
-        """Start with no hole."""
+        """Begin with an empty list."""
         self._holes, self._ends, self._sizes = POLICIES[self.policy](), {}, {}  # end → begin, begin → size
 
     def _add_hole(self, begin, size):

@@ -14,7 +14,7 @@ import torch
 
 from .free_list import FreeList
 
-SEGMENT = 2**48  # a place is a segment's number times this, and a byte in it
+SEGMENT = 2**48  # an offset in the pool is a segment's number times this, plus a byte in it
 
 
 class PoolExhausted(MemoryError):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Differs(Exception):
-    """Raised within a replay at the first thing that the recording has otherwise."""
+    """Raised within a replay at its first difference from the recording."""
 
 
 class RecordedDevice:
@@ -157,7 +157,8 @@ def _learn_ages(allocator, entry, size, stream, owner):
 
 
 def _learn_order(allocator, from_size=math.inf):
-    """`from_size`: blocks of this size and more go back the largest and youngest first."""
+    """Learn the order of age from the segments that the recording gives back. `from_size`: blocks of this size and more
+    go back the largest and youngest first."""
     blocks = [block for action, address, _ in allocator.device.expected if action == "segment_free"
               for pool in allocator.pools.values() if (block := pool.at(address)) is not None and block.born <= 0]
     small, large = ([block for block in blocks if (block.size >= from_size) is of] for of in (False, True))
@@ -195,7 +196,7 @@ def _all_goes(allocator):
 
 
 def _given_back(allocator, until=False):
-    """If the recording gives segments back that no request made it give back, then its program emptied the cache."""
+    """Empty the cache if the recording gives segments back that no request needed: its program did so."""
     expected = allocator.device.expected
     _pools_gone(allocator)
     _learn_order(allocator)
@@ -206,8 +207,8 @@ def _given_back(allocator, until=False):
 
 
 def _pools_gone(allocator, but=None):
-    """If the recording gives back what is free of a private pool, then its graph or MemPool is gone: just now if that
-    comes first, before if other memory does. `but`: the pool of a request, which is in use."""
+    """Release private pools whose free memory the recording gives back: their graph or MemPool is gone. It went just
+    now if that memory comes first, earlier if other memory does. `but`: the pool of a request, which is in use."""
     expected, given_back = allocator.device.expected, ("segment_free", "segment_unmap")
     while expected and expected[0][0] in given_back and (owner := _owner_of(allocator, expected[0][1], but)):
         allocator.release_pool(owner)

@@ -64,7 +64,7 @@ class Replay:
 class FailedRequest:
     """A request that failed: `event` in the trace, `nbytes` asked for, `size` as rounded, and what was there.
 
-    - `free`: bytes in segments that nobody had; `largest`: of the largest hole that this request might have.
+    - `free`: bytes of segments that were free; `largest`: the bytes of the largest hole that this request might have.
     - `neighbours`: (name, category, bytes) of the live blocks at both sides of that hole.
     - `cures`: {settings: True if a replay with them goes on past this event}, once `explain` has tried.
     """

@@ -118,7 +118,7 @@ class Snapshot:
 
     @cached_property
     def _private(self):
-        """[(segment of a private pool at the end, the event that brought it)]."""
+        """List [(segment of a private pool at the end, the event that brought it)]."""
         came = {entry["addr"]: i for i, entry in enumerate(self.entries) if entry["action"] == "segment_alloc"}
         return [(each, came.get(each["address"], -1)) for each in self.segments
                 if tuple(each.get("segment_pool_id", (0, 0))) != (0, 0)]

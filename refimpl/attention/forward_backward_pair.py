@@ -1,4 +1,4 @@
-"""Forward and backward of an attention apart, for who computes over one block of keys after the other.
+"""Forward and backward of an attention as two functions, for callers that go over the keys block by block.
 
 A softmax over many blocks has one logsumexp for each row, which is known when all blocks have been seen. `backward`
 takes it, and the output, as they are given: so weights are those of the whole softmax, P = e^(S − L).

@@ -234,7 +234,7 @@ def _rows(hidden, weight, bias, targets, settings):
 
 
 def _over_ranks(lse_N, predicted_N, total_N, targets_N, elsewhere_N, ignored_N, settings):
-    """Return (lse, target's logit, sum of logits), (N,) each, of all ranks' words. The last is None if nobody asks."""
+    """Return (lse, target's logit, sum of logits), (N,) each, of all ranks' words; the last None if not needed."""
     sums = lse_N.new_empty((3 + bool(settings.terms.label_smoothing), len(lse_N)))
     m_N = settings.columns.reduce(lse_N.clone(), "max", "maximum of logits")  # e^(lse − m) cannot overflow
     torch.sub(lse_N, m_N, out=sums[0]).exp_()

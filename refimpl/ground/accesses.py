@@ -59,7 +59,7 @@ class AccessRecording:
                                              if shift < keep}
 
     def forget(self, key):
-        """Expect a key no more, which nobody will need again."""
+        """Expect a key no more: it will not be needed again."""
         self._keys.discard(key)
 
     @property

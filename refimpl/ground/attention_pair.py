@@ -1,4 +1,4 @@
-"""What whoever computes attention over one block of keys after the other asks of it."""
+"""The interface of an attention whose forward and backward are called apart, for one block of keys after another."""
 
 from typing import NamedTuple
 

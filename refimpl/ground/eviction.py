@@ -1,12 +1,12 @@
-"""Which bucket goes when room is needed: Belady's rule, which knows the future, and LRU, which knows the past; both
-replayed on a trace, to count the bytes that each would have moved.
+"""Which bucket is evicted when memory is short: Belady's rule, which knows the future, and LRU, which knows the past.
+Both are replayed on a trace, to count the bytes that each would have moved.
 
 A trace is what an engine asks of a store: [(what, key, bytes)], where `what` is
 
     "need"       the bucket must be on the device from now on
     "changed"    it is not computed with any more, and differs from what was loaded
     "same"       it is not computed with any more, and does not
-    "drop"       nobody needs its contents again
+    "drop"       its contents are not needed again
 
 Belady's rule evicts what is needed furthest in the future ("A study of replacement algorithms for a virtual-storage
 computer", IBM Systems Journal 1966). No rule loads less often, where all have the same size. What is being computed

@@ -73,7 +73,7 @@ def plot(*traces: "Trace", predicted: Any = None, **labelled: "Trace") -> "Memor
 
 
 def _columns(traces, labelled):
-    """{label: trace} of `plot`'s arguments."""
+    """Return {label: trace} of `plot`'s arguments."""
     unnamed = {f"run {i}" if len(traces) > 1 else "measured": trace for i, trace in enumerate(traces)}
     if not unnamed and not labelled:
         raise ValueError("plot needs at least one trace: plot(t) or plot(before=a, after=b)")
@@ -86,7 +86,7 @@ def _columns(traces, labelled):
 
 
 def _predictions(predicted, columns):
-    """{label: Ledger} of `plot`'s `predicted`: one for all columns, or one for each that it names."""
+    """Return {label: Ledger} of `plot`'s `predicted`: one for all columns, or one for each that it names."""
     given = getattr(predicted, "peak", predicted)
     if given is None:
         return {}
@@ -180,7 +180,7 @@ def draw_timeline(axes, timeline, peak, divisor, highest, inches):
 
 
 def _side(at, inches, letters):
-    """How to align words at `at` inches of axes `inches` wide: beside it where there is room, else centred."""
+    """Return how to align words at `at` inches of axes `inches` wide: beside it where there is room, else centred."""
     width = 0.11 + 0.06 * letters  # 8 points, and a letter at this size
     if at < inches / 2:
         return "left" if at + width < inches else "center"

@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when somebody asks for them."""
+"""Names of a package that are loaded at their first use."""
 
 import importlib
 import sys

@@ -1,6 +1,6 @@
 """Marks: a technique says what a tensor is for, and every meter knows it by that.
 
-A meter puts itself into `meters` while it counts, and is told of each mark. Without a meter a mark costs a weak
+A meter puts itself into `meters` while it counts, and `tell` calls its methods. Without a meter a mark costs a weak
 reference.
 """
 

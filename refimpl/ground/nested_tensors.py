@@ -1,4 +1,4 @@
-"""Which tensors are in a thing, and which storages are in a tensor."""
+"""Finds the tensors in nested lists, tuples and dicts, and the tensors that own a tensor's storages."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor

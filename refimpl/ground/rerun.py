@@ -67,7 +67,7 @@ class Environment:
 
 
 def _devices_used(kind, fn, tensors):
-    """Devices of this kind that hold an argument or a parameter of `fn`, and the current one if it is in use."""
+    """Return the devices of this kind with an argument or parameter of `fn`, and the current one if it is in use."""
     owner = getattr(fn, "__self__", fn)  # of a bound method
     if isinstance(owner, torch.nn.Module):
         tensors = [*tensors, *list(owner.parameters())[:1]]

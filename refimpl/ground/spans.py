@@ -7,10 +7,9 @@
 
 Work that goes on by itself, such as a collective, reports to the recorder that is active (`started`). It lasts from the
 moment that it was started until it is known to have ended: each time that anything starts or ends, the recorder asks
-all work in flight. (A message of gloo's cannot tell: there it is known once somebody has waited for it. Over a
-`comm.Link` the moment is known exactly.) The part of it
-that a rank spent waiting, with nothing else to do, is `waited`; the part under computation cost no time. Times are the
-host's: a GPU does later what it is told to do here.
+all work in flight. (gloo does not report the end of a message: it is known once a rank has waited for it.
+Over a `comm.Link` the moment is known exactly.) The part of it that a rank spent waiting, with nothing else to do, is
+`waited`; the part under computation cost no time. Times are the host's: a GPU does its work later.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self):
-        """From begin to end."""
+        """Return the seconds from begin to end."""
         return (self.end - self.begin) / 1e9
 
 
@@ -109,7 +108,7 @@ class SpanRecorder:
         return now
 
     def is_busy(self, lane):
-        """Whether a span of this lane has begun and not ended."""
+        """Tell whether a span of this lane has begun and not ended."""
         return lane in self._busy
 
     def poll(self):

@@ -1,4 +1,4 @@
-"""What somebody has changed in a model since its class made it of its config: a proof on a toy does not speak of it."""
+"""Finds what was changed in a model after its class made it of its config: a proof on a toy does not cover that."""
 
 import copy
 import re

@@ -205,8 +205,8 @@ class _ToySizes:
         return int(scaled) if scaled == int(scaled) and scaled else heads
 
     def _position(self, value, bound=False):
-        """`bound`: rotary embeddings are others from there on, so a toy's sequence has to go beyond it, and the first
-        parts of it not."""
+        """Return a toy's number of positions. `bound`: rotary embeddings differ from there on, so a toy's sequence goes
+        beyond it, and the first parts of the sequence do not."""
         if bound:
             return LENGTH - 2
         most = max(self.of.get("max_position_embeddings") or 0, value)

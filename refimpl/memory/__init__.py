@@ -6,7 +6,7 @@ Order of reading: `papers/meter` (the idea in one screen), then the instruments:
 `trace_file`), `allocator`, `dry_running`, `workspaces` (tracker and allocator laid over each other). The closed forms,
 which techniques use too, are on the ground: `ground/state_bytes`, `ground/activation_bytes`, `ground/step_bytes`; what
 draws them, `figure` and `gantt`, is there as well. `chrome` draws for a browser. `tracking/` is the tracker's
-machinery: how it hears of modules, finds lines, stays out of autograd's way and follows compiled code.
+machinery: how it follows modules, finds lines, stays out of autograd's way and follows compiled code.
 """
 
 from ..ground.activation_bytes import (

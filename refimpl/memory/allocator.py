@@ -81,7 +81,7 @@ def measure(device: torch.device | str | None = None) -> "CPUMeasurement | CUDAM
 
 
 class _Measurement:
-    """A context; after it, the fields of its Reading are its own."""
+    """Opens a context, after which it has the fields of its Reading."""
 
     reading = None
 
@@ -134,7 +134,7 @@ class CPUMeasurement(_Measurement):
 
 @functools.cache
 def _all_threads_flag():
-    """The allocator's own flag: with it on, its total counts the threads, too, that the profiler does not know."""
+    """Return the allocator's own flag. If it is set, its total also counts threads that the profiler does not know."""
     name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
@@ -150,7 +150,7 @@ def _count_all_threads(on):
 
 
 def _of_this_region(tree):
-    """[(ns, ± bytes)] in time order, between the first and the last event, which are this meter's own.
+    """List [(ns, ± bytes)] in time order, without the first and the last events, which are this meter's own.
 
     A release counts if its address was given out here: the profiler keeps the sizes of earlier regions, and would
     take them for those of what lies at the same address today.

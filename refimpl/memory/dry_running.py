@@ -82,7 +82,7 @@ _MEANINGS = {
 
 @contextmanager
 def _explained(tracker):
-    """What fake tensors cannot do comes out as a ValueError that says where, and what to do instead."""
+    """Turn errors about what fake tensors cannot do into a ValueError that says where, and what to do instead."""
     try:
         yield
     except BaseException as error:
@@ -113,8 +113,8 @@ def _refusal(error):
 
 
 def _fake_copies(things, fake):
-    """Copies of `things`, with what deepcopy leaves behind: gradients, and optimizers' own attributes. Its memo holds
-    them all, and ends here."""
+    """Copy `things`, with what deepcopy leaves out: gradients, and optimizers' own attributes. Its memo holds all
+    copies, and is freed here."""
     memo = {}
     with _FakeCopies(fake):
         try:
@@ -130,7 +130,7 @@ def _fake_copies(things, fake):
 
 
 def _copy_attributes(optimizer, memo):
-    """An optimizer's copy has its state and groups; here it gets what a subclass added (a wrapped `step` is not)."""
+    """Give an optimizer's copy what a subclass added to state and groups; a wrapped `step` is left out."""
     twin = memo[id(optimizer)]
     for name in vars(optimizer).keys() - vars(twin).keys():
         if not isinstance(vars(optimizer)[name], (FunctionType, MethodType)):
@@ -167,7 +167,7 @@ def _is_known(tensor):
 
 
 def _trackable(tree):
-    """The modules, optimizers and tensors in nested lists, tuples and dicts."""
+    """List the modules, optimizers and tensors in nested lists, tuples and dicts."""
     if isinstance(tree, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
         return [tree]
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()

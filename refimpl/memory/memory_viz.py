@@ -59,7 +59,7 @@ def frames_of(trace, record, category):
 
 
 def _segment(addresses, live):
-    """The one segment, at the end: what is live in it, and the holes between."""
+    """Return the one segment, at the end: what is live in it, and the holes between."""
     blocks, at = [], addresses.begin
     for entry in sorted(live, key=lambda entry: entry["addr"]):
         blocks += _hole(at, entry["addr"])

@@ -113,7 +113,7 @@ def _are_texts(values):
 
 
 def _written(record, lines):
-    """The fields of a record as JSON has them; its lines of source get numbers in `lines`."""
+    """Return the fields of a record as JSON has them; its lines of source get numbers in `lines`."""
     row = {name: getattr(record, name) for name in _FIELDS}
     row |= {name: lines.setdefault(row[name], len(lines)) for name in ("line", "source")}
     row |= {"roles": sorted(record.roles), "owners": list(record.owners), "shape": list(record.shape)}

@@ -105,11 +105,11 @@ class Tracker(StorageMode):
         return BACKWARD, self._switches[-1] or self._module_of_node()
 
     def _module_of_node(self):
-        """In backward, the path of the module whose forward made the autograd node that runs."""
+        """Return, in backward, the path of the module whose forward made the autograd node that runs."""
         return self._switches[self._switch_of_node()]
 
     def _switch_of_node(self):
-        """The number of the switch to that module; 0, that to no module, if it is not known."""
+        """Return the number of the switch to that module; 0, the switch to no module, if it is not known."""
         node = torch._C._current_autograd_node()
         number = 2**63 if node is None else node._sequence_nr()
         if number >= 2**63:  # the node that accumulates a gradient has no place in the order
@@ -251,7 +251,7 @@ class Tracker(StorageMode):
                             "of these (not a model's parameters: the model)")
 
     def _adopt_optimizer(self, optimizer):
-        """What it updates, and the state that it keeps of that."""
+        """Give the parameters that an optimizer updates, and its states, their categories."""
         self._met[optimizer] = None
         for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             self._watch_gradient(parameter)
@@ -261,8 +261,8 @@ class Tracker(StorageMode):
             self._adopt_state(parameter, state)
 
     def _states(self, optimizer):
-        """The state of what it updates at the moment. All of its state would be too much to look at in each step of one
-        that takes some of its parameters at a time."""
+        """List (parameter, state) of the parameters in its groups. An optimizer that takes some parameters at a time
+        has only those there: looking at all states in each of its steps would take too long."""
         state = optimizer.state
         return [(parameter, state[parameter]) for group in optimizer.param_groups for parameter in group["params"]
                 if parameter in state]
@@ -273,7 +273,7 @@ class Tracker(StorageMode):
                 self._role(tensor, OPTIMIZER_STATE, parameter, name or "state")
 
     def _adopt_again(self):
-        """At the end: what was assigned by hand, gradients, loaded state, parameters in another type."""
+        """Find at the end what was assigned by hand: gradients, loaded state, parameters in another type."""
         for thing in list(self._met):
             self._adopt(thing)
 

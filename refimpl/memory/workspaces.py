@@ -46,7 +46,7 @@ def with_workspaces(trace: Trace, measurement: "CUDAMeasurement | CPUMeasurement
 
 
 def _spans(ops, log):
-    """For each operation the changes in `log` after the operation before it and up to its own end."""
+    """List, for each operation, the changes in `log` from the end of the operation before to its own end."""
     times, spans, begin = [ns for ns, _ in log], [], 0
     for op in ops:
         end = bisect_left(times, op.time_ns, lo=begin)
@@ -56,8 +56,8 @@ def _spans(ops, log):
 
 
 def _check_same_region(trace, log, spans):
-    """What the trace saw must have been born while the log was kept, and the log while the trace was. Two regions that
-    are not one differ by most of their bytes; a hundredth is left to clocks."""
+    """Raise ValueError unless trace and log are of one region: what the trace saw was born while the log was kept, and
+    the other way round. Two regions differ by most of their bytes; clocks are given a hundredth."""
     taken = [ns for ns, nbytes in log if nbytes > 0]
     first, last = (taken[0], taken[-1]) if taken else (float("inf"), 0)
     born = Counter()
@@ -79,7 +79,7 @@ def _taken(changes):
 
 
 def _workspace(changes):
-    """How far the sum of `changes` rose above where it ended, counting from the first allocation on."""
+    """Return how far the sum of `changes` rose above where it ended, from the first allocation on."""
     held, highest = 0, None
     for nbytes in changes:
         held += nbytes

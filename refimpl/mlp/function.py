@@ -1,5 +1,5 @@
-"""Forward and backward of an MLP, chunk by chunk, in memory that is used again. What an MLP of someone else computes is
-read in `known_models/mlp`, as a FeedForward."""
+"""Forward and backward of an MLP, chunk by chunk, in memory that is used again. `known_models/mlp` reads what an MLP of
+another library computes, and describes it as a FeedForward."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ INSTEAD = "plain linear layers"
 
 
 class NotFeedForward(TypeError):
-    """The module is another kind of layer, and not a feed-forward one that does more."""
+    """Raised if a module is another kind of layer; a feed-forward one that does more raises TypeError."""
 
 
 class FeedForward(NamedTuple):
@@ -184,7 +184,7 @@ def _through(settings, inner, dy_RD, down_DH, grads, total, first):
 
 
 def _through_any(settings, inner, dy_RD, down_DH, _, total, first):
-    """As `_through`, by autograd: the module's own operations once more, with their graph."""
+    """Return what `_through` does, by autograd: run the module's own operations once more, with their graph."""
     given = [each.detach().requires_grad_() for each in inner]  # leaves: the graph ends at the linear layers
     with torch.enable_grad():
         y_RH = settings.inner(given)

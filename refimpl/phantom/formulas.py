@@ -89,7 +89,7 @@ def _cudnn_backward(d_out, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk
 
 
 def _layer_norm_backward(d_out, x, shape, mean, rstd, weight, bias, wanted):
-    """A GPU keeps the statistics in fp32, a CPU takes them in the type of x."""
+    """Cast the statistics, which a GPU keeps in fp32, to the type of x, in which a CPU takes them."""
     return aten.native_layer_norm_backward(d_out, x, shape, mean.to(x.dtype), rstd.to(x.dtype), weight, bias, wanted)
 
 
@@ -122,7 +122,7 @@ def _batch_norm_backward(x, d_out, weight, mean, var, kept_mean, kept_rstd, eps,
 
 
 def _to_fp32(operation):
-    """A softmax of 16 bits that a GPU writes in fp32."""
+    """Make the function of a 16-bit softmax whose result a GPU writes in fp32."""
     return lambda x, dim, half_to_float: operation(x.float() if half_to_float else x, dim, False)
 
 

@@ -15,7 +15,7 @@ from sortedcontainers import SortedDict
 class Arena:
     """Memory of `nbytes` on a device, at an address that is a multiple of `alignment`.
 
-    `live`: {offset: top} of the tensors in it that somebody has. Slices of a storage keep the whole alive, so tensors
+    `live`: {offset: top} of its live tensors. Slices of a storage keep the whole alive, so tensors
     stay valid when the arena itself is dropped.
     """
 

@@ -3,8 +3,8 @@
     operation 17, mm   plan: block 9 has bytes 4,096 to 12,288   mm.out(a, b, out=arena[4096:12288])
 
 Before an operation writes, two things are held against the plan: that this is the operation of the recording, with the
-same layouts, and that nobody has a tensor at that address. If it is another operation, the rest of the step runs as it
-would without a plan. If somebody has, this one tensor is made elsewhere. Nothing is overwritten in either case.
+same layouts, and that no live tensor is at that address. If it is another operation, the rest of the step runs as it
+would without a plan. If a live tensor is there, this one tensor is made elsewhere. Nothing is overwritten either way.
 """
 
 from collections.abc import Callable
@@ -136,7 +136,7 @@ class Follower(TorchDispatchMode):
         return outs[0] if returned == ["Tensor"] else outs if len(returned) == 1 else tuple(outs)
 
     def _tensor(self, at, func, made):
-        """Return a tensor at the address that was planned, or None if somebody has it."""
+        """Return a tensor at the address that was planned, or None if a live tensor is there."""
         for arena, offset in self._results.get(made.block) or [(self._arena, self._offsets[made.block])]:
             low = arena.occupant(offset, made.nbytes)
             if low is None:

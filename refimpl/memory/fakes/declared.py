@@ -89,7 +89,7 @@ def made_in_size(mode, declared, place, func, args, kwargs, error):
 
 
 def _unique(size, tensor, dim, inverse, counts):
-    """The elements (or slices along `dim`), where each went, and how often it was there."""
+    """Return the elements (or slices along `dim`), where each went, and how often it was there."""
     shape = [size] if dim is None else [size if i == dim % tensor.ndim else n for i, n in enumerate(tensor.shape)]
     places = [0] if not inverse else list(tensor.shape) if dim is None else [tensor.shape[dim]]
     return (tensor.new_empty(shape), tensor.new_empty(places, dtype=torch.int64),

@@ -38,19 +38,19 @@ _COMPUTED = frozenset("eq ne lt le gt ge isnan isinf isposinf isneginf logical_a
 
 
 def _contiguous(outputs, *args):
-    """The kernel's gradients are contiguous; the rule keeps the order of dimensions of what it was given."""
+    """Return contiguous gradients, as the kernel does; PyTorch's rule keeps the inputs' order of dimensions."""
     return tuple(x if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in outputs)
 
 
 def _statistics(outputs, x, shape, weight, *args):
-    """The kernel keeps float32 statistics of bfloat16 tensors under float32 weights; the rule says bfloat16."""
+    """Return float32 statistics of bfloat16 tensors under float32 weights; PyTorch's rule says bfloat16."""
     if weight is None or weight.dtype == x.dtype:
         return outputs
     return outputs[0], *(torch.empty(y.shape, dtype=weight.dtype, device=y.device) for y in outputs[1:])
 
 
 def _mean_where_it_was(output, x, target, reduction=1, *args):
-    """The kernel leaves a mean or a sum in the storage in which it computed the elements."""
+    """Return a mean or a sum in a storage as large as the elements: the kernel leaves it where it computed them."""
     if not reduction:
         return output
     shape = torch.broadcast_shapes(x.shape, target.shape)
@@ -154,7 +154,7 @@ class DryMode(FakeTensorMode):
                 tensor.constant = constant
 
     def _made_from_numbers(self, func, args, kwargs, limit=KNOWN):
-        """The result of a maker, with its values, or None if it is large or not on the CPU."""
+        """Return the result of a maker, with its values, or None if it is large or not on the CPU."""
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         device = torch.device(kwargs.get("device", "cpu"))
         size = func(*args, **{**kwargs, "device": "meta", "pin_memory": False})
@@ -192,7 +192,7 @@ class DryMode(FakeTensorMode):
         return value
 
     def _grouped(self, func, types, args, kwargs):
-        """PyTorch's rule for grouped matmuls knows bfloat16 alone; on CPUs they take other types, in the same shape."""
+        """Run a grouped matmul of another type: PyTorch's rule knows bfloat16 alone, and the shape is the same."""
         with self:
             one, two = (tensor.to(torch.bfloat16) for tensor in args[:2])
         result = super().__torch_dispatch__(func, types, (one, two, *args[2:]), kwargs)
@@ -217,7 +217,7 @@ def _forget_if_replaced(tensor):
 
 
 def _stand_in(value):
-    """What every element of a tensor is taken to be."""
+    """Return the number that stands for every element of a tensor."""
     if not isinstance(value, FakeTensor):
         return value
     if value.constant is not None and value.constant.numel() == 1:
@@ -228,7 +228,7 @@ def _stand_in(value):
 
 
 def _truth(func, args):
-    """What the elements of a tensor of booleans are taken to be: that which `func` says of what it is given."""
+    """Return the boolean that stands for every element of `func`'s result: `func` of what stands for its arguments."""
     name = func.overloadpacket.__name__
     if name in _PASSED_ON and isinstance(args[0], FakeTensor):
         return bool(_stand_in(args[0]))

@@ -39,12 +39,12 @@ class Place:
 
     @property
     def is_of_the_meters(self):
-        """Whether it is in refimpl.memory, or in what that stands on."""
+        """Tell whether the line is in refimpl.memory, or in what that imports."""
         return self.path.startswith(_METERS)
 
     @property
     def is_of_the_program(self):
-        """Whether it is neither PyTorch's, nor Python's, nor that of the meters."""
+        """Tell whether the line is neither PyTorch's, nor Python's, nor that of the meters."""
         if self.path.startswith(_LIBRARIES):
             return not self.path.startswith((_TORCH, *_METERS))
         return not self.path.startswith((_TORCH, *_METERS, _STANDARD, "<frozen"))

@@ -97,7 +97,7 @@ def _restorer(owner, name):
 
 def _uncompiled(original, notes):
     def callback_from_stance(callback):
-        """PyTorch asks this at each call of compiled code, and with no callback where code is never to be compiled."""
+        """Note the line that calls compiled code. PyTorch calls this each time; no callback means never compiled."""
         if callback not in (False, None):
             note = f"{(place := of_the_program(running()))}: `{place.expression}` runs uncompiled in a dry run"
             if note not in notes:
@@ -109,7 +109,7 @@ def _uncompiled(original, notes):
 
 def _swap(original):
     def swap_tensors(one, two):
-        """`Module.to` assigns `.data` to a real parameter, which stays the same object for optimizers."""
+        """Assign `.data`, as `Module.to` does with real parameters, which stay the same objects for optimizers."""
         if not (isinstance(one, FakeTensor) and isinstance(two, FakeTensor)):
             return original(one, two)
         one.data = two
@@ -120,13 +120,13 @@ def _swap(original):
 
 
 def _format(tensor, specification):
-    """A number is formatted as a number, so that the same specifications are good."""
+    """Format a tensor of one number as a number, so that `f"{loss:.3f}"` works."""
     return format(tensor.item(), specification) if tensor.ndim == 0 else object.__format__(tensor, specification)
 
 
 def _deepcopy(tensor, memo):
-    """What is known of a tensor is known of its copy. (The values themselves are no fake tensor, and cannot be
-    copied as its attributes are.)"""
+    """Copy a tensor with the values that are known of it. (These are no fake tensor, and cannot be copied as its
+    attributes are.)"""
     if tensor.constant is None or id(tensor) in memo:
         return torch.Tensor.__deepcopy__(tensor, memo)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def _deepcopy(tensor, memo):
 
 
 def _tolist(tensor):
-    """What is known of a tensor is in the list."""
+    """Return a tensor's values as a list, where they are known."""
     if tensor.constant is not None:
         return tensor.constant.tolist()
     if tensor.numel() > 1 and not tensor.is_floating_point() and not tensor.is_complex():

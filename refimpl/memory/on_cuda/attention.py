@@ -30,7 +30,7 @@ def choose(gpu, q, k, v, mask, dropout, causal, gqa):
 
 
 def _cudnn(capability, q, k, v, mask, dropout, causal, gqa, backward):
-    """It comes first on datacenter GPUs of two generations, with the cuDNN that PyTorch brings."""
+    """Tell whether cuDNN's kernel can be taken. It comes first on two generations of datacenter GPUs."""
     if capability not in ((9, 0), (10, 0)) or q.dtype not in HALF or (mask is not None and mask.requires_grad):
         return False
     wide, narrow = max(q.shape[-1], v.shape[-1]), min(q.shape[-1], v.shape[-1])
@@ -94,7 +94,7 @@ def attend(gpu, q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, gq
 
 
 def _aligned(mask):
-    """The kernel reads 16 elements at a time: rows of another length are copied into longer ones."""
+    """Copy rows into longer ones unless their length is a multiple of 16: the kernel reads 16 elements at a time."""
     last = mask.shape[-1]
     if last % 16 == 0:
         return mask
@@ -107,7 +107,7 @@ FP32 = 4
 
 
 def inside_flash(gpu, q, k, v, dropout=0.0, *rest):
-    """Keys split among processors, where rows are too few for all: fp32 sums of each part. The gqa trick aside."""
+    """Return fp32 sums for each part of the keys, which are split among processors where rows are too few."""
     if dropout:
         return (16,)  # the generator's counters
     batch, heads, rows, size = q.shape
@@ -121,7 +121,7 @@ def inside_flash(gpu, q, k, v, dropout=0.0, *rest):
 
 
 def _splits(parts, processors, tiles):
-    """The fewest splits that keep processors busy to 85 % of the best."""
+    """Return the fewest splits that keep processors busy to 85 % of the best."""
     if parts >= 0.8 * processors:
         return 1
     def busy(splits):
@@ -135,12 +135,12 @@ def _splits(parts, processors, tiles):
 
 
 def _in_rows(*tensors):
-    """Copies of those that do not lie in rows of all heads, (B, T, H, D)."""
+    """Return copies of the tensors that are not laid out as (B, T, H, D)."""
     return [x.nbytes for x in tensors if not x.transpose(1, 2).is_contiguous()]
 
 
 def inside_flash_backward(gpu, d_out, q, k, v, out, *rest):
-    """dQ in fp32, a row's sum of dO · O; of shared heads, dK and dV of each; copies of dO and O."""
+    """Return copies of dO and O, each row's sum of dO · O, dQ in fp32, and with shared keys dK and dV of each head."""
     batch, heads, rows, size = q.shape
     shared = [] if heads == k.shape[1] else [batch * k.shape[2] * heads * size * q.element_size()] * 2
     sums = batch * heads * _up(rows, 128) * FP32
@@ -148,15 +148,15 @@ def inside_flash_backward(gpu, d_out, q, k, v, out, *rest):
 
 
 def inside_efficient(gpu, q, k, v, *rest):
-    """Wide heads of 16 bits: the output in fp32."""
+    """Return the output in fp32, for 16-bit heads wider than 128."""
     batch, heads, rows, _ = q.shape
     wide = v.shape[-1]
     return (batch * heads * rows * wide * FP32,) if q.dtype is not torch.float32 and wide > 128 else ()
 
 
 def inside_efficient_backward(gpu, d_out, q, k, v, *rest):
-    """dQ in fp32 by tiles; a row's sum of dO · O; dK and dV in fp32 of wide heads of 16 bits; of shared heads, K and V
-    repeated and dK and dV of each."""
+    """Return dQ in fp32 by tiles and each row's sum of dO · O; for wide 16-bit heads also dK and dV in fp32; with
+    shared keys also repeated K and V, and dK and dV of each head."""
     batch, heads, rows, size = q.shape
     keys, wide = k.shape[2], v.shape[-1]
     tall, across = _tile(gpu.capability, q.dtype, max(size, wide))
@@ -175,7 +175,7 @@ def inside_efficient_backward(gpu, d_out, q, k, v, *rest):
 
 
 def _tile(capability, dtype, size):
-    """(rows, columns) of dQ that a block of threads adds to."""
+    """Return (rows, columns) of dQ that a block of threads adds to."""
     if size <= 64 or (dtype is torch.float32 and capability < (8, 0)):
         return 64, 64
     little = capability < (8, 0) or (capability in ((8, 6), (8, 9)) and size <= 96)

@@ -56,7 +56,7 @@ def composites(gpu, notes):
 
 
 def _fp32_statistics(outputs, x, *args):
-    """Norms of 16-bit tensors keep fp32 statistics; the rule for a CPU says 16 bits."""
+    """Return fp32 statistics of 16-bit tensors, as CUDA's norms keep; the rule for a CPU says 16 bits."""
     return outputs[0], *(torch.empty(y.shape, dtype=torch.float32) for y in outputs[1:])
 
 

@@ -36,33 +36,33 @@ def elements(others=0):
 
 
 def upsampling_backward(gpu, d_out, *rest):
-    """The gradient, if it is in neither of the orders that images have."""
+    """Return a copy of the gradient, unless its order of dimensions is one of the two that images have."""
     orders = (torch.contiguous_format, torch.channels_last)
     return () if any(d_out.is_contiguous(memory_format=each) for each in orders) else (d_out.nbytes,)
 
 
 def soft_margin_backward(gpu, d_out, x, *rest):
-    """exp(-y · x), and that with 1 added."""
+    """Return exp(−y · x), and 1 + exp(−y · x)."""
     return x.nbytes, x.nbytes
 
 
 def logsumexp(gpu, x, dims, *rest):
-    """exp(x - m), and m."""
+    """Return exp(x − m), and m."""
     return x.nbytes, x.nbytes // max(math.prod(x.shape[dim] for dim in dims), 1)
 
 
 def softmax_backward(gpu, d_out, out, *rest):
-    """dO · O."""
+    """Return dO · O."""
     return (max(d_out.nbytes, out.nbytes),)
 
 
 def safe_softmax(gpu, x, *rest):
-    """Which scores are -inf, and which rows are."""
+    """Return booleans: which scores are −inf, and which rows are −inf throughout."""
     return x.numel(), x.numel() // max(x.shape[-1:], default=1), FP32
 
 
 def embedding_backward(gpu, d_out, indices, rows, *rest):
-    """Of more than 3,072 tokens: their order, and sums in fp32 of each ten of a row's."""
+    """Return, for more than 3,072 tokens, their order, and fp32 sums of each ten tokens of one row."""
     tokens, width = indices.numel(), d_out.shape[-1]
     if tokens <= 3072:
         return ()
@@ -73,8 +73,8 @@ def embedding_backward(gpu, d_out, indices, rows, *rest):
 
 
 def reduction(gpu, x, dims=None, *rest):
-    """A sum, or a mean, along the first dimensions of a tensor: each block of threads leaves its part in fp32. What
-    counts is made int64 before."""
+    """Return what a sum or a mean along the first dimensions takes: fp32 numbers of each block of threads; small
+    integers are first cast to int64."""
     counted = (INDEX * x.numel(),) if not x.is_floating_point() and x.element_size() < INDEX else ()
     return *counted, *parts(gpu, x, dims, INDEX if counted else FP32)
 
@@ -89,12 +89,12 @@ def along(nbytes=None):
 
 
 def norm(gpu, x, power=2, dims=None, *rest):
-    """As `reduction`; its power comes first."""
+    """Return what `reduction` does; the first argument is the norm's power."""
     return parts(gpu, x, dims, FP32)
 
 
 def parts(gpu, x, dims, nbytes):
-    """What blocks of threads leave for one another, in numbers of `nbytes`, and the counters of those that are done."""
+    """Return what blocks of threads leave for each other, in numbers of `nbytes`, and counters of finished blocks."""
     kept = math.prod(x.shape)
     reduced = range(x.ndim) if not dims else sorted(dim % x.ndim for dim in dims)
     inputs = math.prod(x.shape[dim] for dim in reduced)

@@ -1,1 +1,1 @@
-"""What the tracker stands on: which storages live, which tensors are in a thing, and what PyTorch tells listeners."""
+"""The tracker's machinery: which storages live, whose they are, which line made them, and PyTorch's hooks."""

@@ -1,4 +1,4 @@
-"""Compiled code under a tracker: it runs as compiled, and its buffers are heard of.
+"""Compiled code under a tracker: it runs as compiled, and its buffers are reported.
 
 The code that inductor writes makes its buffers by functions of its own, which are no operations; all else that it
 calls is, but for its own kernels, which take nothing.
@@ -47,7 +47,7 @@ def _replace(name, old, new):
 
 @contextmanager
 def _without_warning():
-    """The hooks on modules that a tracker installs may fire twice for a compiled one: no reason to warn its user."""
+    """Silence a warning: hooks on modules that a tracker installs may run twice for a compiled module."""
     warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
     ours = warnings.filters[0]
     try:

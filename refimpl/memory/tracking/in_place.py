@@ -92,7 +92,7 @@ def name_of(node):
 
 
 def _meetings(tensors):
-    """The nodes that feed an input which another feeds as well, and the nodes whose formula asks."""
+    """Return the nodes that feed an input which another node feeds as well, and the nodes whose formula asks."""
     nodes = [tensor.grad_fn if isinstance(tensor, torch.Tensor) else tensor.node for tensor in tensors]
     nodes = [node for node in nodes if node is not None]
     met, first, feeding, asking = set(nodes), {}, set(), []

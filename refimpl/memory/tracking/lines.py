@@ -59,7 +59,7 @@ def line_of(path, number):
 
 
 def _shown(path):
-    """A path as it is the same on every machine: from the library's folder, from here, or a cell's number."""
+    """Return a path that is the same on every machine: from the library's folder, from here, or a cell's number."""
     library = next((site for site in (*_SITES, str(Path(_PACKAGE).parent) + os.sep) if path.startswith(site)), None)
     here = os.getcwd() + os.sep
     if library and (library in _SITES or path.startswith(_PACKAGE)):
@@ -105,7 +105,7 @@ class Lines:
         return found
 
     def _walk(self, frame):
-        """(line, source) from `frame` outwards; at autograd's engine those of the node that runs, if it has any."""
+        """Return (line, source) from `frame` outwards; at autograd's engine those of the running node, if any."""
         called, of_call, source_of_call = self._calls[-1] if self._calls else (None, None, None)
         source, kinds = None, _kinds
         while frame is not None:  # on every operation's way
@@ -130,7 +130,7 @@ class Lines:
         return line, source or source_of_node
 
     def _of_node(self):
-        """(line, source) of the node of autograd's that runs, from when forward made it."""
+        """Return the (line, source) at which forward made the autograd node that runs."""
         node = torch._C._current_autograd_node()
         number = 2**63 if node is None else node._sequence_nr()
         if number >= 2**63:  # the node that accumulates a gradient has no place in the order

@@ -77,7 +77,7 @@ def _install():
 
 
 def _enter_step(optimizer, args, kwargs):
-    """A step begins. The forward and backward of its closure, if it is given one, are no part of it."""
+    """Report that a step begins. A closure's forward and backward do not count as part of the step."""
     tell("enter_step", optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -137,7 +137,7 @@ def _apply(original, *args, **kwargs):
 
 
 def _listen_to_autograd():
-    """Our own pair, below any that a technique installs later; one that is there already goes on doing its work."""
+    """Install our pair of hooks below any that a technique installs later; a pair that is there already still works."""
     already = torch._C._autograd._top_saved_tensors_default_hooks(True)
     ours = _observed(*already) if already else (_pack, _unpack)
     torch._C._autograd._push_saved_tensors_default_hooks(*ours)
@@ -148,7 +148,7 @@ def _listen_to_autograd():
 
 @contextmanager
 def _step_aside(disable, message):
-    """torch.func's transforms refuse to run under hooks. Ours leave while they run; what they save is not heard of."""
+    """Take our hooks off while torch.func's transforms run, which refuse hooks; what these save is not noticed."""
     ours = torch._C._autograd._top_saved_tensors_default_hooks(True) == (_pack, _unpack)
     if ours:
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -161,7 +161,7 @@ def _step_aside(disable, message):
 
 
 def _pack(tensor):
-    """Autograd saves `tensor` itself. Keeps what it would have kept: the storage, and the version for its check."""
+    """Report that autograd saves `tensor` itself; return what it would keep: the storage, and a version to check."""
     tell("saved", tensor)
     # An output that its own node holds is a reference cycle, never freed: hold an alias instead.
     return (tensor if tensor.is_leaf else _alias(tensor)), tensor._version
@@ -189,7 +189,7 @@ def _unpack(packed):
 
 
 def _enter_saved_tensors_hooks(original, hooks):
-    """A technique installs its hooks: it keeps them, and we see what goes in and what comes out."""
+    """Install a technique's hooks so that we see what goes into them and what comes out."""
     given = hooks.pack_hook, hooks.unpack_hook
     hooks.pack_hook, hooks.unpack_hook = _observed(*given)
     try:

@@ -92,7 +92,7 @@ class StorageMode(Trace, TorchDispatchMode):
             self.notes.append(note_of(self._with_workspaces, self.kernels_of or self.device))
 
     def _where(self):
-        """(phase, module) of the operation that just ran."""
+        """Return (phase, module) of the operation that just ran."""
         return "forward", ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -165,7 +165,7 @@ class StorageMode(Trace, TorchDispatchMode):
                 self._see(item.values(), op)
 
     def _register(self, storage, tensor=None, op=None, nbytes=None):
-        """A new line in the register. Returns the record, or None for a meta tensor, which holds nothing."""
+        """Add a record of a storage. Returns it, or None for a meta tensor, which holds nothing."""
         device = storage.device if tensor is None else tensor.device
         if device.type == "meta" or (storage.device.type == "meta" and not self._under_fake_mode):
             return None  # a fake tensor's storage is on meta: a dry run inside takes nothing either
@@ -185,7 +185,7 @@ class StorageMode(Trace, TorchDispatchMode):
             return record
 
     def _recorded(self, device, nbytes, op):
-        """The record of a storage that `op` made, the operation noted last; or that is older than the context."""
+        """Return a record of a storage that `op`, the last operation, made; without `op` of one that is older."""
         if op is None:
             return StorageRecord(device, START, "forward", "", -1, nbytes)
         if self._line is None:
@@ -208,7 +208,7 @@ class StorageMode(Trace, TorchDispatchMode):
             record.nbytes = nbytes
 
     def _of(self, tensor):
-        """The records of a tensor's storages; one not met before is older than the context."""
+        """Return the records of a tensor's storages; one not met before is older than the context."""
         if type(tensor) in PLAIN and tensor.layout is _STRIDED and not is_functorch_wrapped_tensor(tensor):
             entry = self._alive.get(tensor.untyped_storage()._cdata)
             if entry is not None:
