@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..ground.spans import started
-from ..phantom.told import pretending
+from ..phantom.status import pretending
 from ..ranks.errors import names
 from .backend import pairwise
 from .backend.buffers import IN_PLACE, CollectiveBuffers

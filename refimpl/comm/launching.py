@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..phantom.told import pretending, running
+from ..phantom.status import pretending, running
 from ..ranks import World, run
 from .communicator import Communicator
 from .hang_diagnosis import deadlock, deserted, mismatch, pages, waits

@@ -13,7 +13,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from ..phantom.told import pretending
+from ..phantom.status import pretending
 from ..ranks import RankError
 from ..ranks.running import unpack
 from ..ranks.signs import RECORD, set_own_record

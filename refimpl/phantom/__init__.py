@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from .libraries import CannotBuild, build
-from .told import VARIABLE, environment_without, libphantom, pretending, running, words
+from .status import VARIABLE, environment_without, libphantom, pretending, running, words
 
 __all__ = ["CannotBuild", "environment_without", "libphantom", "load", "pretending", "running", "start", "words"]
 CHILDREN = str(Path(__file__).with_name("children"))

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from .told import pretended, running
+from .status import pretended, running
 
 UNIQUE = b"0" * 128  # as long as what rank 0 of NCCL tells the others; a number, too
 

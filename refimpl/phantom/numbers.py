@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .formulas import ON_THE_CPU, seed_of
-from .told import VARIABLE, libphantom
+from .status import VARIABLE, libphantom
 
 LIMIT = 256 * 2**20
 missing = {}  # operation → why it has no numbers

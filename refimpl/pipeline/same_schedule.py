@@ -4,7 +4,7 @@ import hashlib
 import json
 
 from ..comm.texts import gather_texts
-from ..phantom.told import pretending
+from ..phantom.status import pretending
 
 
 def check_stages(modules, comm, schedule):

@@ -17,7 +17,7 @@ by 1e-7. All that look at other elements differ by 2e-3 and more of the largest 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...phantom.told import running
+from ...phantom.status import running
 from ...saving.optimizer_state import kind_of
 from ...side_effects import no_side_effects
 from ..bucket import buckets_of
