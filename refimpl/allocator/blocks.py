@@ -19,8 +19,10 @@ class Block:
 
     def __init__(self, address, size, stream, pool, segment=None, mapped=True, born=0):
         self.address, self.size, self.stream, self.pool = address, size, stream, pool
-        self.segment, self.mapped, self.before, self.after = segment, mapped, None, None
-        self.free, self.requested, self.waits_for, self.since, self.born = True, 0, set(), 0, born
+        self.segment, self.mapped, self.born = segment, mapped, born
+        self.before = self.after = None
+        self.free, self.requested, self.since = True, 0, 0
+        self.waits_for = set()
 
     @property
     def end(self):

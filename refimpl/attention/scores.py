@@ -174,7 +174,9 @@ class ComposedHooks(ScoreHook):
 def hook_of(score):
     """Return `score` as one ScoreHook, or None: it is None, a hook, or a list of hooks. Raises TypeError for others,
     and ValueError for a mask before a hook that is none, which could make its −∞ finite."""
-    hooks = list(score) if isinstance(score, (list, tuple)) else [] if score is None else [score]
+    if score is None:
+        return None
+    hooks = list(score) if isinstance(score, (list, tuple)) else [score]
     for hook in hooks:
         if not isinstance(hook, ScoreHook):
             raise TypeError(f"score has a {type(hook).__name__}: expected a ScoreHook of refimpl.attention.scores, "
@@ -183,13 +185,17 @@ def hook_of(score):
         if first.masks and not second.masks:
             raise ValueError(f"score has {type(second).__name__} after {type(first).__name__}, a mask: expected masks "
                              "last")
-    return None if not hooks else hooks[0] if len(hooks) == 1 else ComposedHooks(hooks)
+    if len(hooks) > 1:
+        return ComposedHooks(hooks)
+    return hooks[0] if hooks else None
 
 
 def as_kernels_take(hook):
     """Return a ScoreHook, or None, as (softcap, slopes, documents, prefix); None if the kernels cannot compute it: a
     class that they do not know, two hooks of one class, or a softcap after ALiBi."""
-    hooks = hook.hooks if isinstance(hook, ComposedHooks) else () if hook is None else (hook,)
+    hooks = () if hook is None else (hook,)
+    if isinstance(hook, ComposedHooks):
+        hooks = hook.hooks
     found, kinds = {type(each): each for each in hooks}, [type(each) for each in hooks]
     # a subclass may compute something else
     known = all(kind in (Softcap, Alibi, Documents, PrefixLM) for kind in kinds) and len(found) == len(kinds)

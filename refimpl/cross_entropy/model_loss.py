@@ -68,7 +68,8 @@ class _WithoutLogits:
 
     def __init__(self, model, head, options):
         self.model, self.head, self.options = model, head, options
-        self.active, self.hidden, self.called, self.change = False, None, False, None
+        self.active = self.called = False  # in this call: whether there are labels, whether the loss was computed
+        self.hidden = self.change = None
         self.parameters = inspect.signature(model.forward)
         self.before, self.next_token_loss = model.loss_function, ask("loss", model, self._score)
         head.forward = self._head  # on the instance: the model's own forward goes on calling its head

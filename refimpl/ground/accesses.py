@@ -20,7 +20,8 @@ class AccessRecording:
     """
 
     def __init__(self):
-        self.order, self.times, self.departures, self.last_departure = [], [], 0, None
+        self.order, self.times = [], []  # keys; seconds of computation before each
+        self.departures, self.last_departure = 0, None
         self._stretches, self._at, self._keys = {}, defaultdict(list), set()  # shift → length; key → places in `order`
         self._shift, self.whole = 0, False  # whether a whole step has been repeated
         self.accesses = 0

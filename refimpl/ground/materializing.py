@@ -72,8 +72,9 @@ def _children_first(modules, seen):
 
 def no_value(dtype):
     """Return what a tensor of `dtype` reads as while it has no values: NaN; of integers the lowest number."""
-    floating = dtype.is_floating_point or dtype.is_complex
-    return torch.nan if floating else False if dtype is torch.bool else torch.iinfo(dtype).min
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
 
 
 def lacks_values(tensor):

@@ -145,7 +145,8 @@ class RunningSpan:
     def __init__(self, recorder, kind, tensors, name=""):
         self.recorder, self.kind, self.name = recorder, kind, name
         self.nbytes = max(tensor.nbytes for tensor in tensors)
-        self.begin, self.end, self.waited, self.is_done, self.ended = recorder.poll(), None, 0, None, lambda: None
+        self.begin, self.end, self.waited = recorder.poll(), None, 0
+        self.is_done, self.ended = None, lambda: None  # `launched` sets them
 
     def launched(self, is_done, ended=lambda: None):
         """Note that the rank has launched it and can do something else. `is_done()` says whether it has ended, and

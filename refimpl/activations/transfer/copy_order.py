@@ -20,7 +20,9 @@ class Offloaded(PackedStorage):
     def __init__(self, tensor, schedule, index, host):
         super().__init__(tensor)
         self.schedule, self.index, self.host, self.device = schedule, index, host, tensor.device
-        self.overwritten, self.copy, self.ticket, self.taken, self.done = None, None, None, 0, False
+        self.overwritten = None  # (version now, version when it was sent) if it was written to meanwhile
+        self.copy = self.ticket = None
+        self.taken, self.done = 0, False  # by how many operations; whether by all of them
 
     def restore(self):
         """Return its flat content on the device."""

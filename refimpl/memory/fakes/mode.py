@@ -224,7 +224,11 @@ def _stand_in(value):
         return value.constant.item()
     if hasattr(value, "stands_for"):
         return value.stands_for
-    return value.dtype is torch.bool or (0j if value.dtype.is_complex else 0.0 if value.dtype.is_floating_point else 0)
+    if value.dtype is torch.bool:
+        return True
+    if value.dtype.is_complex:
+        return 0j
+    return 0.0 if value.dtype.is_floating_point else 0
 
 
 def _truth(func, args):
