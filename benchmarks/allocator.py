@@ -15,8 +15,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from refimpl.allocator import CachingAllocator, GPUMemoryPool, Settings
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import CachingAllocator, GPUMemoryPool, Settings, replay
 from refimpl.allocator.free_list import PlannedPool
 from refimpl.allocator.settings import MIB
 from refimpl.ground.allocations import Maker

@@ -16,8 +16,7 @@ import torch
 from tqdm import tqdm
 
 from refimpl import memory
-from refimpl.allocator import AllocationTrace, plan_static
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import AllocationTrace, plan_static, replay
 from refimpl.allocator.contiguous_region import RegionPool
 from refimpl.allocator.defragment import CompactingPool
 from refimpl.allocator.free_list import PlannedPool

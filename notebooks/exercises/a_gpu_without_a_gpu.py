@@ -3,8 +3,7 @@
 import math
 import random
 
-from refimpl.allocator import CachingAllocator
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import CachingAllocator, replay
 from refimpl.allocator.settings import MIB
 from refimpl.ground.allocations import Maker
 

@@ -2,8 +2,7 @@
 
 import random
 
-from refimpl.allocator import OutOfMemory
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import OutOfMemory, replay
 from refimpl.allocator.free_list import PlannedPool
 from refimpl.allocator.settings import MIB
 from refimpl.ground.allocations import Maker

@@ -2,8 +2,7 @@
 
 import random
 
-from refimpl.allocator import CachingAllocator
-from refimpl.allocator import simulated_snapshot as record
+from refimpl.allocator import CachingAllocator, record
 from refimpl.allocator.settings import MIB
 from refimpl.ground.allocations import Maker
 

@@ -4,8 +4,7 @@ from bisect import bisect_right
 
 import torch
 
-from ..allocator import AllocationTrace, Settings
-from ..allocator import replaying as replay
+from ..allocator import AllocationTrace, Settings, replay
 from ..memory.storage_records import BACKWARD, StorageRecord
 from ..memory.tracking.taking import WORKSPACE
 from ..versions import minor_of

@@ -7,8 +7,7 @@ from typing import Any, Self
 import torch
 from torch.utils._contextlib import _DecoratorContextManager
 
-from .internals import casting_kernels as kernels
-from .internals import recompute
+from .internals import casting_kernels, recompute
 from .internals.autocast_regions import AutocastRegion, current, set_stack, state
 from .internals.support import check_computes, check_device, check_dtype
 
@@ -51,7 +50,7 @@ class autocast(_DecoratorContextManager):
             raise RuntimeError("torch.export keeps no casts of autocast, so the exported program would run without "
                                "them: export the model without autocast, and run the exported program inside "
                                "`with autocast(…)`")
-        kernels.register(self.device_type)
+        casting_kernels.register(self.device_type)
         outer, dtype = current(self.device_type), self.dtype if self.enabled else None
         casts, shared = {} if self.cache and self.enabled else None, False
         if casts is not None and outer is not None and outer.dtype is dtype and outer.casts is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import masters
-from .internals import group_options as options
+from .internals import group_options
 from .internals.support import check_dtype
 
 
@@ -81,7 +81,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self.inner.add_param_group({**group, "params": stand_ins})
         else:
             self.inner.param_groups[place]["params"][:] = stand_ins  # in place: LBFGS holds this list
-        self._inner_options = options.remember(self.inner.param_groups)
+        self._inner_options = group_options.remember(self.inner.param_groups)
         self._show(group["params"])
 
     def _adopt(self, parameter):
@@ -153,7 +153,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         With a closure, which may be called several times, all gradients are fp32 at once. ValueError if no parameter
         has a gradient, or if one has another dtype or device than we gave it.
         """
-        options.check_unchanged(self._inner_options, self.inner.param_groups)
+        group_options.check_unchanged(self._inner_options, self.inner.param_groups)
         self._give_options()
         try:
             if closure is not None:
@@ -243,12 +243,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _give_options(self):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            options.replace(theirs, ours)
+            group_options.replace(theirs, ours)
 
     def _take_options(self):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            options.replace(ours, theirs)
-        self._inner_options = options.remember(self.inner.param_groups)
+            group_options.replace(ours, theirs)
+        self._inner_options = group_options.remember(self.inner.param_groups)
 
     # --- save, resume, copy ------------------------------------------------------------------------------------------
 

@@ -267,7 +267,7 @@ def test_bad_arguments(arguments, error, message):
 def test_techniques_say_what_they_do(linear, x):
     with pytest.raises(NotImplementedError, match="SavedStorages defines no store"), SavedStorages(linear, 0, None):
         linear(x)
-    with pytest.raises(NotImplementedError, match=r"Stored defines no restore\(\)"):
+    with pytest.raises(NotImplementedError, match=r"PackedStorage defines no restore\(\)"):
         PackedStorage(x).restore()
     assert no_hooks()
 

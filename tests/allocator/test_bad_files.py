@@ -11,9 +11,8 @@ from allocator_kit import random_trace
 from bad_files import BAD, CONTROL, TEXTS, command, pickled, refused, ten_of, with_hole
 
 from refimpl import cli
-from refimpl.allocator import DamagedTrace, Snapshot, snapshot, unpickled
-from refimpl.allocator import simulated_snapshot as record
-from refimpl.elsewhere.text import one_line
+from refimpl.allocator import DamagedTrace, Snapshot, record, snapshot, unpickled
+from refimpl.untrusted.text import one_line
 
 FRAME = {"filename": "train.py", "line": 3, "name": "forward"}
 SEGMENT, BLOCK = ("segments", 0), ("segments", 0, "blocks", 0)

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refimpl.allocator import GPUMemoryPool, OutOfMemory, PoolExhausted, defragment
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import GPUMemoryPool, OutOfMemory, PoolExhausted, defragment, replay
 from refimpl.allocator.contiguous_region import ContiguousRegion, RegionPool, lives_long
 from refimpl.allocator.defragment import CompactingPool
 from refimpl.allocator.free_list import PlannedPool

@@ -5,8 +5,7 @@ import itertools
 import pytest
 from allocator_kit import random_trace
 
-from refimpl.allocator import Snapshot, segment_map
-from refimpl.allocator import simulated_snapshot as record
+from refimpl.allocator import Snapshot, record, segment_map
 from refimpl.allocator.drawing import _SegmentBoxes
 from refimpl.allocator.snapshot import SEGMENT_EVENTS
 

@@ -7,8 +7,7 @@ import pytest
 from allocator_kit import OTHER_CONSTANTS, OTHER_RULES, random_trace
 
 from benchmarks.recordings import FOLDER, LIMIT, PROGRAMS
-from refimpl.allocator import CachingAllocator, DamagedTrace, Snapshot, compare
-from refimpl.allocator import simulated_snapshot as record
+from refimpl.allocator import CachingAllocator, DamagedTrace, Snapshot, compare, record
 from refimpl.allocator.recording_start import rewind
 from refimpl.allocator.settings import MIB, Settings
 from refimpl.allocator.simulated_snapshot import RecordingDevice, segments

@@ -5,8 +5,7 @@ import time
 import pytest
 from allocator_kit import random_trace
 
-from refimpl.allocator import CachingAllocator, Snapshot, explain
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import CachingAllocator, Snapshot, explain, replay
 from refimpl.allocator.settings import MIB
 from refimpl.ground.allocations import Maker
 

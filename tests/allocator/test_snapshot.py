@@ -14,13 +14,9 @@ from refimpl.allocator import (
     DamagedTrace,
     Snapshot,
     capacity_of,
+    record,
+    replay,
     trace_of,
-)
-from refimpl.allocator import (
-    replaying as replay,
-)
-from refimpl.allocator import (
-    simulated_snapshot as record,
 )
 from refimpl.allocator.settings import MIB
 

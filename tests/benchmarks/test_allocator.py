@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import allocator, traces
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import replay
 from refimpl.allocator.free_list import PlannedPool
 
 SMALL = "ZeRO-3, gathers and releases"

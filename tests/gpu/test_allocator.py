@@ -7,8 +7,7 @@ import torch
 
 from benchmarks.recordings import PROGRAMS, SHAPE, recorded, replayed
 from refimpl import memory
-from refimpl.allocator import AllocationTrace, GPUMemoryPool
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import AllocationTrace, GPUMemoryPool, replay
 from refimpl.model import GPT, GPTConfig
 
 MIB = 2**20

@@ -7,8 +7,7 @@ from allocator_kit import random_trace
 from static_kit import gpt, llama
 
 from refimpl import memory
-from refimpl.allocator import AllocationTrace, DamagedTrace
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import AllocationTrace, DamagedTrace, replay
 from refimpl.ground.allocations import ALLOC, Maker
 
 

@@ -4,8 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from allocator_kit import random_trace
 
-from refimpl.allocator import Snapshot, plan_static, segment_map, trace_of
-from refimpl.allocator import simulated_snapshot as record
+from refimpl.allocator import Snapshot, plan_static, record, segment_map, trace_of
 from refimpl.allocator.static import snapshot_of
 
 

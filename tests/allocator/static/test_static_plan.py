@@ -8,8 +8,7 @@ from allocator_kit import random_trace
 from patience import patiently, processor_seconds, within
 from static_kit import MODELS, shorter, trace_of
 
-from refimpl.allocator import OverlappingPlan, StaticPlan, plan_static
-from refimpl.allocator import replaying as replay
+from refimpl.allocator import OverlappingPlan, StaticPlan, plan_static, replay
 from refimpl.allocator.static import Lifetimes, greedy
 from refimpl.allocator.static.static_plan import PLACEMENTS
 from refimpl.ground.allocations import Maker
