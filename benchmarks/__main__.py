@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from refimpl.elsewhere.text import print_text
+from refimpl.untrusted.text import print_text
 
 from . import NAMES, record
 

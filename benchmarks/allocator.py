@@ -18,7 +18,7 @@ from tqdm import tqdm
 from refimpl.allocator import CachingAllocator, GPUMemoryPool, Settings, replay
 from refimpl.allocator.free_list import PlannedPool
 from refimpl.allocator.settings import MIB
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 
 from .record import row
 from .recordings import rows_of_recordings

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from refimpl.comm import launch
 from refimpl.comm.backend.torch_internals import all_gather_single, reduce_scatter_single
-from refimpl.ground.ledger import human
+from refimpl.common.ledger import human
 
 from .ranks import place_of
 from .ranks import slowest as merged

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from refimpl import memory
-from refimpl.ground.ledger import human
+from refimpl.common.ledger import human
 from refimpl.model import GPT, GPTConfig
 
 from . import outside

@@ -22,7 +22,7 @@ from refimpl.allocator.defragment import CompactingPool
 from refimpl.allocator.free_list import PlannedPool
 from refimpl.allocator.static import Arena, execute, load_problem, problem_names, record_step, solve, without_out
 from refimpl.allocator.static.static_plan import PLACEMENTS
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 from refimpl.model import GPT, GPTConfig
 
 from . import outside

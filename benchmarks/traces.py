@@ -10,7 +10,7 @@ import torch
 from refimpl import memory
 from refimpl.checkpointing import recompute
 from refimpl.comm import FakeCommunicator
-from refimpl.ground.allocations import AllocationTrace
+from refimpl.common.allocations import AllocationTrace
 from refimpl.model import GPT, GPTConfig
 from refimpl.zero import Zero3
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from .allocator import command as replay
-from .elsewhere.text import one_line, print_raw, print_text
 from .estimate import command as estimate
 from .explain import check
 from .explain import command as explain
 from .rehearse import command as rehearse
+from .untrusted.text import one_line, print_raw, print_text
 from .versions import untested
 
 

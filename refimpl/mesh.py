@@ -183,7 +183,7 @@ class Mesh:
                              "print(mesh) leaves out the middle")
         across, down = self._across_and_down()
         kinds, rows = [across, *reversed(down)], self.groups(across)
-        from .ground.figure import MemoryFigure  # which loads matplotlib
+        from .common.figure import MemoryFigure  # which loads matplotlib
 
         figure = MemoryFigure(figsize=(0.6 + (0.45 * len(rows[0]) + 0.5) * len(kinds), 0.8 + 0.32 * len(rows)),
                               layout="constrained", facecolor="white")

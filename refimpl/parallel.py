@@ -2,7 +2,7 @@
 `pipeline` (runs of layers). Each is a package of its own.
 """
 
-from .ground.lazy import lazily
+from .common.lazy import lazily
 
 __getattr__, __dir__ = lazily(__name__, {
     "refimpl.context": "AttentionPair SequenceParallelAttention context_parallel dense_pair gathered_attention "

@@ -38,7 +38,7 @@ def test_an_import_that_the_drawing_lacks_is_seen(monkeypatch, capsys):
 
 def test_the_drawing_shows_floors_and_arrows(monkeypatch):
     page = f"a\n{architecture.BEGIN}old\n{architecture.END}\nb"
-    drawn = architecture.redrawn(page, {"zero": {"comm", "ground"}, "comm": {"ranks"}, "ranks": set(), "ground": set()})
+    drawn = architecture.redrawn(page, {"zero": {"comm", "common"}, "comm": {"ranks"}, "ranks": set(), "common": set()})
     assert drawn.startswith("a\n") and drawn.endswith("\nb") and "old" not in drawn
     assert "    floor3 --> comm\n    floor3 --> ground\n" in drawn and "    comm --> ranks\n" in drawn
     assert "| `zero` | comm, ground |" in drawn and "| `ranks` | nothing of ours |" in drawn

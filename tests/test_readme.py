@@ -21,11 +21,11 @@ from refimpl.attention import (
 from refimpl.attention.kernels import configs
 from refimpl.attention.kv_cache import DEEPSEEK, HEADS, LAYERS, gqa_cache_bytes, mla_cache_bytes
 from refimpl.comm import FakeCommunicator, ring_traffic
+from refimpl.common.ledger import human
 from refimpl.context.closed_forms import attention_traffic, context_activation_bytes, idle_share
 from refimpl.cross_entropy import chunked_cross_entropy_bytes, plain_cross_entropy_bytes
 from refimpl.engine.closed_forms import axis_traffic, rank_bytes
 from refimpl.engine.refused import bytes_sent
-from refimpl.ground.ledger import human
 from refimpl.memory import korthikanti_terms
 from refimpl.mesh import Mesh
 from refimpl.mlp import mlp_bytes, plain_mlp_saved_bytes

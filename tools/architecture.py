@@ -18,7 +18,7 @@ TITLES = {4: "techniques together, and commands", 3: "techniques", 2: "what tech
           0: "the ground"}
 TECHNIQUES = {"mixed_precision", "checkpointing", "accumulation", "sequence_length", "activations", "attention",
               "cross_entropy", "mlp", "zero", "offload", "tensor", "context", "pipeline", "compression", "allocator"}
-FLOORS = {**dict.fromkeys(("versions", "phantom", "ground", "papers", "elsewhere"), 0),
+FLOORS = {**dict.fromkeys(("versions", "phantom", "common", "papers", "untrusted"), 0),
           **dict.fromkeys(("memory", "comm", "ranks"), 1),
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "optimizer_subset",
                            "side_effects", "saving", "equivalence", "others"), 2),

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from refimpl import catalog
 from refimpl.comm import FakeCommunicator, Link
 from refimpl.comm.timed_compute import compute
-from refimpl.ground.compiling import CannotCompile
+from refimpl.common.compiling import CannotCompile
 from refimpl.offload import CPUAdam
 from refimpl.offload.adamw_kernels import CompiledKernel, Hyper, TorchKernel
 from refimpl.offload.closed_forms import pipelined

@@ -12,7 +12,7 @@ import torch
 
 from refimpl import catalog
 from refimpl.comm import Link
-from refimpl.ground.eviction import moved_bytes
+from refimpl.common.eviction import moved_bytes
 from refimpl.model import GPT, GPTConfig
 from refimpl.offload import DiskStore, TieredStore
 from refimpl.offload.disk.buffer_pool import Buffer

@@ -6,7 +6,7 @@ import tempfile
 
 import torch
 
-from refimpl.ground.eviction import moved_bytes
+from refimpl.common.eviction import moved_bytes
 from refimpl.offload import DiskStore
 
 from . import verdict

@@ -5,7 +5,7 @@ import random
 from refimpl.allocator import OutOfMemory, replay
 from refimpl.allocator.free_list import PlannedPool
 from refimpl.allocator.settings import MIB
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 
 from . import verdict
 

@@ -4,7 +4,7 @@ import random
 
 from refimpl.allocator import CachingAllocator, record
 from refimpl.allocator.settings import MIB
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 
 from . import verdict
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ground.ledger import Ledger
+from ..common.ledger import Ledger
 from .gradient_reduction import Engine, ranks_of
 from .gradient_sums import GradientSums
 from .micro_batches import count_targets, cut, weights

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..ground.ledger import human
+from ..common.ledger import human
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ bf16 has 8 significant bits. Once a sum is 256 times as large as a summand, addi
 parameter. As soon as autograd has computed a parameter's gradient, it is added to the sum and freed.
 """
 
-from ..ground.marks import mark
+from ..common.marks import mark
 
 
 class GradientSums:

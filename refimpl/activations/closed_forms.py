@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ground.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
+from ..common.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
 from .codecs import cast_bytes, group_bytes, mask_bytes
 from .compress import ROUNDED, check_method
 from .compress import SMALLEST as SMALLEST_COMPRESSED

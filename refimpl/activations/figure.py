@@ -1,6 +1,6 @@
 """Losses of the same training, done in several ways, over each other."""
 
-from ..ground.figure import MemoryFigure
+from ..common.figure import MemoryFigure
 
 COLOURS = ("#444444", "#0072B2", "#D55E00", "#009E73", "#CC79A7")
 

@@ -4,7 +4,7 @@ import weakref
 from html import escape
 from typing import Any
 
-from ..ground.ledger import Ledger, beside, human
+from ..common.ledger import Ledger, beside, human
 
 
 class Report:

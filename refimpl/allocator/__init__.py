@@ -2,7 +2,7 @@
 
 Order of reading: `papers/caching_allocator` (a caching allocator in one screen); `settings`, `blocks`, `caching`
 (PyTorch's, rule by rule), `expandable`, `device`; `holes` and `pool` (first fit and best fit on real tensors);
-`free_list` says which hole; `ground/allocations` (a trace), `replaying`; `snapshot`, `recording_start`,
+`free_list` says which hole; `common/allocations` (a trace), `replaying`; `snapshot`, `recording_start`,
 `recording_comparison` (PyTorch's own recordings, read and replayed), `simulated_snapshot` (written), `drawing`;
 `papers/static_plan` (a static plan in one screen), `static` (plans, an arena that runs a step); `defragment`,
 `contiguous_region` (against holes: moving what is live, and keeping apart what lives long).
@@ -10,8 +10,8 @@ Order of reading: `papers/caching_allocator` (a caching allocator in one screen)
 
 from typing import TYPE_CHECKING
 
-from ..ground.allocations import AllocationTrace, DamagedTrace
-from ..ground.lazy import lazily
+from ..common.allocations import AllocationTrace, DamagedTrace
+from ..common.lazy import lazily
 from .caching import CachingAllocator
 from .defragment import defragment
 from .device import OutOfMemory

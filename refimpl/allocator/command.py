@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 
-from ..elsewhere.text import one_line, print_text, refuse
-from ..ground.allocations import ALLOC
+from ..common.allocations import ALLOC
+from ..untrusted.text import one_line, print_text, refuse
 from .recording_comparison import compare
 from .recording_start import capacity_of, line, trace_of
 from .replaying import explain

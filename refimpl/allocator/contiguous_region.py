@@ -11,8 +11,8 @@ Models" (2020), section 6.3. Nothing is moved, but it has to be known beforehand
 import numpy as np
 import torch
 
-from ..ground.allocations import ALLOC
-from ..ground.lifetimes import Lifetimes
+from ..common.allocations import ALLOC
+from ..common.lifetimes import Lifetimes
 from .device import OutOfMemory
 from .free_list import PlannedPool
 

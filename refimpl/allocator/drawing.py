@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from ..ground.figure import UNITS, MemoryFigure, colour
+from ..common.figure import UNITS, MemoryFigure, colour
 from .snapshot import SEGMENT_EVENTS
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from ..elsewhere.text import shown
-from ..ground.allocations import DamagedTrace
+from ..common.allocations import DamagedTrace
+from ..untrusted.text import shown
 
 
 class Kind(NamedTuple):

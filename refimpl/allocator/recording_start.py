@@ -14,14 +14,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..ground.allocations import DamagedTrace, Maker
+from ..common.allocations import DamagedTrace, Maker
 from . import expandable
 from .blocks import Block
 from .settings import SMALL, SMALL_SEGMENT, Settings
 from .snapshot import LIVE, SEGMENT_EVENTS
 
 if TYPE_CHECKING:
-    from ..ground.allocations import AllocationTrace
+    from ..common.allocations import AllocationTrace
     from .snapshot import Snapshot
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..elsewhere.text import one_line
-from ..ground.allocations import ALLOC, AllocationTrace
+from ..common.allocations import ALLOC, AllocationTrace
+from ..untrusted.text import one_line
 from .caching import CachingAllocator
 from .device import OutOfMemory
 from .settings import MIB, Settings

@@ -3,14 +3,14 @@
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from ..ground.allocations import ALLOC
+from ..common.allocations import ALLOC
 from .caching import CachingAllocator
 from .device import OutOfMemory, VirtualDevice
 from .settings import Settings
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from ..ground.allocations import AllocationTrace
+    from ..common.allocations import AllocationTrace
 
 
 class RecordingDevice(VirtualDevice):

@@ -22,8 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..elsewhere.files import opened
-from ..ground.allocations import DamagedTrace
+from ..common.allocations import DamagedTrace
+from ..untrusted.files import opened
 from .fields import (  # noqa: F401 - others read the names of events here
     EVENTS,
     OTHERS,

@@ -12,7 +12,7 @@ leaves in a cache). `figure` draws the pages' figures. One level down: `call` (a
 
 from typing import TYPE_CHECKING
 
-from ..ground.lazy import lazily
+from ..common.lazy import lazily
 from .flash import flash_attention, flash_attention_bytes
 from .memory_efficient import memory_efficient_attention, memory_efficient_attention_bytes
 from .reference import AttentionBytes, AttentionFlops, attention_flops, reference_attention, reference_attention_bytes
@@ -20,13 +20,13 @@ from .scores import Alibi, Documents, PrefixLM, ScoreHook, Softcap, alibi_slopes
 from .tiled import tiled_attention, tiled_attention_bytes
 
 if TYPE_CHECKING:
-    from ..ground.attention_pair import AttentionPair
+    from ..common.attention_pair import AttentionPair
     from .block import FlashTransformerBlock, flash_block_terms
     from .forward_backward_pair import flash_pair, tiled_pair
     from .kernel_traffic import flash_attention_traffic
 
 __getattr__, __dir__ = lazily(__name__, {
-    "..ground.attention_pair": "AttentionPair", ".block": "FlashTransformerBlock flash_block_terms",
+    "..common.attention_pair": "AttentionPair", ".block": "FlashTransformerBlock flash_block_terms",
     ".forward_backward_pair": "flash_pair tiled_pair", ".kernel_traffic": "flash_attention_traffic"})
 __all__ = [
     "Alibi", "AttentionBytes", "AttentionFlops", "AttentionPair", "Documents", "FlashTransformerBlock", "PrefixLM",

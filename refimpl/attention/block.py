@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ground.activation_bytes import block_terms
+from ..common.activation_bytes import block_terms
 from ..model import MLP, GPTConfig, built_in, norm_of
 from ..rotary import rotate, rotation_table
 from .call.arguments import check_cu_seqlens

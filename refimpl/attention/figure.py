@@ -6,8 +6,8 @@ import math
 import torch
 from matplotlib.patches import Patch, Rectangle
 
-from ..ground.figure import MemoryFigure
-from ..ground.ledger import human
+from ..common.figure import MemoryFigure
+from ..common.ledger import human
 from .call.sequences import tiles
 from .reference import resolve_shapes
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..ground.figure import MemoryFigure
-from ..ground.ledger import human
+from ..common.figure import MemoryFigure
+from ..common.ledger import human
 from .scores import hook_of
 
 HIDDEN, CACHE = "#E6E6E6", ("#D55E00", "#E69F00", "#56B4E9", "#009E73")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ground.derivatives import refuse_transforms
+from ..common.derivatives import refuse_transforms
 from .call.arguments import INSTEAD, check_kernel, check_tensors, resolve, resolve_packed
 from .kernels.operators import MAX_STRIDE, attention_forward
 from .reference import AttentionBytes, resolve_shapes

@@ -6,7 +6,7 @@ takes it, and the output, as they are given: so weights are those of the whole s
 
 import math
 
-from ..ground.attention_pair import AttentionPair
+from ..common.attention_pair import AttentionPair
 from .call.arguments import resolve, without_autocast
 from .flash import KERNEL_DTYPES, flash_attention, kernels_run_on
 from .kernels.operators import attention_backward, attention_delta

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ground.cache_bytes import check_counts, gqa_cache_bytes, mla_cache_bytes
+from ..common.cache_bytes import check_counts, gqa_cache_bytes, mla_cache_bytes
 
 __all__ = ["DEEPSEEK", "HEADS", "LAYERS", "Latent", "absorbed", "equal_groups", "expand", "gqa_cache_bytes",
            "mla_cache_bytes"]

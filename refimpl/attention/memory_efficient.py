@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..ground.derivatives import TRANSFORMS, refuse_transforms
+from ..common.derivatives import TRANSFORMS, refuse_transforms
 from ..versions import minor_of
 from .call.arguments import INSTEAD, resolve, without_autocast
 from .call.philox import dropped, dropped_bytes, runs_of

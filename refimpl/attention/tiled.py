@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ground.derivatives import refuse_batched_gradients, refuse_transforms
+from ..common.derivatives import refuse_batched_gradients, refuse_transforms
 from .call.arguments import INSTEAD, refuse_second_derivative, resolve, without_autocast
 from .call.dry_tiles import in_tiles
 from .call.philox import dropped_bytes, runs_of

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..ground.keyword_options import check_options
+from ..common.keyword_options import check_options
 from .policies import Recomputing
 from .region import check_keep, checkpointed, outside_of_graph
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ground.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
+from ..common.activation_bytes import activation_terms, block_terms, kept_on, norm_terms
 from .schedule import costs, plan_peak
 
 if TYPE_CHECKING:

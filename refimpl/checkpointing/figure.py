@@ -1,7 +1,7 @@
 """Time against peak: the best schedules as a staircase, and named policies as points beside it."""
 
-from ..ground.figure import MemoryFigure
-from ..ground.ledger import human
+from ..common.figure import MemoryFigure
+from ..common.ledger import human
 
 
 def plot_time_peak(curve, points=(), unit="FLOPs of a step, without recomputation = 1"):

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from ..ground.keyword_options import check_options
+from ..common.keyword_options import check_options
 from ..others import ask
 from .region import OPTIONS, checkpoint, checkpointed
 

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from ..ground.rerun import Environment
+from ..common.rerun import Environment
 from ..others import ask_of_others
 from .save_list import KeepOperations, operations
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ground.rerun import has_drawn, random_state, set_random_state
+from ..common.rerun import has_drawn, random_state, set_random_state
 
 
 def operations(save):

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ..ground.keyword_options import check_options
+from ..common.keyword_options import check_options
 from .chain import stages_of
 
 

@@ -28,7 +28,7 @@ Order of reading: `papers/collectives` (the idea in one screen), then
 
 from typing import TYPE_CHECKING
 
-from ..ground.lazy import lazily
+from ..common.lazy import lazily
 from .communicator import Communicator
 from .errors import CollectiveMismatch, RankError
 from .handle import Handle

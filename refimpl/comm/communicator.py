@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..ground.spans import started
+from ..common.spans import started
 from ..phantom.status import pretending
 from ..ranks.errors import names
 from .backend import pairwise

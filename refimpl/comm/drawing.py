@@ -1,8 +1,8 @@
 """Collectives as a picture: what each rank holds before and after."""
 
-from ..ground.figure import MemoryFigure
+from ..common.figure import MemoryFigure
 
-# One colour for each rank that contributed; Okabe and Ito's palette, as in `ground.figure`.
+# One colour for each rank that contributed; Okabe and Ito's palette, as in `common.figure`.
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999999")
 PARTIAL, COMPLETE = "#DDDDDD", "#404040"  # a sum over some ranks, over all
 

@@ -4,7 +4,7 @@
         model(x).sum().backward(); optimizer.step()
     line.waited("all_gather"), line.seconds("all_gather"), line.hidden("all_gather"); line.plot()
 
-The spans (`ground.spans`) are: in lane "compute" forward and backward by unit, update, and what `comm.compute` takes;
+The spans (`common.spans`) are: in lane "compute" forward and backward by unit, update, and what `comm.compute` takes;
 in lanes "gather", "reduce" and "messages" collectives and messages, with their labels.
 """
 
@@ -12,7 +12,7 @@ import contextlib
 
 import torch
 
-from ..ground.spans import COMPUTE, SpanRecorder
+from ..common.spans import COMPUTE, SpanRecorder
 
 LANES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
 MESSAGES = dict.fromkeys(("send", "recv", "send_recv"), "messages")
@@ -20,7 +20,7 @@ MESSAGES = dict.fromkeys(("send", "recv", "send_recv"), "messages")
 
 @contextlib.contextmanager
 def timeline(units=None, optimizer=None, lanes=None):
-    """Record what this rank does in this context; gives a `ground.spans.Recording`.
+    """Record what this rank does in this context; gives a `common.spans.Recording`.
 
     Collectives and messages report to the recorder by themselves: here are hooks for computation, of `units` ({name:
     module}) and of an optimizer. `lanes`: {kind: lane} of collectives, by default LANES and MESSAGES.

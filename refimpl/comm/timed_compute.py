@@ -11,14 +11,14 @@ Together with a `Link`, communication and computation take known times, on ranks
 import torch
 from torch._guards import active_fake_mode
 
-from ..ground.spans import computing
+from ..common.spans import computing
 from .backend.clock import now, sleep_until
 
 
 def compute(seconds: float, kind: str = "compute", name: str = "") -> None:
     """Take `seconds`, as a computation of this length would, without using a core. Collectives go on meanwhile.
 
-    An active recorder (`ground.spans`, `rank_timeline`) gets a span of this kind and name. `launch` counts a rank in it
+    An active recorder (`common.spans`, `rank_timeline`) gets a span of this kind and name. `launch` counts a rank in it
     as one that computes: it is not hung, whatever its `timeout`. In a dry run no time passes. ValueError for a number
     below 0.
     """

@@ -9,7 +9,7 @@ workstations", theorem 1). all_reduce is both, one after the other: 2(Nâˆ’1)/N Â
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from ..ground.ledger import Ledger
+from ..common.ledger import Ledger
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
 

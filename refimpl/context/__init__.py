@@ -5,7 +5,7 @@ Order of reading: `papers/ring_attention` (the idea in one screen), `token_order
 outside), `closed_forms` (bytes, traffic).
 """
 
-from ..ground.attention_pair import AttentionPair
+from ..common.attention_pair import AttentionPair
 from .blockwise_pair import dense_pair
 from .context import SequenceParallelAttention, context_parallel
 from .gathered import gathered_attention

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ..ground.attention_pair import AttentionPair
+from ..common.attention_pair import AttentionPair
 
 
 def _scores(q_BHTD, k_BGSD, causal, scale):

@@ -15,7 +15,7 @@ twice, as heads and as tokens; its logsumexp is that of an attention like FlashA
 import torch
 
 from ..comm.traffic import Traffic, ring_traffic
-from ..ground.activation_bytes import activation_terms, block_terms
+from ..common.activation_bytes import activation_terms, block_terms
 from .token_order import check_order
 from .ulysses import repeats
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ground.marks import mark
-from ..ground.nested_tensors import is_dry
+from ..common.marks import mark
+from ..common.nested_tensors import is_dry
 from .blockwise_pair import dense_pair
 from .inner_attention import check_dropout, check_shapes, compact
 from .token_order import check_order
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator
-    from ..ground.attention_pair import AttentionPair
+    from ..common.attention_pair import AttentionPair
 
 
 @torch._disable_dynamo

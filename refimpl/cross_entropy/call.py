@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from ..ground.derivatives import refuse_batched_gradients, refuse_transforms
-from ..ground.nested_tensors import is_dry
+from ..common.derivatives import refuse_batched_gradients, refuse_transforms
+from ..common.nested_tensors import is_dry
 
 INSTEAD = "the logits and torch.nn.functional.cross_entropy"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

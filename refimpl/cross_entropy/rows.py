@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..comm import CollectiveMismatch
-from ..ground.nested_tensors import is_dry
+from ..common.nested_tensors import is_dry
 
 
 class Terms(NamedTuple):

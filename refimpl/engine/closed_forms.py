@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.traffic import ring_traffic
-from ..ground.ledger import Ledger
+from ..common.ledger import Ledger
 from ..pipeline.partition import balanced
 from ..tensor.closed_forms import split_block_terms
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..comm import FakeCommunicator, Traffic
-from ..ground.ledger import Ledger
+from ..common.ledger import Ledger
 from ..pipeline import schedule as schedule_of
 from ..pipeline import validate
 from ..pipeline.partition import cuts

@@ -15,8 +15,8 @@ import hashlib
 import torch
 from safetensors import safe_open
 
-from ..ground.materializing import build
-from ..ground.nested_tensors import is_dry
+from ..common.materializing import build
+from ..common.nested_tensors import is_dry
 from ..model import GPT
 from ..sharding import spec_of
 

@@ -26,9 +26,9 @@ import torch
 
 from ..checkpointing import recompute as recompute_each
 from ..comm.same_model import check_same_model
+from ..common.nested_tensors import is_dry
 from ..context import SequenceParallelAttention, context_parallel
 from ..equivalence.loss_check import prove_loss
-from ..ground.nested_tensors import is_dry
 from ..model import GPT
 from ..pipeline import PipelineParallelStage
 from ..pipeline import schedule as schedule_of

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..elsewhere.text import print_json, print_text, refuse
+from ..untrusted.text import print_json, print_text, refuse
 from .estimate import estimate
 from .report import as_json, as_text
 from .training_options import CHOICES, Options

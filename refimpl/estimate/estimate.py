@@ -28,7 +28,7 @@ class Estimate:
     - `peak`: a Ledger by category, at the highest moment, which is in `phase`; `phases`: the Ledger at the highest one
       of each. `resting`: between steps.
     - `build`: total before the first step; an engine gets a whole model, and cuts it.
-    - `reserved`: what PyTorch's caching allocator would reserve, by a replay of two steps. `elsewhere`: what another
+    - `reserved`: what PyTorch's caching allocator would reserve, by a replay of two steps. `untrusted`: what another
       rank holds more, at most.
     - `exact`, `bounded`, `assumed`: sentences that say what these figures are worth.
     - `trace`: the recording, with figures. `gpu`: the catalog's Hardware that was asked for, or None.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ..elsewhere.files import text_of
-from ..elsewhere.text import shown
+from ..untrusted.files import text_of
+from ..untrusted.text import shown
 from ..versions import misfit
 from . import our_gpt
 from .source import Source, of_gpt, tokens, tokens_of, words

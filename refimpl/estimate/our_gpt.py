@@ -2,8 +2,8 @@
 
 import re
 
-from ..elsewhere.text import shown
 from ..model import GPTConfig
+from ..untrusted.text import shown
 
 LLAMA = {"vocab_size": "vocab_size", "max_position_embeddings": "context_length", "num_hidden_layers": "layers",
          "hidden_size": "hidden", "num_attention_heads": "heads", "intermediate_size": "mlp_hidden",

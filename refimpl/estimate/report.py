@@ -2,8 +2,8 @@
 
 from dataclasses import asdict
 
-from ..elsewhere.text import one_line
 from ..memory import human
+from ..untrusted.text import one_line
 from .training_options import OPTIMIZERS, PRECISIONS
 
 LIBRARIES = 2**30  # what a verdict leaves for the CUDA context and libraries

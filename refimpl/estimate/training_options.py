@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import catalog
-from ..elsewhere.text import shown
+from ..untrusted.text import shown
 
 if TYPE_CHECKING:
     from ..catalog import Hardware

@@ -7,7 +7,7 @@ of its type, and what the optimizer keeps; for a frozen one the weight alone.
 from collections import Counter
 from dataclasses import dataclass
 
-from ..ground.ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES, human
+from ..common.ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES, human
 from .kinds import OTHER, Kinds
 
 

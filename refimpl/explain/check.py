@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from ..elsewhere.files import text_of
-from ..elsewhere.text import one_line, print_text, refuse, shown
-from ..ground.ledger import Ledger
+from ..common.ledger import Ledger
 from ..saving.durable import replacing
+from ..untrusted.files import text_of
+from ..untrusted.text import one_line, print_text, refuse, shown
 from .explanation import Explanation
 from .script import Function, Script
 from .script_run import run as run_script

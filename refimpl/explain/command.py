@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..elsewhere.text import one_line, print_text, refuse
+from ..untrusted.text import one_line, print_text, refuse
 from .explanation import Explanation
 from .helps import TECHNIQUES
 from .report_files import write

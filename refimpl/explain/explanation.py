@@ -5,9 +5,9 @@ from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..elsewhere.text import one_line
-from ..ground.ledger import human
+from ..common.ledger import human
 from ..memory.storage_records import BUILD
+from ..untrusted.text import one_line
 from ..versions import misfit
 from .arithmetic import arithmetic
 from .helps import helps

@@ -4,15 +4,7 @@ Categories say who keeps a storage; these say what is in it. They are read from 
 a log_softmax is a row of logits, a matrix of the shape of a softmax over keys is one of attention scores.
 """
 
-from ..ground.ledger import (
-    ACTIVATIONS,
-    BUFFERS,
-    GRADIENTS,
-    INPUTS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
-    TEMPORARIES,
-)
+from ..common.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
 from ..memory.storage_records import BACKWARD, STEP
 
 LOGITS = "logits"

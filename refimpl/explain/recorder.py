@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..ground.nested_tensors import tensors_in
+from ..common.nested_tensors import tensors_in
 from ..memory.trace import Trace
 from ..memory.tracker import Tracker
 from .models import ModelFacts, OptimizerFacts

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..ground.nested_tensors import is_dry
+from ..common.nested_tensors import is_dry
 
 # What configurations call a factor on the logits, and its power: Cohere's, Granite's, Falcon-H1's.
 FACTORS = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}

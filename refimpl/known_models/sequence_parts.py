@@ -3,7 +3,7 @@
 from torch import nn
 
 from ..context.inner_attention import options_of
-from .attention import use_attention
+from .attention_layers import use_attention
 
 KNOWN = ("position_ids", "cache_position", "use_cache", "output_attentions", "num_items_in_batch", "is_causal",
          "position_embeddings", "return_dict", "labels", "shift_labels")  # that say nothing of attention

@@ -1,27 +1,27 @@
 """Where the bytes are: a tracker that counts every tensor storage by category, the allocator's own reading, and a dry
 run.
 
-Order of reading: `papers/meter` (the idea in one screen), then the instruments: `ground/ledger` (categories and bytes),
+Order of reading: `papers/meter` (the idea in one screen), then the instruments: `common/ledger` (categories and bytes),
 `tracker` and the `trace` that it writes (of `storage_records`, read as a `Timeline` and by `top`, kept in a
 `trace_file`), `allocator`, `dry_running`, `workspaces` (tracker and allocator laid over each other). The closed forms,
-which techniques use too, are on the ground: `ground/state_bytes`, `ground/activation_bytes`, `ground/step_bytes`; what
+which techniques use too, are on the ground: `common/state_bytes`, `common/activation_bytes`, `common/step_bytes`; what
 draws them, `figure` and `gantt`, is there as well. `chrome` draws for a browser. `tracking/` is the tracker's
 machinery: how it follows modules, finds lines, stays out of autograd's way and follows compiled code.
 """
 
-from ..ground.activation_bytes import (
+from ..common.activation_bytes import (
     activation_bytes,
     activation_terms,
     block_terms,
     korthikanti_bytes,
     korthikanti_terms,
 )
-from ..ground.figure import plot
-from ..ground.ledger import CATEGORIES, Ledger, beside, human
-from ..ground.marks import mark
-from ..ground.nested_tensors import is_dry
-from ..ground.state_bytes import bytes_per_parameter, model_state_bytes
-from ..ground.step_bytes import training_step_bytes, training_step_moments
+from ..common.figure import plot
+from ..common.ledger import CATEGORIES, Ledger, beside, human
+from ..common.marks import mark
+from ..common.nested_tensors import is_dry
+from ..common.state_bytes import bytes_per_parameter, model_state_bytes
+from ..common.step_bytes import training_step_bytes, training_step_moments
 from .allocator import Reading, measure
 from .chrome import export_chrome
 from .dry_running import dry_run

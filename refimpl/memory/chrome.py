@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ground.figure import phases
+from ..common.figure import phases
 from .top import module_of, tensor_of
 
 if TYPE_CHECKING:

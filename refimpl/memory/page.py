@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ground.figure import colour
-from ..ground.ledger import human
+from ..common.figure import colour
+from ..common.ledger import human
 from .top import BY, bytes_after, module_of, phase_of, tensor_of
 
 COLUMNS, TENSORS, ROWS, LETTERS = 1500, 1500, 40, 160

@@ -7,7 +7,7 @@ backward, or became a gradient, is known only after it was allocated.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..ground.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
+from ..common.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
 
 BUILD, FORWARD, BACKWARD, STEP = "build", "forward", "backward", "step"
 START, END = "(start)", "(end)"

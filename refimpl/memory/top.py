@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ground.ledger import category_name
+from ..common.ledger import category_name
 from .storage_records import BUILD, FORWARD, START, Line
 
 NO_MODULE, NO_LINE, OLDER = "(no module)", "(no line)", "(before the trace)"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..elsewhere.text import one_line
-from ..ground.ledger import CATEGORIES, PARAMETERS, Ledger
+from ..common.ledger import CATEGORIES, PARAMETERS, Ledger
+from ..untrusted.text import one_line
 from . import top, trace_file
 from .storage_records import BACKWARD, BUILD, END, FORWARD, START, STEP, Line, Op, StorageRecord, category_of
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
-    from ..ground.figure import MemoryFigure
+    from ..common.figure import MemoryFigure
     from .top import Held
 
 __all__ = ["BACKWARD", "BUILD", "END", "FORWARD", "START", "STEP", "Line", "Moment", "Op", "StorageRecord", "Timeline",
@@ -203,7 +203,7 @@ class Trace:
 
     def plot(self, predicted: Any = None, **labels: "Trace") -> "MemoryFigure":
         """Draw this trace in the figure of every page; see `memory.plot`."""
-        from ..ground.figure import plot
+        from ..common.figure import plot
 
         return plot(self, predicted=predicted, **labels)
 

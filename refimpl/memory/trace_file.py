@@ -9,9 +9,9 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
-from ..elsewhere.files import opened
-from ..elsewhere.text import shown
-from ..ground.ledger import category_name
+from ..common.ledger import category_name
+from ..untrusted.files import opened
+from ..untrusted.text import shown
 from .storage_records import Line, Op, StorageRecord
 
 FORMAT, VERSION = "refimpl memory trace", 1

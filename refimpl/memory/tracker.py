@@ -20,9 +20,9 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..ground.ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
-from ..ground.marks import mark_of
-from ..ground.nested_tensors import tensors_in
+from ..common.ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
+from ..common.marks import mark_of
+from ..common.nested_tensors import tensors_in
 from .storage_records import BACKWARD, FORWARD, STEP
 from .trace import Trace
 from .tracking import listeners

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ..ground.ledger import human
+from ..common.ledger import human
 from .trace import StorageRecord, Trace
 from .tracking.taking import NOT_COUNTED, WORKSPACE
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ground.activation_bytes import activation_terms, block_terms
+from ..common.activation_bytes import activation_terms, block_terms
 from .internals.support import check_dtype
 
 if TYPE_CHECKING:

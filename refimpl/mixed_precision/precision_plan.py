@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 
-from ..ground.keyword_options import check_options
+from ..common.keyword_options import check_options
 from . import masters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # a plan's dtypes by their short names

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm import Communicator
-from ..ground.keyword_options import check_options
+from ..common.keyword_options import check_options
 from .internals.support import LOW_DTYPES
 
 NO_GRADIENTS, FINITE, OVERFLOW = 0.0, 1.0, 2.0  # what a rank found; the maximum over ranks decides

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-from ..ground.derivatives import refuse_batched_gradients
+from ..common.derivatives import refuse_batched_gradients
 
 aten = torch.ops.aten
 

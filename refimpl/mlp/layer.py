@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ground.derivatives import refuse_transforms
+from ..common.derivatives import refuse_transforms
 from ..others import ask
 from .function import ACTIVATIONS, GATED, INSTEAD, FeedForward, MLPFunction, MLPSettings, NotFeedForward, run
 from .toy import differs

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..ground.compiling import CannotCompile, compiled
-from ..ground.nested_tensors import is_dry
+from ..common.compiling import CannotCompile, compiled
+from ..common.nested_tensors import is_dry
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
 CHUNK = 2**18  # elements of a 16-bit gradient that are cast, and then used: they stay in a cache in between

@@ -19,7 +19,7 @@ padding of buckets, the ends of parts, and the memory for copies, too, and are e
 
 import torch
 
-from ..ground.ledger import Ledger
+from ..common.ledger import Ledger
 from .copies import TO_DEVICE, TO_HOST
 from .cpu_adam import SUB_GROUP_SIZE
 from .host_part import host_numel

@@ -17,8 +17,8 @@ import torch
 from torch._guards import active_fake_mode
 
 from ..comm.backend.clock import now, since_1970, sleep_until
-from ..ground.marks import mark
-from ..ground.spans import started
+from ..common.marks import mark
+from ..common.spans import started
 
 TO_HOST, TO_DEVICE = DIRECTIONS = "to host", "to device"
 HOST_MEMORY = "host memory"  # the category of what was moved there
@@ -52,7 +52,7 @@ class LockedPages(mmap.mmap):
 
 
 class Copy:
-    """A copy that is on its way. As a span of an active recorder (`ground.spans`) its kind is the direction."""
+    """A copy that is on its way. As a span of an active recorder (`common.spans`) its kind is the direction."""
 
     def __init__(self, direction, flat, name):
         self._span, self._done = started(direction, flat, name=name), False

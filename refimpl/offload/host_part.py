@@ -2,7 +2,7 @@
 
 import torch
 
-from ..ground.marks import mark
+from ..common.marks import mark
 from .copies import HOST_MEMORY, TO_HOST
 
 ALIGNMENT = 64  # elements: the host's part ends where vectors of a kernel do

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import psutil
 import torch
 
-from ..ground.eviction import RULES, moved_bytes
+from ..common.eviction import RULES, moved_bytes
 from .disk.flat import check_own_storages
 from .disk.space import Space
 from .disk_store import check_link, check_sizes

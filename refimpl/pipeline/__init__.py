@@ -10,8 +10,8 @@ Then what runs them: `executor`, `messages` and `mailbox` (what goes between ran
 
 from typing import TYPE_CHECKING
 
-from ..ground.lazy import lazily
-from ..ground.materializing import build
+from ..common.lazy import lazily
+from ..common.materializing import build
 from .executor import PipelineParallelStage, pipeline
 from .instructions import Instruction, Schedule
 from .named_schedules import BUILDERS, idle_time, in_flight, schedule

@@ -8,8 +8,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
-from ..ground.figure import UNITS, MemoryFigure
-from ..ground.gantt import PALETTE
+from ..common.figure import UNITS, MemoryFigure
+from ..common.gantt import PALETTE
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ground.materializing import build
-from ..ground.spans import computing
+from ..common.materializing import build
+from ..common.spans import computing
 from ..model import GPT
 from .instructions import BACKWARD, FORWARD, INPUT, WEIGHT
 from .mailbox import Mailbox

@@ -17,7 +17,7 @@ than x, gradients of another dtype than the weight.
 import torch
 from torch import nn
 
-from ..ground.marks import meters
+from ..common.marks import meters
 from ..others import ask_of_others
 
 LARGE = 2**17  # elements of a weight, from which on a temporary gradient costs more than a node of Python's

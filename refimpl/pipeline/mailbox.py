@@ -2,7 +2,7 @@
 
 import torch
 
-from ..ground.marks import mark
+from ..common.marks import mark
 
 HEADER = 64  # int64 numbers
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,

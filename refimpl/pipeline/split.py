@@ -29,7 +29,7 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm.backend.torch_internals import watched
-from ..ground.marks import mark, mark_of
+from ..common.marks import mark, mark_of
 from .leaves import LARGE, formulas_hold, formulas_of, tell_trackers
 
 

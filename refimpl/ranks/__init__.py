@@ -19,7 +19,7 @@ In the order of reading:
 
 from typing import TYPE_CHECKING
 
-from ..ground.lazy import lazily
+from ..common.lazy import lazily
 from .errors import RankError
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from ..allocator.command import size
-from ..elsewhere.text import one_line, print_json, print_text, refuse
+from ..common.ledger import human
 from ..estimate.command import number
 from ..explain.script import check_file
-from ..ground.ledger import human
+from ..untrusted.text import one_line, print_json, print_text, refuse
 from .rehearsing import CannotRehearse, device, rehearse
 
 EXAMPLE = """examples:

@@ -16,7 +16,7 @@ which form a manifest or a state_dict has, and `coverage` checks that each eleme
 
 from typing import TYPE_CHECKING
 
-from ..ground.lazy import lazily
+from ..common.lazy import lazily
 
 if TYPE_CHECKING:
     from .consolidated import load_state_dict, save_weights, state_dict

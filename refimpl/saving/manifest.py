@@ -18,7 +18,7 @@ import shutil
 import stat
 import warnings
 
-from ..elsewhere.text import one_line, short
+from ..untrusted.text import one_line, short
 from .durable import naming, sha256_of, sync_folder, write_atomically
 
 FORMAT = 2

@@ -9,7 +9,7 @@ import contextlib
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..ground.marks import mark
+from ..common.marks import mark
 from .dtype_names import DTYPES, name_of
 
 PLAIN = torch.Tensor, torch.nn.Parameter, FakeTensor  # others have bytes of their own, such as blocks and their scales

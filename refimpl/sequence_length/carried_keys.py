@@ -9,10 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from ..ground.cache_bytes import gqa_cache_bytes
-from ..ground.ledger import Ledger
-from ..ground.marks import mark
-from ..ground.step_bytes import backward_moments, step_states, training_step_bytes
+from ..common.cache_bytes import gqa_cache_bytes
+from ..common.ledger import Ledger
+from ..common.marks import mark
+from ..common.step_bytes import backward_moments, step_states, training_step_bytes
 
 if TYPE_CHECKING:
     from ..config import GPTConfig

@@ -17,7 +17,7 @@ from numbers import Integral
 
 import torch
 
-from ..ground.rerun import Environment
+from ..common.rerun import Environment
 from .carried_keys import Carried
 
 GRADIENTS = ("full", "truncated")

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..ground.ledger import Ledger, human
-from ..ground.quadratic import Quadratic
+from ..common.ledger import Ledger, human
+from ..common.quadratic import Quadratic
 
 ALIKE = 12  # dry runs with one and the same peak, the lengths doubling: a step that pads would have grown by then
 FITTED = (4, 6, 8)  # the first three lengths, in multiples. Not 1: tensors of length 1 take special paths

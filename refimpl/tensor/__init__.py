@@ -9,7 +9,7 @@ traffic). That what is cut computes what the whole does: `refimpl/equivalence`.
 
 from typing import TYPE_CHECKING
 
-from ..ground.lazy import lazily
+from ..common.lazy import lazily
 
 if TYPE_CHECKING:
     from ..equivalence import CannotShrink, CutDiffers

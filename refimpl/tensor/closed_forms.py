@@ -2,7 +2,7 @@
 
 from ..comm.texts import SAME_BYTES
 from ..comm.traffic import Traffic, ring_traffic
-from ..ground.activation_bytes import block_terms
+from ..common.activation_bytes import block_terms
 
 ON_ALL_RANKS = ("norm inputs", "norm statistics", "RMSNorm x/σ", "qkv input", "MLP input", "attention dropout mask",
                 "MLP dropout mask")  # of `block_terms`: what heads and features do not cut, and tokens do

@@ -28,7 +28,7 @@ Machinery is one level down, in `internals`.
 
 from typing import TYPE_CHECKING
 
-from ..ground.lazy import lazily
+from ..common.lazy import lazily
 
 if TYPE_CHECKING:
     from ..saving import SavedStateError

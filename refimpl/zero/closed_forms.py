@@ -20,8 +20,8 @@ import torch
 
 from ..comm.agreement import agreement_traffic
 from ..comm.traffic import Traffic, ring_traffic
-from ..ground.ledger import Ledger
-from ..ground.state_bytes import STATES
+from ..common.ledger import Ledger
+from ..common.state_bytes import STATES
 from ..saving.coverage import file_of
 from ..saving.dtype_names import part_name
 from ..saving.durable import safetensors_bytes, widest_first

@@ -11,8 +11,8 @@ from collections import Counter
 
 import torch
 
-from ..ground.marks import mark
-from ..ground.materializing import no_value
+from ..common.marks import mark
+from ..common.materializing import no_value
 from .internals.casts import Casts
 from .internals.released import Unread, release, restore
 from .internals.store import BucketStore

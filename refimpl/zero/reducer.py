@@ -11,7 +11,7 @@ import weakref
 import torch
 
 from ..comm.backend.torch_internals import owns_storage
-from ..ground.marks import mark
+from ..common.marks import mark
 from .hybrid import AcrossReplicas
 from .internals.in_shards import InShards
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..ground.marks import mark
+from ..common.marks import mark
 from .gathering import Gathering
 from .parameters import broadcast_rest
 from .units import frozen_buckets, large_heads, modules_of_units, parameters_of_units, unit_buckets

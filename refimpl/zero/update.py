@@ -10,7 +10,7 @@ import itertools
 
 import torch
 
-from ..ground.marks import mark
+from ..common.marks import mark
 from ..optimizer_subset import snapshot_groups, step_subset
 from .internals.writes import follow
 

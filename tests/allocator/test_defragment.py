@@ -12,7 +12,7 @@ from refimpl.allocator import GPUMemoryPool, OutOfMemory, PoolExhausted, defragm
 from refimpl.allocator.contiguous_region import ContiguousRegion, RegionPool, lives_long
 from refimpl.allocator.defragment import CompactingPool
 from refimpl.allocator.free_list import PlannedPool
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 
 
 def pool_of(nbytes, **options):

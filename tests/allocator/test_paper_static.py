@@ -9,7 +9,7 @@ from one_screen import check_paper
 
 from refimpl.allocator import plan_static
 from refimpl.allocator.static import Lifetimes
-from refimpl.ground.allocations import ALLOC
+from refimpl.common.allocations import ALLOC
 from refimpl.papers import static_plan as paper_static
 
 BOXES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(1, 9)).map(

@@ -7,7 +7,7 @@ from allocator_kit import random_trace
 
 from refimpl.allocator import CachingAllocator, Snapshot, explain, replay
 from refimpl.allocator.settings import MIB
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 
 
 def grows(steps=5):

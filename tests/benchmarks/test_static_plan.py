@@ -4,7 +4,7 @@ import pytest
 from patience import processor_seconds
 
 from benchmarks import static_plan, traces
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from rank_pool import on_ranks, pooled
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.comm.collective_order import KEPT, PAGE, Order, difference
-from refimpl.ground.spans import SpanRecorder
+from refimpl.common.spans import SpanRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
 GATHER = ("all_gather", torch.Size([1024]), torch.float32, None, None, "blocks.3")

@@ -6,7 +6,7 @@ from refimpl.allocator import CachingAllocator, Settings
 from refimpl.allocator import settings as constants
 from refimpl.allocator.blocks import Pool
 from refimpl.allocator.settings import MIB
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 
 
 def random_trace(events, seed=0, *, live=200, streams=1, largest=26):

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.checkpoint import checkpoint
 
 from refimpl import memory
-from refimpl.ground.nested_tensors import tensors_in
+from refimpl.common.nested_tensors import tensors_in
 from refimpl.memory.dry_running import _trackable
 from refimpl.model import GPT, GPTConfig
 

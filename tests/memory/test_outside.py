@@ -6,8 +6,8 @@ from outside_programs import PROGRAMS
 from outside_reading import read_alone, read_tracked, warmed_up
 
 from refimpl import memory
-from refimpl.ground.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
-from refimpl.ground.nested_tensors import tensors_in
+from refimpl.common.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from refimpl.common.nested_tensors import tensors_in
 from refimpl.memory.tracking import storages
 from refimpl.memory.tracking.taking import NOT_COUNTED
 from refimpl.memory.workspaces import WORKSPACE

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from refimpl import memory
-from refimpl.ground.ledger import Ledger, Table
+from refimpl.common.ledger import Ledger, Table
 from refimpl.memory.page import COLUMNS, TENSORS, moments
 from refimpl.memory.trace import Line, Op, StorageRecord, Trace
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from users_kit import closure_of
 
 from refimpl import memory
-from refimpl.ground.nested_tensors import tensors_in
+from refimpl.common.nested_tensors import tensors_in
 
 PROGRAMS = {}
 

@@ -12,7 +12,7 @@ from rank_pool import pooled
 from zero_kit import ADAMW, BUCKET, ENGINES, gpt, token_batches, train_gpt
 
 from refimpl import memory
-from refimpl.ground.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from refimpl.common.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from refimpl.memory.top import BY, NO_MODULE
 from refimpl.memory.trace import Op, StorageRecord, Trace
 from refimpl.memory.tracking.owners import Owners

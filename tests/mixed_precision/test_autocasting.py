@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.ground.nested_tensors import tensors_in
+from refimpl.common.nested_tensors import tensors_in
 from refimpl.mixed_precision import autocast, keep_precision
 from refimpl.mixed_precision.internals import recompute
 from refimpl.mixed_precision.internals.autocast_regions import KEY, current, state

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from refimpl.ground import compiling
-from refimpl.ground.compiling import CannotCompile
+from refimpl.common import compiling
+from refimpl.common.compiling import CannotCompile
 from refimpl.offload import adamw_kernels as kernels
 from refimpl.offload.adamw_kernels import CompiledKernel, Hyper, TorchKernel, kernel_of
 

@@ -9,7 +9,7 @@ from patience import against_the_clock, check
 from rank_pool import on_ranks
 from zero_kit import BUCKET, gradients_of_step, token_batches, train_gpt
 
-from refimpl import ground, memory
+from refimpl import common, memory
 from refimpl.comm import FakeCommunicator, Link
 from refimpl.offload import HostStore
 from refimpl.zero import Zero1, Zero2, Zero3
@@ -116,7 +116,7 @@ def test_host_memory_of_what_was_dropped_is_used_again():
 @against_the_clock
 def test_copies_on_a_link_take_turns_in_each_direction_and_both_directions_go_at_once():
     store = HostStore(rate=Link(1e6), depth=4)
-    with ground.spans.SpanRecorder() as recorder:
+    with common.spans.SpanRecorder() as recorder:
         for i in range(3):
             store.put(("states", i), tensors(10_000))  # 40 ms each
         store.prefetch(("states", 0))

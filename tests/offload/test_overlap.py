@@ -8,7 +8,7 @@ import torch
 from patience import Late, about, patiently
 from torch import nn
 
-from refimpl import ground
+from refimpl import common
 from refimpl.comm import FakeCommunicator, Link
 from refimpl.comm.timed_compute import Delay, compute
 from refimpl.offload import CPUAdam, HostStore
@@ -137,4 +137,4 @@ def test_the_timeline_has_a_lane_for_each_direction():
     names = {bucket.name for bucket in engine.buckets}
     assert {span.name for span in line.of("to device")} == names == {span.name for span in line.of("to host")}
     assert {span.nbytes for span in line.of("to host")} == {2 * SIZE * SIZE}
-    assert ground.spans.COMPUTE in line.lanes and line.seconds("update") > 0
+    assert common.spans.COMPUTE in line.lanes and line.seconds("update") > 0

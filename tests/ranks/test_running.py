@@ -14,7 +14,7 @@ from refimpl.ranks.running import unpack
 def test_ranks_know_no_communicator():
     for path in Path(ranks.__file__).parent.glob("*.py"):
         imported = re.findall(r"(?m)^ *(?:from|import) +(refimpl\S*|\.\.\S*)", path.read_text())
-        assert {*imported} <= {"..ground.lazy"}, path
+        assert {*imported} <= {"..common.lazy"}, path
 
 
 def test_a_world_that_connects_nothing():

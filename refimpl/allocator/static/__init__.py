@@ -1,11 +1,11 @@
 """Static plans: offsets that are chosen before a step runs, from the lifetimes of a step that was recorded.
 
-Order of reading: `ground/lifetimes`, `greedy`, `static_plan` (offsets); `solver`, `problems` (where greedy is not
+Order of reading: `common/lifetimes`, `greedy`, `static_plan` (offsets); `solver`, `problems` (where greedy is not
 enough); `step_recording`, `arena`, `out_variants`, `execute`, `graphed`, `reuse` (a step that runs in its arena);
 `drawing`.
 """
 
-from ...ground.lifetimes import Lifetimes
+from ...common.lifetimes import Lifetimes
 from .arena import Arena
 from .drawing import snapshot_of
 from .execute import Departure, Execution, execute, without_out

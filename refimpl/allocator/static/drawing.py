@@ -1,6 +1,6 @@
 """A plan as PyTorch would have recorded it, for `segment_map` and for PyTorch's memory viewer."""
 
-from ...ground.allocations import ALLOC
+from ...common.allocations import ALLOC
 from ..simulated_snapshot import frames_of
 from ..snapshot import Snapshot
 

@@ -10,7 +10,7 @@ MiniMalloc's repository, under the Apache License 2.0.
 import csv
 from pathlib import Path
 
-from ...ground.lifetimes import Lifetimes
+from ...common.lifetimes import Lifetimes
 
 FOLDER = Path(__file__).parents[3] / "data" / "minimalloc"  # in a checkout
 

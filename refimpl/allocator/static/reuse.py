@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ...ground.lifetimes import Lifetimes
+from ...common.lifetimes import Lifetimes
 from .arena import Arena
 from .execute import OCCUPIED, execute
 from .graphed import PlayedStep, aside

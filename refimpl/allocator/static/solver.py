@@ -27,7 +27,7 @@ import time
 
 import numpy as np
 
-from ...ground.lifetimes import Lifetimes
+from ...common.lifetimes import Lifetimes
 from .static_plan import StaticPlan
 
 FAR = 2**40  # the lowest place of what is placed

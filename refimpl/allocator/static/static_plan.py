@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ground.lifetimes import Lifetimes, most_live
+from ...common.lifetimes import Lifetimes, most_live
 from .greedy import by_area, by_fullest, by_size, place
 
 PLACEMENTS = 35_000  # blocks that a search places in all: with 7,000 blocks, five plans

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...ground.allocations import AllocationTrace, Maker
+from ...common.allocations import AllocationTrace, Maker
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -7,7 +7,7 @@ peak. The next call of these shapes takes as much at once, and gives it back.
 
 import torch
 
-from ...ground.nested_tensors import is_dry
+from ...common.nested_tensors import is_dry
 
 _taken = {}  # what is computed, on which shapes -> bytes at the peak, above its arguments
 

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...ground import interpreter
+from ...common import interpreter
 from ..call.arguments import empty_outputs, refuse_second_derivative
 from ..scores import sink_gradient
 

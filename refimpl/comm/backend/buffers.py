@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, strided
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...ground.marks import mark
+from ...common.marks import mark
 from .tensors import NAMED, check_out, describe, resolved, same_memory
 
 IN_PLACE = ("all_reduce", "broadcast")  # torch reads from and writes to one tensor

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ...ground.marks import mark
+from ...common.marks import mark
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
        "product": dist.ReduceOp.PRODUCT}

@@ -12,7 +12,7 @@ The kernels' modules are imported at the first launch: Triton decides when it is
 import torch
 from torch import Tensor
 
-from ...ground import interpreter
+from ...common import interpreter
 from .configs import config_for
 
 LIBRARY = "refimpl"

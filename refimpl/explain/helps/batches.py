@@ -1,6 +1,6 @@
 """A batch in parts (`refimpl.accumulation`): activations of one part, and gradients that wait for the others."""
 
-from ...ground.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES
+from ...common.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES
 from ...memory.storage_records import STEP
 from .found import Found
 

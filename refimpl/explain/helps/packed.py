@@ -4,7 +4,7 @@ from functools import partial
 
 from ...activations.codecs import cast_bytes, group_bytes, mask_bytes
 from ...activations.compress import SMALLEST
-from ...ground.ledger import ACTIVATIONS
+from ...common.ledger import ACTIVATIONS
 from ...memory.storage_records import FORWARD
 from .found import RETAINED, Found
 

@@ -1,6 +1,6 @@
 """Recomputation: what a module made in forward is dropped when it returns, and made again when its backward begins."""
 
-from ...ground.ledger import ACTIVATIONS
+from ...common.ledger import ACTIVATIONS
 from ...memory.storage_records import BACKWARD
 from ..recorded_timeline import inside
 from .found import RETAINED, Found

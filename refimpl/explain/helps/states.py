@@ -1,6 +1,6 @@
 """Gradients, parameters and optimizer state: dropped earlier, cut among ranks, or kept elsewhere."""
 
-from ...ground.ledger import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
+from ...common.ledger import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
 from ..kinds import BEFORE, CASTS, COPIES, LOG_PROBABILITIES, LOSS, OF_SCORES, UPDATE, Kinds
 from .batches import most_rows
 from .found import Found

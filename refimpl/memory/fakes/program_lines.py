@@ -12,7 +12,7 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _MEMORY = str(Path(__file__).parents[1]) + os.sep
-_METERS = _MEMORY, str(Path(__file__).parents[2] / "ground") + os.sep
+_METERS = _MEMORY, str(Path(__file__).parents[2] / "common") + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 

@@ -23,7 +23,7 @@ from ..storage_records import Line
 from .in_place import WatchedEngine
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_INNER = (str(Path(torch.__file__).parent) + os.sep, *(f"{_PACKAGE}{name}{os.sep}" for name in ("memory", "ground")))
+_INNER = (str(Path(torch.__file__).parent) + os.sep, *(f"{_PACKAGE}{name}{os.sep}" for name in ("memory", "common")))
 _SITES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 INNER, LIBRARY, USER = 0, 1, 2  # PyTorch, Python and the meters; other libraries, refimpl among them; the program

@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...ground.marks import meters, tell
+from ...common.marks import meters, tell
 from . import compiled
 from .in_place import PYTHON, WatchedEngine
 

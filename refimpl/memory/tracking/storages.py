@@ -16,8 +16,8 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ground.marks import mark_of
-from ...ground.nested_tensors import PLAIN, dense_parts
+from ...common.marks import mark_of
+from ...common.nested_tensors import PLAIN, dense_parts
 from ..storage_records import START, Op, StorageRecord
 from ..trace import Trace
 from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of

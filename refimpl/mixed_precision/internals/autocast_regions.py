@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...ground.autocast_keys import REGIONS as KEY
+from ...common.autocast_keys import REGIONS as KEY
 
 _TLS_KEY = "refimpl.mixed_precision"
 

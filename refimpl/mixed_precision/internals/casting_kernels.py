@@ -13,7 +13,7 @@ import threading
 import torch
 from torch._C import DispatchKeySet
 
-from ...ground.autocast_keys import REGIONS as KEY
+from ...common.autocast_keys import REGIONS as KEY
 from . import lists
 from .autocast_regions import state
 

@@ -2,7 +2,7 @@
 
 `torch.utils.checkpoint` restores `torch.autocast`, which it knows, and not us. While a region is open anywhere, two of
 its functions are wrapped: those that take what will be recomputed. The techniques of this project recompute in a
-`ground.rerun.Environment`. For any other, and for a thread, wrap the function by hand: `keep_precision(function)`.
+`common.rerun.Environment`. For any other, and for a thread, wrap the function by hand: `keep_precision(function)`.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from ...ground import rerun
+from ...common import rerun
 from .autocast_regions import AutocastRegion, set_stack, state
 
 _lock = threading.Lock()

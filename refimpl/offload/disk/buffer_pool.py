@@ -4,7 +4,7 @@ import queue
 
 import torch
 
-from ...ground.marks import mark
+from ...common.marks import mark
 from ..copies import HOST_MEMORY
 from .file import BLOCK
 

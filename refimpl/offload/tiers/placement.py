@@ -17,7 +17,7 @@ prefetching and caching strategies": do no harm). Over a slow link it pays to lo
 `_is_late`.
 """
 
-from ...ground.accesses import AccessRecording
+from ...common.accesses import AccessRecording
 from ..errors import StoreError
 from .bucket_moves import DEVICE, DISK, HOST, Counts, Move, TieredBucket
 from .tier import Tier

@@ -52,7 +52,7 @@ def simulate(trace, links, device, host, disk=True, rule="belady", steps=4, firs
     """Replay a step's trace `steps` times; return the Counts of all from step `first` on (None: of the last), and their
     seconds as `.seconds`.
 
-    `trace`: [(what, key, bytes, seconds of computation before it)], what as in `ground.eviction`, and "hint".
+    `trace`: [(what, key, bytes, seconds of computation before it)], what as in `common.eviction`, and "hint".
     """
     clock = Clock(links, block_bytes)
     plan = TierPlacement(clock, device, host, disk, rule)

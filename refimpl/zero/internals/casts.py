@@ -30,8 +30,8 @@ from torch._C import DispatchKey
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...ground.autocast_keys import CASTS as KEY
-from ...ground.autocast_keys import REGIONS
+from ...common.autocast_keys import CASTS as KEY
+from ...common.autocast_keys import REGIONS
 
 _here = threading.local()  # `watching`: the Casts of the units whose forward is running
 

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...ground.marks import mark
-from ...ground.materializing import lacks_values, no_value, replaced
+from ...common.marks import mark
+from ...common.materializing import lacks_values, no_value, replaced
 
 
 def initializer_of(model, device, initialize=None):

@@ -20,7 +20,7 @@ from ..units import default_units
 @contextlib.contextmanager
 def timeline(engine):
     """Record what `engine` (of any stage) computes and communicates in this context; gives a
-    `ground.spans.Recording`."""
+    `common.spans.Recording`."""
     units, recording = set(getattr(engine, "units", None) or default_units(engine.model)), None
     named = {name: module for name, module in engine.model.named_modules() if module in units}
     try:

@@ -15,7 +15,7 @@ import torch
 
 from ...comm.agreement import check_same
 from ...comm.handle import Then
-from ...ground.marks import mark
+from ...common.marks import mark
 from .codec import BlockCodec
 
 

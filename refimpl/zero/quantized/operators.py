@@ -12,7 +12,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from ...ground import interpreter
+from ...common import interpreter
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 

@@ -23,7 +23,7 @@ from ...comm import Communicator
 from ...comm.agreement import check_same
 from ...comm.handle import Then
 from ...comm.two_level import levels
-from ...ground.marks import mark
+from ...common.marks import mark
 from .codec import BlockCodec
 
 

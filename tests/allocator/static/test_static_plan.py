@@ -11,7 +11,7 @@ from static_kit import MODELS, shorter, trace_of
 from refimpl.allocator import OverlappingPlan, StaticPlan, plan_static, replay
 from refimpl.allocator.static import Lifetimes, greedy
 from refimpl.allocator.static.static_plan import PLACEMENTS
-from refimpl.ground.allocations import Maker
+from refimpl.common.allocations import Maker
 
 
 @pytest.fixture(scope="module", params=MODELS)

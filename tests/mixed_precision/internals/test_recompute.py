@@ -8,7 +8,7 @@ from precision_kit import Dtypes
 from threads_kit import in_a_thread
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from refimpl import ground, memory
+from refimpl import common, memory
 from refimpl.checkpointing import RecomputeError
 from refimpl.checkpointing import checkpoint as own_checkpoint
 from refimpl.mixed_precision import autocast, keep_precision
@@ -155,7 +155,7 @@ def test_wrappers_are_there_while_a_region_is_open_in_any_thread():
 
 
 def test_the_checkpoint_of_this_project_recomputes_in_the_same_types():
-    """Neither knows the other: both know `ground.rerun`."""
+    """Neither knows the other: both know `common.rerun`."""
     linear, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.ones(2, 8)
     weights = list(linear.parameters())
     with autocast(device_type="cpu"):
@@ -173,7 +173,7 @@ def test_the_checkpoint_of_this_project_recomputes_in_the_same_types():
 
 def test_a_checkpoint_that_does_not_ask_notices_that_dtypes_differ(monkeypatch):
     linear, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.ones(2, 8)
-    monkeypatch.setattr(ground.rerun, "_registered", [])
+    monkeypatch.setattr(common.rerun, "_registered", [])
     with autocast(device_type="cpu"):
         kept, alone = own_checkpoint(keep_precision(linear), x).sum(), own_checkpoint(linear, x).sum()
     kept.backward()

@@ -3,7 +3,7 @@
 import pytest
 
 from refimpl.comm import Link
-from refimpl.ground.eviction import moved_bytes
+from refimpl.common.eviction import moved_bytes
 from refimpl.offload.tiers.step_simulator import simulate
 
 UNIT = 2**20

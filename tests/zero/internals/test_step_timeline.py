@@ -13,7 +13,7 @@ from zero_steps import update
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
-from refimpl.ground.spans import started
+from refimpl.common.spans import started
 from refimpl.zero import DataParallel, Zero3
 from refimpl.zero.internals.step_timeline import timeline
 

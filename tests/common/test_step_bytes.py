@@ -8,7 +8,7 @@ import torch
 from training_step import train
 
 from refimpl import memory
-from refimpl.ground import step_bytes
+from refimpl.common import step_bytes
 from refimpl.memory import training_step_bytes, training_step_moments
 from refimpl.model import GPTConfig
 

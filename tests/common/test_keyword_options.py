@@ -2,7 +2,7 @@
 
 import pytest
 
-from refimpl.ground.keyword_options import check_options
+from refimpl.common.keyword_options import check_options
 
 
 def test_known_options_pass():

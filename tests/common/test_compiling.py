@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.ground import compiling
-from refimpl.ground.compiling import CannotCompile
+from refimpl.common import compiling
+from refimpl.common.compiling import CannotCompile
 from refimpl.offload import CPUAdam
 from refimpl.offload import adamw_kernels as kernels
 

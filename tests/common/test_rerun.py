@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from refimpl.ground import rerun
-from refimpl.ground.rerun import Environment, has_drawn, random_state
+from refimpl.common import rerun
+from refimpl.common.rerun import Environment, has_drawn, random_state
 
 
 def test_numbers_come_again_and_afterwards_go_on_as_before():

@@ -6,8 +6,8 @@ from allocator_kit import random_trace
 
 from refimpl.allocator import plan_static
 from refimpl.allocator.static import Lifetimes
-from refimpl.ground.allocations import Maker
-from refimpl.ground.lifetimes import most_live
+from refimpl.common.allocations import Maker
+from refimpl.common.lifetimes import most_live
 
 
 def test_lives_begin_and_end_with_events():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refimpl.ground.quadratic import Quadratic
+from refimpl.common.quadratic import Quadratic
 
 coefficients = st.integers(0, 10**12)
 

@@ -7,7 +7,7 @@ import torch
 from matplotlib.colors import to_hex, to_rgb
 
 from refimpl import memory
-from refimpl.ground.figure import COLOURS, _readable_on, colour, phases
+from refimpl.common.figure import COLOURS, _readable_on, colour, phases
 from refimpl.memory.trace import Op, StorageRecord, Trace
 
 

@@ -4,7 +4,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from refimpl import memory
-from refimpl.ground.nested_tensors import dense_parts, tensors_in
+from refimpl.common.nested_tensors import dense_parts, tensors_in
 
 
 def test_tensors_are_found_in_nested_containers():

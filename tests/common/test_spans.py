@@ -5,8 +5,8 @@ import pickle
 import pytest
 import torch
 
-from refimpl.ground import spans
-from refimpl.ground.spans import Span, SpanRecorder, SpanRecording, started
+from refimpl.common import spans
+from refimpl.common.spans import Span, SpanRecorder, SpanRecording, started
 
 X = torch.zeros(4)
 

@@ -5,9 +5,9 @@ import torch
 from matplotlib.colors import to_hex
 
 from refimpl import memory
-from refimpl.ground.figure import COLOURS
-from refimpl.ground.gantt import PALETTE, WAITING, gantt, tracks_of
-from refimpl.ground.spans import Span
+from refimpl.common.figure import COLOURS
+from refimpl.common.gantt import PALETTE, WAITING, gantt, tracks_of
+from refimpl.common.spans import Span
 
 MS = 10**6
 START = 1_700_000_000 * 10**9  # ns since 1970

@@ -5,7 +5,7 @@ import torch
 from training_step import OPTIMIZERS
 
 from refimpl import memory
-from refimpl.ground.state_bytes import PRECISIONS, STATES
+from refimpl.common.state_bytes import PRECISIONS, STATES
 from refimpl.memory import bytes_per_parameter, model_state_bytes
 from refimpl.model import GPT
 

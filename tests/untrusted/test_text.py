@@ -12,7 +12,7 @@ import pytest
 from bad_files import CONTROL, RAW
 
 from refimpl import cli
-from refimpl.elsewhere.text import one_line, print_json, print_raw, print_text, shown, visible
+from refimpl.untrusted.text import one_line, print_json, print_raw, print_text, shown, visible
 
 
 def test_every_control_character_is_written_out():

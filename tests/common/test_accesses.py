@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refimpl.ground import accesses as module
-from refimpl.ground.accesses import AccessRecording
+from refimpl.common import accesses as module
+from refimpl.common.accesses import AccessRecording
 
 
 def recorded(text, recording=None):

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from refimpl.ground.lazy import lazily
+from refimpl.common.lazy import lazily
 
 
 def test_a_name_is_loaded_when_it_is_asked_for(tmp_path, monkeypatch):
     package = tmp_path / "lazy_package"
     package.mkdir()
-    (package / "__init__.py").write_text("from refimpl.ground.lazy import lazily\n"
+    (package / "__init__.py").write_text("from refimpl.common.lazy import lazily\n"
                                          "__getattr__, __dir__ = lazily(__name__, {'.picture': 'drawn'})\n"
                                          "__all__ = ['drawn']")
     (package / "picture.py").write_text("drawn = 'a picture'")

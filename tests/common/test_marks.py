@@ -4,8 +4,8 @@ import gc
 
 import torch
 
-from refimpl.ground import marks
-from refimpl.ground.marks import mark, mark_of, meters
+from refimpl.common import marks
+from refimpl.common.marks import mark, mark_of, meters
 
 
 class Meter:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refimpl.ground.eviction import moved_bytes
+from refimpl.common.eviction import moved_bytes
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ from static_kit import gpt, llama
 
 from refimpl import memory
 from refimpl.allocator import AllocationTrace, DamagedTrace, replay
-from refimpl.ground.allocations import ALLOC, Maker
+from refimpl.common.allocations import ALLOC, Maker
 
 
 def step():

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from refimpl.elsewhere.files import opened, text_of
+from refimpl.untrusted.files import opened, text_of
 
 
 def test_a_file_within_the_limit(tmp_path):
