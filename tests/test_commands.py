@@ -326,3 +326,15 @@ def test_gpu_says_in_one_line_that_there_is_none():
     (line,) = (done.stdout + done.stderr).splitlines()
     assert done.returncode != 0
     assert "no GPU was found" in line
+
+
+@pytest.mark.skipif(shutil.which("bmake") is None, reason="there is no BSD make (Debian: apt install bmake)")
+def test_bsd_make_says_gmake_and_does_nothing():
+    done = subprocess.run(["bmake", "-f", "BSDmakefile", "lab"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stderr.splitlines()[0].endswith("run gmake lab")
+
+
+def test_the_makefile_has_no_function_that_gnu_make_3_81_lacks():
+    """macOS has 3.81 of 2006: no `$(file …)`, `$(let …)`, `!=`, `undefine`, `.ONESHELL`, `::=`, grouped targets."""
+    text = (ROOT / "Makefile").read_text()
+    assert not re.search(r"\$\((file|let|intcmp|guile) |^\S+ *(!=|::=)|^undefine|^\.ONESHELL|&:", text, re.MULTILINE)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..common.derivatives import refuse_transforms
+from ..common.interpreter import new_enough
 from .call.arguments import INSTEAD, check_kernel, check_tensors, resolve, resolve_packed
 from .kernels.operators import MAX_STRIDE, attention_forward
 from .reference import AttentionBytes, resolve_shapes
@@ -32,9 +33,9 @@ def flash_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
     seed. Autograd keeps the output and one fp32 logsumexp per row; backward computes the weights again, and gives the
     same bits in every run.
 
-    The kernels run on CUDA, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1 before Triton is first
-    imported; slow, for learning and tests). Elsewhere, on CUDA for fp64, and for a hook in `score` that is a class of
-    yours, `tiled_attention` does the same in PyTorch.
+    The kernels run on CUDA from compute capability 8.0 on, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1
+    before Triton is first imported; slow, for learning and tests). Elsewhere, on CUDA for fp64, and for a hook in
+    `score` that is a class of yours, `tiled_attention` does the same in PyTorch.
 
     - `cu_seqlens`: as a list, its values are known. A tensor on CUDA is read by the host, which waits for the device;
       with `max_seqlen` (and `max_seqlen_k`, by default the same) given it is not, nor under torch.compile or in a dry
@@ -60,9 +61,9 @@ def flash_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
             # another bad argument is named first, as everywhere
             resolve(q_BHTD, k_BGSD, v_BGSV, **options, **packing)
             raise ValueError(f"kernel={kernel!r} for {q_BHTD.dtype} on {q_BHTD.device}: Triton's kernels take float16, "
-                             "bfloat16 and float32 on CUDA, or on a CPU where TRITON_INTERPRET=1 is set before Triton "
-                             f"is imported, and of hooks (score={score}) those of refimpl.attention.scores, a softcap "
-                             "first; kernel='auto' takes tiled_attention elsewhere")
+                             "bfloat16 and float32 on CUDA (capability 8.0 on), or on a CPU with TRITON_INTERPRET=1 "
+                             f"set before Triton is imported, and of hooks (score={score}) those of "
+                             "refimpl.attention.scores, a softcap first; kernel='auto' takes tiled_attention elsewhere")
         return tiled_attention(q_BHTD, k_BGSD, v_BGSV, **options, **packing, return_logsumexp=return_logsumexp)
     given = [x for x in (q_BHTD, k_BGSD, v_BGSV, sinks) if isinstance(x, torch.Tensor)]
     # An operator would silently take a tensor with a tangent for a constant. It computes right under vmap.
@@ -80,8 +81,9 @@ def flash_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
 
 
 def kernels_run_on(device):
-    """Tell whether Triton's kernels run on `device`: on CUDA, and on a CPU in a process that interprets them."""
-    return HAS_TRITON and (device.type == "cuda" or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    """Tell whether Triton's kernels run on `device`: a GPU that is new enough, or a CPU that interprets them."""
+    return HAS_TRITON and (device.type == "cuda" and new_enough(device)
+                           or device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def check_for_kernels(q_BHTD, k_BGSD, v_BGSV):

@@ -13,6 +13,7 @@ import triton
 from refimpl.attention import Softcap, flash, flash_attention, gluon_forward, triton_forward, triton_hopper
 from refimpl.attention.kernels import operators
 from refimpl.attention.kernels.operators import attention_delta
+from refimpl.zero.quantized import BlockCodec
 
 pytestmark = kit.in_the_interpreter()
 
@@ -27,6 +28,27 @@ def test_bfloat16_on_a_gpu_in_the_interpreter_is_refused_too():
     """There Triton's interpreter computes on copies in the host's memory."""
     with pytest.raises(ValueError, match="interpreter computes it wrongly"):
         operators.check_interpreter(SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def old_gpu(monkeypatch):
+    """A T4, as torch tells of it; kernels that are compiled, as on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+    monkeypatch.setattr(triton_forward, "forward_kernel", triton.JITFunction(kit.plain))
+
+
+def test_a_gpu_that_is_too_old_is_named_and_auto_takes_pytorch_s_operations(old_gpu, monkeypatch):
+    t4 = torch.device("cuda")
+    assert not flash.kernels_run_on(t4)
+    with pytest.raises(RuntimeError, match="Tesla T4 has compute capability 7.5, .* 8.0: tiled_attention"):
+        operators.check_interpreter(SimpleNamespace(device=t4, dtype=torch.float16))
+    x = SimpleNamespace(device=t4, dtype=torch.float16)
+    assert not BlockCodec()._by_triton(x) and BlockCodec(kernel="triton")._by_triton(x)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert flash.kernels_run_on(t4) and BlockCodec()._by_triton(x)
+    operators.check_interpreter(x)
 
 
 def test_triton_imported_before_the_variable_was_set(monkeypatch):

@@ -32,7 +32,7 @@ def check_interpreter(q):
     interpreter.check_interpreter(forward_kernel, q, (
         "TRITON_INTERPRET=1 came after Triton was imported, which by then had made its kernels for a GPU: set it "
         "before anything imports Triton, at the top of the page or in the shell"),
-        "unset the variable: then tiled_attention takes it")
+        "unset the variable: then tiled_attention takes it", "tiled_attention")
 
 
 @torch.library.custom_op(f"{LIBRARY}::attention_forward", mutates_args=())

@@ -24,7 +24,7 @@ def check_interpreter(hidden):
 
     interpreter.check_interpreter(forward_kernel, hidden, (
         "Triton's kernels need a GPU, or TRITON_INTERPRET=1 before anything imports Triton; on a CPU use "
-        "chunked_linear_cross_entropy"), "chunked_linear_cross_entropy")
+        "chunked_linear_cross_entropy"), *["chunked_linear_cross_entropy"] * 2)
 
 
 @torch.library.custom_op(f"{LIBRARY}::head_forward", mutates_args=())

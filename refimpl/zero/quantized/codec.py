@@ -18,6 +18,7 @@ import dataclasses
 import torch
 from torch.nn import functional as F
 
+from ...common.interpreter import new_enough
 from ..bucket import ALIGNMENT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,7 +35,7 @@ class BlockCodec:
     - `bits`: 8 or 4, of a number.
     - `block`: numbers that share a scale, a power of two from 16 to 4096.
     - `scale_dtype`: fp32 or bf16. A bf16 scale is itself rounded; |x − x̂| ≤ s / 2 holds for it, too.
-    - `kernel`: "triton", "torch", or "auto": Triton's for CUDA tensors, else torch's.
+    - `kernel`: "triton", "torch", or "auto": Triton's for CUDA tensors (capability 8.0 on), else torch's.
 
     ValueError for other values. TypeError for tensors of another dtype.
     """
@@ -144,7 +145,7 @@ class BlockCodec:
 
         if self.kernel == "triton" and not operators.HAS_TRITON:
             raise RuntimeError("kernel='triton', and Triton is not installed: pip install triton, or kernel='auto'")
-        return operators.HAS_TRITON
+        return operators.HAS_TRITON and (self.kernel == "triton" or new_enough(x.device))
 
 
 def _on_device(number, x):

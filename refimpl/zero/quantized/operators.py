@@ -23,7 +23,7 @@ def check_interpreter(x):
 
     interpreter.check_interpreter(quantize_kernel, x, (
         "kernel='triton' needs a GPU, or TRITON_INTERPRET=1 before anything imports Triton; on a CPU use "
-        "kernel='auto'"), "kernel='auto'")
+        "kernel='auto'"), *["kernel='auto'"] * 2)
 
 
 @torch.library.custom_op("refimpl::quantize_blocks", mutates_args=("scales", "codes"))
