@@ -26,8 +26,8 @@ def check_interpreter(kernel, x, on_a_cpu, instead, in_torch):
             raise RuntimeError(on_a_cpu)
         if x.device.type == "cuda" and not new_enough(x.device):
             major, minor = torch.cuda.get_device_capability(x.device)
-            raise RuntimeError(f"{torch.cuda.get_device_name(x.device)} has compute capability {major}.{minor}, and the "
-                               f"Triton kernels need 8.0: {in_torch} computes the same")
+            raise RuntimeError(f"{torch.cuda.get_device_name(x.device)} has compute capability {major}.{minor}, and "
+                               f"Triton's kernels need 8.0: {in_torch} computes the same")
         return
     if x.dtype == torch.bfloat16:
         raise ValueError("bfloat16 under TRITON_INTERPRET=1: Triton's interpreter computes it wrongly, without an "
