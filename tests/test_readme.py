@@ -1,8 +1,9 @@
-"""The README is true: its example runs, its links lead somewhere, its figures are those of the records."""
+"""README and docs/ are true: examples run, links lead somewhere, figures are those of the records and closed forms."""
 
 import ast
 import re
 import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,22 +41,36 @@ from refimpl.zero.quantized import BlockCodec
 from refimpl.zero.quantized.closed_forms import gather_bytes, reduce_bytes
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+sys.path.insert(0, str(ROOT / "tools"))
+import start_page  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = PAGES[0].read_text()
+TECHNIQUES = "".join(path.read_text() for path in PAGES if path.parent.name == "techniques")
+OWN = (ROOT / "docs" / "your_own_code.md").read_text()
+METER = (ROOT / "docs" / "meter.md").read_text()
+LINKS = sorted({(path, link) for path in PAGES for link in re.findall(r"\]\(([^)#]+)", path.read_text())})
 
 
-def test_the_examples_run_as_written(capsys, tmp_path, monkeypatch):
+def test_readme_takes_three_minutes():
+    assert len(README.split()) <= 1200
+
+
+@pytest.mark.parametrize("page", [README, OWN], ids=["README", "your_own_code"])
+def test_the_examples_run_as_written(capsys, tmp_path, monkeypatch, page):
     monkeypatch.chdir(tmp_path)
-    for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+    for example in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         (tmp_path / "example.py").write_text(example)
         runpy.run_path("example.py", run_name="__main__")
     printed = capsys.readouterr().out
     assert printed.startswith("peak on cpu, after ") and "optimizer state" in printed
-    assert printed.endswith(" s on the wire were waited for\n")
-    assert (tmp_path / "checkpoint" / "manifest.json").exists() and (tmp_path / "overlap.png").stat().st_size
+    if page == OWN:
+        assert printed.endswith(" s on the wire were waited for\n")
+        assert (tmp_path / "checkpoint" / "manifest.json").exists() and (tmp_path / "overlap.png").stat().st_size
 
 
 def test_the_estimate_is_the_one_that_is_printed(capsys):
-    command, printed = re.search(r"```\n\$ refimpl (estimate .*?)\n(.*?)\n```", README, re.DOTALL).groups()
+    command, printed = re.search(r"```\n\$ refimpl (estimate .*?)\n(.*?)\n```", OWN, re.DOTALL).groups()
     cli.main(command.split())
     said = capsys.readouterr().out.splitlines()
     first, last = printed.split("\n…\n")
@@ -63,15 +78,35 @@ def test_the_estimate_is_the_one_that_is_printed(capsys):
     assert first == said[:len(first)] and last == said[-len(last):]
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
-def test_links_lead_somewhere(link):
-    assert link.startswith("https://") or (ROOT / link).exists()
+@pytest.mark.parametrize(("page", "link"), LINKS, ids=[f"{page.name}: {link}" for page, link in LINKS])
+def test_links_lead_somewhere(page, link):
+    assert link.startswith("https://") or (page.parent / link).exists()
 
 
 def test_every_notebook_has_a_row():
-    rows = set(re.findall(r"\]\((notebooks/[^)]+)\)", README))
-    assert rows == {f"notebooks/{page.filename}" for page in catalog.pages()}
-    assert f"one of the {sum(page.core for page in catalog.pages())} core pages" in README
+    table = (ROOT / "docs" / "techniques.md").read_text()
+    rows = set(re.findall(r"\]\(../notebooks/([^)]+)\)", table + (ROOT / "docs" / "symptoms.md").read_text()))
+    assert rows == {page.filename for page in catalog.pages()}
+    assert f"one of the {sum(page.core for page in catalog.pages())} core pages" in table
+
+
+def test_the_four_questions_are_those_of_the_start_page():
+    groups = start_page.start()["groups"]
+    assert re.findall(r"^\*\*(.*)\*\*$", README, re.MULTILINE) == [group["title"] for group in groups]
+    for row in (row for group in groups for row in group["rows"]):
+        first = row[1]
+        line = start_page.symptom(row, lambda slug, first=first: start_page.in_readme(slug, slug == first), ", ")
+        assert line in README
+
+
+def test_a_technique_is_a_short_row_that_leads_to_its_figures():
+    rows = re.findall(r"^\| \[(.*?)\]\(techniques/(\w+)\.md#([^)]+)\) \| (.*?) \| (.*?) \|", (
+        ROOT / "docs" / "techniques.md").read_text(), re.MULTILINE)
+    assert len(rows) == TECHNIQUES.count("\n## ") >= 39
+    for name, file, anchor, saves, costs in rows:
+        headings = re.findall(r"^## (.*)$", (ROOT / "docs" / "techniques" / f"{file}.md").read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", each.lower()).strip()) for each in headings}
+        assert len(f"{name} {saves} {costs}".split()) <= 25
 
 
 def test_commands_exist():
@@ -91,8 +126,8 @@ def test_figures_of_the_meter_are_the_recorded_ones():
     steps = [r["ratio"] for r in rows if r["what"].startswith("tracked step")]
     dry = [r for r in rows if r["what"].startswith("dry run") and r["unit"] == "s"]
     seconds = {r["what"].split()[3].rstrip(","): r["value"] for r in dry}
-    assert f"{fp32['peer_value'] - fp32['value']} bytes of {fp32['peer_value'] / 1e6:.0f} MB" in README
-    text = " ".join(README.split())
+    assert f"{fp32['peer_value'] - fp32['value']} bytes of {fp32['peer_value'] / 1e6:.0f} MB" in METER
+    text = " ".join(METER.split())
     programs = [r for r in rows if "net" in r]
     near = [r for r in programs if abs(r["ratio"] - 1) <= 0.005]
     assert f"on {len(programs)} programs of transformers, timm and peft within 0.5 % in {len(near)} of them" in text
@@ -103,13 +138,14 @@ def test_figures_of_the_meter_are_the_recorded_ones():
     fp32_step, bf16_step, tiny, *others = (f"{ratio:.1f}" for ratio in steps)
     assert f"by a factor of {fp32_step} in fp32 and {bf16_step} in bf16, and a tiny model's by {tiny}" in text
     assert f"four of transformers' models of that size by {min(others)} to {max(others)}" in text
-    assert f"{seconds['gpt3-175b']:.0f} s for GPT-3 175B, {seconds['llama2-7b']:.0f} s for LLaMA-2-7B" in README
+    dry = f"{seconds['gpt3-175b']:.0f} s for GPT-3 175B, {seconds['llama2-7b']:.0f} s for LLaMA-2-7B"
+    assert dry in readme_row("dry run")
 
 
 def readme_row(start):
-    """The line of the course's table that begins so."""
-    (line,) = [line for line in README.splitlines() if line.startswith(f"| {start}")]
-    return line
+    """The figures of the technique whose heading begins so, in one line."""
+    (section,) = re.findall(rf"^## {re.escape(start)}.*?(?=^## |\Z)", TECHNIQUES, re.MULTILINE | re.DOTALL)
+    return " ".join(section.split())
 
 
 def test_figures_of_mixed_precision_are_the_recorded_ones():
@@ -133,8 +169,9 @@ def test_figures_of_accumulation_are_the_recorded_ones():
 
 def test_figures_of_recomputation_are_the_recorded_ones():
     rows = {row["what"]: row for row in rows_of("checkpointing")}
-    assert f"{1 - rows['peak: every block']['ratio']:.0%}".replace("%", " % of the peak") in README
-    assert f"{rows['time: every block']['ratio'] - 1:.0%}".replace("%", " % of the step's time on a CPU") in README
+    line = readme_row("recompute every block")
+    assert f"{1 - rows['peak: every block']['ratio']:.0%}".replace("%", " % of the peak") in line
+    assert f"{rows['time: every block']['ratio'] - 1:.0%}".replace("%", " % of the step's time on a CPU") in line
 
 
 def test_figures_of_a_head_without_logits_are_the_closed_forms():
@@ -336,7 +373,7 @@ def test_figures_of_zero_bubble_schedules_are_those_of_the_simulator():
         if costs == (1, 1, 1):
             assert (f"of {idle['1f1b']} units on {p} ranks {idle['zb-h1']} are left (ZB-H1), or {idle['zb-v']} (ZB-V), "
                     "where forward and both parts of backward take 1 each") in line
-    assert f"at 4 : 5 : 3, of {idle['1f1b']} units {idle['zb-h1']}, or {idle['zb-v']} |" in line
+    assert f"at 4 : 5 : 3, of {idle['1f1b']} units {idle['zb-h1']}, or {idle['zb-v']}." in line
     assert [in_flight("1f1b", p, m, r) for r in range(p)] == [p - r for r in range(p)]
     assert in_flight("zb-h2", p, m) == 2 * p - 1 and "ZB-H2 holds 2p − 1" in line
 
@@ -427,12 +464,12 @@ def test_figures_beside_pytorchs_own_are_the_recorded_ones(start, stage, text):
 def test_the_rate_of_reduce_scatter_is_the_recorded_one():
     rates = {row["what"]: row["value"] for row in rows_of("comm") if row["peer"] == "at least"}
     two, four = (rates[f"reduce_scatter on {N} ranks, of torch.distributed's rate"] for N in (2, 4))
-    assert f"a reduce_scatter at {two:.1f} to {four:.1f} times the rate" in " ".join(README.split())
+    assert f"a reduce_scatter at {two:.1f} to {four:.1f} times the rate" in " ".join(OWN.split())
 
 
 def test_the_places_to_begin_with_are_where_it_says():
-    section = README.partition("## Where to read the code")[2].partition("\n## ")[0]
-    named = re.findall(r"\]\((refimpl/[\w/]+\.py)\), `([\w.]+)`", section)
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Where to begin")[2].partition("\n## ")[0]
+    named = re.findall(r"\]\(../(refimpl/[\w/]+\.py)\), `([\w.]+)`", section)
     assert len(named) == 8
     for path, name in named:
         tree = ast.parse((ROOT / path).read_text())

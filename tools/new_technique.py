@@ -22,8 +22,9 @@ FILES = {"paper.py": "refimpl/papers/NAME.py", "init.py": "refimpl/NAME/__init__
          "closed_forms.py": "refimpl/NAME/closed_forms.py", "technique.py": "refimpl/NAME/NAME.py",
          "test_paper.py": "tests/NAME/test_paper.py", "test_technique.py": "tests/NAME/test_NAME.py",
          "grader.py": "notebooks/exercises/NAME.py", "test_grader.py": "tests/exercises/test_NAME.py"}
-ROWS = ("README.md", "refimpl/README.md", "refimpl/papers/__init__.py", "data/pages.toml", "tests/core.toml",
-        "tools/architecture.py")
+ROWS = ("docs/techniques.md", "refimpl/README.md", "refimpl/papers/__init__.py", "data/pages.toml", "data/start.toml",
+        "tests/core.toml", "tools/architecture.py")
+FIGURES = {"0": "one_device", "1": "attention", "2": "many_ranks", "3": "the_model_split", "4": "the_allocator"}
 AGREE = ("tools/architecture.py", "tools/pages.py")  # the drawing, and the links of neighbouring pages
 LONGEST = 24  # letters of a name: longer ones break lines of the templates
 
@@ -122,15 +123,22 @@ def rows(name, after, number, title, page):
     """Return {path: its text with the new row} of each table."""
     following = list(pages())[list(pages()).index(after) + 1]
     toy = "SiLU that keeps its input alone (a toy)"
-    technique = (f"| {title}: {toy} | of two tensors that autograd keeps, one | a sigmoid more | "
-                 f"[{number} · {title}](notebooks/{page}) | [{name}/](refimpl/{name}) |\n")
+    saves, costs = "of two tensors that autograd keeps, one", "a sigmoid more"
+    detail = ROOT / "docs" / "techniques" / f"{FIGURES[number[0]]}.md"
+    heading = f"{title}: {toy}"
+    anchor = re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()))
+    technique = (f"| [{title}](techniques/{detail.name}#{anchor}) | {saves} | {costs} | "
+                 f"[{number} · {title}](../notebooks/{page}) | [{name}/](../refimpl/{name}) |\n")
+    figures = (f"\n## {heading}\n\n**Saves:** {saves}.\n\n**Costs:** {costs}.\n\nPage [{number} · {title}]"
+               f"(../../notebooks/{page}); module [{name}/](../../refimpl/{name}).\n")
     described = (f'[{name}]\nnumber = "{number}"\ntitle = "{title}"\nquestion = "How many tensors does SiLU keep?"\n'
                  f'minutes = 15\ncore = false\nneeds = ["{after}"]\n\n')
     tests = f"{name}/test_{name}.py::test"
     core = (f'{name} = ["{tests}_numbers_are_the_plain_ones",\n{" " * (len(name) + 4)}'
             f'"{tests}_bytes_are_the_closed_form"]\n')
     places = {  # a pattern that ends where the row belongs, and the row
-        "README.md": (rf"(?s)\A.*\n\| [^\n]*_{after}\.ipynb\)[^\n]*\n", technique),
+        "docs/techniques.md": (rf"(?s)\A.*\n\| [^\n]*\| \[{number[0]}\d[a-z]? · [^\n]*\n", technique),
+        "data/start.toml": (r"(?s)\A.*(?=\]\n)", f'    ["{toy}", "{name}"],\n'),
         "refimpl/README.md": (r"(?s)## Techniques\n.*?\n(?:\| [^\n]*\n)+\|---[^\n]*\n(?:\| [^\n]*\n)+",
                               f"| [{name}]({name}/__init__.py) | {toy} |\n"),
         "refimpl/papers/__init__.py": (r'(?s)\A"""(?:[^\n]*\n)*?\n(?:    \w[^\n]*\n)+',
@@ -138,7 +146,8 @@ def rows(name, after, number, title, page):
         "data/pages.toml": (rf"(?s)\A.*\n(?=\[{following}\]\n)", described),
         "tests/core.toml": (r"(?s)\[techniques\].*?(?=\n\[ground\])", core),
         "tools/architecture.py": (r"TECHNIQUES = \{[^}]*(?=\})", f',\n              "{name}"')}
-    return {ROOT / path: with_row(path, *places[path]) for path in ROWS}
+    return {detail: detail.read_text(encoding="utf-8") + figures,
+            **{ROOT / path: with_row(path, *places[path]) for path in ROWS}}
 
 
 def with_row(path, pattern, row):

@@ -72,8 +72,8 @@ class Course:
         """From what is seen to a page, by four questions."""
         text = "## From a symptom to a page\n"
         for group in self.start["groups"]:
-            rows = (f"| {see} | {', then '.join(self.link(slug) for slug in slugs)} |" for see, *slugs in group["rows"])
-            text += f"\n### {group['title']}\n\n| what you see | page |\n|---|---|\n" + "\n".join(rows) + "\n"
+            rows = "\n".join(symptom(row, self.link) for row in group["rows"])
+            text += f"\n### {group['title']}\n\n| what you see | page |\n|---|---|\n{rows}\n"
         return text
 
     def parts(self):
@@ -95,6 +95,18 @@ class Course:
         page = self.pages[slug]
         words = page.title if short else page.name
         return f"[{words}]({self.copies[slug]})" if slug in self.copies else words
+
+
+def symptom(row: list[str], link, between: str = ", then ") -> str:
+    """Return a row of a group as a line of a table, here and in README. `link`: of a slug."""
+    see, *slugs = row
+    return f"| {see} | {between.join(link(slug) for slug in slugs)} |"
+
+
+def in_readme(slug: str, first: bool) -> str:
+    """Return README's link to a page: the first of a row with its title, others by number."""
+    page = catalog.page(slug)
+    return f"[{page.name if first else page.number}](notebooks/{page.filename})"
 
 
 @cache

@@ -20,7 +20,7 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 SECONDS = 300  # for one page to run, on shared cores
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
     """The path of a Chromium of the machine."""
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
@@ -30,7 +30,7 @@ def chromium():
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A copy of this checkout's files under a name that a careless command would trip over, with a reader's copies."""
     copy = tmp_path_factory.mktemp("lab") / "für zwei, it's here"
@@ -46,7 +46,7 @@ def checkout(tmp_path_factory):
     return copy
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(checkout):
     """The one line that `make lab` says: the address of the start page."""
     server = subprocess.Popen(
@@ -83,7 +83,7 @@ def wait_for(port):
     raise TimeoutError(f"nobody listens on port {port} after a minute")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(chromium):
     from playwright.sync_api import sync_playwright
 

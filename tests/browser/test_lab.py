@@ -12,6 +12,7 @@ import pytest
 
 from refimpl import catalog
 
+pytestmark = pytest.mark.nightly
 SECONDS = 300  # for one page to run, on shared cores
 DRAWN = ".jp-RenderedMarkdown"  # a cell's source is there, too, and hidden
 ANSWER = """

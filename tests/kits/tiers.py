@@ -10,6 +10,7 @@
 - Of each other function a first case is drawn, the cheap ones before the dear ones, then of each a second, and so on.
   The cases of a matrix come in the order of a covering array: few rows that hold each pair of two arguments' values.
   The sample stays the same until the seed, the costs or the tests change.
+- Tests marked `nightly` are drawn where `each` is true alone.
 - Pages run whole. If not all fit, those that the file calls core do, and others by turns, from commit to commit; where
   `each` is true, all do.
 """
@@ -40,7 +41,8 @@ def drawn(items, costs, settings, turn, workers=2):
     by which pages take turns; `workers`: processes that share the items."""
     tests, pages = defaultdict(list), defaultdict(list)
     for item in items:
-        (pages if is_of_a_page(item) else tests)[function_of(item)].append(item)
+        if settings["each"] or not item.get_closest_marker("nightly"):
+            (pages if is_of_a_page(item) else tests)[function_of(item)].append(item)
     chosen = {id(item) for item in tests_drawn(tests, costs, settings["tests"] * workers, settings)}
     if settings["each"]:
         kept = pages
