@@ -115,3 +115,22 @@ def test_a_port_in_use_is_one_sentence():
             done = subprocess.run([sys.executable, "tools/lab.py", "learn", *words], cwd=ROOT, capture_output=True,
                                   text=True, env=os.environ)
             assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--port", "FREE"], ["--ServerApp.port=FREE", "--no-browser"]])
+def test_jupyter_gets_one_port_and_the_line_says_it(words, monkeypatch, capsys):
+    import lab
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = [word.replace("FREE", str(port)) for word in words]
+    begun = []
+    monkeypatch.setattr(os, "execv", lambda _, command: begun.append(command))
+    monkeypatch.setattr(sys, "argv", ["tools/lab.py", "learn", *words])
+    monkeypatch.setenv("JUPYTER_TOKEN", "t")
+    lab.main()
+    said = capsys.readouterr().out
+    ports = [word for word in begun[0] if "port=" in word or word == "--port"]
+    assert said.count("\n") == 1 and len([word for word in ports if "retries" not in word]) == 1
+    assert not words or f":{port}/lab/tree/learn/INDEX.ipynb?token=t " in said

@@ -19,11 +19,12 @@ FIRST, TRIED = 8888, 50  # ports
 
 def main() -> None:
     folder, asked = Path(sys.argv[1]), sys.argv[2:]
-    port = asked_port(asked)
+    port, own = asked_port(asked), []
     if port is None:
         port = next((each for each in range(FIRST, FIRST + TRIED) if free(each)), None)
         if port is None:
             sys.exit(f"make lab: ports {FIRST} to {FIRST + TRIED - 1} are in use: name one, LAB_ARGS=\"--port N\"")
+        own = [f"--port={port}"]
     elif not free(port):
         sys.exit(f"make lab: port {port} is in use: name another, LAB_ARGS=\"--port N\"")
     page = f"/lab/tree/{quote(folder.as_posix())}/{INDEX}"
@@ -31,14 +32,14 @@ def main() -> None:
     print(f"JupyterLab is at http://localhost:{port}{page}?token={token} (Ctrl+C twice ends it)", flush=True)
     root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     os.chdir(ROOT)
-    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", "--log-level=WARN", f"--port={port}",
+    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", "--log-level=WARN", *own,
                               "--ServerApp.port_retries=0", f"--FileContentsManager.preferred_dir={folder.as_posix()}",
                               f"--LabApp.default_url={page}", *root, *asked])
 
 
 def asked_port(words: list[str]) -> int | None:
     """Return the port that the reader's own words name; None if they name none."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words[1:], ""], strict=False):  # of no words one is left over
         name, _, value = word.partition("=")
         if name in ("--port", "--ServerApp.port"):
             value = value or after
