@@ -8,6 +8,7 @@ and exercise, and have the page written anew; it has no code to run. A page whos
 
 import ast
 import json
+import platform
 import sys
 import tomllib
 from functools import cache
@@ -38,7 +39,12 @@ def notebook(folder: Path) -> dict:
     cells = [{"cell_type": "markdown", "id": f"part-{n}", "metadata": {}, "source": text}
              for n, text in enumerate(texts)]
     kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    # What a kernel would write here: else JupyterLab takes the page for changed as soon as it is open, and saves it.
+    language = {"codemirror_mode": {"name": "ipython", "version": 3}, "file_extension": ".py", "name": "python",
+                "mimetype": "text/x-python", "nbconvert_exporter": "python", "pygments_lexer": "ipython3",
+                "version": platform.python_version()}
+    return {"cells": cells, "metadata": {"kernelspec": kernel, "language_info": language}, "nbformat": 4,
+            "nbformat_minor": 5}
 
 
 class Course:

@@ -53,6 +53,8 @@ def test_the_start_page_is_drawn_wide_and_narrow_and_says_what_there_is(opened):
     tab = opened("INDEX.ipynb")
     for words in ("exercises solved", "One GPU, tonight", "Is it reserved, not allocated?"):
         tab.locator(DRAWN, has_text=words).first.wait_for(timeout=SECONDS * 1000)
+    tab.wait_for_timeout(5000)  # the kernel has told what it is
+    assert tab.locator(".jp-mod-dirty").count() == 0, "JupyterLab would save the page over what a grader writes"
     for width in (1400, 500):
         tab.set_viewport_size({"width": width, "height": 900})
         tab.wait_for_timeout(500)
