@@ -16,6 +16,7 @@ AROUND = ["tests/test_folders.py", "tests/test_architecture.py", "tests/test_con
           "tests/test_floors.py::test_each_paper_has_its_line_in_the_order_of_reading",
           "tests/test_readme.py::test_every_notebook_has_a_row", "tests/test_readme.py::test_links_lead_somewhere",
           "tests/test_readme.py::test_a_technique_is_a_short_row_that_leads_to_its_figures", "tests/test_start_page.py",
+          "tests/test_catalog.py::test_the_course_is_whole_without_its_elective_pages",
           "tests/test_tiers.py::test_the_core_has_each_technique_s_paper_and_two_of_its_tests"]
 
 

@@ -5,9 +5,10 @@
 
 A fault is a comparison, an operation or a condition exchanged, a default changed, a number one larger, two arguments
 swapped, a call dropped, memory kept that was freed, a hook left. The tests that a push draws of the file's package run
-first, its own test file before the others; then, if none fails, those of `make test-all`. A test that hangs has
-noticed. Two faults are tried at a time, each in a copy of HEAD. What was tried is kept in build/mutants/ and not tried
-again: interrupt it, and go on later. tests/mutants.toml lists faults that change nothing, each with the reason.
+first, its own test file before the others; then, if none fails, those of `make test-all`, and last those cases that
+`make test-matrix` runs alone. A test that hangs has noticed. Two faults are tried at a time, each in a copy of HEAD.
+What was tried is kept in build/mutants/ and not tried again: interrupt it, and go on later. tests/mutants.toml lists
+faults that change nothing, each with the reason.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from mutation import mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {"push": 0.95, "all": 0.97}  # of the faults that change something, how many each is to notice
+SELECTIONS = (*TIERS, "matrix")
 AT_ONCE = 2
 PATIENCE = 4, 60  # times what the tests take without a fault, and seconds more: what takes longer hangs
 
@@ -103,7 +105,7 @@ def package_of(file):
 
 
 def try_all(drawn):
-    """Try each that was not tried before, two at a time. Return {name: "push", "all", "lived" or "equivalent"}."""
+    """Try each that was not tried before, two at a time. Return {name: one of SELECTIONS, "lived" or "equivalent"}."""
     known = equivalents()
     said = {each.name: "equivalent" for each in drawn if (each.file, each.text, each.change) in known}
     kept = ROOT / "build" / "mutants" / f"{git('rev-parse', '--short=12', 'HEAD')}.jsonl"
@@ -119,7 +121,7 @@ def try_all(drawn):
             git("clone", "--quiet", "--shared", str(ROOT), f"{folder}/{n}")
             copies.put(Path(folder, str(n)))
         first = copies.get()
-        selections = {tier: collected(first, tier) for tier in TIERS}
+        selections = {tier: collected(first, tier) for tier in SELECTIONS}
         copies.put(first)
         allowed = {}
 
@@ -234,7 +236,8 @@ def report(drawn, said):
     rows = counts(drawn, said)
     rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
     lines += [f"{name:18}{row[0]:7}{row[1]:12}{row[2]:7}{row[3]:9}" for name, row in rows.items()]
-    lines += [f"lived: {each.name}\n       {each.text}" for each in drawn if said[each.name] == "lived"]
+    for found, words in (("lived", "lived"), ("matrix", "noticed by cases alone that make test-all does not draw")):
+        lines += [f"{words}: {each.name}\n       {each.text}" for each in drawn if said[each.name] == found]
     return "\n".join(lines)
 
 

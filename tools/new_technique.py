@@ -125,7 +125,7 @@ def rows(name, after, number, title, page):
     toy = "SiLU that keeps its input alone (a toy)"
     saves, costs = "of two tensors that autograd keeps, one", "a sigmoid more"
     detail = ROOT / "docs" / "techniques" / f"{FIGURES[number[0]]}.md"
-    heading = f"{title}: {toy}"
+    heading = toy
     anchor = re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()))
     technique = (f"| [{title}](techniques/{detail.name}#{anchor}) | {saves} | {costs} | "
                  f"[{number} · {title}](../notebooks/{page}) | [{name}/](../refimpl/{name}) |\n")

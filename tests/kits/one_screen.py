@@ -12,7 +12,8 @@ def check_paper(package, name, also=()):
     nothing but torch, Python's own and `also`; and unless refimpl/<package> names a paper first in its order of
     reading, and this one somewhere."""
     lines = (PACKAGE / "papers" / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= 90 and max(map(len, lines)) <= 120
+    assert len(lines) <= 90, f"{len(lines)} lines"
+    assert max(map(len, lines)) <= 120, [f"line {n}: {len(line)}" for n, line in enumerate(lines, 1) if len(line) > 120]
     rooms = set()
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.Import):
