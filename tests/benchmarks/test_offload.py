@@ -64,6 +64,7 @@ def test_an_update_that_overlaps_nothing_is_seen(quick, monkeypatch):
     assert offload.overlap_row("cpu")["ratio"] > good + 0.3
 
 
+@pytest.mark.alone
 def test_a_kernel_that_computes_twice_is_seen(monkeypatch):
     def rate(kernel):
         monkeypatch.setattr(offload, "kernels", lambda: {"torch": kernel})
