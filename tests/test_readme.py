@@ -454,7 +454,8 @@ LEAN = "gradients as views of buckets"
     ("data parallelism", "DataParallel", "{time:.2f} times DDP's time, at {peak:.2f} of its peak ({lean:.2f} where"),
     ("ZeRO-1", "Zero1", "{time:.2f} of the time of `ZeroRedundancyOptimizer` with DDP, at {peak:.2f} of its peak "
                         "({lean:.2f} where"),
-    ("ZeRO-2", "Zero2", "{time:.2f} of that peer's time, at {peak:.2f} of its peak ({lean:.2f} with views")])
+    ("ZeRO-2", "Zero2", "{time:.2f} of the time of `ZeroRedundancyOptimizer` with DDP, at {peak:.2f} of its peak "
+                        "({lean:.2f} with views")])
 def test_figures_beside_pytorchs_own_are_the_recorded_ones(start, stage, text):
     ratios = {(row["what"], LEAN in row["peer"]): row["ratio"] for row in rows_of("zero")}
     peak, lean = (ratios[f"peak of a step, {stage}", views] for views in (False, True))
