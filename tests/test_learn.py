@@ -175,9 +175,9 @@ def test_git_ignores_them_and_every_page_can_be_copied(tmp_path):
 def test_a_copy_reaches_the_graders(tmp_path):
     link = tmp_path / "learn" / "exercises"
     for _ in range(2):
-        learn.reach_exercises(tmp_path / "learn")
-        assert (link / "zero_3.py").exists()
+        learn.reach_graders(tmp_path / "learn")
+        assert (link / "zero_3.py").exists() and (tmp_path / "learn" / "blanks" / "__init__.py").exists()
     link.unlink()
     link.symlink_to(tmp_path / "moved")  # a checkout that is elsewhere now
-    learn.reach_exercises(tmp_path / "learn")
+    learn.reach_graders(tmp_path / "learn")
     assert (link / "zero_3.py").exists()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import nbformat
 
-EXERCISES = Path(__file__).resolve().parents[1] / "notebooks" / "exercises"
+GRADERS = [Path(__file__).resolve().parents[1] / "notebooks" / name for name in ("exercises", "blanks")]
 KEY = "refimpl_page"  # in a copy's metadata: the SHA-256 of the page that it was made of
 SLUG = "refimpl_slug"  # the name that the page keeps when its number changes
 NAME = re.compile(r"\d\d[a-z]?_(\w+)(\.new(-\d+)?)?\.ipynb")  # of a page, and of a copy that keeps the name it got
@@ -100,13 +100,14 @@ def older(written: Path, there: dict[Path, Made]) -> list[str]:
     return lines
 
 
-def reach_exercises(folder: Path) -> None:
-    """Let pages in `folder` import the graders, as the pages beside notebooks/exercises do."""
-    link = folder / "exercises"
-    if not link.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)  # of a checkout that was moved
-        link.symlink_to(EXERCISES, target_is_directory=True)
+def reach_graders(folder: Path) -> None:
+    """Let pages in `folder` import what grades their exercises and blanks, as the pages in notebooks/ do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for graders in GRADERS:
+        link = folder / graders.name
+        if not link.exists():
+            link.unlink(missing_ok=True)  # of a checkout that was moved
+            link.symlink_to(graders, target_is_directory=True)
 
 
 def main() -> int:
@@ -114,7 +115,7 @@ def main() -> int:
     parser.add_argument("pages", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="the folder that the copies go into")
     chosen = parser.parse_args()
-    reach_exercises(chosen.out)
+    reach_graders(chosen.out)
     there = copies(chosen.out)
     for page in chosen.pages:
         written = copy_page(page, chosen.out, there)

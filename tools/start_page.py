@@ -65,8 +65,8 @@ class Course:
                 f"the difference; you need no GPU. These copies are yours: answer and change what you like.\n\n"
                 f"Begin with {self.link('where_the_memory_goes')}. The **core** is {len(core)} pages, about {hours} "
                 f"hours with their exercises.\n\n"
-                f"**{done} of {len(exercises)} exercises solved.** A grader ticks them here; open this page again to "
-                f"see it.")
+                f"**{done} of {len(exercises)} exercises and blanks solved.** A grader ticks them here; open this page "
+                f"again to see it.")
 
     def routes(self):
         """Ways through the course for a reader with one wish."""
@@ -83,11 +83,11 @@ class Course:
         return text
 
     def parts(self):
-        """Every page by its part: question, minutes, what comes before, and a box for each exercise."""
+        """Every page by its part: question, minutes, what comes before, and a box for each blank and exercise."""
         for ten, title in self.start["parts"].items():
             rows = [self.row(page) for page in self.pages.values() if page.number[0] == ten]
             if rows:
-                yield (f"## {title}\n\n| page | it answers | minutes | needs | exercises |\n|---|---|---|---|---|\n"
+                yield (f"## {title}\n\n| page | it answers | minutes | needs | to solve |\n|---|---|---|---|---|\n"
                        + "\n".join(rows))
 
     def row(self, page):
@@ -131,13 +131,16 @@ def start() -> dict:
 
 @cache
 def exercises_of(slug: str) -> tuple[str, ...]:
-    """Return the names of a page's exercises, as its graders have them."""
-    path = ROOT / "notebooks" / "exercises" / f"{slug}.py"
-    if not path.exists():
-        return ()
-    functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-    return tuple(node.name for node in functions if any(
-        isinstance(call, ast.Call) and getattr(call.func, "id", "") == "verdict" for call in ast.walk(node)))
+    """Return the names of what a page has its reader solve: its blanks, then its exercises."""
+    found = []
+    for folder, decorator in (("blanks", "blank"), ("exercises", "exercise")):
+        path = ROOT / "notebooks" / folder / f"{slug}.py"
+        tree = ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+        for node in tree.body:
+            for call in getattr(node, "decorator_list", ()):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == decorator:
+                    found.append(call.args[0].id if decorator == "blank" else node.name)
+    return tuple(found)
 
 
 def copies_by_slug(folder: Path) -> dict[str, str]:

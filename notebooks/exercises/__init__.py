@@ -1,51 +1,142 @@
-"""Graders of the exercises at the end of each page. Each grades parity (the same result) and bytes (by the tracker).
+"""Graders of the exercises at the end of each page. There is one module for each page, with `first`, `second`, `third`.
 
-There is one module for each page, with the functions `first`, `second` and `third`. Each takes the reader's function,
-prints one verdict and returns None. What is right is ticked on the start page, where the reader's folder has one.
+    from exercises import zero_3 as exercise
+
+    exercise.first(predict)      grade your function: it prints one verdict
+    exercise.first.hint()        show a hint; each call shows the next
+    exercise.first.solution()    show a solution, folded
+
+What is right is ticked on the start page, where the reader's folder has one.
 """
 
 import contextlib
+import functools
+import importlib
+import io
 import runpy
+import sys
 from pathlib import Path
 
 import torch
 
-START_PAGE = Path(__file__).resolve().parents[2] / "tools" / "start_page.py"
+from refimpl import comm
+from refimpl.ranks import RankError, World, run
+
+from .asking import SCALAR, Asked, Complaint
+
+__all__ = "SCALAR", "Exercise", "close", "drawn", "exercise", "launch", "readable"
+
+HERE = Path(__file__).resolve().parent
+START_PAGE = HERE.parents[1] / "tools" / "start_page.py"
+SECONDS = 60  # that an answer may take
+
+launch = functools.partial(comm.launch, limit=SECONDS)
 
 
-class _Blank(Exception):
-    """Raised when the reader's function still returns None or Ellipsis."""
+class Exercise:
+    """What grades one answer. Made by `exercise` from a function that takes the answer and returns None if everything
+    is right, else a sentence: what was expected and what was measured."""
+
+    apart = True  # no answer runs in the reader's kernel: what it breaks is not broken there
+
+    def __init__(self, check, on, gives, process):
+        self.check, self.on, self.gives, self.process, self.hints_shown = check, on, gives, process, 0
+        functools.update_wrapper(self, check)
+        self.slug, self.key = check.__module__.rpartition(".")[2], check.__name__  # of the page; of the exercise
+
+    def __call__(self, answer):
+        """Print what is wrong with `answer`, or that everything is right."""
+        complaint = self.complaint(answer)
+        print(f"{self.key} exercise: {complaint or f'right, on {self.on}'}")
+        if not complaint:
+            tick(self.slug, self.key)
+
+    def complaint(self, answer):
+        """Return the sentence that says what is wrong with `answer`; None if everything is right."""
+        if not callable(answer):
+            return f"expected your function itself, without brackets after its name; you give {_short(answer)}"
+        asked = Asked(answer, self.gives)
+        try:
+            if self.apart and self.process == "check":
+                return _in_a_process(_graded, self.__module__, self.__name__, asked)
+            if self.apart and self.process == "call":
+                return self.check(lambda *args: _in_a_process(_called, asked, args))
+            return self.check(asked)
+        except Complaint as complaint:
+            return str(complaint)
+        except RankError as error:
+            return _of_ranks(error)
+
+    def hint(self):
+        """Print the next hint of those in the module's HINTS; after the last, the first again."""
+        hints = sys.modules[self.__module__].HINTS[self.key]
+        number = self.hints_shown % len(hints)
+        print(f"hint {number + 1} of {len(hints)}: {hints[number]}")
+        self.hints_shown += 1
+
+    def solution(self):
+        """Show a solution, folded where the output is a page."""
+        from .solutions import show
+
+        show(self.slug, self.key)
 
 
-def verdict(name, answer, check):
-    """Print what `check(answer)` found wrong, or that everything is right.
-
-    `check` returns None if everything is right, else a sentence that says what was expected and what was measured. An
-    answer that returns None or Ellipsis counts as not given yet. An exception that it raises is passed on.
-    """
-
-    def asked(*args):
-        result = answer(*args)
-        if result is None or result is ...:
-            raise _Blank
-        return result
-
-    try:
-        complaint = check(asked)
-    except Exception as error:
-        if not isinstance(error, _Blank) and not isinstance(error.__cause__, _Blank):  # the cause: raised in a rank
-            raise
-        complaint = "not answered yet (or is a `return` missing? the function gave None)"
-    print(f"{name} exercise: {complaint or 'right, on parity and on bytes'}")
-    if not complaint:
-        _tick(check.__module__.rpartition(".")[2], name)
+def exercise(on, gives=None, process="check"):
+    """Decorate a check. `on`: what it compares, such as "parity and bytes". `gives`: what the answer has to return (see
+    `asking.fault`). `process`: what has a process of its own: the whole "check"; each "call" of the answer, where the
+    check itself launches ranks; the "ranks" that the check launches, where the answer runs in them."""
+    return lambda check: Exercise(check, on, gives, process)
 
 
-def _tick(slug, name):
+def _graded(rank, module, name, asked):
+    return getattr(importlib.import_module(module), name).check(asked)
+
+
+def _called(rank, asked, args):
+    return asked(*args)
+
+
+def _quietly(rank, function, *args):
+    """Return (what a function returned, the sentence of its Complaint or None, what it printed)."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            return function(rank, *args), None, printed.getvalue()
+        except Complaint as complaint:
+            return None, str(complaint), printed.getvalue()
+
+
+def _in_a_process(function, *args):
+    """Call `function(0, *args)` in a process of its own, which ends after `SECONDS` whatever an answer does there."""
+    [(found, complaint, printed)] = run(_quietly, World(1), (function, *args), timeout=float("inf"), limit=SECONDS)
+    print(printed, end="")
+    if complaint is not None:
+        raise Complaint(complaint)
+    return found
+
+
+def _of_ranks(error):
+    """Return what a RankError has to say, as a sentence; raise it if the answer is not to blame."""
+    if isinstance(error.__cause__, Complaint):
+        return str(error.__cause__)
+    if error.__cause__ is not None and not isinstance(error.__cause__, SystemExit):
+        raise error
+    first, _, rest = str(error).partition("\n")
+    return f"your function was ended: it {first.removeprefix('rank 0 ')}" + ("\n" + rest) * bool(rest)
+
+
+def _short(value):
+    text = repr(value)
+    return f"{text[:60]}{' …' * (len(text) > 60)} ({type(value).__name__})"
+
+
+def tick(slug, name):
     """Note on the start page of the reader's folder, if it is one, that an exercise of a page is solved."""
     if Path("INDEX.ipynb").exists() and START_PAGE.exists():
         with contextlib.suppress(OSError):  # a folder that cannot be written to
             runpy.run_path(str(START_PAGE))["tick"](Path(), slug, name)
+
+
+# --- what checks share -----------------------------------------------------------------------------------------------
 
 
 def drawn(*shapes, scale=1.0, device="cpu"):
@@ -56,8 +147,18 @@ def drawn(*shapes, scale=1.0, device="cpu"):
 
 
 def close(said, expected):
-    """Tell whether an answer has the expected shape, and its values but for 1e-4 of the largest finite one."""
-    if said.shape != expected.shape:
+    """Tell whether an answer has the expected shape and dtype, and its values but for 1e-4 of the largest finite one
+    (in 16 bits: 2⁻⁷). A tensor whose storage was freed is not close to anything, and is not read."""
+    if said.shape != expected.shape or said.dtype != expected.dtype or not readable(said):
         return False
-    limit = 1e-4 * expected[expected.isfinite()].abs().max().item()
-    return torch.allclose(said.float(), expected, rtol=1e-4, atol=limit)
+    share = 1e-4 if said.dtype.itemsize >= 4 else 2.0**-7
+    limit = share * expected[expected.isfinite()].abs().max().item()
+    return torch.allclose(said.float(), expected.float(), rtol=share, atol=limit)
+
+
+def readable(tensor):
+    """Tell whether the storage of a tensor still has the bytes that its elements need. To read it without them would
+    end the process."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    need = tensor.itemsize * (tensor.storage_offset() + reach) if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() >= need

@@ -7,7 +7,7 @@ from refimpl.allocator import CachingAllocator, replay
 from refimpl.allocator.settings import MIB
 from refimpl.common.allocations import Maker
 
-from . import verdict
+from . import exercise
 
 # What the page takes for a blank of its own, of lines in a script.
 MICRO_BATCHES = """\
@@ -23,28 +23,25 @@ WORDS = ("CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity o
          "alloc-conf)")
 
 
+@exercise("what is computed", int)
 def first(between_steps):
     """Grade `between_steps(shapes, world)`: the bytes that rank 0 of `world` has allocated for parameters, gradients
     and Adam's two moments in fp32, each a tensor of its own, cut along its first dimension."""
-
-    def check(between_steps):
-        for shapes, world in (([(8, 64)], 1), ([(1000, 3), (1000,)], 1), ([(10, 300)], 4), ([(1,), (7, 7, 7)], 8),
-                              ([(4096, 96), (4096,), (513, 11)], 8)):
-            pieces = [4 * -(-rows // world) * math.prod(rest) for rows, *rest in shapes]
-            allocator = CachingAllocator()
-            for nbytes in pieces * 4:
-                allocator.allocate(nbytes)
-            right, said = allocator.allocated, between_steps(list(shapes), world)
-            if said == right:
-                continue
-            reason = {4 * sum(pieces): "; each tensor has a block of its own, a multiple of 512 bytes",
-                      right * 3 // 4: "; a parameter has a gradient and two moments beside it",
-                      right // 4: "; that is for parameters alone"}.get(said, "")
-            where = f"{shapes} on {world} rank{'s' * (world > 1)}"
-            return f"{where}: you say {said!r}, {right:,} bytes are allocated{reason}"
-        return None
-
-    verdict("first", between_steps, check)
+    for shapes, world in (([(8, 64)], 1), ([(1000, 3), (1000,)], 1), ([(10, 300)], 4), ([(1,), (7, 7, 7)], 8),
+                          ([(4096, 96), (4096,), (513, 11)], 8)):
+        pieces = [4 * -(-rows // world) * math.prod(rest) for rows, *rest in shapes]
+        allocator = CachingAllocator()
+        for nbytes in pieces * 4:
+            allocator.allocate(nbytes)
+        right, said = allocator.allocated, between_steps(list(shapes), world)
+        if said == right:
+            continue
+        reason = {4 * sum(pieces): "; each tensor has a block of its own, a multiple of 512 bytes",
+                  right * 3 // 4: "; a parameter has a gradient and two moments beside it",
+                  right // 4: "; that is for parameters alone"}.get(said, "")
+        where = f"{shapes} on {world} rank{'s' * (world > 1)}"
+        return f"{where}: you say {said!r}, {right:,} bytes are allocated{reason}"
+    return None
 
 
 def rehearsal(micro, capacity, seed):
@@ -68,33 +65,30 @@ def rehearsal(micro, capacity, seed):
     return {"made": 2, "steps": steps, "out of memory": None}
 
 
+@exercise("what is computed", int)
 def second(largest):
     """Grade `largest(rehearse, batch)`: the largest micro-batch that divides the batch and fits, in few rehearsals."""
+    for batch, capacity, seed in ((60, 420, 2), (16, 330, 0), (24, 260, 1), (60, 1900, 3), (48, 190, 4)):
+        tries = []
 
-    def check(largest):
-        for batch, capacity, seed in ((60, 420, 2), (16, 330, 0), (24, 260, 1), (60, 1900, 3), (48, 190, 4)):
-            tries = []
+        def rehearse(micro, capacity=capacity, seed=seed, tries=tries):
+            tries.append(micro)
+            return rehearsal(micro, capacity * MIB, seed)
 
-            def rehearse(micro, capacity=capacity, seed=seed, tries=tries):
-                tries.append(micro)
-                return rehearsal(micro, capacity * MIB, seed)
-
-            divisors = [micro for micro in range(1, batch + 1) if batch % micro == 0]
-            right = max(m for m in divisors if not rehearsal(m, capacity * MIB, seed)["out of memory"])
-            said = largest(rehearse, batch)
-            if said not in divisors:
-                return f"you say {said!r}, which does not divide a batch of {batch}"
-            if said > right:
-                step = rehearsal(said, capacity * MIB, seed)["out of memory"]["step"]
-                return f"micro-batches of {said} are out of memory in step {step}"
-            if said < right:
-                return f"you say {said} of a batch of {batch}; {right} fits, too"
-            enough = math.ceil(math.log2(len(divisors) + 1))
-            if len(tries) > enough:
-                return f"right, but after {len(tries)} rehearsals for {len(divisors)} divisors; {enough} are enough"
-        return None
-
-    verdict("second", largest, check)
+        divisors = [micro for micro in range(1, batch + 1) if batch % micro == 0]
+        right = max(m for m in divisors if not rehearsal(m, capacity * MIB, seed)["out of memory"])
+        said = largest(rehearse, batch)
+        if said not in divisors:
+            return f"you say {said!r}, which does not divide a batch of {batch}"
+        if said > right:
+            step = rehearsal(said, capacity * MIB, seed)["out of memory"]["step"]
+            return f"micro-batches of {said} are out of memory in step {step}"
+        if said < right:
+            return f"you say {said} of a batch of {batch}; {right} fits, too"
+        enough = math.ceil(math.log2(len(divisors) + 1))
+        if len(tries) > enough:
+            return f"right, but after {len(tries)} rehearsals for {len(divisors)} divisors; {enough} are enough"
+    return None
 
 
 def text_of(nbytes):
@@ -111,22 +105,19 @@ def message(asked, capacity, allocated, unallocated):
     return WORDS.format(*map(text_of, (asked, capacity, capacity - used, used, allocated, unallocated)))
 
 
+@exercise("what is computed", bool)
 def third(fragmented):
     """Grade `fragmented(message)`: would the request have been met, had all unused bytes been one piece?"""
-
-    def check(fragmented):
-        for asked, capacity, allocated, unallocated in (
-                (116, 450, 240, 184), (1024, 15360, 14561, 76), (700, 15360, 14400, 500), (2100, 81920, 79000, 1400),
-                (1500, 40960, 38000, 2900), (2048, 81920, 80600, 300), (900, 24000, 23000, 200), (3, 15360, 15355, 2.5),
-                (0.9, 15360, 15358, 1.5)):
-            words = message(*(int(each * MIB) for each in (asked, capacity, allocated, unallocated)))
-            free, right = capacity - allocated - unallocated, asked <= capacity - allocated
-            said = fragmented(words)
-            if said not in (True, False):
-                return f"expected True or False, you say {said!r}"
-            if said != right:
-                return (f"{words[:words.index(' If reserved')]} You say {bool(said)}: {free:g} MiB of the GPU and "
-                        f"{unallocated:g} of PyTorch's are unused, {asked:g} were asked for")
-        return None
-
-    verdict("third", fragmented, check)
+    for asked, capacity, allocated, unallocated in (
+            (116, 450, 240, 184), (1024, 15360, 14561, 76), (700, 15360, 14400, 500), (2100, 81920, 79000, 1400),
+            (1500, 40960, 38000, 2900), (2048, 81920, 80600, 300), (900, 24000, 23000, 200), (3, 15360, 15355, 2.5),
+            (0.9, 15360, 15358, 1.5)):
+        words = message(*(int(each * MIB) for each in (asked, capacity, allocated, unallocated)))
+        free, right = capacity - allocated - unallocated, asked <= capacity - allocated
+        said = fragmented(words)
+        if said not in (True, False):
+            return f"expected True or False, you say {said!r}"
+        if said != right:
+            return (f"{words[:words.index(' If reserved')]} You say {bool(said)}: {free:g} MiB of the GPU and "
+                    f"{unallocated:g} of PyTorch's are unused, {asked:g} were asked for")
+    return None

@@ -6,7 +6,7 @@ from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.context import ring_attention
 
-from . import verdict
+from . import exercise
 
 
 def _ring(tokens, heads, kv_heads, head_dim, world_size):
@@ -20,23 +20,20 @@ def _ring(tokens, heads, kv_heads, head_dim, world_size):
     return kept, comm.traffic.total
 
 
+@exercise("bytes", (int, int))
 def first(predict):
     """Grade `predict(tokens, heads, kv_heads, head_dim, world_size)`, which returns (bytes that a rank keeps of one
     ring attention for backward, bytes that it sends in forward and backward), of one sequence in fp32."""
-
-    def check(predict):
-        for case in ((64, 4, 4, 8, 2), (64, 4, 4, 8, 4), (128, 8, 2, 16, 4), (128, 8, 1, 16, 8)):
-            tokens, heads, kv_heads, head_dim, N = case
-            said, read = predict(*case), _ring(*case)
-            if not isinstance(said, (tuple, list)) or len(said) != 2:
-                return f"expected a pair, the bytes kept and the bytes sent; you say {said!r}"
-            for what, mine, right in zip(("keeps", "sends"), said, read, strict=True):
-                if mine != right:
-                    return (f"{tokens} tokens, {heads} heads, {kv_heads} key heads of {head_dim}, {N} ranks: you say "
-                            f"{mine:,.0f}, a rank {what} {right:,} bytes")
-        return None
-
-    verdict("first", predict, check)
+    for case in ((64, 4, 4, 8, 2), (64, 4, 4, 8, 4), (128, 8, 2, 16, 4), (128, 8, 1, 16, 8)):
+        tokens, heads, kv_heads, head_dim, N = case
+        said, read = predict(*case), _ring(*case)
+        if not isinstance(said, (tuple, list)) or len(said) != 2:
+            return f"expected a pair, the bytes kept and the bytes sent; you say {said!r}"
+        for what, mine, right in zip(("keeps", "sends"), said, read, strict=True):
+            if mine != right:
+                return (f"{tokens} tokens, {heads} heads, {kv_heads} key heads of {head_dim}, {N} ranks: you say "
+                        f"{mine:,.0f}, a rank {what} {right:,} bytes")
+    return None
 
 
 def _blocks(rows, keys, D, blocks):
@@ -53,23 +50,20 @@ def _blocks(rows, keys, D, blocks):
     return outs, lses, s.softmax(-1) @ v, s.logsumexp(-1)
 
 
+@exercise("what is computed", (torch.Tensor, torch.Tensor))
 def second(merged):
     """Grade `merged(outs, lses)`: the output and the logsumexp of attention over all blocks, from those of each; a row
     may see no key of a block, whose logsumexp there is −∞."""
-
-    def check(merged):
-        for blocks in (1, 2, 5):
-            outs, lses, out, lse = _blocks(6, 20, 8, blocks)
-            said = merged(outs.clone(), lses.clone())
-            if not isinstance(said, (tuple, list)) or len(said) != 2:
-                return f"expected a pair, the output and the logsumexp; you say {type(said).__name__}"
-            for what, mine, right in zip(("output", "logsumexp"), said, (out, lse), strict=True):
-                if mine.shape != right.shape:
-                    return f"{blocks} blocks: the {what} is {tuple(mine.shape)}, expected {tuple(right.shape)}"
-                if mine.isnan().any():
-                    return f"{blocks} blocks: the {what} has nan, in a row that sees no key of some block"
-                if not torch.allclose(mine, right, atol=1e-10):
-                    return f"{blocks} blocks: the {what} is not that of attention over all keys"
-        return None
-
-    verdict("second", merged, check)
+    for blocks in (1, 2, 5):
+        outs, lses, out, lse = _blocks(6, 20, 8, blocks)
+        said = merged(outs.clone(), lses.clone())
+        if not isinstance(said, (tuple, list)) or len(said) != 2:
+            return f"expected a pair, the output and the logsumexp; you say {type(said).__name__}"
+        for what, mine, right in zip(("output", "logsumexp"), said, (out, lse), strict=True):
+            if mine.shape != right.shape:
+                return f"{blocks} blocks: the {what} is {tuple(mine.shape)}, expected {tuple(right.shape)}"
+            if mine.isnan().any():
+                return f"{blocks} blocks: the {what} has nan, in a row that sees no key of some block"
+            if not torch.allclose(mine, right, atol=1e-10):
+                return f"{blocks} blocks: the {what} is not that of attention over all keys"
+    return None

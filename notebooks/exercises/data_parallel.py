@@ -5,11 +5,11 @@ import contextlib
 import torch
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
 from refimpl.zero import DataParallel
 
-from . import verdict
+from . import exercise, launch
 
 CONFIG = GPTConfig(vocab_size=64, context_length=16, layers=1, hidden=32, heads=2)
 LENGTHS = ((16, 3, 9), (0, 0), (12,), (5, 16, 1, 2))  # targets of each row, of each rank
@@ -32,21 +32,18 @@ def _step(world_size, micro_batches, no_sync):
     return 4 * 128 * 128, states, (engine.comm.traffic - before)["all_reduce"]
 
 
+@exercise("bytes", (int, int))
 def first(predict):
     """Grade `predict(parameters, world_size, micro_batches, no_sync)`, which returns (bytes of model states on a rank,
     bytes of gradients that it sends in a step), in fp32 with AdamW, within one percent."""
-
-    def check(predict):
-        for world_size, micro_batches, no_sync in ((1, 1, False), (2, 1, False), (4, 3, False), (4, 3, True)):
-            parameters, *read = _step(world_size, micro_batches, no_sync)
-            said = predict(parameters, world_size, micro_batches, no_sync)
-            for what, mine, theirs in zip(("holds", "sends"), said, read, strict=True):
-                if not abs(mine - theirs) <= 0.01 * theirs:
-                    return (f"{parameters:,} parameters, {world_size} ranks, {micro_batches} micro-batches"
-                            f"{', no_sync' * no_sync}: you say {mine:,}, a rank {what} {theirs:,} bytes")
-        return None
-
-    verdict("first", predict, check)
+    for world_size, micro_batches, no_sync in ((1, 1, False), (2, 1, False), (4, 3, False), (4, 3, True)):
+        parameters, *read = _step(world_size, micro_batches, no_sync)
+        said = predict(parameters, world_size, micro_batches, no_sync)
+        for what, mine, theirs in zip(("holds", "sends"), said, read, strict=True):
+            if not abs(mine - theirs) <= 0.01 * theirs:
+                return (f"{parameters:,} parameters, {world_size} ranks, {micro_batches} micro-batches"
+                        f"{', no_sync' * no_sync}: you say {mine:,}, a rank {what} {theirs:,} bytes")
+    return None
 
 
 def _batch(rank):
@@ -69,23 +66,20 @@ def _unequal(comm, backward):
     return [parameter.grad for parameter in model.parameters()], comm.traffic.total
 
 
+@exercise("parity and bytes", process="ranks")
 def second(backward):
     """Grade `backward(comm, model, tokens, targets)`, which leaves in every `.grad` the gradient of the mean loss over
     the targets of all ranks. Ranks have different numbers of them; besides gradients a number or two is sent."""
-
-    def check(backward):
-        model, batches = _model(), [_batch(rank) for rank in range(len(LENGTHS))]
-        model(*(torch.cat(part) for part in zip(*batches, strict=True))).backward()
-        expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        sent = 2 * (len(LENGTHS) - 1) * expected.nbytes // len(LENGTHS)
-        for rank, (found, traffic) in enumerate(launch(_unequal, len(LENGTHS), backward, device="cpu")):
-            if any(gradient is None for gradient in found):
-                return f"a parameter has no gradient on rank {rank}"
-            apart = ((torch.cat([each.flatten() for each in found]) - expected).norm() / expected.norm()).item()
-            if not apart <= 1e-5:
-                return f"the gradient of all targets is another one: rank {rank}'s is off by {apart:.1%} of its norm"
-            if not 0.99 * sent <= traffic <= 1.01 * sent:
-                return f"the gradient is right, but a rank sent {traffic:,} bytes; 2(N-1)/N of gradients is {sent:,}"
-        return None
-
-    verdict("second", backward, check)
+    model, batches = _model(), [_batch(rank) for rank in range(len(LENGTHS))]
+    model(*(torch.cat(part) for part in zip(*batches, strict=True))).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    sent = 2 * (len(LENGTHS) - 1) * expected.nbytes // len(LENGTHS)
+    for rank, (found, traffic) in enumerate(launch(_unequal, len(LENGTHS), backward, device="cpu")):
+        if any(gradient is None for gradient in found):
+            return f"a parameter has no gradient on rank {rank}"
+        apart = ((torch.cat([each.flatten() for each in found]) - expected).norm() / expected.norm()).item()
+        if not apart <= 1e-5:
+            return f"the gradient of all targets is another one: rank {rank}'s is off by {apart:.1%} of its norm"
+        if not 0.99 * sent <= traffic <= 1.01 * sent:
+            return f"the gradient is right, but a rank sent {traffic:,} bytes; 2(N-1)/N of gradients is {sent:,}"
+    return None

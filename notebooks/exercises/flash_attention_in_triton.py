@@ -11,7 +11,7 @@ from refimpl import memory
 from refimpl.attention import flash_attention
 from refimpl.attention.kernel_traffic import counted
 
-from . import close, drawn, verdict
+from . import close, drawn, exercise
 
 
 @triton.jit
@@ -62,56 +62,50 @@ def _run(answer, *tensors, names, arguments=()):
     return said, t.peak.total - t.start.total, traffic
 
 
+@exercise("parity and bytes", torch.Tensor)
 def first(logsumexp):
     """Grade `logsumexp(x, tile)`, which returns ln Σ exp of each row of x (R, N), fp32, by a Triton kernel.
 
     The kernel loads `tile` elements at a time, each element once, and writes R numbers. Scores are large, and a row may
     begin with a whole tile of −∞.
     """
-
-    def check(logsumexp):
-        for what, scale in (("a row of 1,000", 1), ("large scores", 100), ("a row that begins with −∞", 1)):
-            (x,) = drawn((3, 1000), scale=scale, device=DEVICE)
-            if "begins" in what:
-                x[1, :200] = -math.inf
-            said, took, traffic = _run(logsumexp, x, names=["x"], arguments=[128])
-            if not close(said, x.logsumexp(dim=1)):
-                return f"{what}: not its logsumexp" + " (NaN)" * bool(said.isnan().any())
-        if took > 4 * len(x):
-            return f"right, but it took {took:,} bytes: expected {4 * len(x)}, a number for each row"
-        if traffic is None:
-            return None
-        if not traffic.loaded["x"]:
-            return "right, but no Triton kernel read x"
-        if traffic.loaded["x"] > x.nbytes:
-            return f"right, but it reads x {traffic.loaded['x'] / x.nbytes:g} times: once is enough"
-        if traffic.largest["x"] > 128:
-            return f"right, but it holds {traffic.largest['x']:,} elements at a time: expected a tile of 128"
+    for what, scale in (("a row of 1,000", 1), ("large scores", 100), ("a row that begins with −∞", 1)):
+        (x,) = drawn((3, 1000), scale=scale, device=DEVICE)
+        if "begins" in what:
+            x[1, :200] = -math.inf
+        said, took, traffic = _run(logsumexp, x, names=["x"], arguments=[128])
+        if not close(said, x.logsumexp(dim=1)):
+            return f"{what}: not its logsumexp" + " (NaN)" * bool(said.isnan().any())
+    if took > 4 * len(x):
+        return f"right, but it took {took:,} bytes: expected {4 * len(x)}, a number for each row"
+    if traffic is None:
         return None
+    if not traffic.loaded["x"]:
+        return "right, but no Triton kernel read x"
+    if traffic.loaded["x"] > x.nbytes:
+        return f"right, but it reads x {traffic.loaded['x'] / x.nbytes:g} times: once is enough"
+    if traffic.largest["x"] > 128:
+        return f"right, but it holds {traffic.largest['x']:,} elements at a time: expected a tile of 128"
+    return None
 
-    verdict("first", logsumexp, check)
 
-
+@exercise("parity and bytes", torch.Tensor)
 def second(attend):
     """Grade `attend(q, k, v, cap)`, which returns attention with scores cap · tanh(s / cap) in place of s.
 
     One Triton kernel computes it and writes only the output. Tensors are contiguous fp32 (B, H, T, D), with T and D
     multiples of 16. There is no mask.
     """
-
-    def check(attend):
-        for B, H, T, D, cap, scale in ((1, 2, 64, 16, 5.0, 3), (2, 1, 96, 32, 1.0, 20)):
-            q, k, v = drawn(*[(B, H, T, D)] * 3, scale=scale, device=DEVICE)
-            capped = cap * torch.tanh(q @ k.mT * D**-0.5 / cap)
-            said, took, traffic = _run(attend, q, k, v, names="qkv", arguments=[cap])
-            if not close(said, capped.softmax(dim=-1) @ v):
-                plain = " (it is plain attention)" * close(said, flash_attention(q, k, v))
-                return f"scores up to {scale * 5}, cap {cap:g}: not softmax(cap · tanh(s / cap)) v{plain}" + (
-                    " (NaN)" * bool(said.isnan().any()))
-        if took > q.nbytes:
-            return f"right, but it took {took:,} bytes: expected {q.nbytes:,}, the output"
-        if traffic is not None and not traffic.loaded["k"]:
-            return "right, but no Triton kernel read k"
-        return None
-
-    verdict("second", attend, check)
+    for B, H, T, D, cap, scale in ((1, 2, 64, 16, 5.0, 3), (2, 1, 96, 32, 1.0, 20)):
+        q, k, v = drawn(*[(B, H, T, D)] * 3, scale=scale, device=DEVICE)
+        capped = cap * torch.tanh(q @ k.mT * D**-0.5 / cap)
+        said, took, traffic = _run(attend, q, k, v, names="qkv", arguments=[cap])
+        if not close(said, capped.softmax(dim=-1) @ v):
+            plain = " (it is plain attention)" * close(said, flash_attention(q, k, v))
+            return f"scores up to {scale * 5}, cap {cap:g}: not softmax(cap · tanh(s / cap)) v{plain}" + (
+                " (NaN)" * bool(said.isnan().any()))
+    if took > q.nbytes:
+        return f"right, but it took {took:,} bytes: expected {q.nbytes:,}, the output"
+    if traffic is not None and not traffic.loaded["k"]:
+        return "right, but no Triton kernel read k"
+    return None

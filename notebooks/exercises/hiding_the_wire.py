@@ -6,9 +6,8 @@ import random
 import torch
 
 from refimpl import memory
-from refimpl.comm import launch
 
-from . import verdict
+from . import exercise, launch
 
 
 def _averaged(comm, average, sizes, bucket_bytes):
@@ -27,29 +26,26 @@ def _averaged(comm, average, sizes, bucket_bytes):
     return found, expected, len(calls), comm.traffic.total, taken
 
 
+@exercise("parity and bytes", process="ranks")
 def first(average):
     """Grade `average(comm, parameters, bucket_bytes)`, which makes each `.grad` its mean over ranks, by few collectives
     and in small buffers."""
     sizes = [64 * (1 + number % 3) for number in range(30)]
     nbytes, bucket_bytes = 4 * sum(sizes), 4096
-
-    def check(average):
-        for world_size in (2, 4):
-            most, sent = -(-nbytes // bucket_bytes) + 1, 2 * (world_size - 1) * nbytes // world_size
-            for rank, result in enumerate(launch(_averaged, world_size, average, sizes, bucket_bytes, device="cpu")):
-                found, expected, calls, traffic, taken = result
-                for number, (mine, mean) in enumerate(zip(found, expected, strict=True)):
-                    if mine is None or mine.shape != mean.shape or not torch.allclose(mine, mean):
-                        return f"gradient {number} on rank {rank} of {world_size} is not the mean over ranks"
-                if calls > most:
-                    return f"the means are right, by {calls} collectives; {most} buckets hold all {nbytes:,} bytes"
-                if taken > 2 * bucket_bytes + 1024:
-                    return f"the means are right, but {taken:,} bytes were taken: two buckets are {2 * bucket_bytes:,}"
-                if not 0.99 * sent <= traffic <= 1.01 * sent:
-                    return f"the means are right, but a rank sent {traffic:,} bytes; 2(N-1)/N of all is {sent:,}"
-        return None
-
-    verdict("first", average, check)
+    for world_size in (2, 4):
+        most, sent = -(-nbytes // bucket_bytes) + 1, 2 * (world_size - 1) * nbytes // world_size
+        for rank, result in enumerate(launch(_averaged, world_size, average, sizes, bucket_bytes, device="cpu")):
+            found, expected, calls, traffic, taken = result
+            for number, (mine, mean) in enumerate(zip(found, expected, strict=True)):
+                if mine is None or mine.shape != mean.shape or not torch.allclose(mine, mean):
+                    return f"gradient {number} on rank {rank} of {world_size} is not the mean over ranks"
+            if calls > most:
+                return f"the means are right, by {calls} collectives; {most} buckets hold all {nbytes:,} bytes"
+            if taken > 2 * bucket_bytes + 1024:
+                return f"the means are right, but {taken:,} bytes were taken: two buckets are {2 * bucket_bytes:,}"
+            if not 0.99 * sent <= traffic <= 1.01 * sent:
+                return f"the means are right, but a rank sent {traffic:,} bytes; 2(N-1)/N of all is {sent:,}"
+    return None
 
 
 def _buckets(seed):
@@ -68,22 +64,19 @@ def _on_the_wire(ready, takes, nbytes):
     return ends[-1] - ready[-1], most
 
 
+@exercise("bytes", (float, int))
 def second(predict):
     """Grade `predict(ready, takes, nbytes)`: of buckets that are complete at the moments `ready`, each copied then, and
     sent one after the other, each in `takes` ms; returns (ms that a rank waits after the last moment, most bytes of
     copies at once). A copy is freed when it is sent."""
-
-    def check(predict):
-        steady = [100, 200, 300], [60, 60, 60], [4096] * 3
-        for ready, takes, nbytes in (steady, *map(_buckets, range(1, 8))):
-            said, right = predict(list(ready), list(takes), list(nbytes)), _on_the_wire(ready, takes, nbytes)
-            asked = f"ready at {ready} ms, sent in {takes} ms, of {nbytes} bytes"
-            if not isinstance(said, (tuple, list)) or len(said) != 2:
-                return f"expected a pair, the milliseconds waited and the most bytes; you say {said!r}"
-            if said[0] != right[0]:
-                return f"{asked}: you say that a rank waits {said[0]} ms, it is {right[0]} ms"
-            if said[1] != right[1]:
-                return f"{asked}: the time is right; you say {said[1]:,} bytes at most, it is {right[1]:,}"
-        return None
-
-    verdict("second", predict, check)
+    steady = [100, 200, 300], [60, 60, 60], [4096] * 3
+    for ready, takes, nbytes in (steady, *map(_buckets, range(1, 8))):
+        said, right = predict(list(ready), list(takes), list(nbytes)), _on_the_wire(ready, takes, nbytes)
+        asked = f"ready at {ready} ms, sent in {takes} ms, of {nbytes} bytes"
+        if not isinstance(said, (tuple, list)) or len(said) != 2:
+            return f"expected a pair, the milliseconds waited and the most bytes; you say {said!r}"
+        if said[0] != right[0]:
+            return f"{asked}: you say that a rank waits {said[0]} ms, it is {right[0]} ms"
+        if said[1] != right[1]:
+            return f"{asked}: the time is right; you say {said[1]:,} bytes at most, it is {right[1]:,}"
+    return None

@@ -13,7 +13,7 @@ from refimpl.mixed_precision import (
 )
 from refimpl.model import GPT, GPTConfig
 
-from . import verdict
+from . import exercise
 
 CONFIG = GPTConfig(vocab_size=256, context_length=32, layers=2, hidden=32, heads=4)
 RECIPES = ("fp32", "autocast", "16-bit weights", "16-bit weights, fp32 gradients")
@@ -41,21 +41,18 @@ def _states(recipe, config):
     return sum(t.now[name] for name in ("parameters", "gradients", "optimizer state"))
 
 
+@exercise("bytes", int)
 def first(predict):
     """Grade `predict(config, recipe)`, which returns the bytes of model states under one of `RECIPES`, including the
     optimizer's step counters."""
-
-    def check(predict):
-        for config in (CONFIG, GPTConfig(vocab_size=256, context_length=32, layers=1, hidden=48, heads=4, tied=False)):
-            for recipe in RECIPES:
-                said, states = predict(config, recipe), _states(recipe, config)
-                said = int(getattr(said, "total", said))  # a Ledger will do
-                if said != states:
-                    return (f"{recipe}, {config.parameter_count():,} parameters: you say {said:,} bytes, the tracker "
-                            f"reads {states:,}")
-        return None
-
-    verdict("first", predict, check)
+    for config in (CONFIG, GPTConfig(vocab_size=256, context_length=32, layers=1, hidden=48, heads=4, tied=False)):
+        for recipe in RECIPES:
+            said, states = predict(config, recipe), _states(recipe, config)
+            said = int(said)
+            if said != states:
+                return (f"{recipe}, {config.parameter_count():,} parameters: you say {said:,} bytes, the tracker "
+                        f"reads {states:,}")
+    return None
 
 
 def _step_in_fp32(model, optimizer, tokens, targets, share):
@@ -81,6 +78,7 @@ def _stepped(step):
     return torch.cat(moved), int(kept), seen
 
 
+@exercise("what is computed")
 def second(step):
     """Grade `step(model, optimizer, tokens, targets, share)`, which makes a step in fp16 on `share` times the loss and
     returns True.
@@ -88,45 +86,38 @@ def second(step):
     The weights are fp32 and stay fp32. The update must equal that of an fp32 step. The activations must be those of
     fp16 autocast, with all rows in one forward.
     """
-
-    def check(step):
-        expected, *_ = _stepped(_step_in_fp32)
-        said, kept, seen = _stepped(step)
-        error = ((said - expected).norm() / expected.norm()).item()
-        allowed = autocast_activation_bytes(CONFIG, 8, 16, torch.float16, DEVICE)
-        if not error < 2:  # NaN is not
-            return "the weights move much too far: were the gradients divided by the scale again, or was it too large?"
-        if not error < 0.02:
-            return f"the weights move as in fp32 within 2 %; yours are {100 * error:.0f} % off (do gradients become 0?)"
-        if seen != [(torch.float16, 8)]:
-            what = ", ".join(f"{rows} rows in {dtype}" for dtype, rows in seen) or "nothing"
-            return f"the update is right, but the head was to see 8 rows once, in fp16 autocast; it gave {what}"
-        if kept > allowed:
-            return f"the update is right, but {kept:,} bytes of activations are kept; autocast keeps {allowed:,}"
-        return None
-
-    verdict("second", step, check)
+    expected, *_ = _stepped(_step_in_fp32)
+    said, kept, seen = _stepped(step)
+    error = ((said - expected).norm() / expected.norm()).item()
+    allowed = autocast_activation_bytes(CONFIG, 8, 16, torch.float16, DEVICE)
+    if not error < 2:  # NaN is not
+        return "the weights move much too far: were the gradients divided by the scale again, or was it too large?"
+    if not error < 0.02:
+        return f"the weights move as in fp32 within 2 %; yours are {100 * error:.0f} % off (do gradients become 0?)"
+    if seen != [(torch.float16, 8)]:
+        what = ", ".join(f"{rows} rows in {dtype}" for dtype, rows in seen) or "nothing"
+        return f"the update is right, but the head was to see 8 rows once, in fp16 autocast; it gave {what}"
+    if kept > allowed:
+        return f"the update is right, but {kept:,} bytes of activations are kept; autocast keeps {allowed:,}"
+    return None
 
 
+@exercise("what is computed")
 def third(plan):
     """Grade `plan(config)`, which returns a dtype for each part: fp32 for embeddings, head and every norm, and bf16 for
     the rest."""
-
-    def check(plan):
-        for config in (CONFIG, GPTConfig(vocab_size=256, context_length=32, layers=1, hidden=32, heads=4, tied=False)):
-            said, model = plan(config), _model(config)
-            norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
-            blocks = sum(p.numel() for p in model.blocks.parameters())
-            high = config.parameter_count() - blocks + norms - sum(p.numel() for p in model.norm.parameters())
-            wanted = 2 * config.parameter_count() + 2 * high
-            if plan_bytes(model, said) != wanted:
-                return f"the parameters take {plan_bytes(model, said):,} bytes under your plan, not {wanted:,}"
-            with DynamicPrecisionModel(model, said) as low:
-                logits = low(torch.arange(16)[None])
-                wrong = [name for name, p in model.named_parameters()
-                         if (p.dtype is torch.float32) != ("norm" in name or not name.startswith("blocks"))]
-            if wrong or logits.dtype is not torch.float32:
-                return f"the bytes are right, but not the dtype of {', '.join(wrong) or 'the logits'}"
-        return None
-
-    verdict("third", plan, check)
+    for config in (CONFIG, GPTConfig(vocab_size=256, context_length=32, layers=1, hidden=32, heads=4, tied=False)):
+        said, model = plan(config), _model(config)
+        norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+        blocks = sum(p.numel() for p in model.blocks.parameters())
+        high = config.parameter_count() - blocks + norms - sum(p.numel() for p in model.norm.parameters())
+        wanted = 2 * config.parameter_count() + 2 * high
+        if plan_bytes(model, said) != wanted:
+            return f"the parameters take {plan_bytes(model, said):,} bytes under your plan, not {wanted:,}"
+        with DynamicPrecisionModel(model, said) as low:
+            logits = low(torch.arange(16)[None])
+            wrong = [name for name, p in model.named_parameters()
+                     if (p.dtype is torch.float32) != ("norm" in name or not name.startswith("blocks"))]
+        if wrong or logits.dtype is not torch.float32:
+            return f"the bytes are right, but not the dtype of {', '.join(wrong) or 'the logits'}"
+    return None

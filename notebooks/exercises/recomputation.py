@@ -6,7 +6,7 @@ from refimpl import memory
 from refimpl.checkpointing import recompute
 from refimpl.model import GPT, GPTConfig
 
-from . import verdict
+from . import exercise
 
 CONFIGS = (
     GPTConfig(vocab_size=256, context_length=64, layers=3, hidden=32, heads=4),
@@ -29,44 +29,38 @@ def _step(apply, config=CONFIGS[0], sequence=64):
     return [p.grad for p in model.parameters()], kept, t.peak.total - t.start.total
 
 
+@exercise("bytes", int)
 def first(predict):
     """Grade `predict(config, batch, sequence)`, which returns the bytes of activations after the forward when every
     block is recomputed."""
-
-    def check(predict):
-        for config, sequence in zip(CONFIGS, (64, 96), strict=True):
-            kept = _step(lambda model: recompute(model.blocks), config, sequence)[1]
-            said = predict(config, 2, sequence)
-            if said != kept:
-                return (f"{config.layers} layers of {config.hidden}, {config.norm}, {config.positions} positions: you "
-                        f"say {said:,}, the tracker reads {kept:,} bytes")
-        return None
-
-    verdict("first", predict, check)
+    for config, sequence in zip(CONFIGS, (64, 96), strict=True):
+        kept = _step(lambda model: recompute(model.blocks), config, sequence)[1]
+        said = predict(config, 2, sequence)
+        if said != kept:
+            return (f"{config.layers} layers of {config.hidden}, {config.norm}, {config.positions} positions: you "
+                    f"say {said:,}, the tracker reads {kept:,} bytes")
+    return None
 
 
+@exercise("parity and bytes", torch.Tensor)
 def second(once_more):
     """Grade `once_more(fn, x)`, which returns fn(x) with its gradients, and keeps only x, by `saved_tensors_hooks`."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(64, 64), torch.randn(256, 64, requires_grad=True)
 
-    def check(once_more):
-        torch.manual_seed(0)
-        layer, x = torch.nn.Linear(64, 64), torch.randn(256, 64, requires_grad=True)
+    def fn(x):
+        return layer(layer(layer(x).tanh()).sin()).exp()
 
-        def fn(x):
-            return layer(layer(layer(x).tanh()).sin()).exp()
-
-        expected = torch.autograd.grad(fn(x).sum(), [x, *layer.parameters()])
-        with memory.track(layer, x) as t:
-            y = once_more(fn, x)
-        kept = t.now.total - t.start.total - y.nbytes
-        if not torch.equal(y, fn(x)):
-            return "the output is not that of fn(x)"
-        found = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
-        if not all(map(torch.equal, found, expected)):
-            return "the gradients are not those of fn(x)"
-        return None if kept < 1024 else f"the gradients are right, but {kept:,} bytes are kept besides x and the output"
-
-    verdict("second", once_more, check)
+    expected = torch.autograd.grad(fn(x).sum(), [x, *layer.parameters()])
+    with memory.track(layer, x) as t:
+        y = once_more(fn, x)
+    kept = t.now.total - t.start.total - y.nbytes
+    if not torch.equal(y, fn(x)):
+        return "the output is not that of fn(x)"
+    found = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+    if not all(map(torch.equal, found, expected)):
+        return "the gradients are not those of fn(x)"
+    return None if kept < 1024 else f"the gradients are right, but {kept:,} bytes are kept besides x and the output"
 
 
 def saves_nothing(model):
@@ -74,18 +68,15 @@ def saves_nothing(model):
     recompute(module for block in model.blocks for module in block.modules() if isinstance(module, torch.nn.Linear))
 
 
+@exercise("what is computed")
 def third(apply):
     """Grade `apply(model)`, which changes the model from outside, so that its peak falls below 0.6 of what it was. It
     returns True."""
+    def changed(model):
+        apply(model)
 
-    def check(apply):
-        def changed(model):
-            apply(model)
-
-        expected, _, whole = _step(lambda model: None)
-        found, _, peak = _step(changed)
-        if not all(map(torch.equal, found, expected)):
-            return "the gradients have changed"
-        return None if peak < 0.6 * whole else f"the peak is {peak:,} of {whole:,} bytes: expected below 0.6"
-
-    verdict("third", apply, check)
+    expected, _, whole = _step(lambda model: None)
+    found, _, peak = _step(changed)
+    if not all(map(torch.equal, found, expected)):
+        return "the gradients have changed"
+    return None if peak < 0.6 * whole else f"the peak is {peak:,} of {whole:,} bytes: expected below 0.6"

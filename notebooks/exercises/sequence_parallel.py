@@ -5,10 +5,10 @@ from torch import nn
 from torch.nn.functional import gelu, linear
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.papers.tensor_parallel import Split
 
-from . import verdict
+from . import exercise, launch
 
 
 def _half(tokens, hidden, world_size, by_tokens):
@@ -24,21 +24,18 @@ def _half(tokens, hidden, world_size, by_tokens):
     return kept, comm.traffic.total
 
 
+@exercise("bytes", (int, int))
 def first(predict):
     """Grade `predict(tokens, hidden, world_size, by_tokens)`, which returns (bytes that a rank keeps of half a layer
     for backward, bytes that it sends in forward and backward), in fp32 without dropout, within one percent."""
-
-    def check(predict):
-        for case in ((512, 256, 2, False), (512, 256, 4, False), (512, 256, 2, True), (1024, 128, 4, True)):
-            tokens, hidden, world_size, by_tokens = case
-            for what, said, read in zip(("keeps", "sends"), predict(*case), _half(*case), strict=True):
-                if not abs(said - read) <= 0.01 * read:
-                    kind = "sequence" if by_tokens else "tensor"
-                    return (f"{tokens} tokens of {hidden} numbers, {world_size} ranks, {kind} parallel: you say "
-                            f"{said:,.0f}, a rank {what} {read:,} bytes")
-        return None
-
-    verdict("first", predict, check)
+    for case in ((512, 256, 2, False), (512, 256, 4, False), (512, 256, 2, True), (1024, 128, 4, True)):
+        tokens, hidden, world_size, by_tokens = case
+        for what, said, read in zip(("keeps", "sends"), predict(*case), _half(*case), strict=True):
+            if not abs(said - read) <= 0.01 * read:
+                kind = "sequence" if by_tokens else "tensor"
+                return (f"{tokens} tokens of {hidden} numbers, {world_size} ranks, {kind} parallel: you say "
+                        f"{said:,.0f}, a rank {what} {read:,} bytes")
+    return None
 
 
 HIDDEN, FEATURES = 64, 32  # of a rank
@@ -70,36 +67,33 @@ def _column(comm, column, tokens):
     return y.detach(), x.grad, a.grad, kept, comm.traffic.total
 
 
+@exercise("parity and bytes", torch.Tensor, process="ranks")
 def second(column):
     """Grade `column(comm, x, a, tokens)`: from this rank's rows x, (⌈tokens/N⌉, hidden), the last ones padded with
     zeros, to all tokens' features, (tokens, features): X aᵀ. It keeps nothing but x and a for backward."""
-
-    def check(column):
-        for world_size, tokens in ((2, 7), (4, 21), (4, 5)):
-            x, weights, d_outputs = _given(tokens, world_size)
-            dx = _rows(sum(dy @ a for dy, a in zip(d_outputs, weights, strict=True)), world_size)
-            for rank, result in enumerate(launch(_column, world_size, column, tokens, device="cpu")):
-                y, x_grad, a_grad, kept, traffic = result
-                where = f"rank {rank} of {world_size}, {tokens} tokens"
-                expected = linear(x, weights[rank])
-                if y.shape != expected.shape:
-                    return f"{where}: the output is {tuple(y.shape)}, expected {tuple(expected.shape)}"
-                if not torch.allclose(y, expected, rtol=1e-4, atol=1e-4):
-                    return f"{where}: the output is not X aᵀ"
-                for name, mine, right in (("x", x_grad, dx[rank]), ("a", a_grad, d_outputs[rank].T @ x)):
-                    if mine is None:
-                        return f"{where}: the output is right, but {name} gets no gradient"
-                    if not torch.allclose(mine, right, rtol=1e-4, atol=1e-4):
-                        return f"{where}: the output is right, but not the gradient of {name}"
-                if kept > 256:
-                    return (f"{where}: the gradients are right, but {kept:,} bytes more than x and a wait for "
-                            "backward; it can gather again")
-                sent = 3 * (world_size - 1) * dx[rank].nbytes  # ⌈tokens/N⌉ rows, to all others, three times
-                if traffic != sent:
-                    return f"{where}: the gradients are right, but the rank sent {traffic:,} bytes; {sent:,} are enough"
-        return None
-
-    verdict("second", column, check)
+    for world_size, tokens in ((2, 7), (4, 21), (4, 5)):
+        x, weights, d_outputs = _given(tokens, world_size)
+        dx = _rows(sum(dy @ a for dy, a in zip(d_outputs, weights, strict=True)), world_size)
+        for rank, result in enumerate(launch(_column, world_size, column, tokens, device="cpu")):
+            y, x_grad, a_grad, kept, traffic = result
+            where = f"rank {rank} of {world_size}, {tokens} tokens"
+            expected = linear(x, weights[rank])
+            if y.shape != expected.shape:
+                return f"{where}: the output is {tuple(y.shape)}, expected {tuple(expected.shape)}"
+            if not torch.allclose(y, expected, rtol=1e-4, atol=1e-4):
+                return f"{where}: the output is not X aᵀ"
+            for name, mine, right in (("x", x_grad, dx[rank]), ("a", a_grad, d_outputs[rank].T @ x)):
+                if mine is None:
+                    return f"{where}: the output is right, but {name} gets no gradient"
+                if not torch.allclose(mine, right, rtol=1e-4, atol=1e-4):
+                    return f"{where}: the output is right, but not the gradient of {name}"
+            if kept > 256:
+                return (f"{where}: the gradients are right, but {kept:,} bytes more than x and a wait for "
+                        "backward; it can gather again")
+            sent = 3 * (world_size - 1) * dx[rank].nbytes  # ⌈tokens/N⌉ rows, to all others, three times
+            if traffic != sent:
+                return f"{where}: the gradients are right, but the rank sent {traffic:,} bytes; {sent:,} are enough"
+    return None
 
 
 def _dropped(comm, dropout, p):
@@ -118,35 +112,32 @@ def _dropped(comm, dropout, p):
     return y.detach(), x.grad, following, again, end, kept, comm.traffic.total
 
 
+@exercise("parity and bytes", torch.Tensor, process="ranks")
 def third(dropout):
     """Grade `dropout(comm, x, p)`: dropout of this rank's tokens. Ranks drop different places, the common stream of
     random numbers stays common, and the mask takes a byte an element."""
-
-    def check(dropout):
-        for world_size, p in ((2, 0.5), (4, 0.25)):
-            ranks = launch(_dropped, world_size, dropout, p, device="cpu")
-            for rank, (y, gradient, following, again, end, kept, traffic) in enumerate(ranks):
-                where = f"rank {rank} of {world_size}"
-                survived = y != 0
-                if not torch.allclose(y[survived], torch.tensor(1 / (1 - p))) or not (
-                        abs(survived.float().mean().item() - (1 - p)) < 0.05):
-                    return f"{where}: of ones, p={p}: expected {1 / (1 - p):.2f} at {1 - p:.0%} of the places, else 0"
-                if not torch.equal(gradient, y):
-                    return f"{where}: the gradient does not have the mask of forward"
-                if torch.equal(following, y):
-                    return f"{where}: two dropouts, one after the other, dropped the same places"
-                if any(torch.equal(y, other[0]) for other in ranks[:rank]):
-                    return f"{where} dropped the same places as another rank: so its tokens share one mask"
-                if not torch.equal(end, ranks[0][4]):
-                    return f"{where}: afterwards the common stream is not the same as on rank 0"
-                if not torch.equal(again, y):
-                    return (f"{where}: from the same state of the common stream, other places; recomputation would "
-                            "compute another layer")
-                if kept > y.numel() + 256:
-                    return (f"{where}: the masks are right, but {kept:,} bytes wait for backward; a byte an element is "
-                            f"{y.numel():,}")
-                if traffic:
-                    return f"{where}: the masks are right, but {traffic:,} bytes were sent; none are needed"
-        return None
-
-    verdict("third", dropout, check)
+    for world_size, p in ((2, 0.5), (4, 0.25)):
+        ranks = launch(_dropped, world_size, dropout, p, device="cpu")
+        for rank, (y, gradient, following, again, end, kept, traffic) in enumerate(ranks):
+            where = f"rank {rank} of {world_size}"
+            survived = y != 0
+            if not torch.allclose(y[survived], torch.tensor(1 / (1 - p))) or not (
+                    abs(survived.float().mean().item() - (1 - p)) < 0.05):
+                return f"{where}: of ones, p={p}: expected {1 / (1 - p):.2f} at {1 - p:.0%} of the places, else 0"
+            if not torch.equal(gradient, y):
+                return f"{where}: the gradient does not have the mask of forward"
+            if torch.equal(following, y):
+                return f"{where}: two dropouts, one after the other, dropped the same places"
+            if any(torch.equal(y, other[0]) for other in ranks[:rank]):
+                return f"{where} dropped the same places as another rank: so its tokens share one mask"
+            if not torch.equal(end, ranks[0][4]):
+                return f"{where}: afterwards the common stream is not the same as on rank 0"
+            if not torch.equal(again, y):
+                return (f"{where}: from the same state of the common stream, other places; recomputation would "
+                        "compute another layer")
+            if kept > y.numel() + 256:
+                return (f"{where}: the masks are right, but {kept:,} bytes wait for backward; a byte an element is "
+                        f"{y.numel():,}")
+            if traffic:
+                return f"{where}: the masks are right, but {traffic:,} bytes were sent; none are needed"
+    return None

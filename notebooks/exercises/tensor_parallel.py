@@ -6,13 +6,13 @@ import torch
 from torch.nn import functional as F
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator
 from refimpl.comm.traffic import ring_traffic
 from refimpl.model import GPT, Attention, GPTConfig, softmax_attention
 from refimpl.tensor import tensor_parallel
 from refimpl.tensor.closed_forms import split_block_terms
 
-from . import verdict
+from . import SCALAR, exercise, launch
 
 LLAMA = {"vocab_size": 32, "context_length": 16, "layers": 1, "norm": "rmsnorm", "activation": "swiglu",
          "positions": "rotary", "bias": False}
@@ -27,26 +27,23 @@ def _block(world_size, tokens, **sizes):
     return sum(p.nbytes for p in block.parameters()), (comm.traffic - before).total
 
 
+@exercise("bytes", (int, int))
 def first(predict):
     """Grade `predict(hidden, mlp_hidden, heads, kv_heads, tokens, world_size)`, which returns (bytes of the weights of
     a LLaMA block on a rank, bytes that this rank sends in its forward and backward), in fp32."""
-
-    def check(predict):
-        for hidden, mlp_hidden, heads, kv_heads, tokens, N in (
-                (32, 96, 4, 4, 8, 1), (32, 96, 4, 4, 8, 2), (32, 96, 8, 4, 16, 4), (64, 128, 8, 2, 8, 2)):
-            held, sent = _block(N, tokens, hidden=hidden, mlp_hidden=mlp_hidden, heads=heads, kv_heads=kv_heads)
-            said = predict(hidden, mlp_hidden, heads, kv_heads, tokens, N)
-            asked = (f"hidden {hidden}, mlp_hidden {mlp_hidden}, {heads} heads, {kv_heads} key heads, {tokens} tokens, "
-                     f"{N} ranks")
-            if not isinstance(said, (tuple, list)) or len(said) != 2:
-                return f"expected a pair, the bytes of weights and the bytes sent; you say {said!r}"
-            if said[0] != held:
-                return f"{asked}: you say {said[0]:,} bytes of weights, a rank holds {held:,}"
-            if said[1] != sent:
-                return f"{asked}: the weights are right; you say {said[1]:,} bytes are sent, a rank sends {sent:,}"
-        return None
-
-    verdict("first", predict, check)
+    for hidden, mlp_hidden, heads, kv_heads, tokens, N in (
+            (32, 96, 4, 4, 8, 1), (32, 96, 4, 4, 8, 2), (32, 96, 8, 4, 16, 4), (64, 128, 8, 2, 8, 2)):
+        held, sent = _block(N, tokens, hidden=hidden, mlp_hidden=mlp_hidden, heads=heads, kv_heads=kv_heads)
+        said = predict(hidden, mlp_hidden, heads, kv_heads, tokens, N)
+        asked = (f"hidden {hidden}, mlp_hidden {mlp_hidden}, {heads} heads, {kv_heads} key heads, {tokens} tokens, "
+                 f"{N} ranks")
+        if not isinstance(said, (tuple, list)) or len(said) != 2:
+            return f"expected a pair, the bytes of weights and the bytes sent; you say {said!r}"
+        if said[0] != held:
+            return f"{asked}: you say {said[0]:,} bytes of weights, a rank holds {held:,}"
+        if said[1] != sent:
+            return f"{asked}: the weights are right; you say {said[1]:,} bytes are sent, a rank sends {sent:,}"
+    return None
 
 
 ATTENTION = GPTConfig(vocab_size=32, context_length=16, layers=1, hidden=64, heads=4)
@@ -97,38 +94,35 @@ def _kept(world_size):
                                         "projection input"))
 
 
+@exercise("parity and bytes", torch.nn.Module, process="ranks")
 def second(split_attention):
     """Grade `split_attention(attention, comm)`, which returns a module: attention by this rank's heads, whose output
     is the whole one on every rank. Weights, and what is kept for backward, are 1/N; two all_reduces of x are sent."""
-
-    def check(split_attention):
-        attention, x = _attention()
-        expected, h = _step(attention, x), ATTENTION.hidden
-        for N in (2, 4):
-            weights, sent = 4 * ((4 * h * h + 3 * h) // N + h), 2 * ring_traffic("all_reduce", x.nbytes, N, 0, 4)
-            for rank, answer in enumerate(launch(_split, N, split_attention, device="cpu")):
-                where = f"rank {rank} of {N}"
-                if not isinstance(answer, tuple):
-                    return f"expected a module, which maps x (B, T, C) to (B, T, C); you return {answer!r}"
-                (y, dx, after), held, kept, traffic = answer
-                if not _near(y, expected[0]):
-                    return (f"{where}: the output is not that of the whole attention. (In the rows of qkv all heads' "
-                            "q come first, then all k, then all v: each of the three is cut. And a bias is added once)")
-                if not _near(dx, expected[1]):
-                    return f"{where}: the output is right, but x has another gradient. (What is f for?)"
-                if not _near(after, expected[2]):
-                    return f"{where}: after one step the output is another one, so a weight's gradient is wrong"
-                if held != weights:
-                    return f"the numbers are right, but {where} has {held:,} bytes of weights; its part is {weights:,}"
-                if kept > _kept(N):
-                    return (f"the numbers are right, but {where} keeps {kept:,} bytes for backward; of its own heads "
-                            f"that is {_kept(N):,}")
-                if traffic != sent:
-                    return (f"the numbers are right, but {where} sent {traffic:,} bytes; two all_reduces of x are "
-                            f"{sent:,}")
-        return None
-
-    verdict("second", split_attention, check)
+    attention, x = _attention()
+    expected, h = _step(attention, x), ATTENTION.hidden
+    for N in (2, 4):
+        weights, sent = 4 * ((4 * h * h + 3 * h) // N + h), 2 * ring_traffic("all_reduce", x.nbytes, N, 0, 4)
+        for rank, answer in enumerate(launch(_split, N, split_attention, device="cpu")):
+            where = f"rank {rank} of {N}"
+            if not isinstance(answer, tuple):
+                return f"expected a module, which maps x (B, T, C) to (B, T, C); you return {answer!r}"
+            (y, dx, after), held, kept, traffic = answer
+            if not _near(y, expected[0]):
+                return (f"{where}: the output is not that of the whole attention. (In the rows of qkv all heads' "
+                        "q come first, then all k, then all v: each of the three is cut. And a bias is added once)")
+            if not _near(dx, expected[1]):
+                return f"{where}: the output is right, but x has another gradient. (What is f for?)"
+            if not _near(after, expected[2]):
+                return f"{where}: after one step the output is another one, so a weight's gradient is wrong"
+            if held != weights:
+                return f"the numbers are right, but {where} has {held:,} bytes of weights; its part is {weights:,}"
+            if kept > _kept(N):
+                return (f"the numbers are right, but {where} keeps {kept:,} bytes for backward; of its own heads "
+                        f"that is {_kept(N):,}")
+            if traffic != sent:
+                return (f"the numbers are right, but {where} sent {traffic:,} bytes; two all_reduces of x are "
+                        f"{sent:,}")
+    return None
 
 
 V, TOKENS = 512, 24
@@ -153,33 +147,30 @@ def _scored(comm, cross_entropy):
     return loss, mine.grad, t.peak.total - t.start.total, comm.traffic.total
 
 
+@exercise("parity and bytes", SCALAR, process="ranks")
 def third(cross_entropy):
     """Grade `cross_entropy(comm, logits, targets)`, which returns the mean cross-entropy on every rank. `logits` (N
     tokens, v) are this rank's columns; at most four numbers a token are exchanged."""
-
-    def check(cross_entropy):
-        whole, targets = _logits()
-        expected = F.cross_entropy(whole.requires_grad_(), targets)
-        expected.backward()
-        for N in (2, 4):
-            most = 4 * ring_traffic("all_reduce", 4 * TOKENS, N, 0, 4)
-            gradients = whole.grad.chunk(N, dim=1)
-            for rank, answer in enumerate(launch(_scored, N, cross_entropy, device="cpu")):
-                loss, gradient, taken, sent = answer
-                where, own = f"rank {rank} of {N}", 4 * TOKENS * V // N
-                if not _near(loss, expected.detach()):
-                    return f"{where}: the loss of all logits is {expected.item():.4f}; you return {loss}"
-                if not _near(gradient, gradients[rank]):
-                    return f"{where}: the loss is right, but these logits have no gradient, or another one"
-                if sent > most:
-                    return (f"the numbers are right, but {where} sent {sent:,} bytes; four numbers a token, each by an "
-                            f"all_reduce, are {most:,}")
-                if taken > 5 * own:
-                    return (f"the numbers are right, but {where} took {taken:,} bytes; five times its own logits are "
-                            f"{5 * own:,}")
-        return None
-
-    verdict("third", cross_entropy, check)
+    whole, targets = _logits()
+    expected = F.cross_entropy(whole.requires_grad_(), targets)
+    expected.backward()
+    for N in (2, 4):
+        most = 4 * ring_traffic("all_reduce", 4 * TOKENS, N, 0, 4)
+        gradients = whole.grad.chunk(N, dim=1)
+        for rank, answer in enumerate(launch(_scored, N, cross_entropy, device="cpu")):
+            loss, gradient, taken, sent = answer
+            where, own = f"rank {rank} of {N}", 4 * TOKENS * V // N
+            if not _near(loss, expected.detach()):
+                return f"{where}: the loss of all logits is {expected.item():.4f}; you return {loss}"
+            if not _near(gradient, gradients[rank]):
+                return f"{where}: the loss is right, but these logits have no gradient, or another one"
+            if sent > most:
+                return (f"the numbers are right, but {where} sent {sent:,} bytes; four numbers a token, each by an "
+                        f"all_reduce, are {most:,}")
+            if taken > 5 * own:
+                return (f"the numbers are right, but {where} took {taken:,} bytes; five times its own logits are "
+                        f"{5 * own:,}")
+    return None
 
 
 def _near(found, right):

@@ -6,7 +6,7 @@ from refimpl import memory
 from refimpl.comm import FakeCommunicator
 from refimpl.zero import Zero3
 
-from . import verdict
+from . import exercise
 
 WIDTH, NBYTES = 64, 4 * 64 * 64  # of a layer: its features, and the bytes of its weight
 
@@ -32,25 +32,22 @@ def _stack(layers, world_size, ahead):
     return most, sent[-1]["all_gather"] - checks + sent[-1]["reduce_scatter"]
 
 
+@exercise("bytes", (int, int))
 def first(predict):
     """Grade `predict(layers, nbytes, world_size, ahead)`, which returns (the most bytes of parameters at a moment,
     bytes that a rank sends of parameters and gradients) in a step of stage 3, of layers of `nbytes` each, with
     `look_ahead` of `ahead`, a layer being a unit."""
-
-    def check(predict):
-        for layers, world_size, ahead in ((4, 4, 0), (8, 4, 2), (8, 2, 1), (3, 4, 9)):
-            most, sent = _stack(layers, world_size, ahead)
-            asked = f"{layers} layers of {NBYTES:,} bytes, {world_size} ranks, {ahead} ahead"
-            said = predict(layers, NBYTES, world_size, ahead)
-            if not isinstance(said, (tuple, list)) or len(said) != 2:
-                return f"expected a pair, the most bytes and the bytes sent; you say {said!r}"
-            if not 0 <= most - said[0] <= 4:  # one NaN, which released parameters show
-                return f"{asked}: you say {said[0]:,} at most, a rank has {most:,} bytes of parameters"
-            if said[1] != sent:
-                return f"{asked}: the bytes held are right; you say {said[1]:,} are sent, a rank sends {sent:,}"
-        return None
-
-    verdict("first", predict, check)
+    for layers, world_size, ahead in ((4, 4, 0), (8, 4, 2), (8, 2, 1), (3, 4, 9)):
+        most, sent = _stack(layers, world_size, ahead)
+        asked = f"{layers} layers of {NBYTES:,} bytes, {world_size} ranks, {ahead} ahead"
+        said = predict(layers, NBYTES, world_size, ahead)
+        if not isinstance(said, (tuple, list)) or len(said) != 2:
+            return f"expected a pair, the most bytes and the bytes sent; you say {said!r}"
+        if not 0 <= most - said[0] <= 4:  # one NaN, which released parameters show
+            return f"{asked}: you say {said[0]:,} at most, a rank has {most:,} bytes of parameters"
+        if said[1] != sent:
+            return f"{asked}: the bytes held are right; you say {said[1]:,} are sent, a rank sends {sent:,}"
+    return None
 
 
 def _unequal(hidden, world_size):
@@ -70,17 +67,14 @@ def _unequal(hidden, world_size):
     return units, int(t.timeline.nbytes[:, columns].sum(1).max())
 
 
+@exercise("what is computed", int)
 def second(highest):
     """Grade `highest(units, world_size)`, which returns the most bytes of parameters and gradients in a step of stage 3
     with one unit ahead and nothing on the wire: `units` are the bytes of each, in the order of forward."""
-
-    def check(highest):
-        for hidden, world_size in (([128] * 4, 4), ([64, 256, 128], 2), ([256, 64, 64, 128], 4), ([512, 64], 8)):
-            units, most = _unequal(hidden, world_size)
-            said = highest(list(units), world_size)
-            if not 0 <= most - said <= 4:  # one NaN, which released parameters show
-                return (f"units of {units} bytes, {world_size} ranks: you say {said:,} at most, a rank has {most:,} "
-                        "bytes of parameters and gradients")
-        return None
-
-    verdict("second", highest, check)
+    for hidden, world_size in (([128] * 4, 4), ([64, 256, 128], 2), ([256, 64, 64, 128], 4), ([512, 64], 8)):
+        units, most = _unequal(hidden, world_size)
+        said = highest(list(units), world_size)
+        if not 0 <= most - said <= 4:  # one NaN, which released parameters show
+            return (f"units of {units} bytes, {world_size} ranks: you say {said:,} at most, a rank has {most:,} "
+                    "bytes of parameters and gradients")
+    return None

@@ -2,10 +2,9 @@
 
 import torch
 
-from refimpl.comm import launch
 from refimpl.model import softmax_attention
 
-from . import verdict
+from . import exercise, launch
 
 B, H, T, D = 2, 8, 32, 4
 
@@ -23,25 +22,22 @@ def _exchanged(comm, ulysses):
     return ulysses(comm, q, k, v, attention), seen, comm.traffic.total
 
 
+@exercise("parity and bytes", torch.Tensor, process="ranks")
 def first(ulysses):
     """Grade `ulysses(comm, q, k, v, attention)`: attention of a rank's tokens; ranks exchange tokens for heads
     and back."""
-
-    def check(ulysses):
-        q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(0))
-        whole = softmax_attention(q, k, v, causal=True)
-        for N in (1, 2, 4):
-            for rank, (out, seen, sent) in enumerate(launch(_exchanged, N, ulysses, device="cpu")):
-                where, right = f"rank {rank} of {N}", whole.chunk(N, 2)[rank]
-                if not isinstance(out, torch.Tensor) or out.shape != right.shape:
-                    return f"{where}: the output is {getattr(out, 'shape', out)!r}, expected {tuple(right.shape)}"
-                if seen != [[(B, H // N, T, D)] * 3]:
-                    return f"{where}: attention was given {seen}, expected once three of {(B, H // N, T, D)}"
-                if not torch.allclose(out, right, atol=1e-5):
-                    return f"{where}: the output is not that of the whole sequence"
-                most = 4 * right.nbytes * (N - 1) // N
-                if sent > most:
-                    return f"{where}: the output is right, but {sent:,} bytes were sent; {most:,} are enough"
-        return None
-
-    verdict("first", ulysses, check)
+    q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(0))
+    whole = softmax_attention(q, k, v, causal=True)
+    for N in (1, 2, 4):
+        for rank, (out, seen, sent) in enumerate(launch(_exchanged, N, ulysses, device="cpu")):
+            where, right = f"rank {rank} of {N}", whole.chunk(N, 2)[rank]
+            if not isinstance(out, torch.Tensor) or out.shape != right.shape:
+                return f"{where}: the output is {getattr(out, 'shape', out)!r}, expected {tuple(right.shape)}"
+            if seen != [[(B, H // N, T, D)] * 3]:
+                return f"{where}: attention was given {seen}, expected once three of {(B, H // N, T, D)}"
+            if not torch.allclose(out, right, atol=1e-5):
+                return f"{where}: the output is not that of the whole sequence"
+            most = 4 * right.nbytes * (N - 1) // N
+            if sent > most:
+                return f"{where}: the output is right, but {sent:,} bytes were sent; {most:,} are enough"
+    return None

@@ -51,7 +51,7 @@ def run_all(tab):
 
 def test_the_start_page_is_drawn_wide_and_narrow_and_says_what_there_is(opened):
     tab = opened("INDEX.ipynb")
-    for words in ("exercises solved", "One GPU, tonight", "Is it reserved, not allocated?"):
+    for words in ("exercises and blanks solved", "One GPU, tonight", "Is it reserved, not allocated?"):
         tab.locator(DRAWN, has_text=words).first.wait_for(timeout=SECONDS * 1000)
     tab.wait_for_timeout(5000)  # the kernel has told what it is
     assert tab.locator(".jp-mod-dirty").count() == 0, "JupyterLab would save the page over what a grader writes"
@@ -142,7 +142,7 @@ def test_an_exercise_answered_in_place_ticks_the_start_page(checkout, opened):
     assert run_all(tab) == []
     assert json.loads((checkout / "learn" / "progress.json").read_text()) == {"where_the_memory_goes": ["second"]}
     tab = opened("INDEX.ipynb")
-    for words in (re.compile(r"1 of \d+ exercises solved"), "☐☑☐"):
+    for words in (re.compile(r"1 of \d+ exercises and blanks solved"), "☐☑☐"):
         tab.locator(DRAWN, has_text=words).first.wait_for(timeout=SECONDS * 1000)
 
 

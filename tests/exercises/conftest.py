@@ -3,11 +3,14 @@
 import pytest
 import rank_pool
 
+from exercises import Exercise
+
 
 @pytest.fixture(autouse=True)
-def ranks_that_live_on(request, monkeypatch):
-    """Right and wrong answers are graded on ranks that live on; a blank one, and an error, end their ranks."""
-    if "answer" in request.fixturenames and hasattr(request.module.page, "launch"):
+def graded_here(request, monkeypatch):
+    """Answers are graded in this process, on ranks that live on; what ends ranks, as an error does, starts others."""
+    monkeypatch.setattr(Exercise, "apart", False)
+    if hasattr(request.module, "page") and hasattr(request.module.page, "launch"):
         monkeypatch.setattr(request.module.page, "launch", rank_pool.pooled)
 
 

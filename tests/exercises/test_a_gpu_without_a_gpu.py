@@ -4,7 +4,7 @@ import math
 import re
 from functools import partial
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import a_gpu_without_a_gpu as page
 from refimpl.rehearse import recorded_rehearsals as records
@@ -127,30 +127,40 @@ def without_units(message):
     return asked <= free + unallocated
 
 
-RIGHT = [(page.first, between_steps), (page.first, in_slots), (page.first, as_a_list),
-         (page.second, largest), (page.second, with_what_was_made), (page.second, by_bisect),
-         (page.third, fragmented), (page.third, word_by_word), (page.third, by_words)]
-WRONG = [
-    (page.first, partial(between_steps, block=1), "each tensor has a block of its own, a multiple of 512 bytes"),
-    (page.first, once_rounded, "bytes are allocated"),
-    (page.first, partial(between_steps, tensors=3), "a parameter has a gradient and two moments beside it"),
-    (page.first, partial(between_steps, tensors=1), "that is for parameters alone"),
-    (page.first, by_elements, "on 4 ranks: you say"),
-    (page.first, partial(between_steps, cut=False), "on 4 ranks: you say 49152, 16,384 bytes are allocated"),
-    (page.first, lambda shapes, world: "16 GiB", "you say '16 GiB'"),
-    (page.second, lambda rehearse, batch: 1, "fits, too"),
-    (page.second, lambda rehearse, batch: batch, "micro-batches of 60 are out of memory in step 1"),
-    (page.second, partial(with_what_was_made, steps=1), "are out of memory in step 2"),
-    (page.second, any_number, "which does not divide a batch of"),
-    (page.second, powers_of_two, "fits, too"),
-    (page.second, from_the_top, re.compile(r"right, but after \d rehearsals for \d+ divisors; \d are enough")),
-    (page.third, unallocated_alone, "You say False: "),
-    (page.third, without_units, "You say True: "),
-    (page.third, lambda message: True, "You say True: "),
-    (page.third, lambda message: "expandable_segments" in message, "You say True: "),
-    (page.third, lambda message: numbers(message)[0] <= numbers(message)[2], "You say False: "),
-    (page.third, lambda message: "no", "expected True or False, you say 'no'")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[between_steps, in_slots, as_a_list],
+        wrong=[
+            (partial(between_steps, block=1), "each tensor has a block of its own, a multiple of 512 bytes"),
+            (once_rounded, "bytes are allocated"),
+            (partial(between_steps, tensors=3), "a parameter has a gradient and two moments beside it"),
+            (partial(between_steps, tensors=1), "that is for parameters alone"),
+            (by_elements, "on 4 ranks: you say"),
+            (partial(between_steps, cut=False), "on 4 ranks: you say 49152, 16,384 bytes are allocated"),
+            (lambda shapes, world: "16 GiB", "you say '16 GiB'")],
+    ),
+    page.second: Answers(
+        right=[largest, with_what_was_made, by_bisect],
+        wrong=[
+            (lambda rehearse, batch: 1, "fits, too"),
+            (lambda rehearse, batch: batch, "micro-batches of 60 are out of memory in step 1"),
+            (partial(with_what_was_made, steps=1), "are out of memory in step 2"),
+            (any_number, "which does not divide a batch of"),
+            (powers_of_two, "fits, too"),
+            (from_the_top, re.compile(r"right, but after \d rehearsals for \d+ divisors; \d are enough"))],
+    ),
+    page.third: Answers(
+        right=[fragmented, word_by_word, by_words],
+        wrong=[
+            (unallocated_alone, "You say False: "),
+            (without_units, "You say True: "),
+            (lambda message: True, "You say True: "),
+            (lambda message: "expandable_segments" in message, "You say True: "),
+            (lambda message: numbers(message)[0] <= numbers(message)[2], "You say False: "),
+            (lambda message: "no", "expected True or False, you say 'no'")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 def test_the_grader_s_messages_are_pytorch_s():

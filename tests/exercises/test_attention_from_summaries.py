@@ -4,7 +4,7 @@ import functools
 import math
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 from torch.utils.checkpoint import checkpoint
 
 from exercises import attention_from_summaries as page
@@ -72,23 +72,29 @@ def hardened(q, k, v, rows, c):
     return memory_efficient_attention(q, k, v, query_chunk=rows, key_chunk=c)
 
 
-RIGHT = [(page.first, merge), (page.second, in_turn), (page.second, hardened)]
-WRONG = [
-    (page.first, mean_of_halves, "plain halves: the out is not that of all keys"),
-    (page.first, lambda out_a, lse_a, out_b, lse_b: (merge(out_a, lse_a, out_b, lse_b)[0], lse_a + lse_b),
-     "plain halves: the logsumexp is not that of all keys"),
-    (page.first, merge_of_sums, "large scores: the out is not that of all keys (NaN)"),
-    (page.first, functools.partial(merge, blind_rows=False), "halves that some rows do not see: the out is not"),
-    (page.first, merge_of_stacks, "right, but it took"),
-    (page.second, functools.partial(in_turn, scaled=False), "100 tokens: the output is not that of attention"),
-    (page.second, functools.partial(in_turn, top=False), "100 tokens: the output is not that of attention"),
-    (page.second, without_a_graph, "100 tokens: the dk is not that of attention"),
-    (page.second, lambda q, k, v, rows, c: reference_attention(q, k, v), "right, but it keeps"),
-    (page.second, functools.partial(in_turn, inner=plainly, outer=plainly), "right, but it keeps"),
-    (page.second, functools.partial(in_turn, outer=plainly), "right, but it keeps"),
-    (page.second, lambda q, k, v, rows, c: in_turn(q, k, v, q.shape[2], 4, without_random_state, without_random_state),
-     "right, but its peak is")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[merge],
+        wrong=[
+            (mean_of_halves, "plain halves: the out is not that of all keys"),
+            (lambda out_a, lse_a, out_b, lse_b: (merge(out_a, lse_a, out_b, lse_b)[0], lse_a + lse_b), "plain halves: the logsumexp is not that of all keys"),
+            (merge_of_sums, "large scores: the out is not that of all keys (NaN)"),
+            (functools.partial(merge, blind_rows=False), "halves that some rows do not see: the out is not"),
+            (merge_of_stacks, "right, but it took")],
+    ),
+    page.second: Answers(
+        right=[in_turn, hardened],
+        wrong=[
+            (functools.partial(in_turn, scaled=False), "100 tokens: the output is not that of attention"),
+            (functools.partial(in_turn, top=False), "100 tokens: the output is not that of attention"),
+            (without_a_graph, "100 tokens: the dk is not that of attention"),
+            (lambda q, k, v, rows, c: reference_attention(q, k, v), "right, but it keeps"),
+            (functools.partial(in_turn, inner=plainly, outer=plainly), "right, but it keeps"),
+            (functools.partial(in_turn, outer=plainly), "right, but it keeps"),
+            (lambda q, k, v, rows, c: in_turn(q, k, v, q.shape[2], 4, without_random_state, without_random_state), "right, but its peak is")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 def test_one_that_keeps_little_and_makes_all_weights_at_once_fails(said):

@@ -4,7 +4,7 @@ import functools
 import math
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import attention_in_tiles as page
 from refimpl.attention import reference_attention, tiled_attention
@@ -70,22 +70,30 @@ def by_autograd(q, k, v, out, lse, d_out, tile):
     return torch.autograd.grad(reference_attention(*inputs, causal=True), inputs, d_out)
 
 
-RIGHT = [(page.first, attend), (page.second, backward)]
-WRONG = [
-    (page.first, functools.partial(attend, rescale=False), "1,000 keys: the output is not"),
-    (page.first, without_a_maximum, "right, but"),
-    (page.first, dense, "right, but 1,"),
-    (page.first, list_of_tiles, "right, but"),
-    (page.first, lambda q, k, v, tile: (tiled_attention(q[:, :, :64], k, v), q), "1,000 keys: the output is not"),
-    (page.first, lambda q, k, v, tile: attend(q, k, v, tile)[0], "expected a pair"),
-    (page.first, lambda q, k, v, tile: (attend(q, k, v, tile)[0], q), "the largest weights are not"),
-    (page.second, functools.partial(backward, delta=False), "dq is not the gradient"),
-    (page.second, functools.partial(backward, scaled=False), "dq is not the gradient"),
-    (page.second, functools.partial(backward, causal=False), "dq is not the gradient"),
-    (page.second, lambda *args: backward(*args)[:2] + (args[5],), "dv is not the gradient"),
-    (page.second, by_autograd, "right, but it took"),
-    (page.second, lambda *args: backward(*args, kept=[]), "right, but it took")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[attend],
+        wrong=[
+            (functools.partial(attend, rescale=False), "1,000 keys: the output is not"),
+            (without_a_maximum, "right, but"),
+            (dense, "right, but 1,"),
+            (list_of_tiles, "right, but"),
+            (lambda q, k, v, tile: (tiled_attention(q[:, :, :64], k, v), q), "1,000 keys: the output is not"),
+            (lambda q, k, v, tile: attend(q, k, v, tile)[0], "expected a pair"),
+            (lambda q, k, v, tile: (attend(q, k, v, tile)[0], q), "the largest weights are not")],
+    ),
+    page.second: Answers(
+        right=[backward],
+        wrong=[
+            (functools.partial(backward, delta=False), "dq is not the gradient"),
+            (functools.partial(backward, scaled=False), "dq is not the gradient"),
+            (functools.partial(backward, causal=False), "dq is not the gradient"),
+            (lambda *args: backward(*args)[:2] + (args[5],), "dv is not the gradient"),
+            (by_autograd, "right, but it took"),
+            (lambda *args: backward(*args, kept=[]), "right, but it took")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 def test_a_sum_without_a_maximum_overflows(said):

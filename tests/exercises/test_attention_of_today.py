@@ -5,7 +5,7 @@ import re
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import attention_of_today as page
 from refimpl.attention import ScoreHook, reference_attention
@@ -64,16 +64,29 @@ def expanded(q, *cache):
 
 
 on_the_latent = partial(absorbed, reference_attention)
-RIGHT = [(page.first, Strided), (page.second, attend), (page.third, on_the_latent)]
-WRONG = [
-    (page.first, WithoutDerivative, re.compile("dq is not .*is `derivative` there")),
-    (page.first, lambda stride: ScoreHook(), "output is not"), (page.first, Whole, "right, but it took"),
-    (page.second, partial(attend, start=False), "not the softmax"),
-    (page.second, at_the_end, re.compile("not the softmax|right, but")),
-    (page.second, whole, re.compile("right, but .* for 200|for 1,024")),
-    (page.third, expanded, "right, but it took"),
-    (page.third, partial(on_the_latent, scale=40**-0.5), "the scale is 1/")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG, blanks=(None, ...))
+ANSWERS = {
+    page.first: Answers(
+        right=[Strided],
+        wrong=[
+            (WithoutDerivative, re.compile("dq is not .*is `derivative` there")),
+            (lambda stride: ScoreHook(), "output is not"),
+            (Whole, "right, but it took")],
+    ),
+    page.second: Answers(
+        right=[attend],
+        wrong=[
+            (partial(attend, start=False), "not the softmax"),
+            (at_the_end, re.compile("not the softmax|right, but")),
+            (whole, re.compile("right, but .* for 200|for 1,024"))],
+    ),
+    page.third: Answers(
+        right=[on_the_latent],
+        wrong=[
+            (expanded, "right, but it took"),
+            (partial(on_the_latent, scale=40**-0.5), "the scale is 1/")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 def test_a_mask_that_is_kept_is_seen_as_broken():

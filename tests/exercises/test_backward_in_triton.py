@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import backward_in_triton as page
 from refimpl import memory
@@ -98,22 +98,30 @@ def received_by_a_kernel(q, k, lse):
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
-RIGHT = [(page.first, dq), (page.second, received), (page.second, received_by_a_kernel)]
-WRONG = [
-    (page.first, functools.partial(dq, with_delta=False), "96 tokens of 16: not dQ"),
-    (page.first, functools.partial(dq, scale=1.0), "96 tokens of 16: not dQ"),
-    (page.first, lambda *given: dq(*given) * 2, "96 tokens of 16: not dQ"),
-    (page.first, lambda *given: dq(*given)[:, :1], "96 tokens of 16: not dQ"),
-    (page.first, functools.partial(dq, again=True), "right, but it reads q 5 times"),
-    (page.first, lambda *given: dq(*given).clone(), "right, but it took"),
-    (page.first, dq_in_torch, "right, but it took"),
-    (page.first, dq_inside, "right, but no Triton kernel read q"),
-    (page.second, functools.partial(received, causal=False), "512 keys: not the column sums of P"),
-    (page.second, functools.partial(received, scaled=False), "512 keys: not the column sums of P"),
-    (page.second, lambda q, k, lse: lse, "512 keys: not the column sums of P"),
-    (page.second, received_from_p, "twice the keys, twice the bytes"),
-    (page.second, functools.partial(received, tile=256), "right, but it took")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[dq],
+        wrong=[
+            (functools.partial(dq, with_delta=False), "96 tokens of 16: not dQ"),
+            (functools.partial(dq, scale=1.0), "96 tokens of 16: not dQ"),
+            (lambda *given: dq(*given) * 2, "96 tokens of 16: not dQ"),
+            (lambda *given: dq(*given)[:, :1], "96 tokens of 16: not dQ"),
+            (functools.partial(dq, again=True), "right, but it reads q 5 times"),
+            (lambda *given: dq(*given).clone(), "right, but it took"),
+            (dq_in_torch, "right, but it took"),
+            (dq_inside, "right, but no Triton kernel read q")],
+    ),
+    page.second: Answers(
+        right=[received, received_by_a_kernel],
+        wrong=[
+            (functools.partial(received, causal=False), "512 keys: not the column sums of P"),
+            (functools.partial(received, scaled=False), "512 keys: not the column sums of P"),
+            (lambda q, k, lse: lse, "512 keys: not the column sums of P"),
+            (received_from_p, "twice the keys, twice the bytes"),
+            (functools.partial(received, tile=256), "right, but it took")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 # --- what the page shows ---------------------------------------------------------------------------------------------

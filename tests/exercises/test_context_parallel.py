@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import context_parallel as page
 
@@ -29,16 +29,22 @@ def without_the_largest(outs, lses):
     return (weights[..., None] * outs).sum(0) / weights.sum(0)[..., None], lses.logsumexp(0)
 
 
-RIGHT = [(page.first, predict), (page.second, merged)]
-WRONG = [
-    (page.first, partial(predict, gradients_travel=False),
-     "64 tokens, 4 heads, 4 key heads of 8, 2 ranks: you say 16,384, a rank sends 32,768"),
-    (page.first, every_head_has_keys, "8 heads, 2 key heads of 16, 4 ranks: you say 66,560, a rank keeps 41,984"),
-    (page.first, partial(predict, logsumexp=False), "you say 16,384, a rank keeps 16,896 bytes"),
-    (page.first, lambda *case: 7, "expected a pair, the bytes kept and the bytes sent; you say 7"),
-    (page.second, lambda outs, lses: (outs.mean(0), lses.logsumexp(0)),
-     "2 blocks: the output is not that of attention over all keys"),
-    (page.second, without_the_largest, "2 blocks: the output has nan"),
-    (page.second, partial(merged, lse=torch.sum), "2 blocks: the logsumexp is not that of attention over all keys"),
-    (page.second, lambda outs, lses: (outs[0], lses), "1 blocks: the logsumexp is (1, 2, 6), expected (2, 6)")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, gradients_travel=False), "64 tokens, 4 heads, 4 key heads of 8, 2 ranks: you say 16,384, a rank sends 32,768"),
+            (every_head_has_keys, "8 heads, 2 key heads of 16, 4 ranks: you say 66,560, a rank keeps 41,984"),
+            (partial(predict, logsumexp=False), "you say 16,384, a rank keeps 16,896 bytes"),
+            (lambda *case: 7, "expected a pair, the bytes kept and the bytes sent; you say 7")],
+    ),
+    page.second: Answers(
+        right=[merged],
+        wrong=[
+            (lambda outs, lses: (outs.mean(0), lses.logsumexp(0)), "2 blocks: the output is not that of attention over all keys"),
+            (without_the_largest, "2 blocks: the output has nan"),
+            (partial(merged, lse=torch.sum), "2 blocks: the logsumexp is not that of attention over all keys"),
+            (lambda outs, lses: (outs[0], lses), "1 blocks: the logsumexp is (1, 2, 6), expected (2, 6)")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import data_parallel as page
 
@@ -29,11 +29,19 @@ def mean_of_means(comm, model, tokens, targets):
     return True
 
 
-RIGHT = [(page.first, predict), (page.second, uneven_backward)]
-WRONG = [
-    (page.first, partial(predict, divided_states=True), "a rank holds 1,048,5"),
-    (page.first, partial(predict, always_no_sync=True), "3 micro-batches: you say 393,216, a rank sends 1,179,6"),
-    (page.second, mean_of_means, "the gradient of all targets is another one"),
-    (page.second, partial(uneven_backward, gather=True), "the gradient is right, but a rank sent"),
-    (page.second, lambda *_: True, "a parameter has no gradient")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, divided_states=True), "a rank holds 1,048,5"),
+            (partial(predict, always_no_sync=True), "3 micro-batches: you say 393,216, a rank sends 1,179,6")],
+    ),
+    page.second: Answers(
+        right=[uneven_backward],
+        wrong=[
+            (mean_of_means, "the gradient of all targets is another one"),
+            (partial(uneven_backward, gather=True), "the gradient is right, but a rank sent"),
+            (lambda *_: True, "a parameter has no gradient")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -5,7 +5,7 @@ import re
 import tempfile
 from functools import partial
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import disk_and_tiers as page
 from refimpl.saving.durable import raw_bytes
@@ -92,12 +92,26 @@ class AtOnePlace(Store):
         self.place[key] = 0
 
 
-RIGHT = [(page.first, predict), (page.second, belady), (page.third, Store)]
-WRONG = [
-    (page.first, partial(predict, block=1), re.compile("you say .* the store has a file of 12,288|you say")),
-    (page.first, one_place_for_all, re.compile("buckets of .* bytes: you say")),
-    (page.second, partial(belady, furthest=min), re.compile("you load .* Belady's rule")),
-    (page.second, nobody, "you evict"), (page.third, Trusting, "did not raise OSError"),
-    (page.third, Early, "1 of 2 tensors have lost their memory"),
-    (page.third, Keeping, "still in memory"), (page.third, AtOnePlace, "other numbers")]
-test_right_answers_pass, test_wrong_answers_are_told_why, test_no_answer = graded(page, RIGHT, WRONG, blanks=(...,))
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, block=1), re.compile("you say .* the store has a file of 12,288|you say")),
+            (one_place_for_all, re.compile("buckets of .* bytes: you say"))],
+    ),
+    page.second: Answers(
+        right=[belady],
+        wrong=[
+            (partial(belady, furthest=min), re.compile("you load .* Belady's rule")),
+            (nobody, "you evict")],
+    ),
+    page.third: Answers(
+        right=[Store],
+        wrong=[
+            (Trusting, "did not raise OSError"),
+            (Early, "1 of 2 tensors have lost their memory"),
+            (Keeping, "still in memory"),
+            (AtOnePlace, "other numbers")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import fewer_bytes_on_the_wire as page
 
@@ -41,15 +41,25 @@ def all_within(intra, inter, x):
     return intra.all_gather(inter.all_reduce(shard))
 
 
-RIGHT = [(page.first, predict), (page.second, make), (page.third, reduce)]
-WRONG = [
-    (page.first, functools.partial(predict, index_bytes=8),
-     "10,000 numbers, ratio 0.01, 2 ranks: you say 1,200, a rank sends 800"),
-    (page.first, functools.partial(predict, least=0), "100 numbers, ratio 0.001, 2 ranks: you say 0, a rank sends 8"),
-    (page.second, functools.partial(make, keep=False), "another average in step 1: is what was not sent kept"),
-    (page.second, functools.partial(make, dense=True), "the averages are right, but rank 0 sent"),
-    (page.third, lambda intra, inter, x: intra.all_reduce(x), "rank 0 of 4 does not have the sum of all ranks"),
-    (page.third, lambda intra, inter, x: inter.all_reduce(intra.all_reduce(x)),
-     "bytes between machines; 1,600 are enough"),
-    (page.third, all_within, "bytes within its machine; 3,200 are enough")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (functools.partial(predict, index_bytes=8), "10,000 numbers, ratio 0.01, 2 ranks: you say 1,200, a rank sends 800"),
+            (functools.partial(predict, least=0), "100 numbers, ratio 0.001, 2 ranks: you say 0, a rank sends 8")],
+    ),
+    page.second: Answers(
+        right=[make],
+        wrong=[
+            (functools.partial(make, keep=False), "another average in step 1: is what was not sent kept"),
+            (functools.partial(make, dense=True), "the averages are right, but rank 0 sent")],
+    ),
+    page.third: Answers(
+        right=[reduce],
+        wrong=[
+            (lambda intra, inter, x: intra.all_reduce(x), "rank 0 of 4 does not have the sum of all ranks"),
+            (lambda intra, inter, x: inter.all_reduce(intra.all_reduce(x)), "bytes between machines; 1,600 are enough"),
+            (all_within, "bytes within its machine; 3,200 are enough")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import flash_attention_in_triton as page
 from refimpl.attention import reference_attention
@@ -100,21 +100,29 @@ def dense_inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float) 
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
-RIGHT = [(page.first, logsumexp), (page.second, attend)]
-WRONG = [
-    (page.first, functools.partial(logsumexp, other=0.0), "a row of 1,000: not its logsumexp"),
-    (page.first, functools.partial(logsumexp, rescaled=False), "a row of 1,000: not its logsumexp"),
-    (page.first, functools.partial(logsumexp, safe=False), "a row that begins with −∞: not its logsumexp (NaN)"),
-    (page.first, lambda x, tile: x.exp().sum(dim=1).log(), "large scores: not its logsumexp"),
-    (page.first, lambda x, tile: x.logsumexp(dim=1), "right, but no Triton kernel read x"),
-    (page.first, two_passes, "right, but it reads x 2 times"),
-    (page.first, functools.partial(logsumexp, block=1024), "right, but it holds 1,000 elements at a time"),
-    (page.first, lambda x, tile: logsumexp(x.clone(), tile), "right, but it took"),
-    (page.second, functools.partial(attend, before=False), "plain attention"),
-    (page.second, functools.partial(attend, scale=1.0), "not softmax(cap · tanh(s / cap)) v"),
-    (page.second, dense, "right, but it took"),
-    (page.second, dense_inside, "right, but no Triton kernel read k")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[logsumexp],
+        wrong=[
+            (functools.partial(logsumexp, other=0.0), "a row of 1,000: not its logsumexp"),
+            (functools.partial(logsumexp, rescaled=False), "a row of 1,000: not its logsumexp"),
+            (functools.partial(logsumexp, safe=False), "a row that begins with −∞: not its logsumexp (NaN)"),
+            (lambda x, tile: x.exp().sum(dim=1).log(), "large scores: not its logsumexp"),
+            (lambda x, tile: x.logsumexp(dim=1), "right, but no Triton kernel read x"),
+            (two_passes, "right, but it reads x 2 times"),
+            (functools.partial(logsumexp, block=1024), "right, but it holds 1,000 elements at a time"),
+            (lambda x, tile: logsumexp(x.clone(), tile), "right, but it took")],
+    ),
+    page.second: Answers(
+        right=[attend],
+        wrong=[
+            (functools.partial(attend, before=False), "plain attention"),
+            (functools.partial(attend, scale=1.0), "not softmax(cap · tanh(s / cap)) v"),
+            (dense, "right, but it took"),
+            (dense_inside, "right, but no Triton kernel read k")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 # --- what the page shows ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import fragmentation as page
 
@@ -41,15 +41,27 @@ def order(sizes, freed):
     return [*freed, *(i for i in range(len(sizes)) if i not in freed)]
 
 
-RIGHT = [(page.first, fits), (page.second, least_capacity), (page.third, order)]
-WRONG = [
-    (page.first, worst_fit, "best fit gives 9216, you say 4096"),
-    (page.first, as_listed, "first fit gives 0, you say 8192"),
-    (page.first, lambda holes, size: 7, "expected a pair"),
-    (page.second, partial(least_capacity, share=1.1), "it runs with 1 % less"),
-    (page.second, lambda runs, low, high: low, "bytes a request fails"),
-    (page.second, lambda runs, low, high: high, "it runs with 1 % less"),
-    (page.second, one_by_one, "replays; 8 are enough"),
-    (page.third, lambda sizes, freed: list(range(len(sizes))), "bytes are free, and the largest hole has"),
-    (page.third, lambda sizes, freed: list(freed), "expected each index once")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[fits],
+        wrong=[
+            (worst_fit, "best fit gives 9216, you say 4096"),
+            (as_listed, "first fit gives 0, you say 8192"),
+            (lambda holes, size: 7, "expected a pair")],
+    ),
+    page.second: Answers(
+        right=[least_capacity],
+        wrong=[
+            (partial(least_capacity, share=1.1), "it runs with 1 % less"),
+            (lambda runs, low, high: low, "bytes a request fails"),
+            (lambda runs, low, high: high, "it runs with 1 % less"),
+            (one_by_one, "replays; 8 are enough")],
+    ),
+    page.third: Answers(
+        right=[order],
+        wrong=[
+            (lambda sizes, freed: list(range(len(sizes))), "bytes are free, and the largest hole has"),
+            (lambda sizes, freed: list(freed), "expected each index once")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

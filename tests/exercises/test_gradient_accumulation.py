@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import gradient_accumulation as page
 from refimpl import memory
@@ -84,18 +84,28 @@ def in_grad_of_fp32(model, tokens, targets, micro_batch, leave=False):
     return True
 
 
-RIGHT = [
-    (page.first, step), (page.second, predict), (page.third, sum_in_fp32), (page.third, by_accumulate),
-    (page.third, in_grad_of_fp32)]
-WRONG = [
-    (page.first, mean_of_means, "the gradient of the whole batch is another one"),
-    (page.first, losses_kept, "6 more rows raise the peak by"),
-    (page.first, lambda *_: True, "a parameter has no gradient"),
-    (page.second, partial(predict, always=True), "8 rows by 8, 1 layer: you say"),
-    (page.third, mean_of_means, "summed in fp32 the gradient is within"),
-    (page.third, sum_after_each_backward, "bytes in a backward; fp32 sums and the"),
-    (page.third, partial(in_grad_of_fp32, leave=True), "`.grad` is left in torch.float32, not in bf16"),
-    (page.second, lambda *_: (1, 2), "expected the sum of both in bytes"),
-    (page.third, partial(sum_in_fp32, remove=False), "hooks of yours are left"),
-    (page.third, lambda *_: True, "a parameter has no gradient")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[step],
+        wrong=[
+            (mean_of_means, "the gradient of the whole batch is another one"),
+            (losses_kept, "6 more rows raise the peak by"),
+            (lambda *_: True, "a parameter has no gradient")],
+    ),
+    page.second: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, always=True), "8 rows by 8, 1 layer: you say"),
+            (lambda *_: (1, 2), "expected the sum of both in bytes")],
+    ),
+    page.third: Answers(
+        right=[sum_in_fp32, by_accumulate, in_grad_of_fp32],
+        wrong=[
+            (mean_of_means, "summed in fp32 the gradient is within"),
+            (sum_after_each_backward, "bytes in a backward; fp32 sums and the"),
+            (partial(in_grad_of_fp32, leave=True), "`.grad` is left in torch.float32, not in bf16"),
+            (partial(sum_in_fp32, remove=False), "hooks of yours are left"),
+            (lambda *_: True, "a parameter has no gradient")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

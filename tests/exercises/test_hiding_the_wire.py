@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import hiding_the_wire as page
 
@@ -67,15 +67,23 @@ def held_at_once(ready, takes, nbytes, of):
     return predict(ready, takes, nbytes)[0], of(nbytes)
 
 
-RIGHT = [(page.first, average), (page.second, predict)]
-WRONG = [
-    (page.first, partial(one_by_one, op="sum"), "gradient 0 on rank 0 of 2 is not the mean over ranks"),
-    (page.first, one_by_one, "by 30 collectives; 5 buckets hold all 15,360 bytes"),
-    (page.first, partial(average, all_at_once=True), "bytes were taken: two buckets are 8,192"),
-    (page.first, gathered, "the means are right, by 15 collectives"),
-    (page.second, lambda *_: 3, "expected a pair"),
-    (page.second, all_of_the_wire, "you say that a rank waits 180 ms, it is 60 ms"),
-    (page.second, only_the_last, "you say that a rank waits"),
-    (page.second, partial(held_at_once, of=sum), "the time is right; you say 12,288 bytes at most, it is 4,096"),
-    (page.second, partial(held_at_once, of=max), "the time is right; you say")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[average],
+        wrong=[
+            (partial(one_by_one, op="sum"), "gradient 0 on rank 0 of 2 is not the mean over ranks"),
+            (one_by_one, "by 30 collectives; 5 buckets hold all 15,360 bytes"),
+            (partial(average, all_at_once=True), "bytes were taken: two buckets are 8,192"),
+            (gathered, "the means are right, by 15 collectives")],
+    ),
+    page.second: Answers(
+        right=[predict],
+        wrong=[
+            (lambda *_: 3, "expected a pair"),
+            (all_of_the_wire, "you say that a rank waits 180 ms, it is 60 ms"),
+            (only_the_last, "you say that a rank waits"),
+            (partial(held_at_once, of=sum), "the time is right; you say 12,288 bytes at most, it is 4,096"),
+            (partial(held_at_once, of=max), "the time is right; you say")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -2,7 +2,7 @@
 
 import functools
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import how_fast_can_a_kernel_be as page
 
@@ -21,18 +21,26 @@ def keys_held(M, D, warps, share=2 / 3, matrices=2):
     return n // 2
 
 
-RIGHT = [(page.first, least), (page.second, keys_held)]
-WRONG = [
-    (page.first, functools.partial(least, matrices=6), "dense: "),
-    (page.first, functools.partial(least, products=2), "each byte once: "),
-    (page.first, functools.partial(least, queries=64), "as asked: "),
-    (page.first, functools.partial(least, add=lambda a, b: a + b), "dense: "),
-    (page.first, functools.partial(least, add=min), "bound by"),
-    (page.first, lambda *args: least(*args)[0], "expected three times"),
-    (page.second, functools.partial(keys_held, share=1), "within two thirds"),
-    (page.second, functools.partial(keys_held, matrices=1), "within two thirds"),
-    (page.second, lambda M, D, warps: 128, "M=32, D=64, 4 warps: 128 keys take 75% of the registers")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[least],
+        wrong=[
+            (functools.partial(least, matrices=6), "dense: "),
+            (functools.partial(least, products=2), "each byte once: "),
+            (functools.partial(least, queries=64), "as asked: "),
+            (functools.partial(least, add=lambda a, b: a + b), "dense: "),
+            (functools.partial(least, add=min), "bound by"),
+            (lambda *args: least(*args)[0], "expected three times")],
+    ),
+    page.second: Answers(
+        right=[keys_held],
+        wrong=[
+            (functools.partial(keys_held, share=1), "within two thirds"),
+            (functools.partial(keys_held, matrices=1), "within two thirds"),
+            (lambda M, D, warps: 128, "M=32, D=64, 4 warps: 128 keys take 75% of the registers")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 def test_two_thirds_leave_the_tables_tile():

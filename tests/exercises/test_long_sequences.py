@@ -3,7 +3,7 @@
 import math
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 from torch.nn import functional as F
 
 from exercises import long_sequences as page
@@ -46,13 +46,25 @@ def whole_loss(model, tokens, targets, chunk_size):
     return model(tokens, targets)
 
 
-RIGHT = [(page.first, solve), (page.second, attend), (page.third, loss)]
-WRONG = [
-    (page.first, lambda a, b, c, budget: solve(a, b, c, budget) + 1, "you say 2; 1 takes"),
-    (page.first, lambda a, b, c, budget: budget // (a + b), "within"),
-    (page.second, lambda q, k, v, first: F.scaled_dot_product_attention(q, k, v, is_causal=True), "other keys"),
-    (page.second, whole_attention, "right, but"),
-    (page.third, mean_of_means, "the mean loss is"),
-    (page.third, whole_loss, "right, but it took"),
-    (page.third, lambda model, tokens, targets, chunk_size: model(tokens, targets), "your loss has a graph")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[solve],
+        wrong=[
+            (lambda a, b, c, budget: solve(a, b, c, budget) + 1, "you say 2; 1 takes"),
+            (lambda a, b, c, budget: budget // (a + b), "within")],
+    ),
+    page.second: Answers(
+        right=[attend],
+        wrong=[
+            (lambda q, k, v, first: F.scaled_dot_product_attention(q, k, v, is_causal=True), "other keys"),
+            (whole_attention, "right, but")],
+    ),
+    page.third: Answers(
+        right=[loss],
+        wrong=[
+            (mean_of_means, "the mean loss is"),
+            (whole_loss, "right, but it took"),
+            (lambda model, tokens, targets, chunk_size: model(tokens, targets), "your loss has a graph")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

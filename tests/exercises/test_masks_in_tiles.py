@@ -2,7 +2,7 @@
 
 import functools
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import masks_in_tiles as page
 
@@ -22,13 +22,21 @@ def tiles_of(ends, size, *, anew=True, whole=False):
     return sum(n * n if whole else n * (n + 1) // 2 for n in counts)
 
 
-RIGHT = [(page.first, band), (page.second, tiles_of)]
-WRONG = [
-    (page.first, functools.partial(band, shift=False), "4, 9 keys, left=None, right=0"),
-    (page.first, functools.partial(band, clipped=False), "8, 8 keys, left=1, right=2"),
-    (page.first, functools.partial(band, empty=False), "9, 4 keys, left=None, right=0"),
-    (page.first, lambda a, b, T, S, left, right: (0, S), "expected (0, 1)"),
-    (page.second, functools.partial(tiles_of, anew=False), "ends [300, 424, 1024], tiles of 128: 36, expected 22"),
-    (page.second, functools.partial(tiles_of, whole=True), "ends [1024], tiles of 128: 64, expected 36"),
-    (page.second, lambda ends, size: sum(-(-end // size) for end in ends), "ends [1024], tiles of 128: 8, expected 36")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[band],
+        wrong=[
+            (functools.partial(band, shift=False), "4, 9 keys, left=None, right=0"),
+            (functools.partial(band, clipped=False), "8, 8 keys, left=1, right=2"),
+            (functools.partial(band, empty=False), "9, 4 keys, left=None, right=0"),
+            (lambda a, b, T, S, left, right: (0, S), "expected (0, 1)")],
+    ),
+    page.second: Answers(
+        right=[tiles_of],
+        wrong=[
+            (functools.partial(tiles_of, anew=False), "ends [300, 424, 1024], tiles of 128: 36, expected 22"),
+            (functools.partial(tiles_of, whole=True), "ends [1024], tiles of 128: 64, expected 36"),
+            (lambda ends, size: sum(-(-end // size) for end in ends), "ends [1024], tiles of 128: 8, expected 36")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -1,7 +1,7 @@
 """Right answers pass, wrong and unanswered ones do not."""
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import mixed_precision as page
 from refimpl import memory
@@ -57,16 +57,28 @@ def plan(config):
     return {"*": torch.float32, "blocks.*": torch.bfloat16, "blocks.*norm*": torch.float32}
 
 
-RIGHT = [(page.first, predict), (page.second, with_a_scaler), (page.second, scaled(2.0**15)), (page.third, plan)]
-WRONG = [
-    (page.first, lambda config, recipe: 8 * config.parameter_count(), "the tracker reads"),
-    (page.second, scaled(1.0), "do gradients become 0"),
-    (page.second, scaled(2.0**40), "or was it too large"),
-    (page.second, scaled(2.0**15, divisor=1.0), "were the gradients divided by the scale again"),
-    (page.second, page._step_in_fp32, "it gave 8 rows in torch.float32"),
-    (page.second, scaled(1.0, dtype=torch.bfloat16), "it gave 8 rows in torch.bfloat16"),
-    (page.second, row_by_row, "it gave 1 rows in torch.float32, 1 rows"),
-    (page.second, scaled(2.0**15, kept=much), "bytes of activations are kept; autocast keeps"),
-    (page.third, lambda config: {"*": torch.bfloat16}, "under your plan"),
-    (page.third, lambda config: {"blocks.*": torch.bfloat16}, "under your plan")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG, blanks=(None, ...))
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (lambda config, recipe: 8 * config.parameter_count(), "the tracker reads")],
+    ),
+    page.second: Answers(
+        right=[with_a_scaler, scaled(2.0**15)],
+        wrong=[
+            (scaled(1.0), "do gradients become 0"),
+            (scaled(2.0**40), "or was it too large"),
+            (scaled(2.0**15, divisor=1.0), "were the gradients divided by the scale again"),
+            (page._step_in_fp32, "it gave 8 rows in torch.float32"),
+            (scaled(1.0, dtype=torch.bfloat16), "it gave 8 rows in torch.bfloat16"),
+            (row_by_row, "it gave 1 rows in torch.float32, 1 rows"),
+            (scaled(2.0**15, kept=much), "bytes of activations are kept; autocast keeps")],
+    ),
+    page.third: Answers(
+        right=[plan],
+        wrong=[
+            (lambda config: {"*": torch.bfloat16}, "under your plan"),
+            (lambda config: {"blocks.*": torch.bfloat16}, "under your plan")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

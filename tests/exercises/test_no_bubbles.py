@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import no_bubbles as page
 
@@ -49,22 +49,30 @@ def peak(order, whole, kept):
     return most
 
 
-RIGHT = [(page.first, predict), (page.second, zb_h2), (page.third, peak)]
-WRONG = [
-    (page.first, partial(predict, as_1f1b=True),
-     "2 ranks, 4 micro-batches, F, B, W = [1, 1, 1]: you say 3, rank 0 idles 1"),
-    (page.first, partial(predict, all_in_flight=True), "you say 4, rank 0 holds 2"),
-    (page.first, lambda *case: 3, "expected a pair, the idle time and the activations; you say 3"),
-    (page.second, zb_h1, "2 ranks, 4 micro-batches, F, B, W = (1, 1, 1): it can run, but a rank idles 1; 0 is enough"),
-    (page.second, partial(zb_h2, every_w_last=True), "it can run, but a rank idles 2; 0 is enough"),
-    (page.second, partial(zb_h2, more=1), "idle time is right, but rank 0 holds 4 activations; 3 are enough"),
-    (page.second, last_rank_ahead, "2 ranks, 4 micro-batches: schedule 'yours' deadlocks: rank 0 is at B of stage 0"),
-    (page.second, lambda p, m: [order[:-1] for order in zb_h2(p, m)],
-     "rank 0 lacks W of stage 0, micro-batch 3: expected once"),
-    (page.second, lambda p, m: zb_h2(p, m)[1:], "expected 2 lists, you give 1"),
-    (page.third, lambda order, whole, kept: peak(order, whole, [0] * len(kept)),
-     "rank 0 of zb-h1: you say 4,000, it holds 4,300 bytes at once"),
-    (page.third, lambda order, whole, kept: peak(order, whole, whole),
-     "rank 0 of zb-h1: you say 4,000, it holds 4,300 bytes at once"),
-    (page.third, lambda order, whole, kept: 8 * whole[0], "rank 0 of 1f1b: you say 8,000, it holds 4,000 bytes")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, as_1f1b=True), "2 ranks, 4 micro-batches, F, B, W = [1, 1, 1]: you say 3, rank 0 idles 1"),
+            (partial(predict, all_in_flight=True), "you say 4, rank 0 holds 2"),
+            (lambda *case: 3, "expected a pair, the idle time and the activations; you say 3")],
+    ),
+    page.second: Answers(
+        right=[zb_h2],
+        wrong=[
+            (zb_h1, "2 ranks, 4 micro-batches, F, B, W = (1, 1, 1): it can run, but a rank idles 1; 0 is enough"),
+            (partial(zb_h2, every_w_last=True), "it can run, but a rank idles 2; 0 is enough"),
+            (partial(zb_h2, more=1), "idle time is right, but rank 0 holds 4 activations; 3 are enough"),
+            (last_rank_ahead, "2 ranks, 4 micro-batches: schedule 'yours' deadlocks: rank 0 is at B of stage 0"),
+            (lambda p, m: [order[:-1] for order in zb_h2(p, m)], "rank 0 lacks W of stage 0, micro-batch 3: expected once"),
+            (lambda p, m: zb_h2(p, m)[1:], "expected 2 lists, you give 1")],
+    ),
+    page.third: Answers(
+        right=[peak],
+        wrong=[
+            (lambda order, whole, kept: peak(order, whole, [0] * len(kept)), "rank 0 of zb-h1: you say 4,000, it holds 4,300 bytes at once"),
+            (lambda order, whole, kept: peak(order, whole, whole), "rank 0 of zb-h1: you say 4,000, it holds 4,300 bytes at once"),
+            (lambda order, whole, kept: 8 * whole[0], "rank 0 of 1f1b: you say 8,000, it holds 4,000 bytes")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

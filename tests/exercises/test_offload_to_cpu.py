@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import offload_to_cpu as page
 
@@ -41,16 +41,27 @@ def keeps_all(host, key, tensors, changed):
     return 0
 
 
-RIGHT = [(page.first, predict), (page.second, seconds), (page.third, put)]
-WRONG = [
-    (page.first, partial(predict, gradient=4), "you say 1,024 bytes to the host, 512 were copied"),
-    (page.first, lambda parameters, way, micro_batches: predict(parameters, way, 1),
-     "4 micro-batches: you say 8,192 bytes to the host, 32,768 were copied"),
-    (page.first, lambda *_: 5, "expected a pair"),
-    (page.second, lambda *times: seconds(*times[:2], buffers=100), "1 buffers: you say 5 s, it takes 8"),
-    (page.second, lambda computes, copies, buffers: sum(computes) + sum(copies), "it takes"),
-    (page.third, partial(as_if, True), "put number 2 (changed=False): you copied 1252 bytes, 0 are needed"),
-    (page.third, partial(as_if, False), "put number 4 (changed=True) host[key] does not hold"),
-    (page.third, keeps_all, "still has bytes after put"),
-    (page.third, lambda host, key, tensors, changed: put({}, key, tensors, changed), "does not hold")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, gradient=4), "you say 1,024 bytes to the host, 512 were copied"),
+            (lambda parameters, way, micro_batches: predict(parameters, way, 1), "4 micro-batches: you say 8,192 bytes to the host, 32,768 were copied"),
+            (lambda *_: 5, "expected a pair")],
+    ),
+    page.second: Answers(
+        right=[seconds],
+        wrong=[
+            (lambda *times: seconds(*times[:2], buffers=100), "1 buffers: you say 5 s, it takes 8"),
+            (lambda computes, copies, buffers: sum(computes) + sum(copies), "it takes")],
+    ),
+    page.third: Answers(
+        right=[put],
+        wrong=[
+            (partial(as_if, True), "put number 2 (changed=False): you copied 1252 bytes, 0 are needed"),
+            (partial(as_if, False), "put number 4 (changed=True) host[key] does not hold"),
+            (keeps_all, "still has bytes after put"),
+            (lambda host, key, tensors, changed: put({}, key, tensors, changed), "does not hold")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import pipeline_parallel as page
 
@@ -54,21 +54,29 @@ def twice(stage, comm, inputs, targets, loss, like):
     return evaluate(stage, comm, inputs, targets, loss, like)
 
 
-RIGHT = [(page.first, predict), (page.second, weights), (page.third, evaluate)]
-WRONG = [
-    (page.first, partial(predict, all_forwards_first=True),
-     "4 ranks, 8 micro-batches: you say 8, rank 0 holds 4 micro-batches"),
-    (page.first, partial(predict, both_ways=True), "4 ranks, 8 micro-batches: you say 1600, rank 0 sends 800 bytes"),
-    (page.first, partial(predict, of_the_work=True),
-     "4 ranks, 8 micro-batches: you say 0.375, rank 0 waits 0.2727 of a step"),
-    (page.first, lambda *case: 7, "expected three numbers"),
-    (page.second, lambda targets: [1 / len(targets)] * len(targets),
-     "micro-batches of (2, 2, 1) rows, some targets of none ignored: the batch's mean is"),
-    (page.second, lambda targets: [len(each) / sum(map(len, targets)) for each in targets],
-     "micro-batches of (2, 2, 1) rows, some targets of [0] ignored"),
-    (page.second, lambda targets: [1], "3 micro-batches, and 1 weights"),
-    (page.third, partial(evaluate, graph=True), "rank 0 of 1: the loss is right, and"),
-    (page.third, own, "rank 0 of 2: you return"),
-    (page.third, on_the_last, "rank 0 of 2: you return 0.0, the mean loss is"),
-    (page.third, twice, "rank 0 of 2: 640 bytes were sent, expected 512, 4 outputs")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, all_forwards_first=True), "4 ranks, 8 micro-batches: you say 8, rank 0 holds 4 micro-batches"),
+            (partial(predict, both_ways=True), "4 ranks, 8 micro-batches: you say 1600, rank 0 sends 800 bytes"),
+            (partial(predict, of_the_work=True), "4 ranks, 8 micro-batches: you say 0.375, rank 0 waits 0.2727 of a step"),
+            (lambda *case: 7, "expected three numbers")],
+    ),
+    page.second: Answers(
+        right=[weights],
+        wrong=[
+            (lambda targets: [1 / len(targets)] * len(targets), "micro-batches of (2, 2, 1) rows, some targets of none ignored: the batch's mean is"),
+            (lambda targets: [len(each) / sum(map(len, targets)) for each in targets], "micro-batches of (2, 2, 1) rows, some targets of [0] ignored"),
+            (lambda targets: [1], "3 micro-batches, and 1 weights")],
+    ),
+    page.third: Answers(
+        right=[evaluate],
+        wrong=[
+            (partial(evaluate, graph=True), "rank 0 of 1: the loss is right, and"),
+            (own, "rank 0 of 2: you return"),
+            (on_the_last, "rank 0 of 2: you return 0.0, the mean loss is"),
+            (twice, "rank 0 of 2: 640 bytes were sent, expected 512, 4 outputs")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

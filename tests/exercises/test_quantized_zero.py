@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import quantized_zero as page
 from refimpl.papers import quantized_zero as paper
@@ -22,11 +22,19 @@ def one_scale(comm, g):
     return sum(each[:-4].view(torch.int8) * each[-4:].clone().view(torch.float32) for each in got) / comm.world_size
 
 
-RIGHT = [(page.first, predict), (page.second, paper.reduce)]
-WRONG = [
-    (page.first, partial(predict, scale_bytes=0), "2 ranks, 8 bits: you say 24,576, a rank sends 24,960"),
-    (page.first, partial(predict, times=2), "you say 16,640"),
-    (page.second, lambda comm, g: comm.reduce_scatter(g, "avg"), "the numbers are right, but a rank sent"),
-    (page.second, one_scale, "times as far from the mean as half a step"),
-    (page.second, lambda comm, g: g, "expected this rank's shard")]
-test_right, test_wrong, test_blank_answers = graded(page, RIGHT, WRONG, blanks=(None, ...))
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, scale_bytes=0), "2 ranks, 8 bits: you say 24,576, a rank sends 24,960"),
+            (partial(predict, times=2), "you say 16,640")],
+    ),
+    page.second: Answers(
+        right=[paper.reduce],
+        wrong=[
+            (lambda comm, g: comm.reduce_scatter(g, "avg"), "the numbers are right, but a rank sent"),
+            (one_scale, "times as far from the mean as half a step"),
+            (lambda comm, g: g, "expected this rank's shard")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

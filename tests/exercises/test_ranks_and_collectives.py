@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import ranks_and_collectives as page
 from refimpl.comm import ring_traffic
@@ -21,14 +21,26 @@ def sum_in_place(comm, x):
     return comm.all_reduce(x, out=x)
 
 
-RIGHT = [(page.first, ring_traffic), (page.second, my_reduce_scatter), (page.third, sum_in_place)]
-WRONG = [
-    (page.first, lambda collective, nbytes, n: nbytes, "a rank sends"),
-    (page.second, lambda comm, x: comm.reduce_scatter(x), "all by send_recv"),
-    (page.second, lambda comm, x: x, "should have"),
-    (page.third, lambda comm, x: comm.all_reduce(x), "bytes were taken besides x"),
-    (page.third, lambda comm, x: x, "should return")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG, blanks=(None, ...))
+ANSWERS = {
+    page.first: Answers(
+        right=[ring_traffic],
+        wrong=[
+            (lambda collective, nbytes, n: nbytes, "a rank sends")],
+    ),
+    page.second: Answers(
+        right=[my_reduce_scatter],
+        wrong=[
+            (lambda comm, x: comm.reduce_scatter(x), "all by send_recv"),
+            (lambda comm, x: x, "should have")],
+    ),
+    page.third: Answers(
+        right=[sum_in_place],
+        wrong=[
+            (lambda comm, x: comm.all_reduce(x), "bytes were taken besides x"),
+            (lambda comm, x: x, "should return")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 def test_an_error_in_the_answer_is_shown():

@@ -1,7 +1,7 @@
 """Right answers pass, wrong and unanswered ones do not."""
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 from torch.autograd.graph import saved_tensors_hooks
 
 from exercises import recomputation as page
@@ -45,12 +45,24 @@ def zeroed(model):
     return True
 
 
-RIGHT = [(page.first, predict), (page.second, once_more), (page.third, every_block)]
-WRONG = [
-    (page.first, memory.activation_bytes, "the tracker reads"),
-    (page.second, lambda fn, x: fn(x), "bytes are kept besides x"),
-    (page.second, lambda fn, x: fn(x) + 1, "the output is not"),
-    (page.second, lambda fn, x: fn(x.detach().requires_grad_()).detach() * x.sum() / x.sum(), "not"),
-    (page.third, only_linears, "expected below 0.6"),
-    (page.third, zeroed, "the gradients have changed")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (memory.activation_bytes, "the tracker reads")],
+    ),
+    page.second: Answers(
+        right=[once_more],
+        wrong=[
+            (lambda fn, x: fn(x), "bytes are kept besides x"),
+            (lambda fn, x: fn(x) + 1, "the output is not"),
+            (lambda fn, x: fn(x.detach().requires_grad_()).detach() * x.sum() / x.sum(), "not")],
+    ),
+    page.third: Answers(
+        right=[every_block],
+        wrong=[
+            (only_linears, "expected below 0.6"),
+            (zeroed, "the gradients have changed")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

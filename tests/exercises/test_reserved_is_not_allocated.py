@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import reserved_is_not_allocated as page
 
@@ -47,17 +47,27 @@ def all_of_it(snapshot):
                                   for block in segment["blocks"])
 
 
-RIGHT = [(page.first, predict), (page.second, release), (page.third, lost)]
-WRONG = [
-    (page.first, sum, "[1]: you say 1, 2,097,152 bytes are reserved"),
-    (page.first, partial(predict, rest=10**12), "you say 83886080, 20,971,520 bytes are reserved"),
-    (page.first, partial(predict, most=12 * MIB), "bytes are reserved"),
-    (page.second, partial(release, before=False),
-     "is freed: you say [(2097152, True), (6291456, True)], expected [(8388608, True)]"),
-    (page.second, partial(release, after=False),
-     "you say [(6291456, True), (2097152, True)], expected [(8388608, True)]"),
-    (page.second, lambda blocks, i: [(size, free or j == i) for j, (size, free) in enumerate(blocks)], "expected"),
-    (page.third, all_of_it, "bytes in free blocks, there are"),
-    (page.third, lambda snapshot: (0, lost(snapshot)[1]), "settings default: you say 0 bytes lost within live blocks"),
-    (page.third, lambda snapshot: 5, "expected a pair")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (sum, "[1]: you say 1, 2,097,152 bytes are reserved"),
+            (partial(predict, rest=10**12), "you say 83886080, 20,971,520 bytes are reserved"),
+            (partial(predict, most=12 * MIB), "bytes are reserved")],
+    ),
+    page.second: Answers(
+        right=[release],
+        wrong=[
+            (partial(release, before=False), "is freed: you say [(2097152, True), (6291456, True)], expected [(8388608, True)]"),
+            (partial(release, after=False), "you say [(6291456, True), (2097152, True)], expected [(8388608, True)]"),
+            (lambda blocks, i: [(size, free or j == i) for j, (size, free) in enumerate(blocks)], "expected")],
+    ),
+    page.third: Answers(
+        right=[lost],
+        wrong=[
+            (all_of_it, "bytes in free blocks, there are"),
+            (lambda snapshot: (0, lost(snapshot)[1]), "settings default: you say 0 bytes lost within live blocks"),
+            (lambda snapshot: 5, "expected a pair")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 from torch.nn.functional import linear
 from users_kit import function_of
 
@@ -94,27 +94,34 @@ def another_mask_behind(comm, x, p):
     return y
 
 
-RIGHT = [(page.first, predict), (page.second, column), (page.third, own_mask)]
-WRONG = [
-    (page.first, partial(predict, all_in_parts=True),
-     "2 ranks, tensor parallel: you say 2,621,440, a rank keeps 3,14"),
-    (page.first, partial(predict, gathered_once=True),
-     "2 ranks, sequence parallel: you say 1,048,576, a rank sends 1,31"),
-    (page.second, partial(gathered_x_kept, padding=True), "7 tokens: the output is (8, 32), expected (7, 32)"),
-    (page.second, lambda comm, x, a, tokens: linear(x, a), "the output is (4, 32), expected (7, 32)"),
-    (page.second, unknown_to_autograd, "the output is right, but x gets no gradient"),
-    (page.second, partial(column, gather="own"), "the output is right, but not the gradient of a"),
-    (page.second, gathered_x_kept, "bytes more than x and a wait for backward"),
-    (page.second, partial(column, gather="reduced"),
-     "the gradients are right, but the rank sent 4,096 bytes; 3,072 are enough"),
-    (page.third, same_everywhere, "rank 1 of 2 dropped the same places as another rank"),
-    (page.third, the_same_each_time, "two dropouts, one after the other, dropped the same places"),
-    (page.third, stream_of_its_own, "afterwards the common stream is not the same as on rank 0"),
-    (page.third, counted, "from the same state of the common stream, other places"),
-    (page.third, partial(own_mask, in_fp32=True),
-     "the masks are right, but 16,384 bytes wait for backward; a byte an element is 4,096"),
-    (page.third, by_a_message, "the masks are right, but 24 bytes were sent"),
-    (page.third, lambda comm, x, p: own_mask(comm, x, p) * (1 - p),
-     "of ones, p=0.5: expected 2.00 at 50% of the places"),
-    (page.third, another_mask_behind, "the gradient does not have the mask of forward")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, all_in_parts=True), "2 ranks, tensor parallel: you say 2,621,440, a rank keeps 3,14"),
+            (partial(predict, gathered_once=True), "2 ranks, sequence parallel: you say 1,048,576, a rank sends 1,31")],
+    ),
+    page.second: Answers(
+        right=[column],
+        wrong=[
+            (partial(gathered_x_kept, padding=True), "7 tokens: the output is (8, 32), expected (7, 32)"),
+            (lambda comm, x, a, tokens: linear(x, a), "the output is (4, 32), expected (7, 32)"),
+            (unknown_to_autograd, "the output is right, but x gets no gradient"),
+            (partial(column, gather="own"), "the output is right, but not the gradient of a"),
+            (gathered_x_kept, "bytes more than x and a wait for backward"),
+            (partial(column, gather="reduced"), "the gradients are right, but the rank sent 4,096 bytes; 3,072 are enough")],
+    ),
+    page.third: Answers(
+        right=[own_mask],
+        wrong=[
+            (same_everywhere, "rank 1 of 2 dropped the same places as another rank"),
+            (the_same_each_time, "two dropouts, one after the other, dropped the same places"),
+            (stream_of_its_own, "afterwards the common stream is not the same as on rank 0"),
+            (counted, "from the same state of the common stream, other places"),
+            (partial(own_mask, in_fp32=True), "the masks are right, but 16,384 bytes wait for backward; a byte an element is 4,096"),
+            (by_a_message, "the masks are right, but 24 bytes were sent"),
+            (lambda comm, x, p: own_mask(comm, x, p) * (1 - p), "of ones, p=0.5: expected 2.00 at 50% of the places"),
+            (another_mask_behind, "the gradient does not have the mask of forward")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import smaller_activations as page
 from refimpl.activations import compress_activations
@@ -55,14 +55,26 @@ def uncompressed(model, tokens):
     return model(tokens, tokens), norms
 
 
-RIGHT = [(page.first, bits), (page.second, groups), (page.third, norms_alone)]
-WRONG = [
-    (page.first, lambda: (lambda t: t, lambda t: t), "keeps 4,096 bytes: expected 512"),
-    (page.first, lambda: (len, lambda n: torch.ones(n, dtype=torch.bool)), "gives another gradient"),
-    (page.second, lambda x, group: ((x.half(),), lambda x: x.float()), "take 2,048 bytes: expected 1,152"),
-    (page.second, partial(groups, all_in_one=True), "is off by"),
-    (page.second, without_a_range, "is off by"),
-    (page.third, page.saves_nothing, "expected below 0.3"),
-    (page.third, uncompressed, "expected below 0.3"),
-    (page.third, lambda model, tokens: (model(tokens, tokens), [1.0] * 6), "not those of saves_nothing")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[bits],
+        wrong=[
+            (lambda: (lambda t: t, lambda t: t), "keeps 4,096 bytes: expected 512"),
+            (lambda: (len, lambda n: torch.ones(n, dtype=torch.bool)), "gives another gradient")],
+    ),
+    page.second: Answers(
+        right=[groups],
+        wrong=[
+            (lambda x, group: ((x.half(),), lambda x: x.float()), "take 2,048 bytes: expected 1,152"),
+            (partial(groups, all_in_one=True), "is off by"),
+            (without_a_range, "is off by")],
+    ),
+    page.third: Answers(
+        right=[norms_alone],
+        wrong=[
+            (page.saves_nothing, "expected below 0.3"),
+            (uncompressed, "expected below 0.3"),
+            (lambda model, tokens: (model(tokens, tokens), [1.0] * 6), "not those of saves_nothing")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

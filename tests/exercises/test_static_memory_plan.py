@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import static_memory_plan as page
 from refimpl.papers import static_plan as paper_static
@@ -45,15 +45,27 @@ def apart(boxes):
     return [0, *accumulate(nbytes for *_, nbytes in boxes)][:-1]
 
 
-RIGHT = [(page.first, paper_static.lower_bound), (page.second, valid), (page.third, paper_static.greedy)]
-WRONG = [
-    (page.first, closed, "what ends at 2 does not meet what begins at 2"),
-    (page.first, lambda boxes: sum(n for *_, n in boxes), "bytes are live at most, you say"),
-    (page.second, too_strict, "a plan that is valid: you say False"),
-    (page.second, lambda boxes, offsets: True, "a plan that is not valid: you say True; boxes"),
-    (page.second, lambda boxes, offsets: False, "a plan that is valid: you say False"),
-    (page.third, by_time, "valid, but"),
-    (page.third, apart, "times the lower bound"),
-    (page.third, lambda boxes: [0] * len(boxes), "overlap"),
-    (page.third, lambda boxes: [0], "expected an offset of 0 or more for each")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[paper_static.lower_bound],
+        wrong=[
+            (closed, "what ends at 2 does not meet what begins at 2"),
+            (lambda boxes: sum(n for *_, n in boxes), "bytes are live at most, you say")],
+    ),
+    page.second: Answers(
+        right=[valid],
+        wrong=[
+            (too_strict, "a plan that is valid: you say False"),
+            (lambda boxes, offsets: True, "a plan that is not valid: you say True; boxes"),
+            (lambda boxes, offsets: False, "a plan that is valid: you say False")],
+    ),
+    page.third: Answers(
+        right=[paper_static.greedy],
+        wrong=[
+            (by_time, "valid, but"),
+            (apart, "times the lower bound"),
+            (lambda boxes: [0] * len(boxes), "overlap"),
+            (lambda boxes: [0], "expected an offset of 0 or more for each")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 from torch import nn
 from torch.nn import functional as F
 from users_kit import function_of
@@ -129,32 +129,36 @@ def in_place_of_nothing(comm, logits, targets):
     return cross_entropy(comm, logits, targets) + 0 * kept[0][0, 0]
 
 
-RIGHT = [
-    (page.first, predict), (page.second, split_attention), (page.second, by_the_hardened_layers),
-    (page.third, cross_entropy)]
-WRONG = [
-    (page.first, partial(predict, norms_cut=True), "4 key heads, 8 tokens, 2 ranks: you say"),
-    (page.first, as_many_key_heads, "8 heads, 4 key heads, 16 tokens, 4 ranks: you say"),
-    (page.first, partial(predict, collectives=2), "the weights are right; you say"),
-    (page.first, lambda *args: 5, "expected a pair"),
-    (page.second, partial(split_attention, in_one_piece=True),
-     "rank 0 of 2: the output is not that of the whole attention"),
-    (page.second, partial(split_attention, bias_once=False),
-     "rank 0 of 2: the output is not that of the whole attention"),
-    (page.second, partial(split_attention, enter=lambda x, comm: x),
-     "rank 0 of 2: the output is right, but x has another gradient"),
-    (page.second, frozen, "rank 0 of 2: after one step the output is another one"),
-    (page.second, lambda attention, comm: attention,
-     "the numbers are right, but rank 0 of 2 has 66,560 bytes of weights"),
-    (page.second, Hoarding, "the numbers are right, but rank 0 of 2 keeps"),
-    (page.second, Three, "the numbers are right, but rank 0 of 2 sent"),
-    (page.second, Doubled, "the numbers are right, but rank 0 of 2 sent"),
-    (page.second, lambda attention, comm: 5, "expected a module"),
-    (page.third, lambda comm, logits, targets: F.cross_entropy(logits, targets % logits.shape[1]),
-     "rank 0 of 2: the loss of all logits is"),
-    (page.third, partial(cross_entropy, largest=False), "rank 0 of 2: the loss of all logits is"),
-    (page.third, partial(cross_entropy, reduce=lambda x, comm: comm.all_reduce(x)),
-     "rank 0 of 2: the loss is right, but these logits have no gradient"),
-    (page.third, by_gathering, "the numbers are right, but rank 0 of 2 sent"),
-    (page.third, in_place_of_nothing, "the numbers are right, but rank 0 of 2 took")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, norms_cut=True), "4 key heads, 8 tokens, 2 ranks: you say"),
+            (as_many_key_heads, "8 heads, 4 key heads, 16 tokens, 4 ranks: you say"),
+            (partial(predict, collectives=2), "the weights are right; you say"),
+            (lambda *args: 5, "expected a pair")],
+    ),
+    page.second: Answers(
+        right=[split_attention, by_the_hardened_layers],
+        wrong=[
+            (partial(split_attention, in_one_piece=True), "rank 0 of 2: the output is not that of the whole attention"),
+            (partial(split_attention, bias_once=False), "rank 0 of 2: the output is not that of the whole attention"),
+            (partial(split_attention, enter=lambda x, comm: x), "rank 0 of 2: the output is right, but x has another gradient"),
+            (frozen, "rank 0 of 2: after one step the output is another one"),
+            (lambda attention, comm: attention, "the numbers are right, but rank 0 of 2 has 66,560 bytes of weights"),
+            (Hoarding, "the numbers are right, but rank 0 of 2 keeps"),
+            (Three, "the numbers are right, but rank 0 of 2 sent"),
+            (Doubled, "the numbers are right, but rank 0 of 2 sent"),
+            (lambda attention, comm: 5, "expected a module")],
+    ),
+    page.third: Answers(
+        right=[cross_entropy],
+        wrong=[
+            (lambda comm, logits, targets: F.cross_entropy(logits, targets % logits.shape[1]), "rank 0 of 2: the loss of all logits is"),
+            (partial(cross_entropy, largest=False), "rank 0 of 2: the loss of all logits is"),
+            (partial(cross_entropy, reduce=lambda x, comm: comm.all_reduce(x)), "rank 0 of 2: the loss is right, but these logits have no gradient"),
+            (by_gathering, "the numbers are right, but rank 0 of 2 sent"),
+            (in_place_of_nothing, "the numbers are right, but rank 0 of 2 took")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 from torch.nn import functional as F
 
 from exercises import the_logits_are_the_peak as page
@@ -45,14 +45,26 @@ def own_counts(hidden, weight, targets, R, z_loss):
     return sum(loss) / len(parts), torch.cat(dh) / len(parts), sum(dw) / len(parts)
 
 
-RIGHT = [(page.first, predict), (page.second, rows), (page.third, step)]
-WRONG = [
-    (page.first, lambda N, V, C, d, R: (N * V * d, 0), "log-softmax, its gradient"),
-    (page.first, lambda N, V, C, d, R: (12 * N * V, N * C * d + V * C * d + R * V * 4), "dW in fp32"),
-    (page.second, lambda z, targets, smoothing: rows(z, targets, 0), "yours to"),
-    (page.second, partial(with_copies, ignored_rows_count=True), "a row that is ignored"),
-    (page.second, with_copies, "right, but it took"),
-    (page.third, lambda hidden, weight, targets, R, z_loss: step(hidden, weight, targets, R, 0.0), "loss is another"),
-    (page.third, own_counts, "is another"),
-    (page.third, lambda hidden, *given: step(hidden, *given[:2], len(hidden), given[3]), "right, but it took")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (lambda N, V, C, d, R: (N * V * d, 0), "log-softmax, its gradient"),
+            (lambda N, V, C, d, R: (12 * N * V, N * C * d + V * C * d + R * V * 4), "dW in fp32")],
+    ),
+    page.second: Answers(
+        right=[rows],
+        wrong=[
+            (lambda z, targets, smoothing: rows(z, targets, 0), "yours to"),
+            (partial(with_copies, ignored_rows_count=True), "a row that is ignored"),
+            (with_copies, "right, but it took")],
+    ),
+    page.third: Answers(
+        right=[step],
+        wrong=[
+            (lambda hidden, weight, targets, R, z_loss: step(hidden, weight, targets, R, 0.0), "loss is another"),
+            (own_counts, "is another"),
+            (lambda hidden, *given: step(hidden, *given[:2], len(hidden), given[3]), "right, but it took")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import the_peak_of_zero_3 as page
 
@@ -24,13 +24,20 @@ def of_the_largest(units, world_size):
     return sum(units) // world_size + 3 * max(units)
 
 
-RIGHT = [(page.first, predict), (page.second, highest)]
-WRONG = [
-    (page.first, lambda layers, nbytes, n, ahead: layers * nbytes, "expected a pair"),
-    (page.first, lambda layers, nbytes, n, ahead: (layers * nbytes // n, 0), "a rank has 32,772 bytes of parameters"),
-    (page.first, lambda layers, nbytes, n, ahead: (predict(layers, nbytes, n, ahead)[0], 3 * layers * nbytes),
-     "the bytes held are right; you say 196,608 are sent, a rank sends 135,168"),
-    (page.second, of_the_largest, "bytes of parameters and gradients"),
-    (page.second, partial(highest, shards_of_gradients=False), "bytes of parameters and gradients"),
-    (page.second, lambda units, n: sum(units), "4 ranks: you say")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (lambda layers, nbytes, n, ahead: layers * nbytes, "expected a pair"),
+            (lambda layers, nbytes, n, ahead: (layers * nbytes // n, 0), "a rank has 32,772 bytes of parameters"),
+            (lambda layers, nbytes, n, ahead: (predict(layers, nbytes, n, ahead)[0], 3 * layers * nbytes), "the bytes held are right; you say 196,608 are sent, a rank sends 135,168")],
+    ),
+    page.second: Answers(
+        right=[highest],
+        wrong=[
+            (of_the_largest, "bytes of parameters and gradients"),
+            (partial(highest, shards_of_gradients=False), "bytes of parameters and gradients"),
+            (lambda units, n: sum(units), "4 ranks: you say")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

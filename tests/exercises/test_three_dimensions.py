@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import three_dimensions as page
 
@@ -31,19 +31,31 @@ def seconds(traffic, mesh, per_node, inside, between, by_size=False):
     return {axis: nbytes / (inside if last[axis] < per_node else between) for axis, nbytes in traffic.items()}
 
 
-RIGHT = [(page.first, predict), (page.second, global_norm), (page.third, seconds)]
-WRONG = [
-    (page.first, partial(predict, dp_every_time=True), "over dp, a rank sends"),
-    (page.first, partial(predict, collectives=2), "over tp, a rank sends"),
-    (page.first, partial(predict, neighbours=1), "over pp, a rank sends 32,768"),
-    (page.first, lambda *case: 3, "expected three numbers of bytes, over tp, pp and dp; you say 3"),
-    (page.second, of_this_rank, "rank 0 of 2: you say"), (page.second, of_this_rank, "other ranks have gradients, too"),
-    (page.second, partial(global_norm, copies_count=True), "what several ranks hold counts once"),
-    (page.second, lambda *_: "n", "rank 0 of 2: expected one number; you say 'n'"),
-    (page.third, partial(seconds, by_size=True),
-     "Mesh(dp=2, tp=4, pp=2) on nodes of 4: you say 0.003 s for pp, it takes 0.020"),
-    (page.third, lambda *_: {}, "expected {axis: seconds} of tp, pp, dp; you say {}")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[predict],
+        wrong=[
+            (partial(predict, dp_every_time=True), "over dp, a rank sends"),
+            (partial(predict, collectives=2), "over tp, a rank sends"),
+            (partial(predict, neighbours=1), "over pp, a rank sends 32,768"),
+            (lambda *case: 3, "expected three numbers of bytes, over tp, pp and dp; you say 3")],
+    ),
+    page.second: Answers(
+        right=[global_norm],
+        wrong=[
+            (of_this_rank, "rank 0 of 2: you say"),
+            (of_this_rank, "other ranks have gradients, too"),
+            (partial(global_norm, copies_count=True), "what several ranks hold counts once"),
+            (lambda *_: "n", "rank 0 of 2: expected one number; you say 'n'")],
+    ),
+    page.third: Answers(
+        right=[seconds],
+        wrong=[
+            (partial(seconds, by_size=True), "Mesh(dp=2, tp=4, pp=2) on nodes of 4: you say 0.003 s for pp, it takes 0.020"),
+            (lambda *_: {}, "expected {axis: seconds} of tp, pp, dp; you say {}")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 def test_gradients_are_those_of_the_whole_model():

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import where_the_memory_goes as page
 from refimpl.memory import model_state_bytes
@@ -60,30 +60,42 @@ def step_that_keeps_the_logits(model, optimizer, tokens, targets):
     return loss
 
 
-RIGHT = [(page.first, states), (page.second, evaluate), (page.third, lean_step)]
-WRONG = [
-    (page.first, lambda config: math.nan, "you say nan, the tracker reads"),
-    (page.first, lambda config: "16 bytes", "you say '16 bytes'"),
-    (page.first, lambda config: states(config) - 4, re.compile("the tracker reads [0-9,]* bytes$")),
-    (page.first, lambda config: model_state_bytes(config.parameter_count()), "the step counters are missing, 4 bytes"),
-    (page.second, lambda model, tokens, targets: math.nan, "the loss is"),
-    (page.second, lambda model, tokens, targets: evaluate(model, tokens, targets) * math.nan, "you return nan"),
-    (page.second, lambda model, tokens, targets: evaluate(model, tokens, targets).expand(2), "of shape (2,)"),
-    (page.second, lambda model, tokens, targets: model(tokens, targets).item(), "bytes of activations were kept"),
-    (page.third, lambda *args: lean_step(*args) * math.nan, "yours is nan"),
-    (page.third, lambda *args: [lean_step(*args), math.nan][1], "yours is nan"),
-    (page.third, step_to_nan, "yours is nan"),
-    (page.third, SpoilsTheWeights(math.nan), "the loss is right, but the weights after two steps"),
-    (page.third, SpoilsTheWeights(1.01), "the loss is right, but the weights after two steps"),
-    (page.third, lambda *args: [lean_step(*args), lean_step(*args), evaluate(args[0], *args[2:])][2], "loss is"),
-    (page.third, step_that_keeps_the_logits, "can be had"),
-    (page.third, partial(lean_step, zeros_stay=True), "can be had"),
-    (page.first, lambda config: 16 * config.parameter_count(), "the tracker reads"),
-    (page.second, lambda model, tokens, targets: model(tokens, targets), "bytes of activations were kept"),
-    (page.second, lambda model, tokens, targets: 1.0, "the loss is"),
-    (page.third, page.wasteful_step, "can be had"),
-    (page.third, lambda model, optimizer, *batch: evaluate(model, *batch), "loss is")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG, blanks=(None, ...))
+ANSWERS = {
+    page.first: Answers(
+        right=[states],
+        wrong=[
+            (lambda config: math.nan, "you say nan, the tracker reads"),
+            (lambda config: "16 bytes", "you say '16 bytes'"),
+            (lambda config: states(config) - 4, re.compile("the tracker reads [0-9,]* bytes$")),
+            (lambda config: model_state_bytes(config.parameter_count()), "the step counters are missing, 4 bytes"),
+            (lambda config: 16 * config.parameter_count(), "the tracker reads")],
+    ),
+    page.second: Answers(
+        right=[evaluate],
+        wrong=[
+            (lambda model, tokens, targets: math.nan, "the loss is"),
+            (lambda model, tokens, targets: evaluate(model, tokens, targets) * math.nan, "you return nan"),
+            (lambda model, tokens, targets: evaluate(model, tokens, targets).expand(2), "of shape (2,)"),
+            (lambda model, tokens, targets: model(tokens, targets).item(), "bytes of activations were kept"),
+            (lambda model, tokens, targets: model(tokens, targets), "bytes of activations were kept"),
+            (lambda model, tokens, targets: 1.0, "the loss is")],
+    ),
+    page.third: Answers(
+        right=[lean_step],
+        wrong=[
+            (lambda *args: lean_step(*args) * math.nan, "yours is nan"),
+            (lambda *args: [lean_step(*args), math.nan][1], "yours is nan"),
+            (step_to_nan, "yours is nan"),
+            (SpoilsTheWeights(math.nan), "the loss is right, but the weights after two steps"),
+            (SpoilsTheWeights(1.01), "the loss is right, but the weights after two steps"),
+            (lambda *args: [lean_step(*args), lean_step(*args), evaluate(args[0], *args[2:])][2], "loss is"),
+            (step_that_keeps_the_logits, "can be had"),
+            (partial(lean_step, zeros_stay=True), "can be had"),
+            (page.wasteful_step, "can be had"),
+            (lambda model, optimizer, *batch: evaluate(model, *batch), "loss is")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
 
 
 def test_a_prediction_may_be_a_ledger_or_a_float(said):

@@ -2,7 +2,7 @@
 
 import math
 
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import which_layers_to_recompute as page
 from refimpl.checkpointing import gpt_costs, optimal_schedule
@@ -18,12 +18,24 @@ def fit(config, batch, sequence, budget):
     return optimal_schedule(**vars(chain), budget=budget / 1.01).plan[:-1]
 
 
-RIGHT = [(page.first, lambda layers, k: range(k)), (page.second, segments), (page.third, fit)]
-WRONG = [
-    (page.first, lambda layers, k: range(layers - k, layers), "other 2 layers at"),
-    (page.first, lambda layers, k: range(layers), "expected 2 different layers"),
-    (page.second, lambda n, s, a: math.isqrt(n), "the least is"),
-    (page.second, lambda n, s, a: n + 1, "expected an integer from 1 to"),
-    (page.third, lambda config, *rest: list(range(config.layers)), "your plan peaks at"),
-    (page.third, lambda config, *rest: [(i,) for i in range(config.layers)], "are enough")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[lambda layers, k: range(k)],
+        wrong=[
+            (lambda layers, k: range(layers - k, layers), "other 2 layers at"),
+            (lambda layers, k: range(layers), "expected 2 different layers")],
+    ),
+    page.second: Answers(
+        right=[segments],
+        wrong=[
+            (lambda n, s, a: math.isqrt(n), "the least is"),
+            (lambda n, s, a: n + 1, "expected an integer from 1 to")],
+    ),
+    page.third: Answers(
+        right=[fit],
+        wrong=[
+            (lambda config, *rest: list(range(config.layers)), "your plan peaks at"),
+            (lambda config, *rest: [(i,) for i in range(config.layers)], "are enough")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -1,7 +1,7 @@
 """Right answers pass, wrong and unanswered ones do not, on real ranks."""
 
 import torch
-from exercises_kit import graded
+from exercises_kit import Answers, graded
 
 from exercises import who_waits_in_a_ring as page
 
@@ -28,10 +28,14 @@ def gathered(comm, q, k, v, attention):
     return torch.cat(out.chunk(N), 1).chunk(N, 2)[r]
 
 
-WRONG = [
-    (page.first, lambda comm, q, k, v, attention: attention(q, k, v),
-     "rank 0 of 2: attention was given [[(2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4)]]"),
-    (page.first, lambda *given: ulysses(*given).flip(1), "rank 0 of 1: the output is not that of the whole sequence"),
-    (page.first, gathered, "the output is right, but 16,384 bytes were sent; 8,192 are enough"),
-    (page.first, lambda comm, *qkv: 3, "rank 0 of 1: the output is 3, expected (2, 8, 32, 4)")]
-test_the_right_answer, test_wrong_answers, test_a_blank_answer = graded(page, [(page.first, ulysses)], WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[ulysses],
+        wrong=[
+            (lambda comm, q, k, v, attention: attention(q, k, v), "rank 0 of 2: attention was given [[(2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4)]]"),
+            (lambda *given: ulysses(*given).flip(1), "rank 0 of 1: the output is not that of the whole sequence"),
+            (gathered, "the output is right, but 16,384 bytes were sent; 8,192 are enough"),
+            (lambda comm, *qkv: 3, "rank 0 of 1: the output is 3, expected (2, 8, 32, 4)")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)

@@ -1,7 +1,7 @@
 """Right answers pass, wrong and unanswered ones do not, on real ranks."""
 
 import torch
-from exercises_kit import all_reduced, averaged, graded
+from exercises_kit import Answers, all_reduced, averaged, graded
 
 from exercises import zero_3 as page
 
@@ -67,16 +67,23 @@ def not_averaged(engine, decay):
     return lambda: [engine.parameters.shards[bucket] for bucket in engine.buckets]
 
 
-RIGHT = [(page.first, Sharded.apply), (page.second, average)]
-WRONG = [
-    (page.first, lambda comm, shard, x, out: comm.all_gather(shard).view(out, -1), "the output is not"),
-    (page.first, lambda comm, shard, x, out: x @ comm.all_gather(shard).view(out, -1).T,
-     "the shard has no gradient, or another one"),
-    (page.first, lambda *given: Sharded.apply(*given, summed), "the shard has no gradient, or another one"),
-    (page.first, lambda *given: Sharded.apply(*given, all_reduced), "a rank sent"),
-    (page.first, lambda *given: Sharded.apply(*given, averaged, True), "bytes stay from forward to backward"),
-    (page.second, of_whole_weights, "bytes were sent for it"),
-    (page.second, of_shards_anew, "the average is right, but it took"),
-    (page.second, not_averaged, "is not that of the average after 3 steps"),
-    (page.second, lambda engine, decay: list, "expected a list of 8 shards")]
-test_right_answers, test_wrong_answers, test_blank_answers = graded(page, RIGHT, WRONG)
+ANSWERS = {
+    page.first: Answers(
+        right=[Sharded.apply],
+        wrong=[
+            (lambda comm, shard, x, out: comm.all_gather(shard).view(out, -1), "the output is not"),
+            (lambda comm, shard, x, out: x @ comm.all_gather(shard).view(out, -1).T, "the shard has no gradient, or another one"),
+            (lambda *given: Sharded.apply(*given, summed), "the shard has no gradient, or another one"),
+            (lambda *given: Sharded.apply(*given, all_reduced), "a rank sent"),
+            (lambda *given: Sharded.apply(*given, averaged, True), "bytes stay from forward to backward")],
+    ),
+    page.second: Answers(
+        right=[average],
+        wrong=[
+            (of_whole_weights, "bytes were sent for it"),
+            (of_shards_anew, "the average is right, but it took"),
+            (not_averaged, "is not that of the average after 3 steps"),
+            (lambda engine, decay: list, "expected a list of 8 shards")],
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
