@@ -14,12 +14,10 @@ None if everything is right, else a sentence:
 `keep_inputs = build.check_keep_inputs(keep_inputs)`, which returns the reader's function if it is right, else ours.
 """
 
-import dis
 import inspect
 
 from exercises import Exercise, tick
-
-EMPTY = {"RESUME", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "CACHE"}
+from exercises.asking import not_filled
 
 
 class Blank(Exercise):
@@ -49,11 +47,3 @@ class Blank(Exercise):
 def blank(ours, on, gives=None, process="check"):
     """Decorate the check of a function that readers write. `ours`: our own; the rest is as `exercise` has it."""
     return lambda check: Blank(ours, check, on, gives, process)
-
-
-def not_filled(answer):
-    """Tell whether a function has no body, or a method of a class."""
-    if isinstance(answer, type):
-        return any(map(not_filled, filter(inspect.isroutine, map(inspect.unwrap, vars(answer).values()))))
-    code = getattr(getattr(answer, "__func__", answer), "__code__", None)
-    return code is not None and {each.opname for each in dis.get_instructions(code)} <= EMPTY

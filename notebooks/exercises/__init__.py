@@ -22,7 +22,7 @@ import torch
 from refimpl import comm
 from refimpl.ranks import RankError, World, run
 
-from .asking import SCALAR, Asked, Complaint
+from .asking import NOT_YET, SCALAR, Asked, Complaint, not_filled
 
 __all__ = "SCALAR", "Exercise", "close", "drawn", "exercise", "launch", "readable"
 
@@ -55,6 +55,8 @@ class Exercise:
         """Return the sentence that says what is wrong with `answer`; None if everything is right."""
         if not callable(answer):
             return f"expected your function itself, without brackets after its name; you give {_short(answer)}"
+        if not_filled(answer):
+            return NOT_YET
         asked = Asked(answer, self.gives)
         try:
             if self.apart and self.process == "check":

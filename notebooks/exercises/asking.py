@@ -1,5 +1,6 @@
 """A reader's function as a grader calls it: what it returns is looked at first, what it breaks is put into words."""
 
+import dis
 import inspect
 import sys
 import traceback
@@ -13,6 +14,10 @@ SCALAR = "a number, or a tensor of one"
 ANYTHING = "anything"  # what a function that was itself returned may return: None, too
 CHARACTERS = 20_000  # that a reader's function may print
 WATCHED = torch, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.optim, torch.autograd, memory
+
+
+NOT_YET = "not answered yet (or is a `return` missing? the function gave None)"
+EMPTY = {"RESUME", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "CACHE"}
 
 
 class Complaint(Exception):
@@ -44,7 +49,7 @@ class Asked:
         if changed:
             raise Complaint(f"your function changes {changed} for all that comes after it: leave torch as it is")
         if self.gives != ANYTHING and (result is None or result is ...):
-            raise Complaint("not answered yet (or is a `return` missing? the function gave None)")
+            raise Complaint(NOT_YET)
         if self.gives in (int, float):
             result = getattr(result, "total", result)  # a Ledger will do
         if wrong := fault(result, self.gives):
@@ -82,6 +87,16 @@ def fault(value, gives):
     else:
         good = callable(value) if gives is callable else isinstance(value, gives)
     return None if good else f"expected {_name(gives)}, you return {_shown(value)}"
+
+
+def not_filled(answer):
+    """Tell whether a function does nothing but return None or `...`, or a method of a class."""
+    if isinstance(answer, type):
+        return any(map(not_filled, filter(inspect.isroutine, map(inspect.unwrap, vars(answer).values()))))
+    code = getattr(getattr(answer, "__func__", answer), "__code__", None)
+    steps = list(dis.get_instructions(code)) if code is not None else []
+    returned = [each.argval for each in steps if each.opname in ("LOAD_CONST", "RETURN_CONST")]
+    return bool(steps) and {each.opname for each in steps} <= EMPTY and returned[-1] in (None, ...)
 
 
 def _name(gives):

@@ -9,19 +9,20 @@ from refimpl.zero import DataParallel, Zero1, Zero2
 from . import close, exercise, launch
 
 HINTS = {
-    "first": ["Write p, g and k for the bytes of a parameter, its gradient and its optimizer state. In bf16 the masters "
-              "belong to k.",
-              "In fp32 they are 4, 4 and 8. In bf16 they are 2, 2 and 12: two moments and a master, 4 bytes each.",
-              "Stage 1 divides k by the world size, stage 2 also g. Stage 0 divides nothing."],
-    "second": ["`flat.chunk(comm.world_size)[comm.rank]` is this rank's part. It is a view: what is written to it is "
-               "written to flat.",
-               "Give AdamW an `nn.Parameter` of that part alone. It makes two moments for the part.",
-               "In `step`: reduce_scatter the gradient with \"avg\" into the part's `.grad`, step, set `.grad` to None, "
-               "all_gather the part with `out=flat`."],
-    "third": ["`register_post_accumulate_grad_hook` calls your function when a parameter's gradient is complete.",
-              "In the hook: reduce_scatter `parameter.grad.flatten()` with \"avg\", keep the result in a dict by "
-              "parameter, set `.grad` to None.",
-              "The hook's handle has `remove()`. Call it for every handle after `loss.backward()`."]}
+    "first": [
+        "Write p, g and k for the bytes of a parameter, its gradient and its optimizer state. In bf16, masters are in k.",
+        "In fp32 they are 4, 4 and 8. In bf16 they are 2, 2 and 12: two moments and a master, 4 bytes each.",
+        "Stage 1 divides k by the world size, stage 2 also g. Stage 0 divides nothing."],
+    "second": [
+        "`flat.chunk(comm.world_size)[comm.rank]` is this rank's part, a view: what is written to it stands in flat.",
+        "Give AdamW an `nn.Parameter` of that part alone. It makes two moments for the part.",
+        "In `step`: reduce_scatter the gradient with 'avg' into the part's `.grad`, step, set `.grad` to None, "
+        "all_gather the part with `out=flat`."],
+    "third": [
+        "`register_post_accumulate_grad_hook` calls your function when a parameter's gradient is complete.",
+        "In the hook: reduce_scatter `parameter.grad.flatten()` with 'avg', keep the result in a dict by parameter, set "
+        "`.grad` to None.",
+        "The hook's handle has `remove()`. Call it for every handle after `loss.backward()`."]}
 
 ENGINES = (DataParallel, Zero1, Zero2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
