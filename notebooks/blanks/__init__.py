@@ -30,7 +30,7 @@ class Blank(Exercise):
     def __call__(self, answer):
         """Print what is wrong with `answer`, or that it is right. Return it if it is, else our own."""
         if not_filled(answer):
-            print(f"{self.key} is not filled in: the cells below use ours")
+            print(f"{self.key}: not answered yet. The cells below use ours.")
             return self.ours
         if complaint := self.complaint(answer):
             print(f"{self.key}: {complaint}\nThe cells below use ours until yours is right.")

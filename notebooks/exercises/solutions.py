@@ -37,6 +37,13 @@ def parts(slug, name):
     return [(_first(node), node.end_lineno) for node in ([] if isinstance(answer, ast.Name) else [answer]) + nodes]
 
 
+def parts_of_blank(slug, name):
+    """List (first, last) lines of the function `name` that a page has its reader build."""
+    path = TESTS.parents[1] / "notebooks" / "blanks" / f"{slug}.py"
+    return [(_first(node), node.end_lineno) for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if getattr(node, "name", "") == name]
+
+
 def _path(slug):
     path = TESTS / f"test_{slug}.py"
     if not path.exists():

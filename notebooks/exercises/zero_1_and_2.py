@@ -10,7 +10,7 @@ from . import close, exercise, launch
 
 HINTS = {
     "first": [
-        "Write p, g and k for the bytes of a parameter, its gradient and its optimizer state. In bf16, masters are in k.",
+        "Write p, g and k for the bytes of a parameter, its gradient and its optimizer state. Masters are in k.",
         "In fp32 they are 4, 4 and 8. In bf16 they are 2, 2 and 12: two moments and a master, 4 bytes each.",
         "Stage 1 divides k by the world size, stage 2 also g. Stage 0 divides nothing."],
     "second": [
@@ -20,8 +20,8 @@ HINTS = {
         "all_gather the part with `out=flat`."],
     "third": [
         "`register_post_accumulate_grad_hook` calls your function when a parameter's gradient is complete.",
-        "In the hook: reduce_scatter `parameter.grad.flatten()` with 'avg', keep the result in a dict by parameter, set "
-        "`.grad` to None.",
+        "In the hook: reduce_scatter `parameter.grad.flatten()` with 'avg', keep the result in a dict by parameter, "
+        "set `.grad` to None.",
         "The hook's handle has `remove()`. Call it for every handle after `loss.backward()`."]}
 
 ENGINES = (DataParallel, Zero1, Zero2)

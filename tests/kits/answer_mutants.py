@@ -1,7 +1,7 @@
-"""Solutions of exercises with one small fault each, which graders have to refuse.
+"""Solutions of exercises, and our own of blanks, with one small fault each, which graders have to refuse.
 
     python tests/kits/answer_mutants.py zero_3            every fault of a page's solutions that is not refused
-    python tests/kits/answer_mutants.py zero_3 first      of one exercise
+    python tests/kits/answer_mutants.py zero_3 first      of one exercise, or of one blank by its function's name
 """
 
 import contextlib
@@ -9,40 +9,77 @@ import io
 import random
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / each) for each in ("tools", "tests/kits", "notebooks", ".")]
 
+import rank_pool  # noqa: E402
+from exercises_kit import exercises_of  # noqa: E402
 from mutation import mutants_of  # noqa: E402
 
 from exercises import Exercise  # noqa: E402
 from exercises.asking import Complaint  # noqa: E402
-from exercises.solutions import parts  # noqa: E402
+from exercises.solutions import parts, parts_of_blank  # noqa: E402
 
 SECONDS = 30  # that an answer may take here: a fault may be a loop without an end
 
 
-def accepted(slug, name, most=None, seed=1):
-    """List the faults ("old → new, line") of an exercise's solution that its grader takes for right, but for those
-    that its table calls the same. `most`: draw so many faults."""
-    path = ROOT / "tests" / "exercises" / f"test_{slug}.py"
-    lines = {line for first, last in parts(slug, name) for line in range(first, last + 1)}
-    faults = [each for each in mutants_of(path, ROOT) if each.line in lines]
+def accepted(slug, names=(), most=None):
+    """Return {exercise: faults of its solution ("old → new, line") that its grader takes for right}, but for those that
+    its table calls the same. `names`: of these exercises alone; `most`: draw so many faults of each."""
+    page, path = _page("exercises", slug), ROOT / "tests" / "exercises" / f"test_{slug}.py"
+
+    def answer(namespace, exercise):
+        return namespace["ANSWERS"][exercise].right[0]
+
+    return {each.key: _accepted(each, path, path, parts(slug, each.key), answer, most)
+            for each in exercises_of(page) if not names or each.key in names}
+
+
+def accepted_blanks(slug, names=(), most=None):
+    """Return the same of what a page has its reader build: {function: faults of ours}."""
+    page, path = _page("blanks", slug), ROOT / "notebooks" / "blanks" / f"{slug}.py"
+    tests = ROOT / "tests" / "blanks" / f"test_{slug}.py"
+
+    def answer(namespace, exercise):
+        return namespace[exercise.key]
+
+    return {each.key: _accepted(each, path, tests, parts_of_blank(slug, each.key), answer, most)
+            for each in exercises_of(page) if not names or each.key in names}
+
+
+def _page(folder, slug):
+    page = import_module(f"{folder}.{slug}")
+    if hasattr(page, "launch"):
+        page.launch = rank_pool.pooled
+    return page
+
+
+def _accepted(exercise, path, tests, lines, answer, most):
+    """List the faults within `lines` of `path` that are taken for right. `tests` has the table."""
+    faults = [each for each in mutants_of(path, ROOT) if any(first <= each.line <= last for first, last in lines)]
     if most is not None and len(faults) > most:
-        faults = random.Random(f"{seed} {slug} {name}").sample(faults, most)
-    source, found = path.read_bytes(), []
+        faults = random.Random(f"{path} {exercise.key}").sample(faults, most)
+    same, source, found = _run(tests.read_bytes(), tests)["ANSWERS"][exercise].same, path.read_bytes(), []
     for fault in faults:
-        namespace = {"__name__": f"with_a_fault_{slug}", "__file__": str(path)}
+        if fault.change in same:
+            continue
         try:
-            exec(compile(fault.of(source), str(path), "exec"), namespace)
+            faulty = answer(_run(fault.of(source), path), exercise)
         except Exception:
-            continue  # it is refused before it is given
-        exercise = next(each for each in namespace["ANSWERS"] if each.__name__ == name)
-        table = namespace["ANSWERS"][exercise]
-        if fault.change not in table.same and not complained(exercise, table.right[0]):
+            continue  # refused before it is given
+        if not complained(exercise, faulty):
             found.append(f"{fault.change}, line {fault.line}: {fault.text}")
     return found
+
+
+def _run(source, path):
+    """Return the names that a module defines, from its source. Ranks get its functions by value."""
+    namespace = {"__name__": f"blanks.with_a_fault_{path.stem}", "__file__": str(path), "__package__": "blanks"}
+    exec(compile(source, str(path), "exec"), namespace)
+    return namespace
 
 
 def complained(exercise, answer):
@@ -65,17 +102,10 @@ def complained(exercise, answer):
 def main():
     slug, *names = sys.argv[1:]
     Exercise.apart = False
-    from importlib import import_module
-
-    import rank_pool
-    from exercises_kit import NAMES
-
-    page = import_module(f"exercises.{slug}")
-    if hasattr(page, "launch"):
-        page.launch = rank_pool.pooled
-    for name in names or [each for each in NAMES if hasattr(page, each)]:
-        for line in accepted(slug, name):
-            print(f"{name}: {line}", flush=True)
+    for folder, function in (("blanks", accepted_blanks), ("exercises", accepted)):
+        if (ROOT / "notebooks" / folder / f"{slug}.py").exists():
+            for key, lines in function(slug, names).items():
+                print(*(f"{key}: {line}" for line in lines), sep="\n", end="\n" if lines else "", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""The tests of a page's exercises, made from a table of right and wrong answers; parts of answers."""
+"""The tests of a page's exercises, or of its blanks, made from a table of right and wrong answers; parts of answers."""
 
 import re
 from typing import NamedTuple
 
 import pytest
+import rank_pool
 import torch
 
-RIGHT = re.compile(r"exercise: right, on [^\n]*\n$")
+from exercises import Exercise
+
+RIGHT = re.compile(r": right, on [^\n]*\n$")
 FEWEST = {"right": 3, "wrong": 5}
-NAMES = "first", "second", "third", "fourth", "fifth"
 
 
 class Answers(NamedTuple):
@@ -24,9 +26,9 @@ class Answers(NamedTuple):
 
 
 def graded(page, answers):
-    """Return four tests of the exercises of a page: right answers, wrong ones, those that hold for every exercise
-    (nothing, a text, other arguments, an error, an exit), and tensors of another dtype."""
-    exercises = [getattr(page, name) for name in NAMES if hasattr(page, name)]
+    """Return four tests of the exercises of a page, or of its blanks: right answers, wrong ones, those that are of use
+    nowhere (nothing, a text, other arguments, an error, an exit), and tensors of another dtype."""
+    exercises = exercises_of(page)
     assert list(answers) == exercises, f"{page.__name__}: expected a table for each exercise, in their order"
     for exercise, table in answers.items():
         for kind, least in FEWEST.items():
@@ -71,6 +73,29 @@ def graded(page, answers):
     return right_answers, wrong_answers, answers_of_no_use, another_dtype
 
 
+def exercises_of(page):
+    """List what a module grades, in its order."""
+    return [each for each in vars(page).values() if isinstance(each, Exercise)]
+
+
+@pytest.fixture
+def graded_here(request, monkeypatch):
+    """Answers are graded in this process, on ranks that live on; what ends ranks, as an error does, starts others."""
+    monkeypatch.setattr(Exercise, "apart", False)
+    if hasattr(request.module, "page") and hasattr(request.module.page, "launch"):
+        monkeypatch.setattr(request.module.page, "launch", rank_pool.pooled)
+
+
+@pytest.fixture
+def said(capsys, graded_here):
+    """A function: what an exercise prints about an answer."""
+    def grade(exercise, answer):
+        exercise(answer)
+        return capsys.readouterr().out
+
+    return grade
+
+
 # --- answers that no exercise takes; the docstring is a part of what is said ------------------------------------------
 
 
@@ -90,6 +115,7 @@ def text(*args):
 
 def other_arguments(*, of_mine):
     """and does not take them"""
+    return of_mine
 
 
 def raising(*args):
