@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ ENDS = {"first_words": "Next: [21 · Is it second?](21_second.ipynb)",
         "third": "Sources. Before: [21 · Is it second?](21_second.ipynb). Next: [30 · Fourth](30_fourth.ipynb).",
         "fourth": "Before: [22 · Third](22_third.ipynb)"}
 WORDS = "words " * 980  # ten minutes
+FACTS = {"first_words": "**Core** · 10 minutes · needs no other page · next: [21 · Is it second?](21_second.ipynb)",
+         "second": "**Core** · 10 minutes · needs no other page · next: [22 · Third](22_third.ipynb)",
+         "third": "**Core** · 10 minutes · needs no other page · next: [30 · Fourth](30_fourth.ipynb)",
+         "fourth": "**Core** · 10 minutes · needs no other page"}
 
 
 def table(titles=TITLES, **numbers):
@@ -57,7 +62,7 @@ def root(tmp_path):
 
 
 def write(root, page, text, code="# as on page 21\nprint(22)", output="22 as on page 22\n"):
-    cells = [cell("markdown", f"# {page.name}\n\nWhy?"), cell("markdown", text),
+    cells = [cell("markdown", f"# {page.name}\n\n{FACTS[page.slug]}\n\nWhy?"), cell("markdown", text),
              cell("code", code, outputs=[{"output_type": "stream", "name": "stdout", "text": [output]}])]
     (root / "notebooks" / page.filename).write_text(
         json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}, indent=1, ensure_ascii=False) + "\n")
@@ -102,7 +107,8 @@ def test_two_pages_change_places_by_one_edit_and_one_run(root):
         ("notebooks/22_second.ipynb", [2.0, 2]), ("tests/test_b.py::test", [4, 1]), ("tests/test_a.py::test", [5, 1])]
     notebook = json.loads((root / "notebooks" / "22_second.ipynb").read_text())
     heading, text, code = notebook["cells"]
-    assert heading["source"] == ["# 22 · Is it second?\n", "\n", "Why?"]
+    facts = "**Core** · 10 minutes · needs no other page · next: [30 · Fourth](30_fourth.ipynb)\n"
+    assert heading["source"] == ["# 22 · Is it second?\n", "\n", facts, "\n", "Why?"]
     assert text["source"][-1] == "Before: [21 · Third](21_third.ipynb). Next: [30 · Fourth](30_fourth.ipynb), short."
     assert code["source"] == ["# as on page 22\n", "print(22)"] and code["outputs"][0]["text"] == ["22 as on page 21\n"]
 
@@ -119,6 +125,21 @@ def test_a_run_ends_in_agreement_and_the_next_one_changes_nothing(root, pages):
     assert not again.changes and not again.renamed
     assert {path: path.read_text() for path in root.rglob("*.*") if path.is_file()} == before
     assert f"after [{again.by_slug['second'].name}](notebooks/" in (root / "README.md").read_text()
+
+
+@pytest.mark.parametrize("there", ["", "**Elective** · 99 minutes\n\n"])
+def test_the_facts_below_a_title_are_those_of_the_table(root, there):
+    path = root / "notebooks" / SECOND.filename
+    notebook = json.loads(path.read_text())
+    notebook["cells"][0]["source"] = f"# 21 · Is it second?\n\n{there}Why?".splitlines(keepends=True)
+    path.write_text(json.dumps(notebook))
+    pages = [replace(page, core=False, needs=("first_words",)) if page.slug == "third" else page for page in PAGES]
+    tool.Course(root, pages).write()
+    heads = {page.slug: "".join(json.loads((root / "notebooks" / page.filename).read_text())["cells"][0]["source"])
+             for page in pages}
+    assert heads["third"] == ("# 22 · Third\n\n**Elective** · 10 minutes · needs [20](20_first_words.ipynb) · "
+                              "next: [30 · Fourth](30_fourth.ipynb)\n\nWhy?")
+    assert heads["second"].count("**Core** · 10 minutes") == 1 and "99" not in heads["second"]
 
 
 def test_what_a_notebook_has_beside_words_stays_to_the_byte(root):

@@ -1,4 +1,5 @@
-"""Makes all that names a page agree with data/pages.toml: file names, headings, links, "page NN", before and next.
+"""Makes all that names a page agree with data/pages.toml: file names, headings, links, "page NN", before and next, and
+the line of facts below a page's title: core or elective, minutes, what it needs, what comes next.
 
     python tools/pages.py           rename the notebooks, and rewrite notebooks, README, docs and tests/costs.json
     python tools/pages.py --check   change nothing; say what does not agree, and exit with 1 if anything does not
@@ -21,6 +22,7 @@ from refimpl import catalog  # noqa: E402
 NUMBER = r"\d\d[a-z]?\b"
 LINK = r"\[(?P<text>[^\]]*)\]\((?P<folder>(?:[\w.-]+/)*)\d\d[a-z]?_(?P<linked>\w+)\.ipynb(?P<part>#[^)]*)?\)"
 MENTION = rf"\b[Pp]ages\s+{NUMBER}(?:(?:,? and |,? or |, | to |–){NUMBER})*|\b[Pp]age\s+{NUMBER}"
+FACTS = r"\A(# .*\n)(?:\n\*\*(?:Core|Elective)\*\* · .*\n)?"
 NEIGHBOUR = r"\b(Before|Next): \[[^\]]*\]\([^)]*\)"
 PROSE = ("README.md", "docs/**/*.md")
 CODE = ("refimpl/**/*.*", "tests/**/*.*", "tools/**/*.py", "benchmarks/**/*.*", "examples/**/*.*", "conftest.py",
@@ -114,6 +116,7 @@ class Course:
                 new = self._neighbours(new, page)
             if holder is notebook["cells"][0]:
                 new = re.sub(r"\A# .*", lambda _: f"# {page.name}", new)
+                new = re.sub(FACTS, lambda found: f"{found[1]}\n{self.facts(page)}\n", new)
             if new != text:
                 holder[key] = new if isinstance(holder[key], str) else new.splitlines(keepends=True)
         self._keep(path, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
@@ -124,6 +127,14 @@ class Course:
         at = self.pages.index(page)
         around = {"Before": self.pages[:at][-1:], "Next": self.pages[at + 1:][:1]}
         return {word: found[0] for word, found in around.items() if found}
+
+    def facts(self, page):
+        """Return the line below a page's title."""
+        needs = " and ".join(f"[{each.number}]({each.filename})" for each in map(self.by_slug.get, page.needs))
+        parts = ["**Core**" if page.core else "**Elective**", f"{page.minutes} minutes",
+                 f"needs {needs}" if needs else "needs no other page"]
+        parts += [f"next: [{page.name}]({page.filename})" for page in [self._around(page).get("Next")] if page]
+        return " · ".join(parts)
 
     def _neighbours(self, text, page):
         around = self._around(page)

@@ -63,9 +63,9 @@ class Asked:
             return  # a function of C has no signature
         except TypeError:
             given = ", ".join([type(each).__name__ for each in args] + list(options))
-            raise Complaint(f"your function is called with {len(args) + len(options)} arguments ({given}), and does "
-                            f"not take them: it is {getattr(self.answer, '__name__', 'a function')}"
-                            f"{inspect.signature(self.answer)}") from None
+            number, name = len(args) + len(options), getattr(self.answer, "__name__", "a function")
+            raise Complaint(f"your function is called with {number} argument{'s' * (number != 1)} ({given}), and does "
+                            f"not take them: it is {name}{inspect.signature(self.answer)}") from None
 
 
 def fault(value, gives):
