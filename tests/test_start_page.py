@@ -85,7 +85,7 @@ def test_a_grader_ticks_what_is_right_and_nothing_else(tmp_path, monkeypatch, ca
     text = text_of(tmp_path)
     assert "**1 of " in text and text.count("☑") == 1 and "☐☑☐ |" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["INDEX.ipynb", "progress.json"]
-    assert "right, on parity and on bytes" in capsys.readouterr().out
+    assert "right, on parity and bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spoiled", ["", "[]", "{", '{"where_the_memory_goes": 3}', '{"no_page": ["first"]}'])

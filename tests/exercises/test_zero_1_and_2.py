@@ -6,7 +6,6 @@ import torch
 from exercises_kit import Answers, all_reduced, averaged, graded
 
 from exercises import zero_1_and_2 as page
-from refimpl.comm import FakeCommunicator
 from refimpl.zero import closed_forms
 
 # --- first -----------------------------------------------------------------------------------------------------------
