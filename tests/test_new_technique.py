@@ -74,13 +74,14 @@ def test_all_is_as_it_was_if_the_last_step_fails(tree):
 def written(tree):
     done = run(tree, "tools/new_technique.py", NAME)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert all((tree / path).is_file() for path in done.stdout.split()) and len(done.stdout.split()) == 17
+    assert all((tree / path).is_file() for path in done.stdout.split()) and len(done.stdout.split()) == 19
     return tree
 
 
 def test_its_tests_pass_and_ruff_too(written):
     (page,) = (written / "notebooks").glob(f"*_{NAME}.ipynb")
-    ours = [f"tests/{NAME}", f"tests/exercises/test_{NAME}.py", page]
+    ours = [f"tests/{NAME}", f"tests/exercises/test_{NAME}.py", f"tests/blanks/test_{NAME}.py",
+            "tests/test_blanks.py", page]
     fine, said = passed(written, "--nbval", "--nbval-current-env", *ours)
     assert fine, said
     done = run(written, "-m", "ruff", "check", "--no-cache")

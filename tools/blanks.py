@@ -11,6 +11,7 @@ third is our own, folded. Cells that stay as they are keep their outputs.
 
 import argparse
 import ast
+import json
 import sys
 from pathlib import Path
 
@@ -54,9 +55,10 @@ def _first(node):
 
 def with_blanks(notebook, blanks):
     """Return the cells of a page with its build cells as they have to be. ValueError if one cannot be made."""
-    cells = [cell for cell in notebook.cells if cell.metadata.get(KEY, {}).get("cell") not in ("check", "ours")]
-    kept = {(cell.metadata[KEY]["name"], cell.metadata[KEY]["cell"]): cell
-            for cell in notebook.cells if KEY in cell.metadata}
+    calls = {f"{name} = build.{check}({name})" for name, (check, *_) in blanks.items()}
+    cells = [cell for cell in notebook.cells
+             if cell.metadata.get(KEY, {}).get("cell") not in ("check", "ours") and cell.source not in calls]
+    there = {cell.source: cell for cell in notebook.cells}
     for name, (check, source, empty) in blanks.items():
         at = [i for i, cell in enumerate(cells) if cell.cell_type == "code" and name in defined_in(cell.source)]
         if len(at) != 1:
@@ -66,10 +68,9 @@ def with_blanks(notebook, blanks):
         ours = f"{SUMMARY.format(name=name)}\n\n```python\n{source}\n```\n\n</details>"
         new = [nbformat.v4.new_code_cell(empty), nbformat.v4.new_code_cell(f"{name} = build.{check}({name})"),
                nbformat.v4.new_markdown_cell(ours)]
+        new = [there.get(cell.source, cell) for cell in new]
         for cell, kind in zip(new, ("blank", "check", "ours"), strict=True):
             cell.metadata[KEY] = {"name": name, "cell": kind}
-        new = [kept[name, cell.metadata[KEY]["cell"]] if (name, cell.metadata[KEY]["cell"]) in kept
-               and kept[name, cell.metadata[KEY]["cell"]].source == cell.source else cell for cell in new]
         cells[at[0] : at[0] + 1] = new
     return cells
 
@@ -84,7 +85,7 @@ def defined_in(source):
 
 def texts(cells):
     """Return what is compared: the sources of cells, and what their metadata say."""
-    return [(cell.source, cell.metadata) for cell in cells]
+    return [(cell.source, json.dumps(cell.metadata, sort_keys=True)) for cell in cells]
 
 
 def main():
@@ -100,13 +101,14 @@ def main():
         if not module.exists():
             continue
         notebook = nbformat.read(page, as_version=4)
+        before = texts(notebook.cells)
         try:
             cells = with_blanks(notebook, blanks_of(module))
         except ValueError as error:
             print(f"{page.name}: {error}")
             wrong += 1
             continue
-        if texts(cells) != texts(notebook.cells):
+        if texts(cells) != before:
             wrong += chosen.check
             print(f"{page.name}: {'differs from' if chosen.check else 'written from'} {module.relative_to(ROOT)}")
             if not chosen.check:

@@ -1,4 +1,4 @@
-"""Writes the template of a technique: paper, closed form, hardened version, tests, page, grader, a row in each table.
+"""Writes the template of a technique: paper, closed form, hardened version, tests, page, blank, grader, rows.
 
     python tools/new_technique.py my_technique                       its page stands behind those of one device
     python tools/new_technique.py my_technique --after zero_3        behind another page
@@ -21,11 +21,13 @@ TEMPLATES = ROOT / "tools" / "templates" / "technique"
 FILES = {"paper.py": "refimpl/papers/NAME.py", "init.py": "refimpl/NAME/__init__.py",
          "closed_forms.py": "refimpl/NAME/closed_forms.py", "technique.py": "refimpl/NAME/NAME.py",
          "test_paper.py": "tests/NAME/test_paper.py", "test_technique.py": "tests/NAME/test_NAME.py",
-         "grader.py": "notebooks/exercises/NAME.py", "test_grader.py": "tests/exercises/test_NAME.py"}
+         "grader.py": "notebooks/exercises/NAME.py", "test_grader.py": "tests/exercises/test_NAME.py",
+         "blank.py": "notebooks/blanks/NAME.py", "test_blank.py": "tests/blanks/test_NAME.py"}
 ROWS = ("docs/techniques.md", "refimpl/README.md", "refimpl/papers/__init__.py", "data/pages.toml", "data/start.toml",
         "tests/core.toml", "tools/architecture.py")
 FIGURES = {"0": "one_device", "1": "attention", "2": "many_ranks", "3": "the_model_split", "4": "the_allocator"}
-AGREE = ("tools/architecture.py", "tools/pages.py")  # the drawing, and the links of neighbouring pages
+# The page's build cells, the drawing, and the links of neighbouring pages
+AGREE = ("tools/blanks.py", "tools/architecture.py", "tools/pages.py")
 LONGEST = 24  # letters of a name: longer ones break lines of the templates
 
 
@@ -132,7 +134,7 @@ def rows(name, after, number, title, page):
     figures = (f"\n## {heading}\n\n**Saves:** {saves}.\n\n**Costs:** {costs}.\n\nPage [{number} · {title}]"
                f"(../../notebooks/{page}); module [{name}/](../../refimpl/{name}).\n")
     described = (f'[{name}]\nnumber = "{number}"\ntitle = "{title}"\nquestion = "How many tensors does SiLU keep?"\n'
-                 f'minutes = 15\ncore = false\nneeds = ["{after}"]\n\n')
+                 f'minutes = 20\ncore = false\nneeds = ["{after}"]\n\n')
     tests = f"{name}/test_{name}.py::test"
     core = (f'{name} = ["{tests}_numbers_are_the_plain_ones",\n{" " * (len(name) + 4)}'
             f'"{tests}_bytes_are_the_closed_form"]\n')

@@ -156,9 +156,10 @@ class Course:
         words = len(re.sub(r"\]\([^)]*\)", "]", prose).split())
         code = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
         lines = sum(bool(line.strip()) for line in code.splitlines())
-        graders = self.root / "notebooks" / "exercises" / f"{page.slug}.py"
-        exercises = graders.read_text(encoding="utf-8") if graders.exists() else ""
-        solved = len(re.findall(r"(?m)^def (?:first|second|third|fourth|fifth)\b", exercises))
+        solved = 0
+        for graders in (self.root / "notebooks" / folder / f"{page.slug}.py" for folder in ("exercises", "blanks")):
+            text = graders.read_text(encoding="utf-8") if graders.exists() else ""
+            solved += len(re.findall(r"(?m)^@(?:exercise|blank)\(", text))
         costs = self.root / "tests" / "costs.json"
         seconds = json.loads(costs.read_text()).get(f"notebooks/{path.name}", (30, 1))[0] if costs.exists() else 30
         return 5 * round((words / 100 + lines / 10 + 5 * solved + seconds / 60) / 5)

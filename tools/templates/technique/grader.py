@@ -3,29 +3,23 @@
 import torch
 
 from refimpl import memory
+from refimpl.NAME import silu
 
-from . import close, drawn, exercise
+from . import exercise
 
-HINTS = {"first": ["`saved_tensors_hooks`, or a function of your own for autograd, says what waits for backward.",
-                   "Compute σ(x) again in backward, from x: dy · σ(x) · (1 + x · (1 − σ(x)))."]}
+HINTS = {"first": ["Only x waits for backward. How many numbers has it?",
+                   "The product of the shape's sizes, times `dtype.itemsize`."]}
 
 
-@exercise("parity and bytes", torch.Tensor)
-def first(silu):
-    """Grade `silu(x)`, which returns x · σ(x) and keeps x alone until backward."""
-    leaf, dy = drawn((64, 32), (64, 32))
-    leaf.requires_grad_()
-    s = torch.sigmoid(leaf.detach())
-    expected, slope = leaf.detach() * s, s * (1 + leaf.detach() * (1 - s))
-    with memory.track(leaf, dy) as t:
-        y = silu(leaf * 1)
-        kept = t.now.total - t.start.total - y.nbytes
-    if not close(y.detach(), expected):
-        return "the output is another one than x · σ(x)"
-    if not y.requires_grad:
-        return "the output is right, but no gradient can flow through it"
-    (dx,) = torch.autograd.grad(y, leaf, dy)
-    if not close(dx, dy * slope):
-        return "the output is right, and the gradient is another one than dy · σ(x) · (1 + x · (1 − σ(x)))"
-    return None if kept <= leaf.nbytes else (
-        f"the numbers are right, but {kept:,} bytes are kept beside the output; x has {leaf.nbytes:,}")
+@exercise("bytes", int)
+def first(predict):
+    """Grade `predict(shape, dtype)`, which returns the bytes that `silu` keeps until backward of an x."""
+    for shape, dtype in (((64, 32), torch.float32), ((3, 5, 7), torch.float32), ((64, 32), torch.bfloat16)):
+        leaf = torch.ones(shape, dtype=dtype, requires_grad=True)
+        with memory.track(leaf) as t:
+            y = silu(leaf * 1)
+            kept = t.now.total - t.start.total - y.nbytes
+        said = predict(shape, dtype)
+        if said != kept:
+            return f"{shape} in {dtype}: you say {said:,}, {kept:,} bytes are kept"
+    return None
