@@ -8,7 +8,27 @@ from refimpl import memory
 from refimpl.attention import ScoreHook, reference_attention, tiled_attention
 from refimpl.attention.kv_cache import expand
 
-from . import exercise
+from . import drawn, exercise
+from .asking import Asked
+from .attention_in_tiles import off
+
+HINTS = {
+    "first": [
+        "`q_idx - k_idx` is how far a key lies before its query, for the whole tile. Which distances are seen?",
+        "Multiply the scores by `h + 1`, then use `masked_fill` with −∞ where the distance is below 0, or where "
+        "`stride` does not divide it.",
+        "The class says `masks = True`. Its `derivative` returns `h + 1`: the mask's own derivative is 1."],
+    "second": [
+        "A sink is a score without a value. Before the first tile a row has seen it: m = sink, l = 1, O = 0.",
+        "For each tile: the new maximum, e^(score − new maximum), and what was summed so far times "
+        "e^(old − new maximum).",
+        "The first m is `sinks.view(-1, 1, 1)`, broadcast to (B, H, T, 1). In the end divide O by l."],
+    "third": [
+        "q · (W c) = (Wᵀ q) · c: multiply the query by `up_k`, and not the cache.",
+        "The scores are the sum of two products, with `c` and with `k_rope`, times 1/√(N + R). Their softmax weighs "
+        "`c`, and the result is multiplied by `up_v`.",
+        "Take the heads as the rows of one matrix: (B, H, L) @ (B, L, S). Where `@` broadcasts `c` over heads, it "
+        "copies `c`."]}
 
 
 class MaskKeptWhole(ScoreHook):
@@ -27,10 +47,6 @@ class MaskKeptWhole(ScoreHook):
         return scores.masked_fill(self.mask_B1TS[:, :, q_idx, k_idx], -math.inf)
 
 
-def _close(said, expected):
-    return said.shape == expected.shape and torch.allclose(said, expected, rtol=1e-4, atol=1e-5)
-
-
 def _gradients(attention, q, k, v, d_out, **options):
     out = attention(q, k, v, **options)
     return out, *torch.autograd.grad(out, (q, k, v), d_out)
@@ -43,23 +59,27 @@ def first(hook):
 
     It is given to attention in tiles, and takes the bytes of a few tiles.
     """
-    T, D, sizes = 256, 8, {"query_tile": 32, "key_tile": 32}
-    torch.manual_seed(0)
-    q, k, v, d_out = (torch.randn(1, 2, T, D, requires_grad=i < 3) for i in range(4))
-    away, factor = torch.arange(T)[:, None] - torch.arange(T), torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    H, T, S, sizes = 3, 160, 1024, {"query_tile": 32, "key_tile": 64}
+    q, k, v = (x.requires_grad_() for x in drawn((1, H, T, 8), *[(1, H, S, 8)] * 2))
+    d_out = torch.randn(q.shape)
+    away, factor = torch.arange(S - T, S)[:, None] - torch.arange(S), torch.tensor([1.0, 2.0, 3.0]).view(H, 1, 1)
     for stride in (1, 7):
         hidden = (away < 0) | (away % stride != 0)
         expected = _gradients(lambda q, k, v, hidden=hidden: (
-            q @ k.mT * D**-0.5 * factor).masked_fill(hidden, -math.inf).softmax(-1) @ v, q, k, v, d_out)
+            q @ k.mT * 8**-0.5 * factor).masked_fill(hidden, -math.inf).softmax(-1) @ v, q, k, v, d_out)
         with memory.track(q, k, v, d_out) as t:
-            said = _gradients(tiled_attention, q, k, v, d_out, score=hook(stride), **sizes)
+            given = hook(stride)
+            said = Asked(_gradients)(tiled_attention, q, k, v, d_out, score=given, **sizes)  # it tells what raises
         for name, a, b in zip(("output", "dq", "dk", "dv"), said, expected, strict=True):
-            if not _close(a, b):
-                forgot = "; is `derivative` there?" if name in ("dq", "dk") else ""
-                return f"stride {stride}: the {name} is not that of the masked and scaled softmax{forgot}"
-        took, limit = t.peak.total - t.start.total, 5 * q.nbytes + 30 * 4 * 2 * 32 * 32
+            if wrong := off(a, b, "that of the masked and scaled softmax"):
+                forgot = "; is `derivative` right?" * (name in ("dq", "dk"))
+                return f"stride {stride}: the {name}{wrong}{forgot}"
+        if not given.masks:
+            return ("right, but your hook gives −∞ and does not say `masks = True`: a hook after it could make a "
+                    "hidden score finite, and nobody would notice")
+        took, limit = t.peak.total - t.start.total, 2 * (q.nbytes + k.nbytes + v.nbytes) + 12 * 4 * H * 32 * 64
         if took > limit:
-            return (f"right, but it took {took:,} bytes; {limit:,} are enough: a T × S mask is {T * T:,} in "
+            return (f"right, but it took {took:,} bytes; {limit:,} are enough: a T × S mask is {T * S:,} bytes in "
                     "booleans, and int64 positions are 8 times that")
     return None
 
@@ -68,16 +88,16 @@ def first(hook):
 def second(attend):
     """Grade `attend(q, k, v, sinks, tile)`, which returns the attention of all queries to all keys and a sink, without
     a graph. It holds the scores of one tile of keys at a time."""
-    for S, level in ((200, 0.0), (1024, 40.0), (1024, -400.0)):
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(1, 2, length, 16) for length in (128, S, S))
+    T, tile = 128, 64
+    for S, scale, level in ((200, 1, 0.0), (1024, 1, 40.0), (1024, 1, -400.0), (1000, 30, 0.0), (1000, 30, 120.0)):
+        q, k, v = drawn((2, 2, T, 16), *[(2, 2, S, 16)] * 2, scale=scale)
         sinks = torch.tensor([level, level + 1])
         with torch.no_grad(), memory.track(q, k, v, sinks) as t:
-            said = attend(q, k, v, sinks, 64)
-        if not _close(said, reference_attention(q, k, v, sinks=sinks)):
-            return (f"{S:,} keys, sinks near {level:g}: not the softmax over keys and sink, without the sink's own"
-                    + " (NaN)" * bool(said.isnan().any()))
-        took, limit = t.peak.total - t.start.total, 8 * 4 * 2 * 128 * 64 + 8 * q.nbytes
+            said = attend(q, k, v, sinks, tile)
+        expected, largest = reference_attention(q, k, v, sinks=sinks), (q @ k.mT / 4).amax().item()
+        if wrong := off(said, expected, "e^score v, divided by the sum of e^score and e^sink"):
+            return f"{S:,} keys, scores up to {largest:.0f}, sinks near {level:g}: the output{wrong}"
+        took, limit = t.peak.total - t.start.total, 6 * 4 * 2 * 2 * T * tile + 8 * q.nbytes
         if took > limit:
             return f"right, but {took:,} bytes for {S:,} keys; {limit:,} are enough for any number of keys"
     return None
@@ -90,18 +110,19 @@ def third(attend):
     Shapes: q (B, H, 1, N + R), c (B, S, L), k_rope (B, S, R), up_k (H, N, L), up_v (H, V, L). No key and no value of a
     head is made.
     """
-    B, H, S, L, R, N, V = 2, 8, 512, 32, 8, 16, 24
-    torch.manual_seed(0)
-    q, c, k_rope, up_k, up_v = (torch.randn(shape) / 4 for shape in (
-        (B, H, 1, N + R), (B, S, L), (B, S, R), (H, N, L), (H, V, L)))
-    expected = reference_attention(q, *expand(c, k_rope, up_k, up_v))
-    with torch.no_grad(), memory.track(q, c, k_rope, up_k, up_v) as t:
-        said = attend(q, c, k_rope, up_k, up_v)
-    if not _close(said, expected):
-        scale = " (the scale is 1/√(N + R))" if _close(said, reference_attention(
-            q, *expand(c, k_rope, up_k, up_v), scale=(L + R) ** -0.5)) else ""
-        return f"the output is not that of the expanded keys and values{scale}"
-    took, keys = t.peak.total - t.start.total, 4 * B * H * S * N
-    limit = keys // 2 + c.nbytes
-    return None if took <= limit else (f"right, but it took {took:,} bytes: keys of all heads are {keys:,}, and "
-                                       f"{limit:,} are enough")
+    for B, H, S, L, R, N, V, scale in ((2, 8, 512, 32, 8, 16, 24, 1), (1, 6, 1000, 24, 6, 20, 12, 6)):
+        q, c, k_rope, up_k, up_v = drawn((B, H, 1, N + R), (B, S, L), (B, S, R), (H, N, L), (H, V, L), scale=scale)
+        expected = reference_attention(q, *expand(c, k_rope, up_k, up_v))
+        with torch.no_grad(), memory.track(q, c, k_rope, up_k, up_v) as t:
+            said = attend(q, c, k_rope, up_k, up_v)
+        if wrong := off(said, expected, "that of the expanded keys and values"):
+            scales = {"no scale": 1, "1/√(L + R)": (L + R) ** -0.5, "1/√N": N**-0.5, "1/√L": L**-0.5}
+            used = [f": with {name}, where the scale is 1/√(N + R)" for name, each in scales.items() if not off(
+                said, reference_attention(q, *expand(c, k_rope, up_k, up_v), scale=each), "")]
+            return f"{S:,} tokens, {H} heads: the output{wrong}{''.join(used)}"
+        took, limit = t.peak.total - t.start.total, 4 * B * H * S * min(N, V) // 2 + c.nbytes
+        if took > limit:
+            made = {"keys of all heads": N, "values of all heads": V, "a copy of c for each head": L}
+            return (f"right, but it took {took:,} bytes, and {limit:,} are enough; " + ", ".join(
+                f"{name} are {4 * B * H * S * width:,}" for name, width in made.items()))
+    return None
