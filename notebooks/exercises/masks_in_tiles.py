@@ -39,7 +39,8 @@ def second(tiles_of):
     """Grade `tiles_of(ends, size)`, which returns the number of tiles that causal attention computes for packed texts
     that end at `ends`."""
     dice = random.Random(0)
-    cases = [([1024], 128), ([100], 128), ([129], 128), ([300, 424, 1024], 128), ([100, 200, 300, 400], 100), ([5, 6, 7, 90], 16)]
+    cases = [([1024], 128), ([100], 128), ([129], 128), ([300, 424, 1024], 128), ([100, 200, 300, 400], 100),
+             ([5, 6, 7, 90], 16)]
     cases += [(sorted(dice.sample(range(1, 500), 6)), dice.randrange(8, 64)) for _ in range(5)]
     for ends, size in cases:
         said = tiles_of(list(ends), size)
