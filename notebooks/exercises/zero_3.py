@@ -5,31 +5,30 @@ import torch
 from refimpl import memory
 from refimpl.zero import Zero3
 
-from . import exercise, launch
+from . import close, exercise, launch, readable
+from .asking import fault
 
-WIDTH, NBYTES = 64, 4 * 64 * 64  # of a layer: its features, and the bytes of its weight
-DECAY, STEPS = 0.9, 3
+HINTS = {
+    "first": [
+        "Write a `torch.autograd.Function` whose forward gathers the weight and whose backward gathers it again.",
+        "`ctx.save_for_backward(shard, x)` keeps both, and not the weight. The whole weight is "
+        "`comm.all_gather(shard).view(out, -1)`.",
+        "With g the gradient of the output: that of x is g W. That of the shard is the reduce_scatter of gᵀ x, flat, "
+        "with 'avg'."],
+    "second": [
+        "`engine.parameters.shards[bucket]` is this rank's shard of the weights. Clone each of them at the beginning.",
+        "`own.lerp_(new, 1 - decay)` moves `own` in place. Return the list of your clones."]}
 
-
-def _layers(number):
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(number)))
-
-
-def _near(found, right):
-    return isinstance(found, torch.Tensor) and found.shape == right.shape and (
-        (found - right).norm() < 1e-5 * right.norm()).item()
-
-
-OUT = 128
+OUT, FEATURES = 128, 64
+BESIDE = 8000  # bytes that may stay: torch.utils.checkpoint keeps 5,056, the state of random numbers
 
 
 def _weight():
-    return torch.randn(OUT, WIDTH, generator=torch.Generator().manual_seed(0))
+    return torch.randn(OUT, FEATURES, generator=torch.Generator().manual_seed(0))
 
 
 def _inputs(rank):
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1 + rank))
+    return torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1 + rank))
 
 
 def _sharded(comm, sharded_linear):
@@ -38,10 +37,11 @@ def _sharded(comm, sharded_linear):
     x = _inputs(comm.rank).requires_grad_()
     with memory.track(shard, x) as t:
         y = sharded_linear(comm, shard, x, OUT)
-        kept = t.now.total - t.start.total - (y.nbytes if isinstance(y, torch.Tensor) else 0)
-        if isinstance(y, torch.Tensor) and y.requires_grad:
+        kept = t.now.total - t.start.total - y.nbytes
+        if readable(y) and y.requires_grad:
             y.square().sum().backward()
-    return (y.detach() if isinstance(y, torch.Tensor) else y), x.grad, shard.grad, kept, comm.traffic.total
+    found = [each.detach() if each is not None and readable(each) else None for each in (y, x.grad, shard.grad)]
+    return *found, kept, comm.traffic.total
 
 
 @exercise("parity and bytes", torch.Tensor, process="ranks")
@@ -53,43 +53,56 @@ def first(sharded_linear):
         xs = [_inputs(rank).requires_grad_() for rank in range(N)]
         expected = [x @ weight.T for x in xs]
         sum(y.square().sum() for y in expected).backward()
-        mean = (weight.grad / N).flatten().chunk(N)
-        sent = 3 * (N - 1) * weight.nbytes // N
-        answers = launch(_sharded, N, sharded_linear, device="cpu")
-        for rank, (y, of_x, of_shard, kept, traffic) in enumerate(answers):
+        mean, sent = (weight.grad / N).flatten().chunk(N), 3 * (N - 1) * weight.nbytes // N
+        for rank, result in enumerate(launch(_sharded, N, sharded_linear, device="cpu")):
+            y, of_x, of_shard, kept, traffic = result
             where = f"rank {rank} of {N}"
-            if not _near(y, expected[rank]):
+            if y is None or not close(y, expected[rank].detach()):
                 return f"{where}: the output is not x Wᵀ"
             for name, found, right in (("x", of_x, xs[rank].grad), ("the shard", of_shard, mean[rank])):
-                if not _near(found, right):
-                    return f"{where}: {name} has no gradient, or another one"
-            if kept > 1024:
+                if found is None:
+                    return f"{where}: the output is right, but {name} has no gradient"
+                if not close(found, right):
+                    times = next((f": it is {text} it" for factor, text in ((N, f"{N} times"), (1 / N, f"1/{N} of"))
+                                  if close(found, right * factor)), "")
+                    return f"{where}: the output is right, but not the gradient of {name}{times}"
+            if kept > BESIDE:
                 return f"the numbers are right, but {kept:,} bytes stay from forward to backward besides the output"
             if traffic != sent:
                 return f"the numbers are right, but a rank sent {traffic:,} bytes; three times (N-1)/N is {sent:,}"
     return None
 
 
-def _averaged(comm, average):
-    """Return what the last `update` returned, the shards of the average of whole weights, and of the reader's calls
-    the most bytes that one took, the bytes that stay, and the bytes sent."""
-    engine = Zero3(_layers(8), comm, look_ahead=0)
-    whole, taken, sent = _whole(engine), 0, 0
-    before = comm.traffic.total
+CASES, STEPS = ((2, 0.9), (4, 0.6)), 3  # (ranks, decay)
+
+
+def _averaged(comm, average, decay):
+    """Return which shards of the last `update` are not those of the average of whole weights, whether the weights have
+    changed, and of the reader's calls the bytes that stay, the bytes sent, and the bytes of this rank's shards."""
+    torch.manual_seed(0)
+    widths = 64, 51, 33, 64, 7
+    model = torch.nn.Sequential(*(torch.nn.Linear(i, o) for i, o in zip(widths, widths[1:], strict=False)))
+    engine = Zero3(model, comm, look_ahead=0)
+    right, before = _whole(engine), comm.traffic.total
     with memory.track(engine.model, engine.optimizer) as t:
-        update = average(engine, DECAY)
-    taken, stays, sent = t.peak.total - t.start.total, t.now.total - t.start.total, comm.traffic.total - before
+        update = average(engine, decay)
+    stays, sent = t.now.total - t.start.total, comm.traffic.total - before
     for step in range(STEPS):
-        engine.backward(engine(torch.full((2, WIDTH), 1.0 + step + comm.rank)).sum())
+        engine.backward(engine(torch.full((2, widths[0]), 1.0 + step + comm.rank)).square().sum())
         engine.step()
-        before = comm.traffic.total
+        whole, before = _whole(engine), comm.traffic.total
         with memory.track(engine.model, engine.optimizer) as t:
             found = update()
-        taken, sent = max(taken, t.peak.total - t.start.total), sent + comm.traffic.total - before
-        stays += t.now.total - t.start.total
-        whole = [old * DECAY + new * (1 - DECAY) for old, new in zip(whole, _whole(engine), strict=True)]
-    expected = [bucket.shard(flat, comm.rank) for bucket, flat in zip(engine.buckets, whole, strict=True)]
-    return found, expected, taken, stays, sent
+        stays, sent = stays + t.now.total - t.start.total, sent + comm.traffic.total - before
+        changed = not all(map(torch.equal, whole, _whole(engine)))
+        right = [old * decay + new * (1 - decay) for old, new in zip(right, whole, strict=True)]
+        expected = [bucket.shard(flat, comm.rank) for bucket, flat in zip(engine.buckets, right, strict=True)]
+        wrong = fault(found, [torch.Tensor]) or len(found) != len(expected) and (
+            f"expected {len(expected)} shards, one for each bucket; you return {len(found)}")
+        wrong = wrong or [k for k, pair in enumerate(zip(found, expected, strict=True)) if not close(*pair)]
+        if wrong or changed:
+            break
+    return wrong, changed, step + 1, stays, sent, sum(x.nbytes for x in expected)
 
 
 def _whole(engine):
@@ -101,17 +114,20 @@ def _whole(engine):
 @exercise("parity and bytes", callable, process="ranks")
 def second(average):
     """Grade `average(engine, decay)`, which returns a function `update()`. Called after each step, that returns [this
-    rank's shard of the running average of the weights] in the order of `engine.buckets`; Ψ/N bytes, nothing sent."""
-    share = 8 * NBYTES // 2
-    for rank, (found, expected, taken, stays, sent) in enumerate(launch(_averaged, 2, average, device="cpu")):
-        if not isinstance(found, (list, tuple)) or len(found) != len(expected):
-            return f"expected a list of {len(expected)} shards, one for each bucket; you return {found!r}"
-        for number, (mine, right) in enumerate(zip(found, expected, strict=True)):
-            if not _near(mine, right):
-                return f"shard {number} on rank {rank} is not that of the average after {STEPS} steps"
-        if sent:
-            return f"the average is right, but {sent:,} bytes were sent for it; each rank has all that it needs"
-        if max(taken, stays) > share + NBYTES:
-            return (f"the average is right, but it took {max(taken, stays):,} bytes; a rank's share of the weights "
-                    f"is {share:,}")
+    rank's shard of the running average of the weights] in the order of `engine.buckets`; Ψ/N numbers, nothing sent."""
+    for N, decay in CASES:
+        for rank, result in enumerate(launch(_averaged, N, average, decay, device="cpu")):
+            wrong, changed, step, stays, sent, share = result
+            if isinstance(wrong, str):
+                return wrong
+            if changed:
+                return f"`update` changes the weights themselves on rank {rank} of {N}: keep clones"
+            if wrong:
+                return (f"shard {wrong[0]} on rank {rank} of {N} is not that of the average after step {step}, with a "
+                        f"decay of {decay}")
+            if sent:
+                return f"the average is right, but {sent:,} bytes were sent for it; each rank has all that it needs"
+            if stays > share + 1024:
+                return (f"the average is right, but {stays:,} bytes of yours stay after {STEPS} steps; a rank's share "
+                        f"of the weights is {share:,}")
     return None
