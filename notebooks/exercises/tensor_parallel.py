@@ -12,7 +12,26 @@ from refimpl.model import GPT, Attention, GPTConfig, softmax_attention
 from refimpl.tensor import tensor_parallel
 from refimpl.tensor.closed_forms import split_block_terms
 
-from . import SCALAR, exercise, launch
+from . import exercise, launch, readable
+from .asking import Asked
+
+HINTS = {
+    "first": [
+        "Queries and the output have hidden² weights each. Keys have `hidden * kv_heads / heads` features, and so have "
+        "values. The MLP has three matrices of hidden · mlp_hidden.",
+        "All of these are cut into N parts. The two norms, of hidden weights each, are whole on every rank.",
+        "Attention and MLP send a sum of x each in forward and in backward: four all_reduces of "
+        "4 · tokens · hidden bytes. Each of them sends 2 (N − 1)/N of that."],
+    "second": [
+        "Use `Columns` for `qkv` and `Rows` for `out`. But the rows of `qkv` are q, k, v, each of all heads.",
+        "Sort these rows, and the bias alike: q, k and v of rank 0, then of rank 1, and so on. "
+        "`torch.arange(3 * h).view(3, N, -1).transpose(0, 1).flatten()` is that order."],
+    "third": [
+        "First subtract each token's largest logit over all ranks, or eᶻ overflows: `comm.all_reduce(…, \"max\")`, of "
+        "detached logits.",
+        "The sum of eᶻ is one over ranks. So is the target's logit, if ranks that do not have it put 0.",
+        "`Leave` adds up, and its backward is right. Rank r has the targets from r · v to (r + 1) · v, v being "
+        "`logits.shape[1]`; `clamp` the others before `gather`."]}
 
 LLAMA = {"vocab_size": 32, "context_length": 16, "layers": 1, "norm": "rmsnorm", "activation": "swiglu",
          "positions": "rotary", "bias": False}
@@ -37,8 +56,6 @@ def first(predict):
         said = predict(hidden, mlp_hidden, heads, kv_heads, tokens, N)
         asked = (f"hidden {hidden}, mlp_hidden {mlp_hidden}, {heads} heads, {kv_heads} key heads, {tokens} tokens, "
                  f"{N} ranks")
-        if not isinstance(said, (tuple, list)) or len(said) != 2:
-            return f"expected a pair, the bytes of weights and the bytes sent; you say {said!r}"
         if said[0] != held:
             return f"{asked}: you say {said[0]:,} bytes of weights, a rank holds {held:,}"
         if said[1] != sent:
@@ -46,17 +63,18 @@ def first(predict):
     return None
 
 
-ATTENTION = GPTConfig(vocab_size=32, context_length=16, layers=1, hidden=64, heads=4)
+CONFIGS = {N: GPTConfig(vocab_size=32, context_length=16, layers=1, hidden=hidden, heads=heads)
+           for N, hidden, heads in ((2, 64, 4), (4, 96, 8))}  # by the number of ranks
 B, T, RATE = 2, 16, 0.1  # a batch, and the rate of one step of gradient descent
 
 
-def _attention():
+def _attention(world_size):
     """Return (attention, its input), the same on all ranks. The biases are not 0."""
-    generator = torch.Generator().manual_seed(0)
-    attention = Attention(ATTENTION, softmax_attention)
+    generator, config = torch.Generator().manual_seed(0), CONFIGS[world_size]
+    attention = Attention(config, softmax_attention)
     for p in attention.parameters():
         p.data = 0.2 * torch.randn(p.shape, generator=generator)
-    return attention, torch.randn(B, T, ATTENTION.hidden, generator=generator).requires_grad_()
+    return attention, torch.randn(B, T, config.hidden, generator=generator).requires_grad_()
 
 
 def _step(layer, x):
@@ -71,16 +89,18 @@ def _step(layer, x):
 
 
 def _split(comm, split):
-    """Return the numbers of `_step`, the bytes of weights and of what is kept for backward, and the bytes sent."""
-    attention, x = _attention()
+    """Return the numbers of `_step`, the bytes of weights and of what is kept for backward, and the bytes sent. The
+    numbers are None if the output is not one of x's shape with a gradient."""
+    attention, x = _attention(comm.world_size)
     layer = split(copy.deepcopy(attention), comm)
-    if not isinstance(layer, torch.nn.Module):
-        return layer
+    forward = Asked(layer, torch.Tensor)
     with memory.track(layer, x) as t:
-        y = layer(x)
+        y = forward(x)
         kept = t.now.total - t.start.total - y.nbytes
+    if y.shape != x.shape or not y.requires_grad or not readable(y):
+        return None, 0, 0, 0
     before = comm.traffic.total
-    layer(x).sum().backward()
+    forward(x).sum().backward()
     sent = comm.traffic.total - before
     x.grad = None
     layer.zero_grad()
@@ -89,7 +109,7 @@ def _split(comm, split):
 
 def _kept(world_size):
     """Predict the bytes that a rank keeps of attention for backward, besides x and the output."""
-    terms = split_block_terms(ATTENTION, B, T, world_size, torch.float32)
+    terms = split_block_terms(CONFIGS[world_size], B, T, world_size, torch.float32)
     return sum(terms[name] for name in ("queries and keys", "values", "causal mask", "softmax output",
                                         "projection input"))
 
@@ -98,15 +118,15 @@ def _kept(world_size):
 def second(split_attention):
     """Grade `split_attention(attention, comm)`, which returns a module: attention by this rank's heads, whose output
     is the whole one on every rank. Weights, and what is kept for backward, are 1/N; two all_reduces of x are sent."""
-    attention, x = _attention()
-    expected, h = _step(attention, x), ATTENTION.hidden
     for N in (2, 4):
+        attention, x = _attention(N)
+        expected, h = _step(attention, x), CONFIGS[N].hidden
         weights, sent = 4 * ((4 * h * h + 3 * h) // N + h), 2 * ring_traffic("all_reduce", x.nbytes, N, 0, 4)
         for rank, answer in enumerate(launch(_split, N, split_attention, device="cpu")):
-            where = f"rank {rank} of {N}"
-            if not isinstance(answer, tuple):
-                return f"expected a module, which maps x (B, T, C) to (B, T, C); you return {answer!r}"
-            (y, dx, after), held, kept, traffic = answer
+            where, (numbers, held, kept, traffic) = f"rank {rank} of {N}", answer
+            if numbers is None:
+                return f"{where}: expected a module, which maps x (B, T, C) to (B, T, C) and gives it a gradient"
+            y, dx, after = numbers
             if not _near(y, expected[0]):
                 return (f"{where}: the output is not that of the whole attention. (In the rows of qkv all heads' "
                         "q come first, then all k, then all v: each of the three is cut. And a bias is added once)")
@@ -114,7 +134,7 @@ def second(split_attention):
                 return f"{where}: the output is right, but x has another gradient. (What is f for?)"
             if not _near(after, expected[2]):
                 return f"{where}: after one step the output is another one, so a weight's gradient is wrong"
-            if held != weights:
+            if held > weights:
                 return f"the numbers are right, but {where} has {held:,} bytes of weights; its part is {weights:,}"
             if kept > _kept(N):
                 return (f"the numbers are right, but {where} keeps {kept:,} bytes for backward; of its own heads "
@@ -132,7 +152,11 @@ def _logits():
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(TOKENS, V, generator=generator)
     logits[0] += 200  # whose exp is infinite
-    return logits, torch.randint(V, (TOKENS,), generator=generator)
+    logits[1] -= 200  # whose exp is 0
+    targets = torch.randint(V, (TOKENS,), generator=generator)
+    edges = torch.arange(0, V, V // 4)  # the first columns of two ranks, and of four
+    targets[-8:] = torch.cat([edges, edges + V // 4 - 1])
+    return logits, targets
 
 
 def _scored(comm, cross_entropy):
@@ -141,13 +165,13 @@ def _scored(comm, cross_entropy):
     mine = logits.chunk(comm.world_size, dim=1)[comm.rank].clone().requires_grad_()
     with memory.track(mine, targets) as t:
         loss = cross_entropy(comm, mine, targets)
-        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        if loss.requires_grad and loss.numel() == 1 and readable(loss):
             loss.backward()
-    loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
-    return loss, mine.grad, t.peak.total - t.start.total, comm.traffic.total
+    gradient = mine.grad if mine.grad is not None and readable(mine.grad) else None
+    return loss.detach(), gradient, t.peak.total - t.start.total, comm.traffic.total
 
 
-@exercise("parity and bytes", SCALAR, process="ranks")
+@exercise("parity and bytes", torch.Tensor, process="ranks")
 def third(cross_entropy):
     """Grade `cross_entropy(comm, logits, targets)`, which returns the mean cross-entropy on every rank. `logits` (N
     tokens, v) are this rank's columns; at most four numbers a token are exchanged."""
@@ -160,10 +184,14 @@ def third(cross_entropy):
         for rank, answer in enumerate(launch(_scored, N, cross_entropy, device="cpu")):
             loss, gradient, taken, sent = answer
             where, own = f"rank {rank} of {N}", 4 * TOKENS * V // N
+            if loss.shape != () or loss.dtype != expected.dtype:
+                return f"{where}: expected one number in fp32; you return {loss.dtype} of shape {tuple(loss.shape)}"
             if not _near(loss, expected.detach()):
-                return f"{where}: the loss of all logits is {expected.item():.4f}; you return {loss}"
+                return f"{where}: the loss of all logits is {expected.item():.6f}; you return {loss.item():.6f}"
+            if gradient is None:
+                return f"{where}: the loss is right, but these logits have no gradient"
             if not _near(gradient, gradients[rank]):
-                return f"{where}: the loss is right, but these logits have no gradient, or another one"
+                return f"{where}: the loss is right, but these logits have another gradient"
             if sent > most:
                 return (f"the numbers are right, but {where} sent {sent:,} bytes; four numbers a token, each by an "
                         f"all_reduce, are {most:,}")
@@ -174,5 +202,6 @@ def third(cross_entropy):
 
 
 def _near(found, right):
-    return isinstance(found, torch.Tensor) and found.shape == right.shape and (
+    """Tell whether an fp32 tensor has the expected values, but for 1e-5 of their norm."""
+    return found is not None and found.shape == right.shape and found.dtype == right.dtype and readable(found) and (
         (found - right).norm() <= 1e-5 * right.norm()).item()
