@@ -1,13 +1,28 @@
 """Exercises of the page *Reading the meters*."""
 
+from collections import Counter
+
 import torch
 
 from refimpl import memory
 from refimpl.data import TextData
-from refimpl.memory.top import module_of
 from refimpl.model import GPT, GPTConfig
 
 from . import exercise
+
+HINTS = {
+    "first": [
+        "The list holds six losses. Each loss holds a graph, and the graph holds its batch's activations.",
+        "Take the number out of each loss before the next batch: then nothing holds the graph.",
+        "`loss.item()` is that number. Add the numbers up, and divide by `len(batches)`."],
+    "second": [
+        "A trace already sorts the bytes of its peak: look at `trace.top`, with `by=\"module\"`, its default.",
+        "`trace.top(k)` returns [(module, bytes), ...], the largest first. One of the names is `(no module)`.",
+        "Ask for more than one row, and return the first whose name is not `(no module)`."],
+    "third": [
+        "Fake tensors have shapes and no memory: `memory.dry_run` runs a function on them.",
+        "`memory.dry_run(exercise.build_and_step, ...)` takes the function's arguments after the function.",
+        "Its result has a `peak`, a Ledger. Compare `peak.total` with the budget: a peak equal to the budget fits."]}
 
 CONFIG = GPTConfig(vocab_size=256, context_length=128, layers=2, hidden=64, heads=4)
 
@@ -26,42 +41,49 @@ def _model_and_batches(count=6):
 
 @exercise("parity and bytes", float)
 def first(validate):
-    """Grade `validate(model, batches)`, which returns the mean loss, a float, with a peak that does not grow with the
+    """Grade `validate(model, batches)`, which returns the mean loss, a number, with a peak that does not grow with the
     number of batches."""
-    expected = leaking_validation(*_model_and_batches())
     peaks = {}
     for count in (2, 6):
         model, batches = _model_and_batches(count)
+        expected = leaking_validation(model, batches)
         with memory.track(model, batches) as t:
             said = validate(model, batches)
         peaks[count] = t.peak.total - t.start.total
-    if not isinstance(said, float) or not abs(said - expected) <= 1e-5:  # NaN is never <=
-        return f"the mean loss is the float {expected:.5f}, you return {said!r}"
+        if not abs(said - expected) <= 1e-5:  # NaN is never <=
+            return f"the mean loss of {count} batches is {expected:.7f}, you return {said:.7f}"
     grown = peaks[6] - peaks[2]
     return None if grown < 1024 else f"the mean is right, but 4 more batches raise the peak by {grown:,} bytes"
 
 
-@exercise("parity and bytes", (str, int))
+def _traced(heads, vocab_size, batch, sequence, aside=0):
+    """Return the trace of a small model's forward and backward, beside a tensor of `aside` numbers of no module."""
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
+    model = GPT(GPTConfig(vocab_size=vocab_size, context_length=64, layers=1, hidden=64, heads=heads))
+    with memory.track(model) as trace:
+        kept = torch.zeros(aside)
+        model(tokens, tokens).backward()
+        del kept
+        torch.zeros(10)  # so the end is not the peak
+    return trace
+
+
+@exercise("a module and its bytes", (str, float))
 def second(culprit):
     """Grade `culprit(trace)`, which returns (module, bytes) of the module with the largest share of the peak: what was
     made in it, its parameters and its gradients.
     """
-    for heads, vocab_size, batch in ((2, 256, 4), (16, 256, 4), (2, 20_000, 4), (2, 256, 1)):
-        config = GPTConfig(vocab_size=vocab_size, context_length=64, layers=1, hidden=64, heads=heads)
-        tokens = torch.randint(0, 256, (batch, 64))
-        model = GPT(config)
-        with memory.track(model) as trace:
-            model(tokens, tokens).backward()
-        row, made = trace.peak_moment().index, {}
-        for index, i, delta in trace.events:
-            module = module_of(trace.records[i])
-            if index < row and module:
-                made[module] = made.get(module, 0) + delta
-        largest = max(made, key=made.get)
-        said = culprit(trace)
-        if said != (largest, made[largest]):
-            return (f"with {heads} heads and a vocabulary of {vocab_size} it is {largest} with "
-                    f"{made[largest]:,} bytes, you say {said}")
+    for case in ((2, 256, 4, 64), (16, 256, 4, 64), (2, 20_000, 4, 64), (2, 20_000, 1, 4), (2, 256, 1, 64, 10**6)):
+        trace, made = _traced(*case), Counter()
+        for storage in trace.held():  # at the peak
+            made[storage.module] += storage.nbytes
+        del made[""]
+        (module, nbytes), = made.most_common(1)
+        name, said = culprit(trace)
+        if (name, said) != (module, nbytes):
+            beside = f", beside a tensor of {case[4]:,} numbers that is in no module" if case[4:] else ""
+            return (f"with {case[0]} heads, a vocabulary of {case[1]:,} and {case[2]} × {case[3]} tokens{beside}, "
+                    f"it is {module} with {nbytes:,} bytes; you say {name} with {said:,}")
     return None
 
 
@@ -75,20 +97,21 @@ def build_and_step(config, batch, sequence):
     optimizer.zero_grad()
 
 
-@exercise("parity and bytes", bool)
+@exercise("the verdict and bytes", bool)
 def third(fits):
     """Grade `fits(config, batch, sequence, budget)`, which tells whether `build_and_step` fits in `budget` bytes.
 
     It may take a hundredth of the step's bytes to find out, so it cannot run the step itself.
     """
-    for batch, sequence in ((1, 16), (8, 128)):
-        peak = memory.dry_run(build_and_step, CONFIG, batch, sequence).peak.total
+    wide = GPTConfig(vocab_size=512, context_length=128, layers=1, hidden=128, heads=4)
+    for config, batch, sequence in ((CONFIG, 1, 16), (CONFIG, 8, 128), (wide, 2, 64)):
+        peak = memory.dry_run(build_and_step, config, batch, sequence).peak.total
         for budget in (peak, peak - 1):
             with memory.track() as t:
-                said = fits(CONFIG, batch, sequence, budget)
+                said = fits(config, batch, sequence, budget)
             if said != (budget >= peak):
-                return (f"batch {batch}, sequence {sequence}: build_and_step peaks at {peak:,} bytes; for a "
-                        f"budget of {budget:,} you say {said}")
+                return (f"{config.layers} layers of {config.hidden}, batch {batch}, sequence {sequence}: "
+                        f"build_and_step peaks at {peak:,} bytes; for a budget of {budget:,} you say {said}")
             if t.peak.total > peak / 100:
                 return (f"that is so, but to say it you took {t.peak.total:,} bytes: the step ran, and would have "
                         "failed where it does not fit")
