@@ -1,0 +1,145 @@
+"""What readers build in place of ours is told right from wrong, on real ranks."""
+
+from functools import partial
+
+import torch
+from blanks import ranks_and_collectives as page
+from exercises_kit import Answers, graded
+
+# --- reduce_half -----------------------------------------------------------------------------------------------------
+
+
+def with_async_messages(comm, x):
+    N, r = comm.world_size, comm.rank
+    for step in range(N - 1):
+        take = x.chunk(N)[(r - step - 1) % N]
+        sending = comm.send(x.chunk(N)[(r - step) % N], (r + 1) % N, async_op=True)
+        came = comm.recv(take, (r - 1) % N)
+        sending.wait()
+        take.add_(came)
+    return x
+
+
+def by_index(comm, x):
+    N, r = comm.world_size, comm.rank
+    rows = x.view(N, -1, *x.shape[1:])
+    for give in range(r, r - N + 1, -1):
+        rows[give - 1 if give > 0 else give % N - 1].add_(
+            comm.send_recv(rows[give % N], (r + 1) % N, rows[0], (r + N - 1) % N))
+    return x
+
+
+def reduce_with_fault(comm, x, *, first=0, steps=-1, add=True, left=False, mean=False, copies=False, chunk=True):
+    N, r = comm.world_size, comm.rank
+    chunks = list(x.clone().chunk(N)) if copies else x.chunk(N)
+    to, source = ((r - 1) % N, (r + 1) % N) if left else ((r + 1) % N, (r - 1) % N)
+    for step in range(N + steps):
+        give, take = chunks[(r - step + first) % N], chunks[(r - step - 1 + first) % N]
+        came = comm.send_recv(give, to, take, source)
+        take.add_(came) if add else take.copy_(came)
+    if mean:
+        x /= N
+    return x if chunk else chunks[(r + 1) % N]
+
+
+def whole_each_time(comm, x):
+    """The sum in all chunks, of whole tensors that go round."""
+    N, r = comm.world_size, comm.rank
+    going = x.clone()
+    for _ in range(N - 1):
+        going = comm.send_recv(going, (r + 1) % N, going, (r - 1) % N)
+        x += going
+    return x
+
+
+def in_copies(comm, x):
+    """Right numbers, of chunks beside x."""
+    N, r = comm.world_size, comm.rank
+    chunks = list(x.clone().chunk(N))
+    for step in range(N - 1):
+        give, take = chunks[(r - step) % N], chunks[(r - step - 1) % N]
+        take.add_(comm.send_recv(give, (r + 1) % N, take, (r - 1) % N))
+    return x.copy_(torch.cat(chunks))
+
+
+# --- gather_half -----------------------------------------------------------------------------------------------------
+
+
+def gather_by_copy(comm, x):
+    N, r = comm.world_size, comm.rank
+    chunks = x.chunk(N)
+    for step in range(N - 1):
+        chunks[r - step].copy_(comm.send_recv(chunks[(r + 1 - step) % N], (r + 1) % N, chunks[0], (r - 1) % N))
+    return x
+
+
+def gather_from_owners(comm, x):
+    """No ring: each owner sends its chunk to all others."""
+    N, r = comm.world_size, comm.rank
+    chunks = x.chunk(N)
+    for d in range(1, N):
+        comm.send_recv(chunks[(r + 1) % N], (r + d) % N, chunks[0], (r - d) % N, out=chunks[(r - d + 1) % N])
+    return x
+
+
+def gather_with_fault(comm, x, *, first=1, steps=-1, add=False, left=False, out=True, chunk=True):
+    N, r = comm.world_size, comm.rank
+    chunks = x.chunk(N)
+    to, source = ((r - 1) % N, (r + 1) % N) if left else ((r + 1) % N, (r - 1) % N)
+    for step in range(N + steps):
+        give, take = chunks[(r + first - step) % N], chunks[(r + first - 1 - step) % N]
+        came = comm.send_recv(give, to, take, source, **({"out": take} if out and not add else {}))
+        if add:
+            take += came
+    return x if chunk else chunks[(r + 1) % N]
+
+
+def by_a_collective(comm, x):
+    r, N = comm.rank, comm.world_size
+    return x.copy_(comm.all_gather(x.chunk(N)[(r + 1) % N].clone()).roll(len(x) // N, 0))
+
+
+def gather_in_a_list(comm, x):
+    N, r = comm.world_size, comm.rank
+    chunks = list(x.clone().chunk(N))
+    for step in range(N - 1):
+        take = (r - step) % N
+        chunks[take] = comm.send_recv(chunks[(r + 1 - step) % N], (r + 1) % N, chunks[take], (r - 1) % N)
+    return x.copy_(torch.cat(chunks))
+
+
+ANSWERS = {
+    page.check_reduce_half: Answers(
+        right=[page.reduce_half, with_async_messages, by_index],
+        wrong=[
+            (partial(reduce_with_fault, first=-1), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (partial(reduce_with_fault, steps=-2), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (partial(reduce_with_fault, steps=0), "the numbers are right, but rank 0 of 2 sent {'send': 480}"),
+            (partial(reduce_with_fault, add=False), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (partial(reduce_with_fault, left=True), "on rank 0 of 3, rows 8 to 15 of what you return are not"),
+            (partial(reduce_with_fault, mean=True), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (partial(reduce_with_fault, copies=True), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (partial(reduce_with_fault, chunk=False), "(x itself is right: return it)"),
+            (lambda comm, x: comm.all_reduce(x, out=x), "rank 0 of 2 sent {'all_reduce': 480}: N - 1 chunks are 240"),
+            (lambda comm, x: x, "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (lambda comm, x: comm.reduce_scatter(x), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (in_copies, "bytes were taken on rank 0 of 2 besides x: two chunks are 480")],
+        saves_nothing=(whole_each_time, "the numbers are right, but rank 0 of 2 sent {'send': 480}"),
+    ),
+    page.check_gather_half: Answers(
+        right=[page.gather_half, gather_by_copy, gather_from_owners],
+        wrong=[
+            (partial(gather_with_fault, first=0), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
+            (partial(gather_with_fault, steps=-2), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
+            (partial(gather_with_fault, steps=0), "the numbers are right, but rank 0 of 2 sent {'send': 480}"),
+            (partial(gather_with_fault, add=True), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
+            (partial(gather_with_fault, left=True), "on rank 0 of 3, rows 0 to 23 of what you return are not"),
+            (partial(gather_with_fault, out=False), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
+            (partial(gather_with_fault, chunk=False), "(x itself is right: return it)"),
+            (by_a_collective, "rank 0 of 2 sent {'all_gather': 240}: N - 1 chunks are 240 bytes, all by send_recv"),
+            (lambda comm, x: x, "on rank 0 of 2, rows 0 to 23 of what you return are not"),
+            (page.reduce_half, "on rank 0 of 2, rows 0 to 23 of what you return are not")],
+        saves_nothing=(gather_in_a_list, "bytes were taken on rank 0 of 2 besides x: two chunks are 480"),
+    ),
+}
+test_right_answers, test_wrong_answers, test_answers_of_no_use, test_another_dtype = graded(page, ANSWERS)
