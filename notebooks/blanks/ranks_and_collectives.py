@@ -22,11 +22,12 @@ SHAPE = 24, 5  # 2, 3 and 4 ranks divide 24
 
 
 def reduce_half(comm, x):
-    """Add x up over the N ranks, in place: in the end chunk r + 1 of rank r's x is the sum over ranks. Return x.
+    """Sum x over the N ranks, in place, and return x: rank r ends with the sum of
+    chunk r + 1. Its other chunks do not matter.
 
-    `comm.send_recv(a, to, b, source)` sends tensor a to rank `to`, and returns what comes from rank `source`, in the
-    shape of b. In step s = 0, 1, … N - 2, rank r sends chunk r - s to rank r + 1, and adds what comes from rank r - 1
-    to its own chunk r - s - 1. All numbers are modulo N, and N divides the length of x.
+    In step s = 0, 1, … N - 2, rank r sends chunk r - s to rank r + 1, and adds what
+    comes from rank r - 1 to its own chunk r - s - 1. All numbers are modulo N, and N
+    divides the length of x.
     """
     N, r = comm.world_size, comm.rank
     chunks = x.chunk(N)  # views of x
@@ -37,10 +38,11 @@ def reduce_half(comm, x):
 
 
 def gather_half(comm, x):
-    """Pass the finished chunks round, in place: rank r begins with chunk r + 1 of x, and ends with all N. Return x.
+    """Pass finished chunks round, in place, and return x: rank r begins with chunk
+    r + 1 finished, and ends with all N.
 
-    In step s = 0, 1, … N - 2, rank r sends chunk r + 1 - s to rank r + 1, and what comes from rank r - 1 becomes its
-    chunk r - s, modulo N. With `out=b`, `send_recv` writes what comes into b.
+    In step s = 0, 1, … N - 2, rank r sends chunk r + 1 - s to rank r + 1, and what
+    comes from rank r - 1 becomes its chunk r - s, modulo N.
     """
     N, r = comm.world_size, comm.rank
     chunks = x.chunk(N)
