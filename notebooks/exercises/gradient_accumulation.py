@@ -1,11 +1,31 @@
 """Exercises of the page *Gradient accumulation*."""
 
+import math
+
 import torch
 
 from refimpl import memory
 from refimpl.model import GPT, GPTConfig
 
-from . import exercise
+from . import SCALAR, exercise, readable
+
+HINTS = {
+    "first": [
+        "Count the targets of the whole batch that are not −100, before the first forward.",
+        "`model(x, y)` is the mean over the targets of one micro-batch. Multiply it by the micro-batch's targets, and "
+        "divide by all targets. Leave out a micro-batch that has none.",
+        "In the loop over `zip(tokens.split(micro_batch), targets.split(micro_batch))`: forward, `backward()` of the "
+        "weighted loss, and add `.detach()` of that loss to what you return."],
+    "second": [
+        "Only the activations of one micro-batch exist at a time: `memory.activation_bytes(config, rows, sequence)`.",
+        "A gradient takes 4 bytes a parameter. Do gradients exist already where the last backward begins, at the peak?",
+        "They do if there is more than one micro-batch. With one, the peak has activations alone."],
+    "third": [
+        "Keep a dict {parameter: sum in fp32}. A hook gets the parameter when its `.grad` is complete.",
+        "In the hook: add `parameter.grad` to the sum (the first time it is `parameter.grad.float()`), and set "
+        "`parameter.grad = None`.",
+        "After the loop: `remove()` each hook's handle, and set each `parameter.grad` to its sum in bf16. The loss of "
+        "a micro-batch counts for its rows divided by all rows."]}
 
 CONFIG = GPTConfig(vocab_size=256, context_length=64, layers=2, hidden=64, heads=4)
 LENGTHS = (32, 3, 17, 1, 0, 30, 2, 9, 24, 5, 1, 12)  # targets of each row
@@ -19,45 +39,81 @@ def mean_of_means(model, tokens, targets, micro_batch):
         (model(*part) / len(parts)).backward()
 
 
+def _model(dtype=torch.float32):
+    """Return a model whose losses differ from row to row: its weights are ten times as large as at first."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    for parameter in model.parameters():
+        parameter.data *= 10 if parameter.ndim == 2 else 1
+    return model.to(dtype)
+
+
 def ragged(rows):
     """Return (model, tokens, targets), the same at every call. Rows differ in length, padded with targets of −100."""
-    torch.manual_seed(0)
-    model, tokens, targets = GPT(CONFIG), *torch.randint(0, 256, (2, rows, 32))
+    model, tokens, targets = _model(), *torch.randint(0, 256, (2, rows, 32))
     for row in range(rows):
         targets[row, LENGTHS[row % len(LENGTHS)] :] = -100
     return model, tokens, targets
 
 
-def _distance(model, expected):
-    """Return ‖gradients − expected‖ / ‖expected‖ of the model's gradients; None if one is missing."""
+def _watched(step, model, tokens, targets, micro_batch):
+    """Call `step`. Returns what it returns, the Track, and the most rows that it ran forward at a time."""
+    rows = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, options: rows.append(len((*args, *options.values())[0])), with_kwargs=True)
+    with memory.track(model, tokens, targets) as t:
+        said = step(model, tokens, targets, micro_batch)
+    hook.remove()
+    return said, t, max(rows, default=0)
+
+
+def _wrong_gradient(model, expected, most, case):
+    """Return a sentence if a gradient is missing, cannot be read, or is off by more than `most` of the norm."""
     found = [parameter.grad for parameter in model.parameters()]
-    if any(gradient is None for gradient in found):
+    if any(gradient is None or not readable(gradient) for gradient in found):
+        return f"{case}: a parameter has no gradient in the end"
+    found, expected = (torch.cat([each.double().flatten() for each in all]) for all in (found, expected))
+    if not found.isfinite().all():
+        return f"{case}: the gradient has NaN or inf in it"
+    along = (found @ expected / (expected @ expected)).item()
+    apart = ((found - expected).norm() / expected.norm()).item()
+    if apart <= most:
         return None
-    apart = sum((a.double() - b.double()).square().sum() for a, b in zip(found, expected, strict=True))
-    return (apart / sum(each.double().square().sum() for each in expected)).sqrt().item()
+    if abs(along - 1) > 0.02 and (found - along * expected).norm() <= 0.02 * found.norm():
+        return f"{case}: your gradient is {along:.4g} times what it has to be"
+    return f"{case}: your gradient is off by {apart:.2g} of its norm; allowed are {most:.2g}"
 
 
-def _gradients(model, *batch):
-    model(*batch).backward()
-    return [parameter.grad for parameter in model.parameters()]
+def _wrong_loss(said, expected, most):
+    """Return a sentence if a returned loss cannot be read, or is off by more than the share `most`."""
+    if isinstance(said, torch.Tensor) and not readable(said):
+        return "you return a loss whose storage was freed"
+    if math.isnan(said):
+        return "the gradient is right, but you return NaN: a micro-batch without targets has no mean, so leave it out"
+    if abs(float(said) - expected) <= most * expected:
+        return None
+    return f"the gradient is right, but you return a loss of {float(said):.6g}; that of the batch is {expected:.6g}"
 
 
-@exercise("parity and bytes")
+@exercise("parity and bytes", SCALAR)
 def first(step):
-    """Grade `step(model, tokens, targets, micro_batch)`, which adds the gradient of the mean loss over all targets of
-    the batch to `.grad`, with a peak that does not grow with the batch. It returns anything but None."""
-    expected = _gradients(*ragged(12))
+    """Grade `step(model, tokens, targets, micro_batch)`, which leaves the gradient of the mean loss over all targets of
+    the batch in `.grad` (None before) and returns that loss. It runs `micro_batch` rows at a time, with a peak that
+    does not grow with the batch."""
     peaks = {}
-    for rows in (6, 12):
+    for rows, micro_batch in ((6, 3), (12, 3), (7, 2), (5, 1)):
         model, tokens, targets = ragged(rows)
-        with memory.track(model, tokens, targets) as t:
-            step(model, tokens, targets, 3)
+        loss = model(tokens, targets)
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        said, t, most = _watched(step, model, tokens, targets, micro_batch)
+        case = f"{rows} rows by {micro_batch}"
+        if wrong := _wrong_gradient(model, expected, 1e-5, case) or _wrong_loss(said, loss.item(), 1e-5):
+            return wrong
+        if other := {p.grad.dtype for p in model.parameters()} - {torch.float32}:
+            return f"the gradient is right, but in {other.pop()}: expected torch.float32"
+        if most != micro_batch:
+            return f"{case}: the gradient is right, but a forward had {most} rows"
         peaks[rows] = t.peak.total - t.start.total
-    apart = _distance(model, expected)
-    if apart is None:
-        return "a parameter has no gradient"
-    if not apart <= 1e-5:
-        return f"the gradient of the whole batch is another one: yours is off by {apart:.1%} of its norm"
     grown = peaks[12] - peaks[6]
     return None if grown < 4096 else f"the gradient is right, but 6 more rows raise the peak by {grown:,} bytes"
 
@@ -66,51 +122,58 @@ def first(step):
 def second(predict):
     """Grade `predict(config, effective_batch, micro_batch, sequence)`, which returns the bytes of gradients and
     activations at the peak of a step in fp32. Gradients are None before the step."""
-    for batch, micro_batch, layers in ((8, 2, 1), (8, 8, 1), (4, 1, 2), (6, 3, 1)):
-        config = GPTConfig(vocab_size=256, context_length=64, layers=layers, hidden=32, heads=2)
-        model, tokens = GPT(config), torch.zeros(batch, 32, dtype=torch.int64)
+    for batch, micro_batch, sequence, layers, hidden in (
+            (8, 2, 32, 1, 32), (8, 8, 32, 1, 32), (4, 1, 24, 2, 32), (7, 3, 40, 1, 48)):
+        config = GPTConfig(vocab_size=200, context_length=64, layers=layers, hidden=hidden, heads=2)
+        model, tokens = GPT(config), torch.zeros(batch, sequence, dtype=torch.int64)
         with memory.track(model) as t:
             mean_of_means(model, tokens, tokens, micro_batch)
         read = t.peak["gradients"] + t.peak["activations"]
-        said = predict(config, batch, micro_batch, 32)
-        if not isinstance(said, (int, float)):
-            return f"expected the sum of both in bytes, or a Ledger; you say {said!r}"
+        said = predict(config, batch, micro_batch, sequence)
         if not abs(said - read) <= 4:  # a 4-byte number of targets may still be there, or not
-            return (f"{batch} rows by {micro_batch}, {layers} layer{'s' * (layers > 1)}: you say {said:,}, the "
-                    f"tracker reads {read:,} bytes")
+            return (f"{batch} rows of {sequence} tokens by {micro_batch}, {layers} layer{'s' * (layers > 1)}: you say "
+                    f"{said:,}, the tracker reads {read:,} bytes")
     return None
 
 
-@exercise("parity and bytes")
+def _summed(model, tokens, targets, micro_batch):
+    """Return (the sum in fp64 of the micro-batches' gradients, each weighted by its rows; the sum of their losses)."""
+    exact, loss = [torch.zeros_like(each, dtype=torch.float64) for each in model.parameters()], 0.0
+    for x, y in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
+        mean = model(x, y)
+        for total, gradient in zip(exact, torch.autograd.grad(mean, list(model.parameters())), strict=True):
+            total += gradient.double() * len(x) / len(tokens)
+        loss += mean.item() * len(x) / len(tokens)
+    return exact, loss
+
+
+@exercise("parity and bytes", SCALAR)
 def third(step):
     """Grade `step(model, tokens, targets, micro_batch)`, which does what the first one does, for a model in bf16 and
     rows of equal length. It sums in fp32 and leaves bf16 in `.grad`. During a backward, the bf16 gradients of at most
     one layer exist beside the sums."""
-    torch.manual_seed(0)
-    model, tokens = GPT(CONFIG, dtype=torch.bfloat16), torch.randint(0, 256, (64, 8))
-    exact = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
-    for part in tokens:
-        for total, gradient in zip(exact, _gradients(model, part[None], part[None]), strict=True):
-            total += gradient.double() / len(tokens)
-        model.zero_grad()
-    before = [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in model.parameters()]
-    with memory.track(model, tokens) as t:
-        step(model, tokens, tokens, 1)
-    if [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in model.parameters()] != before:
-        return "hooks of yours are left on the parameters: remove() them"
-    apart = _distance(model, exact)
-    if apart is None:
-        return "a parameter has no gradient"
-    if not apart <= 2**-8:
-        return f"summed in fp32 the gradient is within {2**-8:.2%} of the exact sum, yours is off by {apart:.2%}"
-    if not all(parameter.grad.dtype is torch.bfloat16 for parameter in model.parameters()):
-        return f"the sum is right, but `.grad` is left in {next(model.parameters()).grad.dtype}, not in bf16"
     count = CONFIG.parameter_count()
-    layer = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-    columns = [t.timeline.categories.index(name) for name in ("gradients", "temporaries")]
-    backward = [op.phase == "backward" for op in t.timeline.ops]
-    held = t.timeline.nbytes[backward][:, columns].sum(axis=1).max()
+    layer = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in _model().modules())
     limit = 4 * count + (2 + 4) * layer
-    return None if held <= limit + count else (  # allowed for temporaries: half the bytes of all bf16 gradients
-        f"the gradient is right, but sums and gradients were {held:,} bytes in a backward; fp32 sums and the "
-        f"gradients of the largest layer, in bf16 and fp32, are {limit:,}")
+    for rows, micro_batch, most in ((64, 1, 2**-8), (5, 2, 0.02)):  # 2/5 is rounded in bf16, 1/64 is not
+        model, tokens, targets = _model(torch.bfloat16), *torch.randint(0, 256, (2, rows, 8))
+        exact, loss = _summed(model, tokens, targets, micro_batch)
+        said, t, forward = _watched(step, model, tokens, targets, micro_batch)
+        case = f"{rows} rows by {micro_batch}"
+        if any(parameter._post_accumulate_grad_hooks or parameter._backward_hooks for parameter in model.parameters()):
+            return "hooks of yours are left on the parameters: remove() them"
+        if wrong := _wrong_gradient(model, exact, most, case):
+            return wrong + (", since a sum in bf16 loses small terms" if "is off" in wrong else "")
+        if wrong := _wrong_loss(said, loss, 1e-3):
+            return wrong
+        if left := {p.grad.dtype for p in model.parameters()} - {torch.bfloat16}:
+            return f"the sum is right, but `.grad` is left in {left.pop()}, not in bf16"
+        if forward != micro_batch:
+            return f"{case}: the gradient is right, but a forward had {forward} rows"
+        columns = [t.timeline.categories.index(name) for name in ("gradients", "temporaries")]
+        backward = [op.phase == "backward" for op in t.timeline.ops]
+        held = t.timeline.nbytes[backward][:, columns].sum(axis=1).max()
+        if held > limit + count:  # for temporaries: half the bytes of all bf16 gradients
+            return (f"the gradient is right, but sums and gradients were {held:,} bytes in a backward; fp32 sums and "
+                    f"the gradients of the largest layer, in bf16 and fp32, are {limit:,}")
+    return None
