@@ -39,7 +39,7 @@ def mean_of_means(model, tokens, targets, micro_batch):
         (model(*part) / len(parts)).backward()
 
 
-def _model(dtype=torch.float32):
+def fresh_model(dtype=torch.float32):
     """Return a model whose losses differ from row to row: its weights are ten times as large as at first."""
     torch.manual_seed(0)
     model = GPT(CONFIG)
@@ -50,13 +50,13 @@ def _model(dtype=torch.float32):
 
 def ragged(rows):
     """Return (model, tokens, targets), the same at every call. Rows differ in length, padded with targets of −100."""
-    model, tokens, targets = _model(), *torch.randint(0, 256, (2, rows, 32))
+    model, tokens, targets = fresh_model(), *torch.randint(0, 256, (2, rows, 32))
     for row in range(rows):
         targets[row, LENGTHS[row % len(LENGTHS)] :] = -100
     return model, tokens, targets
 
 
-def _watched(step, model, tokens, targets, micro_batch):
+def forwards(step, model, tokens, targets, micro_batch):
     """Call `step`. Returns what it returns, the Track, and the most rows that it ran forward at a time."""
     rows = []
     hook = model.register_forward_pre_hook(
@@ -67,7 +67,7 @@ def _watched(step, model, tokens, targets, micro_batch):
     return said, t, max(rows, default=0)
 
 
-def _wrong_gradient(model, expected, most, case):
+def gradient_fault(model, expected, most, case):
     """Return a sentence if a gradient is missing, cannot be read, or is off by more than `most` of the norm."""
     found = [parameter.grad for parameter in model.parameters()]
     if any(gradient is None or not readable(gradient) for gradient in found):
@@ -84,7 +84,7 @@ def _wrong_gradient(model, expected, most, case):
     return f"{case}: your gradient is off by {apart:.2g} of its norm; allowed are {most:.2g}"
 
 
-def _wrong_loss(said, expected, most):
+def loss_fault(said, expected, most):
     """Return a sentence if a returned loss cannot be read, or is off by more than the share `most`."""
     if isinstance(said, torch.Tensor) and not readable(said):
         return "you return a loss whose storage was freed"
@@ -105,9 +105,9 @@ def first(step):
         model, tokens, targets = ragged(rows)
         loss = model(tokens, targets)
         expected = torch.autograd.grad(loss, list(model.parameters()))
-        said, t, most = _watched(step, model, tokens, targets, micro_batch)
+        said, t, most = forwards(step, model, tokens, targets, micro_batch)
         case = f"{rows} rows by {micro_batch}"
-        if wrong := _wrong_gradient(model, expected, 1e-5, case) or _wrong_loss(said, loss.item(), 1e-5):
+        if wrong := gradient_fault(model, expected, 1e-5, case) or loss_fault(said, loss.item(), 1e-5):
             return wrong
         if other := {p.grad.dtype for p in model.parameters()} - {torch.float32}:
             return f"the gradient is right, but in {other.pop()}: expected torch.float32"
@@ -153,18 +153,18 @@ def third(step):
     rows of equal length. It sums in fp32 and leaves bf16 in `.grad`. During a backward, the bf16 gradients of at most
     one layer exist beside the sums."""
     count = CONFIG.parameter_count()
-    layer = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in _model().modules())
+    layer = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in fresh_model().modules())
     limit = 4 * count + (2 + 4) * layer
     for rows, micro_batch, most in ((64, 1, 2**-8), (5, 2, 0.02)):  # 2/5 is rounded in bf16, 1/64 is not
-        model, tokens, targets = _model(torch.bfloat16), *torch.randint(0, 256, (2, rows, 8))
+        model, tokens, targets = fresh_model(torch.bfloat16), *torch.randint(0, 256, (2, rows, 8))
         exact, loss = _summed(model, tokens, targets, micro_batch)
-        said, t, forward = _watched(step, model, tokens, targets, micro_batch)
+        said, t, forward = forwards(step, model, tokens, targets, micro_batch)
         case = f"{rows} rows by {micro_batch}"
         if any(parameter._post_accumulate_grad_hooks or parameter._backward_hooks for parameter in model.parameters()):
             return "hooks of yours are left on the parameters: remove() them"
-        if wrong := _wrong_gradient(model, exact, most, case):
+        if wrong := gradient_fault(model, exact, most, case):
             return wrong + (", since a sum in bf16 loses small terms" if "is off" in wrong else "")
-        if wrong := _wrong_loss(said, loss, 1e-3):
+        if wrong := loss_fault(said, loss, 1e-3):
             return wrong
         if left := {p.grad.dtype for p in model.parameters()} - {torch.bfloat16}:
             return f"the sum is right, but `.grad` is left in {left.pop()}, not in bf16"

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / each) for each in ("notebooks", "tests/kits", "tools", ".")]  # `blanks` is in two of them
+sys.path[:0] = [str(ROOT / each) for each in ("notebooks", "tests/kits", "tools", ".")]  # tools has blanks.py
 
 import rank_pool  # noqa: E402
 from exercises_kit import exercises_of  # noqa: E402
