@@ -54,7 +54,7 @@ class Asked:
             result = getattr(result, "total", result)  # a Ledger will do
         if wrong := fault(result, self.gives):
             raise Complaint(wrong)
-        return Asked(result, ANYTHING) if self.gives is callable else result
+        return _guarded(result, self.gives)
 
     def _takes(self, args, options):
         try:
@@ -66,6 +66,13 @@ class Asked:
             number, name = len(args) + len(options), getattr(self.answer, "__name__", "a function")
             raise Complaint(f"your function is called with {number} argument{'s' * (number != 1)} ({given}), and does "
                             f"not take them: it is {name}{inspect.signature(self.answer)}") from None
+
+
+def _guarded(value, gives):
+    """Return what an answer returned. The functions among it are called as the answer itself is."""
+    if isinstance(gives, tuple):
+        return tuple(map(_guarded, value, gives))
+    return Asked(value, ANYTHING) if gives is callable else value
 
 
 def fault(value, gives):

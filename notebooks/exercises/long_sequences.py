@@ -5,11 +5,27 @@ from torch.nn import functional as F
 
 from refimpl import memory
 from refimpl.model import GPT, GPTConfig, softmax_attention
-from refimpl.sequence_length import Quadratic
+from refimpl.sequence_length import Quadratic, carried_bytes
 
-from . import SCALAR, exercise
+from . import SCALAR, close, drawn, exercise, readable
 
-CONFIG = GPTConfig(vocab_size=1024, context_length=1024, layers=1, hidden=32, heads=4)
+HINTS = {
+    "first": [
+        "With a = 0 the bytes are a line: divide what is left after c by b. Otherwise, s is a root of a·s² + b·s = "
+        "budget − c.",
+        "There is no s if budget < c. Ask that first: the root of a negative number is an error.",
+        "`(math.isqrt(b * b + 4 * a * (budget - c)) - b) // (2 * a)` is exact, for numbers of any size."],
+    "second": [
+        "Query i of the chunk stands at position `first + i`, and sees the keys 0 … first + i.",
+        "Compare `torch.arange(k.shape[2])` with the queries' positions as a column: a mask of T × S booleans.",
+        "`F.scaled_dot_product_attention(q, k, v, attn_mask=mask)` takes a boolean mask, True where a key is seen."],
+    "third": [
+        "`ChunkedSequenceProcessor(model, chunk_size).logits(tokens)` yields the logits of one chunk after the other, "
+        "without a graph.",
+        "A mean of means is not the mean: chunks have different numbers of targets that count.",
+        "Add up `F.cross_entropy(…, reduction=\"sum\")` over the chunks. Divide once by `(targets != -100).sum()`."]}
+
+CONFIG = GPTConfig(vocab_size=1024, context_length=1024, layers=2, hidden=32, heads=4)
 
 
 def keep_every_graph(model, tokens, targets, chunk_size):
@@ -38,17 +54,20 @@ def keep_every_graph(model, tokens, targets, chunk_size):
             block.attention.attention, block.attention.options = attention, options
 
 
-@exercise("what is computed", int)
+@exercise("the length", int)
 def first(solve):
     """Grade `solve(a, b, c, budget)`, which returns the largest integer s with a·s² + b·s + c ≤ budget, or 0 if there
     is none."""
-    for a, b, c in ((16, 100, 1000), (0, 7, 3), (3, 0, 0), (12_000, 5_000_000, 2 * 10**9)):
+    for (a, b, c), s in (((16, 100, 1000), 1000), ((0, 7, 3), 5), ((3, 0, 0), 77), ((12_000, 5 * 10**6, 10**9), 613),
+                         ((98_304, 3 * 10**9, 10**12), 20_000_003)):
         form = Quadratic(a, b, c)
-        for budget in (form(1), form(1000), form(1000) - 1, c):
+        for budget in (form(1), form(s), form(s) - 1, c, c - 1, c // 2):
             expected, said = max(0, form.largest(budget)), solve(a, b, c, budget)
-            if isinstance(said, bool) or said != expected:
-                return (f"{form} within {budget:,} bytes: you say {said!r}; {expected:,} takes "
-                        f"{form(expected):,} bytes, and {expected + 1:,} takes {form(expected + 1):,}")
+            if said != expected:
+                digits = " (a float has 16 digits; math.isqrt has all)" * (budget > 2**53)
+                fits = f"{expected:,} takes {form(expected):,} bytes" if budget >= c else "no s fits"
+                return (f"{form} within {budget:,} bytes: you say {said!r}; {fits}, and {expected + 1:,} takes "
+                        f"{form(expected + 1):,}{digits}")
     return None
 
 
@@ -56,19 +75,62 @@ def first(solve):
 def second(attend):
     """Grade `attend(q, k, v, first)`, which returns causal attention of a chunk whose first query has position `first`.
 
-    q is (B, H, T, D), and k and v are (B, H, S, D) with S = first + T. It may hold T × S scores, but not S × S.
+    q is (B, H, T, D), and k and v are (B, H, S, D) with S = first + T. It may hold T × S scores, but nothing of S × S.
     """
-    torch.manual_seed(0)
-    for first, T in ((0, 32), (480, 32), (37, 5)):
-        q, k, v = (torch.randn(2, 4, length, 16) for length in (T, first + T, first + T))
-        with memory.track() as t:
+    for first, T, B, H in ((0, 24, 2, 3), (37, 5, 2, 3), (11, 1, 3, 2), (2032, 16, 1, 2)):
+        S = first + T
+        q, k, v = drawn((B, H, T, 12), (B, H, S, 12), (B, H, S, 12), scale=60)
+        expected, scores = softmax_attention(q, k, v, causal=True), 4 * B * H * T * S
+        with memory.track(q, k, v) as t:
             said = attend(q, k, v, first)
-        if said.shape != q.shape or not torch.allclose(said, softmax_attention(q, k, v, causal=True), atol=1e-5):
-            return f"queries {first}…{first + T - 1} see other keys than they should"
-        took, limit = t.peak.total - t.start.total, 4 * 4 * 2 * 4 * T * (first + T) + 4 * k.nbytes + 65536
+        if not close(said, expected):
+            return _far(said, expected, first)
+        took, limit = t.peak.total - t.start.total, 6 * scores + 4 * k.nbytes + 65536
         if took > limit:
-            return f"right, but {took:,} bytes for {T} queries and {first + T} keys; {limit:,} are enough"
+            return (f"right, but {took:,} bytes for {T} queries and {S:,} keys, whose scores take {scores:,}; "
+                    f"{limit:,} are enough")
     return None
+
+
+def _far(said, expected, first):
+    if said.shape != expected.shape or said.dtype != expected.dtype:
+        return (f"expected a tensor of shape {tuple(expected.shape)} in {expected.dtype}, you return one of shape "
+                f"{tuple(said.shape)} in {said.dtype}")
+    if not readable(said):
+        return "the storage of your tensor was freed"
+    if not said.isfinite().all():
+        return "your attention is not finite. Scores reach 100 and more: subtract the row's largest before exp"
+    off = (said - expected).abs().amax(dim=(0, 1, 3))
+    i = int((off > 1e-4 * expected.abs().max()).nonzero()[0])
+    return (f"the query at position {first + i} of {first + len(off)} gets another output, off by {off[i]:.2g}: "
+            f"expected softmax(q kᵀ / √D) v over the keys 0 … {first + i}")
+
+
+def _model(seed):
+    """Return (a GPT whose tokens depend on each other much, tokens, targets of which some do not count)."""
+    torch.manual_seed(seed)
+    model, (tokens, targets) = GPT(CONFIG), torch.randint(0, 1024, (2, 2, 500))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6)
+    targets[:, 100:230] = -100
+    targets[1, 300:350] = -100
+    return model, tokens, targets
+
+
+def _mistakes(logits, targets, chunk_size):
+    """Return {what a loss may be taken for: it}."""
+    each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    chunks = [(loss.sum(), (part != -100).sum()) for loss, part in zip(
+        each.split(chunk_size, 1), targets.split(chunk_size, 1), strict=True)]
+    whole = targets.shape[1] // chunk_size * chunk_size
+    return {"the mean of the chunks' means": sum(loss / count for loss, count in chunks if count) / len(chunks),
+            "the mean of the chunks' means, of those that have targets": torch.stack(
+                [loss / count for loss, count in chunks if count]).mean(),
+            "divided by all tokens, those of −100 too": each.mean(),
+            "the sum": each.sum(),
+            "without the last chunk, which is shorter": each[:, :whole].sum() / (targets[:, :whole] != -100).sum(),
+            "the last chunk's alone": chunks[-1][0] / chunks[-1][1]}
 
 
 @exercise("parity and bytes", SCALAR)
@@ -77,18 +139,22 @@ def third(loss):
 
     The loss has no graph, and the peak holds the logits of one chunk, not those of the whole sequence.
     """
-    torch.manual_seed(0)
-    model, (tokens, targets) = GPT(CONFIG), torch.randint(0, 1024, (2, 1, 512))
-    targets[:, 100:230] = -100
-    with memory.track(model, tokens, targets) as t:
-        said = loss(model, tokens, targets, 64)
-    with torch.no_grad():
-        expected = model(tokens, targets)
-    said = torch.as_tensor(said)
-    if said.requires_grad:
-        return "your loss has a graph, which keeps the activations of every chunk"
-    if not torch.allclose(said.float(), expected, atol=1e-5):
-        mean = F.cross_entropy(model(tokens)[0, -64:], targets[0, -64:]).item()
-        return f"the mean loss is {expected:.5f}, yours {said.item():.5f} (of the last chunk alone: {mean:.5f})"
-    took, whole = t.peak.total - t.start.total, 4 * 512 * CONFIG.vocab_size
-    return None if took < whole else f"right, but it took {took:,} bytes; the logits of all tokens are {whole:,}"
+    for seed, chunk_size in ((0, 32), (1, 40)):
+        model, tokens, targets = _model(seed)
+        with memory.track(model, tokens, targets) as t:
+            said = loss(model, tokens, targets, chunk_size)
+        if isinstance(said, torch.Tensor) and said.requires_grad:
+            return "your loss has a graph, which keeps the activations of every chunk"
+        if isinstance(said, torch.Tensor) and not readable(said):
+            return "the storage of your tensor was freed"
+        with torch.no_grad():
+            logits = model(tokens)
+            expected, mistakes = model(tokens, targets).item(), _mistakes(logits, targets, chunk_size)
+        if not abs(float(said) - expected) <= 1e-4 * expected:
+            seen = next((f": it is {name}" for name, value in mistakes.items() if abs(float(said) - value) < 1e-3), "")
+            return f"the mean loss is {expected:.5g}, yours {float(said):.5g}{seen}"
+        took, one = t.peak.total - t.start.total, 4 * 2 * chunk_size * CONFIG.vocab_size
+        if took > 6 * one + 2 * carried_bytes(CONFIG, 2, 500):
+            return (f"right, but it took {took:,} bytes; the logits of a chunk are {one:,}, those of all tokens "
+                    f"{logits.nbytes:,}")
+    return None
