@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / each) for each in ("tests/kits", "notebooks", ".", "tools")]  # tools has a blanks.py, too
+sys.path[:0] = [str(ROOT / each) for each in ("notebooks", "tests/kits", "tools", ".")]  # tools has a `blanks`, too
 
 import rank_pool  # noqa: E402
 from exercises_kit import exercises_of  # noqa: E402
