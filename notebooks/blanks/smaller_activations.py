@@ -31,8 +31,9 @@ HINTS = {
 def encode(x, group):
     """Return x in 8 bits a value: (codes, least, step).
 
-    x is (n,) fp32, and `group` divides n. Codes are (n,) uint8. Of each group, `least` is the least value and `step` is
-    (largest − least) / 255, (n / group, 1) fp32 each. A group of equal values gets codes of 0. x stays as it is.
+    x is (n,) fp32, and `group` divides n. Codes are (n,) uint8. Of each group,
+    `least` is the least value, and `step` is (largest − least) / 255. Both are
+    (n / group, 1) fp32. A group of equal values gets codes of 0. x stays as it is.
     """
     rows = x.view(-1, group)
     least, most = rows.aminmax(dim=1, keepdim=True)
@@ -42,22 +43,23 @@ def encode(x, group):
 
 
 def decode(codes, least, step):
-    """Return least + code · step of each value, (n,) fp32, from what `encode` returns."""
+    """Return least + code · step of each value, (n,) fp32: the inverse of `encode`."""
     rows = codes.view(len(step), -1)
     return (least + rows * step).flatten()
 
 
 def hooks(model, group):
-    """Return (pack, unpack) for `saved_tensors_hooks`, which keep activations in 8 bits.
+    """Return (pack, unpack), which keep activations in 8 bits.
 
-    `pack(x)` gets each tensor that autograd saves, and returns what is kept in its place. `unpack` gets that in
-    backward, and returns a tensor of x's shape. Three kinds stay whole, as `x.detach()`: what requires no gradient,
-    what shares a parameter's storage, and what `group` does not divide (`x.numel()`).
+    `pack(x)` returns what is kept of x. `unpack` gets that, and returns a tensor of
+    x's shape. Three kinds stay whole, as `x.detach()`: what requires no gradient,
+    what shares a parameter's storage, and what `group` does not divide (x.numel()).
     """
     owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(x):
-        if not x.requires_grad or x.untyped_storage().data_ptr() in owned or x.numel() % group:
+        shared = x.untyped_storage().data_ptr() in owned
+        if shared or not x.requires_grad or x.numel() % group:
             return x.detach()
         return *encode(x.detach().flatten(), group), x.shape
 
