@@ -123,7 +123,7 @@ def _of_ranks(error):
     if error.__cause__ is not None and not isinstance(error.__cause__, SystemExit):
         raise error
     first, _, rest = str(error).partition("\n")
-    first = f"it {first[len('rank 0 '):]}" if first.startswith("rank 0 ") else first
+    first = f"it {first.removeprefix('rank 0 ')}" if first.startswith("rank 0 ") else first
     return f"your function was ended: {first}" + ("\n" + rest) * bool(rest)
 
 
