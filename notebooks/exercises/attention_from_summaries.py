@@ -7,7 +7,7 @@ import torch
 from refimpl import memory
 from refimpl.attention import reference_attention
 
-from . import drawn, exercise
+from . import drawn, exercise, readable
 from .asking import Asked
 from .attention_in_tiles import off
 
@@ -64,7 +64,7 @@ def _read(attend, q, k, v, d_out):
     with memory.track(*given, d_out) as t:
         out = attend(*given)
         kept, found = t.now.total - t.start.total, (out,)
-        if out.requires_grad and out.shape == q.shape:
+        if out.requires_grad and out.shape == q.shape and readable(out):
             found = out, *Asked(torch.autograd.grad)(out, given, d_out, materialize_grads=True)
     return found, kept, t.peak.total - t.start.total
 

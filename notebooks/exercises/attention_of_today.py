@@ -92,9 +92,9 @@ def second(attend):
     for S, scale, level in ((200, 1, 0.0), (1024, 1, 40.0), (1024, 1, -400.0), (1000, 30, 0.0), (1000, 30, 120.0)):
         q, k, v = drawn((2, 2, T, 16), *[(2, 2, S, 16)] * 2, scale=scale)
         sinks = torch.tensor([level, level + 1])
+        expected, largest = reference_attention(q, k, v, sinks=sinks), (q @ k.mT / 4).amax().item()
         with torch.no_grad(), memory.track(q, k, v, sinks) as t:
             said = attend(q, k, v, sinks, tile)
-        expected, largest = reference_attention(q, k, v, sinks=sinks), (q @ k.mT / 4).amax().item()
         if wrong := off(said, expected, "e^score v, divided by the sum of e^score and e^sink"):
             return f"{S:,} keys, scores up to {largest:.0f}, sinks near {level:g}: the output{wrong}"
         took, limit = t.peak.total - t.start.total, 6 * 4 * 2 * 2 * T * tile + 8 * q.nbytes

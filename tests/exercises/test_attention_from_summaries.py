@@ -161,6 +161,12 @@ def whole_rows_alone(q, k, v, rows, c):
     return in_turn(q[:, :, : q.shape[2] // rows * rows], k, v, rows, c)
 
 
+def without_its_bytes(q, k, v, rows, c):
+    out = in_turn(q, k, v, rows, c)
+    out.untyped_storage().resize_(0)
+    return out
+
+
 def raises_in_backward(q, k, v, rows, c):
     out = in_turn(q, k, v, rows, c)
     out.register_hook(lambda gradient: gradient.view(7))
@@ -200,6 +206,7 @@ ANSWERS = {
             (whole_rows_alone, "100 tokens: the output has the shape (2, 3, 90, 32)"),
             (without_a_graph, "100 tokens: the dk is not that of attention"),
             (under_no_grad, "the output is right, and has no graph"),
+            (without_its_bytes, "100 tokens: the output is not that of attention"),
             (raises_in_backward, "your function raises RuntimeError"),
             (lambda q, k, v, rows, c: reference_attention(q, k, v), "right, but"),
             (fault(inner=plainly, outer=plainly), "bytes wait for backward; 786,432 are enough"),

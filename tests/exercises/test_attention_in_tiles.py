@@ -70,6 +70,17 @@ def without_a_maximum(q, k, v, tile):
     return out / total, largest / total[..., 0]
 
 
+def without_its_bytes(q, k, v, tile):
+    out, largest = attend(q, k, v, tile)
+    out.untyped_storage().resize_(0)
+    return out, largest
+
+
+def of_no_queries(q, k, v, tile):
+    """Sets the grader's queries to 0, too."""
+    return attend(q.zero_(), k, v, tile)
+
+
 def mean_of_tiles(q, k, v, tile):
     """Takes the softmax of each tile by itself."""
     tiles = list(zip(k.split(tile, dim=2), v.split(tile, dim=2), strict=True))
@@ -186,6 +197,8 @@ ANSWERS = {
             (fault(top=lambda m, new: new), "1,000 keys, scores up to 5: the output is right, the largest weight"),
             (whole_tiles_alone, "1,000 keys, scores up to 5: the output is not"),
             (without_a_maximum, "scores up to 323: the output is not softmax(q kᵀ / √D) v (it has"),
+            (without_its_bytes, "1,000 keys, scores up to 5: the output is not"),
+            (of_no_queries, "1,000 keys, scores up to 5: the output is not"),
             (mean_of_tiles, "1,000 keys, scores up to 5: the output is not"),
             (fault(largest=lambda m, total: m.squeeze(-1)), "the output is right, the largest weight is not e^(m − L)"),
             (fault(largest=lambda m, total: (m.exp() / total).squeeze(-1)), "the largest weight is not e^(m − L)"),

@@ -261,6 +261,7 @@ ANSWERS = {
             (partial(attend_with_fault, top=lambda m, new: m), "near -400: the output is not e^score v, divided by the "
                                                                "sum of e^score and e^sink (it has NaN)"),
             (partial(attend_with_fault, top=lambda m, new: new), "the output is not"),
+            (lambda q, k, v, sinks, tile: attend(q.zero_(), k, v, sinks, tile), "the output is not e^score v"),
             (without_a_maximum, "1,000 keys, scores up to 173, sinks near 0: the output is not e^score v"),
             (lambda q, k, v, sinks, tile: attend(q, k, v, sinks.flip(0), tile), "the output is not"),
             (lambda q, k, v, sinks, tile: attend(q, k, v, sinks[:1], tile), "the output is not"),
