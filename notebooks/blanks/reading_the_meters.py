@@ -69,8 +69,7 @@ def check_live_bytes(live_bytes):
         for what, (tensors, storages) in _tensors().items():
             said, right = live_bytes(tensors, *_given(block)), sum(nbytes + -nbytes % block for nbytes in storages)
             if said != right:
-                return (f"{what}, in blocks of {block}: you say {said:,}; {len(storages)} storages of "
-                        f"{storages} bytes take {right:,}")
+                return f"{what}, in blocks of {block}: you say {said:,}; storages of {storages} bytes take {right:,}"
     return None
 
 

@@ -37,8 +37,8 @@ def first(predict):
             getattr(comm, collective)(x)
             said, sent = predict(collective, full.nbytes, world_size), comm.traffic.total
             if not abs(said - sent) < 1e-6 * full.nbytes:  # a float may be off by its rounding
-                return (f"{collective} of {full.nbytes:,} bytes on {world_size} ranks: you say {said:,}, a rank sends "
-                        f"{sent:,}")
+                return (f"{collective} of {full.nbytes:,} bytes on {world_size} rank{'s' * (world_size != 1)}: you say "
+                        f"{said:,}, a rank sends {sent:,}")
     return None
 
 

@@ -79,7 +79,7 @@ ANSWERS = {
         right=[page.live_bytes, by_a_loop, by_ceil],
         wrong=[
             (lambda tensors, block=1: sum(t.nbytes for t in tensors),
-             "a weight and its transpose, in blocks of 1: you say 40,000; 1 storages of [20000] bytes take 20,000"),
+             "a weight and its transpose, in blocks of 1: you say 40,000; storages of [20000] bytes take 20,000"),
             (faulty(size=lambda t: t.nbytes), "a slice, in blocks of 1: you say 400"),
             (faulty(size=lambda t: 4 * t.numel()), "a slice, in blocks of 1: you say 400"),
             (faulty(size=lambda t: t.numel()), "a weight and its transpose, in blocks of 1: you say 5,000"),
@@ -88,7 +88,7 @@ ANSWERS = {
             (faulty(key=lambda t: t.data_ptr()), "a weight and two slices of it, in blocks of 1: you say 60,000"),
             (faulty(key=lambda t: t.untyped_storage().nbytes()), "two weights of one shape, in blocks of 1: you say"),
             (faulty(key=lambda t: t.shape), "a weight and its transpose, in blocks of 1: you say 40,000"),
-            (faulty(rounded=lambda n, block: n), "in blocks of 512: you say 20,000; 1 storages of [20000] bytes take"),
+            (faulty(rounded=lambda n, block: n), "in blocks of 512: you say 20,000; storages of [20000] bytes take"),
             (faulty(rounded=lambda n, block: n // block * block), "in blocks of 512: you say 19,968"),
             (faulty(rounded=lambda n, block: (n // block + 1) * block), "in blocks of 1: you say 20,001"),
             (faulty(rounded=lambda n, block: (n + block) // block * block if block > 1 else n),

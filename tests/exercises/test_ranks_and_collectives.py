@@ -153,7 +153,7 @@ ANSWERS = {
             (lambda collective, nbytes, n: 2 * nbytes // n * (n - 1) if n > 2 else predict(collective, nbytes, n),
              "reduce_scatter of 96 bytes on 3 ranks: you say 128, a rank sends 64"),
             (lambda collective, nbytes, n: predict(collective, nbytes, max(n, 2)),
-             "all_reduce of 96 bytes on 1 ranks: you say 96, a rank sends 0")],
+             "all_reduce of 96 bytes on 1 rank: you say 96, a rank sends 0")],
     ),
     page.second: Answers(
         right=[my_reduce_scatter, in_a_list, to_each_owner, to_the_left],
