@@ -64,7 +64,7 @@ def carry(new, keys, gradients, first, last):
 
 
 def train_in_chunks(loss_of_chunk, length, chunk_size):
-    """Add the gradient of a whole sequence to `.grad`. Return its loss, without a graph.
+    """Add a whole sequence's gradient to `.grad`. Return its loss, without a graph.
 
     `loss_of_chunk(first, last, keys, gradients)` returns the summed loss of tokens
     first … last − 1. It fills `keys`, a dict {name: tensor}. `gradients` is None, or
