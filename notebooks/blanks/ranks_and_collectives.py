@@ -2,7 +2,7 @@
 
 import torch
 
-from exercises import close, launch
+from exercises import close, launch, readable
 from refimpl import memory
 
 from . import blank
@@ -64,10 +64,11 @@ def _wrong(comm, function, x, rows, expected):
     with memory.track(x) as t:
         said = function(comm, x)
     taken, sent = t.peak.total - t.start.total, comm.traffic
-    for name, tensor in (("what you return", said), ("x", x)):
-        if tensor.shape != x.shape or not close(tensor[rows], expected):
-            also = " (x itself is right: return it)" if close(x[rows], expected) else ""
-            return f"on {where}, rows {rows.start} to {rows.stop - 1} of {name} are not what they should be{also}"
+    right = [each.shape == x.shape and readable(each) and close(each[rows], expected) for each in (said, x)]
+    if right != [True, True]:
+        name = "x" if right[0] else "what you return"
+        also = f" ({'what you return is right: work in x' if right[0] else 'x is right: return it'})" * any(right)
+        return f"on {where}, rows {rows.start} to {rows.stop - 1} of {name} are not what they should be{also}"
     if dict(sent) != {"send": (N - 1) * chunk}:
         return (f"the numbers are right, but {where} sent {dict(sent)}: N - 1 chunks are {(N - 1) * chunk} bytes, all "
                 "by send_recv")

@@ -62,6 +62,21 @@ def in_copies(comm, x):
     return x.copy_(torch.cat(chunks))
 
 
+def in_a_new_tensor(comm, x):
+    N, r = comm.world_size, comm.rank
+    chunks = list(x.chunk(N))
+    for step in range(N - 1):
+        give, take = chunks[(r - step) % N], chunks[(r - step - 1) % N]
+        chunks[(r - step - 1) % N] = take + comm.send_recv(give, (r + 1) % N, take, (r - 1) % N)
+    return torch.cat(chunks)
+
+
+def freed(comm, x):
+    kept = x.clone()
+    kept.untyped_storage().resize_(0)
+    return kept
+
+
 # --- gather_half -----------------------------------------------------------------------------------------------------
 
 
@@ -119,10 +134,12 @@ ANSWERS = {
             (partial(reduce_with_fault, left=True), "on rank 0 of 3, rows 8 to 15 of what you return are not"),
             (partial(reduce_with_fault, mean=True), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
             (partial(reduce_with_fault, copies=True), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
-            (partial(reduce_with_fault, chunk=False), "(x itself is right: return it)"),
+            (partial(reduce_with_fault, chunk=False), "(x is right: return it)"),
             (lambda comm, x: comm.all_reduce(x, out=x), "rank 0 of 2 sent {'all_reduce': 480}: N - 1 chunks are 240"),
             (lambda comm, x: x, "on rank 0 of 2, rows 12 to 23 of what you return are not"),
             (lambda comm, x: comm.reduce_scatter(x), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (in_a_new_tensor, "rows 12 to 23 of x are not what they should be (what you return is right: work in x)"),
+            (freed, "on rank 0 of 2, rows 12 to 23 of what you return are not what they should be"),
             (in_copies, "bytes were taken on rank 0 of 2 besides x: two chunks are 480")],
         saves_nothing=(whole_each_time, "the numbers are right, but rank 0 of 2 sent {'send': 480}"),
     ),
@@ -135,7 +152,7 @@ ANSWERS = {
             (partial(gather_with_fault, add=True), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
             (partial(gather_with_fault, left=True), "on rank 0 of 3, rows 0 to 23 of what you return are not"),
             (partial(gather_with_fault, out=False), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
-            (partial(gather_with_fault, chunk=False), "(x itself is right: return it)"),
+            (partial(gather_with_fault, chunk=False), "(x is right: return it)"),
             (by_a_collective, "rank 0 of 2 sent {'all_gather': 240}: N - 1 chunks are 240 bytes, all by send_recv"),
             (lambda comm, x: x, "on rank 0 of 2, rows 0 to 23 of what you return are not"),
             (page.reduce_half, "on rank 0 of 2, rows 0 to 23 of what you return are not")],
