@@ -3,8 +3,9 @@
 from functools import partial
 
 import torch
-from blanks import ranks_and_collectives as page
 from exercises_kit import Answers, graded
+
+from blanks import ranks_and_collectives as page
 
 # --- reduce_half -----------------------------------------------------------------------------------------------------
 

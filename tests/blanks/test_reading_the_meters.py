@@ -3,8 +3,9 @@
 from itertools import accumulate
 from math import ceil
 
-from blanks import reading_the_meters as page
 from exercises_kit import Answers, graded
+
+from blanks import reading_the_meters as page
 
 # --- live_bytes ------------------------------------------------------------------------------------------------------
 
