@@ -3,10 +3,10 @@
 from functools import partial
 
 import torch
-from blanks import gradient_accumulation as page
 from exercises_kit import Answers, graded
 from torch.nn import functional as F
 
+from blanks import gradient_accumulation as page
 from refimpl.accumulation import accumulate
 
 # --- in_parts --------------------------------------------------------------------------------------------------------

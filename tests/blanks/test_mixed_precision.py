@@ -4,8 +4,9 @@ import copy
 from functools import partial
 
 import torch
-from blanks import mixed_precision as page
 from exercises_kit import Answers, graded
+
+from blanks import mixed_precision as page
 
 # --- make_masters ----------------------------------------------------------------------------------------------------
 
