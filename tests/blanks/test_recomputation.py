@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from exercises_kit import Answers, graded
+from exercises_kit import Answers, graded, in_fp64
 
 from blanks import recomputation as page
 
@@ -201,18 +201,19 @@ ANSWERS = {
         right=[page.run_again, again_by_a_sum, again_by_edges],
         wrong=[
             (partial(again, graph=False), "your function raises RuntimeError: element 0 of tensors does not require"),
-            (partial(again, detach=False), "in backward expected a tensor, you return None"),
-            (partial(again, wants=False), "expected a tensor, you return None"),
+            (partial(again, detach=False), "you return ['NoneType', 'NoneType', 'NoneType']"),
+            (partial(again, wants=False), "expected 3 values, None and the gradients of x and w; you return"),
             (partial(again, wants=True), "only Tensors of floating point"),
-            (partial(again, none=False), "expected 3 values"),
+            (partial(again, none=False), "you return ['Tensor', 'Tensor']"),
             (partial(again, ones=True), "the gradient of x is another"),
             (partial(again, grad=True), "the gradient of a parameter of fn is missing"),
             (partial(again, twice=True), "fn runs 3 times: expected 2"),
             (partial(again, first=True), "two outputs: the gradient of a parameter of fn is"),
             (partial(again, flip=True), "a function of x and w: "),
-            (partial(again, as_list=True), "a function of x and w: in backward "),
+            (partial(again, as_list=True), "in backward expected a tuple, you return [None"),
             (partial(again, hold=True, retain=True), "bytes are still there after backward"),
             (lambda ctx, *gradients: (None, *gradients, None), "a function of x and w: "),
+            (in_fp64(page.run_again), "the gradient of x is torch.float64, and x is float32"),
             (lambda ctx, gradient: again(ctx, gradient), "and does not take them")],
         saves_nothing=(partial(again, hold=True), "the gradients are right, but"),
     ),
