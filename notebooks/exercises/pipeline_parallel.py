@@ -10,7 +10,7 @@ from refimpl.pipeline.named_schedules import schedule
 from refimpl.pipeline.step_simulation import Costs, simulate
 from refimpl.pipeline.validate import validate
 
-from . import SCALAR, exercise, launch
+from . import SCALAR, exercise, launch, readable
 
 HINTS = {
     "first": [
@@ -53,6 +53,11 @@ def first(predict):
     return None
 
 
+def _number(value):
+    """Return a number, or a tensor of one, as a float: NaN if the tensor's storage was freed."""
+    return float(value) if not isinstance(value, torch.Tensor) or readable(value) else float("nan")
+
+
 def _targets(*counts):
     """Return micro-batches of (rows, 4) targets, of which so many are not −100, in random places."""
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +75,7 @@ def second(weights):
         said = weights(list(_targets(*counts)))
         if len(said) != len(counts):
             return f"{len(counts)} micro-batches, and {len(said)} weights"
-        for number, (mine, count) in enumerate(zip(map(float, said), counts, strict=True)):
+        for number, (mine, count) in enumerate(zip(map(_number, said), counts, strict=True)):
             if not abs(mine - count / sum(counts)) <= 1e-5:
                 return (f"of micro-batches with {counts} targets that count, number {number} has a share of "
                         f"{count / sum(counts):.6f}; you multiply its loss by {mine:.6f}")
@@ -95,7 +100,7 @@ def _evaluated(comm, evaluate, m, loss):
     collectives)."""
     stage, (x, y) = _layers(comm.world_size)[comm.rank], _batch(m)
     with memory.track(stage, x, y) as t:
-        said = float(evaluate(stage, comm, list(x), list(y), loss, torch.empty(ROWS, C)))
+        said = _number(evaluate(stage, comm, list(x), list(y), loss, torch.empty(ROWS, C)))
     line = t.timeline
     kept = int(line.nbytes[:, line.categories.index("activations")].max()) if "activations" in line.categories else 0
     return said, kept, comm.traffic["send"], comm.traffic.total - comm.traffic["send"]

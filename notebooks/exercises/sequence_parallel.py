@@ -9,6 +9,7 @@ from refimpl.comm import FakeCommunicator
 from refimpl.papers.tensor_parallel import Split
 
 from . import close, exercise, launch, readable
+from .asking import ANYTHING, Asked
 
 HINTS = {
     "first": [
@@ -81,7 +82,7 @@ def _column(comm, column, tokens):
         y = column(comm, x, a, tokens)
         kept = t.now.total - t.start.total - y.nbytes
     if y.shape == d_outputs[comm.rank].shape and y.requires_grad:
-        y.backward(d_outputs[comm.rank])
+        Asked(y.backward, ANYTHING)(d_outputs[comm.rank])  # runs what the reader has written
     found = [None if each is None or not readable(each) else each.detach() for each in (y, x.grad, a.grad)]
     return *found, kept, comm.traffic.total
 
@@ -129,7 +130,7 @@ def _dropped(comm, dropout, p):
         kept = t.now.total - t.start.total - y.nbytes
     end = torch.get_rng_state()
     if y.requires_grad and readable(y):
-        y.sum().backward()
+        Asked(y.sum().backward, ANYTHING)()
     following = dropout(comm, x, p)
     torch.set_rng_state(begin)
     again = dropout(comm, x, p)

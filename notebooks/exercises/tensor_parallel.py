@@ -13,7 +13,7 @@ from refimpl.tensor import tensor_parallel
 from refimpl.tensor.closed_forms import split_block_terms
 
 from . import exercise, launch, readable
-from .asking import Asked
+from .asking import ANYTHING, Asked
 
 HINTS = {
     "first": [
@@ -80,7 +80,7 @@ def _attention(world_size):
 def _step(layer, x):
     """Return (output, gradient of x, output after one step of gradient descent)."""
     y = layer(x)
-    y.square().mean().backward()
+    Asked(y.square().mean().backward, ANYTHING)()  # runs what the reader has written
     with torch.no_grad():
         for p in layer.parameters():
             if p.grad is not None:
@@ -100,7 +100,7 @@ def _split(comm, split):
     if y.shape != x.shape or not y.requires_grad or not readable(y):
         return None, 0, 0, 0
     before = comm.traffic.total
-    forward(x).sum().backward()
+    Asked(forward(x).sum().backward, ANYTHING)()
     sent = comm.traffic.total - before
     x.grad = None
     layer.zero_grad()
@@ -166,9 +166,10 @@ def _scored(comm, cross_entropy):
     with memory.track(mine, targets) as t:
         loss = cross_entropy(comm, mine, targets)
         if loss.requires_grad and loss.numel() == 1 and readable(loss):
-            loss.backward()
+            Asked(loss.backward, ANYTHING)()
     gradient = mine.grad if mine.grad is not None and readable(mine.grad) else None
-    return loss.detach(), gradient, t.peak.total - t.start.total, comm.traffic.total
+    loss = loss.detach() if readable(loss) else loss.new_empty(0)
+    return loss, gradient, t.peak.total - t.start.total, comm.traffic.total
 
 
 @exercise("parity and bytes", torch.Tensor, process="ranks")

@@ -140,6 +140,12 @@ def own(stage, comm, inputs, targets, loss, like):
     return sum(loss(stage(x), y) for x, y in zip(inputs, targets, strict=True)) / len(inputs)
 
 
+def freed(*args):
+    total = evaluate(*args)
+    total.untyped_storage().resize_(0)
+    return total
+
+
 @torch.no_grad()
 def averaged(*args):
     return evaluate(*args) / args[1].world_size
@@ -208,6 +214,7 @@ ANSWERS = {
             (own, "rank 0 of 2: you return"),
             (on_the_last, "rank 0 of 2: you return 0.000000, the mean loss is"),
             (averaged, "rank 0 of 2: you return"),
+            (freed, "rank 0 of 1: you return nan"),
             (partial(faulty, scale=False), "rank 0 of 1: you return"),
             (partial(faulty, micro_batches=-1), "rank 0 of 1: you return"),
             (partial(faulty, micro_batches=4), "rank 0 of 4: you return"),

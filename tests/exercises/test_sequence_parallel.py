@@ -257,7 +257,7 @@ ANSWERS = {
             (lambda comm, x, a, tokens: linear(x, a), "the output is (4, 32), expected (7, 32)"),
             (lambda comm, x, a, tokens: column(comm, x, a, tokens).T, "the output is (32, 7), expected (7, 32)"),
             (partial(faulty, cut=False), "rank 0 of 4, 8 tokens: the output is (0, 32), expected (8, 32)"),
-            (partial(faulty, missing=lambda tokens, N: 1), "your function was ended"),
+            (partial(faulty, missing=lambda tokens, N: 0), "your function raises ValueError"),
             (lambda comm, x, a, tokens: column(comm, x, 2 * a, tokens) - 1, "the output is not X aᵀ"),
             (unknown_to_autograd, "the output is right, but x gets no gradient"),
             (lambda comm, x, a, tokens: column(comm, x, a.detach(), tokens), "but a gets no gradient"),

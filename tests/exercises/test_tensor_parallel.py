@@ -140,6 +140,11 @@ Deaf = forward_of(Rows, lambda self, y: self.comm.all_reduce(F.linear(y, self.we
 Summing = forward_of(Rows, lambda self, y: enter(leave(F.linear(y, self.weight), self.comm), self.comm) + self.bias)
 
 
+def backward_of(dx):
+    function = function_of(lambda ctx, x: x.clone(), lambda ctx, gradient: dx(gradient))
+    return forward_of(Columns, lambda self, x: F.linear(function.apply(x), self.weight, self.bias))
+
+
 class Three(nn.Module):
     """q, k and v apart, with an f for each."""
 
@@ -249,6 +254,12 @@ def by_gathering(comm, logits, targets):
     return F.cross_entropy(gather.apply(logits), targets)
 
 
+def freed(comm, logits, targets):
+    loss = cross_entropy(comm, logits, targets)
+    loss.untyped_storage().resize_(0)
+    return loss
+
+
 def with_six_copies(comm, logits, targets):
     kept = [logits.detach().clone() for _ in range(6)]
     return cross_entropy(comm, logits, targets) + 0 * kept[0][0, 0]
@@ -281,6 +292,9 @@ ANSWERS = {
             (Transposed, "rank 0 of 2: expected a module, which maps x (B, T, C) to (B, T, C)"),
             (partial(with_parts, columns=WithoutF),
              "the output is right, but x has another gradient. (What is f for?)"),
+            (partial(with_parts, columns=backward_of(lambda dx: dx[0])), "your function raises RuntimeError"),
+            (lambda attention, comm: forward_of(Doubled, lambda self, x: (self.attention(x), x))(attention, comm),
+             "expected a tensor"),
             (partial(with_parts, rows=Summing), "rank 0 of 2: the output is right, but x has another gradient"),
             (partial(with_parts, rows=Deaf), "rank 0 of 2: the output is right, but x has another gradient"),
             (frozen, "rank 0 of 2: after one step the output is another one"),
@@ -310,6 +324,7 @@ ANSWERS = {
             (partial(faulty, reduce=lambda x, comm: enter(leave(x, comm), comm)),
              "the loss is right, but these logits have another gradient"),
             (lambda *given: cross_entropy(*given).item(), "expected a tensor"),
+            (freed, "expected one number in fp32; you return torch.float32 of shape (0,)"),
             (by_gathering, "the numbers are right, but rank 0 of 2 sent")],
         saves_nothing=(with_six_copies, "the numbers are right, but rank 0 of 2 took"),
     ),

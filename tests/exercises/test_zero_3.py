@@ -79,6 +79,10 @@ def faulty(comm, shard, x, out, *, reduced=averaged, keep=False, of_x=None, scal
     return Faulty.apply(comm, shard, x, out, reduced, keep, of_x, scale)
 
 
+def flat_forgotten(comm, shard, x, out):
+    return faulty(comm, shard, x, out, reduced=lambda comm, g: comm.reduce_scatter(g.view(out, -1), "avg"))
+
+
 def without_x(comm, shard, x, out):
     return by_checkpoint(comm, shard, x.detach(), out)
 
@@ -207,6 +211,7 @@ ANSWERS = {
              "the output is right, but not the gradient of the shard"),
             (partial(faulty, of_x="sum"), "the output is right, but not the gradient of x"),
             (partial(faulty, scale=0.5), "the output is right, but not the gradient of x: it is 1/2 of it"),
+            (flat_forgotten, "your function raises RuntimeError: Function FaultyBackward returned an invalid gradient"),
             (partial(faulty, reduced=all_reduced), "the numbers are right, but a rank sent"),
             (kept_in_bf16, "bytes stay from forward to backward")],
         saves_nothing=(partial(faulty, keep=True),
