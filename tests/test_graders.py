@@ -10,6 +10,7 @@ import torch
 import exercises
 from exercises import Exercise, close, exercise, readable
 from exercises.asking import SCALAR, fault
+from refimpl.ranks import RankError
 
 HINTS = {"four": ["It is even.", "2 + 2."]}
 
@@ -96,6 +97,16 @@ def test_so_is_what_breaks_the_process_of_the_tests(monkeypatch, capsys, answer,
     four(answer)
     assert f"four exercise: {words}" in capsys.readouterr().out
     assert (torch.Tensor.backward, torch.get_default_dtype(), torch.is_grad_enabled()) == (backward, dtype, True)
+
+
+def test_of_several_ranks_the_one_that_ended_is_named(monkeypatch, capsys):
+    def fail(answer):
+        raise RankError("rank 2 returned after 0 collectives; ranks 0 and 1 wait for it in all_reduce")
+
+    monkeypatch.setattr(four, "process", "ranks")
+    monkeypatch.setattr(four, "check", fail)
+    four(max)
+    assert capsys.readouterr().out.startswith("four exercise: your function was ended: rank 2 returned after 0")
 
 
 def test_what_an_answer_prints_is_shown(capsys):

@@ -52,6 +52,8 @@ def second(orders):
         where, given = f"{ranks} ranks, {micro_batches} micro-batches", orders(ranks, micro_batches)
         if len(given) != ranks:
             return f"{where}: expected {ranks} lists, you give {len(given)}"
+        if other := {kind for order in given for kind, *_ in order} - {"F", "B", "W"}:
+            return f"{where}: expected kinds F, B and W, you give {', '.join(sorted(other))}, too"
         built = _built(given, ranks, micro_batches)
         try:
             counts = validate(built)

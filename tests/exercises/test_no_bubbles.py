@@ -116,6 +116,12 @@ def of_rank_0_on_all(p, m):
     return [orders(p, m)[0]] * p
 
 
+def with_whole_backwards_on_rank_0(p, m):
+    """What rank 0 computes is the same, but it is not cut in two."""
+    first, *others = zb_h2(p, m)
+    return [[("FULL" if kind == "B" else kind, *each) for kind, *each in first if kind != "W"], *others]
+
+
 def flat(p, m):
     return [each for order in zb_h2(p, m) for each in order]
 
@@ -216,7 +222,8 @@ ANSWERS = {
             (lambda p, m: [[(kind, r, j + 1) for kind, r, j in order] for r, order in enumerate(zb_h2(p, m))],
              "expected a micro-batch of 0 to 3"),
             (lambda p, m: [[(kind.lower(), *each) for kind, *each in order] for order in zb_h2(p, m)],
-             "an instruction of kind 'f': expected one of F"),
+             "expected kinds F, B and W, you give b, f, w, too"),
+            (with_whole_backwards_on_rank_0, "expected kinds F, B and W, you give FULL, too"),
             (lambda p, m: zb_h2(p, m)[1:], "expected 2 lists, you give 1"),
             (lambda p, m: [[each[:2] for each in order] for order in zb_h2(p, m)],
              "expected 3 values (a text, a number, a number), you return ('F', 0)"),
