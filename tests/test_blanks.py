@@ -7,9 +7,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from blanks import blank
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from blanks import blank
 from exercises import Exercise
 
 ROOT = Path(__file__).parent.parent

@@ -141,7 +141,8 @@ def test_a_solution_is_the_first_right_answer_with_what_it_calls(capsys):
     ("3", float, "expected a number, you return '3' (str)"), (torch.ones(1), SCALAR, None),
     (torch.ones(2), SCALAR, "expected a number, or a tensor of one, you return a tensor of shape (2,) (Tensor)"),
     ((1, 2), (int, int), None), ([1, 2], (int, int), None),
-    ((1,), (int, int), "expected 2 values (a number, a number)"), ((1, "2"), (int, int), "expected a number, you return '2' (str)"), ([], [int], None),
+    ((1,), (int, int), "expected 2 values (a number, a number)"), ([], [int], None),
+    ((1, "2"), (int, int), "expected a number, you return '2' (str)"),
     (torch.ones(2), [torch.Tensor], "expected a list, each of it a tensor"), (print, callable, None),
     (3, callable, "expected a function, you return 3 (int)")])
 def test_what_an_answer_returns_is_looked_at_first(value, gives, words):

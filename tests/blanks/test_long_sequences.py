@@ -4,9 +4,9 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from blanks import long_sequences as page
 from exercises_kit import Answers, graded
 
+from blanks import long_sequences as page
 from refimpl.common.quadratic import Quadratic
 
 # --- fit -------------------------------------------------------------------------------------------------------------

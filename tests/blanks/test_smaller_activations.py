@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
-from blanks import smaller_activations as page
 from exercises_kit import Answers, graded
 
+from blanks import smaller_activations as page
 from refimpl.papers import activations as paper
 
 

@@ -1,10 +1,10 @@
 """Right functions pass, wrong and unfilled ones do not."""
 
 import torch
-from blanks import NAME as page
 from exercises_kit import Answers, graded
 from torch.nn import functional as F
 
+from blanks import NAME as page
 from refimpl.papers.NAME import silu
 
 
