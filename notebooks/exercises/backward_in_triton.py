@@ -1,16 +1,28 @@
 """Exercises of the page *Backward in Triton*."""
 
-import math
-import os
-
 import torch
 from torch import Tensor
 
-from refimpl import memory
 from refimpl.attention import reference_attention
-from refimpl.attention.kernel_traffic import counted
 
-from . import close, drawn, exercise
+from . import close, drawn, exercise, readable
+from .flash_attention_in_triton import differs, ran
+
+HINTS = {
+    "first": [
+        "A program holds a tile of queries: load q, d_out, lse and delta once, before the loop. In the loop load a "
+        "tile of keys and of values.",
+        "P = exp(s − L) with s = q kᵀ/√D. dP = dO vᵀ. dS = P (dP − Δ), where L and Δ are numbers of a row: "
+        "`lse_M[:, None]`.",
+        "dQ is the sum of dS k over all tiles of keys, times 1/√D: `dq_MD = tl.dot(ds_MN, k_ND, dq_MD, "
+        "input_precision=\"ieee\")` in the loop, `tl.store(dq + here, dq_MD * scale)` after it."],
+    "second": [
+        "The weights of a tile of keys are exp(q kᵀ/√D − L), of all queries that see these keys. Subtract L before you "
+        "take exp.",
+        "With causal attention the queries before a tile do not see it: for keys first … first + 63 take the queries "
+        "from `first` on.",
+        "In PyTorch: for each tile of 64 keys, `p = (q[:, :, first:] @ k[:, :, first:first + 64].mT * D**-0.5 - "
+        "lse[:, :, first:, None]).exp().tril()`. Its sum over dimension 2 is the tile's part of the result."]}
 
 
 @torch.library.custom_op("refimpl_exercises::dense_inside", mutates_args=())
@@ -27,11 +39,6 @@ def _(q, k, v):
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _counts():
-    """Tell whether a kernel's loads can be counted here: only Triton's interpreter does."""
-    return DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-
-
 @exercise("parity and bytes", torch.Tensor)
 def first(dq):
     """Grade `dq(q, k, v, d_out, lse, delta)`, which returns the gradient of q, by a Triton kernel.
@@ -39,57 +46,57 @@ def first(dq):
     Attention has no mask. q, k, v and d_out are contiguous fp32 (B, H, T, D), with T a multiple of 32 and D of 16; the
     logsumexps and Δ are (B, H, T). The kernel reads each query once and writes only dQ.
     """
-    for B, H, T, D, scale in ((1, 2, 96, 16, 1), (2, 1, 128, 32, 10)):
+    wasted = None
+    for B, H, T, D, scale in ((1, 2, 96, 16, 1), (2, 1, 160, 32, 40)):
         q, k, v, d_out = drawn(*[(B, H, T, D)] * 4, scale=scale, device=DEVICE)
         q.requires_grad_()
         out, lse = reference_attention(q, k, v, return_logsumexp=True)
         expected, = torch.autograd.grad(out, q, d_out)
-        given = [x.detach() for x in (q, k, v, d_out, lse, (out * d_out).sum(-1))]
-        said, took, traffic = _read(dq, given)
-        if not close(said, expected):
-            return f"{T} tokens of {D}: not dQ" + " (NaN)" * bool(said.isnan().any())
+        given = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": (out * d_out).sum(-1)}
+        said, took, traffic = ran(dq, {name: x.detach() for name, x in given.items()})
+        if wrong := differs(said, expected):
+            scaled = said.shape == expected.shape and readable(said) and close(said * D**-0.5, expected)
+            return f"{T} tokens of {D}: not dQ: {'the factor 1/√D is missing' if scaled else wrong}"
+        wasted = wasted or _wasted(q, took, traffic)
+    return wasted
+
+
+def _wasted(q, took, traffic):
+    """Return a sentence about bytes that the gradient of q does not need, else None."""
     if took > q.nbytes:
         return f"right, but it took {took:,} bytes: expected {q.nbytes:,}, the gradient"
     if traffic is None:
         return None
-    if not traffic.loaded["q"]:
-        return "right, but no Triton kernel read q"
-    if traffic.loaded["q"] > q.nbytes:
-        return f"right, but it reads q {traffic.loaded['q'] / q.nbytes:g} times: a program that holds queries, once"
+    if not traffic.loaded["q"] or not traffic.loaded["d_out"]:
+        return "right, but no Triton kernel read q and d_out"
+    for name in ("q", "d_out"):
+        if traffic.loaded[name] > q.nbytes:
+            return (f"right, but it reads {name} {traffic.loaded[name] / q.nbytes:.3g} times: a program that holds "
+                    "queries, once")
     return None
-
-
-def _read(answer, given):
-    """Return (what `answer` returned, its peak in bytes above its inputs, Counted or None)."""
-    if not _counts():
-        with memory.track(*given) as t:
-            said = answer(*given)
-        return said, t.peak.total - t.start.total, None
-    with counted(q=given[0]) as traffic, memory.track(*given) as t:
-        said = answer(*given)
-    return said, t.peak.total - t.start.total, traffic
 
 
 @exercise("parity and bytes", torch.Tensor)
 def second(received):
     """Grade `received(q, k, lse)`, which returns how much attention each key gets from all queries, (B, H, S).
 
-    That is the sum over the rows of causal P, computed from the logsumexps. The bytes grow with the sequence length,
-    not with its square.
+    That is the sum over the rows of causal P, computed from the logsumexps. T is a multiple of 64. The bytes grow with
+    the sequence length, not with its square.
     """
     taken = []
-    for T in (512, 1024):
-        q, k, v = drawn(*[(1, 1, T, 16)] * 3, device=DEVICE)
-        lse = reference_attention(q, k, v, causal=True, return_logsumexp=True)[1]
-        scores = (q @ k.mT / 4).masked_fill(torch.ones(T, T, device=DEVICE).triu(1).bool(), -math.inf)
-        with memory.track(q, k, lse) as t:
-            said = received(q, k, lse)
-        took = t.peak.total - t.start.total
-        if not close(said, scores.softmax(dim=-1).sum(dim=2)):
-            return f"{T:,} keys: not the column sums of P" + " (NaN)" * bool(said.isnan().any())
+    for B, H, T, D, scale in ((2, 3, 192, 32, 1), (1, 1, 512, 16, 1), (1, 1, 1024, 16, 60)):
+        q, k = drawn(*[(B, H, T, D)] * 2, scale=scale, device=DEVICE)
+        lse = reference_attention(q, k, k, causal=True, return_logsumexp=True)[1]
+        seen = torch.ones(T, T, device=DEVICE).tril().bool()
+        weights = (q @ k.mT * D**-0.5).masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        said, took, _ = ran(received, {"q": q, "k": k, "lse": lse})
+        if wrong := differs(said, weights.sum(dim=2)):
+            if said.shape == lse.shape and close(said, (q @ k.mT * D**-0.5 - lse[..., None]).exp().sum(dim=2)):
+                wrong = "queries before a key do not see it"
+            return f"{B} × {H} heads, {T:,} keys of {D}: not the column sums of P: {wrong}"
         taken.append(took)
-    if taken[1] > 2.5 * taken[0]:
-        return (f"right, but it took {taken[0]:,} bytes for 512 keys and {taken[1]:,} for 1,024: twice the keys, "
+    if taken[2] > 2.5 * taken[1]:
+        return (f"right, but it took {taken[1]:,} bytes for 512 keys and {taken[2]:,} for 1,024: twice the keys, "
                 "twice the bytes is what tiles take")
-    return None if taken[1] <= 1024**2 else (f"right, but it took {taken[1]:,} bytes for 1,024 keys: expected at "
+    return None if taken[2] <= 1024**2 else (f"right, but it took {taken[2]:,} bytes for 1,024 keys: expected at "
                                              f"most {1024**2:,}, a quarter of the weights")
