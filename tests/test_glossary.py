@@ -20,8 +20,8 @@ def markdown(page):
 
 def prose(page):
     """Return a page's Markdown without code, formulas, headings and links to other pages."""
-    left_out = (r"```.*?```", r"\$\$.*?\$\$", r"\$[^$]*\$", r"`[^`]*`", r"!\[[^\]]*\]\([^)]*\)", r"\[[^\]]*\]\([^)]*\.ipynb[^)]*\)",
-                r"(?m:^#[^\n]*$)", r"https?://\S*")
+    left_out = (r"```.*?```", r"\$\$.*?\$\$", r"\$[^$]*\$", r"`[^`]*`", r"!\[[^\]]*\]\([^)]*\)",
+                r"\[[^\]]*\]\([^)]*\.ipynb[^)]*\)", r"(?m:^#[^\n]*$)", r"https?://\S*")
     return re.sub("|".join(left_out), "", markdown(page), flags=re.S)
 
 
