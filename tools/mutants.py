@@ -5,10 +5,11 @@
 
 A fault is a comparison, an operation or a condition exchanged, a default changed, a number one larger, two arguments
 swapped, a call dropped, memory kept that was freed, a hook left. The tests that a push draws of the file's package run
-first, its own test file before the others; then, if none fails, those of `make test-all`, and last those cases that
-`make test-matrix` runs alone. A test that hangs has noticed. Two faults are tried at a time, each in a copy of HEAD.
-What was tried is kept in build/mutants/ and not tried again: interrupt it, and go on later. tests/mutants.toml lists
-faults that change nothing, each with the reason.
+first, its own test file before the others and the quick before the slow; then, if none fails, those of `make test-all`,
+and last those cases that `make test-matrix` runs alone. A test that hangs has noticed. Tests against the clock are left
+out: beside other work they fail without a fault. Two faults are tried at a time, each in a copy of HEAD. What was tried
+is kept in build/mutants/ and not tried again: interrupt it, and go on later. tests/mutants.toml lists faults that
+change nothing, each with the reason.
 """
 
 import argparse
@@ -144,8 +145,7 @@ def try_all(drawn):
 def collected(copy, tier):
     """List the ids of the tests that a tier runs of the whole tree."""
     done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "2", "--tier", tier,
-                           "tests"], cwd=copy,
-                          env=environment(copy), capture_output=True, text=True)
+                           "-m", "not alone", "tests"], cwd=copy, env=environment(copy), capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("tests/") and "::" in line]
     if not found:
         sys.exit(f"no tests were collected: {done.stdout[-500:]}{done.stderr[-500:]}")
@@ -156,9 +156,15 @@ def verdict(mutant, copy, selections, allowed):
     """Return the tier that notices a fault, or "lived"."""
     path, place = copy / mutant.file, beside(mutant.file)
     own, source, tried = f"test_{Path(mutant.file).stem}.py::", path.read_bytes(), set()
+    costs = json.loads((Path(__file__).parents[1] / "tests" / "costs.json").read_text())
+
+    def turn(test):
+        seconds, cases = costs.get(test.partition("[")[0], (1, 1))
+        return own not in test, seconds / cases
+
     for tier, selection in selections.items():
         tests = sorted((each for each in selection if each.startswith(place + ("" if place.endswith(".py") else "/"))
-                        and each not in tried), key=lambda each: own not in each)
+                        and each not in tried), key=turn)
         if not tests:
             continue
         if (place, tier) not in allowed:
