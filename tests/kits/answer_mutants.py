@@ -27,7 +27,7 @@ from exercises import Exercise  # noqa: E402
 from exercises.asking import Complaint  # noqa: E402
 from exercises.solutions import parts, parts_of_blank  # noqa: E402
 
-SECONDS = 30  # that an answer may take here: a fault may be a loop without an end
+SECONDS = 10  # that an answer may take here: a fault may be a loop without an end
 
 
 def accepted(slug, names=(), most=None):
