@@ -114,6 +114,13 @@ def test_what_an_answer_prints_is_shown(capsys):
     assert capsys.readouterr().out == "on the way\nfour exercise: right, on parity\n"
 
 
+def test_of_an_error_the_readers_own_lines_are_shown_without_those_of_torch_and_of_graders(capsys):
+    four(lambda *args: torch.nn.functional.linear(torch.nn.Linear(2, 2)(torch.ones(3))))
+    printed = capsys.readouterr().out
+    assert "your function raises RuntimeError" in printed and printed.count("File ") == 1
+    assert f'File "{__file__}"' in printed
+
+
 def test_an_answer_that_is_not_filled_in_needs_no_process(monkeypatch, capsys):
     monkeypatch.setattr(exercises, "run", None)
     four(lambda *args: ...)

@@ -2,13 +2,16 @@
 
 import dis
 import inspect
+import os
 import sys
 import traceback
 from numbers import Real
+from pathlib import Path
 
 import torch
 
 from refimpl import memory
+from refimpl.memory.tracking import in_place
 
 SCALAR = "a number, or a tensor of one"
 ANYTHING = "anything"  # what a function that was itself returned may return: None, too
@@ -18,6 +21,9 @@ WATCHED = torch, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.optim
 
 NOT_YET = "not answered yet (or is a `return` missing? the function gave None)"
 EMPTY = {"RESUME", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "CACHE"}
+HERE = Path(__file__).parent
+NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (
+    HERE, HERE.parent / "blanks", Path(torch.__file__).parent, Path(in_place.__file__).parent))
 
 
 class Complaint(Exception):
@@ -93,7 +99,10 @@ def fault(value, gives):
         good |= gives == SCALAR and isinstance(value, torch.Tensor) and value.numel() == 1
     else:
         good = callable(value) if gives is callable else isinstance(value, gives)
-    return None if good else f"expected {_name(gives)}, you return {_shown(value)}"
+    if good:
+        return None
+    inside = gives in (int, float) and isinstance(value, torch.Tensor) and value.numel() == 1
+    return f"expected {_name(gives)}, you return {_shown(value)}{': `.item()` takes the number out' * inside}"
 
 
 def not_filled(answer):
@@ -121,8 +130,9 @@ def _shown(value):
 
 
 def _told(error):
-    """Return an exception of the reader's function as a sentence, and below it the lines that led there."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
+    """Return an exception of the reader's function as a sentence, and below it the lines that led there, without those
+    of torch, of the tracker and of the graders."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(NOT_THEIRS)]
     lines = "".join(traceback.format_list(frames))
     return f"your function raises {type(error).__name__}: {error}\n{lines}".rstrip()
 

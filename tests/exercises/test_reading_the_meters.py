@@ -125,7 +125,7 @@ ANSWERS = {
         right=[validate, without_graphs, detached],
         wrong=[
             (lambda model, batches: math.nan, re.compile("the mean loss of 2 batches is [0-9.]*, you return nan")),
-            (lambda model, batches: torch.tensor(validate(model, batches)), "expected a number, you return a tensor"),
+            (lambda model, batches: torch.tensor(validate(model, batches)), "(Tensor): `.item()` takes the number out"),
             (lambda model, batches: validate(model, batches[:-1]), "the mean loss of 2 batches is"),
             (lambda model, batches: validate(model, batches[:2]), "the mean loss of 6 batches is"),
             (lambda model, batches: validate(model, batches) * len(batches), "the mean loss of 2 batches is"),
