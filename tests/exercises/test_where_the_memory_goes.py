@@ -71,6 +71,16 @@ def evaluate_frozen(model, tokens, targets):
     return model(tokens, targets)
 
 
+def evaluate_in_eval_mode(model, tokens, targets):
+    return evaluate(model.eval(), tokens, targets)
+
+
+def evaluate_and_train(model, tokens, targets):
+    loss = evaluate_in_eval_mode(model, tokens, targets)
+    model.train()
+    return loss
+
+
 def evaluate_of(reduction, model, tokens, targets):
     with torch.no_grad():
         return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction=reduction)
@@ -184,20 +194,24 @@ ANSWERS = {
         wrong=[
             (lambda config: math.nan, "you say nan, the tracker reads"),
             (lambda config: "16 bytes", "expected a number, you return '16 bytes'"),
-            (lambda config: states(config) - 4, re.compile("the tracker reads [0-9,]* bytes$")),
+            (lambda config: states(config) - 4, "the step counters is right: you have 15, this model has 16 tensors"),
+            (lambda config: states(config) - 2, re.compile("the tracker reads [0-9,]* bytes$")),
             (lambda config: model_state_bytes(config.parameter_count()), "the step counters are missing, 4 bytes"),
             (lambda config: 16 * config.parameter_count(), "the step counters are missing, 4 bytes for each tensor"),
             (lambda config: 12 * config.parameter_count(), re.compile("the tracker reads [0-9,]* bytes$")),
             (lambda config: states(config) // 2, "the tracker reads"),
             (lambda config: states(config) / 2**20, "the tracker reads"),
-            (lambda config: 16 * config.parameter_count() + 4, re.compile("the tracker reads [0-9,]* bytes$")),
+            (lambda config: 16 * config.parameter_count() + 4, "you have 1, this model has 16 tensors"),
             (lambda config: 16 * config.parameter_count() + 4 * len(list(GPT(page.CONFIGS[0]).parameters())),
              "for GPTConfig(vocab_size=300"),
+            (lambda config: 16 * config.parameter_count() + 4 * (4 + 12 * config.layers),
+             re.compile(r"vocab_size=300.*you have 40, this model has 22 tensors")),
+            (lambda config: 16 * config.parameter_count() + 4000, re.compile("the tracker reads [0-9,]* bytes$")),
             (of_each_name, "the tracker reads"),
             (lambda config: sum(p.nbytes for p in GPT(config).parameters()), "the tracker reads")],
     ),
     page.second: Answers(
-        right=[evaluate, evaluate_by_hand, evaluate_each_text],
+        right=[evaluate, evaluate_by_hand, evaluate_each_text, evaluate_and_train],
         wrong=[
             (lambda model, tokens, targets: math.nan, "you return nan"),
             (lambda model, tokens, targets: evaluate(model, tokens, targets) * math.nan, "you return nan"),
@@ -209,6 +223,7 @@ ANSWERS = {
             (lambda model, tokens, targets: evaluate(model, tokens, targets).exp(), "the loss is 5."),
             (lambda model, tokens, targets: 1.0, "you return 1.000000"),
             (evaluate_frozen, "parameters need no gradient any more"),
+            (evaluate_in_eval_mode, "right, but the model is left in eval mode"),
             (evaluate_for_ever, "your function changes whether torch makes graphs"),
             (evaluate_late, "bytes of activations were kept"),
             (lambda model, tokens, targets: model(tokens, targets).detach(), "bytes of activations were kept"),
