@@ -4,6 +4,8 @@ import random
 
 import torch
 
+from exercises.asking import ANYTHING, NOT_YET, fault
+
 from . import blank
 
 HINTS = {
@@ -29,7 +31,7 @@ def peak_bytes(changes, block=1):
     """Return (the most bytes at any moment, the bytes at the end).
 
     `changes`: in the order of time, + bytes where a storage is made and - bytes where
-    it dies. Each storage takes whole blocks of `block` bytes.
+    it dies; there may be none. Each storage takes whole blocks of `block` bytes.
     """
     now = peak = 0
     for change in changes:
@@ -84,7 +86,7 @@ def _changes(seed):
     return changes
 
 
-@blank(peak_bytes, "bytes", (float, float))
+@blank(peak_bytes, "bytes", ANYTHING)  # so that what is no pair of numbers is told with its changes
 def check_peak_bytes(peak_bytes):
     """Check `peak_bytes` on a few changes by hand, and on random ones, in blocks and without."""
     by_hand = [100, 600, -100, 512, -600, 30], [300, -300, 200, 1], []
@@ -94,9 +96,14 @@ def check_peak_bytes(peak_bytes):
             for change in changes:
                 size = abs(change) + -abs(change) % block
                 line.append(line[-1] + (size if change > 0 else -size))
-            peak, now = peak_bytes(list(changes), *_given(block))
+            some = f"changes {changes[:8]}{' …' * (len(changes) > 8)}, in blocks of {block}: "
+            found = peak_bytes(list(changes), *_given(block))
+            if found is None or found is ...:
+                return NOT_YET if changes else some + "your function gives None; with no change it is 0 and 0"
+            if wrong := fault(found, (float, float)):
+                return some + wrong
+            peak, now = found
             if (peak, now) != (max(line), line[-1]):
-                some = f"{changes[:8]}{' …' * (len(changes) > 8)}"
-                return (f"changes {some}, in blocks of {block}: you say {peak:,} at the peak and {now:,} at the end; "
-                        f"it is {max(line):,} and {line[-1]:,}")
+                return (f"{some}you say {peak:,} at the peak and {now:,} at the end; it is {max(line):,} and "
+                        f"{line[-1]:,}")
     return None

@@ -75,6 +75,12 @@ def with_a_first_peak(changes, block=1):
     return peak, now
 
 
+def with_no_first_peak(changes, block=1):
+    """Gives (None, 0) where nothing changes."""
+    line = list(accumulate(-(-abs(each) // block) * block * (1 if each > 0 else -1) for each in changes))
+    return max(line, default=None), line[-1] if line else 0
+
+
 ANSWERS = {
     page.check_live_bytes: Answers(
         right=[page.live_bytes, by_a_loop, by_ceil],
@@ -113,6 +119,9 @@ ANSWERS = {
             (lambda changes, block=1: replayed(changes, block, up=lambda n, block: n // block * block),
              "in blocks of 512: you say"),
             (rounded_in_the_end, "changes [300, -300, 200, 1], in blocks of 512: you say 512 at the peak and 512 at"),
+            (with_no_first_peak, "changes [], in blocks of 1: expected a number, you return None"),
+            (lambda changes, block=1: page.peak_bytes(changes, block) if changes else None,
+             "changes [], in blocks of 1: your function gives None; with no change it is 0 and 0"),
             (with_a_first_peak, "in blocks of 1: you say 1,012 at the peak and 442 at the end; it is 1,112 and 542"),
             (lambda changes, block=1: page.peak_bytes(changes[:-1], block), "at the peak and 512 at the end"),
             (lambda changes, block=1: page.peak_bytes(changes, 512 if block > 1 else 1), "in blocks of 100: you say")],
