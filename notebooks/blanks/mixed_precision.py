@@ -26,8 +26,9 @@ HINTS = {
 
 
 def make_masters(model, dtype):
-    """Make the fp32 weights of `model` `dtype`, which has 16 bits, in place. Return their masters: a list of fp32
-    copies of `model.parameters()`, in that order, which require gradients, so that an optimizer can update them.
+    """Round the fp32 weights of `model` to `dtype`, a 16-bit format, in place. Return their masters: a list of fp32
+    copies of `model.parameters()` as they were, in that order, which require gradients, so that an optimizer can update
+    them.
     """
     masters = [w.detach().clone().requires_grad_() for w in model.parameters()]
     for w in model.parameters():
@@ -58,6 +59,9 @@ def check_make_masters(make_masters):
                 return f"after make_masters(model, {dtype}) a weight is in {w.dtype}"
             if not readable(w) or not torch.equal(w.detach(), before.to(dtype)):
                 return "a weight is not the former weight, rounded"
+            rounded = before.to(dtype).float()
+            if master.dtype is torch.float32 and readable(master) and torch.equal(master.detach(), rounded):
+                return "a master is the 16-bit weight, widened: copy the fp32 weight before you round it"
             if not close(master, before) or not torch.equal(master.detach(), before):
                 return (f"expected the former weight, in {before.dtype} and {tuple(before.shape)}; you return a master "
                         f"in {master.dtype} and {tuple(master.shape)}, and it has other numbers or another form")
@@ -117,7 +121,8 @@ def check_step_on_masters(step_on_masters):
 def step_scaled(model, optimizer, scale):
     """Step after the backward of `scale` times the loss; gradients are in fp32. Return the scale of the next step.
 
-    If all gradients are finite: divide them by `scale`, step, return `scale`. Else do not step, and return half of it.
+    If all gradients are finite: divide them by `scale`, step, return `scale`. Else do not step, and return half of
+    `scale` (a number, perhaps below 1).
     """
     if not all(p.grad.isfinite().all() for p in model.parameters()):
         return scale / 2
@@ -133,7 +138,7 @@ def check_step_scaled(step_scaled):
     model, alone = _small_model(), _small_model()
     optimizer, expected = (torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, alone))
     cases = (None, 0), (math.inf, 0), (None, 0), (math.nan, 1), (-math.inf, 3)  # what; in which gradient
-    for scale in (1024.0, 2.0**15):
+    for scale in (1024.0, 2.0**15, 1.0):
         for bad, place in cases:
             for number, (p, q) in enumerate(zip(model.parameters(), alone.parameters(), strict=True)):
                 q.grad = torch.randn_like(q)

@@ -138,7 +138,7 @@ ANSWERS = {
     page.check_make_masters: Answers(
         right=[page.make_masters, one_by_one, of_a_copy],
         wrong=[
-            (partial(masters_of, first=True), "expected the former weight, in torch.float32 and (50, 70)"),
+            (partial(masters_of, first=True), "a master is the 16-bit weight, widened: copy the fp32 weight before"),
             (partial(masters_of, low=torch.bfloat16), "you return a master in torch.bfloat16 and (50, 70)"),
             (partial(masters_of, low=torch.float64), "you return a master in torch.float64 and (50, 70)"),
             (partial(masters_of, order=-1), "expected the former weight, in torch.float32 and (50, 70); you return a"),
@@ -179,6 +179,7 @@ ANSWERS = {
             (partial(scaled, of=slice(-1)), "where a gradient is -inf, with scale 1024: the weights are other"),
             (partial(scaled, down=1.0), "you return 1024: expected 512, as scale was 1024"),
             (partial(scaled, down=2.0), "you return 2048: expected 512, as scale was 1024"),
+            (lambda model, optimizer, scale: scaled(model, optimizer, scale) * 2 // 2, "you return 0: expected 0.5"),
             (partial(scaled, up=2.0), "you return 2048: expected 1024, as scale was 1024"),
             (lambda model, optimizer, scale: scaled(model, optimizer, scale) == scale, "expected a number")],
     ),
