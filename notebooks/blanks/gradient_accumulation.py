@@ -48,6 +48,8 @@ def check_in_parts(in_parts):
             return wrong
         if most != micro_batch:
             return f"{case}: the gradient is right, but a forward had {most} rows"
+        if isinstance(said, torch.Tensor) and said.requires_grad:
+            return "gradient and loss are right, but the loss still has its graph: add up `.detach()` of each part"
         peaks[rows] = t.peak.total - t.start.total
     grown = peaks[12] - peaks[6]
     return None if grown < 4096 else f"the gradient is right, but 6 more rows raise the peak by {grown:,} bytes"

@@ -88,11 +88,12 @@ def loss_fault(said, expected, most):
     """Return a sentence if a returned loss cannot be read, or is off by more than the share `most`."""
     if isinstance(said, torch.Tensor) and not readable(said):
         return "you return a loss whose storage was freed"
+    said = float(said.detach() if isinstance(said, torch.Tensor) else said)
     if math.isnan(said):
         return "the gradient is right, but you return NaN: a micro-batch without targets has no mean, so leave it out"
-    if abs(float(said) - expected) <= most * expected:
+    if abs(said - expected) <= most * expected:
         return None
-    return f"the gradient is right, but you return a loss of {float(said):.6g}; that of the batch is {expected:.6g}"
+    return f"the gradient is right, but you return a loss of {said:.6g}; that of the batch is {expected:.6g}"
 
 
 @exercise("parity and bytes", SCALAR)
@@ -131,8 +132,10 @@ def second(predict):
         read = t.peak["gradients"] + t.peak["activations"]
         said = predict(config, batch, micro_batch, sequence)
         if not abs(said - read) <= 4:  # a 4-byte number of targets may still be there, or not
+            logits = 4 * micro_batch * sequence * config.vocab_size
+            more = "; the gradients of logits and log-probabilities are temporaries: leave them out"
             return (f"{batch} rows of {sequence} tokens by {micro_batch}, {layers} layer{'s' * (layers > 1)}: you say "
-                    f"{said:,}, the tracker reads {read:,} bytes")
+                    f"{said:,}, the tracker reads {read:,} bytes{more * (abs(said - read - 2 * logits) <= 16)}")
     return None
 
 

@@ -37,6 +37,15 @@ def by_accumulate(model, tokens, targets, micro_batch):
     return accumulate(model, tokens, targets, micro_batch=micro_batch)
 
 
+def with_its_graph(model, tokens, targets, micro_batch):
+    loss = 0.0
+    for x, y in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
+        part = model(x, y) * (len(x) / len(tokens))
+        part.backward()
+        loss = loss + part
+    return loss
+
+
 def parted(model, tokens, targets, micro_batch, *, weight=lambda x, tokens, number: len(x) / len(tokens), rows=None,
            among=slice(None), clear=False, last=False, returned=1.0):
     """in_parts with a fault."""
@@ -121,6 +130,7 @@ ANSWERS = {
             (partial(parted, returned=2.0), "the gradient is right, but you return a loss of"),
             (partial(parted, rows=1), "6 rows by 3: the gradient is right, but a forward had 1 rows"),
             (partial(parted, rows=3), "7 rows by 2: the gradient is right, but a forward had 3 rows"),
+            (with_its_graph, "gradient and loss are right, but the loss still has its graph"),
             (at_once, "6 rows by 3: the gradient is right, but a forward had 6 rows"),
             (without_backward, "a parameter has no gradient in the end")],
         saves_nothing=(losses_first, "6 more rows raise the peak by"),

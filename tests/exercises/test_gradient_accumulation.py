@@ -133,6 +133,10 @@ def gradients_always(config, effective_batch, micro_batch, sequence):
     return 4 * config.parameter_count() + memory.activation_bytes(config, micro_batch, sequence)
 
 
+def with_temporaries(config, batch, rows, sequence):
+    return predict(config, batch, rows, sequence) + 2 * 4 * rows * sequence * config.vocab_size
+
+
 # --- third -----------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +244,7 @@ ANSWERS = {
             (lambda config, batch, rows, sequence: predict(config, batch, rows, 32), "4 rows of 24 tokens by 1"),
             (lambda config, *rest: predict(config, *rest) - 2 * config.parameter_count() * (rest[0] > rest[1]),
              "8 rows of 32 tokens by 2, 1 layer: you say"),
+            (with_temporaries, "the gradients of logits and log-probabilities are temporaries: leave them out"),
             (lambda *given: (1, 2), "expected a number")],
     ),
     page.third: Answers(
