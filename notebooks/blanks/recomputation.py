@@ -26,7 +26,7 @@ HINTS = {
 
 
 def keep_inputs(ctx, fn, *inputs):
-    """Return fn(*inputs), one tensor. It is called without a graph, so that autograd keeps nothing inside fn.
+    """Return fn(*inputs), one tensor. Autograd calls keep_inputs without a graph, so nothing inside fn is kept.
 
     Note for backward: the function as `ctx.fn`, the inputs (tensors) by `ctx.save_for_backward`, and nothing else.
     """
@@ -36,10 +36,10 @@ def keep_inputs(ctx, fn, *inputs):
 
 
 def run_again(ctx, *gradients):
-    """Return None, for fn, and then the gradient of each input: None for an input that needs none.
+    """Return a tuple: None, for fn, and then the gradient of each input, which is None for an input that needs none.
 
-    `ctx.fn` and `ctx.saved_tensors` are what forward noted. `gradients` has one tensor for each output of fn. Add the
-    gradients of fn's parameters to their `.grad`. It is called without a graph.
+    `ctx.fn` and `ctx.saved_tensors` are what forward noted. `gradients` has one tensor for each output of fn, of its
+    shape. Add the gradients of fn's parameters to their `.grad`. Autograd calls run_again without a graph, too.
     """
     inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
     with torch.enable_grad():
@@ -49,7 +49,8 @@ def run_again(ctx, *gradients):
 
 
 def same_numbers(fn):
-    """Return a function that calls fn, each time with the random numbers of its first call (on a CPU).
+    """Return a function of the same inputs that calls fn, each time with the random numbers of its own first call (on a
+    CPU), and returns what fn returns.
 
     The first call draws as fn does. Every later one leaves the random generator as it was before.
     """
@@ -105,7 +106,11 @@ def _faults(about, apply, fn, parameters, inputs):
     for leaf in leaves:
         leaf.grad = None
     with memory.track(*leaves, *inputs, *weights) as t:
-        found = _outputs(apply(counted, *inputs))
+        try:
+            found = _outputs(apply(counted, *inputs))
+        except TypeError as error:  # of autograd, about what it was to save
+            yield f"{about}autograd cannot keep what forward noted, since it takes tensors one by one: {error}"
+            return
         if not all(map(close, found, outputs)):
             yield about + "the output is not fn(x, w)"
         if not all(y.requires_grad for y in found):

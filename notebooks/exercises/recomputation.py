@@ -140,7 +140,9 @@ def third(apply):
         expected, whole = _step(_model(config), tokens)
         step = Asked(lambda model, tokens=tokens: _step(model, tokens), ANYTHING)
         found, peak = step(apply(_model(config)))
-        about = f"{config.layers} blocks with dropout {dropout}: "
+        rotary = config.positions == "rotary"
+        about = (f"{config.layers} blocks with dropout {dropout}"
+                 f"{', each called with x and the rotation of positions' * rotary}: ")
         if found.keys() != expected.keys():
             return about + "the parameters have other names"
         if not all(gradient is not None and close(gradient, expected[name]) for name, gradient in found.items()):

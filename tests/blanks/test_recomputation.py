@@ -45,6 +45,17 @@ def kept(ctx, fn, *inputs, note=True, save=True, first=False, last=False, attrib
     return outputs
 
 
+def without_the_star(ctx, fn, *inputs):
+    ctx.fn = fn
+    ctx.save_for_backward(inputs)
+    return fn(*inputs)
+
+
+def fn_among_tensors(ctx, fn, *inputs):
+    ctx.save_for_backward(fn, *inputs)
+    return fn(*inputs)
+
+
 def returns_inputs(ctx, fn, *inputs):
     page.keep_inputs(ctx, fn, *inputs)
     return inputs[0]
@@ -190,6 +201,8 @@ ANSWERS = {
             (partial(kept, last=True), "a function of x and w: in backward mat1 and mat2 shapes cannot be multiplied"),
             (partial(kept, detached=True), "the gradient of x is missing"),
             (partial(kept, output=True), "forward keeps 51,"),
+            (without_the_star, "autograd cannot keep what forward noted, since it takes tensors one by one"),
+            (fn_among_tensors, "but argument 0 is of type function"),
             (partial(kept, again=True), "fn runs 3 times: expected 2"),
             (lambda ctx, fn, *inputs: 2 * kept(ctx, fn, *inputs), "the output is not fn(x, w)"),
             (returns_inputs, "the output is not fn(x, w)"),
