@@ -148,6 +148,10 @@ def check_keep_inputs(keep_inputs):
             raise Complaint("there is no ctx.fn: forward has to note the function")
         if len(ctx.saved_tensors) != 2:
             raise Complaint(f"there are {len(ctx.saved_tensors)} tensors from ctx.save_for_backward: expected 2 inputs")
+        for name, saved, needed in zip("xw", ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True):
+            if needed and not saved.requires_grad:
+                raise Complaint(f"{name} needs a gradient and what is saved of it needs none: save the inputs as they "
+                                "are, no copies")
         return run_again(ctx, *gradients)
 
     for about, *case in list(_cases())[:3]:  # those of one output

@@ -45,6 +45,12 @@ def kept(ctx, fn, *inputs, note=True, save=True, first=False, last=False, attrib
     return outputs
 
 
+def of_copies(ctx, fn, *inputs):
+    ctx.fn = fn
+    ctx.save_for_backward(*(x.clone() for x in inputs))
+    return fn(*inputs)
+
+
 def without_the_star(ctx, fn, *inputs):
     ctx.fn = fn
     ctx.save_for_backward(inputs)
@@ -199,7 +205,8 @@ ANSWERS = {
             (partial(kept, save=False, attribute=True), "there are 0 tensors from ctx.save_for_backward: expected 2"),
             (partial(kept, first=True), "there are 1 tensors from ctx.save_for_backward: expected 2"),
             (partial(kept, last=True), "a function of x and w: in backward mat1 and mat2 shapes cannot be multiplied"),
-            (partial(kept, detached=True), "the gradient of x is missing"),
+            (partial(kept, detached=True), "x needs a gradient and what is saved of it needs none: save the inputs as"),
+            (of_copies, "in backward x needs a gradient and what is saved of it needs none"),
             (partial(kept, output=True), "forward keeps 51,"),
             (without_the_star, "autograd cannot keep what forward noted, since it takes tensors one by one"),
             (fn_among_tensors, "but argument 0 is of type function"),
