@@ -134,6 +134,10 @@ class Placeholder:
         self.region, self.tensor = region, None
 
 
+# `reshape` makes the first, or the second where a dispatch mode (a tracker) looks on; both are one view.
+ONE_NODE = {"ReshapeAliasBackward0": "ViewBackward0"}
+
+
 class Description(NamedTuple):
     """Describes what must be the same in forward and recomputation of a saved tensor.
 
@@ -149,7 +153,8 @@ class Description(NamedTuple):
     def of(cls, tensor):
         """Describe a tensor that autograd is about to save."""
         node = tensor.grad_fn
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.device, node and type(node).name(node))
+        name = node and type(node).name(node)
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.device, ONE_NODE.get(name, name))
 
     def fits(self, other):
         """Tell whether a recomputed tensor may stand in this one's place."""

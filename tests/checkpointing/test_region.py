@@ -3,6 +3,7 @@
 import gc
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -67,6 +68,21 @@ def test_gradients_of_a_gpt_are_bit_equal(dropout, attention):
     loss, found = step(gpt(checkpoint, config, attention=attention), tokens)
     assert torch.equal(loss, expected_loss) and same(found, expected)
     assert torch.equal(after_plain, torch.get_rng_state()), "the recomputation drew numbers of its own"
+
+
+@pytest.mark.parametrize("tracked", ["forward", "backward"])
+def test_a_tracker_may_look_on_in_forward_or_in_backward_alone(tracked):
+    """A dispatch mode has `reshape` make another node of autograd."""
+    tokens, found = torch.randint(0, 64, (2, 32)), {}
+    for how in (plain, checkpoint):
+        model = gpt(how)
+        torch.manual_seed(1)
+        with memory.track() if tracked == "forward" else nullcontext():
+            loss = model(tokens, tokens)
+        with memory.track() if tracked == "backward" else nullcontext():
+            loss.backward()
+        found[how] = [p.grad for p in model.parameters()]
+    assert all(map(torch.equal, found[plain], found[checkpoint]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
