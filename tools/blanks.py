@@ -68,6 +68,7 @@ def with_blanks(notebook, blanks):
         ours = f"{SUMMARY.format(name=name)}\n\n```python\n{source}\n```\n\n</details>"
         new = [nbformat.v4.new_code_cell(empty), nbformat.v4.new_code_cell(f"{name} = build.{check}({name})"),
                nbformat.v4.new_markdown_cell(ours)]
+        new[0].execution_count = cells[at[0]].execution_count  # a definition, which shows nothing whatever it says
         new = [there.get(cell.source, cell) for cell in new]
         for cell, kind in zip(new, ("blank", "check", "ours"), strict=True):
             cell.metadata[KEY] = {"name": name, "cell": kind}
