@@ -24,7 +24,7 @@ from refimpl.ranks import RankError, World, run
 
 from .asking import NOT_YET, SCALAR, Asked, Complaint, not_filled
 
-__all__ = "SCALAR", "Exercise", "close", "drawn", "exercise", "launch", "readable"
+__all__ = "SCALAR", "Exercise", "close", "drawn", "exercise", "launch", "off", "readable"
 
 HERE = Path(__file__).resolve().parent
 START_PAGE = HERE.parents[1] / "tools" / "start_page.py"
@@ -165,3 +165,14 @@ def readable(tensor):
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     need = tensor.itemsize * (tensor.storage_offset() + reach) if tensor.numel() else 0
     return tensor.untyped_storage().nbytes() >= need
+
+
+def off(said, expected, right):
+    """Say what is wrong with a tensor, in words that follow its name: it is not what `right` says. Returns nothing if
+    it is close to what was expected."""
+    if close(said, expected):
+        return ""
+    if said.shape != expected.shape or said.dtype != expected.dtype:
+        return (f" has the shape {tuple(said.shape)} and {said.dtype}, expected {tuple(expected.shape)} and "
+                f"{expected.dtype}")
+    return f" is not {right}" + " (it has NaN)" * bool(readable(said) and said.isnan().any())

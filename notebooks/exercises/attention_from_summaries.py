@@ -7,9 +7,8 @@ import torch
 from refimpl import memory
 from refimpl.attention import reference_attention
 
-from . import drawn, exercise, readable
+from . import drawn, exercise, off, readable
 from .asking import Asked
-from .attention_in_tiles import off
 
 HINTS = {
     "first": [

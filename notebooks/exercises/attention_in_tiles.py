@@ -5,7 +5,7 @@ import torch
 from refimpl import memory
 from refimpl.attention import reference_attention
 
-from . import close, drawn, exercise, readable
+from . import drawn, exercise, off
 
 HINTS = {
     "first": [
@@ -17,17 +17,6 @@ HINTS = {
         "For a tile of keys, the weights are P = e^(S − L): from the first key's row on, with `tril` for the rest.",
         "dV = Pᵀ dO. With Δ = rowsum(dO ∘ O): dS = P ∘ (dO Vᵀ − Δ). Both are of this tile alone.",
         "dK = dSᵀ Q / √D is whole when its tile is done. dQ is the sum over tiles of dS K / √D."]}
-
-
-def off(said, expected, right):
-    """Say what is wrong with a tensor, in words that follow its name: it is not what `right` says. Returns nothing if
-    it is close to what was expected."""
-    if close(said, expected):
-        return ""
-    if said.shape != expected.shape or said.dtype != expected.dtype:
-        return (f" has the shape {tuple(said.shape)} and {said.dtype}, expected {tuple(expected.shape)} and "
-                f"{expected.dtype}")
-    return f" is not {right}" + " (it has NaN)" * bool(readable(said) and said.isnan().any())
 
 
 @exercise("parity and bytes", (torch.Tensor, torch.Tensor))

@@ -8,9 +8,8 @@ from refimpl import memory
 from refimpl.attention import ScoreHook, reference_attention, tiled_attention
 from refimpl.attention.kv_cache import expand
 
-from . import drawn, exercise
+from . import drawn, exercise, off
 from .asking import Asked
-from .attention_in_tiles import off
 
 HINTS = {
     "first": [
