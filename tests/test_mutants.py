@@ -103,14 +103,23 @@ def run(checkout, monkeypatch, *arguments):
 def test_what_tests_notice_and_what_lives(checkout, monkeypatch, capsys):
     assert run(checkout, monkeypatch, checkout / "refimpl" / "x" / "a.py", "--count", 9) == 1
     said = capsys.readouterr().out
-    verdicts = dict(map(json.loads, next((checkout / "build" / "mutants").iterdir()).read_text().splitlines()))
-    assert {name.partition(": ")[2]: found for name, found in verdicts.items()} == {
-        "+ → -": "push", "1 → 2": "push", "< → <=": "lived", "0 → 1": "lived"}
+    verdicts = [*map(json.loads, next((checkout / "build" / "mutants").iterdir()).read_text().splitlines())]
+    assert sorted((name.partition(": ")[2], tier, noticed) for name, tier, noticed, _ in verdicts) == sorted([
+        ("+ → -", "push", True), ("1 → 2", "push", True), *((change, tier, False) for change in ("< → <=", "0 → 1")
+                                                           for tier in ("push", "all"))])
     assert said.count("lived: ") == 2 and "return x < 0" in said
     assert (checkout / "refimpl" / "x" / "a.py").read_text().count("n + 1") == 1
 
-    monkeypatch.setattr(mutants, "verdict", lambda *_: pytest.fail("this was tried before"))
-    assert run(checkout, monkeypatch, "--count", 9) == 1  # goes on where it was
+    with monkeypatch.context() as once:
+        once.setattr(mutants, "notices", lambda *_: pytest.fail("this was tried before"))
+        assert run(checkout, monkeypatch, "--count", 9) == 1  # goes on where it was
+
+    (checkout / "tests" / "x" / "test_g.py").write_text(
+        "from refimpl.x.a import g\n\n\ndef test_g():\n    assert g(0) is False\n")
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["add", "-A"], ["commit", "-qm", "a test for what lived"]):
+        subprocess.run([*git, *command], check=True)
+    assert run(checkout, monkeypatch, "--count", 9) == 0
 
 
 def test_faults_that_change_nothing_are_left_out(checkout, monkeypatch):
@@ -135,7 +144,14 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(checkout, monkeypatch)
 
 def test_a_test_that_hangs_has_noticed(checkout):
     (checkout / "tests" / "x" / "test_a.py").write_text("import time\n\n\ndef test_f():\n    time.sleep(60)\n")
-    assert mutants.failed(["tests/x/test_a.py::test_f"], checkout, 3)
+    assert mutants.first_failure(["tests/x/test_a.py::test_f"], checkout, 3) == "it hangs"
+
+
+def test_a_test_that_fails_without_a_fault_has_not_noticed_one(checkout, monkeypatch):
+    (checkout / "tests" / "x" / "test_a.py").write_text("def test_f():\n    assert False\n")
+    subprocess.run(["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "x"],
+                   check=True)
+    assert "test_f fails without a fault: mend that first" in run(checkout, monkeypatch, "--count", 9)
 
 
 def test_the_listed_faults_exist():

@@ -4,12 +4,12 @@
     python tools/mutants.py --count 300 --seed 1                  the fixed draw, over all packages
 
 A fault is a comparison, an operation or a condition exchanged, a default changed, a number one larger, two arguments
-swapped, a call dropped, memory kept that was freed, a hook left. The tests that a push draws of the file's package run
-first, its own test file before the others and the quick before the slow; then, if none fails, those of `make test-all`,
-and last those cases that `make test-matrix` runs alone. A test that hangs has noticed. Tests against the clock are left
-out: beside other work they fail without a fault. Two faults are tried at a time, each in a copy of HEAD. What was tried
-is kept in build/mutants/ and not tried again: interrupt it, and go on later. tests/mutants.toml lists faults that
-change nothing, each with the reason.
+swapped, a call dropped, memory kept that was freed, a hook left. First all faults meet the tests that a push draws of
+the file's package, its own test file before the others and the quick before the slow; then those that no test noticed
+meet the tests of `make test-all`. A test that hangs has noticed. Tests against the clock are left out: beside other
+work they fail without a fault. Two faults are tried at a time, each in a copy of HEAD. What was tried is kept in
+build/mutants/: interrupt it, and go on later. What lived is tried again once there are other tests. tests/mutants.toml
+lists faults that change nothing, each with the reason.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -32,9 +31,8 @@ from mutation import mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {"push": 0.95, "all": 0.97}  # of the faults that change something, how many each is to notice
-SELECTIONS = (*TIERS, "matrix")
 AT_ONCE = 2
-PATIENCE = 4, 60  # times what the tests take without a fault, and seconds more: what takes longer hangs
+PATIENCE = 4, 60  # times what tests/costs.json says that the tests take, and seconds more: what takes longer hangs
 
 
 def main():
@@ -106,40 +104,51 @@ def package_of(file):
 
 
 def try_all(drawn):
-    """Try each that was not tried before, two at a time. Return {name: one of SELECTIONS, "lived" or "equivalent"}."""
+    """Try each that was not tried before, two at a time. Return {name: a tier, "lived" or "equivalent"}."""
     known = equivalents()
     said = {each.name: "equivalent" for each in drawn if (each.file, each.text, each.change) in known}
-    kept = ROOT / "build" / "mutants" / f"{git('rev-parse', '--short=12', 'HEAD')}.jsonl"
+    kept = ROOT / "build" / "mutants" / f"{git('rev-parse', '--short=12', 'HEAD:refimpl')}.jsonl"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    if kept.exists():
-        said = dict(map(json.loads, kept.read_text().splitlines())) | said
-    left = [each for each in drawn if each.name not in said]
-    if not left:
-        return said
-    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
+    head, lived = git("rev-parse", "--short=12", "HEAD"), set()
+    for name, tier, noticed, tests in map(json.loads, kept.read_text().splitlines() if kept.exists() else ()):
+        if noticed:
+            said.setdefault(name, tier)
+        elif tests == head:
+            lived.add((name, tier))
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder, kept.open("a") as file:
         copies = SimpleQueue()
-        for n in range(AT_ONCE):
-            git("clone", "--quiet", "--shared", str(ROOT), f"{folder}/{n}")
-            copies.put(Path(folder, str(n)))
-        first = copies.get()
-        selections = {tier: collected(first, tier) for tier in SELECTIONS}
-        copies.put(first)
-        allowed = {}
-
-        def try_one(mutant):
-            copy = copies.get()
-            try:
-                return mutant, verdict(mutant, copy, selections, allowed)
-            finally:
-                copies.put(copy)
-
-        with ThreadPoolExecutor(AT_ONCE) as pool, kept.open("a") as file:
-            for mutant, found in pool.map(try_one, left):
-                said[mutant.name] = found
-                file.write(json.dumps([mutant.name, found]) + "\n")
+        for tier in TIERS:
+            left = [each for each in drawn if each.name not in said and (each.name, tier) not in lived]
+            if left and copies.empty():
+                for n in range(AT_ONCE):
+                    git("clone", "--quiet", "--shared", str(ROOT), f"{folder}/{n}")
+                    copies.put(Path(folder, str(n)))
+            for mutant, noticed in tried(left, tier, copies):
+                if noticed:
+                    said[mutant.name] = tier
+                file.write(json.dumps([mutant.name, tier, noticed, head]) + "\n")
                 file.flush()
-                print(f"{found:6} {mutant.name}", flush=True)
-    return said
+                print(f"{tier:4} {'noticed' if noticed else 'lived':7} {mutant.name}", flush=True)
+    return {each.name: said.get(each.name, "lived") for each in drawn}
+
+
+def tried(left, tier, copies):
+    """Yield (mutant, whether the tier's tests notice it)."""
+    if not left:
+        return
+    copy = copies.get()
+    selection, sound = collected(copy, tier), set()
+    copies.put(copy)
+
+    def try_one(mutant):
+        copy = copies.get()
+        try:
+            return mutant, notices(mutant, copy, selection, sound)
+        finally:
+            copies.put(copy)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(try_one, left)
 
 
 def collected(copy, tier):
@@ -152,54 +161,56 @@ def collected(copy, tier):
     return found
 
 
-def verdict(mutant, copy, selections, allowed):
-    """Return the tier that notices a fault, or "lived"."""
+def notices(mutant, copy, selection, sound):
+    """Tell whether a test beside the mutant's file fails or hangs. `sound` are tests that passed without a fault."""
     path, place = copy / mutant.file, beside(mutant.file)
-    own, source, tried = f"test_{Path(mutant.file).stem}.py::", path.read_bytes(), set()
+    own, source = f"test_{Path(mutant.file).stem}.py::", path.read_bytes()
     costs = json.loads((Path(__file__).parents[1] / "tests" / "costs.json").read_text())
 
-    def turn(test):
-        seconds, cases = costs.get(test.partition("[")[0], (1, 1))
-        return own not in test, seconds / cases
+    def seconds(test):
+        all_cases, cases = costs.get(test.partition("[")[0], (1, 1))
+        return all_cases / cases
 
-    for tier, selection in selections.items():
-        tests = sorted((each for each in selection if each.startswith(place + ("" if place.endswith(".py") else "/"))
-                        and each not in tried), key=turn)
-        if not tests:
-            continue
-        if (place, tier) not in allowed:
-            began = time.monotonic()
-            if failed(tests, copy, None):
-                sys.exit(f"{place} fails without a fault: mend that first")
-            allowed[place, tier] = PATIENCE[0] * (time.monotonic() - began) + PATIENCE[1]
-        path.write_bytes(mutant.of(source))
-        try:
-            if failed(tests, copy, allowed[place, tier]):
-                return tier
-        finally:
-            path.write_bytes(source)
-        tried |= set(tests)
-    return "lived"
+    tests = sorted((each for each in selection if each.startswith(place + ("" if place.endswith(".py") else "/"))),
+                   key=lambda test: (own not in test, seconds(test)))
+    if not tests:
+        return False
+    path.write_bytes(mutant.of(source))
+    try:
+        found = first_failure(tests, copy, PATIENCE[0] * sum(map(seconds, tests)) + PATIENCE[1])
+    finally:
+        path.write_bytes(source)
+    if found in tests and found not in sound:
+        if first_failure([found], copy, None):
+            raise SystemExit(f"{found} fails without a fault: mend that first")
+        sound.add(found)
+    return found is not None
 
 
-def failed(tests, copy, seconds):
-    """Run tests until one fails. A run that takes longer than `seconds` has failed, and nothing of it is left."""
+def first_failure(tests, copy, seconds):
+    """Run tests until one fails and return it, or another word where none began or all took longer than `seconds`.
+    Return None if all passed. Nothing of a run is left."""
     listed = copy / "build" / "tests.txt"
     listed.parent.mkdir(exist_ok=True)
     listed.write_text("\n".join(tests))
-    run = subprocess.Popen([sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", f"@{listed}"], cwd=copy,
-                           env=environment(copy), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                           start_new_session=True)
+    with open(copy / "build" / "said.txt", "w") as said:  # a pipe would stay open while a process that was left has it
+        run = subprocess.Popen([sys.executable, "-m", "pytest", "-qx", "-rfE", "-p", "no:cacheprovider", f"@{listed}"],
+                               cwd=copy, env=environment(copy), stdout=said, stderr=subprocess.DEVNULL,
+                               start_new_session=True)
     try:
-        return run.wait(seconds) != 0
+        run.wait(seconds)
     except subprocess.TimeoutExpired:
-        return True
+        return "it hangs"
     finally:
         try:
             os.killpg(run.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         run.wait()
+    lines = [line.partition(" ")[2] for line in Path(said.name).read_text().splitlines()
+             if line.startswith(("FAILED ", "ERROR "))]
+    failed = [test for test in tests if any(line == test or line.startswith(test + " - ") for line in lines)]
+    return next(iter(failed), "it cannot be read") if run.returncode else None
 
 
 def environment(copy):
@@ -242,8 +253,8 @@ def report(drawn, said):
     rows = counts(drawn, said)
     rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
     lines += [f"{name:18}{row[0]:7}{row[1]:12}{row[2]:7}{row[3]:9}" for name, row in rows.items()]
-    for found, words in (("lived", "lived"), ("matrix", "noticed by cases alone that make test-all does not draw")):
-        lines += [f"{words}: {each.name}\n       {each.text}" for each in drawn if said[each.name] == found]
+    lines += [f"{said[each.name]}: {each.name}\n       {each.text}" for each in drawn
+              if said[each.name] not in ("push", "equivalent")]
     return "\n".join(lines)
 
 
