@@ -94,7 +94,7 @@ def test_what_is_computed_meanwhile_is_not_waited_for():
 def test_a_link_that_sleeps_at_the_beginning_hides_nothing():
     for short, long in pooled(beside_computation, 2, True):
         for readings, seconds in ((short, 0.1), (long, 0.4)):
-            check(readings, 0.24 + seconds)
+            assert min(readings) >= 0.997 * (0.24 + seconds), "the bytes' own way comes on top: it is not hidden either"
             with pytest.raises(Late):
                 check(readings, max(0.24, seconds))
 
