@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from patience import Late, patiently
+from patience import Late, patiently, slowness
 from rank_pool import pooled
 from sleeping_kit import SleepingStage
 from torch import nn
@@ -16,7 +16,6 @@ from refimpl.pipeline.named_schedules import BUILDERS
 
 pytestmark = pytest.mark.alone
 WIDTH, P, M = 16, 4, 8
-UNIT = 0.05  # seconds of a whole rank's F
 SLOW = Link(bytes_per_second=2e6, latency=2e-3)
 X = 4 * 250 * WIDTH  # bytes of a message of rows 250
 
@@ -44,9 +43,16 @@ def readings(name, costs, link=None):
     return (max(ends) - min(begins)) / 1e9, idle
 
 
+@functools.cache
+def unit():
+    """Seconds of a whole rank's F. A slower processor is as much longer in what a rank does between stages, and ranks
+    that share its cores wait for each other's: the square."""
+    return 0.05 * slowness() ** 2
+
+
 def costs_of(name, *units):
     chunks = schedule(name, P, M).stages // P
-    return Costs(*(UNIT / chunks * each for each in units or (1.0, 1.0, 1.0)))
+    return Costs(*(unit() / chunks * each for each in units or (1.0, 1.0, 1.0)))
 
 
 UNEQUAL = ("1f1b", "zb-h1", "zb-v")  # at equal costs 1f1b and zb-v are below
